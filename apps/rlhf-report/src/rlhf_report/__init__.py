@@ -1,0 +1,3 @@
+"""Reports on data, runs and models."""
+
+__all__: list[str] = []

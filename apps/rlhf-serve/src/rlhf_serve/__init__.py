@@ -1,0 +1,3 @@
+"""Serving of aligned models."""
+
+__all__: list[str] = []

@@ -1,0 +1,3 @@
+"""Command line for training: rlhf-train minmax."""
+
+__all__: list[str] = []

@@ -1,0 +1,3 @@
+"""Losses, advantages and trainers for RLHF."""
+
+__all__: list[str] = []

@@ -1,0 +1,211 @@
+"""Advantages and baselines: from rewards to what the policy loss multiplies.
+
+Letters: `M` tokens of ragged sequences laid end to end, `B` completions (or critiques), `P` groups of them.
+A group is whatever shares a baseline: the completions of one prompt, the critiques of one answer.  Groups are
+named by an index tensor `(B,)` of any integers, so they may be ragged and lie in any order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlhf_algos._flat import check_flat
+
+__all__ = [
+    "AdvantageEstimate",
+    "gae",
+    "group_baseline",
+    "group_standardise",
+    "leave_one_out",
+    "scale_by_std",
+    "standardise",
+    "zero_std_fraction",
+]
+
+
+@dataclass(frozen=True)
+class AdvantageEstimate:
+    """Advantages and the value function's targets, both (M,)."""
+
+    advantages: Tensor
+    returns: Tensor
+    """advantages + values."""
+
+
+def gae(
+    token_rewards: Tensor,
+    values: Tensor,
+    sequence: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+) -> AdvantageEstimate:
+    """Generalised advantage estimation over ragged sequences laid end to end.
+
+    δ_t = r_t + gamma V_{t+1} - V_t,  A_t = δ_t + gamma lam A_{t+1},  R_t = A_t + V_t
+
+    V and A are 0 after the last token of a sequence.
+
+    https://arxiv.org/abs/1506.02438, eq. 16.
+
+    Args:
+        token_rewards: (M,) reward received on emitting each token.
+        values: (M,) value of the state before each token.
+        sequence: (M,) integer index of the sequence a token belongs to; the tokens of one sequence are in
+            order of time, sequences may interleave.
+        gamma: discount per token, in [0, 1].
+        lam: in [0, 1]; 0 gives one-step errors, 1 gives discounted return minus value.
+
+    Returns:
+        (M,) advantages and returns, without gradient, in the order of the input.
+
+    Note:
+        Every sequence ends in a terminal state, a truncated completion too.
+    """
+    check_flat(token_rewards, values=values, sequence=sequence)
+    with torch.no_grad():
+        row, column, (num_rows, num_columns) = _grid(sequence)
+        padded = values.new_zeros(2, num_rows, num_columns + 1)
+        padded[0, row, column] = token_rewards.to(values.dtype)
+        padded[1, row, column] = values
+        rewards_bt, values_bt = padded  # (B, T + 1), zero after a sequence's last token
+        # Padding stays exactly 0: its reward and both its values are 0.
+        errors = rewards_bt[:, :-1] + gamma * values_bt[:, 1:] - values_bt[:, :-1]
+        advantages_bt = torch.zeros_like(rewards_bt)
+        for t in reversed(range(num_columns)):
+            advantages_bt[:, t] = errors[:, t] + gamma * lam * advantages_bt[:, t + 1]
+        advantages = advantages_bt[row, column]
+        return AdvantageEstimate(advantages=advantages, returns=advantages + values)
+
+
+def group_baseline(rewards: Tensor, groups: Tensor) -> Tensor:
+    """Rewards minus the mean of their group: A_i = r_i - mean(group of i).
+
+    Dr. GRPO, https://arxiv.org/abs/2503.20783; per answer over its critiques it is the monitor's baseline.
+
+    Args:
+        rewards: (B,) one per completion.
+        groups: (B,) integer index of each completion's group.
+
+    Returns:
+        (B,); 0 for a group of one.
+    """
+    return _grouped(rewards, groups).centred
+
+
+def group_standardise(rewards: Tensor, groups: Tensor, *, epsilon: float = 1e-4) -> Tensor:
+    """Rewards standardised within their group: A_i = (r_i - mean) / (std + ε), unbiased std.
+
+    GRPO, https://arxiv.org/abs/2402.03300, section 4.1.2.
+
+    Args:
+        rewards: (B,) one per completion.
+        groups: (B,) integer index of each completion's group.
+        epsilon: added to the standard deviation, > 0, in units of reward; the default is TRL's.
+
+    Returns:
+        (B,); 0 for a group of one or of equal rewards.
+    """
+    group = _grouped(rewards, groups)
+    return group.centred / (group.std[group.index] + epsilon)
+
+
+def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
+    """Rewards minus the mean of the *others* of their group: A_i = r_i - (Σ_j r_j - r_i) / (G - 1).
+
+    RLOO, https://arxiv.org/abs/2402.14740.
+
+    Args:
+        rewards: (B,) one per completion.
+        groups: (B,) integer index of each completion's group, G completions each.
+
+    Returns:
+        (B,); 0 for a group of one, which has no others.
+    """
+    group = _grouped(rewards, groups)
+    size = group.size[group.index]
+    return group.centred * size / (size - 1).clamp(min=1)
+
+
+def zero_std_fraction(rewards: Tensor, groups: Tensor) -> Tensor:
+    """Fraction of groups whose rewards are all equal: they give no gradient.
+
+    Args:
+        rewards: (B,) one per completion.
+        groups: (B,) integer index of each completion's group.
+
+    Returns:
+        Scalar in [0, 1].
+    """
+    check_flat(rewards, groups=groups)
+    unique, index = torch.unique(groups, return_inverse=True)
+    shape = (unique.numel(),)
+    low = rewards.new_empty(shape).scatter_reduce(0, index, rewards, "amin", include_self=False)
+    high = rewards.new_empty(shape).scatter_reduce(0, index, rewards, "amax", include_self=False)
+    return (low == high).float().mean()
+
+
+def scale_by_std(advantages: Tensor, *, epsilon: float = 1e-8) -> Tensor:
+    """Advantages divided by their standard deviation over the batch, without centring: A_i / (std + ε).
+
+    https://arxiv.org/abs/2508.08221 compares it with the group's own standard deviation.
+
+    Args:
+        advantages: (B,) or (M,), already centred by a baseline.
+        epsilon: added to the standard deviation, > 0.
+
+    Returns:
+        Same shape; signs are kept.  A batch of fewer than two entries is returned as it is.
+    """
+    return advantages if advantages.numel() < 2 else advantages / (advantages.std() + epsilon)
+
+
+def standardise(advantages: Tensor, *, epsilon: float = 1e-8) -> Tensor:
+    """Advantages shifted to mean 0 and scaled to deviation 1 over the batch: (A_i - mean) / (std + ε).
+
+    Detail 7 of https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/.
+
+    Args:
+        advantages: (B,) or (M,).
+        epsilon: added to the standard deviation, > 0.
+
+    Returns:
+        Same shape; a batch of fewer than two entries gives zeros.
+    """
+    return scale_by_std(advantages - advantages.mean(), epsilon=epsilon)
+
+
+@dataclass(frozen=True)
+class _Groups:
+    index: Tensor  # (B,) 0..P-1
+    size: Tensor  # (P,) float
+    centred: Tensor  # (B,)
+
+    @property
+    def std(self) -> Tensor:
+        """(P,) unbiased standard deviation, 0 for a group of one."""
+        squares = torch.zeros_like(self.size).index_add(0, self.index, self.centred.square())
+        return (squares / (self.size - 1).clamp(min=1)).sqrt()
+
+
+def _grouped(rewards: Tensor, groups: Tensor) -> _Groups:
+    check_flat(rewards, groups=groups)
+    unique, index = torch.unique(groups, return_inverse=True)
+    zeros = rewards.new_zeros(unique.numel())
+    size = zeros.index_add(0, index, torch.ones_like(rewards))
+    mean = zeros.index_add(0, index, rewards) / size
+    return _Groups(index=index, size=size, centred=rewards - mean[index])
+
+
+def _grid(sequence: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
+    """Row and column, both (M,), of each token in a padded (sequences, longest) grid, and the grid's size."""
+    unique, row, count = torch.unique(sequence, return_inverse=True, return_counts=True)
+    order = torch.argsort(row, stable=True)
+    first = count.cumsum(0) - count  # where each row starts once tokens are sorted by row
+    column = torch.empty_like(row)
+    column[order] = torch.arange(row.numel(), device=row.device) - first[row[order]]
+    longest = int(count.max()) if count.numel() else 0
+    return row, column, (unique.numel(), longest)

@@ -1,0 +1,57 @@
+"""Supervised fine-tuning: the next-token loss on the scored tokens of sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import Field
+from rlhf_data import PackedBatch, TokenSequence, UserError
+from rlhf_models import token_logps
+
+from rlhf_algos.config import TrainerConfig
+from rlhf_algos.losses import next_token_loss
+from rlhf_algos.trainer import BaseTrainer, LossOutput
+
+__all__ = ["SFTConfig", "SFTTrainer"]
+
+
+class SFTConfig(TrainerConfig):
+    """Settings of supervised fine-tuning."""
+
+    learning_rate: float = Field(default=2e-5, gt=0)
+    """Peak learning rate of AdamW."""
+
+
+class SFTTrainer(BaseTrainer[TokenSequence]):
+    """Trains a causal LM on token sequences; the loss is the mean over the scored tokens of a step, in nats.
+
+    Args:
+        model: a transformers causal LM, or a PeftModel around one.
+        config: the settings.
+        examples: sequences; the tokens from `score_from` on are learned.
+        **options: see `BaseTrainer`.
+
+    Raises:
+        UserError: no examples, or one without a scored token.
+    """
+
+    def __init__(
+        self, model: Any, config: SFTConfig, examples: Sequence[TokenSequence], **options: Any
+    ) -> None:
+        for i, example in enumerate(examples):
+            if max(example.score_from, 1) >= len(example.input_ids):
+                raise UserError(f"training example {i} (from 0) has no token to learn; its completion is empty")
+        super().__init__(model, config, examples, **options)
+
+    def sequences(self, example: TokenSequence) -> Sequence[TokenSequence]:
+        """The example itself."""
+        return (example,)
+
+    def count(self, batch: PackedBatch) -> int:
+        """The scored tokens."""
+        return len(batch.score_targets)
+
+    def loss(self, batch: PackedBatch, examples: Sequence[TokenSequence]) -> LossOutput:
+        """Negative log-likelihood of the scored tokens."""
+        return LossOutput(next_token_loss(token_logps(self.model, batch).logps).loss)

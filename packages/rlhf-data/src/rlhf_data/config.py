@@ -1,0 +1,234 @@
+"""Frozen configs with errors that name the key, and files and overrides to read them from."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from rlhf_data.errors import UserError
+
+_SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+
+
+class BaseConfig(BaseModel):
+    """A frozen config: unknown keys and values out of range are refused, fields document themselves."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
+    )
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], where: str = "config") -> Self:
+        """Build the config from plain values, for instance those of a JSON file.
+
+        Args:
+            values: Field name to value; sections are nested dicts.
+            where: What the error message calls the source, for instance the file's name.
+
+        Returns:
+            The checked config.
+
+        Raises:
+            UserError: an unknown key (with the nearest valid name), a missing key, a wrong type or a
+                value out of range; the first such mistake is named with its path.
+        """
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise UserError(f"{where}: {_explain(cls, error.errors())}") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the config as plain values that JSON can write and `from_dict` reads back."""
+        return self.model_dump(mode="json")
+
+
+def load_config_file(path: str | Path) -> dict[str, Any]:
+    """Read a config from a `.json`, `.yaml` or `.yml` file.
+
+    Args:
+        path: The file. In YAML, `1e-5` is a number (plain YAML 1.1 would read a string).
+
+    Returns:
+        The mapping it holds; an empty file is an empty mapping.
+
+    Raises:
+        UserError: the file is missing, unreadable, of another type, invalid, or not a mapping.
+    """
+    path = Path(path)
+    if path.suffix not in {".json", ".yaml", ".yml"}:
+        raise UserError(f"config file {path}: unknown type {path.suffix!r}, expected .json, .yaml or .yml")
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text) if path.suffix == ".json" else yaml.load(text, Loader=_ConfigLoader)
+    except FileNotFoundError as error:
+        raise UserError(f"config file {path} does not exist; check the path given to --config") from error
+    except OSError as error:
+        raise UserError(f"config file {path} cannot be read ({error.strerror or error})") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"config file {path} is not UTF-8 text; save it as UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"config file {path}, line {error.lineno}: invalid JSON ({error.msg}); correct that line"
+        ) from error
+    except yaml.YAMLError as error:
+        raise UserError(f"config file {path}{_yaml_place(error)}; correct that line") from error
+    if values is None:
+        return {}
+    return _as_mapping(values, f"config file {path}")
+
+
+def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return `values` with `key=value` overrides applied; the input is left as it is.
+
+    Args:
+        values: The config so far.
+        overrides: Strings such as `training.batch_size=4`; dots descend into sections, which are made
+            where missing. Values are read as YAML: `1e-5` a number, `null`, `true`, `[1, 2]`.
+
+    Returns:
+        A new mapping.
+
+    Raises:
+        UserError: no `=`, an empty key part, an unreadable value, or a dot into something that is no
+            section.
+    """
+    result = _copy_sections(values)
+    for override in overrides:
+        key, found, text = override.partition("=")
+        parts = key.strip().split(".")
+        if not found or not all(parts):
+            raise UserError(f"override {override!r} is not of the form key=value, such as training.seed=1")
+        section = result
+        for depth, part in enumerate(parts[:-1], start=1):
+            if section.get(part) is None:
+                section[part] = {}
+            section = section[part]
+            if not isinstance(section, dict):
+                raise UserError(
+                    f"override {override!r}: {'.'.join(parts[:depth])} is a value, not a section; "
+                    "give the key without the part after it"
+                )
+        section[parts[-1]] = _parse_value(text, override)
+    return result
+
+
+class _ConfigLoader(yaml.SafeLoader):
+    """Safe YAML whose floats follow YAML 1.2: `1e-5` is a number."""
+
+
+_ConfigLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)
+
+
+def _yaml_place(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or "invalid YAML"
+    return f", line {mark.line + 1}: {problem}" if mark else f": {problem}"
+
+
+def _as_mapping(values: Any, where: str) -> dict[str, Any]:
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise UserError(f"{where} holds a {type(values).__name__}, expected a mapping from names to values")
+    return values
+
+
+def _copy_sections(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: _copy_sections(value) if isinstance(value, dict) else value for key, value in values.items()}
+
+
+def _parse_value(text: str, override: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_ConfigLoader)
+    except yaml.YAMLError as error:
+        raise UserError(f"override {override!r}: the value is not readable as YAML; quote it") from error
+
+
+def _explain(model: type[BaseModel], errors: list[ErrorDetails]) -> str:
+    unknown = [error for error in errors if error["type"] == "extra_forbidden"]
+    error = (unknown or errors)[0]
+    path, owner, field = _locate(model, error["loc"])
+    if unknown:
+        return _explain_unknown(model, owner, path)
+    if error["type"] == "missing":
+        return f"key {path} is missing; give it a value"
+    if error["type"] == "value_error":
+        reason = str(error["ctx"]["error"]) if "ctx" in error else error["msg"]
+        return f"{path}: {reason}" if path else reason
+    if error["type"] == "model_type":
+        return f"{path or 'the top level'} is {error['input']!r}, expected a section of keys and values"
+    expected = _allowed_range(field, error) or error["msg"].replace("Input should be", "expected", 1)
+    return f"{path or 'the top level'} is {error['input']!r}, {expected}"
+
+
+def _locate(
+    model: type[BaseModel], loc: tuple[int | str, ...]
+) -> tuple[str, type[BaseModel], FieldInfo | None]:
+    """Follow an error's location: its dotted path, the innermost section and the field, if one is known."""
+    parts: list[str] = []
+    owner, current, field = model, model, None
+    for part in loc:
+        if current is None:
+            if isinstance(part, int):
+                parts[-1] += f"[{part}]"
+            continue
+        owner, field = current, current.model_fields.get(str(part))
+        current = _section_type(field.annotation) if field else None
+        parts.append(str(part))
+    return ".".join(parts), owner, field
+
+
+def _section_type(annotation: Any) -> type[BaseModel] | None:
+    options = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
+    return next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), None)
+
+
+def _is_union(annotation: Any) -> bool:
+    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
+
+
+def _explain_unknown(model: type[BaseModel], owner: type[BaseModel], path: str) -> str:
+    prefix, _, key = path.rpartition(".")
+    siblings = [f"{prefix}.{name}" if prefix else name for name in owner.model_fields]
+    by_name = {name.rpartition(".")[2]: name for name in siblings}
+    near = [by_name[name] for name in difflib.get_close_matches(key, by_name)]
+    near += [name for name in _all_paths(model) if name.rpartition(".")[2] == key and name not in near]
+    if near:
+        return f"unknown key {path}; did you mean {' or '.join(near)}?"
+    return f"unknown key {path}; valid keys are {', '.join(siblings)}"
+
+
+def _all_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
+    paths: list[str] = []
+    for name, field in model.model_fields.items():
+        section = _section_type(field.annotation)
+        paths += _all_paths(section, f"{prefix}{name}.") if section else [prefix + name]
+    return paths
+
+
+def _allowed_range(field: FieldInfo | None, error: ErrorDetails) -> str:
+    if not error["type"].startswith(("greater_than", "less_than")):
+        return ""
+    bounds = dict(error.get("ctx", {}))
+    for limit in field.metadata if field else ():
+        bounds |= {name: getattr(limit, name) for name in _SIGNS if hasattr(limit, name)}
+    return "expected a value " + " and ".join(
+        f"{_SIGNS[name]} {bounds[name]}" for name in _SIGNS if name in bounds
+    )

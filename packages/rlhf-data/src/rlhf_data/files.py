@@ -1,0 +1,194 @@
+"""Atomic writes and stable hashes: a reader never sees a half-written file or folder."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rlhf_data.errors import UserError
+
+_TEMP_MARK = ".tmp-"
+_PROCESS_TOKEN = os.urandom(4).hex()
+_counter = itertools.count()
+
+
+def atomic_write_text(path: str | Path, text: str) -> None:
+    """Write `text` as UTF-8 so that `path` holds either its old or its new content, even after a crash.
+
+    Args:
+        path: The file; missing parent folders are created.
+        text: The whole new content.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temp = _temp_beside(path)
+    try:
+        with open(temp, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temp, path)
+    except BaseException:
+        temp.unlink(missing_ok=True)
+        raise
+    _fsync_folder(path.parent)
+
+
+def atomic_write_json(path: str | Path, obj: Any) -> None:
+    """Write `obj` as indented JSON, atomically.
+
+    Args:
+        path: The file; missing parent folders are created.
+        obj: Anything `json` can write.
+
+    Raises:
+        ValueError: `obj` holds NaN or an infinity, which JSON cannot express.
+        TypeError: `obj` holds something JSON cannot express.
+    """
+    atomic_write_text(path, json.dumps(obj, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+@contextlib.contextmanager
+def atomic_folder(path: str | Path) -> Iterator[Path]:
+    """Yield a temporary folder beside `path` that becomes `path` when the block succeeds.
+
+    Every file is flushed to disk before the rename. When the block raises, the temporary folder is
+    removed and `path` is left as it was. An existing `path` is replaced by two renames: a crash between
+    them leaves no `path`, never a half-written one.
+
+    Args:
+        path: The folder to make; missing parents are created.
+
+    Yields:
+        The temporary folder to write into.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temp = _temp_beside(path)
+    temp.mkdir()
+    try:
+        yield temp
+        _fsync_tree(temp)
+        _replace_folder(temp, path)
+    except BaseException:
+        shutil.rmtree(temp, ignore_errors=True)
+        raise
+    _fsync_folder(path.parent)
+
+
+def remove_stale_temps(folder: str | Path) -> list[Path]:
+    """Remove what interrupted atomic writes of ended processes left directly inside `folder`.
+
+    Covered: temporary files and folders of processes that no longer run. Not covered: those whose process
+    number belongs to a running process, and a folder that two machines write to at once.
+
+    Args:
+        folder: Where to look; may be missing.
+
+    Returns:
+        The removed paths.
+    """
+    folder = Path(folder)
+    stale = [path for path in sorted(folder.glob(f".*{_TEMP_MARK}*")) if _writer_ended(path)]
+    for path in stale:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    return stale
+
+
+def remove_folder(path: str | Path) -> None:
+    """Remove a folder so that a crash meanwhile never leaves half of it under its name.
+
+    Args:
+        path: An existing folder.
+    """
+    temp = _temp_beside(Path(path))
+    os.rename(path, temp)
+    shutil.rmtree(temp, ignore_errors=True)
+
+
+def json_hash(obj: Any) -> str:
+    """Return the SHA-256 of `obj`'s canonical JSON (sorted keys, no spaces) as 64 hex digits.
+
+    Args:
+        obj: Anything `json` can write, without NaN or infinities.
+    """
+    text = json.dumps(obj, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def ensure_writable_folder(path: str | Path) -> Path:
+    """Create `path` where missing and check that a file can be written in it.
+
+    Args:
+        path: The folder.
+
+    Returns:
+        The folder as a `Path`.
+
+    Raises:
+        UserError: it cannot be created or written to.
+    """
+    path = Path(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UserError(
+            f"folder {path} is not writable ({reason}); choose another folder or change its permissions"
+        ) from error
+    return path
+
+
+def _temp_beside(path: Path) -> Path:
+    unique = next(_counter)
+    return path.parent / f".{path.name}{_TEMP_MARK}{os.getpid()}-{_PROCESS_TOKEN}-{unique}"
+
+
+def _writer_ended(temp: Path) -> bool:
+    pid, _, rest = temp.name.rpartition(_TEMP_MARK)[2].partition("-")
+    if not pid.isdigit():
+        return False
+    if int(pid) == os.getpid():
+        return not rest.startswith(_PROCESS_TOKEN)  # a container often gives a restarted job its old number
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
+def _replace_folder(temp: Path, path: Path) -> None:
+    if path.exists():
+        remove_folder(path)
+    os.rename(temp, path)
+
+
+def _fsync_tree(folder: Path) -> None:
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with open(Path(parent) / name, "rb") as file:
+                os.fsync(file.fileno())
+        _fsync_folder(Path(parent))
+
+
+def _fsync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

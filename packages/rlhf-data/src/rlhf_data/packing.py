@@ -1,0 +1,181 @@
+"""Packed prefix trees: sequences that share a prefix are stored, and later computed, once.
+
+A batch is one flat token stream cut into segments. Every segment has a parent segment (or none); a token
+attends causally to its own segment and fully to all ancestor segments, and positions continue from the
+parent. Scoring such a stream gives what scoring each sequence by itself gives, with fewer tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """One sequence of token ids and where its scored part starts.
+
+    Args:
+        input_ids: token ids of the whole sequence, prompt first; at least one.
+        score_from: index of the first token that is scored. Token 0 has no prediction and is never scored;
+            `score_from == len(input_ids)` scores nothing (a scalar head may still read the last token).
+    """
+
+    input_ids: Sequence[int]
+    score_from: int
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """A flat token stream of N tokens, its tree of S segments, and the M scored tokens of Q sequences.
+
+    All fields are int64 tensors. `segment_parent` is -1 for a root; a parent comes before its children.
+    Entry m of the scored tokens says: the token `score_targets[m]`, which belongs to sequence
+    `score_sequence[m]` (0..Q-1), is predicted from stream position `score_positions[m]`. The entries of one
+    sequence are adjacent and in order. `last_positions[q]` is the stream position of sequence q's last
+    token, `sequence_ids[q]` its index in the list that was packed.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    segment_start: torch.Tensor
+    segment_length: torch.Tensor
+    segment_parent: torch.Tensor
+    score_positions: torch.Tensor
+    score_targets: torch.Tensor
+    score_sequence: torch.Tensor
+    last_positions: torch.Tensor
+    sequence_ids: torch.Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the stream (N), each computed once."""
+        return len(self.input_ids)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences packed into the stream (Q)."""
+        return len(self.last_positions)
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        """The same batch with every tensor on `device`."""
+        return replace(self, **{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+
+
+def pack(sequences: Sequence[TokenSequence], max_tokens: int | None = None) -> list[PackedBatch]:
+    """Pack sequences into prefix trees, cut into batches of at most `max_tokens` stream tokens.
+
+    Shared prefixes of any depth are found by themselves. Sequences that share a prefix are neighbours, so a
+    cut repeats at most one prefix. A sequence longer than `max_tokens` gets a batch of its own.
+
+    Args:
+        sequences: the sequences; every one comes back exactly once, see `PackedBatch.sequence_ids`.
+        max_tokens: budget in stream tokens (after sharing) per batch; None packs everything into one.
+
+    Raises:
+        ValueError: an empty sequence, a `score_from` outside the sequence, or a budget below 1.
+    """
+    if max_tokens is not None and max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+    for i, sequence in enumerate(sequences):
+        if not 0 <= sequence.score_from <= len(sequence.input_ids) or not len(sequence.input_ids):
+            raise ValueError(
+                f"sequence {i} has {len(sequence.input_ids)} tokens and score_from {sequence.score_from}; "
+                "expected at least one token and 0 <= score_from <= length"
+            )
+    ids = [list(s.input_ids) for s in sequences]
+    order = sorted(range(len(ids)), key=lambda i: (ids[i], i))
+    return [_build(sequences, ids, part) for part in _cut(ids, order, max_tokens)]
+
+
+def _cut(ids: list[list[int]], order: list[int], max_tokens: int | None) -> list[list[int]]:
+    """Split the sorted order greedily so that each part packs into at most `max_tokens`."""
+    if max_tokens is None:
+        return [order] if order else []
+    parts: list[list[int]] = []
+    used = 0
+    for n, i in enumerate(order):
+        new = len(ids[i]) - (_shared(ids[order[n - 1]], ids[i]) if n else 0)
+        if not parts or used + new > max_tokens:
+            parts.append([])
+            used, new = 0, len(ids[i])
+        parts[-1].append(i)
+        used += new
+    return parts
+
+
+def _shared(a: list[int], b: list[int]) -> int:
+    """Length of the common prefix, by bisection on slice equality."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _build(sequences: Sequence[TokenSequence], ids: list[list[int]], order: list[int]) -> PackedBatch:
+    stream: list[int] = []
+    positions: list[int] = []
+    segments: list[tuple[int, int, int]] = []
+    paths: dict[int, list[int]] = {}
+    # Each entry: sorted sequences that agree on their first `depth` tokens, the segment above, its path.
+    stack: list[tuple[list[int], int, int, list[int]]] = [(order, 0, -1, [])]
+    while stack:
+        group, depth, parent, path = stack.pop()
+        end = _shared(ids[group[0]], ids[group[-1]]) if len(group) > 1 else len(ids[group[0]])
+        if end > depth:
+            start = len(stream)
+            stream += ids[group[0]][depth:end]
+            positions += range(depth, end)
+            segments.append((start, end - depth, parent))
+            parent = len(segments) - 1
+            path = path + list(range(start, len(stream)))
+        branches: dict[int, list[int]] = {}
+        for i in group:
+            if len(ids[i]) == end:
+                paths[i] = path
+            else:
+                branches.setdefault(ids[i][end], []).append(i)
+        stack += [(branch, end, parent, path) for branch in reversed(branches.values())]
+    return _tensors(stream, positions, segments, paths, sequences, sorted(order))
+
+
+def _tensors(
+    stream: list[int],
+    positions: list[int],
+    segments: list[tuple[int, int, int]],
+    paths: dict[int, list[int]],
+    sequences: Sequence[TokenSequence],
+    members: list[int],
+) -> PackedBatch:
+    scored_at: list[int] = []
+    targets: list[int] = []
+    owner: list[int] = []
+    for q, i in enumerate(members):
+        first = max(sequences[i].score_from, 1)
+        scored_at += paths[i][first - 1 : -1]
+        targets += sequences[i].input_ids[first:]
+        owner += [q] * (len(paths[i]) - first)
+    table = np.array(segments, dtype=np.int64).reshape(-1, 3)
+
+    def tensor(values: object) -> torch.Tensor:
+        return torch.from_numpy(np.array(values, dtype=np.int64))
+
+    return PackedBatch(
+        input_ids=tensor(stream),
+        position_ids=tensor(positions),
+        segment_start=tensor(table[:, 0]),
+        segment_length=tensor(table[:, 1]),
+        segment_parent=tensor(table[:, 2]),
+        score_positions=tensor(scored_at),
+        score_targets=tensor(targets),
+        score_sequence=tensor(owner),
+        last_positions=tensor([paths[i][-1] for i in members]),
+        sequence_ids=tensor(members),
+    )

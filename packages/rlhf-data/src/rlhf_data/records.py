@@ -1,0 +1,202 @@
+"""Question-answering records: a story, a question, choices, and which choice is right."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import string
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from rlhf_data.config import BaseConfig
+from rlhf_data.errors import UserError
+from rlhf_data.readers import read_rows, row_place
+
+_TEMPLATE_FIELDS = ("choices", "question", "story")
+_EVAL_TENTHS = 3
+
+
+@dataclass(frozen=True)
+class QARecord:
+    """One multiple-choice question about a story.
+
+    Attributes:
+        story: The text the answer must follow from.
+        question: The question.
+        choices: At least two distinct texts.
+        answer: 0-based index of the right choice.
+        extra: Everything else known about the record.
+    """
+
+    story: str
+    question: str
+    choices: tuple[str, ...]
+    answer: int
+    extra: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def answer_text(self) -> str:
+        """The text of the right choice."""
+        return self.choices[self.answer]
+
+
+class QADatasetConfig(BaseConfig):
+    """How one data set's rows become records and prompts."""
+
+    story_column: str = "story"
+    """Column that holds the story."""
+
+    question_column: str = "question"
+    """Column that holds the question."""
+
+    choices_column: str = "choices"
+    """Column that holds the choices: a list, a JSON list in a string, or `a|b|c`."""
+
+    answer_column: str = "answer"
+    """Column that holds the answer: a choice's text, its 0-based index, or its letter."""
+
+    prompt_template: str = "{story}\n{question}\n{choices}\n"
+    """Text of a prompt, with the placeholders {story}, {question} and {choices}."""
+
+    choice_separator: str = Field(default=" | ", min_length=1)
+    """Text between two choices where the prompt lists them."""
+
+    @field_validator("prompt_template")
+    @classmethod
+    def _known_placeholders(cls, template: str) -> str:
+        try:
+            names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+        except ValueError as error:
+            raise ValueError(f"{template!r} is no template ({error}); write a literal brace twice") from error
+        unknown = sorted(set(names) - set(_TEMPLATE_FIELDS))
+        if unknown:
+            raise ValueError(
+                f"placeholder {{{unknown[0]}}} is unknown; use {{story}}, {{question}}, {{choices}}"
+            )
+        if "question" not in names:
+            raise ValueError("the placeholder {question} is missing; add it")
+        return template
+
+
+_DEFAULT = QADatasetConfig()
+
+
+def load_qa(path: str | Path, config: QADatasetConfig = _DEFAULT) -> list[QARecord]:
+    """Read every record of a file.
+
+    Args:
+        path: A `.json`, `.jsonl`, `.jsonl.gz`, `.csv` or `.parquet` file.
+        config: Which columns hold what.
+
+    Returns:
+        At least one record, in file order.
+
+    Raises:
+        UserError: the file cannot be read, holds no rows, or a row is wrong (file, line and field named).
+    """
+    return [qa_from_row(row, config, row_place(path, number)) for number, row in read_rows(path)]
+
+
+def qa_from_row(row: dict[str, Any], config: QADatasetConfig = _DEFAULT, where: str = "row") -> QARecord:
+    """Turn one row into a record; columns that are not mapped go to `extra`.
+
+    Args:
+        row: Column name to value.
+        config: Which columns hold what.
+        where: What the error message calls the place, for instance file and line.
+
+    Returns:
+        The checked record.
+
+    Raises:
+        UserError: a column is missing, empty or of the wrong type; fewer than two choices or equal ones;
+            an answer that is none of the choices.
+    """
+    columns = (config.story_column, config.question_column, config.choices_column, config.answer_column)
+    for name in columns:
+        if row.get(name) is None:
+            raise UserError(
+                f"{where}, field {name}: missing; the row has {', '.join(map(str, row)) or 'no fields'}: "
+                "add it or map another column to it"
+            )
+    story, question = (_text(row[name], f"{where}, field {name}") for name in columns[:2])
+    choices, numeric = _choices(row[columns[2]], f"{where}, field {columns[2]}")
+    answer = _answer_index(row[columns[3]], choices, numeric, f"{where}, field {columns[3]}")
+    extra = {name: value for name, value in row.items() if name not in columns}
+    return QARecord(story, question, choices, answer, extra)
+
+
+def render_prompt(record: QARecord, config: QADatasetConfig = _DEFAULT) -> str:
+    """Return the prompt of a record: the config's template with story, question and choices filled in."""
+    choices = config.choice_separator.join(record.choices)
+    return config.prompt_template.format(story=record.story, question=record.question, choices=choices)
+
+
+def split_of(story: str) -> Literal["train", "eval"]:
+    """Return the split a story belongs to, by its text alone: 30% of all texts are "eval".
+
+    The same story is never in both splits, whatever file, order or seed it comes from.
+    """
+    digest = hashlib.md5(story.encode("utf-8"), usedforsecurity=False).hexdigest()
+    return "eval" if int(digest, 16) % 10 < _EVAL_TENTHS else "train"
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise UserError(f"{where}: expected a text that is not empty, got {value!r}")
+    return value
+
+
+def _choices(value: Any, where: str) -> tuple[tuple[str, ...], bool]:
+    """Return the choices' texts, and whether they were given as numbers."""
+    items = _split_choices(value, where) if isinstance(value, str) else value
+    if not isinstance(items, list | tuple):
+        raise UserError(f"{where}: expected a list of texts, got {value!r}")
+    for item in items:
+        if isinstance(item, bool) or not isinstance(item, str | int | float) or not str(item).strip():
+            raise UserError(f"{where}: every choice must be a text that is not empty, got {item!r}")
+    texts = tuple(str(item).strip() for item in items)
+    if len(texts) < 2:
+        raise UserError(f"{where}: expected at least two choices, got {value!r}")
+    if len(set(texts)) < len(texts):
+        double = next(text for text in texts if texts.count(text) > 1)
+        raise UserError(f"{where}: choice {double!r} appears twice; choices must differ")
+    return texts, not any(isinstance(item, str) for item in items)
+
+
+def _split_choices(text: str, where: str) -> list[Any]:
+    if not text.lstrip().startswith("["):
+        return text.split("|")
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f'{where}: {text!r} is not a JSON list ({error.msg}); write ["a", "b"] or a|b'
+        ) from error
+
+
+def _answer_index(value: Any, choices: tuple[str, ...], numeric: bool, where: str) -> int:
+    expected = f"expected one of the choices {list(choices)}, a 0-based index or a letter"
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise UserError(f"{where}: {expected}, got {value!r}")
+    text = str(value).strip()
+    if isinstance(value, int):
+        if numeric and text in choices and choices.index(text) != value:
+            raise UserError(
+                f"{where}: {value} may be an index or a choice; write the choice's text as a string"
+            )
+        index = value
+    elif text in choices:
+        index = choices.index(text)
+    elif text.isascii() and text.isdigit():
+        index = int(text)
+    elif len(text) == 1 and text in string.ascii_letters:
+        index = string.ascii_uppercase.index(text.upper())
+    else:
+        raise UserError(f"{where}: {value!r} is not among the choices; {expected}")
+    if not 0 <= index < len(choices):
+        raise UserError(f"{where}: {value!r} is outside the {len(choices)} choices; {expected}")
+    return index

@@ -1,0 +1,232 @@
+"""The folder of one run: config, metrics, results, samples and checkpoints, safe against kill -9."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from rlhf_data.errors import UserError
+from rlhf_data.files import (
+    atomic_write_json,
+    atomic_write_text,
+    ensure_writable_folder,
+    remove_folder,
+    remove_stale_temps,
+)
+
+_CONFIG, _METRICS, _RESULTS, _SAMPLES = "config.json", "metrics.jsonl", "results.json", "samples.jsonl"
+_CHECKPOINT = "checkpoint-"
+_COMPLETE_MARK = "trainer_state.json"
+
+
+class RunFolder:
+    """One run's folder. Make it with `create` or `open`.
+
+    Attributes:
+        path: The folder.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Wrap an existing folder, without checks."""
+        self.path = Path(path)
+
+    @classmethod
+    def create(
+        cls,
+        path: str | Path | None = None,
+        *,
+        job: str = "minmax",
+        root: str | Path = "outputs",
+        resume: bool = False,
+    ) -> Self:
+        """Make the folder of a new run, or take up that of an old one.
+
+        Args:
+            path: The run folder itself; None names a new one `<root>/<job>-<timestamp>`.
+            job: The job's name.
+            root: Where new folders are named.
+            resume: Whether a folder that is not empty may be used.
+
+        Returns:
+            The run folder, freed of what killed processes left half-written.
+
+        Raises:
+            UserError: the folder is not empty (and `resume` is off) or cannot be written to.
+        """
+        run = cls(_new_name(Path(root), job) if path is None else path)
+        ensure_writable_folder(run.path)
+        remove_stale_temps(run.path)
+        if not resume and any(run.path.iterdir()):
+            raise UserError(
+                f"output folder {run.path} is not empty; choose another with --output-dir or use --resume"
+            )
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path) -> Self:
+        """Open an existing run folder and remove what killed processes left half-written in it.
+
+        Raises:
+            UserError: there is no such folder.
+        """
+        run = cls(path)
+        if not run.path.is_dir():
+            raise UserError(f"run folder {run.path} does not exist; check the path")
+        remove_stale_temps(run.path)
+        return run
+
+    def write_config(self, config: dict[str, Any]) -> None:
+        """Write the resolved config to `config.json`."""
+        atomic_write_json(self.path / _CONFIG, config)
+
+    def read_config(self) -> dict[str, Any]:
+        """Return the resolved config.
+
+        Raises:
+            UserError: `config.json` is missing or damaged.
+        """
+        config = _read_json(self.path / _CONFIG)
+        if config is None:
+            raise UserError(
+                f"run folder {self.path} has no {_CONFIG}; name the folder of a run that was started"
+            )
+        return config
+
+    def append_metrics(self, metrics: dict[str, Any]) -> None:
+        """Append one line to `metrics.jsonl`; NaN and infinities are written as null.
+
+        The line is handed to the operating system before this returns, so a killed process loses at most
+        the line it was writing.
+        """
+        _append_lines(self.path / _METRICS, [metrics])
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Return the lines of `metrics.jsonl` in order, without a torn last line; empty where there are none.
+
+        Raises:
+            UserError: a line other than the last is damaged.
+        """
+        return [row for _, row in _read_lines(self.path / _METRICS)]
+
+    def truncate_metrics(self, step: int) -> None:
+        """Drop the lines whose `step` is above `step`, and a torn last line; the others keep every byte."""
+        path = self.path / _METRICS
+        if path.exists():
+            kept = [text for text, row in _read_lines(path) if row.get("step", 0) <= step]
+            atomic_write_text(path, "".join(kept))
+
+    def write_results(self, results: dict[str, Any]) -> None:
+        """Write `results.json`, which marks the run as finished; NaN and infinities become null."""
+        atomic_write_json(self.path / _RESULTS, _finite(results))
+
+    def read_results(self) -> dict[str, Any] | None:
+        """Return the results, or None while the run is unfinished.
+
+        Raises:
+            UserError: `results.json` is damaged.
+        """
+        return _read_json(self.path / _RESULTS)
+
+    def append_samples(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Append lines to `samples.jsonl`."""
+        _append_lines(self.path / _SAMPLES, rows)
+
+    def write_samples(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Replace `samples.jsonl` by these lines."""
+        atomic_write_text(self.path / _SAMPLES, "".join(map(_line, rows)))
+
+    def checkpoint_path(self, step: int) -> Path:
+        """Return the folder of the checkpoint of `step`; write it with `atomic_folder`."""
+        return self.path / f"{_CHECKPOINT}{step}"
+
+    def checkpoints(self) -> list[tuple[int, Path]]:
+        """Return step and folder of every complete checkpoint (one with `trainer_state.json`), by step."""
+        marks = self.path.glob(f"{_CHECKPOINT}*/{_COMPLETE_MARK}")
+        named = [(mark.parent.name.removeprefix(_CHECKPOINT), mark.parent) for mark in marks]
+        return sorted((int(step), path) for step, path in named if step.isdecimal())
+
+    def latest_checkpoint(self) -> Path | None:
+        """Return the folder of the last complete checkpoint, if there is one."""
+        checkpoints = self.checkpoints()
+        return checkpoints[-1][1] if checkpoints else None
+
+    def prune_checkpoints(self, keep: int) -> None:
+        """Remove the oldest checkpoints until `keep` (at least 1) are left."""
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, got {keep}")
+        for _, path in self.checkpoints()[:-keep]:
+            remove_folder(path)
+
+
+def newest_unfinished(root: str | Path = "outputs", job: str = "minmax") -> RunFolder | None:
+    """Return the newest run of a job under `root` that has a config but no results, if there is one."""
+    configs = sorted(Path(root).glob(f"{job}-*/{_CONFIG}"), reverse=True)
+    unfinished = (path.parent for path in configs if not (path.parent / _RESULTS).exists())
+    return next(map(RunFolder.open, unfinished), None)
+
+
+def _new_name(root: Path, job: str) -> Path:
+    base = root / f"{job}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path, count = base, 1
+    while path.exists():
+        count += 1
+        path = base.with_name(f"{base.name}-{count}")
+    return path
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _append_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    data = "".join(map(_line, rows)).encode("utf-8")
+    with open(path, "ab+") as file:
+        _drop_torn_line(file.fileno())
+        file.write(data)
+
+
+def _drop_torn_line(handle: int) -> None:
+    size = os.lseek(handle, 0, os.SEEK_END)
+    if size == 0 or os.pread(handle, 1, size - 1) == b"\n":
+        return
+    os.ftruncate(handle, os.pread(handle, size, 0).rfind(b"\n") + 1)
+
+
+def _read_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Return text (with its line end) and value of each whole line."""
+    if not path.exists():
+        return []
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    lines = []
+    for number, line in enumerate(whole.split(b"\n")[:-1], start=1):
+        try:
+            text = line.decode("utf-8")
+            lines.append((text + "\n", json.loads(text)))
+        except ValueError as error:
+            raise UserError(f"{path}, line {number}: damaged ({error}); remove that line") from error
+    return lines
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise UserError(f"{path}: damaged ({error}); restore it or start a new run") from error

@@ -1,0 +1,48 @@
+"""Metrics, plots and HTML reports for RLHF runs."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlhf_eval.metrics import auroc as auroc
+    from rlhf_eval.metrics import balanced_accuracy as balanced_accuracy
+    from rlhf_eval.metrics import brier_score as brier_score
+    from rlhf_eval.metrics import expected_calibration_error as expected_calibration_error
+    from rlhf_eval.metrics import rate as rate
+    from rlhf_eval.metrics import true_negative_rate as true_negative_rate
+    from rlhf_eval.metrics import true_positive_rate as true_positive_rate
+    from rlhf_eval.plots import minmax_figure as minmax_figure
+    from rlhf_eval.plots import training_curves as training_curves
+    from rlhf_eval.report import write_minmax_report as write_minmax_report
+
+_MODULES = {
+    "auroc": "metrics",
+    "balanced_accuracy": "metrics",
+    "brier_score": "metrics",
+    "expected_calibration_error": "metrics",
+    "minmax_figure": "plots",
+    "rate": "metrics",
+    "training_curves": "plots",
+    "true_negative_rate": "metrics",
+    "true_positive_rate": "metrics",
+    "write_minmax_report": "report",
+}
+
+__all__ = [
+    "auroc",
+    "balanced_accuracy",
+    "brier_score",
+    "expected_calibration_error",
+    "minmax_figure",
+    "rate",
+    "training_curves",
+    "true_negative_rate",
+    "true_positive_rate",
+    "write_minmax_report",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,0 +1,141 @@
+"""Small pieces of HTML for reports: escaping, numbers, tables, sections and the page around them.
+
+Everything named `*_html` or returned from here is HTML; everything else is text and goes through `text`.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import math
+from collections.abc import Sequence
+from typing import Any
+
+_STYLE = """
+:root { color-scheme: light; --ink: #1c2430; --soft: #5a6472; --line: #dfe3e8; --panel: #f6f7f9;
+  --good: #00694e; --good-bg: #e6f4ee; --bad: #a83400; --bad-bg: #fcece4; --blue: #0072b2; --orange: #d55e00;
+  --grey: #666; }
+* { box-sizing: border-box; }
+html { -webkit-text-size-adjust: 100%; }
+body { margin: 0; background: #fff; color: var(--ink);
+  font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
+main { max-width: 1100px; margin: 0 auto; padding: 24px 20px 64px; }
+h1 { font-size: 1.8rem; line-height: 1.2; margin: 0 0 4px; }
+h2 { font-size: 1.25rem; margin: 44px 0 12px; padding-bottom: 6px; border-bottom: 1px solid var(--line); }
+h3 { font-size: 1rem; margin: 20px 0 6px; }
+p { margin: 8px 0; max-width: 75ch; }
+.soft, small, figcaption, .key { color: var(--soft); }
+.key, code, pre { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; font-size: .85em; }
+.key { display: block; font-size: .75rem; overflow-wrap: anywhere; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; }
+th, td { text-align: left; padding: 7px 10px; border-bottom: 1px solid var(--line); vertical-align: top; }
+thead th { color: var(--soft); font-size: .85rem; font-weight: 600; white-space: nowrap; }
+tbody th { font-weight: 500; }
+.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.grid { display: grid; gap: 16px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); }
+.tiles { display: grid; gap: 12px; grid-template-columns: repeat(3, 1fr); margin: 20px 0; }
+.tile { background: var(--panel); border-radius: 8px; border-top: 4px solid var(--grey); padding: 12px 16px; }
+.tile.plain { border-color: var(--orange); } .tile.minmax { border-color: var(--blue); }
+.tile b { display: block; font-size: 2rem; line-height: 1.25; font-variant-numeric: tabular-nums; }
+.tile small { display: block; line-height: 1.4; }
+figure { margin: 0; } figure img { width: 100%; height: auto; display: block; }
+figcaption { font-size: .85rem; }
+.note { border-left: 4px solid var(--blue); background: var(--panel); padding: 10px 16px; border-radius: 0 8px 8px 0; }
+.card { border: 1px solid var(--line); border-radius: 8px; padding: 14px 18px; margin: 0 0 18px; }
+.story { font-size: 1.05rem; }
+.choices { list-style: none; display: flex; flex-wrap: wrap; gap: 8px; padding: 0; margin: 10px 0 14px; }
+.choices li { border: 1px solid var(--line); border-radius: 999px; padding: 1px 12px; }
+.choices .gold { border-color: var(--good); background: var(--good-bg); color: var(--good); font-weight: 600; }
+.turns { display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 260px), 1fr)); }
+.turn { border-left: 4px solid var(--grey); background: var(--panel); border-radius: 0 8px 8px 0; padding: 10px 14px; }
+.turn.good { border-color: var(--good); background: var(--good-bg); }
+.turn.bad { border-color: var(--bad); background: var(--bad-bg); }
+.turn h4 { margin: 0; font-size: .95rem; }
+dl { margin: 8px 0 0; display: grid; grid-template-columns: auto 1fr; gap: 3px 12px; }
+dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
+.good-text { color: var(--good); font-weight: 600; } .bad-text { color: var(--bad); font-weight: 600; }
+pre { background: var(--panel); border: 1px solid var(--line); border-radius: 8px; padding: 12px 14px; margin: 0;
+  white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.5; }
+.bar { display: flex; height: 26px; border-radius: 6px; overflow: hidden; margin: 12px 0; background: var(--line); }
+.bar span { min-width: 1px; }
+.swatch { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .5em; }
+summary { cursor: pointer; padding: 6px 0; color: var(--blue); }
+@media (max-width: 600px) {
+  main { padding: 16px 14px 48px; } h1 { font-size: 1.45rem; }
+  th, td { padding: 7px 5px; } td { font-size: .95rem; }
+  .tiles { gap: 8px; } .tile { padding: 8px 10px; } .tile b { font-size: 1.45rem; } .tile small { font-size: .75rem; }
+  .card { padding: 12px; }
+}
+@media print { .card, .turn, figure, tr { break-inside: avoid; } }
+"""
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+def text(value: Any) -> str:
+    """Return `value` as escaped HTML text, safe in elements and quoted attributes.
+
+    Characters that UTF-8 cannot hold (lone surrogates) are shown as backslash escapes.
+    """
+    readable = str(value).encode("utf-8", "backslashreplace").decode("utf-8")
+    return html.escape(readable, quote=True).replace("\r", "&#13;")
+
+
+def number(value: Any, digits: int = 3) -> str:
+    """Return a number with `digits` decimals, and "–" for one that is missing, null or not finite."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return "–"
+    return f"{value:.{digits}f}".replace("-", "−")
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numeric: bool = False) -> str:
+    """Return a table that scrolls sideways where the screen is too narrow.
+
+    Args:
+        head: Column titles, text.
+        rows: Cells, HTML; the first cell of a row is its heading.
+        numeric: Whether the cells after the first are right-aligned numbers.
+    """
+    kind = ' class="number"' if numeric else ""
+    titles = "".join(
+        f'<th scope="col"{kind if index else ""}>{text(title)}</th>' for index, title in enumerate(head)
+    )
+    lines = [
+        f'<tr><th scope="row">{first}</th>' + "".join(f"<td{kind}>{cell}</td>" for cell in rest) + "</tr>"
+        for first, *rest in rows
+    ]
+    return f'<div class="scroll"><table><thead><tr>{titles}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+
+
+def section(title: str, body_html: str) -> str:
+    """Return a titled section of the page."""
+    return f"<section><h2>{text(title)}</h2>\n{body_html}\n</section>\n"
+
+
+def verbatim(value: Any) -> str:
+    """Return text in a block that keeps every space and line break.
+
+    The line break after `<pre>` is the one HTML ignores, so that a leading one of the text survives.
+    """
+    return f'<pre dir="auto">\n{text(value)}</pre>'
+
+
+def svg_figure(svg: str, caption: str) -> str:
+    """Return an SVG document as a figure embedded in the page, as wide as its place allows."""
+    data = base64.b64encode(svg.encode("utf-8")).decode("ascii")
+    return (
+        f'<figure><img alt="{text(caption)}" src="data:image/svg+xml;base64,{data}">'
+        f"<figcaption>{text(caption)}</figcaption></figure>"
+    )
+
+
+def page(title: str, body_html: str) -> str:
+    """Return the whole document; its content security policy forbids loading anything from outside."""
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n{body_html}</main>\n"
+        "</body>\n</html>\n"
+    )

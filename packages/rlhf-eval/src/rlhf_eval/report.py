@@ -1,0 +1,188 @@
+"""The report of a MinMax run: one HTML file that needs nothing from outside."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_data import RunFolder, UserError, atomic_write_text, read_rows
+
+from rlhf_eval._exchanges import exchange_cards
+from rlhf_eval._html import number, page, section, svg_figure, table, text, verbatim
+from rlhf_eval.plots import minmax_panel_svgs
+
+_BLOCKS = (("before", "Start", "start"), ("plain", "Plain RLHF", "plain"), ("after", "MinMax", "minmax"))
+_HEADLINE = (
+    ("policy/accuracy", "True accuracy ↑"),
+    ("policy/hack_rate", "Hack rate ↓"),
+    ("policy/reward_score", "Reward-model score"),
+    ("policy/parse_rate", "Answers that parse ↑"),
+    ("monitor/verdict_balanced_accuracy", "Monitor: verdicts, balanced accuracy ↑"),
+    ("monitor/evidence_valid_rate", "Monitor: evidence valid ↑"),
+    ("monitor/parse_rate", "Monitor: critiques that parse ↑"),
+    ("constraint/violation", "Truthfulness violation ↓"),
+    ("dual/lambda", "Multiplier λ"),
+    ("minmax/value", "Game value"),
+)
+_BREAK_EVEN = (
+    ("delta_reward", "Reward model's gap ΔR: the flaw's gain over the truth"),
+    ("delta_judge_start", "Judge's gap ΔJ, critiques of the start"),
+    ("delta_judge_truthful", "Judge's gap ΔJ, truthful critiques"),
+    ("break_even_start", "Break-even w_judge, critiques of the start"),
+    ("break_even_truthful", "Break-even w_judge, truthful critiques"),
+    ("w_judge", "w_judge of this run"),
+    ("w_reward", "w_reward of this run"),
+)
+_CAPTIONS = (
+    "Lines: answers sampled during training. Dots: greedy answers on held-out rows.",
+    "Each dot is a training step, the large marks are held-out evaluations. To the right and down: the reward "
+    "model is being fooled.",
+    "Lines: critiques written during training. Large marks: held-out evaluation at the end.",
+    "λ rises while the smoothed violation is above its limit and falls below it.",
+)
+_WALL = (
+    ("demo", "Demo models", "#999999"),
+    ("plain", "Plain RLHF", "#D55E00"),
+    ("game", "MinMax game", "#0072B2"),
+    ("evaluation", "Evaluation", "#009E73"),
+)
+_MAX_EXCHANGES = 8
+
+
+def write_minmax_report(run_folder: RunFolder, path: str | Path) -> None:
+    """Write the report of a finished MinMax run as one HTML file.
+
+    The file holds its style and its figures and loads nothing; all text of the run is escaped. It shows the
+    headline metrics, the figures, sample exchanges, the break-even check, the prompts as the models saw
+    them, the device plan, the wall time, the config and the versions; a part the run did not record is
+    marked as missing.
+
+    Args:
+        run_folder: A run with results.json; its config.json, metrics.jsonl and samples.jsonl are used.
+        path: The HTML file, replaced where it exists.
+
+    Raises:
+        UserError: the run has no results yet, or one of its files is damaged.
+    """
+    results = run_folder.read_results()
+    if results is None:
+        raise UserError(
+            f"run folder {run_folder.path} has no results.json, so the run is not finished; "
+            "finish it with --resume before reporting on it"
+        )
+    samples = _read_samples(run_folder.path / "samples.jsonl")
+    parts = [
+        _header(run_folder.path.name, results),
+        section("Start, plain RLHF and MinMax", _headline(results)),
+        section("Training", _figures(run_folder.read_metrics(), results)),
+        section("Sample exchanges", exchange_cards(samples, limit=_MAX_EXCHANGES)),
+        section("Break-even check", _break_even(results.get("break_even") or {})),
+        section("Prompts as the models saw them", _prompts(results.get("prompts") or [])),
+        section("Device plan", _device_plan(results.get("device_plan") or [])),
+        section("Wall time", _wall_time(results.get("wall_time") or {})),
+        section("Config", _config(run_folder.read_config())),
+        section("Versions", _versions(results.get("versions") or {})),
+    ]
+    atomic_write_text(path, page(f"MinMax RLHF: {run_folder.path.name}", "".join(parts)))
+
+
+def _read_samples(path: Path) -> list[dict[str, Any]]:
+    if not path.exists() or not path.stat().st_size:
+        return []
+    return [row for _, row in read_rows(path)]
+
+
+def _header(name: str, results: dict[str, Any]) -> str:
+    tiles = "".join(_tile(title, kind, results.get(block)) for block, title, kind in _BLOCKS)
+    return f'<h1>MinMax RLHF</h1>\n<p class="soft">Run {text(name)}</p>\n<div class="tiles">{tiles}</div>\n'
+
+
+def _tile(title: str, kind: str, block: dict[str, Any] | None) -> str:
+    if block is None:
+        return f'<div class="tile {kind}">{title}<b>–</b><small>not run</small></div>'
+    facts = [
+        f"<small>{label} {number(block.get(key), 2)}</small>" for key, label in _TILE_FACTS if key in block
+    ]
+    accuracy = number(block.get("policy/accuracy"), 2)
+    return (
+        f'<div class="tile {kind}">{title}<b>{accuracy}</b><small>true accuracy</small>{"".join(facts)}</div>'
+    )
+
+
+_TILE_FACTS = (("policy/hack_rate", "hack rate"), ("policy/reward_score", "reward score"))
+
+
+def _headline(results: dict[str, Any]) -> str:
+    blocks = [results.get(block) for block, _, _ in _BLOCKS]
+    rows = [
+        [
+            f'{text(label)}<span class="key">{text(key)}</span>',
+            *(number((block or {}).get(key)) for block in blocks),
+        ]
+        for key, label in _HEADLINE
+    ]
+    skipped = "" if results.get("plain") else " Plain RLHF was not run."
+    note = (
+        "Greedy answers on held-out rows. The reward model can be fooled, so its score going up is no success "
+        f"and going down is no failure: read the true accuracy.{skipped} – marks what does not apply."
+    )
+    return (
+        table(["", *(title for _, title, _ in _BLOCKS)], rows, numeric=True) + f'<p class="soft">{note}</p>'
+    )
+
+
+def _figures(metrics: Sequence[dict[str, Any]], results: dict[str, Any]) -> str:
+    figures = [
+        f"<div><h3>{text(title)}</h3>{svg_figure(svg, caption)}</div>"
+        for (title, svg), caption in zip(minmax_panel_svgs(metrics, results).items(), _CAPTIONS, strict=True)
+    ]
+    return f'<div class="grid">{"".join(figures)}</div>'
+
+
+def _break_even(check: dict[str, Any]) -> str:
+    if not check:
+        return '<p class="soft">Not measured on this run.</p>'
+    rows = [[text(label), number(check.get(key))] for key, label in _BREAK_EVEN]
+    return (
+        "<p>Telling the truth pays only if w_judge · ΔJ &gt; w_reward · ΔR. Both gaps are measured on training rows "
+        "before the game, in standard deviations of the scores.</p>"
+        f'<p class="note">{text(check.get("advice", ""))}</p>' + table(["", "Value"], rows, numeric=True)
+    )
+
+
+def _prompts(prompts: Sequence[dict[str, Any]]) -> str:
+    if not prompts:
+        return '<p class="soft">The run recorded no prompts.</p>'
+    return "<p>Decoded from the token ids, special tokens included.</p>" + "".join(
+        f"<h3>{text(str(prompt.get('role', '')).capitalize())}</h3>{verbatim(prompt.get('text', ''))}"
+        for prompt in prompts
+    )
+
+
+def _device_plan(plan: Sequence[dict[str, Any]]) -> str:
+    rows = [[text(row.get(key, "–")) for key in ("role", "device", "dtype", "reason")] for row in plan]
+    return table(["Role", "Device", "Dtype", "Reason"], rows)
+
+
+def _wall_time(seconds: dict[str, Any]) -> str:
+    total = seconds.get("total") or 0.0
+    spans, rows = [], []
+    for key, label, color in _WALL:
+        value = seconds.get(key)
+        share = 100 * value / total if value and total else 0.0
+        spans.append(f'<span style="width:{share:.2f}%;background:{color}"></span>')
+        cells = [number(value, 1), f"{share:.0f}%" if value else "–"]
+        rows.append([f'<span class="swatch" style="background:{color}"></span>{text(label)}', *cells])
+    rows.append(["<b>Total</b>", number(seconds.get("total"), 1), ""])
+    return f'<div class="bar">{"".join(spans)}</div>' + table(["", "Seconds", "Share"], rows, numeric=True)
+
+
+def _config(config: dict[str, Any]) -> str:
+    pretty = json.dumps(config, indent=2, ensure_ascii=False)
+    return f"<details><summary>The resolved config of this run</summary>{verbatim(pretty)}</details>"
+
+
+def _versions(versions: dict[str, Any]) -> str:
+    return table(["Package", "Version"], [[text(name), text(version)] for name, version in versions.items()])

@@ -1,0 +1,3 @@
+"""Generation engines and judges for RLHF."""
+
+__all__: list[str] = []

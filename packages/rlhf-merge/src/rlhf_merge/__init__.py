@@ -1,0 +1,3 @@
+"""Merging of language models."""
+
+__all__: list[str] = []

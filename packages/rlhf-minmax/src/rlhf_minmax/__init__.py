@@ -1,0 +1,3 @@
+"""MinMax RLHF: a policy and a monitor trained against each other."""
+
+__all__: list[str] = []

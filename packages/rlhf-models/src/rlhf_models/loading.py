@@ -1,0 +1,319 @@
+"""Loading transformers decoders and tokenizers from a folder or the Hugging Face hub."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rlhf_data import UserError
+from safetensors import SafetensorError
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from rlhf_models.attention import prepare_for_packing
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+_LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, SafetensorError)
+_LOG = logging.getLogger(__name__)
+
+
+def load_causal_lm(
+    name_or_path: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    load_in_8bit: bool = False,
+    load_in_4bit: bool = False,
+    device: str | torch.device | None = None,
+    gradient_checkpointing: bool = False,
+) -> PreTrainedModel:
+    """Load a decoder with its language-modelling head, ready for packed scoring.
+
+    The model is in eval mode and without dropout, so that `model.train()` changes nothing but gradient
+    checkpointing, which transformers applies in train mode only.
+
+    Args:
+        name_or_path: a model folder, or a name on the Hugging Face hub (its cache is used when offline).
+        dtype: of the weights: "auto" (as stored), "float32", "bfloat16", "float16" or a torch dtype.
+        load_in_8bit: quantise the linear layers to 8 bits (LLM.int8(), arXiv:2208.07339).
+        load_in_4bit: quantise them to 4 bits (NF4, double quantised: QLoRA, arXiv:2305.14314).
+        device: where to put it; None is the CPU.
+        gradient_checkpointing: recompute each layer in the backward pass to save memory.
+
+    Raises:
+        UserError: the folder is missing or lacks config or weights, the hub name is neither cached nor
+            reachable, the files cannot be read, both quantisations are asked for, bitsandbytes is missing,
+            or the architecture cannot score packed streams.
+    """
+    model = load_model(
+        AutoModelForCausalLM,
+        name_or_path,
+        dtype=dtype,
+        quantization=_quantization(load_in_8bit, load_in_4bit),
+        device=device,
+    )
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
+    """Load a tokenizer; where it has no padding token, the end token stands in.
+
+    Args:
+        name_or_path: a folder, or a name on the Hugging Face hub.
+
+    Raises:
+        UserError: it is missing, cannot be read, or has no end-of-sequence token.
+    """
+    where = _checked_source(name_or_path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(name_or_path))
+    except (*_LOAD_ERRORS, ImportError, TypeError) as error:
+        raise UserError(
+            f"{where} has no tokenizer that can be loaded ({_first_line(error)}); "
+            "expected tokenizer.json and tokenizer_config.json beside the model"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"the tokenizer of {where} has no end-of-sequence token, so no generation could ever stop; "
+            "set eos_token in its tokenizer_config.json"
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(
+    auto_class: Any,
+    name_or_path: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    quantization: BitsAndBytesConfig | None = None,
+    device: str | torch.device | None = None,
+) -> PreTrainedModel:
+    """Load a model of any head with `auto_class.from_pretrained`; see `load_causal_lm`.
+
+    Weights that the model needs and the files lack are an error; weights the model has no use for are
+    logged as a warning.
+    """
+    where = _checked_source(name_or_path, weights=True)
+    config = load_config(name_or_path)
+    options: dict[str, Any] = {"dtype": _checked_dtype(dtype), "config": config}
+    if quantization is not None:
+        options |= {"quantization_config": quantization, "device_map": {"": str(device or "cpu")}}
+    try:
+        with _quiet_transformers(local=Path(name_or_path).is_dir()):
+            model, info = auto_class.from_pretrained(str(name_or_path), output_loading_info=True, **options)
+    except torch.OutOfMemoryError:
+        raise
+    except _LOAD_ERRORS as error:
+        raise UserError(f"{where} cannot be loaded: {_first_line(error)}") from error
+    if info["missing_keys"]:
+        raise UserError(
+            f"the weights of {where} lack {_some(info['missing_keys'])}; "
+            f"expected a complete {type(model).__name__}, check that this is the right model"
+        )
+    if info["unexpected_keys"]:
+        _LOG.warning("%s: weights without use here: %s", where, _some(info["unexpected_keys"]))
+    if quantization is None and device is not None:
+        model.to(device)
+    return _finish(model, where)
+
+
+def load_config(name_or_path: str | Path) -> PreTrainedConfig:
+    """Load a model's config, from a folder or the hub.
+
+    Raises:
+        UserError: it is missing, cannot be read, or of an architecture transformers does not know.
+    """
+    where = _checked_source(name_or_path)
+    try:
+        return AutoConfig.from_pretrained(str(name_or_path))
+    except _LOAD_ERRORS as error:
+        if Path(name_or_path).is_dir():
+            raise UserError(f"the config.json of {where} cannot be read: {_first_line(error)}") from error
+        raise UserError(
+            f"{where} is not a folder, not in the local Hugging Face cache, and could not be fetched from "
+            "the hub; check the name and the connection, or give a model folder"
+        ) from error
+
+
+def context_length(model: PreTrainedModel | PreTrainedConfig) -> int | None:
+    """Tokens a model can attend to (prompt and completion together); None when it sets no limit."""
+    config = model if isinstance(model, PreTrainedConfig) else model.config
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def check_prompt_fits(model: PreTrainedModel | PreTrainedConfig, length: int, what: str) -> None:
+    """Check that `length` tokens fit into a model's context.
+
+    Args:
+        model: the model or its config.
+        length: tokens in all, those to be generated included.
+        what: names the text in the message, for instance "the prompt of stories.jsonl, line 3".
+
+    Raises:
+        UserError: they do not.
+    """
+    limit = context_length(model)
+    if limit is not None and length > limit:
+        raise UserError(
+            f"{what} needs {length} tokens but the model's context holds {limit}; "
+            "shorten it or take a model with a longer context"
+        )
+
+
+def check_tokenizer_fits(model: PreTrainedModel | PreTrainedConfig, tokenizer: Any) -> None:
+    """Check that a model has an embedding for every token of a tokenizer.
+
+    Raises:
+        UserError: it has not.
+    """
+    config = model if isinstance(model, PreTrainedConfig) else model.config
+    vocab_size = config.get_text_config().vocab_size
+    if len(tokenizer) > vocab_size:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens but the model only {vocab_size} embeddings; "
+            "take the tokenizer that belongs to the model"
+        )
+
+
+def encode_prompt(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text that starts a sequence, with the start token where the tokenizer adds one.
+
+    Raises:
+        UserError: a part of the text has no token and would be read as the unknown token.
+    """
+    ids = list(tokenizer(text)["input_ids"])
+    while ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
+        ids.pop()
+    return _known(tokenizer, ids, text)
+
+
+def encode_completion(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text that continues a sequence: no start or end token is added.
+
+    Raises:
+        UserError: a part of the text has no token and would be read as the unknown token.
+    """
+    return _known(tokenizer, list(tokenizer(text, add_special_tokens=False)["input_ids"]), text)
+
+
+def _known(tokenizer: Any, ids: list[int], text: str) -> list[int]:
+    unknown = tokenizer.unk_token_id
+    # A tokenizer like GPT-2's names its end token as unknown token too, and has a token for every byte.
+    if unknown is not None and unknown != tokenizer.eos_token_id and unknown in ids:
+        raise UserError(
+            f"the tokenizer has no token for a part of {text[:80]!r}; take a model with a byte-level tokenizer"
+        )
+    return ids
+
+
+def _checked_source(name_or_path: str | Path, *, weights: bool = False) -> str:
+    """Name of the source for messages, after checking what can be checked without reading it."""
+    name, path = str(name_or_path), Path(name_or_path)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"model folder {name} has no config.json; expected a saved transformers model")
+        if weights and not any((path / file).is_file() for file in _WEIGHT_FILES):
+            raise UserError(f"model folder {name} has no weights; expected model.safetensors beside config.json")
+        return f"model folder {name}"
+    if path.exists():
+        raise UserError(f"model {name} is a file; expected a folder with config.json and model.safetensors")
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != name.strip("/").count("/") or name.count("/") > 1:
+        raise UserError(f"model folder {name} does not exist; check the path, or give a name on the hub")
+    return f"model {name!r}"
+
+
+def _checked_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+    if isinstance(dtype, torch.dtype) or dtype == "auto":
+        return dtype
+    if dtype not in DTYPES:
+        raise UserError(f"dtype {dtype!r} is unknown; expected one of auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def _quantization(load_in_8bit: bool, load_in_4bit: bool) -> BitsAndBytesConfig | None:
+    if not (load_in_8bit or load_in_4bit):
+        return None
+    if load_in_8bit and load_in_4bit:
+        raise UserError("load_in_8bit and load_in_4bit are both set; choose one")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(
+            "load_in_8bit and load_in_4bit need the package bitsandbytes, which is not installed "
+            "(it comes with rlhf-models on Linux); install it or load the model unquantised"
+        )
+    if load_in_8bit:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
+
+
+def _finish(model: PreTrainedModel, where: str) -> PreTrainedModel:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+        if type(module).__name__ in ("Linear8bitLt", "Linear4bit") and module.weight.device.type == "cpu":
+            module.register_forward_pre_hook(_dequantise_on_cpu)
+    try:
+        return prepare_for_packing(model).eval()
+    except ValueError as error:
+        raise UserError(f"{where} cannot score packed streams: {_first_line(error)}") from error
+
+
+def _dequantise_on_cpu(module: nn.Module, inputs: Any) -> None:
+    """Before each call on the CPU, select bitsandbytes' dequantise-and-multiply path, which train mode means.
+
+    Its eval-mode paths round the inputs as well (so that a row's result depends on the rows around it), or
+    repack 4-bit weights for a kernel without a backward pass.
+    """
+    module.training = True
+
+
+@contextlib.contextmanager
+def _quiet_transformers(*, local: bool) -> Iterator[None]:
+    """Hold back transformers' loading report (its content is checked by the caller) and, for folders, its bars."""
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    if local:
+        transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0].rstrip(".") if text else type(error).__name__
+
+
+def _some(names: Any) -> str:
+    names = sorted(names)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

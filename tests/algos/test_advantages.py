@@ -1,0 +1,107 @@
+"""Golden values and properties of `rlhf_algos.advantages`."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from rlhf_algos import advantages
+
+REWARDS = torch.tensor([1.0, 5.0, 3.0, 7.0, 2.0])
+GROUPS = torch.tensor([4, 9, 4, 9, 0])  # {1, 3}, {5, 7}, {2}
+
+
+def _loop_gae(rewards, values, gamma, lam):
+    result, running = [0.0] * len(rewards), 0.0
+    for t in reversed(range(len(rewards))):
+        following = values[t + 1] if t + 1 < len(values) else 0.0
+        running = rewards[t] + gamma * following - values[t] + gamma * lam * running
+        result[t] = running
+    return result
+
+
+def test_gae_golden():
+    # r = (0, 1), V = (.5, .25), γ = .9, λ = .5:
+    #   A_1 = 1 - .25 = .75;  A_0 = 0 + .9 x .25 - .5 + .45 x .75 = .0625;  R = A + V
+    estimate = advantages.gae(
+        torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.25]), torch.tensor([3, 3]), gamma=0.9, lam=0.5
+    )
+    assert estimate.advantages.tolist() == pytest.approx([0.0625, 0.75])
+    assert estimate.returns.tolist() == pytest.approx([0.5625, 1.0])
+
+
+def test_gae_equals_a_plain_loop_on_ragged_interleaved_sequences():
+    generator = torch.Generator().manual_seed(1)
+    lengths = [3, 1, 6, 4]
+    sequence = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
+    sequence = sequence[torch.randperm(len(sequence), generator=generator)]
+    rewards, values = torch.randn(2, len(sequence), generator=generator, dtype=torch.float64)
+    estimate = advantages.gae(rewards, values, sequence, gamma=0.97, lam=0.9)
+    for q in range(4):
+        mine = sequence == q
+        expected = _loop_gae(rewards[mine].tolist(), values[mine].tolist(), 0.97, 0.9)
+        assert estimate.advantages[mine].tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_gae_with_lambda_one_is_return_minus_value():
+    rewards, values = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0.3, -1.0, 2.0])
+    estimate = advantages.gae(rewards, values, torch.zeros(3, dtype=torch.long), gamma=1.0, lam=1.0)
+    assert estimate.returns.tolist() == pytest.approx([7.0, 6.0, 4.0])
+
+
+def test_gae_of_nothing_is_nothing():
+    empty = torch.zeros(0)
+    assert advantages.gae(empty, empty, empty.long(), gamma=1.0, lam=1.0).advantages.shape == (0,)
+
+
+def test_group_baseline_golden():
+    # means 2 (group 4), 6 (group 9), 2 (group 0)
+    assert advantages.group_baseline(REWARDS, GROUPS).tolist() == [-1.0, -1.0, 1.0, 1.0, 0.0]
+
+
+def test_group_standardise_golden():
+    # unbiased std of {1, 3} and {5, 7} is sqrt 2: 1 / sqrt 2 each; a group of one gives 0
+    unit = 1 / math.sqrt(2)
+    result = advantages.group_standardise(REWARDS, GROUPS, epsilon=1e-9)
+    assert result.tolist() == pytest.approx([-unit, -unit, unit, unit, 0.0])
+
+
+def test_leave_one_out_golden():
+    # 1 - 3, 5 - 7, 3 - 1, 7 - 5; nothing to compare the last with
+    assert advantages.leave_one_out(REWARDS, GROUPS).tolist() == [-2.0, -2.0, 2.0, 2.0, 0.0]
+    # {1, 2, 6}: 1 - 4, 2 - 3.5, 6 - 1.5
+    three = advantages.leave_one_out(torch.tensor([1.0, 2.0, 6.0]), torch.zeros(3, dtype=torch.long))
+    assert three.tolist() == pytest.approx([-3.0, -1.5, 4.5])
+
+
+@pytest.mark.parametrize(
+    "function", [advantages.group_baseline, advantages.group_standardise, advantages.leave_one_out]
+)
+def test_group_functions_ignore_order_and_constants(function):
+    generator = torch.Generator().manual_seed(2)
+    rewards, groups = torch.randn(12, generator=generator), torch.arange(12) % 4
+    order = torch.randperm(12, generator=generator)
+    expected = function(rewards, groups)
+    torch.testing.assert_close(function(rewards[order], groups[order]), expected[order])
+    # what is the same for a whole group cancels
+    torch.testing.assert_close(function(rewards + 10.0 * groups, groups), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_zero_std_fraction_golden():
+    # {1, 1} and {2} are constant, {3, 4} is not
+    fraction = advantages.zero_std_fraction(
+        torch.tensor([1.0, 3.0, 1.0, 4.0, 2.0]), torch.tensor([0, 1, 0, 1, 2])
+    )
+    assert fraction.item() == pytest.approx(2 / 3)
+
+
+def test_standardise_centres_and_scales():
+    # mean 3, unbiased std sqrt((4 + 0 + 4) / 2) = 2
+    assert advantages.standardise(torch.tensor([1.0, 3.0, 5.0])).tolist() == pytest.approx([-1.0, 0.0, 1.0])
+    assert advantages.standardise(torch.tensor([5.0])).tolist() == [0.0]
+
+
+def test_scale_by_std_keeps_signs():
+    assert advantages.scale_by_std(torch.tensor([1.0, 3.0, 5.0])).tolist() == pytest.approx([0.5, 1.5, 2.5])
+    assert advantages.scale_by_std(torch.tensor([-2.0])).tolist() == [-2.0]

@@ -1,0 +1,87 @@
+"""Prefix trees: every sequence can be read back, prefixes are stored once, budgets are kept."""
+
+import random
+
+import pytest
+from rlhf_data import PackedBatch, TokenSequence, pack
+
+
+def segment_path(batch: PackedBatch, position: int) -> list[int]:
+    """Stream positions a token may see, found by walking up from its segment."""
+    starts, lengths = batch.segment_start.tolist(), batch.segment_length.tolist()
+    segment = next(
+        s
+        for s, (start, length) in enumerate(zip(starts, lengths, strict=True))
+        if start <= position < start + length
+    )
+    path = list(range(starts[segment], position + 1))
+    while (segment := batch.segment_parent[segment].item()) >= 0:
+        path = list(range(starts[segment], starts[segment] + lengths[segment])) + path
+    return path
+
+
+def random_sequences(seed: int) -> list[TokenSequence]:
+    rng = random.Random(seed)
+    known: list[list[int]] = [[rng.randrange(3)]]
+    for _ in range(30):
+        stem = rng.choice(known)
+        known.append(stem[: rng.randint(1, len(stem))] + [rng.randrange(3) for _ in range(rng.randint(0, 6))])
+    return [TokenSequence(ids, rng.randint(0, len(ids))) for ids in known]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("max_tokens", [None, 1, 12, 40])
+def test_every_sequence_reads_back(seed: int, max_tokens: int | None) -> None:
+    sequences = random_sequences(seed)
+    seen = []
+    for batch in pack(sequences, max_tokens):
+        for q, i in enumerate(batch.sequence_ids.tolist()):
+            path = segment_path(batch, batch.last_positions[q].item())
+            assert batch.input_ids[path].tolist() == list(sequences[i].input_ids)
+            assert batch.position_ids[path].tolist() == list(range(len(path)))
+            first = max(sequences[i].score_from, 1)
+            mine = batch.score_sequence == q
+            assert batch.score_positions[mine].tolist() == path[first - 1 : -1]
+            assert batch.score_targets[mine].tolist() == list(sequences[i].input_ids[first:])
+            seen.append(i)
+    assert sorted(seen) == list(range(len(sequences)))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_shared_tokens_are_stored_once(seed: int) -> None:
+    sequences = random_sequences(seed)
+    prefixes = {tuple(s.input_ids[: n + 1]) for s in sequences for n in range(len(s.input_ids))}
+    (batch,) = pack(sequences)
+    assert batch.num_tokens == len(prefixes)
+
+
+def test_segments_are_in_preorder_and_parents_come_first() -> None:
+    # a b c | a b d e | a b d f : [a b] -> [c], [d] -> [e], [f]
+    (batch,) = pack([TokenSequence(list(ids), 2) for ids in ((1, 2, 3), (1, 2, 4, 5), (1, 2, 4, 6))])
+    assert batch.input_ids.tolist() == [1, 2, 3, 4, 5, 6]
+    assert batch.position_ids.tolist() == [0, 1, 2, 2, 3, 3]
+    assert batch.segment_start.tolist() == [0, 2, 3, 4, 5]
+    assert batch.segment_parent.tolist() == [-1, 0, 0, 2, 2]
+    assert batch.score_positions.tolist() == [1, 1, 3, 1, 3]
+    assert batch.score_targets.tolist() == [3, 4, 5, 4, 6]
+    assert batch.score_sequence.tolist() == [0, 1, 1, 2, 2]
+    assert batch.last_positions.tolist() == [2, 4, 5]
+
+
+def test_budget_is_kept_unless_one_sequence_is_longer() -> None:
+    sequences = random_sequences(7)
+    for batch in pack(sequences, 9):
+        assert batch.num_tokens <= 9 or batch.num_sequences == 1
+
+
+@pytest.mark.parametrize(
+    ("sequence", "message"), [(TokenSequence([], 0), "0 tokens"), (TokenSequence([1], 2), "score_from 2")]
+)
+def test_bad_sequences_are_refused(sequence: TokenSequence, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pack([TokenSequence([1, 2], 1), sequence])
+
+
+def test_bad_budget_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_tokens"):
+        pack([TokenSequence([1], 1)], 0)
