@@ -37,6 +37,7 @@ def test_every_sequence_reads_back(seed: int, max_tokens: int | None) -> None:
     for batch in pack(sequences, max_tokens):
         for q, i in enumerate(batch.sequence_ids.tolist()):
             path = segment_path(batch, batch.last_positions[q].item())
+            assert batch.path(q).tolist() == path
             assert batch.input_ids[path].tolist() == list(sequences[i].input_ids)
             assert batch.position_ids[path].tolist() == list(range(len(path)))
             first = max(sequences[i].score_from, 1)

@@ -25,6 +25,7 @@ __all__ = [
     "CheckpointManager",
     "load_optimizer_state",
     "load_rng_state",
+    "load_weights",
     "save_optimizer_state",
     "save_rng_state",
 ]
@@ -93,6 +94,31 @@ class CheckpointManager:
         if not path.is_file():
             raise UserError(f"{folder} is not a complete checkpoint: it has no {STATE_FILE}; name another one")
         return json.loads(path.read_text(encoding="utf-8"))
+
+
+def load_weights(model: Any, folder: str | Path) -> None:
+    """Put into a model the weights that its own `save_pretrained(folder)` wrote, bit for bit.
+
+    Args:
+        model: a transformers model, a PeftModel (its adapters are read, not the frozen weights below them) or
+            one of `rlhf_models`.
+        folder: the checkpoint.
+
+    Raises:
+        UserError: the weights are missing or of another model.
+    """
+    folder = Path(folder)
+    try:
+        if hasattr(model, "peft_config"):
+            for name in model.peft_config:  # peft writes the adapter named default into the folder itself
+                place = folder if name == "default" else folder / name
+                model.load_adapter(str(place), adapter_name=name, is_trainable=True)
+        else:
+            model.load_state_dict(type(model).from_pretrained(folder).state_dict())
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise UserError(
+            f"{folder}: its weights do not fit this model ({error}); resume with the same model"
+        ) from error
 
 
 def save_optimizer_state(optimizer: Optimizer, path: str | Path) -> None:

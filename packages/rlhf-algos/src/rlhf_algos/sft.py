@@ -30,6 +30,7 @@ class SFTTrainer(BaseTrainer[TokenSequence]):
         model: a transformers causal LM, or a PeftModel around one.
         config: the settings.
         examples: sequences; the tokens from `score_from` on are learned.
+        eval_examples: sequences `evaluate` measures.
         **options: see `BaseTrainer`.
 
     Raises:
@@ -37,12 +38,19 @@ class SFTTrainer(BaseTrainer[TokenSequence]):
     """
 
     def __init__(
-        self, model: Any, config: SFTConfig, examples: Sequence[TokenSequence], **options: Any
+        self,
+        model: Any,
+        config: SFTConfig,
+        examples: Sequence[TokenSequence],
+        *,
+        eval_examples: Sequence[TokenSequence] = (),
+        **options: Any,
     ) -> None:
-        for i, example in enumerate(examples):
-            if max(example.score_from, 1) >= len(example.input_ids):
-                raise UserError(f"training example {i} (from 0) has no token to learn; its completion is empty")
-        super().__init__(model, config, examples, **options)
+        for kind, rows in (("training", examples), ("evaluation", eval_examples)):
+            for i, row in enumerate(rows):
+                if max(row.score_from, 1) >= len(row.input_ids):
+                    raise UserError(f"{kind} example {i} (from 0) has no token to learn; its completion is empty")
+        super().__init__(model, config, examples, eval_examples=eval_examples, **options)
 
     def sequences(self, example: TokenSequence) -> Sequence[TokenSequence]:
         """The example itself."""

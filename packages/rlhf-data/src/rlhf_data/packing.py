@@ -60,6 +60,16 @@ class PackedBatch:
         """Sequences packed into the stream (Q)."""
         return len(self.last_positions)
 
+    def path(self, sequence: int) -> torch.Tensor:
+        """(length,) stream positions of all tokens of one sequence (0..Q-1), in order."""
+        last = int(self.last_positions[sequence])
+        segment = int(torch.searchsorted(self.segment_start, last, right=True)) - 1
+        ranges = [torch.arange(int(self.segment_start[segment]), last + 1)]
+        while (segment := int(self.segment_parent[segment])) >= 0:
+            start = int(self.segment_start[segment])
+            ranges.append(torch.arange(start, start + int(self.segment_length[segment])))
+        return torch.cat(ranges[::-1])
+
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch with every tensor on `device`."""
         return replace(self, **{f.name: getattr(self, f.name).to(device) for f in fields(self)})

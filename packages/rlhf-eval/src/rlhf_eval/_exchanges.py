@@ -55,11 +55,11 @@ def _turn(row: dict[str, Any]) -> str:
     correct, stage = row.get("correct"), str(row.get("stage", ""))
     kind = "good" if correct else "bad"
     outcome = "✓ right answer" if correct else "✗ wrong answer"
-    confidence = "" if row.get("confidence") is None else f" (confidence {number(row['confidence'], 2)})"
     facts = (
         ("answer", text(row.get("answer", ""))),
         ("critique", text(row.get("critique", ""))),
-        ("verdict", _verdict(row.get("verdict"), bool(correct)) + text(confidence)),
+        ("verdict", _verdict(row.get("verdict"), bool(correct))),
+        ("confidence", number(row.get("confidence"), 2)),
         ("reward", number(row.get("reward_score"), 2)),
         ("judge", number(row.get("judge_score"), 2)),
     )

@@ -29,6 +29,7 @@ p { margin: 8px 0; max-width: 75ch; }
 .key { display: block; font-size: .75rem; overflow-wrap: anywhere; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; }
+table.narrow { width: auto; } table.narrow .number { padding-left: 2.5em; }
 th, td { text-align: left; padding: 7px 10px; border-bottom: 1px solid var(--line); vertical-align: top; }
 thead th { color: var(--soft); font-size: .85rem; font-weight: 600; white-space: nowrap; }
 tbody th { font-weight: 500; }
@@ -41,30 +42,35 @@ tbody th { font-weight: 500; }
 .tile small { display: block; line-height: 1.4; }
 figure { margin: 0; } figure img { width: 100%; height: auto; display: block; }
 figcaption { font-size: .85rem; }
-.note { border-left: 4px solid var(--blue); background: var(--panel); padding: 10px 16px; border-radius: 0 8px 8px 0; }
+.note { border-left: 4px solid var(--blue); background: var(--panel); padding: 10px 16px;
+  border-radius: 0 8px 8px 0; }
 .card { border: 1px solid var(--line); border-radius: 8px; padding: 14px 18px; margin: 0 0 18px; }
 .story { font-size: 1.05rem; }
 .choices { list-style: none; display: flex; flex-wrap: wrap; gap: 8px; padding: 0; margin: 10px 0 14px; }
 .choices li { border: 1px solid var(--line); border-radius: 999px; padding: 1px 12px; }
-.choices .gold { border-color: var(--good); background: var(--good-bg); color: var(--good); font-weight: 600; }
+.choices .gold { border-color: var(--good); background: var(--good-bg); color: var(--good);
+  font-weight: 600; }
 .turns { display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 260px), 1fr)); }
-.turn { border-left: 4px solid var(--grey); background: var(--panel); border-radius: 0 8px 8px 0; padding: 10px 14px; }
+.turn { border-left: 4px solid var(--grey); background: var(--panel); border-radius: 0 8px 8px 0;
+  padding: 10px 14px; }
 .turn.good { border-color: var(--good); background: var(--good-bg); }
 .turn.bad { border-color: var(--bad); background: var(--bad-bg); }
 .turn h4 { margin: 0; font-size: .95rem; }
 dl { margin: 8px 0 0; display: grid; grid-template-columns: auto 1fr; gap: 3px 12px; }
 dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
 .good-text { color: var(--good); font-weight: 600; } .bad-text { color: var(--bad); font-weight: 600; }
-pre { background: var(--panel); border: 1px solid var(--line); border-radius: 8px; padding: 12px 14px; margin: 0;
-  white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.5; }
-.bar { display: flex; height: 26px; border-radius: 6px; overflow: hidden; margin: 12px 0; background: var(--line); }
+pre { background: var(--panel); border: 1px solid var(--line); border-radius: 8px; padding: 12px 14px;
+  margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.5; }
+.bar { display: flex; height: 26px; border-radius: 6px; overflow: hidden; margin: 12px 0;
+  background: var(--line); }
 .bar span { min-width: 1px; }
 .swatch { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .5em; }
 summary { cursor: pointer; padding: 6px 0; color: var(--blue); }
 @media (max-width: 600px) {
   main { padding: 16px 14px 48px; } h1 { font-size: 1.45rem; }
   th, td { padding: 7px 5px; } td { font-size: .95rem; }
-  .tiles { gap: 8px; } .tile { padding: 8px 10px; } .tile b { font-size: 1.45rem; } .tile small { font-size: .75rem; }
+  .tiles { gap: 8px; } .tile { padding: 8px 10px; } .tile b { font-size: 1.45rem; }
+  .tile small { font-size: .75rem; }
   .card { padding: 12px; }
 }
 @media print { .card, .turn, figure, tr { break-inside: avoid; } }
@@ -89,13 +95,16 @@ def number(value: Any, digits: int = 3) -> str:
     return f"{value:.{digits}f}".replace("-", "−")
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numeric: bool = False) -> str:
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], *, numeric: bool = False, narrow: bool = False
+) -> str:
     """Return a table that scrolls sideways where the screen is too narrow.
 
     Args:
         head: Column titles, text.
         rows: Cells, HTML; the first cell of a row is its heading.
         numeric: Whether the cells after the first are right-aligned numbers.
+        narrow: Whether the table is as wide as its content, not as the page.
     """
     kind = ' class="number"' if numeric else ""
     titles = "".join(
@@ -105,7 +114,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numeric: bool =
         f'<tr><th scope="row">{first}</th>' + "".join(f"<td{kind}>{cell}</td>" for cell in rest) + "</tr>"
         for first, *rest in rows
     ]
-    return f'<div class="scroll"><table><thead><tr>{titles}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+    size = ' class="narrow"' if narrow else ""
+    return (
+        f'<div class="scroll"><table{size}><thead><tr>{titles}</tr></thead>'
+        f"<tbody>{''.join(lines)}</tbody></table></div>"
+    )
 
 
 def section(title: str, body_html: str) -> str:

@@ -136,9 +136,15 @@ def _trade_panel(axes: Axes, metrics: Rows, results: dict[str, Any]) -> None:
         points = _pairs([results.get(block) or {}], *keys)
         if points:
             axes.plot(
-                *_columns(points), color=color, marker=marker, markersize=12, markeredgecolor="white",
-                linestyle="none", label=label, zorder=4,
-            )  # fmt: skip
+                *_columns(points),
+                color=color,
+                marker=marker,
+                markersize=12,
+                markeredgecolor="white",
+                linestyle="none",
+                label=label,
+                zorder=4,
+            )
     _unit_axis(axes)
     axes.set_xlabel("reward-model score")
     axes.set_ylabel("true accuracy")
@@ -218,12 +224,20 @@ def _unit_axis(axes: Axes) -> None:
 
 
 def _legend(axes: Axes, *, columns: int, handles: list[Any] | None = None) -> None:
+    from matplotlib.transforms import offset_copy
+
     handles = handles if handles is not None else axes.get_legend_handles_labels()[0]
     if handles:
         axes.legend(
-            handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=columns,
-            columnspacing=1.0, handlelength=1.5, borderaxespad=0.2,
-        )  # fmt: skip
+            handles=handles,
+            loc="upper center",
+            bbox_to_anchor=(0.5, 0),
+            bbox_transform=offset_copy(axes.transAxes, fig=axes.get_figure(root=True), y=-40, units="points"),
+            ncols=columns,
+            columnspacing=1.0,
+            handlelength=1.5,
+            borderaxespad=0.2,
+        )
 
 
 def _phase(metrics: Rows, phase: str) -> Rows:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data import RunFolder, UserError, atomic_write_text, read_rows
-
 from rlhf_eval._exchanges import exchange_cards
 from rlhf_eval._html import number, page, section, svg_figure, table, text, verbatim
 from rlhf_eval.plots import minmax_panel_svgs
@@ -37,8 +36,8 @@ _BREAK_EVEN = (
 )
 _CAPTIONS = (
     "Lines: answers sampled during training. Dots: greedy answers on held-out rows.",
-    "Each dot is a training step, the large marks are held-out evaluations. To the right and down: the reward "
-    "model is being fooled.",
+    "Each dot is a training step, the large marks are held-out evaluations. To the right and down: the "
+    "reward model is being fooled.",
     "Lines: critiques written during training. Large marks: held-out evaluation at the end.",
     "λ rises while the smoothed violation is above its limit and falls below it.",
 )
@@ -125,8 +124,8 @@ def _headline(results: dict[str, Any]) -> str:
     ]
     skipped = "" if results.get("plain") else " Plain RLHF was not run."
     note = (
-        "Greedy answers on held-out rows. The reward model can be fooled, so its score going up is no success "
-        f"and going down is no failure: read the true accuracy.{skipped} – marks what does not apply."
+        "Greedy answers on held-out rows. The reward model can be fooled, so its score going up is no "
+        f"success and going down is no failure: read the true accuracy.{skipped} – marks what does not apply."
     )
     return (
         table(["", *(title for _, title, _ in _BLOCKS)], rows, numeric=True) + f'<p class="soft">{note}</p>'
@@ -146,9 +145,10 @@ def _break_even(check: dict[str, Any]) -> str:
         return '<p class="soft">Not measured on this run.</p>'
     rows = [[text(label), number(check.get(key))] for key, label in _BREAK_EVEN]
     return (
-        "<p>Telling the truth pays only if w_judge · ΔJ &gt; w_reward · ΔR. Both gaps are measured on training rows "
-        "before the game, in standard deviations of the scores.</p>"
-        f'<p class="note">{text(check.get("advice", ""))}</p>' + table(["", "Value"], rows, numeric=True)
+        "<p>Telling the truth pays only if w_judge · ΔJ &gt; w_reward · ΔR. Both gaps are measured on "
+        "training rows before the game, in standard deviations of the scores.</p>"
+        f'<p class="note">{text(check.get("advice", ""))}</p>'
+        + table(["", "Value"], rows, numeric=True, narrow=True)
     )
 
 
@@ -176,7 +176,9 @@ def _wall_time(seconds: dict[str, Any]) -> str:
         cells = [number(value, 1), f"{share:.0f}%" if value else "–"]
         rows.append([f'<span class="swatch" style="background:{color}"></span>{text(label)}', *cells])
     rows.append(["<b>Total</b>", number(seconds.get("total"), 1), ""])
-    return f'<div class="bar">{"".join(spans)}</div>' + table(["", "Seconds", "Share"], rows, numeric=True)
+    return f'<div class="bar">{"".join(spans)}</div>' + table(
+        ["", "Seconds", "Share"], rows, numeric=True, narrow=True
+    )
 
 
 def _config(config: dict[str, Any]) -> str:
@@ -185,4 +187,8 @@ def _config(config: dict[str, Any]) -> str:
 
 
 def _versions(versions: dict[str, Any]) -> str:
-    return table(["Package", "Version"], [[text(name), text(version)] for name, version in versions.items()])
+    return table(
+        ["Package", "Version"],
+        [[text(name), text(version)] for name, version in versions.items()],
+        narrow=True,
+    )

@@ -68,7 +68,7 @@ def load_causal_lm(
         AutoModelForCausalLM,
         name_or_path,
         dtype=dtype,
-        quantization=_quantization(load_in_8bit, load_in_4bit),
+        quantization=quantization_config(load_in_8bit, load_in_4bit, device=device),
         device=device,
     )
     if gradient_checkpointing:
@@ -85,7 +85,7 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
     Raises:
         UserError: it is missing, cannot be read, or has no end-of-sequence token.
     """
-    where = _checked_source(name_or_path)
+    where = _checked_source(name_or_path, needs=())
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(name_or_path))
     except (*_LOAD_ERRORS, ImportError, TypeError) as error:
@@ -116,7 +116,7 @@ def load_model(
     Weights that the model needs and the files lack are an error; weights the model has no use for are
     logged as a warning.
     """
-    where = _checked_source(name_or_path, weights=True)
+    where = _checked_source(name_or_path, needs=("config", "weights"))
     config = load_config(name_or_path)
     options: dict[str, Any] = {"dtype": _checked_dtype(dtype), "config": config}
     if quantization is not None:
@@ -140,13 +140,41 @@ def load_model(
     return _finish(model, where)
 
 
+def quantization_config(
+    load_in_8bit: bool, load_in_4bit: bool, *, device: str | torch.device | None = None
+) -> BitsAndBytesConfig | None:
+    """The quantisation `load_model` takes: 8 bits, 4 bits, or None for neither.
+
+    Raises:
+        UserError: both are asked for, or bitsandbytes is not installed.
+    """
+    if not (load_in_8bit or load_in_4bit):
+        return None
+    if load_in_8bit and load_in_4bit:
+        raise UserError("load_in_8bit and load_in_4bit are both set; choose one")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(
+            "load_in_8bit and load_in_4bit need the package bitsandbytes, which is not installed "
+            "(it comes with rlhf-models on Linux); install it or load the model unquantised"
+        )
+    if load_in_8bit:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    on_gpu = torch.device(device or "cpu").type == "cuda"
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16 if on_gpu else torch.float32,
+    )
+
+
 def load_config(name_or_path: str | Path) -> PreTrainedConfig:
     """Load a model's config, from a folder or the hub.
 
     Raises:
         UserError: it is missing, cannot be read, or of an architecture transformers does not know.
     """
-    where = _checked_source(name_or_path)
+    where = _checked_source(name_or_path, needs=("config",))
     try:
         return AutoConfig.from_pretrained(str(name_or_path))
     except _LOAD_ERRORS as error:
@@ -205,8 +233,8 @@ def encode_prompt(tokenizer: Any, text: str) -> list[int]:
         UserError: a part of the text has no token and would be read as the unknown token.
     """
     ids = list(tokenizer(text)["input_ids"])
-    while ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
-        ids.pop()
+    if ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
+        ids.pop()  # some tokenizers end every text
     return _known(tokenizer, ids, text)
 
 
@@ -229,18 +257,20 @@ def _known(tokenizer: Any, ids: list[int], text: str) -> list[int]:
     return ids
 
 
-def _checked_source(name_or_path: str | Path, *, weights: bool = False) -> str:
+def _checked_source(name_or_path: str | Path, *, needs: tuple[str, ...]) -> str:
     """Name of the source for messages, after checking what can be checked without reading it."""
     name, path = str(name_or_path), Path(name_or_path)
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if "config" in needs and not (path / "config.json").is_file():
             raise UserError(f"model folder {name} has no config.json; expected a saved transformers model")
-        if weights and not any((path / file).is_file() for file in _WEIGHT_FILES):
-            raise UserError(f"model folder {name} has no weights; expected model.safetensors beside config.json")
+        if "weights" in needs and not any((path / file).is_file() for file in _WEIGHT_FILES):
+            raise UserError(
+                f"model folder {name} has no weights; expected model.safetensors beside config.json"
+            )
         return f"model folder {name}"
     if path.exists():
         raise UserError(f"model {name} is a file; expected a folder with config.json and model.safetensors")
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != name.strip("/").count("/") or name.count("/") > 1:
+    if name.startswith(("/", ".", "~")) or name.endswith("/") or name.count("/") > 1:
         raise UserError(f"model folder {name} does not exist; check the path, or give a name on the hub")
     return f"model {name!r}"
 
@@ -251,23 +281,6 @@ def _checked_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is unknown; expected one of auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]
-
-
-def _quantization(load_in_8bit: bool, load_in_4bit: bool) -> BitsAndBytesConfig | None:
-    if not (load_in_8bit or load_in_4bit):
-        return None
-    if load_in_8bit and load_in_4bit:
-        raise UserError("load_in_8bit and load_in_4bit are both set; choose one")
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(
-            "load_in_8bit and load_in_4bit need the package bitsandbytes, which is not installed "
-            "(it comes with rlhf-models on Linux); install it or load the model unquantised"
-        )
-    if load_in_8bit:
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
-    )
 
 
 def _finish(model: PreTrainedModel, where: str) -> PreTrainedModel:

@@ -1,0 +1,144 @@
+from typing import Literal
+
+import pytest
+from pydantic import Field, ValidationError, model_validator
+from rlhf_data import BaseConfig, UserError, apply_overrides, load_config_file
+
+
+class _Training(BaseConfig):
+    batch_size: int = Field(default=2, ge=1, le=64)
+    """Stories per step."""
+    learning_rate: float = Field(default=1e-5, gt=0)
+    kind: Literal["a", "b"] = "a"
+    sizes: tuple[int, ...] = ()
+
+
+class _Config(BaseConfig):
+    training: _Training = _Training()
+    extra_section: _Training | None = None
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _not_13(self):
+        if self.seed == 13:
+            raise ValueError("seed 13 is unlucky; take another")
+        return self
+
+
+def _message(values: dict) -> str:
+    with pytest.raises(UserError) as caught:
+        _Config.from_dict(values, "minmax.json")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"training": {"batchsize": 1}}, "unknown key training.batchsize; did you mean training.batch_size?"),
+        ({"extra_section": {"kindd": "a"}}, "unknown key extra_section.kindd; did you mean extra_section.kind?"),
+        ({"zzz": 1}, "unknown key zzz; valid keys are training, extra_section, seed"),
+        ({"training": {"batch_size": 0}}, "training.batch_size is 0, expected a value >= 1 and <= 64"),
+        ({"training": {"batch_size": 65}}, "training.batch_size is 65, expected a value >= 1 and <= 64"),
+        ({"training": {"learning_rate": 0}}, "training.learning_rate is 0, expected a value > 0"),
+        ({"training": {"kind": "c"}}, "training.kind is 'c', expected 'a' or 'b'"),
+        ({"training": {"sizes": [1, "x"]}}, "training.sizes[1] is 'x', expected a valid integer"),
+        ({"training": 3}, "training is 3, expected a section of keys and values"),
+        ({"training": {"learning_rate": float("inf")}}, "training.learning_rate is inf, expected a finite number"),
+        ({"seed": 13}, "seed 13 is unlucky; take another"),
+    ],
+)
+def test_errors_name_key_value_and_expectation(values, message):
+    assert _message(values).startswith(f"minmax.json: {message}")
+
+
+def test_unknown_key_is_reported_before_other_mistakes():
+    assert "training.batchsize" in _message({"seed": "x", "training": {"batchsize": 1}})
+
+
+def test_key_of_another_section_is_suggested():
+    assert "training.batch_size" in _message({"batch_size": 1})
+
+
+def test_missing_key_is_named():
+    class Needs(BaseConfig):
+        model: str
+
+    with pytest.raises(UserError, match="key model is missing"):
+        Needs.from_dict({})
+
+
+def test_round_trip_frozen_and_documented():
+    config = _Config.from_dict({"training": {"sizes": [1, 2]}})
+    assert _Config.from_dict(config.to_dict()) == config
+    assert _Training.model_fields["batch_size"].description == "Stories per step."
+    with pytest.raises(ValidationError, match="frozen"):
+        config.seed = 1
+
+
+@pytest.mark.parametrize("text", ["1e-5", "1E-5", "1.0e-5", "+1e-5", ".1e-4"])
+def test_yaml_and_overrides_read_scientific_notation_as_float(tmp_path, text):
+    path = tmp_path / "config.yaml"
+    path.write_text(f"training:\n  learning_rate: {text}\n", encoding="utf-8")
+    assert load_config_file(path) == {"training": {"learning_rate": 1e-5}}
+    assert apply_overrides({}, [f"training.learning_rate={text}"]) == load_config_file(path)
+
+
+def test_words_that_look_like_numbers_stay_text():
+    values = apply_overrides({}, ["a=1e5x", "b=e5", "c='1e5'", "d=cuda:1", "e=gpt2=x"])
+    assert values == {"a": "1e5x", "b": "e5", "c": "1e5", "d": "cuda:1", "e": "gpt2=x"}
+
+
+def test_overrides_leave_the_input_alone_and_make_sections():
+    before = {"training": {"batch_size": 2}, "extra_section": None}
+    after = apply_overrides(before, ["training.batch_size=4", "extra_section.kind=b", "x.y.z=[1, 1e3]", "n=null"])
+    assert before == {"training": {"batch_size": 2}, "extra_section": None}
+    assert after == {
+        "training": {"batch_size": 4},
+        "extra_section": {"kind": "b"},
+        "x": {"y": {"z": [1, 1000.0]}},
+        "n": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training", "key=value"),
+        ("=3", "key=value"),
+        ("a..b=3", "key=value"),
+        ("a=[1", "not readable"),
+        ("training.batch_size.x=3", "training.batch_size is a value, not a section"),
+    ],
+)
+def test_malformed_overrides_are_refused(override, message):
+    with pytest.raises(UserError, match=message):
+        apply_overrides({"training": {"batch_size": 2}}, [override])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("c.json", b'{"a": 1,\n}', "line 2: invalid JSON"),
+        ("c.json", b"[1]", "expected a mapping"),
+        ("c.yaml", b"a: 1\nb: [1\n", "line 3"),
+        ("c.yml", b"1: 2\n", "expected a mapping"),
+        ("c.yaml", b"a: \xff\n", "not UTF-8"),
+        ("c.toml", b"", "unknown type '.toml'"),
+    ],
+)
+def test_bad_config_files_are_refused(tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=message) as caught:
+        load_config_file(path)
+    assert name in str(caught.value)
+
+
+def test_missing_and_empty_config_file(tmp_path):
+    with pytest.raises(UserError, match="does not exist"):
+        load_config_file(tmp_path / "none.json")
+    with pytest.raises(UserError, match="cannot be read"):
+        (tmp_path / "folder.json").mkdir()
+        load_config_file(tmp_path / "folder.json")
+    (tmp_path / "empty.yaml").write_text("", encoding="utf-8")
+    assert load_config_file(tmp_path / "empty.yaml") == {}

@@ -1,0 +1,99 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from rlhf_data import (
+    UserError,
+    atomic_folder,
+    atomic_write_json,
+    atomic_write_text,
+    ensure_writable_folder,
+    json_hash,
+)
+from rlhf_data.files import remove_folder, remove_stale_temps
+
+
+def test_write_replaces_whole_content(tmp_path):
+    path = tmp_path / "a" / "b.txt"
+    atomic_write_text(path, "one\nlong line")
+    atomic_write_text(path, "zwei ü\n")
+    assert path.read_bytes() == "zwei ü\n".encode()
+    assert os.listdir(path.parent) == ["b.txt"]
+
+
+def test_failed_write_keeps_the_old_content(tmp_path):
+    path = tmp_path / "a.json"
+    atomic_write_json(path, {"x": 1})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        atomic_write_json(path, {"x": float("nan")})
+    with pytest.raises(UnicodeEncodeError):
+        atomic_write_text(path, "\ud800")
+    assert json.loads(path.read_text(encoding="utf-8")) == {"x": 1}
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_folder_appears_only_on_success(tmp_path):
+    target = tmp_path / "checkpoint-1"
+    with atomic_folder(target) as temp:
+        (temp / "sub").mkdir()
+        (temp / "sub" / "x").write_text("1", encoding="utf-8")
+        assert not target.exists()
+    assert (target / "sub" / "x").read_text(encoding="utf-8") == "1"
+    with atomic_folder(target) as temp:
+        (temp / "y").write_text("2", encoding="utf-8")
+    assert os.listdir(target) == ["y"]
+    with pytest.raises(RuntimeError), atomic_folder(target) as temp:
+        (temp / "z").write_text("3", encoding="utf-8")
+        raise RuntimeError
+    assert os.listdir(target) == ["y"]
+    assert os.listdir(tmp_path) == ["checkpoint-1"]
+
+
+def test_stale_temps_of_a_killed_process_are_removed(tmp_path):
+    code = (
+        "import os, signal, sys\n"
+        "from rlhf_data.files import atomic_folder\n"
+        "with atomic_folder(sys.argv[1]) as temp:\n"
+        "    (temp / 'x').write_text('1')\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "checkpoint-1")], check=False)
+    assert done.returncode == -9
+    with atomic_folder(tmp_path / "checkpoint-2") as own:
+        (tmp_path / own.name.replace("checkpoint-2", "f").replace("-", "-0", 2)).write_text("", encoding="utf-8")
+        removed = remove_stale_temps(tmp_path)
+        assert own.exists()
+    assert any(path.name.startswith(".checkpoint-1.tmp-") for path in removed)
+    assert (tmp_path / "checkpoint-2").is_dir()
+    assert not list(tmp_path.glob(".checkpoint-*"))
+
+
+def test_stale_temp_under_our_own_process_number_is_removed(tmp_path):
+    (tmp_path / f".config.json.tmp-{os.getpid()}-otherlife-0").write_text("", encoding="utf-8")
+    (tmp_path / ".config.json.tmp-notes").write_text("", encoding="utf-8")
+    remove_stale_temps(tmp_path)
+    assert os.listdir(tmp_path) == [".config.json.tmp-notes"]
+
+
+def test_remove_folder(tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    remove_folder(tmp_path / "a")
+    assert os.listdir(tmp_path) == []
+
+
+def test_json_hash_ignores_key_order_only():
+    # echo -n '{"a":1,"b":[2,"ü"]}' | sha256sum
+    golden = "c90e5f3e4b7d9a2f"
+    assert json_hash({"b": [2, "ü"], "a": 1}) == json_hash({"a": 1, "b": [2, "ü"]})
+    assert json_hash({"b": [2, "ü"], "a": 1}).startswith(golden)
+    assert json_hash({"a": 1}) != json_hash({"a": 1.5})
+
+
+def test_unwritable_folder_is_refused(tmp_path):
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    for bad in (tmp_path / "file", tmp_path / "file" / "sub"):
+        with pytest.raises(UserError, match="not writable"):
+            ensure_writable_folder(bad)
+    assert ensure_writable_folder(tmp_path / "x" / "y").is_dir()

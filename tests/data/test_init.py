@@ -1,0 +1,18 @@
+import subprocess
+import sys
+
+import rlhf_data
+
+
+def test_every_exported_name_resolves():
+    for name in rlhf_data.__all__:
+        assert getattr(rlhf_data, name).__name__ == name
+
+
+def test_import_loads_no_heavy_library():
+    code = (
+        "import sys, rlhf_data\n"
+        "print([m for m in ('torch', 'transformers', 'pydantic', 'pyarrow', 'yaml') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

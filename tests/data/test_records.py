@@ -1,0 +1,101 @@
+import json
+
+import pytest
+from rlhf_data import QADatasetConfig, QARecord, UserError, load_qa, qa_from_row, render_prompt, split_of
+
+_ROW = {"story": "Mary is in the hall.", "question": "Where is Mary?", "choices": ["hall", "shed", "barn"], "answer": 0}
+
+
+@pytest.mark.parametrize(
+    ("choices", "answer", "index"),
+    [
+        (["hall", "shed"], "shed", 1),
+        (["hall", "shed"], " shed ", 1),
+        (["hall", "shed"], 1, 1),
+        (["hall", "shed"], "1", 1),
+        (["hall", "shed"], "B", 1),
+        (["hall", "shed"], "a", 0),
+        (["B", "A"], "B", 0),  # a choice's text goes before a letter
+        (["2", "1", "0"], "2", 0),  # and before an index
+        ([4, 5], "5", 1),
+        ([0, 1], 1, 1),
+        ('["a|b", "c"]', "c", 1),
+        ("hall | shed", "shed", 1),
+    ],
+)
+def test_answer_as_text_index_or_letter(choices, answer, index):
+    assert qa_from_row(_ROW | {"choices": choices, "answer": answer}).answer == index
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"answer": "cellar"}, "field answer: 'cellar' is not among the choices"),
+        ({"answer": 3}, "field answer: 3 is outside the 3 choices"),
+        ({"answer": -1}, "field answer: -1 is outside"),
+        ({"answer": "D"}, "field answer: 'D' is outside"),
+        ({"answer": "²"}, "field answer: '²' is not among"),
+        ({"answer": 1.0}, "field answer: expected one of the choices"),
+        ({"answer": True}, "field answer: expected one of the choices"),
+        ({"answer": None}, "field answer: missing"),
+        ({"choices": [1, 2, 3], "answer": 1}, "field answer: 1 may be an index or a choice"),
+        ({"choices": ["hall", "hall "]}, "field choices: choice 'hall' appears twice"),
+        ({"choices": ["hall"]}, "field choices: expected at least two"),
+        ({"choices": ["hall", ""]}, "field choices: every choice"),
+        ({"choices": ["hall", None]}, "field choices: every choice"),
+        ({"choices": {"a": 1}}, "field choices: expected a list"),
+        ({"choices": '["a"'}, "field choices: .* is not a JSON list"),
+        ({"story": "  "}, "field story: expected a text"),
+        ({"question": 3}, "field question: expected a text"),
+    ],
+)
+def test_bad_rows_name_place_field_and_expectation(change, message):
+    with pytest.raises(UserError, match=f"stories.jsonl, line 7, {message}"):
+        qa_from_row(_ROW | change, where="stories.jsonl, line 7")
+
+
+def test_load_names_file_and_line(tmp_path):
+    path = tmp_path / "stories.jsonl"
+    path.write_text(json.dumps(_ROW) + "\n" + json.dumps(_ROW | {"answer": "x"}) + "\n", encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        load_qa(path)
+    assert f"{path}, line 2, field answer: 'x'" in str(caught.value)
+
+
+def test_column_mapping_keeps_other_columns(tmp_path):
+    path = tmp_path / "stories.csv"
+    path.write_text('passage,question,options,label,source\n"A b.\n",Where?,x|y,y,web\n', encoding="utf-8")
+    config = QADatasetConfig(story_column="passage", choices_column="options", answer_column="label")
+    [record] = load_qa(path, config)
+    assert record == QARecord("A b.\n", "Where?", ("x", "y"), 1, {"source": "web"})
+    assert record.answer_text == "y"
+    with pytest.raises(UserError, match=r"line 2, field story: missing; the row has passage, question"):
+        load_qa(path)
+
+
+def test_prompt_template_takes_text_as_it_is():
+    config = QADatasetConfig(prompt_template="{{q}} {question} [{choices}] {story}", choice_separator="/")
+    record = qa_from_row(_ROW | {"story": "{question} ü", "choices": ["{x}", "y"]})
+    assert render_prompt(record, config) == "{q} Where is Mary? [{x}/y] {question} ü"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{question} {answer}", "placeholder {answer} is unknown"),
+        ("{story}", "{question} is missing"),
+        ("{", "no template"),
+    ],
+)
+def test_bad_templates_are_refused(template, message):
+    with pytest.raises(UserError, match="prompt_template") as caught:
+        QADatasetConfig.from_dict({"prompt_template": template})
+    assert message in str(caught.value)
+
+
+def test_split_depends_on_the_text_alone():
+    splits = [split_of(f"story {i}") for i in range(2000)]
+    assert 0.26 < splits.count("eval") / 2000 < 0.34
+    # int(md5("story 0").hexdigest(), 16) % 10 and so on, below 3 is "eval"
+    assert [split_of(f"story {i}") for i in range(4)] == ["?"]
+    assert hash(qa_from_row(_ROW | {"x": [1]})) == hash(qa_from_row(_ROW))

@@ -1,0 +1,157 @@
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from rlhf_data import RunFolder, UserError, atomic_folder, newest_unfinished
+
+
+def _checkpoint(run, step):
+    with atomic_folder(run.checkpoint_path(step)) as temp:
+        (temp / "trainer_state.json").write_text("{}", encoding="utf-8")
+
+
+def test_named_folders_are_fresh(tmp_path):
+    first = RunFolder.create(root=tmp_path, job="sft")
+    second = RunFolder.create(root=tmp_path, job="sft")
+    assert first.path != second.path
+    assert first.path.parent == tmp_path and first.path.name.startswith("sft-")
+
+
+def test_non_empty_folder_needs_resume(tmp_path):
+    run = RunFolder.create(tmp_path / "run")
+    RunFolder.create(tmp_path / "run")
+    run.write_config({"seed": 1})
+    with pytest.raises(UserError, match="is not empty"):
+        RunFolder.create(tmp_path / "run")
+    assert RunFolder.create(tmp_path / "run", resume=True).read_config() == {"seed": 1}
+
+
+def test_unwritable_and_missing_folders_are_refused(tmp_path):
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(UserError, match="not writable"):
+        RunFolder.create(tmp_path / "file" / "run")
+    with pytest.raises(UserError, match="does not exist"):
+        RunFolder.open(tmp_path / "none")
+    with pytest.raises(UserError, match=r"no config\.json"):
+        RunFolder.create(tmp_path / "run").read_config()
+
+
+def test_damaged_json_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(UserError, match=r"config\.json: damaged"):
+        RunFolder.open(tmp_path).read_config()
+
+
+def test_metrics_write_nan_as_null(tmp_path):
+    run = RunFolder.create(tmp_path)
+    assert run.read_metrics() == []
+    run.append_metrics({"step": 1, "a": math.nan, "b": [math.inf, 2.0], "c": {"d": -math.inf}})
+    assert run.read_metrics() == [{"step": 1, "a": None, "b": [None, 2.0], "c": {"d": None}}]
+
+
+def test_torn_last_line_is_dropped_on_read_append_and_truncate(tmp_path):
+    run = RunFolder.create(tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    for step in (1, 2, 3):
+        run.append_metrics({"step": step, "text": "ü"})
+    whole = path.read_bytes()
+    for cut in range(1, len(whole) // 3):
+        path.write_bytes(whole[:-cut])
+        assert [row["step"] for row in run.read_metrics()] == [1, 2]
+        run.append_metrics({"step": 3, "text": "ü"})
+        assert path.read_bytes() == whole
+    path.write_bytes(whole[:-4])
+    run.truncate_metrics(2)
+    assert path.read_bytes() == whole[: len(whole) // 3 * 2]
+    run.truncate_metrics(0)
+    assert path.read_bytes() == b""
+
+
+def test_truncate_keeps_every_byte_of_what_stays(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"note":  1}\n{"step": 1,"a":0.10}\n{"step": 2}\n', encoding="utf-8")
+    RunFolder.open(tmp_path).truncate_metrics(1)
+    assert path.read_text(encoding="utf-8") == '{"note":  1}\n{"step": 1,"a":0.10}\n'
+
+
+def test_damaged_middle_line_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n', encoding="utf-8")
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2: damaged"):
+        RunFolder.open(tmp_path).read_metrics()
+
+
+def test_lines_survive_kill_9(tmp_path):
+    code = (
+        "import itertools, sys\n"
+        "from rlhf_data import RunFolder\n"
+        "run = RunFolder.create(sys.argv[1])\n"
+        "for step in itertools.count(1):\n"
+        "    run.append_metrics({'step': step, 'pad': 'x' * 3000})\n"
+        "    print(step, flush=True)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for _ in range(20):
+        process.stdout.readline()
+    process.send_signal(signal.SIGKILL)
+    confirmed = 20 + len([line for line in process.stdout.read().split("\n")[:-1] if line])
+    process.stdout.close()
+    process.wait()
+    steps = [row["step"] for row in RunFolder.open(tmp_path).read_metrics()]
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) >= confirmed
+
+
+def test_results_and_newest_unfinished(tmp_path):
+    assert newest_unfinished(tmp_path, "minmax") is None
+    for stamp in ("20250101-000000", "20250102-000000", "20250103-000000"):
+        RunFolder.create(tmp_path / f"minmax-{stamp}").write_config({"stamp": stamp})
+    RunFolder.create(tmp_path / "minmax-20250104-000000")  # no config yet
+    RunFolder.create(tmp_path / "sft-20250105-000000").write_config({})
+    last = RunFolder.open(tmp_path / "minmax-20250103-000000")
+    assert last.read_results() is None
+    last.write_results({"after": {"policy/accuracy": 0.5, "hack": math.nan}})
+    assert last.read_results() == {"after": {"policy/accuracy": 0.5, "hack": None}}
+    found = newest_unfinished(tmp_path, "minmax")
+    assert found is not None and found.read_config() == {"stamp": "20250102-000000"}
+
+
+def test_samples(tmp_path):
+    run = RunFolder.create(tmp_path)
+    run.append_samples([{"a": 1}, {"a": "ü"}])
+    run.append_samples([{"a": 3}])
+    lines = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").split("\n")
+    assert [json.loads(line) for line in lines[:-1]] == [{"a": 1}, {"a": "ü"}, {"a": 3}]
+    run.write_samples([{"b": 1}])
+    assert (tmp_path / "samples.jsonl").read_text(encoding="utf-8") == '{"b": 1}\n'
+
+
+def test_checkpoints_are_sorted_complete_and_pruned(tmp_path):
+    run = RunFolder.create(tmp_path)
+    assert run.latest_checkpoint() is None
+    for step in (2, 10, 9):
+        _checkpoint(run, step)
+    (tmp_path / "checkpoint-11").mkdir()
+    (tmp_path / "checkpoint-best").mkdir()
+    (tmp_path / "checkpoint-best" / "trainer_state.json").write_text("{}", encoding="utf-8")
+    assert run.checkpoints() == [(step, tmp_path / f"checkpoint-{step}") for step in (2, 9, 10)]
+    assert run.latest_checkpoint() == tmp_path / "checkpoint-10"
+    run.prune_checkpoints(2)
+    assert [step for step, _ in run.checkpoints()] == [9, 10]
+    run.prune_checkpoints(5)
+    assert [step for step, _ in run.checkpoints()] == [9, 10]
+    with pytest.raises(ValueError, match="at least 1"):
+        run.prune_checkpoints(0)
+
+
+def test_reopening_removes_a_killed_checkpoint_write(tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    stale = tmp_path / f".checkpoint-5.tmp-{ended.pid}-abcd-0"
+    stale.mkdir()
+    (stale / "trainer_state.json").write_text("{}", encoding="utf-8")
+    run = RunFolder.open(tmp_path)
+    assert run.latest_checkpoint() is None and os.listdir(tmp_path) == []
