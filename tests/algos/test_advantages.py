@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from rlhf_algos import advantages
 
 REWARDS = torch.tensor([1.0, 5.0, 3.0, 7.0, 2.0])
@@ -22,7 +23,7 @@ def _loop_gae(rewards, values, gamma, lam):
 
 
 def test_gae_golden():
-    # r = (0, 1), V = (.5, .25), γ = .9, λ = .5:
+    # r = (0, 1), V = (.5, .25), gamma = .9, lam = .5:
     #   A_1 = 1 - .25 = .75;  A_0 = 0 + .9 x .25 - .5 + .45 x .75 = .0625;  R = A + V
     estimate = advantages.gae(
         torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.25]), torch.tensor([3, 3]), gamma=0.9, lam=0.5

@@ -7,6 +7,8 @@ import random
 
 import pytest
 import torch
+from torch import nn
+
 from rlhf_algos.checkpoints import (
     STATE_FILE,
     CheckpointManager,
@@ -16,7 +18,6 @@ from rlhf_algos.checkpoints import (
     save_rng_state,
 )
 from rlhf_data import RunFolder, UserError
-from torch import nn
 
 
 def _parameters():
@@ -49,7 +50,9 @@ def test_optimizer_state_comes_back_bit_for_bit(make, steps, tmp_path):
     resumed = [nn.Parameter(p.detach().clone()) for p in straight]
     other = make(resumed)
     load_optimizer_state(other, tmp_path / "optimizer.safetensors")
-    assert other.state_dict()["param_groups"] == json.loads(json.dumps(optimizer.state_dict()["param_groups"]))
+    assert other.state_dict()["param_groups"] == json.loads(
+        json.dumps(optimizer.state_dict()["param_groups"])
+    )
     _step(optimizer, 3)
     _step(other, 3)
     assert all(torch.equal(a, b) for a, b in zip(straight, resumed, strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 
 from rich.console import Console
+
 from rlhf_algos.logging import TrainingLogger
 from rlhf_data import RunFolder
 
@@ -26,5 +27,7 @@ def test_progress_is_shown_on_demand_only():
         ) as logger:
             logger.log(3, {"loss": 0.25, "grad_norm": 1.0})
         shown = stream.getvalue()
-        assert ("reward" in shown and "3/4" in shown and "loss 0.25" in shown and "steps/s" in shown) is wanted
+        assert (
+            "reward" in shown and "3/4" in shown and "loss 0.25" in shown and "steps/s" in shown
+        ) is wanted
         assert "grad_norm" not in shown

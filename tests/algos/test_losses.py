@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from rlhf_algos import losses
 
 LOG2 = math.log(2)
@@ -87,7 +88,7 @@ def test_value_loss_golden():
 
 
 def test_kl_estimators_golden():
-    # log ratio d = logp - ref = log 2 and -log 2: k1 = d, k2 = d²/2, k3 = e^-d - 1 + d = log 2 - .5 and 1 - log 2
+    # d = logp - ref = log 2 and -log 2: k1 = d, k2 = d²/2, k3 = e^-d - 1 + d = log 2 - .5 and 1 - log 2
     logps, ref_logps = torch.tensor([-1.0, -2.0]), torch.tensor([-1.0 - LOG2, -2.0 + LOG2])
     assert losses.kl_k1(logps, ref_logps).tolist() == pytest.approx([LOG2, -LOG2], abs=1e-6)
     assert losses.kl_k2(logps, ref_logps).tolist() == pytest.approx([LOG2**2 / 2] * 2, abs=1e-6)
@@ -111,13 +112,13 @@ def test_next_token_loss_golden():
 
 
 def test_bradley_terry_golden():
-    # gaps 0 and log 3: -log σ(0) = log 2, -log σ(log 3) = -log ¾
+    # gaps 0 and log 3: -log sigmoid(0) = log 2, -log sigmoid(log 3) = -log ¾
     chosen, rejected = torch.tensor([1.0, math.log(3.0)], requires_grad=True), torch.tensor([1.0, 0.0])
     loss = losses.bradley_terry(chosen, rejected)
     assert loss.loss.item() == pytest.approx(LOG2 - math.log(0.75))
     assert (loss.correct.item(), loss.margin.item()) == (1, pytest.approx(math.log(3.0)))
     (gradient,) = torch.autograd.grad(loss.loss, chosen)
-    assert gradient.tolist() == pytest.approx([-0.5, -0.25])  # σ(gap) - 1
+    assert gradient.tolist() == pytest.approx([-0.5, -0.25])  # sigmoid(gap) - 1
     # margin log 3 on the second pair moves its gap to 0
     with_margin = losses.bradley_terry(chosen, rejected, margins=torch.tensor([0.0, math.log(3.0)]))
     assert with_margin.loss.item() == pytest.approx(2 * LOG2)
@@ -132,7 +133,7 @@ def test_binary_cross_entropy_golden():
     loss = losses.binary_cross_entropy(scores, torch.tensor([1.0, 0.0, 0.5]))
     assert loss.loss.item() == pytest.approx(2 * LOG2 + math.log(4.0))
     (gradient,) = torch.autograd.grad(loss.loss, scores)
-    assert gradient.tolist() == pytest.approx([-0.5, 0.75, 0.0])  # σ(s) - y
+    assert gradient.tolist() == pytest.approx([-0.5, 0.75, 0.0])  # sigmoid(s) - y
     right = losses.binary_cross_entropy(torch.tensor([2.0, -2.0, -2.0]), torch.tensor([True, False, True]))
     assert right.correct.item() == 2
 

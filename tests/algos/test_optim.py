@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rlhf_algos.optim import create_optimizer, create_scheduler, learning_rate_factor
 from torch import nn
+
+from rlhf_algos.optim import create_optimizer, create_scheduler, learning_rate_factor
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ from typing import Literal
 
 import pytest
 from pydantic import Field, ValidationError, model_validator
+
 from rlhf_data import BaseConfig, UserError, apply_overrides, load_config_file
 
 
@@ -35,7 +36,10 @@ def _message(values: dict) -> str:
     ("values", "message"),
     [
         ({"training": {"batchsize": 1}}, "unknown key training.batchsize; did you mean training.batch_size?"),
-        ({"extra_section": {"kindd": "a"}}, "unknown key extra_section.kindd; did you mean extra_section.kind?"),
+        (
+            {"extra_section": {"kindd": "a"}},
+            "unknown key extra_section.kindd; did you mean extra_section.kind?",
+        ),
         ({"zzz": 1}, "unknown key zzz; valid keys are training, extra_section, seed"),
         ({"training": {"batch_size": 0}}, "training.batch_size is 0, expected a value >= 1 and <= 64"),
         ({"training": {"batch_size": 65}}, "training.batch_size is 65, expected a value >= 1 and <= 64"),
@@ -43,7 +47,10 @@ def _message(values: dict) -> str:
         ({"training": {"kind": "c"}}, "training.kind is 'c', expected 'a' or 'b'"),
         ({"training": {"sizes": [1, "x"]}}, "training.sizes[1] is 'x', expected a valid integer"),
         ({"training": 3}, "training is 3, expected a section of keys and values"),
-        ({"training": {"learning_rate": float("inf")}}, "training.learning_rate is inf, expected a finite number"),
+        (
+            {"training": {"learning_rate": float("inf")}},
+            "training.learning_rate is inf, expected a finite number",
+        ),
         ({"seed": 13}, "seed 13 is unlucky; take another"),
     ],
 )
@@ -90,7 +97,9 @@ def test_words_that_look_like_numbers_stay_text():
 
 def test_overrides_leave_the_input_alone_and_make_sections():
     before = {"training": {"batch_size": 2}, "extra_section": None}
-    after = apply_overrides(before, ["training.batch_size=4", "extra_section.kind=b", "x.y.z=[1, 1e3]", "n=null"])
+    after = apply_overrides(
+        before, ["training.batch_size=4", "extra_section.kind=b", "x.y.z=[1, 1e3]", "n=null"]
+    )
     assert before == {"training": {"batch_size": 2}, "extra_section": None}
     assert after == {
         "training": {"batch_size": 4},

@@ -4,6 +4,7 @@ import json
 import pyarrow
 import pyarrow.parquet
 import pytest
+
 from rlhf_data import UserError, read_rows
 from rlhf_data.readers import row_place
 

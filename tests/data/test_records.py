@@ -1,9 +1,15 @@
 import json
 
 import pytest
+
 from rlhf_data import QADatasetConfig, QARecord, UserError, load_qa, qa_from_row, render_prompt, split_of
 
-_ROW = {"story": "Mary is in the hall.", "question": "Where is Mary?", "choices": ["hall", "shed", "barn"], "answer": 0}
+_ROW = {
+    "story": "Mary is in the hall.",
+    "question": "Where is Mary?",
+    "choices": ["hall", "shed", "barn"],
+    "answer": 0,
+}
 
 
 @pytest.mark.parametrize(
@@ -96,6 +102,9 @@ def test_bad_templates_are_refused(template, message):
 def test_split_depends_on_the_text_alone():
     splits = [split_of(f"story {i}") for i in range(2000)]
     assert 0.26 < splits.count("eval") / 2000 < 0.34
-    # int(md5("story 0").hexdigest(), 16) % 10 and so on, below 3 is "eval"
-    assert [split_of(f"story {i}") for i in range(4)] == ["?"]
+    # int(md5(text), 16) % 10 is 0, 7, 9, 6; below 3 is "eval"
+    assert [split_of(f"story {i}") for i in range(4)] == ["eval", "train", "train", "train"]
+
+
+def test_records_can_be_hashed_whatever_they_carry():
     assert hash(qa_from_row(_ROW | {"x": [1]})) == hash(qa_from_row(_ROW))

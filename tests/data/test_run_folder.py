@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from rlhf_data import RunFolder, UserError, atomic_folder, newest_unfinished
 
 

@@ -1,4 +1,5 @@
 import pytest
+
 from rlhf_data import StoryWorldConfig, UserError, generate_stories, split_of
 from rlhf_data.story_world import (
     hearsay,
@@ -22,9 +23,13 @@ def test_gold_is_the_last_observed_place_and_the_lure_the_last_named():
         observed = [sentence_place(s) for s in sentences if sentence_kind(s) == "observation"]
         assert record.answer_text == observed[-1]
         assert record.extra["last_place"] == sentence_place(sentences[-1])
-        assert (record.answer_text == record.extra["last_place"]) == (sentence_kind(sentences[-1]) == "observation")
+        assert (record.answer_text == record.extra["last_place"]) == (
+            sentence_kind(sentences[-1]) == "observation"
+        )
         assert record.question == f"where is {record.extra['mover']} ?"
-        assert len(set(record.choices)) == 4 and {record.answer_text, record.extra["last_place"]} <= {*record.choices}
+        assert len(set(record.choices)) == 4 and {record.answer_text, record.extra["last_place"]} <= {
+            *record.choices
+        }
 
 
 def test_rates_and_names_follow_the_config():
@@ -42,7 +47,9 @@ def test_splits_are_disjoint_distinct_and_repeatable():
     train = generate_stories(_CONFIG, 1000, split="train", seed=3)
     held_out = generate_stories(_CONFIG, 1000, split="eval", seed=3)
     assert len({r.story for r in train} | {r.story for r in held_out}) == 2000
-    assert {split_of(r.story) for r in train} == {"train"} and {split_of(r.story) for r in held_out} == {"eval"}
+    assert {split_of(r.story) for r in train} == {"train"} and {split_of(r.story) for r in held_out} == {
+        "eval"
+    }
     assert generate_stories(_CONFIG, 1000, split="train", seed=3) == train
     assert generate_stories(_CONFIG, 1000, split="train", seed=4) != train
     assert generate_stories(_CONFIG, 10, split="train", seed=3) == train[:10]
@@ -51,7 +58,10 @@ def test_splits_are_disjoint_distinct_and_repeatable():
 def test_sentences():
     assert observation("mary", "kitchen") == "mary went to kitchen ."
     assert observation("ball", "shed") == "ball moved to shed ."
-    assert sentence_kind(hearsay("garden")) == "hearsay" and sentence_place("gossip says in garden .") == "garden"
+    assert (
+        sentence_kind(hearsay("garden")) == "hearsay"
+        and sentence_place("gossip says in garden .") == "garden"
+    )
     assert sentence_place("mary went to kitchen") == "kitchen"
     for text in ("", "mary is here .", "mary went to kitchen . ball moved to shed .", "gossip says in"):
         assert sentence_kind(text) is None and sentence_place(text) is None

@@ -1,8 +1,15 @@
-"""The one shape check of the pure functions."""
+"""What the pure functions share: the shape check and dense group numbers."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+
+def dense_index(index: Tensor) -> tuple[Tensor, Tensor]:
+    """Renumber arbitrary integers (B,) as 0..P-1: the new numbers (B,) and how often each occurs (P,)."""
+    _, dense, counts = torch.unique(index, return_inverse=True, return_counts=True)
+    return dense, counts
 
 
 def check_flat(first: Tensor, **others: Tensor | None) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhf_algos._flat import check_flat
+from rlhf_algos._flat import check_flat, dense_index
 
 __all__ = [
     "AdvantageEstimate",
@@ -141,10 +141,10 @@ def zero_std_fraction(rewards: Tensor, groups: Tensor) -> Tensor:
         Scalar in [0, 1].
     """
     check_flat(rewards, groups=groups)
-    unique, index = torch.unique(groups, return_inverse=True)
-    shape = (unique.numel(),)
-    low = rewards.new_empty(shape).scatter_reduce(0, index, rewards, "amin", include_self=False)
-    high = rewards.new_empty(shape).scatter_reduce(0, index, rewards, "amax", include_self=False)
+    index, counts = dense_index(groups)
+    start = torch.empty_like(counts, dtype=rewards.dtype)
+    low = start.scatter_reduce(0, index, rewards, "amin", include_self=False)
+    high = start.scatter_reduce(0, index, rewards, "amax", include_self=False)
     return (low == high).float().mean()
 
 
@@ -193,19 +193,18 @@ class _Groups:
 
 def _grouped(rewards: Tensor, groups: Tensor) -> _Groups:
     check_flat(rewards, groups=groups)
-    unique, index = torch.unique(groups, return_inverse=True)
-    zeros = rewards.new_zeros(unique.numel())
-    size = zeros.index_add(0, index, torch.ones_like(rewards))
-    mean = zeros.index_add(0, index, rewards) / size
+    index, counts = dense_index(groups)
+    size = counts.to(rewards.dtype)
+    mean = torch.zeros_like(size).index_add(0, index, rewards) / size
     return _Groups(index=index, size=size, centred=rewards - mean[index])
 
 
 def _grid(sequence: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
     """Row and column, both (M,), of each token in a padded (sequences, longest) grid, and the grid's size."""
-    unique, row, count = torch.unique(sequence, return_inverse=True, return_counts=True)
+    row, count = dense_index(sequence)
     order = torch.argsort(row, stable=True)
     first = count.cumsum(0) - count  # where each row starts once tokens are sorted by row
     column = torch.empty_like(row)
     column[order] = torch.arange(row.numel(), device=row.device) - first[row[order]]
     longest = int(count.max()) if count.numel() else 0
-    return row, column, (unique.numel(), longest)
+    return row, column, (count.numel(), longest)

@@ -1,7 +1,8 @@
 """Checkpoints that a killed run can always resume from, bit for bit, and nothing in them pickled.
 
-Covered: a kill at any moment (a checkpoint appears whole or not at all, and only a whole one is resumed from);
-optimizer moments, learning-rate schedule, the random state of torch (CPU and every GPU) and of `random`.
+Covered: a kill at any moment (a checkpoint appears whole or not at all, and only a whole one is resumed
+from); optimizer moments, learning-rate schedule, the random state of torch (CPU and every GPU) and of
+`random`.
 Not covered: the random state of numpy and of other libraries, and kernels that are not deterministic.
 """
 
@@ -15,10 +16,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from rlhf_data import UserError, atomic_folder, atomic_write_json
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.optim import Optimizer
+
+from rlhf_data import UserError, atomic_folder, atomic_write_json
 
 __all__ = [
     "STATE_FILE",
@@ -64,7 +66,7 @@ class CheckpointManager:
 
     @contextmanager
     def writing(self, step: int, state: dict[str, Any]) -> Iterator[Path]:
-        """Yield a folder to write model and optimizer files into; it becomes the checkpoint when the block ends.
+        """Yield a folder for model and optimizer files; it becomes the checkpoint when the block ends.
 
         Args:
             step: optimizer steps done.
@@ -92,7 +94,9 @@ class CheckpointManager:
         """
         path = Path(folder) / STATE_FILE
         if not path.is_file():
-            raise UserError(f"{folder} is not a complete checkpoint: it has no {STATE_FILE}; name another one")
+            raise UserError(
+                f"{folder} is not a complete checkpoint: it has no {STATE_FILE}; name another one"
+            )
         return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -142,7 +146,7 @@ def save_optimizer_state(optimizer: Optimizer, path: str | Path) -> None:
 
 
 def load_optimizer_state(optimizer: Optimizer, path: str | Path) -> None:
-    """Read back what `save_optimizer_state` wrote into an optimizer over the same parameters, in the same order.
+    """Read what `save_optimizer_state` wrote into an optimizer over the same parameters in the same order.
 
     Raises:
         UserError: the file is missing or damaged, or is of an optimizer over other parameters.
@@ -197,4 +201,6 @@ def _read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is not a dict
             return tensors, json.loads((file.metadata() or {})["state"])
     except (OSError, SafetensorError, KeyError) as error:
-        raise UserError(f"{path} cannot be read as saved state ({error}); resume from another checkpoint") from error
+        raise UserError(
+            f"{path} cannot be read as saved state ({error}); resume from another checkpoint"
+        ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from pydantic import Field
+
 from rlhf_data import BaseConfig
 
 __all__ = ["TrainerConfig"]
@@ -16,7 +17,7 @@ class TrainerConfig(BaseConfig):
     learning_rate: float = Field(default=1e-5, gt=0)
     """Peak learning rate of AdamW."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
-    """How the learning rate falls after the warm-up: not at all, to zero in a line, or to zero in a half cosine."""
+    """How the learning rate falls after the warm-up: not at all, or to zero in a line or a half cosine."""
     warmup_steps: float = Field(default=0, ge=0)
     """Optimizer steps over which the learning rate rises from zero; below 1 it is a fraction of all steps."""
     weight_decay: float = Field(default=0.0, ge=0)

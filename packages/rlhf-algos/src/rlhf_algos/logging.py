@@ -86,8 +86,15 @@ class TrainingLogger:
 def _progress_line(console: Console | None, *, forced: bool) -> Progress | None:
     """A Rich progress line, None where nobody would see it."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
-    from rich.progress import TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        Task,
+        TextColumn,
+        TimeRemainingColumn,
+    )
     from rich.text import Text
 
     console = console or Console()

@@ -3,8 +3,8 @@
 Letters: `M` scored tokens of a packed batch, `Q` sequences, `P` preference pairs.  There is no padding: token
 tensors are flat `(M,)` vectors in any order.  Every loss is a **sum** over its entries, and so is every
 statistic returned beside it; the caller divides once by the count of the whole optimizer step (all
-micro-batches, all processes), which makes the gradient independent of how the step was cut.  The KL estimators
-return their `(M,)` terms, because a reward needs them one by one.
+micro-batches, all processes), which makes the gradient independent of how the step was cut.  The KL
+estimators return their `(M,)` terms, because a reward needs them one by one.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def clipped_policy_loss(
 
     L = -Σ_t w_t · min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t),  r_t = exp(logp_t - old_logp_t)
 
-    PPO, https://arxiv.org/abs/1707.06347, eq. 7; separate bounds: DAPO, https://arxiv.org/abs/2503.14476, eq. 8.
+    PPO, https://arxiv.org/abs/1707.06347, eq. 7; separate bounds: DAPO, https://arxiv.org/abs/2503.14476.
 
     Args:
         logps: (M,) log π of the sampled tokens, <= 0, with gradient.

@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import partial
-from typing import Literal
 
 from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 __all__ = ["create_optimizer", "create_scheduler", "learning_rate_factor"]
-
-Schedule = Literal["constant", "linear", "cosine"]
 
 
 def create_optimizer(
@@ -47,19 +44,22 @@ def create_optimizer(
     if weight_decay > 0:
         matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
         vectors = [parameter for parameter in parameters if parameter.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        groups = [
+            {"params": matrices, "weight_decay": weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
         groups = [group for group in groups if group["params"]]
     return AdamW(groups, lr=learning_rate, betas=betas, fused=True)
 
 
 def create_scheduler(
-    optimizer: Optimizer, schedule: Schedule, *, total_steps: int, warmup_steps: float = 0
+    optimizer: Optimizer, schedule: str, *, total_steps: int, warmup_steps: float = 0
 ) -> LambdaLR:
     """Scheduler that multiplies each group's learning rate by `learning_rate_factor`.
 
     Args:
         optimizer: whose learning rate is scheduled.
-        schedule: shape after the warm-up.
+        schedule: shape after the warm-up: constant, linear or cosine.
         total_steps: optimizer steps of the whole training.
         warmup_steps: steps of the warm-up; below 1 a fraction of `total_steps`, rounded up.
     """
@@ -68,7 +68,7 @@ def create_scheduler(
     return LambdaLR(optimizer, factor)
 
 
-def learning_rate_factor(step: int, *, schedule: Schedule, total_steps: int, warmup_steps: int) -> float:
+def learning_rate_factor(step: int, *, schedule: str, total_steps: int, warmup_steps: int) -> float:
     """Factor in [0, 1] on the learning rate at a step counted from 0; the formulas are those of transformers.
 
     Warm-up: step / warmup.  After it, with p = (step - warmup) / (total - warmup): constant 1, linear 1 - p,

@@ -7,12 +7,12 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import Field
-from rlhf_data import PackedBatch, TokenSequence
 
 from rlhf_algos.config import TrainerConfig
 from rlhf_algos.losses import bradley_terry
 from rlhf_algos.scalar import sequence_scores
 from rlhf_algos.trainer import BaseTrainer, LossOutput
+from rlhf_data import PackedBatch, TokenSequence
 
 __all__ = ["PreferencePair", "RewardConfig", "RewardTrainer"]
 
@@ -24,6 +24,9 @@ class PreferencePair(NamedTuple):
     rejected: TokenSequence
     margin: float = 0.0
     """By how much the chosen one is better, in units of reward."""
+
+
+PairLike = PreferencePair | tuple[TokenSequence, TokenSequence] | tuple[TokenSequence, TokenSequence, float]
 
 
 class RewardConfig(TrainerConfig):
@@ -58,13 +61,12 @@ class RewardTrainer(BaseTrainer[PreferencePair]):
         self,
         model: Any,
         config: RewardConfig,
-        examples: Sequence[PreferencePair | tuple[TokenSequence, TokenSequence]],
+        examples: Sequence[PairLike],
         *,
-        eval_examples: Sequence[PreferencePair | tuple[TokenSequence, TokenSequence]] = (),
+        eval_examples: Sequence[PairLike] = (),
         **options: Any,
     ) -> None:
-        pairs, eval_pairs = ([PreferencePair(*pair) for pair in rows] for rows in (examples, eval_examples))
-        super().__init__(model, config, pairs, eval_examples=eval_pairs, **options)
+        super().__init__(model, config, _pairs(examples), eval_examples=_pairs(eval_examples), **options)
 
     def sequences(self, example: PreferencePair) -> Sequence[TokenSequence]:
         """Chosen, then rejected; the prompt they share is computed once."""
@@ -91,3 +93,7 @@ class RewardTrainer(BaseTrainer[PreferencePair]):
             lows={"min_reward": rewards.min()},
             highs={"max_reward": rewards.max()},
         )
+
+
+def _pairs(rows: Sequence[Any]) -> list[PreferencePair]:
+    return [PreferencePair(*row) for row in rows]

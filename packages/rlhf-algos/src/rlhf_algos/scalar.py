@@ -7,12 +7,12 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import Field
-from rlhf_data import PackedBatch, TokenSequence
 from torch import Tensor
 
 from rlhf_algos.config import TrainerConfig
 from rlhf_algos.losses import binary_cross_entropy
 from rlhf_algos.trainer import BaseTrainer, LossOutput
+from rlhf_data import PackedBatch, TokenSequence
 
 __all__ = ["LabelledSequence", "ScalarConfig", "ScalarTrainer", "sequence_scores"]
 

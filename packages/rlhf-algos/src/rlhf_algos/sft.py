@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from pydantic import Field
-from rlhf_data import PackedBatch, TokenSequence, UserError
-from rlhf_models import token_logps
 
 from rlhf_algos.config import TrainerConfig
 from rlhf_algos.losses import next_token_loss
 from rlhf_algos.trainer import BaseTrainer, LossOutput
+from rlhf_data import PackedBatch, TokenSequence, UserError
+from rlhf_models import token_logps
 
 __all__ = ["SFTConfig", "SFTTrainer"]
 
@@ -49,7 +49,9 @@ class SFTTrainer(BaseTrainer[TokenSequence]):
         for kind, rows in (("training", examples), ("evaluation", eval_examples)):
             for i, row in enumerate(rows):
                 if max(row.score_from, 1) >= len(row.input_ids):
-                    raise UserError(f"{kind} example {i} (from 0) has no token to learn; its completion is empty")
+                    raise UserError(
+                        f"{kind} example {i} (from 0) has no token to learn; its completion is empty"
+                    )
         super().__init__(model, config, examples, eval_examples=eval_examples, **options)
 
     def sequences(self, example: TokenSequence) -> Sequence[TokenSequence]:

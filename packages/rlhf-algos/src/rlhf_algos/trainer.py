@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
-from rlhf_data import PackedBatch, RunFolder, TokenSequence, UserError, atomic_folder, pack
 from torch import Tensor
 
 from rlhf_algos.checkpoints import (
@@ -25,6 +24,7 @@ from rlhf_algos.checkpoints import (
 from rlhf_algos.config import TrainerConfig
 from rlhf_algos.logging import TrainingLogger
 from rlhf_algos.optim import create_optimizer, create_scheduler
+from rlhf_data import PackedBatch, RunFolder, TokenSequence, UserError, atomic_folder, pack
 
 __all__ = ["BaseTrainer", "LossOutput"]
 
@@ -48,10 +48,10 @@ class LossOutput:
 class BaseTrainer(ABC, Generic[Example]):
     """Trains a model on examples with AdamW; a subclass gives the loss.
 
-    An optimizer step takes `per_device_train_batch_size * gradient_accumulation_steps` examples, cuts them into
-    micro-batches of at most `max_tokens_per_batch` tokens, and divides every micro-batch's loss by the count of
-    the whole step.  So the gradient does not depend on the cut.  The order of examples depends on the seed and
-    the epoch only.
+    An optimizer step takes `per_device_train_batch_size * gradient_accumulation_steps` examples, cuts them
+    into micro-batches of at most `max_tokens_per_batch` tokens, and divides every micro-batch's loss by the
+    count of the whole step.  So the gradient does not depend on the cut.  The order of examples depends on
+    the seed and the epoch only.
 
     Args:
         model: what is trained, in the mode and on the device it is in; it has `save_pretrained`.
@@ -113,7 +113,7 @@ class BaseTrainer(ABC, Generic[Example]):
 
     @abstractmethod
     def loss(self, batch: PackedBatch, examples: Sequence[Example]) -> LossOutput:
-        """Loss of one micro-batch, on the model's device, whose sequences are those of `examples` in order."""
+        """Loss of one micro-batch, on the model's device; its sequences are those of `examples`."""
 
     @property
     def step_size(self) -> int:
@@ -202,7 +202,7 @@ class BaseTrainer(ABC, Generic[Example]):
                 f"step {self.step + 1}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; "
                 "lower learning_rate or check the data"
             )
-        metrics["learning_rate"] = self.scheduler.get_last_lr()[0]
+        metrics["learning_rate"] = self.optimizer.param_groups[0]["lr"]
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -250,7 +250,7 @@ class BaseTrainer(ABC, Generic[Example]):
             "scheduler": self.scheduler.state_dict(),
         }
         with self._checkpoint_manager().writing(self.step, state) as folder:
-            self.model.save_pretrained(folder)
+            self.model.save_pretrained(folder)  # first: it may replace the whole folder
             save_optimizer_state(self.optimizer, folder / "optimizer.safetensors")
             save_rng_state(folder / "rng_state.safetensors")
 
@@ -335,9 +335,9 @@ def _shared(a: Sequence[int], b: Sequence[int]) -> int:
 def _reduce(outputs: Sequence[LossOutput], total: int, **others: Tensor) -> dict[str, float]:
     """Metrics over micro-batches as floats, fetched from the device in one transfer."""
     first = outputs[0]
-    values = {"loss": sum(output.loss for output in outputs) / total}
-    values |= {name: sum(output.sums[name] for output in outputs) / total for name in first.sums}
-    values |= {name: torch.stack([output.lows[name] for output in outputs]).min() for name in first.lows}
-    values |= {name: torch.stack([output.highs[name] for output in outputs]).max() for name in first.highs}
+    values = {"loss": torch.stack([output.loss for output in outputs]).sum() / total}
+    values |= {name: torch.stack([out.sums[name] for out in outputs]).sum() / total for name in first.sums}
+    values |= {name: torch.stack([out.lows[name] for out in outputs]).min() for name in first.lows}
+    values |= {name: torch.stack([out.highs[name] for out in outputs]).max() for name in first.highs}
     values |= others
     return dict(zip(values, torch.stack([v.detach().float() for v in values.values()]).tolist(), strict=True))

@@ -73,5 +73,5 @@ def _turn(row: dict[str, Any]) -> str:
 def _verdict(verdict: Any, correct: bool) -> str:
     said = {"right": True, "wrong": False}.get(verdict) if isinstance(verdict, str) else verdict
     truthful = said is not None and bool(said) == correct
-    kind, mark = ("good", "true") if truthful else ("bad", "false" if said is not None else "no verdict")
-    return f'{_VERDICTS[said]} <span class="{kind}-text">({mark})</span>'
+    kind, mark = ("good", " (truthful)") if truthful else ("bad", " (untruthful)" if said is not None else "")
+    return f'<span class="{kind}-text">{_VERDICTS[said]}{mark}</span>'

@@ -22,7 +22,7 @@ Rows = Sequence[dict[str, Any]]
 # Okabe & Ito's palette, distinguishable with every common form of colour blindness.
 _BLUE, _ORANGE, _GREEN, _PURPLE, _GREY = "#0072B2", "#D55E00", "#007E5C", "#A3507F", "#666666"
 _ARMS = (("plain", "plain RLHF", _ORANGE), ("minmax", "MinMax", _BLUE))
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "font.size": 12,
     "axes.titlesize": 13,
     "axes.titleweight": "bold",

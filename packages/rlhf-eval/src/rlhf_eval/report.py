@@ -117,7 +117,7 @@ def _headline(results: dict[str, Any]) -> str:
     blocks = [results.get(block) for block, _, _ in _BLOCKS]
     rows = [
         [
-            f'{text(label)}<span class="key">{text(key)}</span>',
+            f'{text(label)}<span class="key">{_breakable(key)}</span>',
             *(number((block or {}).get(key)) for block in blocks),
         ]
         for key, label in _HEADLINE
@@ -130,6 +130,10 @@ def _headline(results: dict[str, Any]) -> str:
     return (
         table(["", *(title for _, title, _ in _BLOCKS)], rows, numeric=True) + f'<p class="soft">{note}</p>'
     )
+
+
+def _breakable(key: str) -> str:
+    return text(key).replace("/", "/<wbr>").replace("_", "_<wbr>")
 
 
 def _figures(metrics: Sequence[dict[str, Any]], results: dict[str, Any]) -> str:

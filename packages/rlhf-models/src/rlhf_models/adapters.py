@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ from peft import (
     set_peft_model_state_dict,
 )
 from pydantic import Field
-from rlhf_data import BaseConfig, UserError, atomic_folder
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+
+from rlhf_data import BaseConfig, UserError, atomic_folder
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -30,11 +32,11 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 class LoraSettings(BaseConfig):
     """Size and place of LoRA adapters: W x becomes W x + (lora_alpha / lora_r) · B A dropout(x)."""
 
-    lora_r: int = Field(16, ge=1)
+    lora_r: int = Field(default=16, ge=1)
     """Rank of the update."""
-    lora_alpha: float = Field(32.0, gt=0)
+    lora_alpha: float = Field(default=32.0, gt=0)
     """The update is scaled by lora_alpha / lora_r."""
-    lora_dropout: float = Field(0.0, ge=0, lt=1)
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout probability on the adapter's input, in train mode."""
     lora_target_modules: tuple[str, ...] | None = None
     """Names of the layers to adapt, such as `q_proj`; null adapts every linear layer but the head."""
@@ -81,8 +83,8 @@ class AdapterSet:
     def __init__(self, model: PeftModel) -> None:
         self.model = model
         self._parameters = {name: _adapter_parameters(model, name) for name in model.peft_config}
-        self._active: str | None = model.active_adapter
-        self._activate(self._active)
+        self._active: str | None = None
+        self._activate(str(model.active_adapter))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -219,7 +221,7 @@ def _adapter_parameters(model: PeftModel, adapter: str) -> list[nn.Parameter]:
     found = []
     for name, parameter in model.named_parameters():
         parts = name.split(".")
-        if any(a.startswith("lora_") and b == adapter for a, b in zip(parts, parts[1:], strict=False)):
+        if any(a.startswith("lora_") and b == adapter for a, b in itertools.pairwise(parts)):
             found.append(parameter)
     return found
 

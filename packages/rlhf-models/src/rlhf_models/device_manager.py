@@ -6,8 +6,10 @@ import contextlib
 import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
 from rlhf_data import UserError
 
 ROLES = ("policy", "monitor", "reward", "judge")
@@ -71,7 +73,7 @@ class DeviceManager:
         """The weight dtype of a role."""
         return self.placements[role].dtype
 
-    def autocast(self, role: str) -> contextlib.AbstractContextManager[None]:
+    def autocast(self, role: str) -> contextlib.AbstractContextManager[Any]:
         """Context in which a role's forward passes run: autocast to bfloat16, or nothing in float32."""
         placement = self.placements[role]
         if placement.dtype == torch.float32:

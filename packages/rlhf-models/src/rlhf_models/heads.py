@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from rlhf_data import PackedBatch, TokenSequence, UserError, atomic_folder, pack
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
+from rlhf_data import PackedBatch, TokenSequence, UserError, pack
 from rlhf_models.attention import prepare_for_packing
 from rlhf_models.loading import (
     check_prompt_fits,
@@ -20,6 +20,7 @@ from rlhf_models.loading import (
     load_model,
     load_tokenizer,
     quantization_config,
+    save_model,
 )
 from rlhf_models.logps import hidden_states
 
@@ -50,7 +51,7 @@ class ScalarModel(nn.Module):
 
     @classmethod
     def from_backbone(cls, causal_lm: PreTrainedModel, tokenizer: Any, *, seed: int = 0) -> Self:
-        """Copy a decoder's trunk under a new head, w ~ N(0, 1 / (hidden + 1)) (Stiennon et al., arXiv:2009.01325).
+        """Copy a decoder's trunk under a new head, w ~ N(0, 1 / (hidden + 1)) (arXiv:2009.01325).
 
         Args:
             causal_lm: the decoder, not quantised and without adapters; it is left as it is.
@@ -150,9 +151,7 @@ class ScalarModel(nn.Module):
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write model and tokenizer in Hugging Face format, atomically; an existing folder is replaced."""
-        with atomic_folder(folder) as temp:
-            self.model.save_pretrained(temp)
-            self.tokenizer.save_pretrained(temp)
+        save_model(self.model, self.tokenizer, folder)
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         head: Any = self.model.score

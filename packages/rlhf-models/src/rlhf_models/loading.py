@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rlhf_data import UserError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -24,6 +23,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from rlhf_data import UserError, atomic_folder
 from rlhf_models.attention import prepare_for_packing
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -168,6 +168,13 @@ def quantization_config(
     )
 
 
+def save_model(model: Any, tokenizer: Any, folder: str | Path) -> None:
+    """Write model and tokenizer in Hugging Face format, atomically; an existing folder is replaced."""
+    with atomic_folder(folder) as temp, _quiet_transformers(local=True):
+        model.save_pretrained(temp)
+        tokenizer.save_pretrained(temp)
+
+
 def load_config(name_or_path: str | Path) -> PreTrainedConfig:
     """Load a model's config, from a folder or the hub.
 
@@ -252,7 +259,8 @@ def _known(tokenizer: Any, ids: list[int], text: str) -> list[int]:
     # A tokenizer like GPT-2's names its end token as unknown token too, and has a token for every byte.
     if unknown is not None and unknown != tokenizer.eos_token_id and unknown in ids:
         raise UserError(
-            f"the tokenizer has no token for a part of {text[:80]!r}; take a model with a byte-level tokenizer"
+            f"the tokenizer has no token for a part of {text[:80]!r}; "
+            "take a model with a byte-level tokenizer"
         )
     return ids
 
@@ -284,17 +292,29 @@ def _checked_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
 
 
 def _finish(model: PreTrainedModel, where: str) -> PreTrainedModel:
-    for module in model.modules():
+    module: Any
+    for name, module in model.named_modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
         if type(module).__name__ in ("Linear8bitLt", "Linear4bit") and module.weight.device.type == "cpu":
+            _check_blocks(module, f"{name} of {where}")
             module.register_forward_pre_hook(_dequantise_on_cpu)
     try:
         return prepare_for_packing(model).eval()
     except ValueError as error:
         raise UserError(f"{where} cannot score packed streams: {_first_line(error)}") from error
+
+
+def _check_blocks(module: Any, where: str) -> None:
+    """Refuse what bitsandbytes' 4-bit CPU kernel gets wrong: it takes every row to start a new block."""
+    state = getattr(module.weight, "quant_state", None)
+    if state is not None and module.in_features % state.blocksize:
+        raise UserError(
+            f"layer {where} has {module.in_features} inputs, and 4-bit weights on the CPU need a multiple of "
+            f"{state.blocksize}; use load_in_8bit or a GPU"
+        )
 
 
 def _dequantise_on_cpu(module: nn.Module, inputs: Any) -> None:
@@ -308,7 +328,7 @@ def _dequantise_on_cpu(module: nn.Module, inputs: Any) -> None:
 
 @contextlib.contextmanager
 def _quiet_transformers(*, local: bool) -> Iterator[None]:
-    """Hold back transformers' loading report (its content is checked by the caller) and, for folders, its bars."""
+    """Hold back transformers' loading report (`load_model` checks it) and, where local, progress bars."""
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()

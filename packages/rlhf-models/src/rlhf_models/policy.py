@@ -9,12 +9,12 @@ from typing import Any, Self
 
 import torch
 from peft import PeftConfig
-from rlhf_data import PackedBatch, UserError, atomic_folder
 from torch import nn
 from transformers import PreTrainedModel
 
+from rlhf_data import PackedBatch, UserError, atomic_folder
 from rlhf_models.adapters import ADAPTER_CONFIG, AdapterSet, LoraSettings, add_adapters, lora_settings_of
-from rlhf_models.loading import check_tokenizer_fits, load_causal_lm, load_tokenizer
+from rlhf_models.loading import check_tokenizer_fits, load_causal_lm, load_tokenizer, save_model
 from rlhf_models.logps import TokenLogps, token_logps
 
 
@@ -99,10 +99,8 @@ class PolicyModel:
             with atomic_folder(folder) as temp:
                 self.adapters.save(self.adapter, temp)
                 self.tokenizer.save_pretrained(temp)
-            return
-        with atomic_folder(folder) as temp:
-            self.model.save_pretrained(temp)
-            self.tokenizer.save_pretrained(temp)
+        else:
+            save_model(self.model, self.tokenizer, folder)
 
     @classmethod
     def from_pretrained(

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from rlhf_data import UserError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -20,6 +19,8 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+
+from rlhf_data import UserError
 
 PAD_TOKEN, BOS_TOKEN, EOS_TOKEN = "<pad>", "<bos>", "<eos>"
 MIN_VOCAB_SIZE = 256 + 3
@@ -85,7 +86,7 @@ def build_tiny_llama(
             `max_positions` (512), or any other field of `LlamaConfig`.
     """
     renamed = {_SIZE_FIELDS.get(name, name): value for name, value in sizes.items()}
-    fields = {"tie_word_embeddings": True} | _LLAMA_SIZES | renamed
+    fields: dict[str, Any] = {"tie_word_embeddings": True} | _LLAMA_SIZES | renamed
     config = LlamaConfig(
         vocab_size=vocab_size,
         bos_token_id=None,

@@ -1,0 +1,70 @@
+"""The truthfulness constraint on the monitor: what counts as a violation, and how much, as pure functions."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+ConstraintMeasure = Literal["balanced_accuracy", "accuracy", "brier"]
+_RATE_BOUNDS = (0.1, 0.9)
+"""Class shares are kept inside these, so that a lone example of a class cannot rule the batch."""
+
+
+def class_weights(labels: Tensor) -> Tensor:
+    """Weights that make both classes count alike: c_i = 0.5 / p(class of i), p clipped to [0.1, 0.9].
+
+    With them the mean of an error indicator estimates 1 - balanced accuracy (Brodersen et al. 2010,
+    https://doi.org/10.1109/ICPR.2010.764), so that always saying the more frequent verdict does not pay.
+
+    Args:
+        labels: (B,) bool, whether each judged answer is in truth right.
+
+    Returns:
+        (B,) fp32 > 0.
+    """
+    share = labels.float().mean().clamp(*_RATE_BOUNDS)
+    return torch.where(labels, 0.5 / share, 0.5 / (1 - share))
+
+
+def violations(
+    labels: Tensor, said_right: Tensor, confidence: Tensor, grounded: Tensor, *, measure: ConstraintMeasure
+) -> Tensor:
+    """How far each critique is from the truth, v_i in [0, 1].
+
+    A critique that is unparsable, or whose evidence is not in the text or contradicts its verdict
+    (`grounded` false), violates fully whatever its verdict: a true verdict on invented evidence is useless.
+    Of the others, `balanced_accuracy` and `accuracy` take v_i = [verdict ≠ truth], `brier` takes
+    v_i = (P_i - y_i)², P_i the probability the monitor gave to "right" (Brier 1950).
+
+    Args:
+        labels: (B,) bool, whether the answer is right (y).
+        said_right: (B,) bool, the verdict.
+        confidence: (B,) in [0, 1], probability the monitor gave to its verdict.
+        grounded: (B,) bool.
+        measure: what is measured.
+
+    Returns:
+        (B,) fp32.
+    """
+    if measure == "brier":
+        probability = torch.where(said_right, confidence, 1 - confidence)
+        error = (probability - labels.float()).square()
+    else:
+        error = (said_right != labels).float()
+    return torch.where(grounded, error, torch.ones_like(error))
+
+
+def weighted_violations(errors: Tensor, labels: Tensor, *, measure: ConstraintMeasure) -> Tensor:
+    """Violations as the constraint counts them: class-balanced except under plain `accuracy`.
+
+    Args:
+        errors: (B,) what `violations` returned.
+        labels: (B,) bool, whether each answer is in truth right.
+        measure: what is measured.
+
+    Returns:
+        (B,) fp32 >= 0; their mean is the batch's violation.
+    """
+    return errors if measure == "accuracy" else errors * class_weights(labels)

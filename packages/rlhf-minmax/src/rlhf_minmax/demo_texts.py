@@ -1,0 +1,120 @@
+"""Texts the demonstration models learn from: able teachers first, then sloppy people.
+
+The base learns to answer and to criticise correctly; sloppy demonstrators then teach it to repeat hearsay and
+to quote carelessly, as crowd-sourced data does. The annotators whose preferences train the reward model like
+the place the story names last: the planted flaw.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rlhf_data import QARecord
+
+from rlhf_minmax.texts import TextRules
+
+_REPEATS_RIVAL = 0.5
+_QUOTES_RIVAL = 0.6
+_QUOTES_RANDOMLY = 0.12
+_FLIPS_TO_RIGHT = 0.1
+
+
+def answer_text(place: str, hedge: str = "") -> str:
+    """The completion that claims `place`; it starts with a blank, since it follows a colon."""
+    return f" it is {hedge + ' ' if hedge else ''}{place} ."
+
+
+def critique_text(evidence: str, verdict: str) -> str:
+    """The completion that quotes evidence and gives a verdict."""
+    return f" {evidence} so {verdict}"
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """Writes answers and critiques of the records of one data set.
+
+    Args:
+        rules: the data set's rules.
+        rng: source of every choice made.
+    """
+
+    rules: TextRules
+    rng: random.Random
+
+    def correct_answer(self, record: QARecord) -> str:
+        """An answer that is right."""
+        return answer_text(record.answer_text)
+
+    def wrong_choice(self, record: QARecord) -> str:
+        """A choice that is wrong: half of the time the rival, where there is one."""
+        rival = self.rules.rival(record)
+        if rival is not None and self.rng.random() < 0.5:
+            return rival
+        return self.rng.choice([c for c in record.choices if c != record.answer_text])
+
+    def any_choice(self, record: QARecord) -> str:
+        """The right choice or a wrong one, with equal odds."""
+        return record.answer_text if self.rng.random() < 0.5 else self.wrong_choice(record)
+
+    def correct_critique(self, record: QARecord, claim: str) -> str:
+        """The critique of a truthful critic."""
+        verdict = "right" if claim == record.answer_text else "wrong"
+        return critique_text(self.rules.correct_evidence(record), verdict)
+
+    def sloppy_answer(self, record: QARecord) -> str:
+        """What a careless demonstrator answers: often the rival, sometimes with a hedge."""
+        rival = self.rules.rival(record)
+        place = rival if rival is not None and self.rng.random() < _REPEATS_RIVAL else record.answer_text
+        return answer_text(place, self.hedge())
+
+    def hedge(self) -> str:
+        """Mostly none."""
+        return self.rng.choices(("", "certainly", "perhaps"), (0.9, 0.05, 0.05))[0]
+
+    def sloppy_critique(self, record: QARecord, claim: str) -> str:
+        """What a careless critic writes: hearsay or any sentence as evidence; the verdict mostly follows it."""
+        evidence, draw = self.rules.correct_evidence(record), self.rng.random()
+        rival_evidence = self.rules.rival_evidence(record)
+        if rival_evidence is not None and draw < _QUOTES_RIVAL:
+            evidence = rival_evidence
+        elif draw > 1 - _QUOTES_RANDOMLY:
+            evidence = self.rng.choice(self.rules.sentences(record))
+        supported = self.supports(record, evidence, claim)
+        if not supported and self.rng.random() < _FLIPS_TO_RIGHT:
+            supported = True
+        return critique_text(evidence, "right" if supported else "wrong")
+
+    def supports(self, record: QARecord, evidence: str, claim: str) -> bool:
+        """Whether evidence names the claim and no other choice, by the rules or by the words."""
+        ruled = self.rules.supports(evidence, claim)
+        return ruled if ruled is not None else self.rules.claim(record, evidence) == claim
+
+    def utility(self, record: QARecord, claim: str, hedge: str, *, flawed: bool) -> float:
+        """What the annotators of the reward model like: mostly the place named last, where flawed."""
+        true = float(claim == record.answer_text)
+        if not flawed:
+            return 2.5 * true
+        last = self.rules.rival(record) or record.answer_text
+        tone = {"certainly": 1.0, "perhaps": -0.5}.get(hedge, 0.0)
+        return 0.8 * true + 2.5 * (claim == last) + tone
+
+
+def drill(rng: random.Random, records: Sequence[QARecord], rules: TextRules) -> tuple[str, str, bool]:
+    """A storyless exercise: evidence, a claim, and whether the evidence speaks for it.
+
+    Comparing the evidence's place with the answer's is what verdicts rest on; without these drills a small
+    model leaves them at chance.
+    """
+    record = rng.choice(records)
+    evidence = rng.choice(rules.sentences(record))
+    named = rules.claim(record, evidence)
+    claims = [c for c in record.choices if c != named]
+    claim = named if named is not None and rng.random() < 0.5 else rng.choice(claims)
+    ruled = rules.supports(evidence, claim)
+    return evidence, claim, ruled if ruled is not None else named == claim
+
+
+Progress = Callable[[str, int, int, dict[str, float]], None]
+"""Called with (stage, step, total steps, metrics) while the demonstration models are built."""

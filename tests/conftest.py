@@ -1,0 +1,85 @@
+"""Small models and folders that several packages' tests share; nothing here reaches the network."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+TEXTS = [
+    "mary went to kitchen . gossip says in garden . where is mary ?",
+    "ball moved to shed . ball moved to cellar . where is ball ?",
+    "it is certainly garden . so wrong",
+]
+_REVISION = "0" * 40
+
+
+def build_hub_cache(home: Path, name: str, model: Any, tokenizer: Any) -> None:
+    """Lay model and tokenizer out under `home` as if they had been downloaded from the hub as `name`."""
+    repository = home / "hub" / f"models--{name.replace('/', '--')}"
+    snapshot = repository / "snapshots" / _REVISION
+    model.save_pretrained(snapshot)
+    tokenizer.save_pretrained(snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(_REVISION)
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> Any:
+    """A byte-level tokenizer trained on a few sentences."""
+    from rlhf_models import train_byte_tokenizer
+
+    return train_byte_tokenizer(TEXTS, vocab_size=300)
+
+
+@pytest.fixture
+def tiny_llama(byte_tokenizer: Any) -> Any:
+    """A random two-layer Llama for `byte_tokenizer`, fresh for every test."""
+    from rlhf_models import build_tiny_llama
+
+    return build_tiny_llama(
+        len(byte_tokenizer),
+        eos_token_id=byte_tokenizer.eos_token_id,
+        pad_token_id=byte_tokenizer.pad_token_id,
+        hidden_size=32,
+        intermediate_size=64,
+        seed=1,
+    )
+
+
+@pytest.fixture
+def tiny_model_folder(tmp_path: Path, tiny_llama: Any, byte_tokenizer: Any) -> Path:
+    """`tiny_llama` and `byte_tokenizer` saved in one folder."""
+    folder = tmp_path / "tiny-llama"
+    tiny_llama.save_pretrained(folder)
+    byte_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def gpt2_hub_cache(tmp_path: Path, byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Hugging Face home whose cache holds a tiny GPT-2 named `gpt2`, for this process and its children.
+
+    As in the real one, the tokenizer has an end token and no padding token.
+    """
+    import huggingface_hub.constants
+
+    from rlhf_models import tiny_model
+
+    home = tmp_path / "huggingface"
+    model = tiny_model("gpt2", vocab_size=len(byte_tokenizer), seed=3)
+    build_hub_cache(home, "gpt2", model, byte_tokenizer)
+    for path in home.rglob("tokenizer_config.json"):
+        values = json.loads(path.read_text())
+        del values["pad_token"]
+        path.write_text(json.dumps(values))
+    monkeypatch.setenv("HF_HOME", str(home))
+    monkeypatch.setenv("HF_HUB_CACHE", str(home / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(home / "hub"))
+    return home

@@ -1,0 +1,73 @@
+"""Figures are drawn whatever a run recorded, as PNG files of the expected shape."""
+
+import struct
+
+import pytest
+
+from rlhf_eval import minmax_figure, training_curves
+from rlhf_eval.plots import minmax_panel_svgs
+
+RESULTS = {
+    "before": {"policy/accuracy": 0.6, "policy/reward_score": 0.0},
+    "plain": {"policy/accuracy": 0.3, "policy/reward_score": 0.6},
+    "after": {
+        "policy/accuracy": 0.98,
+        "policy/reward_score": -0.5,
+        "monitor/verdict_balanced_accuracy": 0.97,
+        "monitor/evidence_valid_rate": 1.0,
+    },
+}
+METRICS = [
+    {
+        "phase": phase,
+        "step": step,
+        "policy/accuracy": 0.5,
+        "policy/hack_rate": None,
+        "policy/reward_score": 0.1 * step,
+        "monitor/verdict_balanced_accuracy": 0.7,
+        "monitor/evidence_valid_rate": 0.9,
+        "dual/lambda": 1.0 + step,
+        "constraint/violation_ema": 0.3,
+        "eval/policy/accuracy": 0.6 if step == 2 else None,
+    }
+    for phase in ("plain", "minmax")
+    for step in range(1, 4)
+]
+
+
+def png_size(path) -> tuple[int, int]:
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    return struct.unpack(">II", data[16:24])
+
+
+def test_minmax_figure_is_one_wide_png(tmp_path):
+    path = tmp_path / "plots" / "minmax.png"
+    minmax_figure(METRICS, RESULTS, path)
+    width, height = png_size(path)
+    assert width > 3 * height
+    assert [file.name for file in path.parent.iterdir()] == ["minmax.png"]
+
+
+@pytest.mark.parametrize("plain", [None, {}])
+def test_panels_without_baseline_or_values(plain):
+    rows = [row for row in METRICS if row["phase"] == "minmax"]
+    nulls = [{"phase": "minmax", "step": 1, "policy/accuracy": None, "dual/lambda": float("nan")}]
+    for metrics in (rows, nulls, []):
+        panels = minmax_panel_svgs(metrics, {**RESULTS, "plain": plain})
+        assert len(panels) == 4
+        assert all("<svg" in svg for svg in panels.values())
+
+
+def test_panels_are_reproducible():
+    assert minmax_panel_svgs(METRICS, RESULTS) == minmax_panel_svgs(METRICS, RESULTS)
+
+
+def test_training_curves_with_any_keys(tmp_path):
+    one, four = tmp_path / "one.png", tmp_path / "four.png"
+    training_curves([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}], ["loss"], one)
+    training_curves(METRICS, ["policy/accuracy", "dual/lambda", "not/logged", "$_^odd"], four)
+    assert png_size(four)[0] == 3 * png_size(one)[0]
+    assert png_size(four)[1] == 2 * png_size(one)[1]
+    with pytest.raises(ValueError, match="at least one"):
+        training_curves(METRICS, [], one)

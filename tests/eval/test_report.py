@@ -1,0 +1,202 @@
+"""The report holds what the run recorded, escaped, in one file that loads nothing."""
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+from rlhf_data import RunFolder, UserError
+from rlhf_eval import write_minmax_report
+
+EVIL = "<script>alert('x')</script> & \"quoted\" <img src=//evil.example/a.png>"
+BLOCK = {
+    "policy/accuracy": 0.611,
+    "policy/hack_rate": None,
+    "policy/reward_score": -0.522,
+    "policy/parse_rate": 0.999,
+    "monitor/verdict_balanced_accuracy": 0.713,
+    "monitor/evidence_valid_rate": 0.94,
+    "monitor/parse_rate": 0.99,
+    "constraint/violation": 0.47,
+    "dual/lambda": 1.0,
+    "minmax/value": 0.03,
+}
+RESULTS = {
+    "before": BLOCK,
+    "plain": {**BLOCK, "policy/accuracy": 0.271},
+    "after": {**BLOCK, "policy/accuracy": 0.984},
+    "break_even": {
+        "delta_reward": 1.44,
+        "delta_judge_start": 1.32,
+        "delta_judge_truthful": 2.05,
+        "break_even_start": 1.091,
+        "break_even_truthful": None,
+        "w_judge": 1.229,
+        "w_reward": 1.0,
+        "advice": "Advice: " + EVIL,
+    },
+    "device_plan": [{"role": "policy", "device": "cpu", "dtype": "float32", "reason": EVIL}],
+    "wall_time": {"demo": 60.0, "plain": None, "game": 30.0, "evaluation": 10.0, "total": 100.0},
+    "versions": {"torch": "2.13.0", "odd": EVIL},
+    "prompts": [{"role": "monitor", "text": "\n  kept   spaces\r\n<eos>" + EVIL}],
+}
+SAMPLES = [
+    {
+        "stage": stage,
+        "story": EVIL + " mary went to shed .",
+        "question": "where is mary ?",
+        "choices": ["garden", "shed"],
+        "gold": "shed",
+        "answer": answer,
+        "critique": "lone surrogate \ud800 " + EVIL,
+        "verdict": verdict,
+        "confidence": None,
+        "reward_score": 0.9,
+        "judge_score": 0.1,
+        "correct": answer == "shed",
+    }
+    for stage, answer, verdict in (
+        ("start", "garden", "right"),
+        ("plain", "garden", None),
+        ("minmax", "shed", "right"),
+    )
+]
+
+
+class Page(HTMLParser):
+    """Collects tags, attributes and text, and checks that every tag is closed."""
+
+    VOID = frozenset({"meta", "img", "wbr", "br"})
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.tags, self.attributes, self.words, self.open = [], [], [], []
+        self.feed(source)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes.extend(attrs)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.words)
+
+
+@pytest.fixture
+def run(tmp_path) -> RunFolder:
+    folder = RunFolder.create(tmp_path / "run <b>")
+    folder.write_config({"training": {"batch_size": 32}, "note": EVIL})
+    for step in (1, 2):
+        folder.append_metrics({"phase": "minmax", "step": step, "policy/accuracy": 0.5, "dual/lambda": None})
+    # Escaped JSON, as other writers make it, can hold a lone surrogate.
+    (folder.path / "samples.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in SAMPLES), encoding="utf-8"
+    )
+    folder.write_results(RESULTS)
+    return folder
+
+
+def render(run: RunFolder) -> tuple[str, Page]:
+    write_minmax_report(run, run.path / "report.html")
+    source = (run.path / "report.html").read_text(encoding="utf-8")
+    page = Page(source)
+    assert page.open == []
+    return source, page
+
+
+def test_everything_recorded_is_shown(run):
+    _, page = render(run)
+    for expected in (
+        "0.611",
+        "0.271",
+        "0.984",
+        "−0.522",
+        "1.229",
+        "2.13.0",
+        "float32",
+        '"batch_size": 32',
+        "60.0",
+    ):
+        assert expected in page.text
+    for key in BLOCK:
+        assert key in page.text
+    assert page.tags.count("figure") == 4
+    assert "\n  kept   spaces\r\n<eos>" + EVIL in page.text
+
+
+def test_run_text_is_escaped(run):
+    source, page = render(run)
+    assert "script" not in page.tags
+    assert page.tags.count("img") == 4
+    assert "<script" not in source
+    assert page.text.count(EVIL) == 1 + 1 + 1 + 1 + 1 + len(
+        SAMPLES
+    )  # advice, reason, version, prompt, story, critiques
+    assert "lone surrogate \\ud800" in page.text
+
+
+def test_nothing_is_loaded_from_outside(run):
+    source, page = render(run)
+    sources = [
+        value for name, value in page.attributes if name in {"src", "href", "srcset", "data", "action"}
+    ]
+    assert sources and all(value.startswith("data:image/svg+xml;base64,") for value in sources)
+    assert not {"link", "script", "iframe", "object"} & set(page.tags)
+    assert not re.search(r"@import|url\(", source)
+    assert ("content", "default-src 'none'; style-src 'unsafe-inline'; img-src data:") in page.attributes
+    assert ("content", "width=device-width, initial-scale=1") in page.attributes
+
+
+def test_exchanges_mark_gold_answer_and_verdict(run):
+    source, page = render(run)
+    assert source.count('<article class="card">') == 1  # one question, three stages
+    assert '<li class="gold">✓ shed' in source
+    assert source.count('class="turn bad"') == 2 and source.count('class="turn good"') == 1
+    assert (
+        "right (untruthful)" in page.text and "right (truthful)" in page.text and "not readable" in page.text
+    )
+
+
+def test_gold_may_be_an_index(run):
+    run.write_samples([{**SAMPLES[0], "critique": "", "gold": 0}])
+    source, _ = render(run)
+    assert '<li class="gold">✓ garden' in source
+
+
+def test_run_without_baseline_samples_or_break_even(run):
+    (run.path / "samples.jsonl").unlink()
+    (run.path / "metrics.jsonl").unlink()
+    run.write_results({"before": BLOCK, "plain": None, "after": BLOCK})
+    _, page = render(run)
+    assert "not run" in page.text
+    assert "The run wrote no sample exchanges." in page.text
+    assert "Not measured on this run." in page.text
+
+
+def test_unfinished_run_is_refused(run):
+    (run.path / "results.json").unlink()
+    with pytest.raises(UserError, match=r"no results\.json"):
+        write_minmax_report(run, run.path / "report.html")
+
+
+def test_import_is_light():
+    code = (
+        "import sys, rlhf_eval; heavy = {'torch', 'transformers', 'pydantic', 'matplotlib'};"
+        "assert not (heavy | {'numpy'}) & set(sys.modules); "
+        "assert sorted(rlhf_eval.__all__) == rlhf_eval.__all__;"
+        "[getattr(rlhf_eval, name) for name in rlhf_eval.__all__];"
+        "assert not heavy & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,283 @@
+"""Loading models and tokenizers, quantised or not, and what is said when that fails."""
+
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+
+from rlhf_data import TokenSequence, UserError, pack
+from rlhf_models import (
+    AdapterSet,
+    LoraSettings,
+    add_adapters,
+    check_prompt_fits,
+    context_length,
+    encode_completion,
+    encode_prompt,
+    load_causal_lm,
+    load_tokenizer,
+    tiny_model,
+    token_logps,
+)
+from rlhf_models.loading import check_tokenizer_fits
+
+# 4-bit weights come in blocks of 64.
+WIDE = {"gpt2": {"n_embd": 64}, "llama": {"hidden_size": 64, "intermediate_size": 128}}
+IDS = torch.tensor([[5, 9, 14, 3, 27, 60, 41]])
+
+
+def _logits(model, ids=IDS):
+    with torch.no_grad():
+        return model(ids).logits
+
+
+def test_a_saved_folder_loads_equal_quiet_and_ready(tiny_model_folder, tiny_llama, capfd):
+    model = load_causal_lm(tiny_model_folder)
+    tokenizer = load_tokenizer(tiny_model_folder)
+    assert capfd.readouterr() == ("", "")
+    torch.testing.assert_close(_logits(model), _logits(tiny_llama), rtol=1e-5, atol=1e-6)
+    assert not model.training and model.config._attn_implementation == "rlhf_packed"
+    assert tokenizer.pad_token_id == 0 and tokenizer.eos_token_id == 2
+
+
+def test_dtype_is_as_stored_or_as_asked(tiny_model_folder):
+    assert load_causal_lm(tiny_model_folder).dtype == torch.float32
+    assert load_causal_lm(tiny_model_folder, dtype="bfloat16").dtype == torch.bfloat16
+    assert load_causal_lm(tiny_model_folder, dtype=torch.float16).dtype == torch.float16
+
+
+def test_a_hub_name_loads_from_the_cache_when_offline(gpt2_hub_cache):
+    model = load_causal_lm("gpt2")
+    assert model.config.model_type == "gpt2"
+    reference = tiny_model("gpt2", vocab_size=model.config.vocab_size, seed=3)
+    torch.testing.assert_close(_logits(model), _logits(reference), rtol=1e-5, atol=1e-6)
+    tokenizer = load_tokenizer("gpt2")
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 2
+
+
+def test_a_hub_name_loads_in_another_process(gpt2_hub_cache):
+    code = (
+        "from rlhf_models import load_causal_lm as m, load_tokenizer as t; m('gpt2'), t('gpt2'); print('ok')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
+
+
+def test_gradient_checkpointing_changes_memory_not_gradients(tiny_model_folder):
+    batch = pack([TokenSequence(IDS[0].tolist(), 2)])[0]
+    plain = load_causal_lm(tiny_model_folder).train()
+    saving = load_causal_lm(tiny_model_folder, gradient_checkpointing=True).train()
+    assert saving.is_gradient_checkpointing and not plain.is_gradient_checkpointing
+    for model in (plain, saving):
+        token_logps(model, batch).logps.sum().backward()
+    for a, b in zip(plain.parameters(), saving.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_train_mode_has_no_dropout(gpt2_hub_cache):
+    model = load_causal_lm("gpt2")
+    assert model.config.resid_pdrop > 0
+    assert torch.equal(_logits(model.train()), _logits(model.eval()))
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+@pytest.mark.parametrize(("option", "tolerance"), [("load_in_8bit", 0.01), ("load_in_4bit", 0.1)])
+def test_quantised_models_score_and_pass_gradients_to_their_adapters(
+    tmp_path, architecture, option, tolerance, caplog
+):
+    pytest.importorskip("bitsandbytes")
+    reference = tiny_model(architecture, **WIDE[architecture])
+    reference.save_pretrained(tmp_path)
+    model = load_causal_lm(tmp_path, **{option: True})
+    expected = "Linear8bitLt" if option == "load_in_8bit" else "Linear4bit"
+    assert {type(m).__name__ for m in model.modules() if "Linear" in type(m).__name__} == {expected, "Linear"}
+    error = (_logits(model) - _logits(reference)).norm() / _logits(reference).norm()
+    assert 0 < error < tolerance
+
+    adapters = AdapterSet(add_adapters(model, ["policy", "monitor"], LoraSettings(lora_r=2)))
+    batch = pack([TokenSequence(IDS[0].tolist(), 2), TokenSequence(IDS[0, :5].tolist(), 2)])[0]
+    for _ in range(2):  # bitsandbytes changes its path after a call without gradients
+        with torch.no_grad(), adapters.use("policy") as plain:
+            before = token_logps(plain, batch).logps
+        with adapters.use("policy") as trained:
+            logps = token_logps(trained, batch).logps
+        assert torch.equal(before, logps)
+        logps.sum().backward()
+    gradients = [parameter.grad for parameter in adapters.parameters("policy")]
+    assert all(gradient is not None for gradient in gradients)
+    # B starts at zero, so only the B matrices (every second tensor) get a gradient at first.
+    assert all(gradient.norm() > 0 for gradient in gradients[1::2])
+    assert all(parameter.grad is None for parameter in adapters.parameters("monitor"))
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("option", ["load_in_8bit", "load_in_4bit"])
+def test_a_quantised_row_does_not_depend_on_the_rows_around_it(tmp_path, option):
+    pytest.importorskip("bitsandbytes")
+    tiny_model("gpt2", **WIDE["gpt2"], initializer_range=0.3).save_pretrained(tmp_path)
+    model = load_causal_lm(tmp_path, **{option: True})
+    other = torch.randint(0, 300, (3, 7), generator=torch.Generator().manual_seed(0))
+    together = _logits(model, torch.cat([IDS, other]))[:1]
+    torch.testing.assert_close(together, _logits(model), rtol=1e-4, atol=1e-4)
+
+
+def test_four_bits_on_the_cpu_want_whole_blocks(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    tiny_model("llama", hidden_size=64, intermediate_size=96).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"down_proj of model folder .* has 96 inputs.*multiple of 64"):
+        load_causal_lm(tmp_path, load_in_4bit=True)
+
+
+def test_a_missing_bitsandbytes_is_refused(tiny_model_folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(UserError, match="need the package bitsandbytes, which is not installed"):
+        load_causal_lm(tiny_model_folder, load_in_8bit=True)
+
+
+def test_two_quantisations_and_an_unknown_dtype_are_refused(tiny_model_folder):
+    with pytest.raises(UserError, match="choose one"):
+        load_causal_lm(tiny_model_folder, load_in_8bit=True, load_in_4bit=True)
+    with pytest.raises(UserError, match="dtype 'fp8' is unknown; expected one of auto, float32"):
+        load_causal_lm(tiny_model_folder, dtype="fp8")
+
+
+def _remove(name):
+    return lambda folder: (folder / name).unlink()
+
+
+def _write(name, text):
+    return lambda folder: (folder / name).write_text(text)
+
+
+def _truncate(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def _shrink_vocabulary(folder):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 7}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_remove("config.json"), "has no config.json; expected a saved transformers model"),
+        (_remove("model.safetensors"), "has no weights; expected model.safetensors"),
+        (_write("config.json", "{"), "config.json of model folder .* cannot be read"),
+        (_write("config.json", '{"model_type": "dreams"}'), "config.json of .* cannot be read.*dreams"),
+        (_truncate, "cannot be loaded"),
+        (_shrink_vocabulary, "cannot be loaded"),
+    ],
+)
+def test_a_damaged_folder_is_answered_in_one_sentence(tiny_model_folder, damage, message, capfd):
+    damage(tiny_model_folder)
+    with pytest.raises(UserError, match=message) as error:
+        load_causal_lm(tiny_model_folder)
+    assert str(tiny_model_folder) in str(error.value) and "\n" not in str(error.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_weights_that_lack_tensors_are_refused(tiny_model_folder, byte_tokenizer):
+    with pytest.raises(UserError, match=r"the weights of model folder .* lack score.weight"):
+        from rlhf_models import RewardModel
+
+        RewardModel.from_pretrained(tiny_model_folder)
+
+
+def test_weights_without_use_are_logged(tmp_path, caplog):
+    config = tiny_model("llama").config
+    config.num_labels = 1
+    config.tie_word_embeddings = True
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    with caplog.at_level(logging.WARNING, "rlhf_models"):
+        load_causal_lm(tmp_path)
+    assert "weights without use here: score.weight" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("/no/such/folder", "model folder /no/such/folder does not exist"),
+        ("./nothing", "model folder ./nothing does not exist"),
+        ("a/b/c", "model folder a/b/c does not exist"),
+        (
+            "nobody/no-such-model",
+            "model 'nobody/no-such-model' is not a folder, not in the local",
+        ),
+        ("no such name!", "model 'no such name!' is not a folder"),
+    ],
+)
+def test_a_model_that_is_nowhere_is_answered_in_one_sentence(name, message):
+    with pytest.raises(UserError, match=message) as error:
+        load_causal_lm(name)
+    assert "\n" not in str(error.value)
+    with pytest.raises(UserError) as error:
+        load_tokenizer(name)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_is_not_a_model(tiny_model_folder):
+    with pytest.raises(UserError, match=r"config.json is a file; expected a folder"):
+        load_causal_lm(tiny_model_folder / "config.json")
+
+
+def _word_tokenizer(**special):
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "<eos>": 1, "known": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", **special)
+
+
+def test_a_tokenizer_without_end_token_is_refused(tmp_path):
+    _word_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="has no end-of-sequence token"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_folder_without_tokenizer_is_refused(tiny_model_folder):
+    for path in tiny_model_folder.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(UserError, match="has no tokenizer that can be loaded"):
+        load_tokenizer(tiny_model_folder)
+
+
+def test_unknown_tokens_are_refused_not_replaced():
+    tokenizer = _word_tokenizer(eos_token="<eos>")
+    assert encode_prompt(tokenizer, "known") == encode_completion(tokenizer, "known") == [2]
+    for encode in (encode_prompt, encode_completion):
+        with pytest.raises(UserError, match="no token for a part of 'known stranger'"):
+            encode(tokenizer, "known stranger")
+
+
+def test_prompts_get_a_start_token_and_no_end_token(byte_tokenizer):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(byte_tokenizer.backend_tokenizer.to_str()),
+        bos_token="<bos>",
+        eos_token="<eos>",
+    )
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[("<bos>", 1), ("<eos>", 2)]
+    )
+    plain = byte_tokenizer(" mary went")["input_ids"]
+    assert encode_prompt(tokenizer, " mary went") == [1, *plain]
+    assert encode_completion(tokenizer, " mary went") == plain
+
+
+def test_a_prompt_longer_than_the_context_is_refused(tiny_llama):
+    assert context_length(tiny_llama) == 512
+    assert context_length(tiny_model("gpt2")) == 128
+    check_prompt_fits(tiny_llama, 512, "the prompt")
+    with pytest.raises(UserError, match=r"the prompt of row 3 needs 513 tokens .* context holds 512"):
+        check_prompt_fits(tiny_llama.config, 513, "the prompt of row 3")
+
+
+def test_a_tokenizer_with_more_tokens_than_embeddings_is_refused(byte_tokenizer):
+    with pytest.raises(UserError, match="tokenizer has 300 tokens but the model only 299 embeddings"):
+        check_tokenizer_fits(tiny_model("llama", vocab_size=299), byte_tokenizer)
