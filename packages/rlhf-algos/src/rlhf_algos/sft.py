@@ -23,13 +23,18 @@ class SFTConfig(TrainerConfig):
     """Peak learning rate of AdamW."""
 
 
-class SFTTrainer(BaseTrainer[TokenSequence]):
+SFTExample = TokenSequence | tuple[TokenSequence, ...]
+"""A sequence, or several that belong to one step because they share a prefix."""
+
+
+class SFTTrainer(BaseTrainer[SFTExample]):
     """Trains a causal LM on token sequences; the loss is the mean over the scored tokens of a step, in nats.
 
     Args:
         model: a transformers causal LM, or a PeftModel around one.
         config: the settings.
-        examples: sequences; the tokens from `score_from` on are learned.
+        examples: sequences, or tuples of sequences that share a prefix (it is then computed once); the tokens
+            from `score_from` on are learned.
         eval_examples: sequences `evaluate` measures.
         **options: see `BaseTrainer`.
 
@@ -41,27 +46,27 @@ class SFTTrainer(BaseTrainer[TokenSequence]):
         self,
         model: Any,
         config: SFTConfig,
-        examples: Sequence[TokenSequence],
+        examples: Sequence[SFTExample],
         *,
-        eval_examples: Sequence[TokenSequence] = (),
+        eval_examples: Sequence[SFTExample] = (),
         **options: Any,
     ) -> None:
         for kind, rows in (("training", examples), ("evaluation", eval_examples)):
             for i, row in enumerate(rows):
-                if max(row.score_from, 1) >= len(row.input_ids):
+                if any(max(s.score_from, 1) >= len(s.input_ids) for s in self.sequences(row)):
                     raise UserError(
                         f"{kind} example {i} (from 0) has no token to learn; its completion is empty"
                     )
         super().__init__(model, config, examples, eval_examples=eval_examples, **options)
 
-    def sequences(self, example: TokenSequence) -> Sequence[TokenSequence]:
+    def sequences(self, example: SFTExample) -> Sequence[TokenSequence]:
         """The example itself."""
-        return (example,)
+        return (example,) if isinstance(example, TokenSequence) else example
 
     def count(self, batch: PackedBatch) -> int:
         """The scored tokens."""
         return len(batch.score_targets)
 
-    def loss(self, batch: PackedBatch, examples: Sequence[TokenSequence]) -> LossOutput:
+    def loss(self, batch: PackedBatch, examples: Sequence[SFTExample]) -> LossOutput:
         """Negative log-likelihood of the scored tokens."""
         return LossOutput(next_token_loss(token_logps(self.model, batch).logps).loss)

@@ -291,12 +291,11 @@ def _checked_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     return DTYPES[dtype]
 
 
-def _finish(model: PreTrainedModel, where: str) -> PreTrainedModel:
-    module: Any
+def _finish(model: Any, where: str) -> PreTrainedModel:
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
+        elif isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
         if type(module).__name__ in ("Linear8bitLt", "Linear4bit") and module.weight.device.type == "cpu":
             _check_blocks(module, f"{name} of {where}")
