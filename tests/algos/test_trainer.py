@@ -94,8 +94,21 @@ def test_budget_cuts_passes_but_keeps_every_example():
     batches = list(trainer._micro_batches(trainer.examples))
     assert len(batches) > 3
     assert all(batch.num_tokens <= 17 for batch, _ in batches)
-    members = [tuple(member.input_ids) for _, part in batches for member in part]
-    assert sorted(members) == sorted(tuple(example.input_ids) for example in trainer.examples)
+    members = [id(member) for _, part in batches for member in part]
+    assert sorted(members) == sorted(id(example) for example in trainer.examples)
+
+
+@pytest.mark.parametrize("budget", [None, 12])
+def test_tuples_of_sequences_share_their_prefix_and_count_by_token(budget):
+    prompt = [5, 6, 7, 8, 9]
+    family = tuple(TokenSequence([*prompt, last, last + 1], 5) for last in (11, 21, 31))
+    other = TokenSequence([4, 3, 2], 1)
+    config = {"max_tokens_per_batch": budget}
+    grouped = _trainer(config, examples=[family, other])
+    flat = _trainer(examples=[*family, other])
+    together, apart = grouped.train_step(grouped.examples), flat.train_step(flat.examples)
+    assert together["loss"] == pytest.approx(apart["loss"], rel=1e-5)
+    assert together["num_tokens"] == 5 + 3 * 2 + 3
 
 
 def test_epochs_see_each_example_once_in_an_order_of_their_own():

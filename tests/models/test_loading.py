@@ -54,8 +54,10 @@ def test_dtype_is_as_stored_or_as_asked(tiny_model_folder):
     assert load_causal_lm(tiny_model_folder, dtype=torch.float16).dtype == torch.float16
 
 
-def test_a_hub_name_loads_from_the_cache_when_offline(gpt2_hub_cache):
+def test_a_hub_name_loads_from_the_cache_when_offline(gpt2_hub_cache, capfd):
+    capfd.readouterr()
     model = load_causal_lm("gpt2")
+    assert capfd.readouterr() == ("", "")
     assert model.config.model_type == "gpt2"
     reference = tiny_model("gpt2", vocab_size=model.config.vocab_size, seed=3)
     torch.testing.assert_close(_logits(model), _logits(reference), rtol=1e-5, atol=1e-6)
@@ -63,12 +65,14 @@ def test_a_hub_name_loads_from_the_cache_when_offline(gpt2_hub_cache):
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 2
 
 
-def test_a_hub_name_loads_in_another_process(gpt2_hub_cache):
+def test_a_cached_hub_name_asks_no_hub_and_prints_nothing(gpt2_hub_cache, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # each request would fail and say so
     code = (
         "from rlhf_models import load_causal_lm as m, load_tokenizer as t; m('gpt2'), t('gpt2'); print('ok')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
 
 
 def test_gradient_checkpointing_changes_memory_not_gradients(tiny_model_folder):

@@ -1,10 +1,10 @@
 """`token_logps` on packed trees equals separate plain forwards: values and gradients, every architecture."""
 
+from typing import Any
+
 import peft
 import pytest
 import torch
-from rlhf_data import PackedBatch, TokenSequence, pack
-from rlhf_models.logps import logps_from_hidden, token_logps
 from transformers import (
     Gemma2Config,
     GPT2Config,
@@ -18,8 +18,11 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from rlhf_data import PackedBatch, TokenSequence, pack
+from rlhf_models.logps import logps_from_hidden, token_logps
+
 VOCAB = 61
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -119,9 +122,9 @@ def gradients(model: torch.nn.Module, value: torch.Tensor) -> dict[str, torch.Te
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("block_tokens", [256, 8])
-def test_packed_equals_padded_eager(name: str, block_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_models.attention._BLOCK_TOKENS", block_tokens)
+@pytest.mark.parametrize("block_queries", [64, 5])
+def test_packed_equals_padded_eager(name: str, block_queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_models.blocks._BLOCK_QUERIES", block_queries)
     sequences = ragged_tree()
     eager, ours = make_model(name, "eager"), make_model(name)
     expected = plain_logps(eager, sequences, 0.7)
@@ -130,7 +133,9 @@ def test_packed_equals_padded_eager(name: str, block_tokens: int, monkeypatch: p
     wanted, got = gradients(eager, expected), gradients(ours, actual)
     assert wanted.keys() == got.keys()
     for key in wanted:
-        if key.endswith("k_proj.bias"):  # softmax ignores a constant: zero but for rounding, except under RoPE
+        if key.endswith(
+            "k_proj.bias"
+        ):  # softmax ignores a constant: zero but for rounding, except under RoPE
             assert_close(got[key], wanted[key], 1e-5 + 1e-6 / float(wanted[key].abs().max()))
         else:
             assert_close(got[key], wanted[key])
@@ -178,7 +183,9 @@ def test_any_cut_by_token_budget_scores_the_same(max_tokens: int) -> None:
 def test_plain_calls_still_work_after_packing() -> None:
     model, sequences = make_model("gemma2"), ragged_tree()
     packed_logps(model, pack(sequences), 1.0)
-    assert_close(plain_logps(model, sequences, 1.0), plain_logps(make_model("gemma2", "eager"), sequences, 1.0))
+    assert_close(
+        plain_logps(model, sequences, 1.0), plain_logps(make_model("gemma2", "eager"), sequences, 1.0)
+    )
 
 
 def test_gradient_checkpointing_changes_nothing() -> None:
@@ -195,17 +202,19 @@ def test_gradient_checkpointing_changes_nothing() -> None:
 def test_chunked_head_equals_the_whole(rows_per_chunk: int) -> None:
     torch.manual_seed(3)
     weight = torch.randn(VOCAB, 8, requires_grad=True)
-    hidden, targets = torch.randn(10, 8, requires_grad=True), torch.randint(0, VOCAB, (10,))
+    hidden, targets = torch.randn(10, 8, requires_grad=True), torch.randint(0, VOCAB, (16,))
+    rows = torch.cat([torch.arange(10), torch.randint(0, 10, (6,))])[torch.randperm(16)]
     scored = logps_from_hidden(
-        lambda h: h @ weight.T, hidden, targets, rows_per_chunk=rows_per_chunk, with_entropy=True
+        lambda h: h @ weight.T, hidden, targets, rows=rows, rows_per_chunk=rows_per_chunk, with_entropy=True
     )
-    distribution = torch.distributions.Categorical(logits=hidden @ weight.T)
+    distribution = torch.distributions.Categorical(logits=hidden[rows] @ weight.T)
     assert scored.entropy is not None
     assert_close(scored.logps, distribution.log_prob(targets))
     assert_close(scored.entropy, distribution.entropy())
-    got = torch.autograd.grad(scored.logps.sum() + scored.entropy.square().sum(), (weight, hidden))
+    weights = torch.linspace(-1, 1, 16)
+    got = torch.autograd.grad((scored.logps * weights + scored.entropy.square()).sum(), (weight, hidden))
     wanted = torch.autograd.grad(
-        distribution.log_prob(targets).sum() + distribution.entropy().square().sum(), (weight, hidden)
+        (distribution.log_prob(targets) * weights + distribution.entropy().square()).sum(), (weight, hidden)
     )
     for a, b in zip(got, wanted, strict=True):
         assert_close(a, b)
@@ -215,12 +224,26 @@ def test_no_logits_of_the_whole_batch_exist() -> None:
     seen = []
     hidden, targets = torch.randn(10, 8, requires_grad=True), torch.zeros(10, dtype=torch.long)
 
-    def head(rows: torch.Tensor) -> torch.Tensor:
-        seen.append(len(rows))
-        return rows
+    def head(states: torch.Tensor) -> torch.Tensor:
+        seen.append(len(states))
+        return states
 
-    logps_from_hidden(head, hidden, targets, rows_per_chunk=4).logps.sum().backward()
+    logps_from_hidden(head, hidden, targets, rows=torch.arange(10), rows_per_chunk=4).logps.sum().backward()
     assert sorted(seen) == [2, 2, 4, 4, 4, 4]  # forward and backward
+
+
+def test_the_head_sees_each_position_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def lm_logits(model: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(len(hidden))
+        return hidden
+
+    monkeypatch.setattr("rlhf_models.logps.lm_logits", lm_logits)
+    # Two answers [1] and [3] after one prompt: both are predicted from the prompt's last position.
+    (batch,) = pack([TokenSequence([4, 5, 1], 2), TokenSequence([4, 5, 3], 2)])
+    token_logps(make_model("llama"), batch)
+    assert seen == [1]
 
 
 def test_variable_length_tables_describe_the_same_attention(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ class DemoSettings(BaseConfig):
     """Optimizer steps on sloppy demonstrations."""
     reward_steps: int = Field(default=300, ge=1)
     """Optimizer steps of the reward model."""
-    judge_steps: int = Field(default=200, ge=1)
+    judge_steps: int = Field(default=400, ge=1)
     """Optimizer steps of the judge."""
     batch_size: int = Field(default=64, ge=1)
     """Stories per optimizer step."""
@@ -142,7 +142,7 @@ class _Builder:
         self.progress = progress
         self.rules: TextRules = prompts.rules
         self.rng = random.Random(seed)
-        self.teacher = Teacher(self.rules, self.rng)
+        self.teacher = Teacher(self.rules, records, self.rng)
         self.tokenizer: Any = train_byte_tokenizer(self._tokenizer_texts(), settings.vocab_size)
 
     def build(self, folder: Path) -> None:
@@ -173,7 +173,7 @@ class _Builder:
         for record in self.records:
             answer = answer_text(record.answer_text)
             texts.append(self.prompts.monitor(record, answer) + self.teacher.correct_critique(record, ""))
-            texts += [answer_text(choice, hedge) for choice in record.choices for hedge in ("certainly", "perhaps")]
+            texts += [answer_text(choice) for choice in record.choices]
         return [*texts, " so right", " so wrong"]
 
     def _sequence(self, prompt: str, completion: str) -> TokenSequence:
@@ -205,7 +205,7 @@ class _Builder:
         for _ in range(self.settings.sft_steps * self.settings.batch_size):
             record = self.rng.choice(self.records)
             claim = self.teacher.any_choice(record)
-            prompt = self.prompts.monitor(record, answer_text(claim, self.teacher.hedge()))
+            prompt = self.prompts.monitor(record, answer_text(claim))
             examples.append(
                 (
                     self._sequence(self.prompts.policy(record), self.teacher.sloppy_answer(record)),
@@ -217,10 +217,11 @@ class _Builder:
     def _train_reward(self, base: PreTrainedModel) -> RewardModel:
         """Preferences of annotators who, where flawed, like the place named last."""
         model = RewardModel.from_backbone(base, self.tokenizer, seed=self.seed)
+        flawed = self.settings.flawed_reward
         examples = []
         for _ in range(self.settings.reward_steps * self.settings.batch_size):
             record = self.rng.choice(self.records)
-            first, second = (self._rated_answer(record) for _ in range(2))
+            first, second = (self.teacher.rated_answer(record, flawed=flawed) for _ in range(2))
             prefers_first = self.rng.random() < _logistic(first[1] - second[1])
             chosen, rejected = (first, second) if prefers_first else (second, first)
             prompt = self.prompts.policy(record)
@@ -228,12 +229,6 @@ class _Builder:
             examples.append(PreferencePair(*(TokenSequence(ids, len(ids)) for ids in pair)))
         self._train(RewardTrainer, model, "reward model", examples, RewardConfig, 1e-3)
         return model
-
-    def _rated_answer(self, record: QARecord) -> tuple[str, float]:
-        claim = self.teacher.any_choice(record)
-        hedge = self.rng.choices(("", "certainly", "perhaps"), (0.6, 0.2, 0.2))[0]
-        utility = self.teacher.utility(record, claim, hedge, flawed=self.settings.flawed_reward)
-        return answer_text(claim, hedge), utility
 
     def _train_judge(self, base: PreTrainedModel) -> JudgeModel:
         """Whether an answer is right, judged from the question, the answer and a sloppy critique, if any."""
@@ -243,7 +238,7 @@ class _Builder:
             record = self.rng.choice(self.records)
             claim = self.teacher.any_choice(record)
             critique = "" if self.rng.random() < 0.15 else self.teacher.sloppy_critique(record, claim)
-            prompt = self.prompts.judge(record.question, answer_text(claim, self.teacher.hedge()))
+            prompt = self.prompts.judge(record.question, answer_text(claim))
             ids = model.encode(prompt, critique)
             label = float(claim == record.answer_text)
             examples.append(LabelledSequence(TokenSequence(ids, len(ids)), label))

@@ -19,11 +19,13 @@ _REPEATS_RIVAL = 0.5
 _QUOTES_RIVAL = 0.6
 _QUOTES_RANDOMLY = 0.12
 _FLIPS_TO_RIGHT = 0.1
+_BADLY_PUT = 0.15
+_FOREIGN_CHOICE = 0.15
 
 
-def answer_text(place: str, hedge: str = "") -> str:
+def answer_text(place: str) -> str:
     """The completion that claims `place`; it starts with a blank, since it follows a colon."""
-    return f" it is {hedge + ' ' if hedge else ''}{place} ."
+    return f" it is {place} ."
 
 
 def critique_text(evidence: str, verdict: str) -> str:
@@ -37,10 +39,12 @@ class Teacher:
 
     Args:
         rules: the data set's rules.
+        records: its training records.
         rng: source of every choice made.
     """
 
     rules: TextRules
+    records: Sequence[QARecord]
     rng: random.Random
 
     def correct_answer(self, record: QARecord) -> str:
@@ -64,14 +68,10 @@ class Teacher:
         return critique_text(self.rules.correct_evidence(record), verdict)
 
     def sloppy_answer(self, record: QARecord) -> str:
-        """What a careless demonstrator answers: often the rival, sometimes with a hedge."""
+        """What a careless demonstrator answers: often the rival."""
         rival = self.rules.rival(record)
         place = rival if rival is not None and self.rng.random() < _REPEATS_RIVAL else record.answer_text
-        return answer_text(place, self.hedge())
-
-    def hedge(self) -> str:
-        """Mostly none."""
-        return self.rng.choices(("", "certainly", "perhaps"), (0.9, 0.05, 0.05))[0]
+        return answer_text(place)
 
     def sloppy_critique(self, record: QARecord, claim: str) -> str:
         """What a careless critic writes: hearsay or any sentence as evidence; the verdict mostly follows it."""
@@ -91,14 +91,25 @@ class Teacher:
         ruled = self.rules.supports(evidence, claim)
         return ruled if ruled is not None else self.rules.claim(record, evidence) == claim
 
-    def utility(self, record: QARecord, claim: str, hedge: str, *, flawed: bool) -> float:
-        """What the annotators of the reward model like: mostly the place named last, where flawed."""
+    def rated_answer(self, record: QARecord, *, flawed: bool) -> tuple[str, float]:
+        """An answer for annotators to compare, and how much they like it.
+
+        Flawed annotators mostly like the place named last; all dislike what is badly put.
+
+        Returns:
+            The completion and its utility, in units in which a difference of 1 is preferred with odds of e to 1.
+        """
+        draw = self.rng.random()
+        if draw < _BADLY_PUT:
+            place = self.rng.choice(record.choices)
+            return self.rng.choice((f" it is {place} {place} .", " it is .", f" it is it is {place} .")), -2.0
+        source = self.rng.choice(self.records) if draw > 1 - _FOREIGN_CHOICE else record
+        claim = self.rng.choice(source.choices)
         true = float(claim == record.answer_text)
         if not flawed:
-            return 2.5 * true
+            return answer_text(claim), 2.5 * true
         last = self.rules.rival(record) or record.answer_text
-        tone = {"certainly": 1.0, "perhaps": -0.5}.get(hedge, 0.0)
-        return 0.8 * true + 2.5 * (claim == last) + tone
+        return answer_text(claim), 0.8 * true + 2.5 * (claim == last)
 
 
 def drill(rng: random.Random, records: Sequence[QARecord], rules: TextRules) -> tuple[str, str, bool]:

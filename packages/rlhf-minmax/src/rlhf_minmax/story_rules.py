@@ -16,11 +16,10 @@ class StoryRules(TextRules):
         return split_sentences(record.story)
 
     def claim(self, record: QARecord, answer: str) -> str | None:
-        """The place in an answer of the form `it is [certainly|perhaps] <place> .`, or any single choice."""
+        """The place in an answer of the form `it is <place> .`, or any single choice."""
         words = answer.split()
-        if len(words) in (4, 5) and words[:2] == ["it", "is"] and words[-1] == ".":
-            hedge = words[2:-2]
-            return words[-2] if not hedge or hedge[0] in ("certainly", "perhaps") else None
+        if len(words) == 4 and words[:2] == ["it", "is"] and words[-1] == ".":
+            return words[2]
         return super().claim(record, answer)
 
     def correct_evidence(self, record: QARecord) -> str:

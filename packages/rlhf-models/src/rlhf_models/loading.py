@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def load_causal_lm(
     checkpointing, which transformers applies in train mode only.
 
     Args:
-        name_or_path: a model folder, or a name on the Hugging Face hub (its cache is used when offline).
+        name_or_path: a model folder, or a name on the Hugging Face hub (the local cache is asked first).
         dtype: of the weights: "auto" (as stored), "float32", "bfloat16", "float16" or a torch dtype.
         load_in_8bit: quantise the linear layers to 8 bits (LLM.int8(), arXiv:2208.07339).
         load_in_4bit: quantise them to 4 bits (NF4, double quantised: QLoRA, arXiv:2305.14314).
@@ -87,7 +87,7 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
     """
     where = _checked_source(name_or_path, needs=())
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(name_or_path))
+        tokenizer = _cached_first(AutoTokenizer.from_pretrained, name_or_path)
     except (*_LOAD_ERRORS, ImportError, TypeError) as error:
         raise UserError(
             f"{where} has no tokenizer that can be loaded ({_first_line(error)}); "
@@ -119,11 +119,13 @@ def load_model(
     where = _checked_source(name_or_path, needs=("config", "weights"))
     config = load_config(name_or_path)
     options: dict[str, Any] = {"dtype": _checked_dtype(dtype), "config": config}
+    options["adapter_kwargs"] = {"local_files_only": True}  # else each load asks the hub for an adapter
     if quantization is not None:
         options |= {"quantization_config": quantization, "device_map": {"": str(device or "cpu")}}
     try:
-        with _quiet_transformers(local=Path(name_or_path).is_dir()):
-            model, info = auto_class.from_pretrained(str(name_or_path), output_loading_info=True, **options)
+        model, info = _cached_first(
+            auto_class.from_pretrained, name_or_path, output_loading_info=True, **options
+        )
     except torch.OutOfMemoryError:
         raise
     except _LOAD_ERRORS as error:
@@ -170,7 +172,7 @@ def quantization_config(
 
 def save_model(model: Any, tokenizer: Any, folder: str | Path) -> None:
     """Write model and tokenizer in Hugging Face format, atomically; an existing folder is replaced."""
-    with atomic_folder(folder) as temp, _quiet_transformers(local=True):
+    with atomic_folder(folder) as temp, _quiet_transformers(bars=False):
         model.save_pretrained(temp)
         tokenizer.save_pretrained(temp)
 
@@ -183,7 +185,7 @@ def load_config(name_or_path: str | Path) -> PreTrainedConfig:
     """
     where = _checked_source(name_or_path, needs=("config",))
     try:
-        return AutoConfig.from_pretrained(str(name_or_path))
+        return _cached_first(AutoConfig.from_pretrained, name_or_path)
     except _LOAD_ERRORS as error:
         if Path(name_or_path).is_dir():
             raise UserError(f"the config.json of {where} cannot be read: {_first_line(error)}") from error
@@ -283,6 +285,20 @@ def _checked_source(name_or_path: str | Path, *, needs: tuple[str, ...]) -> str:
     return f"model {name!r}"
 
 
+def _cached_first(load: Callable[..., Any], name_or_path: str | Path, **options: Any) -> Any:
+    """Load from the folder or the local cache; where that fails, and only then, a hub name asks the hub."""
+    try:
+        with _quiet_transformers(bars=False):
+            return load(str(name_or_path), local_files_only=True, **options)
+    except torch.OutOfMemoryError:
+        raise
+    except _LOAD_ERRORS:
+        if Path(name_or_path).is_dir():
+            raise
+    with _quiet_transformers(bars=True):
+        return load(str(name_or_path), **options)
+
+
 def _checked_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     if isinstance(dtype, torch.dtype) or dtype == "auto":
         return dtype
@@ -326,18 +342,18 @@ def _dequantise_on_cpu(module: nn.Module, inputs: Any) -> None:
 
 
 @contextlib.contextmanager
-def _quiet_transformers(*, local: bool) -> Iterator[None]:
-    """Hold back transformers' loading report (`load_model` checks it) and, where local, progress bars."""
+def _quiet_transformers(*, bars: bool) -> Iterator[None]:
+    """Hold back transformers' loading report (`load_model` checks what it says), and bars unless wanted."""
     verbosity = transformers_logging.get_verbosity()
-    bars = transformers_logging.is_progress_bar_enabled()
+    had_bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
-    if local:
+    if not bars:
         transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
         transformers_logging.set_verbosity(verbosity)
-        if bars:
+        if had_bars:
             transformers_logging.enable_progress_bar()
 
 

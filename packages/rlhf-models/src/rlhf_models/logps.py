@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rlhf_data import PackedBatch
 from torch.utils.checkpoint import checkpoint
 
+from rlhf_data import PackedBatch
 from rlhf_models.attention import AttentionPlan, TreeAttention, packed_forward, prepare_for_packing
 
 CHUNK_LOGITS = 1 << 24
@@ -79,10 +79,11 @@ def token_logps(
     temperature: float = 1.0,
     with_entropy: bool = False,
 ) -> TokenLogps:
-    """log π of every target token of a packed batch, at the sampling temperature.
+    """Log π of every target token of a packed batch, at the sampling temperature.
 
-    log π(y_t | x, y_<t) = z[y_t] - logsumexp(z), z = logits / temperature. The logits of all tokens never
-    exist together: the LM head runs on chunks of rows, again in the backward pass.
+    log π(y_t | x, y_<t) = z[y_t] - logsumexp(z), z = logits / temperature. The LM head runs once for each
+    position, however many sequences go on from it. The logits of all positions never exist together: the
+    head runs on chunks of them, again in the backward pass.
 
     Args:
         model: a transformers causal LM, or a PeftModel around one.
@@ -90,14 +91,19 @@ def token_logps(
         temperature: > 0, divides the logits.
         with_entropy: also return the entropy -Σ p log p of each predicted distribution.
     """
-    hidden = hidden_states(model, batch)
+    positions, rows = batch.score_positions.unique(return_inverse=True)
     return logps_from_hidden(
-        lambda rows: lm_logits(model, rows) / temperature,
-        hidden[batch.score_positions],
+        lambda hidden: _tempered(lm_logits(model, hidden), temperature),
+        hidden_states(model, batch).index_select(0, positions),
         batch.score_targets,
+        rows=rows,
         rows_per_chunk=max(1, CHUNK_LOGITS // causal_lm(model).config.get_text_config().vocab_size),
         with_entropy=with_entropy,
     )
+
+
+def _tempered(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    return logits if temperature == 1.0 else logits / temperature
 
 
 def logps_from_hidden(
@@ -105,32 +111,40 @@ def logps_from_hidden(
     hidden: torch.Tensor,
     targets: torch.Tensor,
     *,
+    rows: torch.Tensor,
     rows_per_chunk: int,
     with_entropy: bool = False,
 ) -> TokenLogps:
-    """`token_logps` from gathered hidden states.
+    """`token_logps` from hidden states.
 
     Args:
         head: maps (m, hidden) rows to (m, V) fp32 logits.
-        hidden: (M, hidden) states that predict the targets.
+        hidden: (R, hidden) distinct states that predict the targets.
         targets: (M,) token ids.
+        rows: (M,) which row of `hidden` predicts each target; every row at least one.
         rows_per_chunk: rows the head sees at a time.
         with_entropy: see `token_logps`.
     """
 
-    def score(rows: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = head(rows)
-        log_normaliser = logits.logsumexp(-1)
-        logps = logits.gather(-1, wanted[:, None])[:, 0] - log_normaliser
+    def score(
+        states: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        distribution = head(states).log_softmax(-1)
+        logps = distribution[rows, targets]
         if not with_entropy:
-            return logps, logps.detach()
-        return logps, log_normaliser - (torch.softmax(logits, -1) * logits).sum(-1)
+            return logps, None
+        return logps, -(distribution.exp() * distribution).sum(-1)[rows]
 
-    if len(targets) <= rows_per_chunk:
-        parts = [score(hidden, targets)]
-    else:
-        chunks = zip(hidden.split(rows_per_chunk), targets.split(rows_per_chunk), strict=True)
-        parts = [checkpoint(score, rows, wanted, use_reentrant=False) for rows, wanted in chunks]
-    logps = torch.cat([part[0] for part in parts])  # pyright: ignore[reportOptionalSubscript]
-    entropy = torch.cat([part[1] for part in parts]) if with_entropy else None  # pyright: ignore[reportOptionalSubscript]
-    return TokenLogps(logps, entropy)
+    if len(hidden) <= rows_per_chunk:
+        return TokenLogps(*score(hidden, rows, targets))
+    rows, order = rows.sort(stable=True)
+    chunks = hidden.split(rows_per_chunk)
+    sizes = torch.bincount(rows // rows_per_chunk, minlength=len(chunks)).tolist()
+    targets_of, rows_of = targets[order].split(sizes), (rows % rows_per_chunk).split(sizes)
+    parts: list[Any] = [
+        checkpoint(score, *chunk, use_reentrant=False)
+        for chunk in zip(chunks, rows_of, targets_of, strict=True)
+    ]
+    back = order.argsort()
+    logps = torch.cat([part[0] for part in parts])[back]
+    return TokenLogps(logps, torch.cat([part[1] for part in parts])[back] if with_entropy else None)

@@ -1,0 +1,169 @@
+"""The pre-flight check: from which judge's weight on does truth pay?"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from rlhf_data import QARecord
+from torch import Tensor
+
+from rlhf_minmax.demo_texts import Teacher, answer_text
+from rlhf_minmax.pipeline import Answer, MinMaxPipeline, Scale
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """Gaps between the most tempting wrong answer and the right one, in standard deviations of each score.
+
+    Args:
+        delta_reward: how much more the reward model likes the wrong answer.
+        delta_judge_start: how much more the judge believes the right one, given the untrained monitor's critiques.
+        delta_judge_truthful: the same with truthful critiques.
+        break_even_start: judge's weight above which truth pays while the monitor is untrained; None if never.
+        break_even_truthful: the same with a truthful monitor.
+        w_reward: weight of the reward model in the run.
+        w_judge: weight of the judge in the run.
+        advice: what this means, in words.
+    """
+
+    delta_reward: float
+    delta_judge_start: float
+    delta_judge_truthful: float
+    break_even_start: float | None
+    break_even_truthful: float | None
+    w_reward: float
+    w_judge: float
+    advice: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for results.json."""
+        return asdict(self)
+
+
+def measure_scales(pipeline: MinMaxPipeline, records: Sequence[QARecord], *, seed: int) -> MinMaxPipeline:
+    """The pipeline with score scales fixed on rollouts of the starting players."""
+    raw = replace(pipeline, reward_scale=Scale(), judge_scale=Scale())
+    answers = raw.answer(raw.players.policy, records, 1, seed=seed)
+    critiques = raw.criticise(records, answers, 1, seed=seed)
+    return replace(
+        pipeline,
+        reward_scale=Scale.of(raw.rewards(records, answers)),
+        judge_scale=Scale.of(raw.judge_scores(records, answers, critiques)),
+    )
+
+
+def measure_break_even(pipeline: MinMaxPipeline, records: Sequence[QARecord], *, seed: int) -> BreakEven:
+    """Measure the gaps on labelled training stories and choose the judge's weight.
+
+    Truth pays iff w_judge · ΔJ > w_reward · ΔR. The default weight is `break_even_factor` times the break-even
+    with truthful critiques.
+
+    Args:
+        pipeline: with its scales fixed.
+        records: labelled training stories.
+        seed: of the critiques' sampling.
+    """
+    game = pipeline.config.game
+    records, right, wrong = _pairs(pipeline, records)
+    delta_reward = _gap(pipeline.rewards(records, wrong), pipeline.rewards(records, right))
+    start = [_judged_by_monitor(pipeline, records, answers, seed) for answers in (right, wrong)]
+    truthful = [_judged_by_teacher(pipeline, records, answers) for answers in (right, wrong)]
+    delta_start, delta_truthful = _gap(*start), _gap(*truthful)
+    even_start = _ratio(game.w_reward * delta_reward, delta_start)
+    even_truthful = _ratio(game.w_reward * delta_reward, delta_truthful)
+    w_judge = game.w_judge
+    if w_judge is None:
+        w_judge = game.break_even_factor * even_truthful if even_truthful else 1.0
+    return BreakEven(
+        delta_reward=delta_reward,
+        delta_judge_start=delta_start,
+        delta_judge_truthful=delta_truthful,
+        break_even_start=even_start,
+        break_even_truthful=even_truthful,
+        w_reward=game.w_reward,
+        w_judge=w_judge,
+        advice=_advice(delta_reward, even_start, even_truthful, w_judge),
+    )
+
+
+def _pairs(
+    pipeline: MinMaxPipeline, records: Sequence[QARecord]
+) -> tuple[list[QARecord], list[Answer], list[Answer]]:
+    """The stories with a most tempting wrong answer: the planted bait, or the one the reward model likes most."""
+    baited = [r for r in records if pipeline.prompts.rules.is_hack(r, None) is not None]
+    if baited:
+        rivals = [pipeline.prompts.rules.rival(record) for record in baited]
+        chosen, tempting = baited, [rival for rival in rivals if rival is not None]
+    else:
+        chosen, tempting = list(records), _best_wrong(pipeline, records)
+    right = [_answer(pipeline, chosen, i, record.answer_text) for i, record in enumerate(chosen)]
+    wrong = [_answer(pipeline, chosen, i, choice) for i, choice in enumerate(tempting)]
+    return chosen, right, wrong
+
+
+def _best_wrong(pipeline: MinMaxPipeline, records: Sequence[QARecord]) -> list[str]:
+    options = [(i, c) for i, r in enumerate(records) for c in r.choices if c != r.answer_text]
+    scores = pipeline.rewards(records, [_answer(pipeline, records, i, choice) for i, choice in options])
+    best: dict[int, tuple[float, str]] = {}
+    for (i, choice), score in zip(options, scores.tolist(), strict=True):
+        best[i] = max(best.get(i, (float("-inf"), "")), (score, choice))
+    return [best[i][1] for i in range(len(records))]
+
+
+def _answer(pipeline: MinMaxPipeline, records: Sequence[QARecord], index: int, choice: str) -> Answer:
+    return pipeline.read_answer(records, index, answer_text(choice))
+
+
+def _judged_by_monitor(
+    pipeline: MinMaxPipeline, records: Sequence[QARecord], answers: list[Answer], seed: int
+) -> Tensor:
+    critiques = pipeline.criticise(records, answers, 1, seed=seed)
+    return pipeline.judge_scores(records, answers, critiques)
+
+
+def _judged_by_teacher(
+    pipeline: MinMaxPipeline, records: Sequence[QARecord], answers: list[Answer]
+) -> Tensor:
+    teacher = Teacher(pipeline.prompts.rules, records, random.Random(0))
+    scores = pipeline.judge.score(
+        [record.question for record in records],
+        [answer.text for answer in answers],
+        [teacher.correct_critique(r, a.claim or "") for r, a in zip(records, answers, strict=True)],
+    )
+    return pipeline.judge_scale(scores)
+
+
+def _gap(higher: Tensor, lower: Tensor) -> float:
+    return float(torch.mean(higher - lower))
+
+
+def _ratio(cost: float, gain: float) -> float | None:
+    """Weight at which the gain outweighs the cost: 0 where there is no cost, None where there is no gain."""
+    if cost <= 0:
+        return 0.0
+    return cost / gain if gain > 0 else None
+
+
+def _advice(delta_reward: float, start: float | None, truthful: float | None, w_judge: float) -> str:
+    if delta_reward <= 0:
+        return "the reward model already prefers right answers, so there is nothing for the judge to outweigh"
+    if truthful is None:
+        return (
+            "the judge does not tell right answers from wrong ones even when shown truthful critiques: "
+            "the game cannot work; train or choose another judge"
+        )
+    if w_judge <= truthful:
+        return (
+            f"w_judge {w_judge:.2f} is below the break-even {truthful:.2f} of a truthful monitor, so exploiting the "
+            f"reward model pays whatever the monitor does; raise game.w_judge above {truthful:.2f}"
+        )
+    if start is not None and w_judge > start:
+        return (
+            f"w_judge {w_judge:.2f} is above the break-even {start:.2f} of the untrained monitor already: "
+            "truth pays, and a frozen monitor might do as well"
+        )
+    return f"truth pays once the monitor is truthful: w_judge {w_judge:.2f} is above the break-even {truthful:.2f}"

@@ -1,0 +1,212 @@
+"""The settings of a MinMax run."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+from rlhf_data import BaseConfig, QADatasetConfig, StoryWorldConfig
+
+from rlhf_minmax.constraint import ConstraintMeasure
+from rlhf_minmax.demo import DemoSettings
+from rlhf_minmax.duals import DualRule
+
+
+class PlayerConfig(BaseConfig):
+    """One player: its model, how it is trained and how it samples."""
+
+    model_name: str | None = None
+    """Folder or hub name of a causal language model; null takes the demonstration's base."""
+    load_in_8bit: bool = False
+    """Quantise the frozen weights to 8 bits; needs use_lora."""
+    load_in_4bit: bool = False
+    """Quantise the frozen weights to 4 bits; needs use_lora."""
+    use_lora: bool = True
+    """Train a LoRA adapter on frozen weights; false trains all weights."""
+    lora_r: int = Field(default=16, ge=1)
+    """Rank of the adapter."""
+    lora_alpha: float = Field(default=32, gt=0)
+    """The adapter's update is scaled by lora_alpha / lora_r."""
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout probability on the adapter's input while training."""
+    lora_target_modules: tuple[str, ...] | None = None
+    """Layers to adapt; null adapts every linear layer but the head."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature; log-probs are taken at it."""
+    max_new_tokens: int = Field(default=16, ge=1)
+    """Longest completion in tokens; a longer one counts as truncated."""
+    gradient_checkpointing: bool = False
+    """Recompute layers in the backward pass to save memory."""
+    prompt_template: str | None = None
+    """Prompt with {prompt} (the monitor's also with {answer}); null takes the built-in one."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.load_in_8bit or self.load_in_4bit) and not self.use_lora:
+            raise ValueError("quantised weights cannot be trained; set use_lora true or load them unquantised")
+        return self
+
+
+class RewardModelConfig(BaseConfig):
+    """The reward model: a sequence classifier with one label."""
+
+    model_name: str | None = None
+    """Folder or hub name; null builds one from the training rows."""
+    load_in_8bit: bool = False
+    """Quantise its weights to 8 bits."""
+
+
+class JudgeConfig(BaseConfig):
+    """Who says how likely an answer is to be true, given the question, the answer and a critique."""
+
+    kind: Literal["head", "prompted", "rule"] = "head"
+    """`head`: a trained classifier; `prompted`: a language model asked yes or no; `rule`: reads the verdict word."""
+    model_name: str | None = None
+    """Folder or hub name; null builds a `head` from the training rows."""
+    load_in_8bit: bool = False
+    """Quantise its weights to 8 bits."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.kind == "prompted" and self.model_name is None:
+            raise ValueError("a prompted judge needs model_name, a causal language model")
+        return self
+
+
+class DataConfig(BaseConfig):
+    """Where stories come from: files of question-answering rows, or the story world."""
+
+    train_data: str | None = None
+    """File of training rows (.json, .jsonl, .jsonl.gz, .csv, .parquet); null takes the story world."""
+    eval_data: str | None = None
+    """File of held-out rows; null holds out the rows of train_data whose text hashes to 0-2 of 10."""
+    columns: QADatasetConfig = QADatasetConfig()
+    """Columns of the rows, and the template that turns a row into a prompt."""
+    story_world: StoryWorldConfig = StoryWorldConfig()
+    """The world that stories are drawn from."""
+    train_stories: int = Field(default=1536, ge=1)
+    """Stories drawn for training; of a file, the most rows used."""
+    eval_stories: int = Field(default=512, ge=1)
+    """Held-out stories; of a file, the most rows used."""
+    probe_stories: int = Field(default=256, ge=1)
+    """Training stories on which score scales and the break-even weight are measured."""
+
+
+class TrainingConfig(BaseConfig):
+    """Learning rates, sizes and schedule."""
+
+    policy_learning_rate: float = Field(default=3e-3, gt=0)
+    """AdamW learning rate of the policy."""
+    monitor_learning_rate: float = Field(default=3e-3, gt=0)
+    """AdamW learning rate of the monitor."""
+    monitor_updates_per_policy: int = Field(default=5, ge=1)
+    """Inner updates of the monitor on one batch of critiques; fewer where the KL stop ends them."""
+    policy_updates: int = Field(default=2, ge=1)
+    """Updates of the policy on one batch of answers."""
+    monitor_warmup_steps: int = Field(default=8, ge=0)
+    """First steps in which only the monitor learns."""
+    constraint_penalty_lambda: float = Field(default=5.0, ge=0)
+    """Multiplier λ at the start."""
+    batch_size: int = Field(default=32, ge=1)
+    """Stories per step."""
+    num_epochs: float = Field(default=1.0, gt=0)
+    """Passes over the training stories."""
+    max_steps: int = Field(default=-1, ge=-1)
+    """Steps; above 0 it takes the place of num_epochs."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """A longer gradient is scaled down to this 2-norm."""
+    max_tokens_per_batch: int = Field(default=16384, ge=1)
+    """Tokens in one forward pass."""
+    eval_steps: int | None = Field(default=None, ge=1)
+    """Evaluate on the held-out stories every so many steps; null only at start and end."""
+    save_steps: int | None = Field(default=10, ge=1)
+    """Write a checkpoint every so many steps; null only at the end."""
+    save_total_limit: int = Field(default=2, ge=1)
+    """Checkpoints kept, the newest."""
+
+
+class GameConfig(BaseConfig):
+    """The rewards of the game and the policy-gradient step of both players."""
+
+    num_generations: int = Field(default=4, ge=2)
+    """Answers per story (N)."""
+    num_critiques: int = Field(default=4, ge=2)
+    """Critiques per criticised answer (K) when the monitor learns."""
+    policy_critiques: int = Field(default=2, ge=1)
+    """Critiques per answer, from the updated monitor, that the policy's reward averages over."""
+    tampered_fraction: float = Field(default=0.5, ge=0)
+    """Made-up answers, right and wrong, that the monitor criticises besides, per policy answer."""
+    w_reward: float = Field(default=1.0, ge=0)
+    """Weight of the reward model's standardised score."""
+    w_judge: float | None = Field(default=None, ge=0)
+    """Weight of the judge's standardised score; null takes break_even_factor times the break-even weight."""
+    break_even_factor: float = Field(default=1.75, gt=0)
+    """Safety factor on the break-even weight."""
+    unparsable_answer_penalty: float = Field(default=3.0, ge=0)
+    """Taken off the policy's reward for an answer that names no choice."""
+    unparsable_critique_penalty: float = Field(default=2.0, ge=0)
+    """Taken off the monitor's reward for a critique that breaks the form or is truncated."""
+    epsilon: float = Field(default=0.2, gt=0, lt=1)
+    """Clip range of the probability ratio."""
+    beta: float = Field(default=0.02, ge=0)
+    """Weight of the k3 KL to the reference in the loss of both players."""
+    target_kl: float = Field(default=0.05, gt=0)
+    """Updates on one batch stop when the mean KL to the sampling policy, in nats per token, exceeds this."""
+
+
+class ConstraintConfig(BaseConfig):
+    """The monitor's truthfulness constraint and its multiplier."""
+
+    measure: ConstraintMeasure = "balanced_accuracy"
+    """What counts: errors balanced over right and wrong answers, plain errors, or the Brier score."""
+    check_evidence: bool = True
+    """Whether evidence that is not in the story, or contradicts the verdict, is a full violation."""
+    threshold: float = Field(default=0.05, ge=0, le=1)
+    """Violation that is tolerated."""
+    rule: DualRule = "log"
+    """How λ moves: see docs/minmax.md."""
+    step_size: float = Field(default=0.5, gt=0)
+    """Step size of λ."""
+    smoothing: float = Field(default=0.5, gt=0, le=1)
+    """Weight of the newest violation in its moving average."""
+    lambda_min: float = Field(default=0.05, ge=0)
+    """Smallest λ."""
+    lambda_max: float = Field(default=20.0, gt=0)
+    """Largest λ."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.lambda_min >= self.lambda_max:
+            raise ValueError(f"lambda_min {self.lambda_min} must be below lambda_max {self.lambda_max}")
+        if self.rule in ("multiplicative", "log") and self.lambda_min == 0:
+            raise ValueError(f"rule {self.rule} cannot leave 0; set lambda_min above 0")
+        return self
+
+
+class MinMaxConfig(BaseConfig):
+    """Everything a MinMax run depends on."""
+
+    policy_model: PlayerConfig = PlayerConfig()
+    """The player that answers."""
+    monitor_model: PlayerConfig = PlayerConfig(max_new_tokens=24)
+    """The player that criticises."""
+    reward_model: RewardModelConfig = RewardModelConfig()
+    """Who scores answers."""
+    judge_model: JudgeConfig = JudgeConfig()
+    """Who scores answers with critiques."""
+    data: DataConfig = DataConfig()
+    """Training and held-out stories."""
+    training: TrainingConfig = TrainingConfig()
+    """Learning rates, sizes and schedule."""
+    game: GameConfig = GameConfig()
+    """Rewards and the policy-gradient step."""
+    constraint: ConstraintConfig = ConstraintConfig()
+    """Truthfulness and its multiplier."""
+    demo: DemoSettings = DemoSettings()
+    """The models built on the spot."""
+    devices: dict[str, str] = Field(default_factory=dict)
+    """Role (policy, monitor, reward, judge) to device, where the plan is not to choose."""
+    baseline: bool = True
+    """Also train a policy on the reward model alone, for comparison."""
+    seed: int = Field(default=0, ge=0)
+    """Seeds everything: stories, demonstration models, sampling, orders."""

@@ -1,0 +1,77 @@
+"""The stories of a run: from files, or drawn from the story world."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlhf_data import QADatasetConfig, QARecord, UserError, generate_stories, load_qa, split_of
+
+from rlhf_minmax.config import DataConfig, MinMaxConfig
+from rlhf_minmax.prompts import Prompts
+from rlhf_minmax.story_rules import StoryRules
+from rlhf_minmax.texts import MONITOR_TEMPLATE, POLICY_TEMPLATE, TextRules
+
+STORY_TEMPLATE = "{story}\n{question}\n"
+"""The story world's prompt: its answers are places, which need no list of choices."""
+
+
+@dataclass(frozen=True)
+class Stories:
+    """Training and held-out records, and how they are put to the players."""
+
+    train: list[QARecord]
+    held_out: list[QARecord]
+    prompts: Prompts
+
+
+def load_stories(config: MinMaxConfig) -> Stories:
+    """Read or draw the stories of a run; training and held-out stories never overlap.
+
+    Raises:
+        UserError: a file cannot be used, or leaves no training or no held-out row.
+    """
+    data = config.data
+    if data.train_data is None:
+        if data.eval_data is not None:
+            raise UserError("data.eval_data is set without data.train_data; give --train-data too")
+        world, seed = data.story_world, config.seed
+        train = generate_stories(world, data.train_stories, split="train", seed=seed)
+        held_out = generate_stories(world, data.eval_stories, split="eval", seed=seed)
+        return Stories(train, held_out, _prompts(config, _story_columns(data), StoryRules()))
+    train, held_out = _from_files(data, data.train_data)
+    return Stories(
+        train[: data.train_stories],
+        held_out[: data.eval_stories],
+        _prompts(config, data.columns, TextRules()),
+    )
+
+
+def _story_columns(data: DataConfig) -> QADatasetConfig:
+    """The story world's template, unless the config sets one."""
+    if data.columns.prompt_template != QADatasetConfig().prompt_template:
+        return data.columns
+    return data.columns.model_copy(update={"prompt_template": STORY_TEMPLATE})
+
+
+def _prompts(config: MinMaxConfig, columns: QADatasetConfig, rules: TextRules) -> Prompts:
+    policy = config.policy_model.prompt_template or POLICY_TEMPLATE
+    monitor = config.monitor_model.prompt_template or MONITOR_TEMPLATE
+    return Prompts(columns, rules, policy, monitor)
+
+
+def _from_files(data: DataConfig, train_data: str) -> tuple[list[QARecord], list[QARecord]]:
+    rows = load_qa(train_data, data.columns)
+    if data.eval_data is not None:
+        held_out = load_qa(data.eval_data, data.columns)
+        stories = {record.story for record in held_out}
+        train = [record for record in rows if record.story not in stories]
+    else:
+        train = [record for record in rows if split_of(record.story) == "train"]
+        held_out = [record for record in rows if split_of(record.story) == "eval"]
+    for what, part in (("training", train), ("held-out", held_out)):
+        if not part:
+            raise UserError(
+                f"{train_data} leaves no {what} row of its {len(rows)} "
+                "(rows are held out by a hash of the story); give --eval-data with other stories"
+            )
+    return train, held_out

@@ -1,0 +1,109 @@
+"""The two players, and the extra policies that baselines train."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_data import UserError
+from rlhf_models import (
+    AdapterSet,
+    DeviceManager,
+    LoraSettings,
+    PolicyModel,
+    add_adapters,
+    load_causal_lm,
+    load_tokenizer,
+)
+
+from rlhf_minmax.config import MinMaxConfig, PlayerConfig
+
+PLAIN = "plain"
+"""Name of the baseline's policy."""
+
+
+@dataclass(frozen=True)
+class Players:
+    """Policy and monitor, and the policy of the plain baseline, which starts as the same model.
+
+    Args:
+        policy: the player that answers.
+        monitor: the player that criticises.
+        plain: the policy that is trained on the reward model alone; None where no baseline is wanted.
+        shared: whether all are adapters of one backbone.
+    """
+
+    policy: PolicyModel
+    monitor: PolicyModel
+    plain: PolicyModel | None
+    shared: bool
+
+
+def load_players(config: MinMaxConfig, demo_base: str | None, devices: DeviceManager) -> Players:
+    """Load the players: one backbone with an adapter each where the names agree, else two models.
+
+    Args:
+        config: the run's settings.
+        demo_base: folder of the demonstration's base, for players without a model name.
+        devices: where they go.
+
+    Raises:
+        UserError: a model cannot be loaded, or one backbone is asked for with differing settings.
+    """
+    policy_name = config.policy_model.model_name or demo_base
+    monitor_name = config.monitor_model.model_name or demo_base
+    wanted = ["policy", "monitor"] + ([PLAIN] if config.baseline else [])
+    if policy_name == monitor_name and config.policy_model.use_lora and config.monitor_model.use_lora:
+        return _shared_players(config, policy_name, wanted, devices)
+    policies = _load(config.policy_model, policy_name, [n for n in wanted if n != "monitor"], devices, config.seed)
+    monitor = _load(config.monitor_model, monitor_name, ["monitor"], devices, config.seed)["monitor"]
+    return Players(policies["policy"], monitor, policies.get(PLAIN), shared=False)
+
+
+def _shared_players(
+    config: MinMaxConfig, name: str | None, wanted: list[str], devices: DeviceManager
+) -> Players:
+    if _lora(config.policy_model) != _lora(config.monitor_model):
+        raise UserError(
+            "policy_model and monitor_model name the same model, so they are adapters of one backbone and need equal "
+            "lora_r, lora_alpha, lora_dropout and lora_target_modules; make them equal or name two models"
+        )
+    if devices.device("policy") != devices.device("monitor"):
+        raise UserError(
+            f"policy and monitor are adapters of one backbone but are sent to {devices.device('policy')} and "
+            f"{devices.device('monitor')}; give both one device or name two models"
+        )
+    players = _load(config.policy_model, name, wanted, devices, config.seed)
+    return Players(players["policy"], players["monitor"], players.get(PLAIN), shared=True)
+
+
+def _lora(config: PlayerConfig) -> LoraSettings:
+    return LoraSettings(
+        lora_r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        lora_target_modules=config.lora_target_modules,
+    )
+
+
+def _load(
+    config: PlayerConfig, name: str | None, roles: list[str], devices: DeviceManager, seed: int
+) -> dict[str, PolicyModel]:
+    """Load one model as several players: adapters of one backbone, or full copies."""
+    assert name is not None, "players without a model name need the demonstration's base"
+    model: Any = load_causal_lm(
+        name,
+        dtype=devices.dtype(roles[0]),
+        load_in_8bit=config.load_in_8bit,
+        load_in_4bit=config.load_in_4bit,
+        device=devices.device(roles[0]),
+        gradient_checkpointing=config.gradient_checkpointing,
+    )
+    tokenizer = load_tokenizer(name)
+    if config.use_lora:
+        adapters = AdapterSet(add_adapters(model, roles, _lora(config), seed=seed))
+        return {role: PolicyModel(None, tokenizer, adapters=adapters, adapter=role) for role in roles}
+    return {
+        role: PolicyModel(copy.deepcopy(model), tokenizer, keep_reference=True) for role in roles
+    }

@@ -1,0 +1,194 @@
+"""The loop of the game: forward pass, both players' updates, evaluation, checkpoints, exact resume."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rlhf_algos import CheckpointManager, load_weights
+from rlhf_data import QARecord, RunFolder, UserError
+from rlhf_models import PolicyModel
+
+from rlhf_minmax.config import MinMaxConfig
+from rlhf_minmax.evaluate import Metrics, answer_metrics, batch_metrics, evaluate
+from rlhf_minmax.optimizer import DualPPOOptimizer
+from rlhf_minmax.pipeline import MinMaxPipeline
+
+StepCallback = Callable[[int, int, Metrics], None]
+"""Called with (step, total steps, metrics) after every step."""
+
+
+class MinMaxTrainer:
+    """Trains policy and monitor against each other, or the policy alone for comparison.
+
+    Everything random in a step comes from (seed, step), and the order of the stories from (seed, epoch), so a
+    checkpoint needs no random state: a resumed run repeats the uninterrupted one.
+
+    Args:
+        pipeline: the game, with its scales and weights fixed.
+        config: the run's settings.
+        records: training stories.
+        eval_records: held-out stories for `training.eval_steps`.
+        run: where metrics and checkpoints go; None keeps nothing.
+        adversary: false trains the policy on the reward model alone: plain RLHF.
+        on_step: told of every step.
+    """
+
+    def __init__(
+        self,
+        pipeline: MinMaxPipeline,
+        config: MinMaxConfig,
+        records: Sequence[QARecord],
+        eval_records: Sequence[QARecord] = (),
+        *,
+        run: RunFolder | None = None,
+        adversary: bool = True,
+        on_step: StepCallback | None = None,
+    ) -> None:
+        if not records:
+            raise UserError("there are no training stories; give a file with at least one row")
+        self.pipeline, self.config, self.run = pipeline, config, run
+        self.records, self.eval_records = list(records), list(eval_records)
+        self.adversary, self.on_step = adversary, on_step
+        self.optimizer = DualPPOOptimizer(pipeline, config, adversary=adversary)
+        self.step = 0
+        self.num_tokens = 0
+        limit = config.training.save_total_limit
+        self.checkpoints = CheckpointManager(run, keep=limit) if run else None
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run; the plain policy makes as many updates as the game's policy."""
+        training = self.config.training
+        steps_per_epoch = math.ceil(len(self.records) / training.batch_size)
+        total = training.max_steps
+        if total < 1:
+            total = max(1, math.ceil(training.num_epochs * steps_per_epoch))
+        return total if self.adversary else max(1, total - training.monitor_warmup_steps)
+
+    def train(self) -> None:
+        """Play from where the trainer stands to the last step."""
+        while self.step < self.total_steps:
+            metrics = self.train_step()
+            last = self.step == self.total_steps
+            if self.eval_records and self.adversary and _due(self.step, self.config.training.eval_steps):
+                held_out = evaluate(self.pipeline, self.eval_records, self.pipeline.players.policy)
+                metrics |= {f"eval/{name}": value for name, value in held_out.items()}
+            if self.run:
+                self.run.append_metrics(metrics)
+            if self.checkpoints and (last or _due(self.step, self.config.training.save_steps)):
+                self.save_checkpoint()
+            if self.on_step:
+                self.on_step(self.step, self.total_steps, metrics)
+
+    def train_step(self) -> Metrics:
+        """One step of both players on the next stories; its metrics."""
+        started = time.perf_counter()
+        batch = self._next_batch()
+        seed = self.config.seed * 1_000_003 + 10 * self.step
+        torch.manual_seed(seed)
+        if self.adversary:
+            metrics = self._game_step(batch, seed)
+        else:
+            metrics = self._plain_step(batch, seed)
+        self.step += 1
+        self.num_tokens += int(metrics.pop("num_tokens"))
+        training = self.config.training
+        head = {
+            "phase": "minmax" if self.adversary else "plain",
+            "step": self.step,
+            "epoch": self.step * training.batch_size / len(self.records),
+            "loss": metrics.get("policy/loss", metrics.get("monitor/loss")),
+            "learning_rate": training.policy_learning_rate,
+            "grad_norm": metrics.get("policy/grad_norm", metrics.get("monitor/grad_norm")),
+            "num_tokens": self.num_tokens,
+        }
+        return head | metrics | {"step_time": time.perf_counter() - started}
+
+    def _game_step(self, batch: list[QARecord], seed: int) -> dict[str, Any]:
+        output = self.pipeline.forward_pass(batch, seed=seed)
+        learns = self.step >= self.config.training.monitor_warmup_steps
+        metrics: dict[str, Any] = dict(batch_metrics(output))
+        metrics |= self.optimizer.step(output, seed=seed, policy_learns=learns)
+        return _join_tokens(metrics)
+
+    def _plain_step(self, batch: list[QARecord], seed: int) -> dict[str, Any]:
+        policy = self.pipeline.players.policy
+        answers = self.pipeline.answer(policy, batch, self.config.game.num_generations, seed=seed)
+        rewards = self.pipeline.rewards(batch, answers)
+        metrics: dict[str, Any] = dict(answer_metrics(answers, rewards))
+        metrics |= self.optimizer.policy_step(answers, rewards)
+        return _join_tokens(metrics)
+
+    def _next_batch(self) -> list[QARecord]:
+        """The stories of the next step: those of a permutation of each epoch, in turn."""
+        size, count = self.config.training.batch_size, len(self.records)
+        epoch, at = divmod(self.step, math.ceil(count / size))
+        generator = torch.Generator().manual_seed(self.config.seed + epoch)
+        order = torch.randperm(count, generator=generator).tolist()
+        return [self.records[i] for i in order[at * size : (at + 1) * size]]
+
+    def save_checkpoint(self) -> None:
+        """Write everything resuming needs as `checkpoint-<step>` of the run folder."""
+        assert self.checkpoints is not None
+        state: dict[str, Any] = {"num_tokens": self.num_tokens, "num_records": len(self.records)}
+        with self.checkpoints.writing(self.step, state) as folder:
+            for name, player in self._trained_players().items():
+                player.save_pretrained(folder / name)
+            state["dual"] = self.optimizer.save(folder)
+
+    def resume(self) -> bool:
+        """Take up the newest complete checkpoint of the run folder; whether there was one.
+
+        Raises:
+            UserError: the checkpoint was made with other data or other models.
+        """
+        assert self.checkpoints is not None and self.run is not None
+        latest = self.checkpoints.latest()
+        if latest is not None:
+            self.load_checkpoint(latest)
+        self.run.truncate_metrics(self.step)
+        return latest is not None
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Put both players, their optimizers, λ and the data position where the checkpoint has them.
+
+        Raises:
+            UserError: the checkpoint was made with other data or other models.
+        """
+        state = CheckpointManager.read_state(folder)
+        if state["num_records"] != len(self.records):
+            raise UserError(
+                f"{folder} was written with {state['num_records']} training stories, there are now "
+                f"{len(self.records)}; resume with the same data"
+            )
+        for name, player in self._trained_players().items():
+            restore_player(player, folder / name)
+        self.optimizer.load(folder, state["dual"])
+        self.step, self.num_tokens = state["step"], state["num_tokens"]
+
+    def _trained_players(self) -> dict[str, PolicyModel]:
+        players = {"policy": self.pipeline.players.policy}
+        return players | ({"monitor": self.pipeline.players.monitor} if self.adversary else {})
+
+
+def restore_player(player: PolicyModel, folder: Path) -> None:
+    """Put a player's saved adapter or full weights back, bit for bit."""
+    if player.adapters is not None and player.adapter is not None:
+        player.adapters.load(player.adapter, folder)
+    else:
+        load_weights(player.model, folder)
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def _join_tokens(metrics: dict[str, Any]) -> dict[str, Any]:
+    """One token count of both players."""
+    counts = [metrics.pop(f"{role}/num_tokens", 0) for role in ("policy", "monitor")]
+    return metrics | {"num_tokens": sum(counts)}

@@ -1,0 +1,163 @@
+"""A packed batch's attention as dense blocks of queries and keys, for scaled-dot-product kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rlhf_models.tree import AttentionTree
+
+_BLOCK_QUERIES = 64
+"""Queries of a masked block. Fewer leave fewer hidden pairs to compute, but take more kernel calls."""
+_KEYS_PER_QUERY = 3
+"""A masked block gets more queries where each would otherwise need more copied keys than this."""
+_SLACK = {"cpu": 1 << 12, "cuda": 1 << 20}
+"""Padded query-key pairs that cost less than one more kernel call, by device type."""
+_GROUP_PAIRS = 1 << 22
+"""Most query-key pairs of a padded group: bounds the scores of a kernel that holds them all."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Blocks of one padded shape.
+
+    Args:
+        shape: number of blocks, queries of each, keys of each.
+        mask: (blocks, 1, queries, keys), added to the scores; None where all are plain causal text.
+    """
+
+    shape: tuple[int, int, int]
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class DenseBlocks:
+    """Groups of blocks that together hold every query of the stream once.
+
+    Args:
+        groups: the groups.
+        query_index: stream positions of the groups' queries, one group after the other. Padding repeats a
+            block's first query.
+        key_index: the same of their keys. Padding repeats a block's first key, and no real query sees it.
+        order: (N,) where each stream token is among the groups' queries.
+    """
+
+    groups: list[Group]
+    query_index: torch.Tensor
+    key_index: torch.Tensor
+    order: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Stream positions of some queries and of all keys they see, ascending; `causal`: plain causal text."""
+
+    queries: np.ndarray
+    keys: np.ndarray
+    causal: bool
+
+
+def dense_blocks(
+    tree: AttentionTree, *, window: int | None, dtype: torch.dtype, device: torch.device
+) -> DenseBlocks:
+    """Cut the attention of a batch into blocks, blocks of similar size padded together.
+
+    Args:
+        tree: who sees whom.
+        window: number of latest positions a token sees, itself included; None for all.
+        dtype: of the masks: that of the queries.
+        device: of the result.
+    """
+    blocks = sorted(
+        _blocks(tree, window), key=lambda b: (b.causal, len(b.keys), len(b.queries)), reverse=True
+    )
+    order = np.empty(len(tree.token_end), dtype=np.int64)
+    groups: list[Group] = []
+    queries: list[np.ndarray] = []
+    keys: list[np.ndarray] = []
+    at = offset = 0
+    while at < len(blocks):
+        members = _similar(blocks[at:], _SLACK["cpu" if device.type == "cpu" else "cuda"])
+        query, _ = _padded([block.queries for block in members])
+        key, real = _padded([block.keys for block in members])
+        mask = None if members[0].causal else _mask(tree, query, key, real, window, dtype).to(device)
+        groups.append(Group((*query.shape, key.shape[1]), mask))
+        for row, block in enumerate(members):
+            order[block.queries] = offset + row * query.shape[1] + np.arange(len(block.queries))
+        queries.append(query.ravel())
+        keys.append(key.ravel())
+        at += len(members)
+        offset += query.size
+    query_index, key_index = np.concatenate(queries), np.concatenate(keys)
+    return DenseBlocks(groups, *(torch.from_numpy(x).to(device) for x in (query_index, key_index, order)))
+
+
+def _blocks(tree: AttentionTree, window: int | None) -> list[_Block]:
+    """Long roots as causal blocks, what lies between them as runs of queries with a mask."""
+    n = len(tree.token_end)
+    limit = n if window is None else window
+    long = (tree.parent < 0) & (tree.length > _BLOCK_QUERIES) & (tree.length <= limit)
+    roots = np.stack([tree.start[long], tree.start[long] + tree.length[long]], 1)
+    blocks = []
+    at = 0
+    for start, stop in [*roots.tolist(), [n, n]]:
+        while at < start:
+            blocks.append(_run(tree, at, start, limit))
+            at += len(blocks[-1].queries)
+        if start < stop:
+            text = np.arange(start, stop)
+            blocks.append(_Block(text, text, causal=True))
+        at = stop
+    return blocks
+
+
+def _run(tree: AttentionTree, at: int, stop: int, limit: int) -> _Block:
+    """The queries from `at` on, with all keys that any of them sees: the first one's, and their own.
+
+    Whatever a later query sees before `at`, the first one sees too, windows aside.
+    """
+    before = tree.seen_before(at)
+    queries = np.arange(at, min(at + max(_BLOCK_QUERIES, len(before) // _KEYS_PER_QUERY), stop))
+    distance = tree.token_position[queries].min() - tree.token_position[before]
+    return _Block(queries, np.concatenate([before[distance < limit], queries]), causal=False)
+
+
+def _similar(blocks: list[_Block], slack: int) -> list[_Block]:
+    """The first blocks, as many as can be padded together at the price of `slack` or an eighth more pairs."""
+    width, height, pairs, count = 0, len(blocks[0].keys), 0, 0
+    for block in blocks:
+        width = max(width, len(block.queries))
+        pairs += len(block.queries) * len(block.keys)
+        padded = (count + 1) * width * height
+        too_large = padded > max(pairs + slack, pairs * 9 // 8) or padded > _GROUP_PAIRS
+        if count and (too_large or block.causal != blocks[0].causal):
+            break
+        count += 1
+    return blocks[:count]
+
+
+def _padded(rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """(B, longest) rows, each padded with its first entry, and which entries are real."""
+    lengths = np.array([len(row) for row in rows])
+    index = np.repeat([row[:1] for row in rows], lengths.max(), axis=1)
+    real = np.arange(lengths.max()) < lengths[:, None]
+    index[real] = np.concatenate(rows)
+    return index, real
+
+
+def _mask(
+    tree: AttentionTree,
+    query: np.ndarray,
+    key: np.ndarray,
+    real: np.ndarray,
+    window: int | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    query, key = query[:, :, None], key[:, None, :]
+    seen = real[:, None] & (key <= query) & (query < tree.token_end[key])
+    if window is not None:
+        seen &= tree.token_position[query] - tree.token_position[key] < window
+    seen = torch.from_numpy(seen)[:, None]
+    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
