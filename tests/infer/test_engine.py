@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from transformers import Gemma2Config, GPT2Config, LlamaConfig, MistralConfig
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
 from rlhf_data import TokenSequence, UserError, pack
 from rlhf_infer import SamplingParams, TransformersEngine
 from rlhf_models.logps import token_logps
-from transformers import Gemma2Config, GPT2Config, LlamaConfig, MistralConfig
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 SHAPE = {
     "vocab_size": 40,

@@ -33,7 +33,7 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-GQA = SHAPE | {"num_key_value_heads": 2}
+GQA: dict[str, Any] = SHAPE | {"num_key_value_heads": 2}
 ARCHITECTURES = {
     "gpt2": lambda: GPT2Config(
         vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=96, bos_token_id=1, eos_token_id=2
@@ -53,7 +53,7 @@ ARCHITECTURES = {
 }
 
 
-def make_model(name: str, implementation: str = "sdpa") -> torch.nn.Module:
+def make_model(name: str, implementation: str = "sdpa") -> Any:
     torch.manual_seed(0)
     config = ARCHITECTURES[name]()
     config._attn_implementation = implementation

@@ -50,6 +50,11 @@ _WALL = (
 _MAX_EXCHANGES = 8
 
 
+def run_metrics(run_folder: RunFolder) -> list[dict[str, Any]]:
+    """The metrics of a MinMax run, those of its plain baseline (the run in its folder `plain`) first."""
+    return RunFolder(run_folder.path / "plain").read_metrics() + run_folder.read_metrics()
+
+
 def write_minmax_report(run_folder: RunFolder, path: str | Path) -> None:
     """Write the report of a finished MinMax run as one HTML file.
 
@@ -75,7 +80,7 @@ def write_minmax_report(run_folder: RunFolder, path: str | Path) -> None:
     parts = [
         _header(run_folder.path.name, results),
         section("Start, plain RLHF and MinMax", _headline(results)),
-        section("Training", _figures(run_folder.read_metrics(), results)),
+        section("Training", _figures(run_metrics(run_folder), results)),
         section("Sample exchanges", exchange_cards(samples, limit=_MAX_EXCHANGES)),
         section("Break-even check", _break_even(results.get("break_even") or {})),
         section("Prompts as the models saw them", _prompts(results.get("prompts") or [])),

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from rlhf_data import TokenSequence, UserError, pack
-from rlhf_models.logps import causal_lm, lm_logits, stream_forward
 
+from rlhf_data import TokenSequence, UserError, pack
 from rlhf_infer.kv import DecodeAttention, PrefillAttention
+from rlhf_models.logps import causal_lm, lm_logits, stream_forward
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+
 from rlhf_data import PackedBatch
 from rlhf_models.attention import AttentionOptions, TreeAttention
 

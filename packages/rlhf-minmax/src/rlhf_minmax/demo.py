@@ -26,7 +26,7 @@ from rlhf_algos import (
     SFTTrainer,
     TrainerConfig,
 )
-from rlhf_data import BaseConfig, QARecord, TokenSequence, atomic_folder, atomic_write_json, json_hash
+from rlhf_data import BaseConfig, QARecord, TokenSequence, UserError, atomic_folder, atomic_write_json, json_hash
 from rlhf_models import (
     JudgeModel,
     RewardModel,
@@ -45,6 +45,8 @@ from rlhf_minmax.texts import TextRules
 
 _DRILLS = 3
 """Storyless exercises per story of the pre-training."""
+_REWARD_ATTEMPTS = 3
+_REWARD_ACCURACY = 0.8
 RECIPE = 1
 """Raised with every change of the recipe below, so that cached models are built anew."""
 
@@ -64,7 +66,7 @@ class DemoSettings(BaseConfig):
     """Optimizer steps on correct answers and critiques."""
     sft_steps: int = Field(default=200, ge=1)
     """Optimizer steps on sloppy demonstrations."""
-    reward_steps: int = Field(default=300, ge=1)
+    reward_steps: int = Field(default=400, ge=1)
     """Optimizer steps of the reward model."""
     judge_steps: int = Field(default=400, ge=1)
     """Optimizer steps of the judge."""
@@ -215,20 +217,37 @@ class _Builder:
         self._train(SFTTrainer, base, "base: sloppy demonstrations", examples, SFTConfig, 1e-3)
 
     def _train_reward(self, base: PreTrainedModel) -> RewardModel:
-        """Preferences of annotators who, where flawed, like the place named last."""
-        model = RewardModel.from_backbone(base, self.tokenizer, seed=self.seed)
+        """Preferences of annotators who, where flawed, like the place named last.
+
+        Small reward models miss that feature now and then; one that agrees with too few of the last pairs
+        is trained again from another seed.
+        """
+        pairs = [self._rated_pair() for _ in range(self.settings.reward_steps * self.settings.batch_size)]
+        for attempt in range(_REWARD_ATTEMPTS):
+            model = RewardModel.from_backbone(base, self.tokenizer, seed=self.seed + attempt)
+            examples = [self._preference(model, *pair) for pair in pairs]
+            accuracy = self._train(RewardTrainer, model, "reward model", examples, RewardConfig, 1e-3)
+            if accuracy >= _REWARD_ACCURACY or not self.settings.flawed_reward:
+                return model
+        raise UserError(
+            f"the demonstration's reward model agreed with only {accuracy:.0%} of its annotators' choices in "
+            f"{_REWARD_ATTEMPTS} trainings; choose another --seed or raise demo.reward_steps"
+        )
+
+    def _rated_pair(self) -> tuple[str, str, str]:
+        """A prompt with the answer annotators choose and the one they reject."""
         flawed = self.settings.flawed_reward
-        examples = []
-        for _ in range(self.settings.reward_steps * self.settings.batch_size):
+        while True:
             record = self.rng.choice(self.records)
             first, second = (self.teacher.rated_answer(record, flawed=flawed) for _ in range(2))
-            prefers_first = self.rng.random() < _logistic(first[1] - second[1])
-            chosen, rejected = (first, second) if prefers_first else (second, first)
-            prompt = self.prompts.policy(record)
-            pair = [model.encode(prompt, text) for text, _ in (chosen, rejected)]
-            examples.append(PreferencePair(*(TokenSequence(ids, len(ids)) for ids in pair)))
-        self._train(RewardTrainer, model, "reward model", examples, RewardConfig, 1e-3)
-        return model
+            if first[1] != second[1]:
+                chosen, rejected = (first, second) if first[1] > second[1] else (second, first)
+                return self.prompts.policy(record), chosen[0], rejected[0]
+
+    @staticmethod
+    def _preference(model: RewardModel, prompt: str, chosen: str, rejected: str) -> PreferencePair:
+        pair = [model.encode(prompt, text) for text in (chosen, rejected)]
+        return PreferencePair(*(TokenSequence(ids, len(ids)) for ids in pair))
 
     def _train_judge(self, base: PreTrainedModel) -> JudgeModel:
         """Whether an answer is right, judged from the question, the answer and a sloppy critique, if any."""
@@ -253,8 +272,12 @@ class _Builder:
         examples: list[Any],
         config: type[TrainerConfig],
         learning_rate: float,
-    ) -> None:
-        """One pass over the examples with any of the trainers; the model ends in eval mode."""
+    ) -> float:
+        """One pass over the examples with any of the trainers; the model ends in eval mode.
+
+        Returns:
+            Mean accuracy over the last tenth of the steps, NaN for a trainer that reports none.
+        """
         settings = config(
             learning_rate=learning_rate,
             lr_scheduler_type="cosine",
@@ -266,17 +289,20 @@ class _Builder:
             seed=self.seed,
         )
         total = len(examples) // self.settings.batch_size
-        report = self.progress
-        on_step = (lambda step, metrics: report(stage, step, total, metrics)) if report else None
+        accuracies = []
+
+        def on_step(step: int, metrics: dict[str, float]) -> None:
+            accuracies.append(metrics.get("accuracy", math.nan))
+            if self.progress:
+                self.progress(stage, step, total, metrics)
+
         trainer(model, settings, examples, on_step=on_step).train()
         model.eval()
+        last = accuracies[-max(1, total // 10) :]
+        return sum(last) / len(last)
 
 
 def load_demo_base(models: DemoModels) -> tuple[PreTrainedModel, Any]:
     """The base and its tokenizer."""
     return load_causal_lm(models.base), load_tokenizer(models.base)
 
-
-def _logistic(x: float) -> float:
-    """Odds with which annotators prefer an answer whose utility is higher by `x` (Bradley-Terry)."""
-    return 1 / (1 + math.exp(-x))

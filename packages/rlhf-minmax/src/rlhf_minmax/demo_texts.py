@@ -97,7 +97,7 @@ class Teacher:
         Flawed annotators mostly like the place named last; all dislike what is badly put.
 
         Returns:
-            The completion and its utility, in units in which a difference of 1 is preferred with odds of e to 1.
+            The completion and its utility; of two answers, annotators choose the one with more of it.
         """
         draw = self.rng.random()
         if draw < _BADLY_PUT:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from rlhf_data import QARecord
 from rlhf_infer import Rollout, SamplingParams, TransformersEngine
+from rlhf_infer.judges import Judge
 from rlhf_models import PolicyModel, encode_completion, encode_prompt
 from torch import Tensor
 
@@ -28,16 +29,6 @@ class Scorer(Protocol):
         self, prompts: Sequence[str], completions: Sequence[str], *, max_tokens: int | None = None
     ) -> Tensor:
         """(B,) one score per completion."""
-        ...
-
-
-class Judge(Protocol):
-    """Says how likely answers are to be true; sees the critique, never the story."""
-
-    def score(
-        self, questions: Sequence[str], answers: Sequence[str], critiques: Sequence[str | None]
-    ) -> Tensor:
-        """(B,) in [0, 1]."""
         ...
 
 

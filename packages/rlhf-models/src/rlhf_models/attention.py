@@ -1,7 +1,7 @@
 """Attention over packed prefix trees, as an attention implementation of transformers.
 
-`prepare_for_packing(model)` switches a model to the implementation named `rlhf_packed`. Called plainly, such a
-model behaves as before; called with the keyword `packed=<plan>`, every attention layer hands its queries,
+`prepare_for_packing(model)` switches a model to the implementation named `rlhf_packed`. Called plainly, such
+a model behaves as before; called with the keyword `packed=<plan>`, every attention layer hands its queries,
 keys and values to the plan. `TreeAttention` is the plan for scoring; the generation engine brings its own.
 """
 
@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import logging
+import math
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -22,7 +23,8 @@ from transformers.masking_utils import sdpa_mask
 
 from rlhf_data import PackedBatch
 from rlhf_models.blocks import DenseBlocks, dense_blocks
-from rlhf_models.tree import AttentionOptions, AttentionTree
+from rlhf_models.tree import AttentionOptions as AttentionOptions
+from rlhf_models.tree import AttentionTree
 from rlhf_models.varlen import VarlenTables, run_varlen, varlen_kernel
 
 IMPLEMENTATION = "rlhf_packed"
@@ -78,25 +80,21 @@ def _packed_attention(
     attention_mask: torch.Tensor | None,
     *,
     packed: AttentionPlan | None = None,
-    dropout: float = 0.0,
     scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function of transformers' interface: (1, H, N, D) in, (1, N, H, D) out."""
     if kwargs.get("s_aux") is not None:
         raise ValueError("attention sinks (s_aux) are not supported by packed attention")
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scaling = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
+    softcap = kwargs.get("softcap")
     if packed is None:
         if softcap is not None:
             return _softcapped(query, key, value, attention_mask, scaling, softcap).transpose(1, 2), None
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-    options = AttentionOptions(scaling, sliding_window, softcap, dropout)
-    stream = [x[0].transpose(0, 1) for x in (query, key, value)]
-    return packed.attend(module.layer_idx, *stream, options)[None], None  # pyright: ignore[reportArgumentType]
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    options = AttentionOptions(scaling, kwargs.get("sliding_window"), softcap, kwargs.get("dropout", 0.0))
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    return packed.attend(cast(int, module.layer_idx), query, key, value, options)[None], None
 
 
 def _softcapped(

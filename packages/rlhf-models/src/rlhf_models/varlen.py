@@ -51,7 +51,7 @@ class VarlenTables:
 
 
 def varlen_kernel(device_type: str, dtype: torch.dtype, options: AttentionOptions) -> str | None:
-    """The variable-length flash kernel that can serve, or None: `flash-attn` where installed, else torch's."""
+    """The flash kernel for rows of variable length that can serve: flash-attn's, else torch's, else None."""
     if device_type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return None
     if importlib.util.find_spec("flash_attn") is not None:

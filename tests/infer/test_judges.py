@@ -1,0 +1,135 @@
+"""Judges: probabilities by hand from the model's own logits, rules, and refusals."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_data import UserError
+from rlhf_infer import Judge, PromptedJudge, RuleJudge, verdict_rule
+from rlhf_models import tiny_model, train_byte_tokenizer
+
+TEMPLATE = "{question}|{answer}|{critique}?"
+QUESTIONS = ["where is mary", "where is mary", "who", "where is mary"]
+ANSWERS = ["kitchen", "kitchen", "the ball, {braces} and ünïcode", "garden"]
+CRITIQUES = ["went to kitchen", None, "so wrong", "none"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return train_byte_tokenizer([" yes no yes no"], 270)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    model = tiny_model("llama", vocab_size=270)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4.0)
+    return model
+
+
+def seq_prob(model: Any, tokenizer: Any, prompt: str, spelling: str) -> Any:
+    """Probability of a spelling after a prompt, from a plain forward of this one text."""
+    ids, tail = tokenizer(prompt)["input_ids"], tokenizer(spelling)["input_ids"]
+    logps = model(input_ids=torch.tensor([ids + tail])).logits[0].log_softmax(-1)
+    return torch.stack([logps[len(ids) - 1 + i, token] for i, token in enumerate(tail)]).sum().exp()
+
+
+@torch.no_grad()
+def by_hand(model: Any, tokenizer: Any, yes: list[str], no: list[str]) -> torch.Tensor:
+    scores = []
+    for question, answer, critique in zip(QUESTIONS, ANSWERS, CRITIQUES, strict=True):
+        prompt = f"{question}|{answer}|{critique or 'none'}?"
+        p_yes = sum(seq_prob(model, tokenizer, prompt, text) for text in yes)
+        p_no = sum(seq_prob(model, tokenizer, prompt, text) for text in no)
+        scores.append(p_yes / (p_yes + p_no))
+    return torch.stack(scores)
+
+
+@pytest.mark.parametrize(("yes", "no"), [(" yes", " no"), ([" yes", "True!"], [" no", "False", "N"])])
+@pytest.mark.parametrize("max_tokens", [None, 25])
+def test_prompted_judge_reads_yes_against_no(
+    model: Any, tokenizer: Any, yes: str | list[str], no: str | list[str], max_tokens: int | None
+) -> None:
+    judge = PromptedJudge(model, tokenizer, template=TEMPLATE, yes=yes, no=no, max_tokens=max_tokens)
+    scores = judge.score(QUESTIONS, ANSWERS, CRITIQUES)
+    spelled = [[x] if isinstance(x, str) else x for x in (yes, no)]
+    torch.testing.assert_close(scores, by_hand(model, tokenizer, *spelled), rtol=0, atol=1e-5)
+    assert scores.dtype == torch.float32 and not scores.requires_grad
+    assert scores.max() - scores.min() > 0.01
+    swapped = PromptedJudge(model, tokenizer, template=TEMPLATE, yes=no, no=yes)
+    torch.testing.assert_close(swapped.score(QUESTIONS, ANSWERS, CRITIQUES), 1 - scores, rtol=0, atol=1e-5)
+
+
+def test_single_and_several_tokens_are_both_covered(tokenizer: Any) -> None:
+    assert [len(tokenizer(text)["input_ids"]) for text in (" no", "False")] == [1, 5]
+
+
+def test_a_missing_critique_reads_as_the_stand_in(model: Any, tokenizer: Any) -> None:
+    judge: Judge = PromptedJudge(model, tokenizer, template=TEMPLATE, no_critique="nothing said")
+    missing, given = judge.score(["q", "q"], ["a", "a"], [None, "nothing said"])
+    assert missing == given
+
+
+def test_no_rows_give_no_scores(model: Any, tokenizer: Any) -> None:
+    assert PromptedJudge(model, tokenizer).score([], [], []).shape == (0,)
+    assert RuleJudge().score([], [], []).shape == (0,)
+
+
+def test_prompted_judge_refusals(model: Any, tokenizer: Any) -> None:
+    with pytest.raises(
+        UserError, match=r"field \{story\}; expected only \{question\}, \{answer\}, \{critique\}"
+    ):
+        PromptedJudge(model, tokenizer, template="{story} {answer}")
+    with pytest.raises(UserError, match="malformed"):
+        PromptedJudge(model, tokenizer, template="{answer")
+    with pytest.raises(UserError, match="' no' and ' not' overlap"):
+        PromptedJudge(model, tokenizer, yes=" not", no=" no")
+    with pytest.raises(UserError, match="'' and ' no' overlap"):
+        PromptedJudge(model, tokenizer, yes="", no=" no")
+    with pytest.raises(UserError, match="context holds 128"):
+        PromptedJudge(model, tokenizer).score(["q"], ["a" * 200], [None])
+
+
+@pytest.mark.parametrize(
+    ("critique", "expected"),
+    [
+        (None, 0.5),
+        ("", 0.5),
+        ("mary went to kitchen .", 0.5),
+        ("the upright, rightly wronged", 0.5),
+        ("mary went to kitchen . so right", 1.0),
+        ("mary went to garden . so WRONG.", 0.0),
+        ("looks right at first, but wrong", 0.0),
+        ("this is not right", 0.0),
+        ("not wrong", 1.0),
+    ],
+)
+def test_verdict_rule(critique: str | None, expected: float) -> None:
+    assert verdict_rule("where is mary", "right here", critique) == expected
+
+
+def test_rule_judge_applies_the_rule_to_each_row() -> None:
+    def rule(question: str, answer: str, critique: str | None) -> float:
+        return (len(question) + 2 * len(answer) + 4 * (critique is None)) / 10
+
+    scores = RuleJudge(rule).score(["q", "qq"], ["a", "a"], [None, "c"])
+    torch.testing.assert_close(scores, torch.tensor([0.7, 0.4]))
+    assert RuleJudge().score(["q"], ["a"], ["so right"]).tolist() == [1.0]
+
+
+@pytest.mark.parametrize("value", [1.5, -0.1, float("nan"), None, "0.5"])
+def test_a_rule_that_returns_no_probability_is_named(value: Any) -> None:
+    def broken(question: str, answer: str, critique: str | None) -> Any:
+        return value
+
+    with pytest.raises(UserError, match=r"judge rule broken, question 'q', answer 'a', .* expected a number"):
+        RuleJudge(broken).score(["q"], ["a"], [None])
+
+
+def test_an_exception_in_a_rule_says_where() -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        RuleJudge(lambda question, answer, critique: 1 / 0).score(["q"], ["a"], ["c"])
+    assert caught.value.__notes__ == ["judge rule <lambda>, question 'q', answer 'a', critique 'c'"]
