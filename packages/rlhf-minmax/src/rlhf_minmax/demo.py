@@ -6,14 +6,16 @@ story world, and kept in the user's cache folder under a hash of the settings.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import Field
 from rlhf_algos import (
     LabelledSequence,
@@ -26,17 +28,25 @@ from rlhf_algos import (
     SFTTrainer,
     TrainerConfig,
 )
-from rlhf_data import BaseConfig, QARecord, TokenSequence, UserError, atomic_folder, atomic_write_json, json_hash
+from rlhf_data import (
+    BaseConfig,
+    QARecord,
+    TokenSequence,
+    UserError,
+    atomic_folder,
+    atomic_write_json,
+    ensure_writable_folder,
+    json_hash,
+)
 from rlhf_models import (
     JudgeModel,
     RewardModel,
     build_tiny_llama,
     encode_completion,
     encode_prompt,
-    load_causal_lm,
-    load_tokenizer,
     train_byte_tokenizer,
 )
+from rlhf_models.loading import save_model
 from transformers import PreTrainedModel
 
 from rlhf_minmax.demo_texts import Progress, Teacher, answer_text, drill
@@ -123,10 +133,21 @@ def demo_models(
     )
     folder = (cache_folder or default_cache_folder()) / key[:24]
     if rebuild or not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_folder(folder) as temporary:
+        ensure_writable_folder(folder.parent)
+        with atomic_folder(folder) as temporary, _one_thread():
             _Builder(records, prompts, settings, seed, progress).build(temporary)
     return DemoModels(folder / "base", folder / "reward", folder / "judge")
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Models this small lose time to a second thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class _Builder:
@@ -162,8 +183,7 @@ class _Builder:
         )
         self._pretrain(base)
         self._fine_tune(base)
-        base.save_pretrained(folder / "base")
-        self.tokenizer.save_pretrained(folder / "base")
+        save_model(base, self.tokenizer, folder / "base")
         reward = self._train_reward(base)
         reward.save_pretrained(folder / "reward")
         judge = self._train_judge(base)
@@ -300,9 +320,3 @@ class _Builder:
         model.eval()
         last = accuracies[-max(1, total // 10) :]
         return sum(last) / len(last)
-
-
-def load_demo_base(models: DemoModels) -> tuple[PreTrainedModel, Any]:
-    """The base and its tokenizer."""
-    return load_causal_lm(models.base), load_tokenizer(models.base)
-

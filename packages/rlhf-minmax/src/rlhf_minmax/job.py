@@ -171,8 +171,6 @@ class MinMaxJob:
         stories = load_stories(self.config)
         devices = DeviceManager(self.config.devices)
         self.events.device_plan(device_rows(devices))
-        if devices.device("policy").type == "cpu" and needs_demo(self.config):
-            torch.set_num_threads(1)
         demo = None
         if needs_demo(self.config):
             demo = demo_models(
