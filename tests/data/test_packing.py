@@ -3,6 +3,7 @@
 import random
 
 import pytest
+
 from rlhf_data import PackedBatch, TokenSequence, pack
 
 

@@ -1,4 +1,4 @@
-"""The transformers engine: greedy equals `model.generate`, log-probs equal `token_logps`, samples reproduce."""
+"""The transformers engine: greedy = `model.generate`, log-probs = `token_logps`, samples reproduce."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def make_model(name: str, implementation: str = "sdpa"):
 def ragged_prompts() -> list[list[int]]:
     torch.manual_seed(1)
     prompts = [torch.randint(3, 40, (n,)).tolist() for n in (1, 9, 4, 17, 9)]
-    return [*prompts, prompts[1][:5] + [7, 8], prompts[3]]
+    return [*prompts, [*prompts[1][:5], 7, 8], prompts[3]]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -99,7 +99,9 @@ def test_a_sample_depends_on_seed_prompt_and_index_only() -> None:
     prompts, params = ragged_prompts(), SamplingParams(8, 1.0, 11)
     together = engine.generate(prompts, 4, params)
     alone = engine.generate([prompts[2]], 6, params)
-    small = TransformersEngine(make_model("llama"), Tokenizer(), max_batch_tokens=60).generate(prompts, 4, params)
+    small = TransformersEngine(make_model("llama"), Tokenizer(), max_batch_tokens=60).generate(
+        prompts, 4, params
+    )
     ids = [[r.completion_ids for r in group] for group in together]
     assert [r.completion_ids for r in alone[0][:4]] == ids[2]
     assert [[r.completion_ids for r in group] for group in small] == ids

@@ -22,10 +22,16 @@ def main() -> None:
 
 @main.command()
 @click.option("--config", type=click.Path(), help="JSON or YAML file of settings.")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one setting; repeatable.")
-@click.option("--model", metavar="PATH|HUB_ID", help="Model of both players.  [default: a tiny one, built now]")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one setting; repeatable."
+)
+@click.option(
+    "--model", metavar="PATH|HUB_ID", help="Model of both players.  [default: a tiny one, built now]"
+)
 @click.option("--reward-model", metavar="PATH|HUB_ID", help="Reward model.  [default: built from the rows]")
-@click.option("--judge-model", metavar="PATH|HUB_ID", help="Judge with a scalar head.  [default: built from the rows]")
+@click.option(
+    "--judge-model", metavar="PATH|HUB_ID", help="Judge with a scalar head.  [default: built from the rows]"
+)
 @click.option("--train-data", metavar="FILE", help="Question-answering rows.  [default: the story world]")
 @click.option("--eval-data", metavar="FILE", help="Held-out rows.  [default: 3 in 10 of the training file]")
 @click.option("--output-dir", metavar="DIR", help="The run's folder.  [default: outputs/minmax-<time>]")
@@ -37,9 +43,15 @@ def main() -> None:
     help="Continue an interrupted run, with its own settings.  [default: the newest unfinished]",
 )
 @click.option("--max-steps", type=click.IntRange(min=1), help="Steps; takes the place of --epochs.")
-@click.option("--epochs", type=click.FloatRange(min=0, min_open=True), help="Passes over the training stories.")
-@click.option("--seed", type=click.IntRange(min=0), help="Seeds everything, the built models too.  [default: 0]")
-@click.option("--eval-only", is_flag=True, help="Evaluate the start models, or the last checkpoint of --resume DIR.")
+@click.option(
+    "--epochs", type=click.FloatRange(min=0, min_open=True), help="Passes over the training stories."
+)
+@click.option(
+    "--seed", type=click.IntRange(min=0), help="Seeds everything, the built models too.  [default: 0]"
+)
+@click.option(
+    "--eval-only", is_flag=True, help="Evaluate the start models, or the last checkpoint of --resume DIR."
+)
 @click.option("--dry-run", is_flag=True, help="Check everything, estimate tokens and memory, train nothing.")
 @click.option("--no-baseline", is_flag=True, help="Skip the plain RLHF run that the game is compared with.")
 @click.option("--rebuild-demo", is_flag=True, help="Build the tiny models even where they are cached.")

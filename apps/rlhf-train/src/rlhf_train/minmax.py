@@ -86,7 +86,9 @@ def _resumed(options: dict[str, Any]) -> tuple[RunFolder, MinMaxConfig]:
     changing = [name for name in (*_KEY_OF_OPTION, "config", "no_baseline", "dry_run") if options[name]]
     if changing or options["overrides"]:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in changing) or "--set"
-        raise UserError(f"{names} cannot be combined with --resume, which keeps the run's own settings; leave it out")
+        raise UserError(
+            f"{names} cannot be combined with --resume, which keeps the run's own settings; leave it out"
+        )
     folder = resume_folder(options)
     run = RunFolder.open(folder) if folder else newest_unfinished("outputs", "minmax")
     if run is None:

@@ -36,7 +36,7 @@ class Rollout:
 
     Args:
         prompt_ids: token ids of the prompt.
-        completion_ids: token ids of the completion, with the end-of-sequence token where it stopped by itself.
+        completion_ids: token ids of the completion, with its end-of-sequence token where it has one.
         logps: log-probability of each completion token at the sampling temperature (at 1 when greedy).
         finish_reason: `stop` at an end-of-sequence token, `length` at `max_new_tokens`.
     """
@@ -78,11 +78,14 @@ class TransformersEngine:
         self.eos_token_ids = sorted({e for e in [*ends, tokenizer.eos_token_id] if e is not None})
         if not self.eos_token_ids:
             raise UserError(
-                "the tokenizer and the generation config have no end-of-sequence token; set eos_token in the tokenizer"
+                "the tokenizer and the generation config have no end-of-sequence token; "
+                "set eos_token in the tokenizer"
             )
 
     @torch.inference_mode()
-    def generate(self, prompts: Sequence[Sequence[int]], n: int, params: SamplingParams) -> list[list[Rollout]]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], n: int, params: SamplingParams
+    ) -> list[list[Rollout]]:
         """Draw `n` completions of each prompt.
 
         Args:
@@ -110,8 +113,8 @@ class TransformersEngine:
                 raise UserError(f"prompt {i} has no tokens; expected at least one")
             if limit is not None and len(prompt) + max_new_tokens > limit:
                 raise UserError(
-                    f"prompt {i} has {len(prompt)} tokens and max_new_tokens is {max_new_tokens}, together more than "
-                    f"the model's context of {limit}; shorten the prompt or lower max_new_tokens"
+                    f"prompt {i} has {len(prompt)} tokens and max_new_tokens is {max_new_tokens}, together "
+                    f"more than the model's context of {limit}; shorten the prompt or lower max_new_tokens"
                 )
 
     def _parts(

@@ -23,7 +23,12 @@ class PrefillAttention:
         self.stored: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
     ) -> torch.Tensor:
         """See `rlhf_models.attention.AttentionPlan`."""
         self.stored[layer] = (key, value)
@@ -61,7 +66,7 @@ class DecodeAttention:
         self._lay_out(np.repeat(self._kept_prompts, samples))
 
     def _lay_out(self, prompts: np.ndarray) -> None:
-        """Give each row (its prompt's place is `prompts[row]`, ascending) a slot among those of its prompt."""
+        """Give each row a slot; `prompts[row]`, ascending, is the place of its prompt."""
         counts = np.bincount(prompts, minlength=len(self._kept_prompts))
         first = np.concatenate([[0], np.cumsum(counts)[:-1]])
         width = int(counts.max())
@@ -95,7 +100,12 @@ class DecodeAttention:
         self._lay_out(places)
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
     ) -> torch.Tensor:
         """See `rlhf_models.attention.AttentionPlan`; one token per row."""
         rows, heads, size = query.shape
@@ -110,7 +120,9 @@ class DecodeAttention:
         scores = torch.cat([on_prompt, query @ own_key.transpose(-1, -2)], -1) * options.scaling
         if options.softcap is not None:
             scores = options.softcap * torch.tanh(scores / options.softcap)
-        scores = scores.masked_fill(self._hidden(prompt_key.shape[2], options.window)[:, None, None], -torch.inf)
+        scores = scores.masked_fill(
+            self._hidden(prompt_key.shape[2], options.window)[:, None, None], -torch.inf
+        )
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
         split = prompt_key.shape[2]
         mixed = self._from_slots(self._to_slots(weights[..., :split]) @ prompt_value, heads // groups)
@@ -129,7 +141,9 @@ class DecodeAttention:
     def _hidden(self, width: int, window: int | None) -> torch.Tensor:
         """(B, L + t + 1): the prompt's padding, and whatever lies outside the window."""
         device = self._lengths.device
-        lengths = self._lengths.repeat_interleave(len(self._row_of_slot) // len(self._lengths))[self._slot_of_row]
+        lengths = self._lengths.repeat_interleave(len(self._row_of_slot) // len(self._lengths))[
+            self._slot_of_row
+        ]
         prompt = torch.arange(width, device=device).expand(len(lengths), -1)
         own = lengths[:, None] + torch.arange(self._step + 1, device=device)
         hidden = torch.cat([prompt >= lengths[:, None], torch.zeros_like(own, dtype=torch.bool)], 1)

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from rlhf_data import QARecord
 from torch import Tensor
 
+from rlhf_data import QARecord
 from rlhf_minmax.demo_texts import Teacher, answer_text
 from rlhf_minmax.pipeline import Answer, MinMaxPipeline, Scale
 
@@ -21,7 +21,7 @@ class BreakEven:
 
     Args:
         delta_reward: how much more the reward model likes the wrong answer.
-        delta_judge_start: how much more the judge believes the right one, given the untrained monitor's critiques.
+        delta_judge_start: how much more the judge believes the right one, given the start's critiques.
         delta_judge_truthful: the same with truthful critiques.
         break_even_start: judge's weight above which truth pays while the monitor is untrained; None if never.
         break_even_truthful: the same with a truthful monitor.
@@ -59,8 +59,8 @@ def measure_scales(pipeline: MinMaxPipeline, records: Sequence[QARecord], *, see
 def measure_break_even(pipeline: MinMaxPipeline, records: Sequence[QARecord], *, seed: int) -> BreakEven:
     """Measure the gaps on labelled training stories and choose the judge's weight.
 
-    Truth pays iff w_judge · ΔJ > w_reward · ΔR. The default weight is `break_even_factor` times the break-even
-    with truthful critiques.
+    Truth pays iff w_judge · ΔJ > w_reward · ΔR. The default weight is `break_even_factor` times the
+    break-even with truthful critiques.
 
     Args:
         pipeline: with its scales fixed.
@@ -93,7 +93,7 @@ def measure_break_even(pipeline: MinMaxPipeline, records: Sequence[QARecord], *,
 def _pairs(
     pipeline: MinMaxPipeline, records: Sequence[QARecord]
 ) -> tuple[list[QARecord], list[Answer], list[Answer]]:
-    """The stories with a most tempting wrong answer: the planted bait, or the one the reward model likes most."""
+    """Stories with their most tempting wrong answer: the bait, or what the reward model likes most."""
     baited = [r for r in records if pipeline.prompts.rules.is_hack(r, None) is not None]
     if baited:
         rivals = [pipeline.prompts.rules.rival(record) for record in baited]
@@ -158,12 +158,12 @@ def _advice(delta_reward: float, start: float | None, truthful: float | None, w_
         )
     if w_judge <= truthful:
         return (
-            f"w_judge {w_judge:.2f} is below the break-even {truthful:.2f} of a truthful monitor, so exploiting the "
-            f"reward model pays whatever the monitor does; raise game.w_judge above {truthful:.2f}"
+            f"w_judge {w_judge:.2f} is below a truthful monitor's break-even {truthful:.2f}, so exploiting "
+            f"the reward model pays whatever the monitor does; raise game.w_judge above {truthful:.2f}"
         )
     if start is not None and w_judge > start:
         return (
             f"w_judge {w_judge:.2f} is above the break-even {start:.2f} of the untrained monitor already: "
             "truth pays, and a frozen monitor might do as well"
         )
-    return f"truth pays once the monitor is truthful: w_judge {w_judge:.2f} is above the break-even {truthful:.2f}"
+    return f"w_judge {w_judge:.2f} is above the break-even {truthful:.2f}: truth pays once the monitor is truthful"

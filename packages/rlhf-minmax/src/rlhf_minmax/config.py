@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
-from rlhf_data import BaseConfig, QADatasetConfig, StoryWorldConfig
 
+from rlhf_data import BaseConfig, QADatasetConfig, StoryWorldConfig
 from rlhf_minmax.constraint import ConstraintMeasure
 from rlhf_minmax.demo import DemoSettings
 from rlhf_minmax.duals import DualRule
@@ -43,7 +43,9 @@ class PlayerConfig(BaseConfig):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if (self.load_in_8bit or self.load_in_4bit) and not self.use_lora:
-            raise ValueError("quantised weights cannot be trained; set use_lora true or load them unquantised")
+            raise ValueError(
+                "quantised weights cannot be trained; set use_lora true or load them unquantised"
+            )
         return self
 
 
@@ -60,7 +62,7 @@ class JudgeConfig(BaseConfig):
     """Who says how likely an answer is to be true, given the question, the answer and a critique."""
 
     kind: Literal["head", "prompted", "rule"] = "head"
-    """`head`: a trained classifier; `prompted`: a language model asked yes or no; `rule`: reads the verdict word."""
+    """`head`: a trained classifier; `prompted`: a model asked yes or no; `rule`: reads the verdict."""
     model_name: str | None = None
     """Folder or hub name; null builds a `head` from the training rows."""
     load_in_8bit: bool = False

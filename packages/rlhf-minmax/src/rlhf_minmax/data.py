@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlhf_data import QADatasetConfig, QARecord, UserError, generate_stories, load_qa, split_of
-
 from rlhf_minmax.config import DataConfig, MinMaxConfig
 from rlhf_minmax.prompts import Prompts
 from rlhf_minmax.story_rules import StoryRules

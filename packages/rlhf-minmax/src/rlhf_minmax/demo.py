@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from pydantic import Field
+from transformers import PreTrainedModel
+
 from rlhf_algos import (
     LabelledSequence,
     PreferencePair,
@@ -38,6 +40,9 @@ from rlhf_data import (
     ensure_writable_folder,
     json_hash,
 )
+from rlhf_minmax.demo_texts import Progress, Teacher, answer_text, drill
+from rlhf_minmax.prompts import Prompts
+from rlhf_minmax.texts import TextRules
 from rlhf_models import (
     JudgeModel,
     RewardModel,
@@ -47,11 +52,6 @@ from rlhf_models import (
     train_byte_tokenizer,
 )
 from rlhf_models.loading import save_model
-from transformers import PreTrainedModel
-
-from rlhf_minmax.demo_texts import Progress, Teacher, answer_text, drill
-from rlhf_minmax.prompts import Prompts
-from rlhf_minmax.texts import TextRules
 
 _DRILLS = 3
 """Storyless exercises per story of the pre-training."""
@@ -266,8 +266,8 @@ class _Builder:
 
     @staticmethod
     def _preference(model: RewardModel, prompt: str, chosen: str, rejected: str) -> PreferencePair:
-        pair = [model.encode(prompt, text) for text in (chosen, rejected)]
-        return PreferencePair(*(TokenSequence(ids, len(ids)) for ids in pair))
+        better, worse = (model.encode(prompt, text) for text in (chosen, rejected))
+        return PreferencePair(TokenSequence(better, len(better)), TokenSequence(worse, len(worse)))
 
     def _train_judge(self, base: PreTrainedModel) -> JudgeModel:
         """Whether an answer is right, judged from the question, the answer and a sloppy critique, if any."""

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rlhf_data import QARecord
-
 from rlhf_minmax.texts import TextRules
 
 _REPEATS_RIVAL = 0.5
@@ -74,7 +73,7 @@ class Teacher:
         return answer_text(place)
 
     def sloppy_critique(self, record: QARecord, claim: str) -> str:
-        """What a careless critic writes: hearsay or any sentence as evidence; the verdict mostly follows it."""
+        """What a careless critic writes: often hearsay as evidence; the verdict mostly follows it."""
         evidence, draw = self.rules.correct_evidence(record), self.rng.random()
         rival_evidence = self.rules.rival_evidence(record)
         if rival_evidence is not None and draw < _QUOTES_RIVAL:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+
 from rlhf_data import QARecord
 from rlhf_eval import balanced_accuracy, brier_score, rate, true_negative_rate, true_positive_rate
-from rlhf_models import PolicyModel
-
 from rlhf_minmax.optimizer import critique_rates
 from rlhf_minmax.pipeline import Answer, CritiqueSample, MinMaxOutput, MinMaxPipeline
+from rlhf_models import PolicyModel
 
 Metrics = dict[str, float | None]
 _PROBE_SEED = 20
@@ -58,8 +58,8 @@ def batch_metrics(output: MinMaxOutput) -> Metrics:
 def evaluate(pipeline: MinMaxPipeline, records: Sequence[QARecord], policy: PolicyModel) -> Metrics:
     """Greedy metrics of a policy and of the monitor.
 
-    The monitor is measured twice: on a fixed probe of made-up answers, half of them right (verdicts, evidence,
-    parse rate, violation), and on the policy's own answers (the game's value).
+    The monitor is measured twice: on a fixed probe of made-up answers, half of them right (verdicts,
+    evidence, parse rate, violation), and on the policy's own answers (the game's value).
 
     Args:
         pipeline: the game.

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
+
 from rlhf_data import QARecord, RunFolder, UserError, atomic_write_json
 from rlhf_eval import minmax_figure, training_curves, write_minmax_report
 from rlhf_eval.report import run_metrics
-from rlhf_models import DeviceManager, PolicyModel, encode_prompt
-from transformers import PreTrainedModel
-
 from rlhf_minmax.break_even import BreakEven, measure_break_even, measure_scales
 from rlhf_minmax.config import MinMaxConfig
 from rlhf_minmax.data import Stories, load_stories
@@ -27,6 +26,7 @@ from rlhf_minmax.pipeline import MinMaxPipeline, Scale
 from rlhf_minmax.players import Players, load_players
 from rlhf_minmax.scorers import load_judge, load_reward_model, needs_demo
 from rlhf_minmax.trainer import MinMaxTrainer
+from rlhf_models import DeviceManager, PolicyModel, encode_prompt
 
 _PREFLIGHT = "preflight.json"
 _TINY_PARAMETERS = 5_000_000
@@ -42,7 +42,16 @@ _CURVES = (
     "policy/entropy",
     "monitor/entropy",
 )
-_PACKAGES = ("rlhf-minmax", "rlhf-algos", "rlhf-infer", "rlhf-models", "rlhf-data", "torch", "transformers", "peft")
+_PACKAGES = (
+    "rlhf-minmax",
+    "rlhf-algos",
+    "rlhf-infer",
+    "rlhf-models",
+    "rlhf-data",
+    "torch",
+    "transformers",
+    "peft",
+)
 
 
 class Events:
@@ -71,7 +80,9 @@ class Events:
 class Clock:
     """Seconds spent on each part of a run."""
 
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("demo", "plain", "game", "evaluation"), 0.0))
+    seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("demo", "plain", "game", "evaluation"), 0.0)
+    )
     started: float = field(default_factory=time.perf_counter)
     _mark: float = field(default_factory=time.perf_counter)
 
@@ -111,12 +122,16 @@ class MinMaxJob:
             UserError: data, models or settings cannot be used, or the results are already there.
         """
         if resume and self.run.read_results() is not None:
-            raise UserError(f"{self.run.path} holds a finished run; start a new one with another --output-dir")
+            raise UserError(
+                f"{self.run.path} holds a finished run; start a new one with another --output-dir"
+            )
         self.run.write_config(self.config.to_dict())
         clock = Clock()
         pipeline, stories, devices, demo = self._prepare(clock)
         pipeline, check, before = self._preflight(pipeline, stories, clock)
-        samples = sample_exchanges(pipeline, stories.held_out[:_NUM_SAMPLES], pipeline.players.policy, "start")
+        samples = sample_exchanges(
+            pipeline, stories.held_out[:_NUM_SAMPLES], pipeline.players.policy, "start"
+        )
         plain = None
         if pipeline.players.plain is not None:
             plain = self._play_plain(pipeline, stories, clock, resume=resume, samples=samples)
@@ -124,7 +139,9 @@ class MinMaxJob:
         trainer.train()
         clock.lap("game")
         after = self._measure(pipeline, stories.held_out, pipeline.players.policy, trainer)
-        samples += sample_exchanges(pipeline, stories.held_out[:_NUM_SAMPLES], pipeline.players.policy, "minmax")
+        samples += sample_exchanges(
+            pipeline, stories.held_out[:_NUM_SAMPLES], pipeline.players.policy, "minmax"
+        )
         clock.lap("evaluation")
         self.events.evaluated("after", after)
         for role, player in {"policy": pipeline.players.policy, "monitor": pipeline.players.monitor}.items():
@@ -207,7 +224,10 @@ class MinMaxJob:
             pipeline = replace(pipeline, w_judge=check.w_judge)
             before = evaluate(pipeline, stories.held_out, pipeline.players.policy)
             before |= {"dual/lambda": self.config.training.constraint_penalty_lambda}
-            scales = {"reward_scale": asdict(pipeline.reward_scale), "judge_scale": asdict(pipeline.judge_scale)}
+            scales = {
+                "reward_scale": asdict(pipeline.reward_scale),
+                "judge_scale": asdict(pipeline.judge_scale),
+            }
             atomic_write_json(path, {**scales, "break_even": check.to_dict(), "before": before})
         saved = json.loads(path.read_text(encoding="utf-8"))
         check = BreakEven(**saved["break_even"])

@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
 from rlhf_algos import create_optimizer, load_optimizer_state, save_optimizer_state
 from rlhf_algos.advantages import group_baseline, scale_by_std, zero_std_fraction
 from rlhf_algos.losses import clipped_policy_loss, kl_k3
-from rlhf_data import PackedBatch, QARecord, TokenSequence, UserError, pack
+from rlhf_data import PackedBatch, TokenSequence, UserError, pack
 from rlhf_infer import Rollout
-from rlhf_models import PolicyModel
-from torch import Tensor
-
 from rlhf_minmax.config import MinMaxConfig
 from rlhf_minmax.duals import DualSettings, DualState, update_multiplier
 from rlhf_minmax.pipeline import Answer, CritiqueSample, MinMaxOutput, MinMaxPipeline
+from rlhf_models import PolicyModel
 
 ADAM_BETAS = (0.9, 0.95)
 """Decay rates of AdamW's moments; the second is short, since rewards drift."""
@@ -82,12 +82,12 @@ class PlayerOptimizer:
                 metrics = {**measured, "updates": done + 1}
         finally:
             model.eval()
-        return metrics | {"num_tokens": sum(part.batch.num_tokens for part in scored) * int(metrics["updates"])}
+        return metrics | {
+            "num_tokens": sum(part.batch.num_tokens for part in scored) * int(metrics["updates"])
+        }
 
     def _prepare(self, rollouts: Sequence[Rollout], advantages: Tensor) -> list[_Scored]:
-        sequences = [
-            TokenSequence([*r.prompt_ids, *r.completion_ids], len(r.prompt_ids)) for r in rollouts
-        ]
+        sequences = [TokenSequence([*r.prompt_ids, *r.completion_ids], len(r.prompt_ids)) for r in rollouts]
         parts = []
         for batch in pack(sequences, self.training.max_tokens_per_batch):
             members = batch.sequence_ids
@@ -138,10 +138,10 @@ class PlayerOptimizer:
 class DualPPOOptimizer:
     """Monitor inner updates, policy outer update, dual ascent on λ.
 
-    The monitor's reward for critique j of answer i is -w_judge · J_ij - λ · v_ij - penalty; the reward model's
-    score does not depend on the critique and cancels in the baseline, the mean over the answer's K critiques.
-    The policy's reward is w_reward · R_i + w_judge · mean_k J_ik - penalty with fresh critiques of the updated
-    monitor; its baseline is the mean over the story's N answers.
+    The monitor's reward for critique j of answer i is -w_judge · J_ij - λ · v_ij - penalty; the reward
+    model's score does not depend on the critique and cancels in the baseline, the mean over the answer's K
+    critiques. The policy's reward is w_reward · R_i + w_judge · mean_k J_ik - penalty with fresh critiques of
+    the updated monitor; its baseline is the mean over the story's N answers.
 
     Args:
         pipeline: makes fresh critiques for the policy's reward.

@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+
 from rlhf_data import QARecord
 from rlhf_infer import Rollout, SamplingParams, TransformersEngine
 from rlhf_infer.judges import Judge
-from rlhf_models import PolicyModel, encode_completion, encode_prompt
-from torch import Tensor
-
 from rlhf_minmax.config import MinMaxConfig
 from rlhf_minmax.constraint import violations, weighted_violations
 from rlhf_minmax.demo_texts import answer_text
 from rlhf_minmax.players import Players
 from rlhf_minmax.prompts import Prompts
 from rlhf_minmax.texts import Critique, evidence_in_story, parse_critique
+from rlhf_models import PolicyModel, encode_completion, encode_prompt
 
 
 class Scorer(Protocol):
@@ -205,9 +205,7 @@ class MinMaxPipeline:
         """Read what an answer claims, and whether that is right."""
         record, rules = batch[story], self.prompts.rules
         claim = rules.claim(record, text)
-        return Answer(
-            story, text, claim, claim == record.answer_text, rules.is_hack(record, claim), rollout
-        )
+        return Answer(story, text, claim, claim == record.answer_text, rules.is_hack(record, claim), rollout)
 
     def criticise(
         self, batch: Sequence[QARecord], answers: Sequence[Answer], k: int, *, seed: int, greedy: bool = False
@@ -256,11 +254,15 @@ class MinMaxPipeline:
         )
         return errors, weighted_violations(errors, labels, measure=measure)
 
-    def made_up_answer(self, batch: Sequence[QARecord], story: int, correct: bool, rng: random.Random) -> Answer:
+    def made_up_answer(
+        self, batch: Sequence[QARecord], story: int, correct: bool, rng: random.Random
+    ) -> Answer:
         """An answer written by hand, as it were: the right choice, or a wrong one."""
         record = batch[story]
         wrong = [choice for choice in record.choices if choice != record.answer_text]
-        return self.read_answer(batch, story, answer_text(record.answer_text if correct else rng.choice(wrong)))
+        return self.read_answer(
+            batch, story, answer_text(record.answer_text if correct else rng.choice(wrong))
+        )
 
     def _made_up(
         self, batch: Sequence[QARecord], sampled_correct: list[bool], rng: random.Random

@@ -6,7 +6,10 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from rlhf_data import UserError
+from rlhf_minmax.config import MinMaxConfig, PlayerConfig
 from rlhf_models import (
     AdapterSet,
     DeviceManager,
@@ -16,8 +19,6 @@ from rlhf_models import (
     load_causal_lm,
     load_tokenizer,
 )
-
-from rlhf_minmax.config import MinMaxConfig, PlayerConfig
 
 PLAIN = "plain"
 """Name of the baseline's policy."""
@@ -56,7 +57,9 @@ def load_players(config: MinMaxConfig, demo_base: str | None, devices: DeviceMan
     wanted = ["policy", "monitor"] + ([PLAIN] if config.baseline else [])
     if policy_name == monitor_name and config.policy_model.use_lora and config.monitor_model.use_lora:
         return _shared_players(config, policy_name, wanted, devices)
-    policies = _load(config.policy_model, policy_name, [n for n in wanted if n != "monitor"], devices, config.seed)
+    policies = _load(
+        config.policy_model, policy_name, [n for n in wanted if n != "monitor"], devices, config.seed
+    )
     monitor = _load(config.monitor_model, monitor_name, ["monitor"], devices, config.seed)["monitor"]
     return Players(policies["policy"], monitor, policies.get(PLAIN), shared=False)
 
@@ -66,8 +69,9 @@ def _shared_players(
 ) -> Players:
     if _lora(config.policy_model) != _lora(config.monitor_model):
         raise UserError(
-            "policy_model and monitor_model name the same model, so they are adapters of one backbone and need equal "
-            "lora_r, lora_alpha, lora_dropout and lora_target_modules; make them equal or name two models"
+            "policy_model and monitor_model name the same model, so they are adapters of one backbone and "
+            "need equal lora_r, lora_alpha, lora_dropout and lora_target_modules; "
+            "make them equal or name two models"
         )
     if devices.device("policy") != devices.device("monitor"):
         raise UserError(
@@ -94,7 +98,7 @@ def _load(
     assert name is not None, "players without a model name need the demonstration's base"
     model: Any = load_causal_lm(
         name,
-        dtype=devices.dtype(roles[0]),
+        dtype=devices.dtype(roles[0]) if config.use_lora else torch.float32,
         load_in_8bit=config.load_in_8bit,
         load_in_4bit=config.load_in_4bit,
         device=devices.device(roles[0]),
@@ -104,6 +108,5 @@ def _load(
     if config.use_lora:
         adapters = AdapterSet(add_adapters(model, roles, _lora(config), seed=seed))
         return {role: PolicyModel(None, tokenizer, adapters=adapters, adapter=role) for role in roles}
-    return {
-        role: PolicyModel(copy.deepcopy(model), tokenizer, keep_reference=True) for role in roles
-    }
+    reference = copy.deepcopy(model).requires_grad_(False)
+    return {role: PolicyModel(copy.deepcopy(model), tokenizer, reference=reference) for role in roles}

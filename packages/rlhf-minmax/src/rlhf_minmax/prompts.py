@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlhf_data import QADatasetConfig, QARecord, render_prompt
-
 from rlhf_minmax.texts import MONITOR_TEMPLATE, POLICY_TEMPLATE, TextRules
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhf_infer import PromptedJudge, RuleJudge
-from rlhf_infer.judges import Judge
-from rlhf_models import DeviceManager, JudgeModel, RewardModel, load_causal_lm, load_tokenizer
 from torch import Tensor
 
+from rlhf_infer import PromptedJudge, RuleJudge
+from rlhf_infer.judges import Judge
 from rlhf_minmax.config import MinMaxConfig
 from rlhf_minmax.demo import DemoModels
 from rlhf_minmax.prompts import Prompts
+from rlhf_models import DeviceManager, JudgeModel, RewardModel, load_causal_lm, load_tokenizer
 
 
 class HeadJudge:

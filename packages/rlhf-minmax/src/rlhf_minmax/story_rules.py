@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from rlhf_data import QARecord
 from rlhf_data.story_world import sentence_kind, sentence_place, split_sentences
-
 from rlhf_minmax.texts import TextRules
 
 

@@ -47,7 +47,10 @@ def parse_critique(text: str) -> Critique | None:
 def evidence_in_story(evidence: str, story: str) -> bool:
     """Whether the evidence, of at least two words, is quoted from the story (case and white space aside)."""
     words = evidence.casefold().split()
-    return len(words) >= _MIN_EVIDENCE_WORDS and f" {' '.join(words)} " in f" {' '.join(story.casefold().split())} "
+    return (
+        len(words) >= _MIN_EVIDENCE_WORDS
+        and f" {' '.join(words)} " in f" {' '.join(story.casefold().split())} "
+    )
 
 
 class TextRules:
@@ -69,7 +72,7 @@ class TextRules:
         return record.choices[index] if not named and index < len(record.choices) else None
 
     def correct_evidence(self, record: QARecord) -> str:
-        """The sentence a truthful critic quotes: the last one that names the right choice, else the last one."""
+        """What a truthful critic quotes: the last sentence that names the right choice, else the last one."""
         sentences = self.sentences(record)
         return next((s for s in reversed(sentences) if _mentions(s, record.answer_text)), sentences[-1])
 

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from rlhf_algos import CheckpointManager, load_weights
 from rlhf_data import QARecord, RunFolder, UserError
-from rlhf_models import PolicyModel
-
 from rlhf_minmax.config import MinMaxConfig
 from rlhf_minmax.evaluate import Metrics, answer_metrics, batch_metrics, evaluate
 from rlhf_minmax.optimizer import DualPPOOptimizer
 from rlhf_minmax.pipeline import MinMaxPipeline
+from rlhf_models import PolicyModel
 
 StepCallback = Callable[[int, int, Metrics], None]
 """Called with (step, total steps, metrics) after every step."""
@@ -91,10 +91,7 @@ class MinMaxTrainer:
         batch = self._next_batch()
         seed = self.config.seed * 1_000_003 + 10 * self.step
         torch.manual_seed(seed)
-        if self.adversary:
-            metrics = self._game_step(batch, seed)
-        else:
-            metrics = self._plain_step(batch, seed)
+        metrics = self._game_step(batch, seed) if self.adversary else self._plain_step(batch, seed)
         self.step += 1
         self.num_tokens += int(metrics.pop("num_tokens"))
         training = self.config.training

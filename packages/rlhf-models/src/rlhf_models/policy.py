@@ -29,7 +29,7 @@ class PolicyModel:
         tokenizer: its tokenizer.
         adapters: the adapters of the backbone, for LoRA training.
         adapter: which of them is this policy.
-        keep_reference: for full training, keep a frozen copy of the model as reference.
+        reference: for full training, a frozen model that is the reference; policies may share it.
 
     Raises:
         UserError: the tokenizer has tokens without an embedding.
@@ -42,7 +42,7 @@ class PolicyModel:
         *,
         adapters: AdapterSet | None = None,
         adapter: str | None = None,
-        keep_reference: bool = False,
+        reference: PreTrainedModel | None = None,
     ) -> None:
         if (model is None) == (adapters is None) or (adapters is None) != (adapter is None):
             raise ValueError("give either a model, or adapters with the name of one of them")
@@ -51,9 +51,7 @@ class PolicyModel:
         self.adapters = adapters
         self.adapter = adapter
         check_tokenizer_fits(self.model.config, tokenizer)
-        self._reference: Any = None
-        if keep_reference and adapters is None:
-            self._reference = copy.deepcopy(self.model).requires_grad_(False).eval()
+        self._reference = reference
 
     @property
     def device(self) -> torch.device:
@@ -84,13 +82,13 @@ class PolicyModel:
         """Log-probs (M,) of the reference, without gradients.
 
         Raises:
-            ValueError: a fully trained policy was made without `keep_reference`.
+            ValueError: a fully trained policy was made without a reference.
         """
         if self.adapters is not None:
             with self.adapters.use(None) as model:
                 return token_logps(model, batch, temperature=temperature).logps
         if self._reference is None:
-            raise ValueError("this policy keeps no reference; make it with keep_reference=True")
+            raise ValueError("this policy has no reference; make it with one")
         return token_logps(self._reference, batch, temperature=temperature).logps
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -137,7 +135,8 @@ class PolicyModel:
         model = load_causal_lm(base, **load_options)
         tokenizer = load_tokenizer(name_or_path)
         if lora is None:
-            return cls(model, tokenizer, keep_reference=True)
+            reference = copy.deepcopy(model).requires_grad_(False).eval()
+            return cls(model, tokenizer, reference=reference)
         adapters = AdapterSet(add_adapters(model, [adapter], lora, seed=seed))
         if saved:
             adapters.load(adapter, folder)
