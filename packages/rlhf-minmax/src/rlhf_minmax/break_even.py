@@ -166,4 +166,7 @@ def _advice(delta_reward: float, start: float | None, truthful: float | None, w_
             f"w_judge {w_judge:.2f} is above the break-even {start:.2f} of the untrained monitor already: "
             "truth pays, and a frozen monitor might do as well"
         )
-    return f"w_judge {w_judge:.2f} is above the break-even {truthful:.2f}: truth pays once the monitor is truthful"
+    return (
+        f"w_judge {w_judge:.2f} is above a truthful monitor's break-even {truthful:.2f}: "
+        "truth pays once the monitor is truthful"
+    )
