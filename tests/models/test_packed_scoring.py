@@ -6,19 +6,22 @@ import peft
 import pytest
 import torch
 from transformers import (
+    BloomConfig,
     Gemma2Config,
     GPT2Config,
+    GPTNeoConfig,
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
     OPTConfig,
     PhiConfig,
+    PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
 )
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from rlhf_data import PackedBatch, TokenSequence, pack
+from rlhf_data import PackedBatch, TokenSequence, UserError, pack
 from rlhf_models.logps import logps_from_hidden, token_logps
 
 VOCAB = 61
@@ -278,3 +281,19 @@ def test_packing_saves_the_shared_tokens() -> None:
     sequences = ragged_tree()
     (batch,) = pack(sequences)
     assert batch.num_tokens < 0.5 * sum(len(s.input_ids) for s in sequences)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4),
+        GPTNeoConfig(
+            vocab_size=VOCAB, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global"], 2]]
+        ),
+    ],
+    ids=["bloom", "gpt_neo"],
+)
+def test_architectures_that_ignore_the_plan_are_refused(config: PreTrainedConfig) -> None:
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UserError, match="cannot score packed streams"):
+        token_logps(model, pack(ragged_tree())[0])

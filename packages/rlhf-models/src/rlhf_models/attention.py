@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from rlhf_data import PackedBatch
+from rlhf_data import PackedBatch, UserError
 from rlhf_models.blocks import DenseBlocks, dense_blocks
 from rlhf_models.tree import AttentionOptions as AttentionOptions
 from rlhf_models.tree import AttentionTree
@@ -29,7 +29,8 @@ from rlhf_models.varlen import VarlenTables, run_varlen, varlen_kernel
 
 IMPLEMENTATION = "rlhf_packed"
 _LOG = logging.getLogger(__name__)
-_IN_PACKED_FORWARD: contextvars.ContextVar[bool] = contextvars.ContextVar("in_packed_forward", default=False)
+_PACKED_LAYERS: contextvars.ContextVar[set[int] | None] = contextvars.ContextVar("packed_layers", default=None)
+"""Within a packed forward pass, the layers whose attention a plan has computed."""
 
 
 class AttentionPlan(Protocol):
@@ -59,17 +60,18 @@ def prepare_for_packing(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @contextlib.contextmanager
-def packed_forward() -> Iterator[None]:
-    """Within this context prepared models build no attention mask of their own."""
-    token = _IN_PACKED_FORWARD.set(True)
+def packed_forward() -> Iterator[set[int]]:
+    """Within this context prepared models build no attention mask of their own; yields the layers served."""
+    layers: set[int] = set()
+    token = _PACKED_LAYERS.set(layers)
     try:
-        yield
+        yield layers
     finally:
-        _IN_PACKED_FORWARD.reset(token)
+        _PACKED_LAYERS.reset(token)
 
 
 def _packed_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    return None if _IN_PACKED_FORWARD.get() else sdpa_mask(*args, **kwargs)
+    return sdpa_mask(*args, **kwargs) if _PACKED_LAYERS.get() is None else None
 
 
 def _packed_attention(
@@ -84,17 +86,21 @@ def _packed_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function of transformers' interface: (1, H, N, D) in, (1, N, H, D) out."""
-    if kwargs.get("s_aux") is not None:
-        raise ValueError("attention sinks (s_aux) are not supported by packed attention")
     scaling = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
     softcap = kwargs.get("softcap")
     if packed is None:
         if softcap is not None:
             return _softcapped(query, key, value, attention_mask, scaling, softcap).transpose(1, 2), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    for extra in ("s_aux", "position_bias"):
+        if kwargs.get(extra) is not None:
+            raise UserError(f"{type(module).__name__} cannot score packed streams: it needs {extra}")
     options = AttentionOptions(scaling, kwargs.get("sliding_window"), softcap, kwargs.get("dropout", 0.0))
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    return packed.attend(cast(int, module.layer_idx), query, key, value, options)[None], None
+    layer = cast(int, module.layer_idx)
+    if (layers := _PACKED_LAYERS.get()) is not None:  # None where gradient checkpointing runs the layer again
+        layers.add(layer)
+    return packed.attend(layer, query, key, value, options)[None], None
 
 
 def _softcapped(

@@ -22,9 +22,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import has_file
 
 from rlhf_data import UserError, atomic_folder
 from rlhf_models.attention import prepare_for_packing
+from rlhf_models.logps import check_packing
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WEIGHT_FILES = (
@@ -195,6 +197,24 @@ def load_config(name_or_path: str | Path) -> PreTrainedConfig:
         ) from error
 
 
+def check_weights(name_or_path: str | Path) -> None:
+    """Check that a model's weights are in its folder, in the local cache or on the hub, without reading them.
+
+    Raises:
+        UserError: they are not, or the hub cannot be asked.
+    """
+    where = _checked_source(name_or_path, needs=("config", "weights"))
+    if Path(name_or_path).is_dir():
+        return
+    for local_only in (True, False):
+        if any(has_file(str(name_or_path), file, local_files_only=local_only) for file in _WEIGHT_FILES):
+            return
+    raise UserError(
+        f"{where} has no weights in the local Hugging Face cache and none were found on the hub; "
+        "check the name and the connection, or give a model folder"
+    )
+
+
 def context_length(model: PreTrainedModel | PreTrainedConfig) -> int | None:
     """Tokens a model can attend to (prompt and completion together); None when it sets no limit."""
     config = model if isinstance(model, PreTrainedConfig) else model.config
@@ -317,9 +337,10 @@ def _finish(model: Any, where: str) -> PreTrainedModel:
             _check_blocks(module, f"{name} of {where}")
             module.register_forward_pre_hook(_dequantise_on_cpu)
     try:
-        return prepare_for_packing(model).eval()
+        check_packing(prepare_for_packing(model).eval())
     except ValueError as error:
         raise UserError(f"{where} cannot score packed streams: {_first_line(error)}") from error
+    return model
 
 
 def _check_blocks(module: Any, where: str) -> None:

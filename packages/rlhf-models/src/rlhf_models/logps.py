@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from rlhf_data import PackedBatch
+from rlhf_data import PackedBatch, TokenSequence, UserError, pack
 from rlhf_models.attention import AttentionPlan, TreeAttention, packed_forward, prepare_for_packing
 
 CHUNK_LOGITS = 1 << 24
@@ -37,13 +37,36 @@ def causal_lm(model: Any) -> Any:
 def stream_forward(
     model: Any, input_ids: torch.Tensor, position_ids: torch.Tensor, plan: AttentionPlan
 ) -> torch.Tensor:
-    """Last hidden states (N, hidden) of the backbone on a token stream (N,), attention done by `plan`."""
+    """Last hidden states (N, hidden) of the backbone on a token stream (N,), attention done by `plan`.
+
+    Raises:
+        UserError: some layers of the architecture do not leave their attention to the plan, so that their
+            tokens would see what they must not.
+    """
     backbone = prepare_for_packing(causal_lm(model)).base_model
-    with packed_forward():
+    with packed_forward() as layers:
         output = backbone(
             input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, packed=plan
         )
+    expected = backbone.config.get_text_config().num_hidden_layers
+    if len(layers) != expected:
+        raise UserError(
+            f"{type(backbone).__name__} cannot score packed streams: {expected - len(layers)} of its {expected} "
+            "layers do not use transformers' attention interface; take another architecture"
+        )
     return output.last_hidden_state[0]
+
+
+@torch.no_grad()
+def check_packing(model: Any) -> None:
+    """Run one token through a model to see that all its layers leave their attention to a plan.
+
+    Raises:
+        UserError: they do not.
+    """
+    token = torch.zeros(1, dtype=torch.long, device=causal_lm(model).device)
+    (batch,) = pack([TokenSequence([0], 1)])
+    stream_forward(model, token, token, TreeAttention(batch.to(token.device)))
 
 
 def hidden_states(model: Any, batch: PackedBatch) -> torch.Tensor:
