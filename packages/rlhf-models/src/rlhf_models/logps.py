@@ -46,7 +46,11 @@ def stream_forward(
     backbone = prepare_for_packing(causal_lm(model)).base_model
     with packed_forward() as layers:
         output = backbone(
-            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, packed=plan
+            input_ids=input_ids[None],
+            attention_mask=torch.ones_like(input_ids)[None],  # says that no token is padding, whatever its id
+            position_ids=position_ids[None],
+            use_cache=False,
+            packed=plan,
         )
     expected = backbone.config.get_text_config().num_hidden_layers
     if len(layers) != expected:
