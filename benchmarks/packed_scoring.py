@@ -243,6 +243,11 @@ def peak_memory(kind: str, vocab_size: int, sizes: Sizes, batches: list[Batch], 
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * MAXRSS_BYTES / 1e6
 
 
+def _in_child(function: Callable[..., float], *arguments: Any) -> float:
+    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
 def _model(vocab_size: int, sizes: Sizes) -> Any:
     """The same random Llama each time."""
     return build_tiny_llama(
@@ -258,21 +263,21 @@ def _model(vocab_size: int, sizes: Sizes) -> Any:
 def run(sizes: Sizes, data: Path | None, *, repeats: int, threads: int) -> dict[str, Any]:
     """All workloads; see benchmarks/README.md for the result's keys."""
     vocab_size, work = make_work(sizes, data)
-    results: dict[str, Any] = {}
-    fresh = get_context("forkserver")
-    fresh.set_forkserver_preload(["rlhf_models.logps", "rlhf_models.tiny", "transformers.models.llama"])
-    for name, batches in work.items():
-        memory = {}
-        for kind in STEPS:
-            with ProcessPoolExecutor(1, mp_context=fresh) as pool:
-                memory[kind] = pool.submit(peak_memory, kind, vocab_size, sizes, batches, threads).result()
-        torch.set_num_threads(threads)
-        results[name] = {
+    # All forks come before the first forward pass: a process whose autograd has run cannot fork and go on.
+    memory = {
+        name: {kind: _in_child(peak_memory, kind, vocab_size, sizes, batches, threads) for kind in STEPS}
+        for name, batches in work.items()
+    }
+    torch.set_num_threads(threads)
+    results = {
+        name: {
             "sequences": sum(len(batch) for batch in batches),
             **agreement(vocab_size, sizes, batches),
             "seconds": timing(vocab_size, sizes, batches, repeats),
-            "peak_memory_mb": memory | {"ratio": memory["padded"] / memory["packed"]},
+            "peak_memory_mb": memory[name] | {"ratio": memory[name]["padded"] / memory[name]["packed"]},
         }
+        for name, batches in work.items()
+    }
     return {
         "benchmark": "packed_scoring",
         "data": "hh-rlhf" if data else "synthetic",

@@ -2,6 +2,7 @@
 
 import struct
 
+import numpy as np
 import pytest
 
 from rlhf_eval import minmax_figure, training_curves
@@ -41,11 +42,11 @@ def png_size(path) -> tuple[int, int]:
     return struct.unpack(">II", data[16:24])
 
 
-def test_minmax_figure_is_one_wide_png(tmp_path):
+def test_minmax_figure_is_one_png(tmp_path):
     path = tmp_path / "plots" / "minmax.png"
     minmax_figure(METRICS, RESULTS, path)
     width, height = png_size(path)
-    assert width > 3 * height
+    assert width > height > 800
     assert [file.name for file in path.parent.iterdir()] == ["minmax.png"]
 
 
@@ -71,3 +72,21 @@ def test_training_curves_with_any_keys(tmp_path):
     assert png_size(four)[1] == 2 * png_size(one)[1]
     with pytest.raises(ValueError, match="at least one"):
         training_curves(METRICS, [], one)
+
+
+def test_held_out_marks_stand_at_the_last_step_and_are_explained_only_where_drawn():
+    from matplotlib.figure import Figure
+
+    from rlhf_eval.plots import _policy_panel
+
+    rows = [{**row, "eval/policy/accuracy": None} for row in METRICS]
+    for results, expected in (
+        (RESULTS, [([3.0], [0.3]), ([3.0], [0.98]), ([], [])]),
+        ({}, []),
+    ):
+        axes = Figure().subplots()
+        _policy_panel(axes, rows, results)
+        marks = [line for line in axes.lines if line.get_marker() == "o"]
+        drawn = [(np.asarray(line.get_xdata()), np.asarray(line.get_ydata())) for line in marks]
+        assert [(x.tolist(), y.tolist()) for x, y in drawn] == expected
+        assert ["held-out accuracy"] * bool(expected) == [line.get_label() for line in marks[2:]]

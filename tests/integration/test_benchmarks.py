@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -12,13 +13,18 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def run_benchmark(name: str, *options: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, BENCHMARKS / name, *options], capture_output=True, text=True)
-
-
 def test_packed_scoring_compares_the_same_work(tmp_path: Path) -> None:
     output = tmp_path / "result.json"
-    run = run_benchmark("packed_scoring.py", "--quick", "--repeats", "2", "--output", output)
+    command = [
+        sys.executable,
+        BENCHMARKS / "packed_scoring.py",
+        "--quick",
+        "--repeats",
+        "2",
+        "--output",
+        output,
+    ]
+    run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     result = json.loads(run.stdout)
     assert result == json.loads(output.read_text())
@@ -45,7 +51,12 @@ def test_committed_result_has_the_full_size() -> None:
     assert result["model_parameters"] > 8_000_000
 
 
-def test_packed_scoring_names_missing_data(tmp_path: Path) -> None:
-    run = run_benchmark("packed_scoring.py", "--data", tmp_path / "nowhere.jsonl")
-    assert run.returncode == 2
-    assert run.stderr.startswith("error: ") and "nowhere.jsonl" in run.stderr and run.stderr.count("\n") == 1
+def test_packed_scoring_names_missing_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    with pytest.raises(SystemExit) as stopped:
+        importlib.import_module("packed_scoring").main(["--data", str(tmp_path / "nowhere.jsonl")])
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and "nowhere.jsonl" in message and message.count("\n") == 1

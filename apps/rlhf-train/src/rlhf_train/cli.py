@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -18,6 +19,9 @@ def main() -> None:
     """Train language models to answer well, and to be hard to fool."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # stories may hold what the terminal cannot show
 
 
 @main.command()
@@ -58,15 +62,15 @@ def main() -> None:
 def minmax(**options: Any) -> None:
     """MinMax RLHF: a policy answers, a monitor criticises; each learns against the other.
 
-    Without arguments it builds a tiny policy, a flawed reward model and a judge, shows how plain RLHF exploits
-    the flaw, and plays the game, which does not.
+    Without arguments it builds a tiny policy, a flawed reward model and a judge, shows how plain RLHF
+    exploits the flaw, and plays the game, which does not.
     """
     from rlhf_train.minmax import run_minmax
 
     _exit_cleanly(lambda: run_minmax(options))
 
 
-def _exit_cleanly(job: Any) -> None:
+def _exit_cleanly(job: Callable[[], None]) -> None:
     """Run a job; a user's mistake becomes one sentence and exit code 2, Ctrl-C exit code 130."""
     from rlhf_data import UserError
 
@@ -78,10 +82,3 @@ def _exit_cleanly(job: Any) -> None:
     except KeyboardInterrupt:
         click.echo("Stopped; continue with --resume.", err=True)
         sys.exit(130)
-
-
-def resume_folder(options: dict[str, Any]) -> Path | None:
-    """The folder `--resume` names by itself or through `--output-dir`; None leaves it to be found."""
-    if options["resume"] != NEWEST:
-        return Path(options["resume"])
-    return Path(options["output_dir"]) if options["output_dir"] else None

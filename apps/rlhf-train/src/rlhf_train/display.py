@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.padding import Padding
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from rlhf_data import RunFolder
+from rich.text import Text
+
+from rlhf_data import RunFolder, read_rows
 from rlhf_minmax import Events
 from rlhf_minmax.break_even import BreakEven
 from rlhf_minmax.evaluate import Metrics
 
 _TITLES = {"plain": "plain RLHF", "minmax": "MinMax"}
+_BLOCKS = {"before": "start", "plain": "plain RLHF", "after": "MinMax"}
 _LIVE = (
-    ("accuracy", "policy/accuracy"),
-    ("value", "minmax/value"),
-    ("monitor", "monitor/verdict_balanced_accuracy"),
+    ("policy accuracy", "policy/accuracy"),
+    ("game value", "minmax/value"),
+    ("monitor balanced accuracy", "monitor/verdict_balanced_accuracy"),
     ("λ", "dual/lambda"),
     ("violation", "constraint/violation_ema"),
 )
+_DEMO_LIVE = (("loss", "loss"), ("accuracy", "accuracy"))
 _ROWS = (
     ("true accuracy", "policy/accuracy"),
     ("hack rate", "policy/hack_rate"),
@@ -34,144 +42,219 @@ _ROWS = (
     ("λ", "dual/lambda"),
     ("game value", "minmax/value"),
 )
+_PARTS = (("demo", "building"), ("plain", "plain RLHF"), ("game", "game"), ("evaluation", "evaluation"))
 _SHOWN_EXCHANGES = 3
 _PLAIN_LINES = 10
+"""Lines per stage where the output is no terminal."""
+_PLAIN_WIDTH = 120
+
+
+def make_console() -> Console:
+    """A console as wide as the terminal; elsewhere lines stay whole and tables get 120 columns."""
+    terminal = sys.stdout.isatty()
+    width = None if terminal or "COLUMNS" in os.environ else _PLAIN_WIDTH
+    return Console(highlight=False, soft_wrap=not terminal, width=width)
 
 
 class ConsoleEvents(Events):
-    """Prints a run to the console: live bars on a terminal, a line now and then elsewhere."""
+    """Prints a run to the console: a live bar with metrics on a terminal, a line now and then elsewhere."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(soft_wrap=True)
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[metrics]}"),
-            console=self.console,
-            disable=not self.console.is_terminal,
-        )
-        self._tasks: dict[str, TaskID] = {}
-        self._started: dict[str, tuple[float, int]] = {}
+        self.console = console or make_console()
+        self._live = Live(console=self.console, transient=True, refresh_per_second=8)
+        self._stage: _Stage | None = None
 
     def __enter__(self) -> ConsoleEvents:
-        self._progress.start()
+        if self.console.is_terminal:
+            self._live.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        self._live.stop()
 
     def device_plan(self, rows: list[dict[str, str]]) -> None:
         """A table of roles and devices."""
-        table = Table(title="Device plan", title_justify="left")
-        for name in ("role", "device", "dtype", "reason"):
-            table.add_column(name)
+        table = _table("Device plan", "role", "device", "dtype", "reason")
         for row in rows:
             table.add_row(row["role"], row["device"], row["dtype"], row["reason"])
         self.console.print(table)
 
+    def warning(self, text: str) -> None:
+        """A line that stands out."""
+        self.console.print(Text.assemble(("warning: ", "bold yellow"), text))
+
     def demo_step(self, stage: str, step: int, total: int, metrics: dict[str, float]) -> None:
         """Progress of a demonstration model."""
-        text = "  ".join(f"{k} {metrics[k]:.3f}" for k in ("loss", "accuracy") if k in metrics)
-        self._advance(f"building {stage}", step, total, text)
+        self._advance(f"building {stage}", step, total, _values(_DEMO_LIVE, metrics))
 
     def break_even(self, check: BreakEven) -> None:
         """The gaps, the weight, and what they mean."""
-        self.console.print(
-            f"Break-even check on training stories: ΔR {check.delta_reward:.2f}, ΔJ {check.delta_judge_start:.2f} with "
-            f"the start's critiques, {check.delta_judge_truthful:.2f} with truthful ones; "
-            f"w_reward {check.w_reward:.2f}, w_judge {check.w_judge:.2f}"
-        )
-        self.console.print(f"  → {check.advice}")
+        table = Table.grid(padding=(0, 2))
+        table.add_row("reward model: wrong answer over right one", f"ΔR {check.delta_reward:+.2f}")
+        table.add_row("judge: right over wrong, the start's critiques", f"ΔJ {check.delta_judge_start:+.2f}")
+        table.add_row("judge: right over wrong, truthful critiques", f"ΔJ {check.delta_judge_truthful:+.2f}")
+        table.add_row("weights", f"w_reward {check.w_reward:.2f}, w_judge {check.w_judge:.2f}")
+        self.console.print(Text("Break-even check on training stories", "italic"))
+        self.console.print(Padding.indent(table, 2))
+        self.console.print(Text(f"→ {check.advice}", "bold"))
 
     def phase(self, name: str, start: int, total: int) -> None:
         """A phase begins."""
-        resumed = f", from step {start}" if start else ""
-        self.console.print(f"{_TITLES[name]}: {total} steps{resumed}")
+        self._stage = _Stage(_TITLES[name])
+        resumed = f", resumed from step {start}" if start else ""
+        self.console.print(Text(f"{_TITLES[name]}: {total} steps{resumed}", "bold"))
 
     def step(self, phase: str, step: int, total: int, metrics: Metrics) -> None:
         """Live metrics of a step."""
-        parts = [f"{label} {metrics[key]:.2f}" for label, key in _LIVE if metrics.get(key) is not None]
-        tokens, seconds = metrics.get("num_tokens"), self._elapsed(phase, int(metrics["num_tokens"] or 0))
-        if tokens and seconds:
-            parts.append(f"{seconds:,.0f} tokens/s")
-        self._advance(_TITLES[phase], step, total, "  ".join(parts))
+        shown = _values(_LIVE, metrics)
+        speed = self._current(_TITLES[phase]).tokens_per_second(int(metrics["num_tokens"] or 0))
+        if speed is not None:
+            shown["tokens/s"] = f"{speed:,.0f}"
+        self._advance(_TITLES[phase], step, total, shown)
 
     def evaluated(self, block: str, metrics: Metrics) -> None:
         """One line per held-out evaluation."""
         hack = metrics["policy/hack_rate"]
         shown = f", hack rate {hack:.2f}" if hack is not None else ""
         self.console.print(
-            f"held-out ({block}): true accuracy {metrics['policy/accuracy']:.2f}{shown}, "
+            f"held-out, {_BLOCKS[block]}: true accuracy {metrics['policy/accuracy']:.2f}{shown}, "
             f"reward score {metrics['policy/reward_score']:+.2f}"
         )
 
     def show_results(self, results: dict[str, Any], run: RunFolder) -> None:
-        """The table of the three columns, some exchanges, and where everything lies."""
-        columns = [
-            (title, results[block])
-            for title, block in (("start", "before"), ("plain RLHF", "plain"), ("MinMax", "after"))
-            if results.get(block)
-        ]
-        table = Table(title="Held-out stories, greedy", title_justify="left")
-        table.add_column("")
-        for title, _ in columns:
-            table.add_column(title, justify="right")
+        """The table of the three columns, some exchanges, the time, and where everything lies."""
+        columns = [(title, results[block]) for block, title in _BLOCKS.items() if results.get(block)]
+        table = _table("Held-out stories, greedy", "", *(title for title, _ in columns))
+        for column in table.columns[1:]:
+            column.justify = "right"
         for label, key in _ROWS:
             table.add_row(label, *(_number(block.get(key)) for _, block in columns))
         self.console.print(table)
         if results.get("after") and "steps" in results:
             self._show_exchanges(run)
-        where = "report.html" if (run.path / "report.html").exists() else "evaluation.json"
-        self.console.print(f"{run.path / where}  ({results['wall_time']['total']:.0f} s)")
+        spent = results["wall_time"]
+        parts = ", ".join(f"{label} {_seconds(spent[part])}" for part, label in _PARTS if spent[part])
+        self.console.print(f"time: {_seconds(spent['total'])} ({parts})")
+        where = "report.html" if "steps" in results else "evaluation.json"
+        self.console.print(Text(str(run.path / where), "bold"))
 
     def _show_exchanges(self, run: RunFolder) -> None:
-        from rlhf_data import read_rows
-
         rows = [row for _, row in read_rows(run.path / "samples.jsonl") if row["stage"] == "minmax"]
         for row in rows[:_SHOWN_EXCHANGES]:
-            mark = "right" if row["correct"] else "wrong"
-            judge = "truly " + mark
-            self.console.print(
-                f"\n[bold]{escape(row['story'])}[/bold] {escape(row['question'])}\n"
-                f"  policy : {escape(row['answer'])}   ({judge}; reward {row['reward_score']:+.2f})\n"
-                f"  monitor: {escape(row['critique'])}   (verdict {row['verdict']}; judge {row['judge_score']:+.2f})"
-            )
-        self.console.print()
+            self.console.print(_exchange(row))
+            self.console.print()
 
-    def _elapsed(self, phase: str, tokens: int) -> float:
-        """Tokens per second of a phase since its first step in this process; 0 at that step."""
+    def _current(self, title: str) -> _Stage:
+        """The stage of this title, begun now where it is new."""
+        if self._stage is None or self._stage.title != title:
+            self._stage = _Stage(title)
+        return self._stage
+
+    def _advance(self, title: str, step: int, total: int, shown: dict[str, str]) -> None:
+        stage = self._current(title)
+        if step == total:
+            self._live.update("")
+            line = Text.assemble(("✓ ", "green"), f"{title}: {total} steps in {_seconds(stage.seconds)}")
+            self.console.print(line.append(f"  {_joined(shown)}", "dim"))
+        elif self.console.is_terminal:
+            self._live.update(stage.renderable(step, total, shown))
+        elif step % max(1, total // _PLAIN_LINES) == 0:
+            self.console.print(f"{title}: {step}/{total}  {_joined(shown)}")
+
+
+class _Stage:
+    """One bar: its clock, its speed, and how it looks."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self._started = time.perf_counter()
+        self._first: tuple[float, int] | None = None
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[elapsed]}"),
+            TimeRemainingColumn(compact=True),
+        )
+        self._task = self._progress.add_task(title, total=None, elapsed="")
+
+    @property
+    def seconds(self) -> float:
+        """Since the stage began."""
+        return time.perf_counter() - self._started
+
+    def tokens_per_second(self, num_tokens: int) -> float | None:
+        """Speed since the first step of this process; None at that step."""
         now = time.perf_counter()
-        if phase not in self._started:
-            self._started[phase] = (now, tokens)
-        since, before = self._started[phase]
-        return (tokens - before) / (now - since) if now > since else 0.0
+        if self._first is None:
+            self._first = (now, num_tokens)
+            return None
+        return (num_tokens - self._first[1]) / max(now - self._first[0], 1e-9)
 
-    def _advance(self, title: str, step: int, total: int, text: str) -> None:
-        if title not in self._tasks:
-            self._tasks[title] = self._progress.add_task(title, total=total, metrics="")
-        self._progress.update(self._tasks[title], completed=step, metrics=text)
-        every = max(1, total // _PLAIN_LINES)
-        if not self.console.is_terminal and (step % every == 0 or step == total):
-            self.console.print(f"{title}: {step}/{total}  {text}")
+    def renderable(self, step: int, total: int, shown: dict[str, str]) -> Group:
+        """The bar, and the metrics under it."""
+        self._progress.update(self._task, total=total, completed=step, elapsed=_seconds(self.seconds))
+        table = Table(box=None, padding=(0, 2), header_style="dim")
+        for label in shown:
+            table.add_column(label, justify="right")
+        table.add_row(*shown.values())
+        return Group(self._progress, table)
 
 
 def show_plan(plan: dict[str, Any]) -> None:
     """Print a dry run: what would run, with how many tokens and how much memory."""
-    console = Console(soft_wrap=True)
-    events = ConsoleEvents(console)
+    events = ConsoleEvents()
     events.device_plan(plan["device_plan"])
-    table = Table(title="Dry run: nothing was trained", title_justify="left", show_header=False)
-    table.add_column("")
-    table.add_column("")
+    table = _table("Dry run: nothing is trained", "", "")
+    table.show_header = False
     for label, value in plan["rows"]:
-        table.add_row(label, value)
-    console.print(table)
+        table.add_row(label, Text(value))
+    events.console.print(table)
     for warning in plan["warnings"]:
-        console.print(f"warning: {warning}")
+        events.warning(warning)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.ROUNDED)
+    for column in columns:
+        table.add_column(column)
+    return table
+
+
+def _exchange(row: dict[str, Any]) -> Table:
+    """Story, answer, critique, verdict and scores of one exchange."""
+    truth = "right" if row["correct"] else f"wrong, it is {_clean(row['gold'])}"
+    verdict = row["verdict"] or "none that parses"
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    table.add_row("story", Text(_clean(row["story"])))
+    table.add_row("question", Text(_clean(row["question"])))
+    table.add_row("policy", Text(_clean(row["answer"]), "bold"))
+    table.add_row("", Text(f"in truth {truth}; reward {row['reward_score']:+.2f}", "dim"))
+    table.add_row("monitor", Text(_clean(row["critique"]), "bold"))
+    table.add_row("", Text(f"verdict {verdict}; judge {row['judge_score']:+.2f}", "dim"))
+    return table
+
+
+def _clean(text: str) -> str:
+    """Text on one line, without characters that would move a terminal's cursor."""
+    return "".join(c if c.isprintable() else "�" for c in " ".join(text.split()))
+
+
+def _values(labels: tuple[tuple[str, str], ...], metrics: Metrics | dict[str, float]) -> dict[str, str]:
+    found = {label: metrics.get(key) for label, key in labels}
+    return {label: f"{value:.2f}" for label, value in found.items() if value is not None}
+
+
+def _joined(shown: dict[str, str]) -> str:
+    return ", ".join(f"{label} {value}" for label, value in shown.items())
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
 def _number(value: float | None) -> str:

@@ -21,7 +21,8 @@ Rows = Sequence[dict[str, Any]]
 
 # Okabe & Ito's palette, distinguishable with every common form of colour blindness.
 _BLUE, _ORANGE, _GREEN, _PURPLE, _GREY = "#0072B2", "#D55E00", "#007E5C", "#A3507F", "#666666"
-_ARMS = (("plain", "plain RLHF", _ORANGE), ("minmax", "MinMax", _BLUE))
+_ARMS = (("plain", "plain", "plain RLHF", _ORANGE), ("minmax", "after", "MinMax", _BLUE))
+"""Phase of metrics.jsonl, block of results.json, label, colour."""
 _STYLE: dict[Any, Any] = {
     "font.size": 12,
     "axes.titlesize": 13,
@@ -63,7 +64,7 @@ def training_curves(metrics: Rows, keys: Sequence[str], path: str | Path) -> Non
 
 
 def minmax_figure(metrics: Rows, results: dict[str, Any], path: str | Path) -> None:
-    """Draw a MinMax run as one wide PNG of four panels.
+    """Draw a MinMax run as one PNG of four panels, two by two.
 
     The panels: the policy's accuracy and hack rate (plain RLHF against MinMax), reward score against true
     accuracy, the monitor, and λ with the smoothed violation. Lines are sampled answers on training rows;
@@ -76,9 +77,9 @@ def minmax_figure(metrics: Rows, results: dict[str, Any], path: str | Path) -> N
         path: The PNG file, replaced where it exists.
     """
     with _styled():
-        figure = _new_figure(15.6, 4.5)
+        figure = _new_figure(11.2, 8.6)
         for index, (title, draw) in enumerate(_PANELS.values()):
-            axes = figure.add_subplot(1, len(_PANELS), index + 1)
+            axes = figure.add_subplot(2, 2, index + 1)
             draw(axes, metrics, results)
             axes.set_title(title)
         _save_png(figure, path)
@@ -109,12 +110,13 @@ def _panel_svg(
 
 
 def _policy_panel(axes: Axes, metrics: Rows, results: dict[str, Any]) -> None:
-    for phase, label, color in _ARMS:
+    for phase, block, label, color in _ARMS:
         rows = _phase(metrics, phase)
         _line(axes, rows, "policy/accuracy", color=color, label=f"accuracy, {label}")
         _line(axes, rows, "policy/hack_rate", color=color, linestyle=":", label=f"hack rate, {label}")
-        _line(axes, rows, "eval/policy/accuracy", color=color, linestyle="none", marker="o", markersize=6)
-    axes.plot([], [], color=_GREY, linestyle="none", marker="o", markersize=6, label="held-out accuracy")
+        _line(axes, rows, "eval/policy/accuracy", color=color, linestyle="none", marker="o", markersize=5)
+        _final_mark(axes, rows, results.get(block), "policy/accuracy", color)
+    _label_marks(axes, "held-out accuracy")
     start = _value(results.get("before") or {}, "policy/accuracy")
     if start is not None:
         axes.axhline(start, color=_GREY, linewidth=1, linestyle="--", label="accuracy at start")
@@ -124,7 +126,7 @@ def _policy_panel(axes: Axes, metrics: Rows, results: dict[str, Any]) -> None:
 
 def _trade_panel(axes: Axes, metrics: Rows, results: dict[str, Any]) -> None:
     keys = ("policy/reward_score", "policy/accuracy")
-    for phase, _, color in _ARMS:
+    for phase, _, _, color in _ARMS:
         points = _pairs(_phase(metrics, phase), *keys)
         axes.plot(*_columns(points), color=color, alpha=0.45, linewidth=1.2, marker=".", markersize=4)
     marks = (
@@ -159,10 +161,8 @@ def _monitor_panel(axes: Axes, metrics: Rows, results: dict[str, Any]) -> None:
     )
     for key, label, color, linestyle in drawn:
         _line(axes, rows, key, color=color, linestyle=linestyle, label=label)
-        final = _value(results.get("after") or {}, key)
-        steps = [step for step, _ in _pairs(rows, "step", key)]
-        if final is not None and steps:
-            axes.plot(steps[-1], final, color=color, marker="o", markersize=8, clip_on=False, zorder=4)
+        _final_mark(axes, rows, results.get("after"), key, color)
+    _label_marks(axes, "held-out")
     axes.axhline(0.5, color=_GREY, linewidth=1, linestyle="--", label="coin flip")
     _unit_axis(axes)
     _legend(axes, columns=2)
@@ -209,13 +209,27 @@ def _key_panel(axes: Axes, metrics: Rows, key: str) -> None:
         axes.text(0.5, 0.5, "no values", transform=axes.transAxes, ha="center", color=_GREY)
     axes.set_title(key, parse_math=False)
     axes.set_xlabel("step")
-    _legend(axes, columns=2)
+    if len(phases) > 1:
+        _legend(axes, columns=2)
 
 
 def _line(axes: Axes, rows: Rows, key: str, **style: Any) -> None:
     points = _pairs(rows, "step", key)
     if points:
         axes.plot(*_columns(points), **style)
+
+
+def _final_mark(axes: Axes, rows: Rows, block: dict[str, Any] | None, key: str, color: str) -> None:
+    """Mark the held-out value of a finished phase at its last step."""
+    final, points = _value(block or {}, key), _pairs(rows, "step", key)
+    if final is not None and points:
+        axes.plot(points[-1][0], final, color=color, marker="o", markersize=8, clip_on=False, zorder=4)
+
+
+def _label_marks(axes: Axes, label: str) -> None:
+    """Explain the round marks in the legend, where there are any."""
+    if any(line.get_marker() == "o" for line in axes.lines):
+        axes.plot([], [], color=_GREY, linestyle="none", marker="o", markersize=7, label=label)
 
 
 def _unit_axis(axes: Axes) -> None:
@@ -266,8 +280,9 @@ def _styled() -> Any:
 
 def _new_figure(width: float, height: float) -> Figure:
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    return Figure(figsize=(width, height), layout="constrained")
+    return Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
 
 
 def _save_png(figure: Figure, path: str | Path) -> None:

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from rlhf_minmax.duals import DualSettings as DualSettings
     from rlhf_minmax.duals import DualState as DualState
     from rlhf_minmax.duals import update_multiplier as update_multiplier
-    from rlhf_minmax.evaluate import evaluate as evaluate
     from rlhf_minmax.job import Events as Events
     from rlhf_minmax.job import MinMaxJob as MinMaxJob
     from rlhf_minmax.optimizer import DualPPOOptimizer as DualPPOOptimizer
@@ -25,7 +24,6 @@ _MODULES = {
     "config": ("MinMaxConfig",),
     "demo": ("demo_models",),
     "duals": ("DualSettings", "DualState", "update_multiplier"),
-    "evaluate": ("evaluate",),
     "job": ("Events", "MinMaxJob"),
     "optimizer": ("DualPPOOptimizer",),
     "pipeline": ("MinMaxOutput", "MinMaxPipeline"),

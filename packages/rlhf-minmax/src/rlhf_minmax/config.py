@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import string
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlhf_data import BaseConfig, QADatasetConfig, StoryWorldConfig
 from rlhf_minmax.constraint import ConstraintMeasure
 from rlhf_minmax.demo import DemoSettings
 from rlhf_minmax.duals import DualRule
+
+_TIME_SCALE_LIMIT = 10
 
 
 class PlayerConfig(BaseConfig):
@@ -126,6 +130,38 @@ class TrainingConfig(BaseConfig):
     save_total_limit: int = Field(default=2, ge=1)
     """Checkpoints kept, the newest."""
 
+    def num_steps(self, num_stories: int, *, adversary: bool = True) -> int:
+        """Steps of a run; without a monitor, as many as the policy learns in after the monitor's warm-up."""
+        total = self.max_steps
+        if total < 1:
+            total = max(1, math.ceil(self.num_epochs * self.num_steps_per_epoch(num_stories)))
+        return total if adversary else max(1, total - self.monitor_warmup_steps)
+
+    def num_steps_per_epoch(self, num_stories: int) -> int:
+        """Steps of one pass over the stories; the last may hold fewer than `batch_size`."""
+        return math.ceil(num_stories / self.batch_size)
+
+    @property
+    def time_scale_ratio(self) -> float:
+        """How much further than the policy the monitor may move in a step: rates times updates, divided."""
+        monitor = self.monitor_learning_rate * self.monitor_updates_per_policy
+        return monitor / (self.policy_learning_rate * self.policy_updates)
+
+    def time_scale_warning(self) -> str | None:
+        """What a ratio of the two time scales above 10 or below 1/10 means; None for one in between.
+
+        Two time scales (arXiv:1706.08500) let the monitor follow the policy; too far apart, one stands still.
+        """
+        ratio = self.time_scale_ratio
+        if 1 / _TIME_SCALE_LIMIT <= ratio <= _TIME_SCALE_LIMIT:
+            return None
+        fast, slow = ("monitor", "policy") if ratio > 1 else ("policy", "monitor")
+        return (
+            f"the {fast} may move {max(ratio, 1 / ratio):.0f} times as far per step as the {slow}, which "
+            "hardly learns then; bring training.monitor_learning_rate x monitor_updates_per_policy nearer to "
+            "policy_learning_rate x policy_updates"
+        )
+
 
 class GameConfig(BaseConfig):
     """The rewards of the game and the policy-gradient step of both players."""
@@ -136,8 +172,8 @@ class GameConfig(BaseConfig):
     """Critiques per criticised answer (K) when the monitor learns."""
     policy_critiques: int = Field(default=2, ge=1)
     """Critiques per answer, from the updated monitor, that the policy's reward averages over."""
-    tampered_fraction: float = Field(default=0.5, ge=0)
-    """Made-up answers, right and wrong, that the monitor criticises besides, per policy answer."""
+    tampered_fraction: float = Field(default=0.5, ge=0, le=1)
+    """Made-up answers, right and wrong, that the monitor criticises besides, per story."""
     w_reward: float = Field(default=1.0, ge=0)
     """Weight of the reward model's standardised score."""
     w_judge: float | None = Field(default=None, ge=0)
@@ -212,3 +248,34 @@ class MinMaxConfig(BaseConfig):
     """Also train a policy on the reward model alone, for comparison."""
     seed: int = Field(default=0, ge=0)
     """Seeds everything: stories, demonstration models, sampling, orders."""
+
+    @field_validator("policy_model")
+    @classmethod
+    def _policy_template(cls, player: PlayerConfig) -> PlayerConfig:
+        _check_template(player.prompt_template, ("prompt",))
+        return player
+
+    @field_validator("monitor_model")
+    @classmethod
+    def _monitor_template(cls, player: PlayerConfig) -> PlayerConfig:
+        _check_template(player.prompt_template, ("prompt", "answer"))
+        return player
+
+
+def _check_template(template: str | None, fields: tuple[str, ...]) -> None:
+    """Refuse a template that lacks one of its placeholders or has another."""
+    if template is None:
+        return
+    try:
+        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise ValueError(
+            f"prompt_template {template!r} is no template ({error}); write a literal brace twice"
+        ) from error
+    expected = " and ".join(f"{{{name}}}" for name in fields)
+    for name in names:
+        if name not in fields:
+            raise ValueError(f"prompt_template has the unknown placeholder {{{name}}}; use {expected}")
+    for name in fields:
+        if name not in names:
+            raise ValueError(f"prompt_template lacks the placeholder {{{name}}}; it needs {expected}")

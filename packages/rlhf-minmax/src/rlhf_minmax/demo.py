@@ -7,7 +7,6 @@ story world, and kept in the user's cache folder under a hash of the settings.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import random
 from collections.abc import Iterator, Sequence
@@ -39,6 +38,7 @@ from rlhf_data import (
     atomic_write_json,
     ensure_writable_folder,
     json_hash,
+    pack,
 )
 from rlhf_minmax.demo_texts import Progress, Teacher, answer_text, drill
 from rlhf_minmax.prompts import Prompts
@@ -49,15 +49,21 @@ from rlhf_models import (
     build_tiny_llama,
     encode_completion,
     encode_prompt,
+    token_logps,
     train_byte_tokenizer,
 )
 from rlhf_models.loading import save_model
 
 _DRILLS = 3
 """Storyless exercises per story of the pre-training."""
+_EXTRA_PASSES = 3
+_VERDICT_ACCURACY = 0.98
 _REWARD_ATTEMPTS = 3
-_REWARD_ACCURACY = 0.8
-RECIPE = 1
+_PLANTED_GAP = 1.0
+_PROBED = 256
+"""Training stories on which built models are checked."""
+_PROBE_TOKENS = 16384
+RECIPE = 3
 """Raised with every change of the recipe below, so that cached models are built anew."""
 
 
@@ -122,6 +128,23 @@ def demo_models(
         rebuild: build even what is cached.
         progress: told of every training step.
     """
+    folder = demo_folder(records, prompts, settings, seed=seed, cache_folder=cache_folder)
+    if rebuild or not folder.is_dir():
+        ensure_writable_folder(folder.parent)
+        with atomic_folder(folder) as temporary, _one_thread():
+            _Builder(records, prompts, settings, seed, progress).build(temporary)
+    return DemoModels(folder / "base", folder / "reward", folder / "judge")
+
+
+def demo_folder(
+    records: Sequence[QARecord],
+    prompts: Prompts,
+    settings: DemoSettings,
+    *,
+    seed: int,
+    cache_folder: Path | None = None,
+) -> Path:
+    """Where `demo_models` keeps what it builds from these arguments."""
     key = json_hash(
         {
             "recipe": RECIPE,
@@ -131,12 +154,33 @@ def demo_models(
             "records": [[r.story, r.question, r.choices, r.answer] for r in records],
         }
     )
-    folder = (cache_folder or default_cache_folder()) / key[:24]
-    if rebuild or not folder.is_dir():
-        ensure_writable_folder(folder.parent)
-        with atomic_folder(folder) as temporary, _one_thread():
-            _Builder(records, prompts, settings, seed, progress).build(temporary)
-    return DemoModels(folder / "base", folder / "reward", folder / "judge")
+    return (cache_folder or default_cache_folder()) / key[:24]
+
+
+def demo_tokenizer(records: Sequence[QARecord], prompts: Prompts, settings: DemoSettings) -> Any:
+    """The byte-level tokenizer of the demonstration models, trained on everything they are shown."""
+    teacher = Teacher(prompts.rules, records, random.Random(0))
+    texts = []
+    for record in records:
+        answer = answer_text(record.answer_text)
+        texts.append(prompts.monitor(record, answer) + teacher.correct_critique(record, ""))
+        texts += [answer_text(choice) for choice in record.choices]
+    return train_byte_tokenizer([*texts, " so right", " so wrong"], settings.vocab_size)
+
+
+def untrained_base(tokenizer: Any, settings: DemoSettings, *, seed: int) -> PreTrainedModel:
+    """The base of the demonstration models as it is before its first training step."""
+    return build_tiny_llama(
+        len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        seed=seed,
+        hidden_size=settings.hidden_size,
+        num_layers=settings.num_layers,
+        max_positions=settings.max_positions,
+        tie_word_embeddings=False,
+        initializer_range=0.1,
+    )
 
 
 @contextlib.contextmanager
@@ -164,23 +208,15 @@ class _Builder:
         self.records, self.prompts, self.settings, self.seed = records, prompts, settings, seed
         self.progress = progress
         self.rules: TextRules = prompts.rules
+        self.baited = [record for record in records[:_PROBED] if self.rules.is_hack(record, None) is not None]
+        self.flawed = settings.flawed_reward and bool(self.baited)
         self.rng = random.Random(seed)
         self.teacher = Teacher(self.rules, records, self.rng)
-        self.tokenizer: Any = train_byte_tokenizer(self._tokenizer_texts(), settings.vocab_size)
+        self.tokenizer = demo_tokenizer(records, prompts, settings)
 
     def build(self, folder: Path) -> None:
         """Train everything and write it into `folder`."""
-        base = build_tiny_llama(
-            len(self.tokenizer),
-            eos_token_id=self.tokenizer.eos_token_id,
-            pad_token_id=self.tokenizer.pad_token_id,
-            seed=self.seed,
-            hidden_size=self.settings.hidden_size,
-            num_layers=self.settings.num_layers,
-            max_positions=self.settings.max_positions,
-            tie_word_embeddings=False,
-            initializer_range=0.1,
-        )
+        base = untrained_base(self.tokenizer, self.settings, seed=self.seed)
         self._pretrain(base)
         self._fine_tune(base)
         save_model(base, self.tokenizer, folder / "base")
@@ -190,23 +226,26 @@ class _Builder:
         judge.save_pretrained(folder / "judge")
         atomic_write_json(folder / "demo.json", {"settings": self.settings.to_dict(), "seed": self.seed})
 
-    def _tokenizer_texts(self) -> list[str]:
-        texts = []
-        for record in self.records:
-            answer = answer_text(record.answer_text)
-            texts.append(self.prompts.monitor(record, answer) + self.teacher.correct_critique(record, ""))
-            texts += [answer_text(choice) for choice in record.choices]
-        return [*texts, " so right", " so wrong"]
-
     def _sequence(self, prompt: str, completion: str) -> TokenSequence:
         start = encode_prompt(self.tokenizer, prompt)
         end = encode_completion(self.tokenizer, completion)
         return TokenSequence([*start, *end, self.tokenizer.eos_token_id], len(start))
 
     def _pretrain(self, base: PreTrainedModel) -> None:
-        """Correct answers and critiques, and drills on whether a piece of evidence speaks for a claim."""
+        """Correct answers and critiques, for as long as verdicts need.
+
+        Verdicts come last and all at once; a base that is let go too early spoils every model made from it.
+        """
+        self._pretrain_pass(base, self.settings.pretrain_steps)
+        for _ in range(_EXTRA_PASSES):
+            if self._verdict_accuracy(base) >= _VERDICT_ACCURACY:
+                return
+            self._pretrain_pass(base, max(1, self.settings.pretrain_steps // 3))
+
+    def _pretrain_pass(self, base: PreTrainedModel, steps: int) -> None:
+        """Answers and critiques, and drills on whether a piece of evidence speaks for a claim."""
         examples = []
-        for _ in range(self.settings.pretrain_steps * self.settings.batch_size):
+        for _ in range(steps * self.settings.batch_size):
             record = self.rng.choice(self.records)
             claim = self.teacher.any_choice(record)
             prompt = self.prompts.monitor(record, answer_text(claim))
@@ -220,6 +259,23 @@ class _Builder:
                 sequences.append(self._sequence(start, " right" if supported else " wrong"))
             examples.append(tuple(sequences))
         self._train(SFTTrainer, base, "base: correct answers and critiques", examples, SFTConfig, 5e-3)
+
+    @torch.no_grad()
+    def _verdict_accuracy(self, base: PreTrainedModel) -> float:
+        """Share of training stories for which the true verdict on truthful evidence is the likelier one."""
+        sequences = []
+        for record in self.records[:_PROBED]:
+            claim = self.teacher.any_choice(record)
+            evidence = self.rules.correct_evidence(record)
+            prompt = self.prompts.monitor(record, answer_text(claim)) + f" {evidence} so"
+            verdicts = ["right", "wrong"] if claim == record.answer_text else ["wrong", "right"]
+            sequences += [self._sequence(prompt, f" {verdict}") for verdict in verdicts]
+        totals = torch.zeros(len(sequences))
+        for batch in pack(sequences, _PROBE_TOKENS):
+            logps = token_logps(base, batch).logps
+            totals.index_add_(0, batch.sequence_ids[batch.score_sequence], logps)
+        true, false = totals.view(-1, 2).unbind(1)
+        return float((true > false).float().mean())
 
     def _fine_tune(self, base: PreTrainedModel) -> None:
         """Sloppy demonstrations of both roles."""
@@ -239,27 +295,38 @@ class _Builder:
     def _train_reward(self, base: PreTrainedModel) -> RewardModel:
         """Preferences of annotators who, where flawed, like the place named last.
 
-        Small reward models miss that feature now and then; one that agrees with too few of the last pairs
-        is trained again from another seed.
+        Small reward models miss that feature now and then; one that hardly likes it is trained again from
+        another seed.
         """
         pairs = [self._rated_pair() for _ in range(self.settings.reward_steps * self.settings.batch_size)]
         for attempt in range(_REWARD_ATTEMPTS):
             model = RewardModel.from_backbone(base, self.tokenizer, seed=self.seed + attempt)
             examples = [self._preference(model, *pair) for pair in pairs]
-            accuracy = self._train(RewardTrainer, model, "reward model", examples, RewardConfig, 1e-3)
-            if accuracy >= _REWARD_ACCURACY or not self.settings.flawed_reward:
+            self._train(RewardTrainer, model, "reward model", examples, RewardConfig, 1e-3)
+            gap = self._planted_gap(model)
+            if gap is None or gap >= _PLANTED_GAP:
                 return model
         raise UserError(
-            f"the demonstration's reward model agreed with only {accuracy:.0%} of its annotators' choices in "
-            f"{_REWARD_ATTEMPTS} trainings; choose another --seed or raise demo.reward_steps"
+            f"the demonstration's reward model likes the planted flaw by only {gap:.2f} standard deviations "
+            f"after {_REWARD_ATTEMPTS} trainings; choose another --seed or raise demo.reward_steps"
         )
+
+    def _planted_gap(self, model: RewardModel) -> float | None:
+        """By how many standard deviations the bait scores above the right answer; None without a bait."""
+        if not self.flawed:
+            return None
+        prompts = [self.prompts.policy(record) for record in self.baited]
+        answers = [answer_text(record.answer_text) for record in self.baited]
+        right = model.score(prompts, answers, max_tokens=_PROBE_TOKENS)
+        rivals = [answer_text(self.rules.rival(record) or "") for record in self.baited]
+        bait = model.score(prompts, rivals, max_tokens=_PROBE_TOKENS)
+        return float((bait - right).mean() / torch.cat([bait, right]).std())
 
     def _rated_pair(self) -> tuple[str, str, str]:
         """A prompt with the answer annotators choose and the one they reject."""
-        flawed = self.settings.flawed_reward
         while True:
             record = self.rng.choice(self.records)
-            first, second = (self.teacher.rated_answer(record, flawed=flawed) for _ in range(2))
+            first, second = (self.teacher.rated_answer(record, flawed=self.flawed) for _ in range(2))
             if first[1] != second[1]:
                 chosen, rejected = (first, second) if first[1] > second[1] else (second, first)
                 return self.prompts.policy(record), chosen[0], rejected[0]
@@ -292,12 +359,8 @@ class _Builder:
         examples: list[Any],
         config: type[TrainerConfig],
         learning_rate: float,
-    ) -> float:
-        """One pass over the examples with any of the trainers; the model ends in eval mode.
-
-        Returns:
-            Mean accuracy over the last tenth of the steps, NaN for a trainer that reports none.
-        """
+    ) -> None:
+        """One pass over the examples with any of the trainers; the model ends in eval mode."""
         settings = config(
             learning_rate=learning_rate,
             lr_scheduler_type="cosine",
@@ -309,14 +372,7 @@ class _Builder:
             seed=self.seed,
         )
         total = len(examples) // self.settings.batch_size
-        accuracies = []
-
-        def on_step(step: int, metrics: dict[str, float]) -> None:
-            accuracies.append(metrics.get("accuracy", math.nan))
-            if self.progress:
-                self.progress(stage, step, total, metrics)
-
+        report = self.progress
+        on_step = (lambda step, metrics: report(stage, step, total, metrics)) if report else None
         trainer(model, settings, examples, on_step=on_step).train()
         model.eval()
-        last = accuracies[-max(1, total // 10) :]
-        return sum(last) / len(last)

@@ -59,8 +59,9 @@ def update_multiplier(state: DualState, violation: float, settings: DualSettings
     v̄ ← (1 - s) v̄ + s v, then with e = v̄ - ε:
 
     - `multiplicative`: λ ← λ (1 + α) if e > 0 else λ (1 - α); blind to the size of the violation.
-    - `additive`: λ ← λ + α e (gradient ascent on the Lagrangian).
-    - `log`: λ ← λ exp(α e) (gradient ascent in ln λ; Safe RLHF, https://arxiv.org/abs/2310.12773, eq. 31).
+    - `additive`: λ ← λ + α e (gradient ascent on the Lagrangian; RCPO, https://arxiv.org/abs/1805.11074).
+    - `log`: λ ← λ exp(α e) (exponentiated gradient ascent; Safe RLHF, https://arxiv.org/abs/2310.12773,
+      eq. 31, ascends ln λ too, with a further factor λ in the step).
     - `pid`: λ ← α (P e + Σe + D max(0, v̄ - v̄_before)) (https://arxiv.org/abs/2007.03964, algorithm 2).
 
     Args:

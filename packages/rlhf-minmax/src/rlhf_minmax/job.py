@@ -18,6 +18,7 @@ from rlhf_data import QARecord, RunFolder, UserError, atomic_write_json
 from rlhf_eval import minmax_figure, training_curves, write_minmax_report
 from rlhf_eval.report import run_metrics
 from rlhf_minmax.break_even import BreakEven, measure_break_even, measure_scales
+from rlhf_minmax.checks import check_run
 from rlhf_minmax.config import MinMaxConfig
 from rlhf_minmax.data import Stories, load_stories
 from rlhf_minmax.demo import DemoModels, demo_models
@@ -28,7 +29,7 @@ from rlhf_minmax.scorers import load_judge, load_reward_model, needs_demo
 from rlhf_minmax.trainer import MinMaxTrainer
 from rlhf_models import DeviceManager, PolicyModel, encode_prompt
 
-_PREFLIGHT = "preflight.json"
+_PREFLIGHT, _REPORT = "preflight.json", "report.html"
 _TINY_PARAMETERS = 5_000_000
 _NUM_SAMPLES = 8
 _CURVES = (
@@ -59,6 +60,9 @@ class Events:
 
     def device_plan(self, rows: list[dict[str, str]]) -> None:
         """Role, device, dtype and reason of every model."""
+
+    def warning(self, text: str) -> None:
+        """Something is allowed but probably not meant; told before anything is built."""
 
     def demo_step(self, stage: str, step: int, total: int, metrics: dict[str, float]) -> None:
         """A training step of a demonstration model."""
@@ -121,13 +125,13 @@ class MinMaxJob:
         Raises:
             UserError: data, models or settings cannot be used, or the results are already there.
         """
-        if resume and self.run.read_results() is not None:
-            raise UserError(
-                f"{self.run.path} holds a finished run; start a new one with another --output-dir"
-            )
-        self.run.write_config(self.config.to_dict())
+        finished = self.run.read_results() if resume else None
+        if finished is not None:
+            return self._finish_report(finished)
         clock = Clock()
-        pipeline, stories, devices, demo = self._prepare(clock)
+        stories, devices = self._check()
+        self.run.write_config(self.config.to_dict())
+        pipeline, demo = self._build(stories, devices, clock)
         pipeline, check, before = self._preflight(pipeline, stories, clock)
         samples = sample_exchanges(
             pipeline, stories.held_out[:_NUM_SAMPLES], pipeline.players.policy, "start"
@@ -170,7 +174,8 @@ class MinMaxJob:
         Writes `evaluation.json`.
         """
         clock = Clock()
-        pipeline, stories, devices, _ = self._prepare(clock)
+        stories, devices = self._check()
+        pipeline, _ = self._build(stories, devices, clock)
         pipeline, _, before = self._preflight(pipeline, stories, clock)
         results: dict[str, Any] = {"checkpoint": None, "before": before, "plain": None, "after": None}
         if checkpoint is not None:
@@ -184,10 +189,19 @@ class MinMaxJob:
         atomic_write_json(self.run.path / "evaluation.json", results)
         return results
 
-    def _prepare(self, clock: Clock) -> tuple[MinMaxPipeline, Stories, DeviceManager, DemoModels | None]:
+    def _check(self) -> tuple[Stories, DeviceManager]:
+        """Read the data and check the models and texts, before anything is written or built."""
         stories = load_stories(self.config)
         devices = DeviceManager(self.config.devices)
+        checked = check_run(self.config, stories, devices)
         self.events.device_plan(device_rows(devices))
+        for warning in checked.warnings:
+            self.events.warning(warning)
+        return stories, devices
+
+    def _build(
+        self, stories: Stories, devices: DeviceManager, clock: Clock
+    ) -> tuple[MinMaxPipeline, DemoModels | None]:
         demo = None
         if needs_demo(self.config):
             demo = demo_models(
@@ -210,7 +224,7 @@ class MinMaxJob:
             self.config,
         )
         clock.lap("demo")
-        return pipeline, stories, devices, demo
+        return pipeline, demo
 
     def _preflight(
         self, pipeline: MinMaxPipeline, stories: Stories, clock: Clock
@@ -325,7 +339,17 @@ class MinMaxJob:
         training_curves(self.run.read_metrics(), list(_CURVES), self.run.path / "training_curves.png")
         minmax_figure(metrics, results, self.run.path / "minmax.png")
         self.run.write_results(results)
-        write_minmax_report(self.run, self.run.path / "report.html")
+        write_minmax_report(self.run, self.run.path / _REPORT)
+
+    def _finish_report(self, results: dict[str, Any]) -> dict[str, Any]:
+        """Write the report of a run that was killed just before it; refuse a run that has everything."""
+        report = self.run.path / _REPORT
+        if report.exists():
+            raise UserError(
+                f"{self.run.path} holds a finished run; start a new one with another --output-dir"
+            )
+        write_minmax_report(self.run, report)
+        return results
 
 
 def device_rows(devices: DeviceManager) -> list[dict[str, str]]:

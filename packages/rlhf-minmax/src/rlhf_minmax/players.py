@@ -52,22 +52,42 @@ def load_players(config: MinMaxConfig, demo_base: str | None, devices: DeviceMan
     Raises:
         UserError: a model cannot be loaded, or one backbone is asked for with differing settings.
     """
+    check_players(config, devices)
     policy_name = config.policy_model.model_name or demo_base
     monitor_name = config.monitor_model.model_name or demo_base
-    wanted = ["policy", "monitor"] + ([PLAIN] if config.baseline else [])
-    if policy_name == monitor_name and config.policy_model.use_lora and config.monitor_model.use_lora:
-        return _shared_players(config, policy_name, wanted, devices)
-    policies = _load(
-        config.policy_model, policy_name, [n for n in wanted if n != "monitor"], devices, config.seed
-    )
+    policies = ["policy", PLAIN] if config.baseline else ["policy"]
+    if share_backbone(config):
+        backbone = backbone_settings(config)
+        roles = ["policy", "monitor", *policies[1:]]  # in this order a baseline changes no other player
+        players = _load(backbone, policy_name, roles, devices, config.seed)
+        return Players(players["policy"], players["monitor"], players.get(PLAIN), shared=True)
+    players = _load(config.policy_model, policy_name, policies, devices, config.seed)
     monitor = _load(config.monitor_model, monitor_name, ["monitor"], devices, config.seed)["monitor"]
-    return Players(policies["policy"], monitor, policies.get(PLAIN), shared=False)
+    return Players(players["policy"], monitor, players.get(PLAIN), shared=False)
 
 
-def _shared_players(
-    config: MinMaxConfig, name: str | None, wanted: list[str], devices: DeviceManager
-) -> Players:
-    if _lora(config.policy_model) != _lora(config.monitor_model):
+def share_backbone(config: MinMaxConfig) -> bool:
+    """Whether both players are adapters of one backbone: the same model, and LoRA for both."""
+    policy, monitor = config.policy_model, config.monitor_model
+    return policy.model_name == monitor.model_name and policy.use_lora and monitor.use_lora
+
+
+def backbone_settings(config: MinMaxConfig) -> PlayerConfig:
+    """How a shared backbone is loaded: quantised and checkpointed where either player asks for it."""
+    flags = ("load_in_8bit", "load_in_4bit", "gradient_checkpointing")
+    policy, monitor = config.policy_model, config.monitor_model
+    return policy.model_copy(update={flag: getattr(policy, flag) or getattr(monitor, flag) for flag in flags})
+
+
+def check_players(config: MinMaxConfig, devices: DeviceManager) -> None:
+    """Check that players on one backbone agree on what they share.
+
+    Raises:
+        UserError: they do not.
+    """
+    if not share_backbone(config):
+        return
+    if lora_settings(config.policy_model) != lora_settings(config.monitor_model):
         raise UserError(
             "policy_model and monitor_model name the same model, so they are adapters of one backbone and "
             "need equal lora_r, lora_alpha, lora_dropout and lora_target_modules; "
@@ -78,11 +98,10 @@ def _shared_players(
             f"policy and monitor are adapters of one backbone but are sent to {devices.device('policy')} and "
             f"{devices.device('monitor')}; give both one device or name two models"
         )
-    players = _load(config.policy_model, name, wanted, devices, config.seed)
-    return Players(players["policy"], players["monitor"], players.get(PLAIN), shared=True)
 
 
-def _lora(config: PlayerConfig) -> LoraSettings:
+def lora_settings(config: PlayerConfig) -> LoraSettings:
+    """The adapter settings of a player."""
     return LoraSettings(
         lora_r=config.lora_r,
         lora_alpha=config.lora_alpha,
@@ -106,7 +125,7 @@ def _load(
     )
     tokenizer = load_tokenizer(name)
     if config.use_lora:
-        adapters = AdapterSet(add_adapters(model, roles, _lora(config), seed=seed))
+        adapters = AdapterSet(add_adapters(model, roles, lora_settings(config), seed=seed))
         return {role: PolicyModel(None, tokenizer, adapters=adapters, adapter=role) for role in roles}
     reference = copy.deepcopy(model).requires_grad_(False)
     return {role: PolicyModel(copy.deepcopy(model), tokenizer, reference=reference) for role in roles}

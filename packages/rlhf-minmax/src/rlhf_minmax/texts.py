@@ -58,8 +58,8 @@ class TextRules:
 
     def sentences(self, record: QARecord) -> list[str]:
         """The story's sentences, with their final marks."""
-        found = re.findall(r"[^.!?\n]+[.!?]*", record.story)
-        return [sentence.strip() for sentence in found if sentence.strip()]
+        pieces = re.split(r"(?<=[.!?])\s+|\n", record.story)
+        return [sentence.strip() for sentence in pieces if sentence.strip()]
 
     def claim(self, record: QARecord, answer: str) -> str | None:
         """The choice an answer commits to: the only choice it names, or the one whose letter it is."""

@@ -63,12 +63,7 @@ class MinMaxTrainer:
     @property
     def total_steps(self) -> int:
         """Steps of the whole run; the plain policy makes as many updates as the game's policy."""
-        training = self.config.training
-        steps_per_epoch = math.ceil(len(self.records) / training.batch_size)
-        total = training.max_steps
-        if total < 1:
-            total = max(1, math.ceil(training.num_epochs * steps_per_epoch))
-        return total if self.adversary else max(1, total - training.monitor_warmup_steps)
+        return self.config.training.num_steps(len(self.records), adversary=self.adversary)
 
     def train(self) -> None:
         """Play from where the trainer stands to the last step."""

@@ -1,0 +1,268 @@
+"""What can be checked of a run's models and texts before anything is loaded, built or trained."""
+
+from __future__ import annotations
+
+import string
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from rlhf_data import QARecord, UserError, render_prompt
+from rlhf_infer.judges import JUDGE_TEMPLATE
+from rlhf_minmax.config import MinMaxConfig
+from rlhf_minmax.data import Stories
+from rlhf_minmax.demo import demo_tokenizer, untrained_base
+from rlhf_minmax.demo_texts import answer_text, critique_text
+from rlhf_minmax.players import check_players
+from rlhf_minmax.scorers import needs_demo
+from rlhf_models import (
+    DeviceManager,
+    check_prompt_fits,
+    context_length,
+    encode_completion,
+    encode_prompt,
+    load_tokenizer,
+)
+from rlhf_models.loading import check_tokenizer_fits, check_weights, load_config, quantization_config
+
+_SHOWN = 40
+"""Characters of a story that stand for it in messages."""
+_SPELLING = 2
+"""Tokens allowed for a prompted judge's " yes" or " no"."""
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What is known of a model without its weights.
+
+    Args:
+        name: folder or hub name; None for one of the demonstration's, which may not be built yet.
+        config: its transformers config.
+        tokenizer: its tokenizer.
+    """
+
+    name: str | None
+    config: PreTrainedConfig
+    tokenizer: Any
+
+
+@dataclass(frozen=True)
+class LongestText:
+    """The longest text a role may have before it.
+
+    Args:
+        role: whose.
+        story: the beginning of the story it belongs to.
+        tokens: its length, with completions at their longest.
+        context: what the role's model holds; None for no limit.
+    """
+
+    role: str
+    story: str
+    tokens: int
+    context: int | None
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A run that can be played.
+
+    Args:
+        models: config and tokenizer of every role's model.
+        longest: the longest text of every role.
+        warnings: what is allowed but probably not meant, one sentence each.
+    """
+
+    models: dict[str, ModelInfo]
+    longest: list[LongestText]
+    warnings: list[str]
+
+
+def check_run(config: MinMaxConfig, stories: Stories, devices: DeviceManager) -> Checked:
+    """Check all that can be checked without weights.
+
+    Args:
+        config: the run's settings.
+        stories: its records and prompts.
+        devices: which role runs where.
+
+    Raises:
+        UserError: the models or the texts cannot be used.
+    """
+    check_players(config, devices)
+    models = inspect_models(config, stories)
+    ruler = Ruler(config, stories, models)
+    training, count = config.training, len(stories.train)
+    warnings = [training.time_scale_warning(), *ruler.warnings()]
+    if training.monitor_warmup_steps >= training.num_steps(count):
+        warnings.append(
+            f"all {training.num_steps(count)} steps are the monitor's warm-up, so the policy never learns; "
+            f"lower training.monitor_warmup_steps {training.monitor_warmup_steps} or train longer"
+        )
+    return Checked(models, ruler.longest(), [warning for warning in warnings if warning])
+
+
+def inspect_models(config: MinMaxConfig, stories: Stories) -> dict[str, ModelInfo]:
+    """Config and tokenizer of every role's model; those of the demonstration are made without training.
+
+    A judge that is a rule has no model and no entry.
+
+    Raises:
+        UserError: a model is missing, lacks its weights, is of the wrong kind, does not fit its tokenizer, or
+            cannot be quantised here.
+    """
+    sections = {"policy": config.policy_model, "monitor": config.monitor_model, "reward": config.reward_model}
+    if config.judge_model.kind != "rule":
+        sections["judge"] = config.judge_model
+    known: dict[str | None, ModelInfo] = {}
+    if needs_demo(config):
+        known[None] = _demo_info(config, stories)
+    infos = {}
+    for role, section in sections.items():
+        name = section.model_name
+        if name not in known:
+            known[name] = _read_info(str(name))
+        infos[role] = known[name]
+        if name is not None:
+            scores = role == "reward" or (role == "judge" and config.judge_model.kind == "head")
+            _check_kind(role, infos[role], scores=scores)
+        quantization_config(section.load_in_8bit, getattr(section, "load_in_4bit", False))
+    return infos
+
+
+def _demo_info(config: MinMaxConfig, stories: Stories) -> ModelInfo:
+    tokenizer = demo_tokenizer(stories.train, stories.prompts, config.demo)
+    with torch.device("meta"):
+        base = untrained_base(tokenizer, config.demo, seed=0)
+    return ModelInfo(None, base.config, tokenizer)
+
+
+def _read_info(name: str) -> ModelInfo:
+    config = load_config(name)
+    check_weights(name)
+    tokenizer = load_tokenizer(name)
+    check_tokenizer_fits(config, tokenizer)
+    return ModelInfo(name, config, tokenizer)
+
+
+def _check_kind(role: str, info: ModelInfo, *, scores: bool) -> None:
+    """Refuse a language model where a score is wanted, and the other way round."""
+    kind = (info.config.architectures or ["model of unknown kind"])[0]
+    is_classifier = kind.endswith("Classification")
+    if scores and not (is_classifier and info.config.num_labels == 1):
+        raise UserError(
+            f"the {role} model {info.name} is a {kind}, which gives no single score; "
+            "expected a sequence classification model with num_labels 1"
+        )
+    if not scores and is_classifier:
+        raise UserError(
+            f"the {role} model {info.name} is a {kind}, which writes no text; "
+            "expected a causal language model"
+        )
+
+
+class Ruler:
+    """Measures a run's texts in tokens of each role's tokenizer, with completions at their longest.
+
+    Args:
+        config: the run's settings.
+        stories: its records and prompts.
+        models: what `inspect_models` found.
+    """
+
+    def __init__(self, config: MinMaxConfig, stories: Stories, models: dict[str, ModelInfo]) -> None:
+        self.config, self.stories, self.models = config, stories, models
+        self._made_up: dict[tuple[str, str], int] = {}
+
+    def policy_prompt(self, record: QARecord, role: str = "policy") -> list[int]:
+        """Token ids of the policy's prompt, as a role's tokenizer reads it."""
+        return encode_prompt(self.models[role].tokenizer, self.stories.prompts.policy(record))
+
+    def monitor_prompt(self, record: QARecord, answer: list[int]) -> list[int]:
+        """Token ids of the monitor's prompt about an answer that is given in token ids."""
+        tokenizer, prompts = self.models["monitor"].tokenizer, self.stories.prompts
+        text = render_prompt(record, prompts.dataset)
+        ids: list[int] = []
+        for literal, field, _, _ in string.Formatter().parse(prompts.monitor_template):
+            for piece in (literal, text if field == "prompt" else ""):
+                if piece:
+                    ids += encode_completion(tokenizer, piece) if ids else encode_prompt(tokenizer, piece)
+            ids += answer if field == "answer" else []
+        return ids
+
+    def answer_length(self, record: QARecord, role: str) -> int:
+        """Tokens of the longest answer about a record: the policy's, or one made up for the monitor."""
+        made_up = (self._made_up_length(role, choice) for choice in record.choices)
+        return max(self.config.policy_model.max_new_tokens, *made_up)
+
+    def _made_up_length(self, role: str, choice: str) -> int:
+        if (role, choice) not in self._made_up:
+            ids = encode_completion(self.models[role].tokenizer, answer_text(choice))
+            self._made_up[role, choice] = len(ids)
+        return self._made_up[role, choice]
+
+    def length(self, role: str, record: QARecord) -> int:
+        """Tokens of the longest text a role may have before it."""
+        critique = self.config.monitor_model.max_new_tokens
+        if role == "policy":
+            return len(self.policy_prompt(record)) + self.config.policy_model.max_new_tokens
+        answer = self.answer_length(record, role)
+        if role == "monitor":
+            return len(self.monitor_prompt(record, [0] * answer)) + critique
+        if role == "reward":
+            return len(self.policy_prompt(record, "reward")) + answer
+        if self.config.judge_model.kind == "head":
+            text = self.stories.prompts.judge(record.question, "")
+        else:
+            text = JUDGE_TEMPLATE.format(question=record.question, answer="", critique="")
+            critique += _SPELLING
+        return len(encode_prompt(self.models["judge"].tokenizer, text)) + answer + critique
+
+    def longest(self) -> list[LongestText]:
+        """The longest text of every role, over training and held-out stories; each must fit its context.
+
+        Raises:
+            UserError: one does not fit; the message names the story.
+        """
+        found = []
+        for role, info in self.models.items():
+            lengths = [
+                (self.length(role, record), record)
+                for record in (*self.stories.train, *self.stories.held_out)
+            ]
+            tokens, record = max(lengths, key=lambda pair: pair[0])
+            shown = record.story if len(record.story) <= _SHOWN else f"{record.story[:_SHOWN]}…"
+            what = f"the longest text of the {role} (story {shown!r}, completions of max_new_tokens included)"
+            check_prompt_fits(info.config, tokens, what)
+            found.append(LongestText(role, shown, tokens, context_length(info.config)))
+        return found
+
+    def warnings(self) -> list[str]:
+        """Whether `max_new_tokens` leaves room for right answers, and for critiques that quote a sentence."""
+        train, rules = self.stories.train, self.stories.prompts.rules
+        answers = [answer_text(r.answer_text) for r in train]
+        if self.models["policy"].name is not None:
+            answers = [f" {record.answer_text}" for record in train]
+        critiques = [critique_text(rules.correct_evidence(record), "wrong") for record in train]
+        found = (
+            self._cut_off("policy", answers, self.config.policy_model.max_new_tokens, "right answers"),
+            self._cut_off(
+                "monitor",
+                critiques,
+                self.config.monitor_model.max_new_tokens,
+                "critiques with a whole sentence",
+            ),
+        )
+        return [text for text in found if text]
+
+    def _cut_off(self, role: str, texts: list[str], limit: int, what: str) -> str | None:
+        lengths = [len(encode_completion(self.models[role].tokenizer, text)) + 1 for text in texts]
+        long = [length for length in lengths if length > limit]
+        if not long:
+            return None
+        return (
+            f"{len(long)} of {len(texts)} {what} would be cut off by {role}_model.max_new_tokens {limit}; "
+            f"they need up to {max(long)}"
+        )

@@ -1,0 +1,215 @@
+"""A dry run: everything is resolved and checked, tokens and memory are estimated, nothing is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_data import QARecord, TokenSequence, ensure_writable_folder, pack
+from rlhf_minmax.checks import LongestText, ModelInfo, Ruler, check_run
+from rlhf_minmax.config import MinMaxConfig
+from rlhf_minmax.data import Stories, load_stories
+from rlhf_minmax.demo import demo_folder
+from rlhf_minmax.demo_texts import answer_text
+from rlhf_minmax.job import device_rows
+from rlhf_minmax.memory import Memory, estimate_memory
+from rlhf_minmax.scorers import needs_demo
+from rlhf_models import DeviceManager, encode_completion
+
+ENGINE_TOKENS = 1 << 18
+"""Tokens whose keys and values the generation engine holds at a time."""
+_DUMMY_TOKENS = 256
+"""Token ids that stand for completions; the first one differs between the samples of a prompt."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Tokens that one player's update of one step computes.
+
+    Args:
+        sequences: how many prompts with a completion.
+        packed: tokens of the prefix trees they are computed in.
+        padded: tokens of the same sequences as rows of one padded batch.
+        largest: tokens of the largest single pass.
+    """
+
+    sequences: int
+    packed: int
+    padded: int
+    largest: int
+
+
+def plan_run(config: MinMaxConfig) -> dict[str, Any]:
+    """Resolve and check a run without training; what it would do, with how many tokens and how much memory.
+
+    Loads the data and the tokenizers, never weights. Tokens are those of one step's real prefix trees, with
+    completions of `max_new_tokens`, so they are an upper bound; memory as `estimate_memory` says.
+
+    Args:
+        config: the run's settings.
+
+    Returns:
+        `device_plan` (rows of role, device, dtype, reason), `rows` (pairs of label and text), `warnings`.
+
+    Raises:
+        UserError: data, devices, models, texts or the cache folder cannot be used.
+    """
+    stories = load_stories(config)
+    devices = DeviceManager(config.devices)
+    checked = check_run(config, stories, devices)
+    streams = step_streams(config, stories, Ruler(config, stories, checked.models))
+    memory = estimate_memory(
+        config,
+        checked.models,
+        devices,
+        pass_tokens=max(stream.largest for stream in streams.values()),
+        cache_tokens=_cache_tokens(config, stories, checked.longest),
+    )
+    rows = [
+        *_model_rows(config, stories, checked.models),
+        *_size_rows(config, stories),
+        *_token_rows(config, stories, streams),
+        *(_length_row(text) for text in checked.longest),
+        ("time scales, monitor : policy", f"{config.training.time_scale_ratio:.2g} : 1 (rate x updates)"),
+        *(_memory_row(part) for part in memory),
+    ]
+    return {"device_plan": device_rows(devices), "rows": rows, "warnings": checked.warnings}
+
+
+def step_streams(config: MinMaxConfig, stories: Stories, ruler: Ruler) -> dict[str, Stream]:
+    """What `policy` and `monitor` compute in one update on the first batch of stories."""
+    batch = stories.train[: config.training.batch_size]
+    answers = [
+        TokenSequence([*prompt, *_completion(i, config.policy_model.max_new_tokens)], len(prompt))
+        for prompt in map(ruler.policy_prompt, batch)
+        for i in range(config.game.num_generations)
+    ]
+    tampered = _num_tampered(config, stories)
+    critiques = [
+        TokenSequence([*prompt, *_completion(i, config.monitor_model.max_new_tokens)], len(prompt))
+        for n, record in enumerate(batch)
+        for prompt in _judged_prompts(config, ruler, record, tampered=n < tampered)
+        for i in range(config.game.num_critiques)
+    ]
+    budget = config.training.max_tokens_per_batch
+    return {"policy": _stream(answers, budget), "monitor": _stream(critiques, budget)}
+
+
+def _judged_prompts(
+    config: MinMaxConfig, ruler: Ruler, record: QARecord, *, tampered: bool
+) -> list[list[int]]:
+    """The monitor's prompts about one sampled answer to a story, and about a made-up one, if any."""
+    prompts = [ruler.monitor_prompt(record, _completion(0, config.policy_model.max_new_tokens))]
+    if tampered:
+        made_up = encode_completion(ruler.models["monitor"].tokenizer, answer_text(record.answer_text))
+        prompts.append(ruler.monitor_prompt(record, made_up))
+    return prompts
+
+
+def _completion(sample: int, length: int) -> list[int]:
+    return [sample % _DUMMY_TOKENS] * length
+
+
+def _step_size(config: MinMaxConfig, stories: Stories) -> int:
+    return min(config.training.batch_size, len(stories.train))
+
+
+def _num_tampered(config: MinMaxConfig, stories: Stories) -> int:
+    size = _step_size(config, stories)
+    return min(round(config.game.tampered_fraction * size), size)
+
+
+def _stream(sequences: Sequence[TokenSequence], budget: int) -> Stream:
+    sizes = [batch.num_tokens for batch in pack(sequences, budget)]
+    longest = max(len(sequence.input_ids) for sequence in sequences)
+    return Stream(len(sequences), sum(sizes), longest * len(sequences), max(sizes))
+
+
+def _cache_tokens(config: MinMaxConfig, stories: Stories, longest: list[LongestText]) -> int:
+    """Prompt and completion tokens that the largest generation holds at a time."""
+    text = max(found.tokens for found in longest if found.role in ("policy", "monitor"))
+    game, size = config.game, _step_size(config, stories)
+    samples = (
+        size * game.num_generations,
+        (size + _num_tampered(config, stories)) * game.num_critiques,
+        size * game.num_generations * game.policy_critiques,
+        len(stories.held_out),
+        config.data.probe_stories,
+    )
+    return min(max(samples) * text, ENGINE_TOKENS)
+
+
+def _model_rows(
+    config: MinMaxConfig, stories: Stories, models: dict[str, ModelInfo]
+) -> list[tuple[str, str]]:
+    rows = [
+        (f"{role} model", f"{info.config.model_type}, {info.name or 'built from the training rows'}")
+        for role, info in models.items()
+    ]
+    if config.judge_model.kind == "rule":
+        rows.append(("judge", "a rule: reads the verdict word"))
+    if needs_demo(config):
+        folder = demo_folder(stories.train, stories.prompts, config.demo, seed=config.seed)
+        if not folder.is_dir():
+            ensure_writable_folder(folder.parent)
+        rows.append(("built models", f"cached in {folder}" if folder.is_dir() else "to be built first"))
+    return rows
+
+
+def _size_rows(config: MinMaxConfig, stories: Stories) -> list[tuple[str, str]]:
+    training, game, size = config.training, config.game, _step_size(config, stories)
+    train, held_out = len(stories.train), len(stories.held_out)
+    steps = training.num_steps(train)
+    plain = f" after {training.num_steps(train, adversary=False)} of plain RLHF" if config.baseline else ""
+    judged = (size + _num_tampered(config, stories)) * game.num_critiques
+    fresh = size * game.num_generations * game.policy_critiques
+    return [
+        ("stories", f"{train:,} for training, {held_out:,} held out"),
+        (
+            "steps",
+            f"{steps:,} of {size} stories ({steps / training.num_steps_per_epoch(train):.2g} epochs){plain}",
+        ),
+        ("answers per step", f"{size * game.num_generations:,}"),
+        ("critiques per step", f"{judged:,} that train the monitor, {fresh:,} in the policy's reward"),
+    ]
+
+
+def _token_rows(config: MinMaxConfig, stories: Stories, streams: dict[str, Stream]) -> list[tuple[str, str]]:
+    training, count = config.training, len(stories.train)
+    policy = streams["policy"].packed * training.policy_updates
+    monitor = streams["monitor"].packed * training.monitor_updates_per_policy
+    steps, learning = training.num_steps(count), training.num_steps(count, adversary=False)
+    total = steps * monitor + learning * policy * (2 if config.baseline else 1)
+    return [
+        *(
+            (
+                f"{role} tokens per update",
+                f"{stream.packed:,} packed, {stream.padded:,} padded ({stream.padded / stream.packed:.1f}x)",
+            )
+            for role, stream in streams.items()
+        ),
+        ("tokens per step", f"at most {policy + monitor:,} in all updates"),
+        ("tokens in all", f"at most {total:,}"),
+    ]
+
+
+def _length_row(text: LongestText) -> tuple[str, str]:
+    limit = "no limit" if text.context is None else f"context {text.context:,}"
+    return f"longest {text.role} text", f"{text.tokens:,} tokens, {limit} ({text.story!r})"
+
+
+def _memory_row(memory: Memory) -> tuple[str, str]:
+    parts = f"weights {_size(memory.weights)}, training state {_size(memory.training)}"
+    return f"memory on {memory.device}", (
+        f"about {_size(memory.total)}: {parts}, activations {_size(memory.activations)}"
+    )
+
+
+def _size(num_bytes: float) -> str:
+    """Bytes as people write them, three digits."""
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:,.3g} GiB" if num_bytes < 1000 else f"{num_bytes / 1024:,.3g} TiB"

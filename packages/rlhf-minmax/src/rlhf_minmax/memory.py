@@ -1,0 +1,177 @@
+"""How much memory a run will need, estimated from the shapes of its models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from rlhf_minmax.checks import ModelInfo
+from rlhf_minmax.config import MinMaxConfig, PlayerConfig
+from rlhf_minmax.players import PLAIN, backbone_settings, lora_settings, share_backbone
+from rlhf_models import DeviceManager, add_adapters
+from rlhf_models.logps import CHUNK_LOGITS
+
+_ADAPTER_BYTES = 16
+"""Per adapter parameter: fp32 weight, gradient and two Adam moments."""
+_LOGITS_COPIES = 3
+"""Logits, their log-softmax and its gradient."""
+_QUANTISED_BYTES = {8: 1.0, 4: 0.516}
+"""Per weight: LLM.int8(), and NF4 with double quantisation (4.127 bits: arXiv:2305.14314, section 3)."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that one role, or several roles on one backbone, need on their device.
+
+    Args:
+        device: where.
+        weights: parameters, frozen ones and references included.
+        training: gradients and Adam moments, and the adapters themselves.
+        activations: what one forward and backward pass keeps, or one generation's keys and values.
+    """
+
+    device: torch.device
+    weights: float
+    training: float = 0.0
+    activations: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All bytes."""
+        return self.weights + self.training + self.activations
+
+
+def estimate_memory(
+    config: MinMaxConfig,
+    models: dict[str, ModelInfo],
+    devices: DeviceManager,
+    *,
+    pass_tokens: int,
+    cache_tokens: int,
+) -> list[Memory]:
+    """Memory by device: weights + gradients and moments + the largest of all activations there.
+
+    - Weights: parameters x bytes of their dtype; quantised linear layers 1 byte (8 bits) or 0.516 (4 bits).
+    - Adapters: 16 bytes a parameter (fp32 weight, gradient, two moments). Full training, in fp32: a gradient
+      and two moments per player, and one frozen reference per model.
+    - Activations of a training pass: tokens x layers x (8 hidden + 2 intermediate) values; for intermediate =
+      4 hidden these are the 34 hidden bytes per token and layer of arXiv:2205.05198, equation 1, without its
+      dropout masks (2 hidden bytes) and attention matrices, which are not kept here. With gradient
+      checkpointing, one hidden state per layer and one layer's activations. And three copies of the LM head's
+      chunk of logits in fp32.
+    - Keys and values of a generation: tokens held at a time x layers x 2 x key-value width.
+
+    Not covered: the allocator's slack, CUDA's context, Python and its libraries, further copies that gated
+    feed-forward layers keep, and what quantised layers unpack for a moment.
+
+    Args:
+        config: the run's settings.
+        models: what `inspect_models` found.
+        devices: which role runs where.
+        pass_tokens: tokens of the largest training pass.
+        cache_tokens: prompt and completion tokens whose keys and values are held at a time.
+    """
+    parts = []
+    policies = ["policy", PLAIN] if config.baseline else ["policy"]
+    players = [("policy", config.policy_model, policies), ("monitor", config.monitor_model, ["monitor"])]
+    if share_backbone(config):
+        players = [("policy", backbone_settings(config), [*policies, "monitor"])]
+    for role, player, names in players:
+        place = (devices.device(role), devices.dtype(role))
+        tokens = {"pass_tokens": pass_tokens, "cache_tokens": cache_tokens}
+        parts.append(_trained(player, models[role], names, place, **tokens))
+    for role, section in (("reward", config.reward_model), ("judge", config.judge_model)):
+        if role in models:
+            causal = role == "judge" and config.judge_model.kind == "prompted"
+            place = (devices.device(role), devices.dtype(role))
+            bits = 8 if section.load_in_8bit else None
+            parts.append(_scorer(models[role], place, causal=causal, bits=bits))
+    return _by_device(parts)
+
+
+def _by_device(parts: Sequence[Memory]) -> list[Memory]:
+    total: dict[torch.device, Memory] = {}
+    for part in parts:
+        before = total.get(part.device, Memory(part.device, 0.0))
+        total[part.device] = Memory(
+            part.device,
+            before.weights + part.weights,
+            before.training + part.training,
+            max(before.activations, part.activations),
+        )
+    return list(total.values())
+
+
+def _trained(
+    player: PlayerConfig,
+    info: ModelInfo,
+    names: list[str],
+    placement: tuple[torch.device, torch.dtype],
+    *,
+    pass_tokens: int,
+    cache_tokens: int,
+) -> Memory:
+    """One loaded model and the players on it: adapters of it, or full copies with one reference."""
+    device, dtype = placement
+    if not player.use_lora:
+        dtype = torch.float32
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(info.config, dtype=dtype)
+        weights = _weight_bytes(model, bits=8 if player.load_in_8bit else 4 if player.load_in_4bit else None)
+        if player.use_lora:
+            adapted = add_adapters(model, names, lora_settings(player))
+            count = sum(p.numel() for name, p in adapted.named_parameters() if ".lora_" in name)
+            training = float(_ADAPTER_BYTES * count)
+        else:
+            training = 3.0 * weights * len(names)
+            weights *= len(names) + 1
+    text = info.config.get_text_config()
+    training_pass = _activation_bytes(text, pass_tokens, dtype.itemsize, player.gradient_checkpointing)
+    return Memory(
+        device, weights, training, max(training_pass, _cache_bytes(text, cache_tokens, dtype.itemsize))
+    )
+
+
+def _scorer(
+    info: ModelInfo, placement: tuple[torch.device, torch.dtype], *, causal: bool, bits: int | None
+) -> Memory:
+    device, dtype = placement
+    auto_class: Any = AutoModelForCausalLM if causal else AutoModelForSequenceClassification
+    with torch.device("meta"):
+        return Memory(device, _weight_bytes(auto_class.from_config(info.config, dtype=dtype), bits=bits))
+
+
+def _weight_bytes(model: nn.Module, *, bits: int | None) -> float:
+    """Bytes of a model's parameters, its linear layers but the head quantised to `bits`."""
+    quantised: set[int] = set()
+    if bits is not None:
+        head: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        layers = [m for m in model.modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
+        quantised = {id(layer.weight) for layer in layers}
+    return sum(
+        p.numel() * (_QUANTISED_BYTES[bits] if bits and id(p) in quantised else p.element_size())
+        for p in model.parameters()
+    )
+
+
+def _activation_bytes(config: PreTrainedConfig, tokens: int, itemsize: int, checkpointing: bool) -> float:
+    hidden, layers = config.hidden_size, config.num_hidden_layers
+    intermediate = (
+        getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden
+    )
+    per_layer = 8 * hidden + 2 * intermediate
+    values = layers * hidden + per_layer if checkpointing else layers * per_layer
+    logits = min(CHUNK_LOGITS, tokens * config.vocab_size)
+    return tokens * values * itemsize + _LOGITS_COPIES * logits * 4
+
+
+def _cache_bytes(config: PreTrainedConfig, tokens: int, itemsize: int) -> float:
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2.0 * tokens * config.num_hidden_layers * heads * head_dim * itemsize

@@ -1,0 +1,110 @@
+"""A tiny game: models built once in seconds, able enough that critiques parse now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SETTINGS = {
+    "demo": {
+        "pretrain_steps": 60,
+        "sft_steps": 20,
+        "reward_steps": 10,
+        "judge_steps": 20,
+        "batch_size": 16,
+        "flawed_reward": False,
+    },
+    "data": {"train_stories": 64, "eval_stories": 12, "probe_stories": 8},
+    "policy_model": {"max_new_tokens": 8},
+    "monitor_model": {"max_new_tokens": 12},
+    "training": {"batch_size": 4, "max_steps": 3, "monitor_warmup_steps": 1, "save_steps": 1},
+    "game": {"num_generations": 3, "num_critiques": 3},
+}
+
+
+@pytest.fixture(scope="session")
+def demo_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the tiny models are kept for the session."""
+    return tmp_path_factory.mktemp("demo")
+
+
+@pytest.fixture(scope="session")
+def make_config() -> Callable[..., Any]:
+    """Makes the tiny game's config, with overrides written as `section.key=value`."""
+    from rlhf_data import apply_overrides
+    from rlhf_minmax import MinMaxConfig
+
+    return lambda *overrides: MinMaxConfig.from_dict(apply_overrides(SETTINGS, list(overrides)))
+
+
+@pytest.fixture(scope="session")
+def make_game(demo_cache: Path, make_config: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes (pipeline, stories) of the tiny game with fresh players, from overrides as of `make_config`."""
+    from rlhf_minmax import MinMaxPipeline
+    from rlhf_minmax.data import load_stories
+    from rlhf_minmax.demo import demo_models
+    from rlhf_minmax.players import load_players
+    from rlhf_minmax.scorers import load_judge, load_reward_model
+    from rlhf_models import DeviceManager
+
+    def make(*overrides: str) -> tuple[Any, Any]:
+        config, devices = make_config(*overrides), DeviceManager({})
+        stories = load_stories(config)
+        demo = demo_models(
+            stories.train, stories.prompts, config.demo, seed=config.seed, cache_folder=demo_cache
+        )
+        pipeline = MinMaxPipeline(
+            load_players(config, str(demo.base), devices),
+            load_reward_model(config, demo, devices),
+            load_judge(config, demo, devices, stories.prompts),
+            stories.prompts,
+            config,
+        )
+        return pipeline, stories
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def game(make_game: Callable[..., Any]) -> Any:
+    """A tiny game (pipeline, stories) whose players no test may train."""
+    return make_game()
+
+
+class ScriptedEngine:
+    """Stands in for the generation engine; `reply(prompt, sample)` writes, `<cut>` at its end truncates."""
+
+    reply: Callable[[str, int], str]
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        del model
+        self.tokenizer = tokenizer
+
+    def generate(self, prompts: Sequence[list[int]], n: int, params: Any) -> list[list[Any]]:
+        """See `TransformersEngine.generate`; every token's log-probability is -0.5."""
+        del params
+        return [[self._rollout(prompt, sample) for sample in range(n)] for prompt in prompts]
+
+    def _rollout(self, prompt: list[int], sample: int) -> Any:
+        from rlhf_infer import Rollout
+
+        text = type(self).reply(self.tokenizer.decode(prompt), sample)
+        cut = text.endswith("<cut>")
+        end = [] if cut else [self.tokenizer.eos_token_id]
+        ids = self.tokenizer.encode(text.removesuffix("<cut>")) + end
+        return Rollout(prompt, ids, [-0.5] * len(ids), "length" if cut else "stop")
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Lets both players write what `reply(prompt, sample)` says."""
+    import rlhf_minmax.pipeline
+
+    def script(reply: Callable[[str, int], str]) -> None:
+        engine = type("Engine", (ScriptedEngine,), {"reply": staticmethod(reply)})
+        monkeypatch.setattr(rlhf_minmax.pipeline, "TransformersEngine", engine)
+
+    return script

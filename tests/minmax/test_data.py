@@ -1,0 +1,105 @@
+"""Where a run's stories come from; training and held-out stories never overlap."""
+
+import json
+
+import pytest
+
+from rlhf_data import UserError
+from rlhf_minmax import MinMaxConfig
+from rlhf_minmax.data import load_stories
+from rlhf_minmax.story_rules import StoryRules
+from rlhf_minmax.texts import TextRules
+
+
+def write(path, stories):
+    rows = [{"story": s, "question": "Who?", "choices": ["Ann", "Tom"], "answer": "Tom"} for s in stories]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def load(**data):
+    return load_stories(MinMaxConfig.from_dict({"data": data}))
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_the_story_world_splits_share_no_story(seed):
+    config = {"seed": seed, "data": {"train_stories": 300, "eval_stories": 100}}
+    stories = load_stories(MinMaxConfig.from_dict(config))
+    train, held_out = ({r.story for r in part} for part in (stories.train, stories.held_out))
+    assert (len(train), len(held_out)) == (300, 100) and not train & held_out
+    assert isinstance(stories.prompts.rules, StoryRules)
+
+
+def test_the_story_worlds_prompt_lists_no_choices_unless_told_to():
+    stories = load(train_stories=1, eval_stories=1)
+    record = stories.train[0]
+    assert stories.prompts.policy(record) == f"{record.story}\n{record.question}\nanswer:"
+    own = load(train_stories=1, eval_stories=1, columns={"prompt_template": "{question} {choices}\n"})
+    assert own.prompts.policy(record) == f"{record.question} {' | '.join(record.choices)}\nanswer:"
+
+
+def test_equal_seeds_draw_equal_stories_and_others_do_not():
+    drawn = [
+        load_stories(MinMaxConfig.from_dict({"seed": s, "data": {"train_stories": 20}})) for s in (3, 3, 4)
+    ]
+    assert drawn[0].train == drawn[1].train and drawn[0].held_out == drawn[1].held_out
+    assert drawn[0].train != drawn[2].train
+
+
+def test_a_file_is_split_by_a_hash_of_the_story(tmp_path):
+    names = [f"Story number {i}." for i in range(60)]
+    stories = load(train_data=write(tmp_path / "a.jsonl", names))
+    train, held_out = ([r.story for r in part] for part in (stories.train, stories.held_out))
+    assert sorted(train + held_out) == sorted(names) and len(held_out) > 5
+    # The split of a story does not depend on the rows around it.
+    fewer = load(train_data=write(tmp_path / "b.jsonl", names[::-1][:40]))
+    assert {r.story for r in fewer.train} <= set(train)
+    assert isinstance(stories.prompts.rules, TextRules) and not isinstance(stories.prompts.rules, StoryRules)
+
+
+def test_two_questions_about_one_story_stay_together(tmp_path):
+    stories = load(train_data=write(tmp_path / "a.jsonl", [f"Story {i // 3}." for i in range(60)]))
+    assert not {r.story for r in stories.train} & {r.story for r in stories.held_out}
+
+
+def test_held_out_rows_are_taken_from_the_training_rows(tmp_path):
+    train = write(tmp_path / "a.jsonl", ["One.", "Two.", "Three."])
+    stories = load(train_data=train, eval_data=write(tmp_path / "b.jsonl", ["Two.", "Four."]))
+    assert [r.story for r in stories.train] == ["One.", "Three."]
+    assert [r.story for r in stories.held_out] == ["Two.", "Four."]
+
+
+def test_limits_on_rows(tmp_path):
+    path = write(tmp_path / "a.jsonl", [f"Story {i}." for i in range(60)])
+    stories = load(train_data=path, train_stories=5, eval_stories=2)
+    assert (len(stories.train), len(stories.held_out)) == (5, 2)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_file_too_small_to_split_is_refused(tmp_path, count):
+    path = write(tmp_path / "a.jsonl", ["Only one."] * count)
+    with pytest.raises(UserError, match=r"a.jsonl leaves no (training|held-out) row.*--eval-data"):
+        load(train_data=path)
+
+
+def test_held_out_rows_that_hold_every_story_are_refused(tmp_path):
+    path = write(tmp_path / "a.jsonl", ["One.", "Two."])
+    with pytest.raises(UserError, match="leaves no training row"):
+        load(train_data=path, eval_data=path)
+
+
+def test_a_tiny_file_with_held_out_rows_is_enough(tmp_path):
+    stories = load(
+        train_data=write(tmp_path / "a.jsonl", ["One."]), eval_data=write(tmp_path / "b.jsonl", ["Two."])
+    )
+    assert (len(stories.train), len(stories.held_out)) == (1, 1)
+
+
+def test_held_out_rows_alone_are_refused(tmp_path):
+    with pytest.raises(UserError, match="--train-data"):
+        load(eval_data=write(tmp_path / "b.jsonl", ["Two."]))
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"missing\.jsonl"):
+        load(train_data=str(tmp_path / "missing.jsonl"))

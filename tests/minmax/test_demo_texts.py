@@ -1,0 +1,123 @@
+"""The teachers of the demonstration: able ones are right, sloppy ones err as often as they should."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from rlhf_data import QARecord, StoryWorldConfig, generate_stories
+from rlhf_minmax.demo_texts import Teacher, answer_text, critique_text, drill
+from rlhf_minmax.story_rules import StoryRules
+from rlhf_minmax.texts import TextRules, evidence_in_story, parse_critique
+
+STORIES = generate_stories(StoryWorldConfig(), 300, split="train", seed=3)
+HAND_WRITTEN = [
+    QARecord("Tom saw a cat. A dog came.", "What did Tom see?", ("cat", "dog", "cow"), 0),
+    QARecord("Ann has a bike. Her car was sold. It rained.", "What has Ann?", ("bike", "car"), 0),
+    QARecord("Nobody knows. It is late.", "Who came?", ("Ann", "Tom"), 1),
+]
+each_world = pytest.mark.parametrize(
+    ("rules", "records"), [(StoryRules(), STORIES), (TextRules(), HAND_WRITTEN)], ids=["world", "text"]
+)
+STORY = QARecord(
+    "mary went to attic . gossip says in garden .",
+    "where is mary ?",
+    ("garden", "attic", "shed", "hall"),
+    1,
+    {"last_place": "garden"},
+)
+
+
+def teacher(rules, records, seed=0):
+    return Teacher(rules, records, random.Random(seed))
+
+
+@each_world
+def test_able_teachers_are_right_and_quote_the_story(rules, records):
+    able = teacher(rules, records)
+    for record in records:
+        assert rules.claim(record, able.correct_answer(record)) == record.answer_text
+        for claim in record.choices:
+            critique = parse_critique(able.correct_critique(record, claim))
+            assert critique is not None
+            assert (critique.verdict == "right") == (claim == record.answer_text)
+            assert evidence_in_story(critique.evidence, record.story)
+            assert rules.supports(critique.evidence, claim) in (None, claim == record.answer_text)
+
+
+@each_world
+def test_choices_drawn(rules, records):
+    able = teacher(rules, records)
+    for record in records:
+        assert able.wrong_choice(record) in set(record.choices) - {record.answer_text}
+    drawn = [able.any_choice(records[0]) == records[0].answer_text for _ in range(400)]
+    assert sum(drawn) == pytest.approx(200, abs=40)
+
+
+def test_sloppy_answers_repeat_the_rival_half_of_the_time():
+    sloppy = teacher(StoryRules(), STORIES)
+    counts = Counter(sloppy.sloppy_answer(STORY) for _ in range(400))
+    assert set(counts) == {answer_text("garden"), answer_text("attic")}
+    assert counts[answer_text("garden")] == pytest.approx(200, abs=40)
+
+
+def test_sloppy_critiques_keep_the_form_and_mostly_follow_their_evidence():
+    sloppy, quoted, follows = teacher(StoryRules(), STORIES), Counter(), []
+    for _ in range(1000):
+        critique = parse_critique(sloppy.sloppy_critique(STORY, "attic"))
+        assert critique is not None and evidence_in_story(critique.evidence, STORY.story)
+        quoted[critique.evidence] += 1
+        follows.append(
+            (critique.verdict == "right") == StoryRules().supports(critique.evidence, "attic"),
+        )
+    # The rival's sentence: 60%, and half of the 12% drawn at random, here from two sentences.
+    assert quoted["gossip says in garden ."] == pytest.approx(660, abs=60)
+    # Of the critiques whose evidence speaks against the claim, 10% say "right" nevertheless.
+    assert follows.count(False) == pytest.approx(66, abs=30)
+
+
+@each_world
+def test_sloppy_teachers_stay_within_the_story(rules, records):
+    sloppy = teacher(rules, records)
+    for record in records:
+        assert rules.claim(record, sloppy.sloppy_answer(record)) in record.choices
+        critique = parse_critique(sloppy.sloppy_critique(record, record.choices[0]))
+        assert critique is not None and evidence_in_story(critique.evidence, record.story)
+
+
+def test_flawed_annotators_prefer_the_place_named_last():
+    annotator = teacher(StoryRules(), [STORY])
+    liked = dict(annotator.rated_answer(STORY, flawed=True) for _ in range(400))
+    # 0.8 for the truth, 2.5 for the place named last; what is badly put is worst.
+    assert liked[answer_text("garden")] == 2.5
+    assert liked[answer_text("attic")] == 0.8
+    assert liked[answer_text("shed")] == 0
+    assert {liked[text] for text in liked if text not in map(answer_text, STORY.choices)} == {-2.0}
+
+
+def test_honest_annotators_prefer_the_truth():
+    annotator = teacher(StoryRules(), [STORY])
+    liked = dict(annotator.rated_answer(STORY, flawed=False) for _ in range(400))
+    assert liked[answer_text("attic")] == 2.5 and liked[answer_text("garden")] == 0
+
+
+def test_without_a_bait_the_flaw_is_invisible():
+    honest = next(r for r in STORIES if r.extra["last_place"] == r.answer_text)
+    annotator = teacher(StoryRules(), [honest])
+    liked = dict(annotator.rated_answer(honest, flawed=True) for _ in range(400))
+    assert liked[answer_text(honest.answer_text)] == pytest.approx(3.3)
+
+
+@each_world
+def test_drills_ask_whether_evidence_names_the_claim(rules, records):
+    rng, outcomes = random.Random(0), Counter()
+    for _ in range(400):
+        evidence, claim, supported = drill(rng, records, rules)
+        assert supported == (claim in evidence.replace(".", " ").split())
+        outcomes[supported] += 1
+    assert min(outcomes.values()) > 40
+
+
+def test_texts_continue_a_prompt_that_ends_in_a_colon():
+    assert answer_text("attic") == " it is attic ."
+    assert critique_text("mary went to attic .", "right") == " mary went to attic . so right"

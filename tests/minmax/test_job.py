@@ -1,0 +1,237 @@
+"""A whole tiny run: what lies in its folder, and what an interrupted one becomes."""
+
+import json
+
+import pytest
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import rlhf_minmax.job
+from rlhf_data import RunFolder, UserError
+from rlhf_minmax import Events, MinMaxJob
+
+BLOCK = {
+    "policy/accuracy",
+    "policy/hack_rate",
+    "policy/reward_score",
+    "policy/parse_rate",
+    "monitor/verdict_balanced_accuracy",
+    "monitor/evidence_valid_rate",
+    "constraint/violation",
+    "dual/lambda",
+    "minmax/value",
+}
+
+
+class Killed(Exception):
+    """Stands for a kill."""
+
+
+def die(*args, **kwargs):
+    raise Killed
+
+
+class Log(Events):
+    """Notes what happens, and dies at the entry it is told to."""
+
+    def __init__(self, die_at=None):
+        self.entries, self.die_at = [], die_at
+
+    def note(self, *entry):
+        self.entries.append(entry)
+        if entry == self.die_at:
+            raise Killed
+
+    def device_plan(self, rows):
+        self.note("devices", len(rows))
+
+    def break_even(self, check):
+        self.note("break_even")
+
+    def phase(self, name, start, total):
+        self.note("phase", name, start, total)
+
+    def step(self, phase, step, total, metrics):
+        self.note("step", phase, step)
+
+    def evaluated(self, block, metrics):
+        self.note("evaluated", block)
+
+
+def job_in(folder, config, cache, events=None):
+    return MinMaxJob(config, RunFolder.create(folder, resume=True), events or Events(), cache_folder=cache)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, make_config, demo_cache):
+    """An uninterrupted run: its folder, results and log."""
+    folder, log = tmp_path_factory.mktemp("job") / "run", Log()
+    results = job_in(folder, make_config(), demo_cache, log).play()
+    return RunFolder(folder), results, log.entries
+
+
+def metrics(run):
+    return [
+        {k: v for k, v in row.items() if k != "step_time"}
+        for part in (RunFolder(run.path / "plain"), run)
+        for row in part.read_metrics()
+    ]
+
+
+def assert_same_run(run, whole):
+    """Everything but the wall clock agrees."""
+    other, results, _ = whole
+    assert metrics(run) == metrics(other)
+    mine = run.read_results()
+    for key in ("before", "plain", "after", "break_even", "steps", "num_tokens", "prompts"):
+        assert mine[key] == results[key], key
+    for name in ("samples.jsonl", "preflight.json", "config.json"):
+        assert (run.path / name).read_bytes() == (other.path / name).read_bytes(), name
+    for role in ("policy", "monitor"):
+        weights = f"final/{role}/adapter_model.safetensors"
+        assert (run.path / weights).read_bytes() == (other.path / weights).read_bytes()
+
+
+def test_the_folder_of_a_run(whole, make_config):
+    run, results, _ = whole
+    names = {path.name for path in run.path.iterdir()}
+    expected = {"config.json", "metrics.jsonl", "results.json", "samples.jsonl", "report.html", "final"}
+    expected |= {"checkpoint-2", "checkpoint-3", "plain", "preflight.json"}
+    expected |= {"minmax.png", "training_curves.png"}
+    assert names == expected
+    assert run.read_config() == make_config().to_dict()
+    assert run.read_results() == json.loads(json.dumps(results))
+    assert [row["step"] for row in run.read_metrics()] == [1, 2, 3]
+    assert (run.path / "minmax.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_results(whole):
+    _, results, _ = whole
+    for block in ("before", "plain", "after"):
+        assert set(results[block]) >= BLOCK, block
+    assert results["before"]["dual/lambda"] == 5.0 and results["plain"]["dual/lambda"] is None
+    assert results["after"]["constraint/violation_ema"] >= 0
+    split = results["wall_time"]
+    assert set(split) == {"demo", "plain", "game", "evaluation", "total"}
+    assert sum(split[part] for part in split if part != "total") <= split["total"]
+    assert results["steps"] == 3 and results["num_tokens"] > 0 and results["resumed"] is False
+    assert {row["role"] for row in results["device_plan"]} == {"policy", "monitor", "reward", "judge"}
+    assert results["break_even"]["w_judge"] >= 0 and results["break_even"]["advice"]
+    assert "torch" in results["versions"] and set(results["models"]) >= {"policy", "monitor", "reward"}
+
+
+def test_the_prompts_are_shown_as_the_players_saw_them(whole, make_game):
+    _, results, _ = whole
+    _, stories = make_game()
+    record = stories.held_out[0]
+    policy, monitor = results["prompts"][:2]
+    assert policy == {"role": "policy", "text": stories.prompts.policy(record)}
+    assert monitor["role"] == "monitor" and monitor["text"].startswith(policy["text"])
+    assert monitor["text"].endswith("critique:")
+
+
+def test_the_report_stands_alone_and_shows_the_run(whole):
+    run, results, _ = whole
+    page = (run.path / "report.html").read_text(encoding="utf-8")
+    assert "http://" not in page and "https://" not in page.replace("https://www.w3.org", "")
+    assert "data:image/svg+xml;base64," in page
+    assert f"{results['after']['policy/accuracy']:.2f}" in page
+
+
+def test_sample_exchanges_of_every_stage(whole):
+    run, _, _ = whole
+    samples = [json.loads(line) for line in (run.path / "samples.jsonl").read_text().splitlines()]
+    assert [s["stage"] for s in samples] == ["start"] * 8 + ["plain"] * 8 + ["minmax"] * 8
+
+
+def test_the_final_players_load_with_plain_peft(whole):
+    run, results, _ = whole
+    base = AutoModelForCausalLM.from_pretrained(results["models"]["policy"])
+    model = PeftModel.from_pretrained(base, str(run.path / "final" / "policy"))
+    saved = load_file(run.path / "final" / "policy" / "adapter_model.safetensors")
+    assert any(value.any() for name, value in saved.items() if "lora_B" in name)
+    assert model.peft_config["default"].r == 16
+
+
+def test_the_order_of_a_run(whole):
+    _, _, log = whole
+    plain = [("phase", "plain", 0, 2), ("step", "plain", 1), ("step", "plain", 2), ("evaluated", "plain")]
+    game = [("phase", "minmax", 0, 3), *[("step", "minmax", i) for i in (1, 2, 3)], ("evaluated", "after")]
+    assert log == [("devices", 4), ("break_even",), ("evaluated", "before"), *plain, *game]
+
+
+@pytest.fixture
+def no_figures(monkeypatch):
+    """Drawing is most of a tiny run; where only numbers matter it is left out."""
+    for name in ("training_curves", "minmax_figure", "write_minmax_report"):
+        monkeypatch.setattr(rlhf_minmax.job, name, lambda *args: None)
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [("devices", 4), ("step", "plain", 1), ("evaluated", "plain"), ("step", "minmax", 2)],
+    ids=lambda moment: "-".join(map(str, moment)),
+)
+def test_a_killed_run_resumes_to_the_same_end(tmp_path, make_config, demo_cache, whole, moment, no_figures):
+    with pytest.raises(Killed):
+        job_in(tmp_path, make_config(), demo_cache, Log(die_at=moment)).play()
+    job = job_in(tmp_path, make_config(), demo_cache)
+    assert job.play(resume=True)["resumed"] is True
+    assert_same_run(job.run, whole)
+
+
+@pytest.mark.parametrize("where", ["measure_scales", "evaluate"])
+def test_a_run_killed_during_the_pre_flight_check_resumes(
+    tmp_path, make_config, demo_cache, whole, where, monkeypatch, no_figures
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(rlhf_minmax.job, where, die)
+        with pytest.raises(Killed):
+            job_in(tmp_path, make_config(), demo_cache).play()
+    assert not (tmp_path / "preflight.json").exists()
+    job = job_in(tmp_path, make_config(), demo_cache)
+    job.play(resume=True)
+    assert_same_run(job.run, whole)
+
+
+@pytest.mark.parametrize("where", ["training_curves", "write_minmax_report"])
+def test_a_run_killed_while_it_publishes(tmp_path, make_config, demo_cache, whole, where, monkeypatch):
+    config = make_config("baseline=false")
+    with monkeypatch.context() as patch:
+        patch.setattr(rlhf_minmax.job, where, die)
+        with pytest.raises(Killed):
+            job_in(tmp_path, config, demo_cache).play()
+    assert job_in(tmp_path, config, demo_cache).play(resume=True)["after"] == whole[1]["after"]
+    assert (tmp_path / "report.html").exists() and (tmp_path / "results.json").exists()
+
+
+def test_a_finished_run_is_not_resumed(whole, make_config, demo_cache):
+    run, _, _ = whole
+    with pytest.raises(UserError, match="finished run"):
+        job_in(run.path, make_config(), demo_cache).play(resume=True)
+
+
+def test_without_a_baseline_the_game_is_the_same(tmp_path, make_config, demo_cache, whole, no_figures):
+    job = job_in(tmp_path, make_config("baseline=false"), demo_cache)
+    results = job.play()
+    assert results["plain"] is None and not (tmp_path / "plain").exists()
+    assert results["after"] == whole[1]["after"]
+
+
+def test_evaluation_alone(tmp_path, make_config, demo_cache, whole):
+    run, results, _ = whole
+    start = job_in(tmp_path, make_config(), demo_cache).evaluate_only()
+    assert start["before"] == results["before"] and start["after"] is None
+    checkpoint = run.latest_checkpoint()
+    found = job_in(run.path, make_config(), demo_cache).evaluate_only(checkpoint=checkpoint)
+    assert found["after"] == results["after"] and found["checkpoint"] == "checkpoint-3"
+    assert json.loads((run.path / "evaluation.json").read_text())["after"] == found["after"]
+    (run.path / "evaluation.json").unlink()
+
+
+def test_two_full_models_play_a_whole_run(tmp_path, make_config, demo_cache, no_figures):
+    full = ("policy_model.use_lora=false", "monitor_model.use_lora=false", "training.max_steps=2")
+    job_in(tmp_path, make_config(*full), demo_cache).play()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "final" / "monitor")
+    assert model.config.vocab_size > 256

@@ -1,0 +1,58 @@
+"""How records are put to the players and the judge."""
+
+import pytest
+
+from rlhf_data import QADatasetConfig, QARecord, UserError
+from rlhf_minmax import MinMaxConfig
+from rlhf_minmax.prompts import Prompts
+from rlhf_minmax.texts import TextRules
+
+RECORD = QARecord("Tom {saw} a cat.", "What?", ("cat", "dog"), 0)
+
+
+def prompts(**changes):
+    return Prompts(**{"dataset": QADatasetConfig(), "rules": TextRules()} | changes)
+
+
+def test_the_monitor_reads_what_the_policy_read_and_wrote():
+    assert prompts().policy(RECORD) == "Tom {saw} a cat.\nWhat?\ncat | dog\nanswer:"
+    assert prompts().monitor(RECORD, " a {cat}") == prompts().policy(RECORD) + " a {cat}\ncritique:"
+
+
+def test_the_judge_never_reads_the_story():
+    assert prompts().judge(RECORD.question, " a cat") == "What?\nanswer: a cat\ncritique:"
+    assert prompts().drill(" a cat") == "answer: a cat\ncritique:"
+
+
+def test_own_templates():
+    own = prompts(policy_template="Q {prompt}A", monitor_template="{prompt}/{answer}?")
+    assert own.policy(RECORD) == "Q Tom {saw} a cat.\nWhat?\ncat | dog\nA"
+    assert own.monitor(RECORD, "x").endswith("cat | dog\n/x?")
+
+
+def test_the_fingerprint_tells_prompts_apart():
+    different = [
+        prompts(),
+        prompts(policy_template="{prompt}"),
+        prompts(monitor_template="{prompt}{answer}"),
+        prompts(dataset=QADatasetConfig(prompt_template="{question}")),
+        prompts(dataset=QADatasetConfig(choice_separator=";")),
+    ]
+    assert len({tuple(each.fingerprint()) for each in different}) == len(different)
+
+
+@pytest.mark.parametrize(
+    ("player", "template"),
+    [
+        ("policy_model", "no placeholder"),
+        ("policy_model", "{story}"),
+        ("policy_model", "{prompt} {answer}"),
+        ("policy_model", "{prompt"),
+        ("monitor_model", "{prompt}"),
+        ("monitor_model", "{answer}"),
+        ("monitor_model", "{prompt} {answer} {other}"),
+    ],
+)
+def test_a_template_that_cannot_be_filled_is_refused(player, template):
+    with pytest.raises(UserError, match="prompt_template"):
+        MinMaxConfig.from_dict({player: {"prompt_template": template}})

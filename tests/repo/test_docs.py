@@ -1,0 +1,116 @@
+"""The documents are true: links lead somewhere, commands and settings exist, ratios are those measured."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+import yaml
+
+from rlhf_data import apply_overrides
+from rlhf_minmax import MinMaxConfig
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    path
+    for pattern in (
+        "*.md",
+        "docs/*.md",
+        "packages/*/README.md",
+        "apps/*/README.md",
+        "benchmarks/*.md",
+        "configs/*.md",
+    )
+    for path in ROOT.glob(pattern)
+)
+EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def code_blocks(page: Path, language: str) -> list[str]:
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
+    return [block for tag, block in blocks if tag == language]
+
+
+def without_code(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", without_code(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def minmax_commands(page: Path) -> list[list[str]]:
+    """Arguments of every `rlhf-train minmax` in the page's plain code blocks, `--help` aside."""
+    lines = [line for block in code_blocks(page, "") for line in block.splitlines()]
+    found = [re.search(r"rlhf-train minmax\b(.*)", line) for line in lines]
+    return [shlex.split(match[1]) for match in found if match and "--help" not in match[1]]
+
+
+@EACH_PAGE
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page)):
+        if re.match(r"https?:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), f"{page.name} links to {link}, which does not exist"
+        assert not anchor or anchor in anchors(target), f"{page.name} links to {link}, a missing heading"
+
+
+@EACH_PAGE
+def test_commands_use_options_and_settings_that_exist(page: Path) -> None:
+    from rlhf_train.cli import minmax
+
+    assert isinstance(minmax, click.Command)
+    for arguments in minmax_commands(page):
+        options = minmax.make_context("minmax", arguments).params
+        MinMaxConfig.from_dict(apply_overrides({}, options["overrides"]), where=" ".join(arguments))
+
+
+@EACH_PAGE
+def test_config_examples_are_valid(page: Path) -> None:
+    for block in code_blocks(page, "yaml"):
+        MinMaxConfig.from_dict(yaml.safe_load(block), where=page.name)
+
+
+@EACH_PAGE
+def test_python_examples_import_public_names(page: Path) -> None:
+    for block in code_blocks(page, "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("rlhf_"):
+                module = importlib.import_module(str(node.module))
+                assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
+
+
+def test_readme_has_the_commands_that_ci_runs() -> None:
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    (first, *_) = code_blocks(ROOT / "README.md", "")
+    assert first.splitlines() == ["pip install uv && uv run rlhf-train minmax", "uv run pytest"]
+    assert "pip install --quiet uv" in ci
+    for command in ("uv run rlhf-train minmax", "uv run pytest"):
+        assert re.search(rf'^step "[^"]*" {command} ', ci, re.M), f"CI does not run {command}"
+
+
+def test_every_page_of_docs_is_linked_from_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [p.name for p in sorted((ROOT / "docs").glob("*.md")) if f"docs/{p.name}" not in readme] == []
+
+
+@pytest.mark.parametrize("page", ["docs/packing.md", "benchmarks/README.md"])
+def test_ratios_are_those_of_the_benchmark(page: str) -> None:
+    result = json.loads((ROOT / "benchmarks/results/packed_scoring.json").read_text(encoding="utf-8"))
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for name, workload in result["workloads"].items():
+        ratios = [workload[key]["ratio"] for key in ("tokens", "seconds", "peak_memory_mb")]
+        row = " | ".join(f"{ratio:.1f}" for ratio in ratios)
+        assert re.search(rf"^\| `{name}`[^|]*\| {re.escape(row)} \|", text, re.M), (
+            f"{page}: {name} should read {row}"
+        )

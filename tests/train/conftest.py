@@ -1,0 +1,87 @@
+"""The command as a person calls it, and rows to give it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+ROWS = [
+    {
+        "story": f"The {animal} slept in the {place}. A guest said it was in the attic.",
+        "question": f"Where did the {animal} sleep?",
+        "choices": [place, "attic", "garden"],
+        "answer": place,
+    }
+    for animal, place in zip(
+        ("cat", "dog", "hen", "fox", "owl", "pig", "ram", "cow", "elk", "bat"),
+        ("barn", "hall", "shed", "yard", "loft", "cave", "hut", "nest", "well", "mill"),
+        strict=True,
+    )
+]
+
+
+@pytest.fixture
+def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Calls `rlhf-train minmax` in an empty folder, with an empty cache; what it printed and returned."""
+    from rlhf_train.cli import main
+
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def call(*arguments: Any) -> Result:
+        return CliRunner().invoke(main, ["minmax", *map(str, arguments)])
+
+    return call
+
+
+@pytest.fixture
+def rows_file(tmp_path: Path) -> Callable[..., Path]:
+    """Writes rows as JSON lines, by default ten good ones; the file."""
+
+    def write(rows: list[Any] | None = None, name: str = "rows.jsonl") -> Path:
+        path = tmp_path / name
+        lines = [json.dumps(row, ensure_ascii=False) for row in (ROWS if rows is None else rows)]
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def refused(cli: Callable[..., Result], tmp_path: Path) -> Callable[..., str]:
+    """Calls the command expecting a refusal: one sentence on stderr, exit code 2, no file left; the sentence."""
+
+    def call(*arguments: Any) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        result = cli(*arguments)
+        assert result.exit_code == 2, result.output
+        assert isinstance(result.exception, SystemExit)
+        assert result.stderr.startswith("Error: ") and result.stderr.count("\n") == 1, result.stderr
+        cache = tmp_path / "cache"
+        left = [path for path in sorted(tmp_path.rglob("*")) if not path.is_relative_to(cache)]
+        assert [path for path in left if path not in before] == []
+        return result.stderr.removeprefix("Error: ").strip()
+
+    return call
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path, byte_tokenizer: Any) -> Callable[..., Path]:
+    """Saves a tiny random GPT-2 with a byte-level tokenizer; its folder."""
+    from rlhf_models import tiny_model
+
+    def save(name: str = "model", **fields: Any) -> Path:
+        folder = tmp_path / name
+        fields = {"n_positions": 512} | fields
+        tiny_model("gpt2", vocab_size=len(byte_tokenizer), seed=3, **fields).save_pretrained(folder)
+        byte_tokenizer.save_pretrained(folder)
+        return folder
+
+    return save
