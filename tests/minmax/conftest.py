@@ -1,4 +1,4 @@
-"""A tiny game: models built once in seconds, able enough that critiques parse now and then."""
+"""A tiny game: models built once in seconds, able enough that critiques parse now and then, hot enough that samples differ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 SETTINGS = {
     "demo": {
-        "pretrain_steps": 60,
+        "pretrain_steps": 30,
         "sft_steps": 20,
         "reward_steps": 10,
         "judge_steps": 20,
@@ -18,8 +18,8 @@ SETTINGS = {
         "flawed_reward": False,
     },
     "data": {"train_stories": 64, "eval_stories": 12, "probe_stories": 8},
-    "policy_model": {"max_new_tokens": 8},
-    "monitor_model": {"max_new_tokens": 12},
+    "policy_model": {"max_new_tokens": 8, "temperature": 1.5},
+    "monitor_model": {"max_new_tokens": 12, "temperature": 1.2},
     "training": {"batch_size": 4, "max_steps": 3, "monitor_warmup_steps": 1, "save_steps": 1},
     "game": {"num_generations": 3, "num_critiques": 3},
 }

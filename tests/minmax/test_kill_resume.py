@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-STEPS, UNIFORM_KILLS, CHECKPOINT_KILLS = 120, 7, 5
+STEPS, UNIFORM_KILLS, CHECKPOINT_KILLS = 80, 6, 4
 SETTINGS = {
     "demo.pretrain_steps": 60,
     "demo.sft_steps": 20,

@@ -39,7 +39,8 @@ def logps(player, rollouts):
 
 
 def player_optimizer(pipeline, **changes):
-    settings = {"learning_rate": 3e-3, "temperature": 1.0, "config": pipeline.config} | changes
+    temperature = pipeline.config.policy_model.temperature
+    settings = {"learning_rate": 3e-3, "temperature": temperature, "config": pipeline.config} | changes
     return PlayerOptimizer(pipeline.players.policy, **settings)
 
 

@@ -106,7 +106,8 @@ def test_a_checkpoint_half_written_is_not_resumed_from(make_game, tmp_path):
 def test_saving_and_evaluating_change_nothing(make_game, tmp_path):
     often = trainer_of(make_game, tmp_path / "often", "training.eval_steps=1", *DROPOUT)
     never = trainer_of(make_game, tmp_path / "never", "training.save_steps=null", *DROPOUT)
-    often.train(), never.train()
+    often.train()
+    never.train()
     assert equal(weights(often), weights(never))
     stripped = [
         {k: v for k, v in row.items() if not k.startswith("eval/")} for row in rows(tmp_path / "often")
@@ -121,7 +122,8 @@ def test_plain_training_leaves_the_monitor_alone_and_makes_as_many_policy_update
     game = trainer_of(make_game, tmp_path / "game", "training.monitor_warmup_steps=2")
     plain = trainer_of(make_game, tmp_path / "plain", "training.monitor_warmup_steps=2", adversary=False)
     monitor = [p.detach().clone() for p in plain.pipeline.players.monitor.parameters()]
-    game.train(), plain.train()
+    game.train()
+    plain.train()
     learned = [row for row in rows(tmp_path / "game") if "policy/updates" in row]
     assert [row["step"] for row in learned] == [3, 4] and plain.total_steps == 2
     assert equal(monitor, list(plain.pipeline.players.monitor.parameters()))

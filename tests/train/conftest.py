@@ -56,7 +56,7 @@ def rows_file(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def refused(cli: Callable[..., Result], tmp_path: Path) -> Callable[..., str]:
-    """Calls the command expecting a refusal: one sentence on stderr, exit code 2, no file left; the sentence."""
+    """Calls the command, expecting one sentence on stderr, exit code 2 and no file left; the sentence."""
 
     def call(*arguments: Any) -> str:
         before = sorted(tmp_path.rglob("*"))

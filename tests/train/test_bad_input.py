@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 from click.testing import Result
 
 Refused = Callable[..., str]
-ROWS = Callable[..., Path]
+Writes = Callable[..., Path]
 
 
 @pytest.mark.parametrize(
@@ -98,12 +97,12 @@ def test_config_file(refused: Refused, tmp_path: Path, name: str, text: str | No
         ),
     ],
 )
-def test_rows(refused: Refused, rows_file: ROWS, rows: list[Any], parts: list[str]) -> None:
+def test_rows(refused: Refused, rows_file: Writes, rows: list[Any], parts: list[str]) -> None:
     message = refused("--train-data", rows_file(rows))
     assert all(part in message for part in parts), message
 
 
-def test_data_files(refused: Refused, rows_file: ROWS, tmp_path: Path) -> None:
+def test_data_files(refused: Refused, rows_file: Writes, tmp_path: Path) -> None:
     assert "does not exist" in refused("--train-data", tmp_path / "nowhere.jsonl")
     (tmp_path / "rows.txt").write_text("A story.")
     assert ".jsonl" in refused("--train-data", tmp_path / "rows.txt")
@@ -113,7 +112,7 @@ def test_data_files(refused: Refused, rows_file: ROWS, tmp_path: Path) -> None:
     assert "no training row" in refused("--train-data", same, "--eval-data", same)
 
 
-def test_model_folders(refused: Refused, model_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_model_folders(refused: Refused, model_folder: Writes, tmp_path: Path) -> None:
     assert "does not exist" in refused("--model", tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     assert "no config.json" in refused("--model", tmp_path / "empty")
@@ -132,7 +131,7 @@ def test_model_folders(refused: Refused, model_folder: Callable[..., Path], tmp_
     assert "tokenizer" in refused("--model", mute)
 
 
-def test_torn_weights(refused: Refused, model_folder: Callable[..., Path]) -> None:
+def test_torn_weights(refused: Refused, model_folder: Writes) -> None:
     torn = model_folder("torn")
     weights = torn / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
@@ -142,7 +141,7 @@ def test_torn_weights(refused: Refused, model_folder: Callable[..., Path]) -> No
     assert "torn cannot be loaded" in message
 
 
-def test_models_of_the_wrong_kind(refused: Refused, model_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_models_of_the_wrong_kind(refused: Refused, model_folder: Writes, tmp_path: Path) -> None:
     from rlhf_models import RewardModel, load_causal_lm, load_tokenizer
 
     plain = model_folder()
@@ -166,16 +165,14 @@ def test_hub_model_without_weights(refused: Refused, gpt2_hub_cache: Path) -> No
     assert "'gpt2' has no weights" in refused("--model", "gpt2")
 
 
-def test_text_longer_than_the_context(
-    refused: Refused, model_folder: Callable[..., Path], rows_file: ROWS
-) -> None:
+def test_text_longer_than_the_context(refused: Refused, model_folder: Writes, rows_file: Writes) -> None:
     short = model_folder(n_positions=64)
     message = refused("--train-data", rows_file(), "--model", short)
     assert "longest text of the policy" in message and "story 'The " in message
     assert "context holds 64" in message
 
 
-def test_text_without_tokens(refused: Refused, rows_file: ROWS, model_folder: Callable[..., Path]) -> None:
+def test_text_without_tokens(refused: Refused, rows_file: Writes, model_folder: Writes) -> None:
     """A tokenizer that knows only some words is refused, not fed with unknown tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -188,7 +185,7 @@ def test_text_without_tokens(refused: Refused, rows_file: ROWS, model_folder: Ca
     assert "no token for a part of" in refused("--train-data", rows_file(), "--model", folder)
 
 
-def test_output_folder(refused: Refused, rows_file: ROWS, tmp_path: Path) -> None:
+def test_output_folder(refused: Refused, rows_file: Writes, tmp_path: Path) -> None:
     rows = rows_file()
     assert "not writable" in refused("--output-dir", rows / "run")
     assert "not writable" in refused("--output-dir", "/proc/run")
@@ -207,7 +204,7 @@ def test_a_folder_the_user_made_stays(refused: Refused, tmp_path: Path) -> None:
     assert list(mine.iterdir()) == []
 
 
-def test_cache_folder(refused: Refused, rows_file: ROWS, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_folder(refused: Refused, rows_file: Writes, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_file()
     monkeypatch.setenv("XDG_CACHE_HOME", str(rows))
     for options in ([], ["--dry-run"]):
@@ -215,7 +212,7 @@ def test_cache_folder(refused: Refused, rows_file: ROWS, monkeypatch: pytest.Mon
         assert "not writable" in message and str(rows) in message
 
 
-def test_resume(refused: Refused, cli: Callable[..., Result], rows_file: ROWS, tmp_path: Path) -> None:
+def test_resume(refused: Refused, cli: Callable[..., Result], rows_file: Writes, tmp_path: Path) -> None:
     assert "no unfinished run" in refused("--resume")
     assert "does not exist" in refused("--resume", "nowhere")
     empty = tmp_path / "empty"
@@ -230,6 +227,7 @@ def test_resume(refused: Refused, cli: Callable[..., Result], rows_file: ROWS, t
     (empty / "config.json").write_text("{}")
     assert "no checkpoint" in refused("--resume", empty, "--eval-only")
     (empty / "results.json").write_text("{}")
+    (empty / "report.html").write_text("<p>Done</p>")
     assert "finished run" in refused("--resume", empty)
     (empty / "config.json").write_text('{"sed": 1}')
     assert "config.json: unknown key sed" in refused("--resume", empty)
@@ -245,8 +243,9 @@ def test_options_that_click_refuses(cli: Callable[..., Result]) -> None:
     ("arguments", "part"),
     [
         (["--set", "training.bach_size=4"], "did you mean training.batch_size"),
+        (["--config", "nowhere.json"], "nowhere.json"),
+        (["--output-dir", "/proc/run"], "not writable"),
         (["--train-data", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["--model", "nobody/no-such-model"], "nobody/no-such-model"),
     ],
 )
 def test_the_installed_command(tmp_path: Path, arguments: list[str], part: str) -> None:
@@ -254,5 +253,4 @@ def test_the_installed_command(tmp_path: Path, arguments: list[str], part: str) 
     run = subprocess.run([program, "minmax", *arguments], cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 2
     assert run.stderr.startswith("Error: ") and part in run.stderr and run.stderr.count("\n") == 1
-    assert "Traceback" not in run.stdout + run.stderr and sys.executable not in run.stderr
-    assert list(tmp_path.iterdir()) == []
+    assert run.stdout == "" and list(tmp_path.iterdir()) == []

@@ -9,9 +9,8 @@ from typing import Any
 
 from rlhf_data import RunFolder, UserError, apply_overrides, load_config_file
 from rlhf_data.run_folder import newest_unfinished
-from rlhf_minmax import MinMaxConfig, MinMaxJob
+from rlhf_minmax import MinMaxConfig
 from rlhf_train.cli import NEWEST
-from rlhf_train.display import ConsoleEvents, show_plan
 
 _ROOT = "outputs"
 _KEY_OF_OPTION = {
@@ -43,6 +42,7 @@ def run_minmax(options: dict[str, Any]) -> None:
     with _new_run(options) as run:
         if options["dry_run"]:
             from rlhf_minmax.dry_run import plan_run
+            from rlhf_train.display import show_plan
 
             show_plan(plan_run(config))
         else:
@@ -80,6 +80,9 @@ def _nested(values: dict[str, Any], section: str, name: str, value: Any) -> dict
 
 
 def _play(config: MinMaxConfig, run: RunFolder, options: dict[str, Any]) -> None:
+    from rlhf_minmax import MinMaxJob  # late, so that mistakes in the settings are answered at once
+    from rlhf_train.display import ConsoleEvents
+
     events = ConsoleEvents()
     job = MinMaxJob(config, run, events, rebuild_demo=options["rebuild_demo"])
     resume = options["resume"] is not None

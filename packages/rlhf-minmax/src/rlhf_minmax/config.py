@@ -9,8 +9,6 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from rlhf_data import BaseConfig, QADatasetConfig, StoryWorldConfig
-from rlhf_minmax.constraint import ConstraintMeasure
-from rlhf_minmax.demo import DemoSettings
 from rlhf_minmax.duals import DualRule
 
 _TIME_SCALE_LIMIT = 10
@@ -195,7 +193,7 @@ class GameConfig(BaseConfig):
 class ConstraintConfig(BaseConfig):
     """The monitor's truthfulness constraint and its multiplier."""
 
-    measure: ConstraintMeasure = "balanced_accuracy"
+    measure: Literal["balanced_accuracy", "accuracy", "brier"] = "balanced_accuracy"
     """What counts: errors balanced over right and wrong answers, plain errors, or the Brier score."""
     check_evidence: bool = True
     """Whether evidence that is not in the story, or contradicts the verdict, is a full violation."""
@@ -219,6 +217,31 @@ class ConstraintConfig(BaseConfig):
         if self.rule in ("multiplicative", "log") and self.lambda_min == 0:
             raise ValueError(f"rule {self.rule} cannot leave 0; set lambda_min above 0")
         return self
+
+
+class DemoSettings(BaseConfig):
+    """Sizes of the demonstration models and lengths of their trainings."""
+
+    hidden_size: int = Field(default=64, ge=8)
+    """Width of the base."""
+    num_layers: int = Field(default=2, ge=1)
+    """Layers of the base."""
+    vocab_size: int = Field(default=512, ge=300)
+    """Largest vocabulary of the byte-level tokenizer."""
+    max_positions: int = Field(default=2048, ge=64)
+    """Context of the base in tokens."""
+    pretrain_steps: int = Field(default=300, ge=1)
+    """Optimizer steps on correct answers and critiques."""
+    sft_steps: int = Field(default=200, ge=1)
+    """Optimizer steps on sloppy demonstrations."""
+    reward_steps: int = Field(default=400, ge=1)
+    """Optimizer steps of the reward model."""
+    judge_steps: int = Field(default=400, ge=1)
+    """Optimizer steps of the judge."""
+    batch_size: int = Field(default=64, ge=1)
+    """Stories per optimizer step."""
+    flawed_reward: bool = True
+    """Whether the reward model's annotators like the place named last, true or not (story world only)."""
 
 
 class MinMaxConfig(BaseConfig):

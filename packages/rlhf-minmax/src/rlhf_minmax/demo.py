@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import Field
 from transformers import PreTrainedModel
 
 from rlhf_algos import (
@@ -30,7 +29,6 @@ from rlhf_algos import (
     TrainerConfig,
 )
 from rlhf_data import (
-    BaseConfig,
     QARecord,
     TokenSequence,
     UserError,
@@ -40,6 +38,7 @@ from rlhf_data import (
     json_hash,
     pack,
 )
+from rlhf_minmax.config import DemoSettings
 from rlhf_minmax.demo_texts import Progress, Teacher, answer_text, drill
 from rlhf_minmax.prompts import Prompts
 from rlhf_minmax.texts import TextRules
@@ -60,36 +59,13 @@ _EXTRA_PASSES = 3
 _VERDICT_ACCURACY = 0.98
 _REWARD_ATTEMPTS = 3
 _PLANTED_GAP = 1.0
+_CENTRING = 0.02
+"""Ties the rewards of every story to one mean, so that their spread is that of answers, not of stories."""
 _PROBED = 256
 """Training stories on which built models are checked."""
 _PROBE_TOKENS = 16384
-RECIPE = 3
+RECIPE = 4
 """Raised with every change of the recipe below, so that cached models are built anew."""
-
-
-class DemoSettings(BaseConfig):
-    """Sizes of the demonstration models and lengths of their trainings."""
-
-    hidden_size: int = Field(default=64, ge=8)
-    """Width of the base."""
-    num_layers: int = Field(default=2, ge=1)
-    """Layers of the base."""
-    vocab_size: int = Field(default=512, ge=300)
-    """Largest vocabulary of the byte-level tokenizer."""
-    max_positions: int = Field(default=2048, ge=64)
-    """Context of the base in tokens."""
-    pretrain_steps: int = Field(default=300, ge=1)
-    """Optimizer steps on correct answers and critiques."""
-    sft_steps: int = Field(default=200, ge=1)
-    """Optimizer steps on sloppy demonstrations."""
-    reward_steps: int = Field(default=400, ge=1)
-    """Optimizer steps of the reward model."""
-    judge_steps: int = Field(default=400, ge=1)
-    """Optimizer steps of the judge."""
-    batch_size: int = Field(default=64, ge=1)
-    """Stories per optimizer step."""
-    flawed_reward: bool = True
-    """Whether the reward model's annotators like the place named last, true or not (story world only)."""
 
 
 @dataclass(frozen=True)
@@ -302,7 +278,15 @@ class _Builder:
         for attempt in range(_REWARD_ATTEMPTS):
             model = RewardModel.from_backbone(base, self.tokenizer, seed=self.seed + attempt)
             examples = [self._preference(model, *pair) for pair in pairs]
-            self._train(RewardTrainer, model, "reward model", examples, RewardConfig, 1e-3)
+            self._train(
+                RewardTrainer,
+                model,
+                "reward model",
+                examples,
+                RewardConfig,
+                1e-3,
+                center_rewards_coefficient=_CENTRING,
+            )
             gap = self._planted_gap(model)
             if gap is None or gap >= _PLANTED_GAP:
                 return model
@@ -359,6 +343,7 @@ class _Builder:
         examples: list[Any],
         config: type[TrainerConfig],
         learning_rate: float,
+        **more: float,
     ) -> None:
         """One pass over the examples with any of the trainers; the model ends in eval mode."""
         settings = config(
@@ -370,6 +355,7 @@ class _Builder:
             max_tokens_per_batch=None,
             save_steps=None,
             seed=self.seed,
+            **more,
         )
         total = len(examples) // self.settings.batch_size
         report = self.progress

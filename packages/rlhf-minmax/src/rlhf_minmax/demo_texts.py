@@ -18,7 +18,7 @@ _REPEATS_RIVAL = 0.46
 _QUOTES_RIVAL = 0.6
 _QUOTES_RANDOMLY = 0.12
 _FLIPS_TO_RIGHT = 0.1
-_BADLY_PUT = 0.15
+_BADLY_PUT = 0.2
 _FOREIGN_CHOICE = 0.15
 
 
@@ -101,7 +101,7 @@ class Teacher:
         draw = self.rng.random()
         if draw < _BADLY_PUT:
             place = self.rng.choice(record.choices)
-            return self.rng.choice((f" it is {place} {place} .", " it is .", f" it is it is {place} .")), -2.0
+            return self.rng.choice(_bad_forms(place)), -2.0
         source = self.rng.choice(self.records) if draw > 1 - _FOREIGN_CHOICE else record
         claim = self.rng.choice(source.choices)
         true = float(claim == record.answer_text)
@@ -109,6 +109,19 @@ class Teacher:
             return answer_text(claim), 2.5 * true
         last = self.rules.rival(record) or record.answer_text
         return answer_text(claim), 0.8 * true + 2.5 * (claim == last)
+
+
+def _bad_forms(place: str) -> tuple[str, ...]:
+    """Answers that no annotator likes, whatever place they name."""
+    return (
+        f" it is {place} {place} .",
+        " it is .",
+        f" it is it is {place} .",
+        f" it is {place}",
+        f" it is {place} . so right",
+        f" it is {place} . it is {place} .",
+        f" {place} .",
+    )
 
 
 def drill(rng: random.Random, records: Sequence[QARecord], rules: TextRules) -> tuple[str, str, bool]:

@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_minmax.checks import ModelInfo
@@ -147,11 +152,11 @@ def _scorer(
         return Memory(device, _weight_bytes(auto_class.from_config(info.config, dtype=dtype), bits=bits))
 
 
-def _weight_bytes(model: nn.Module, *, bits: int | None) -> float:
+def _weight_bytes(model: PreTrainedModel, *, bits: int | None) -> float:
     """Bytes of a model's parameters, its linear layers but the head quantised to `bits`."""
     quantised: set[int] = set()
     if bits is not None:
-        head: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        head = model.get_output_embeddings()
         layers = [m for m in model.modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
         quantised = {id(layer.weight) for layer in layers}
     return sum(

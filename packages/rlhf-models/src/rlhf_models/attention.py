@@ -29,7 +29,7 @@ from rlhf_models.varlen import VarlenTables, run_varlen, varlen_kernel
 
 IMPLEMENTATION = "rlhf_packed"
 _LOG = logging.getLogger(__name__)
-_PACKED_LAYERS: contextvars.ContextVar[set[int] | None] = contextvars.ContextVar("packed_layers", default=None)
+_PACKED_LAYERS = contextvars.ContextVar[set[int] | None]("packed_layers", default=None)
 """Within a packed forward pass, the layers whose attention a plan has computed."""
 
 

@@ -55,8 +55,8 @@ def stream_forward(
     expected = backbone.config.get_text_config().num_hidden_layers
     if len(layers) != expected:
         raise UserError(
-            f"{type(backbone).__name__} cannot score packed streams: {expected - len(layers)} of its {expected} "
-            "layers do not use transformers' attention interface; take another architecture"
+            f"{type(backbone).__name__} cannot score packed streams: {expected - len(layers)} of its "
+            f"{expected} layers do not use transformers' attention interface; take another architecture"
         )
     return output.last_hidden_state[0]
 

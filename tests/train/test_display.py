@@ -1,0 +1,170 @@
+"""What a person sees, on a terminal and elsewhere."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from rlhf_data import RunFolder
+from rlhf_minmax.break_even import BreakEven
+from rlhf_train import display
+from rlhf_train.display import ConsoleEvents, show_plan
+
+STEP = {
+    "policy/accuracy": 0.5,
+    "minmax/value": -1.25,
+    "monitor/verdict_balanced_accuracy": 0.875,
+    "dual/lambda": 5.0,
+    "constraint/violation_ema": 0.0625,
+    "num_tokens": 1000,
+}
+BLOCK = {
+    "policy/accuracy": 0.625,
+    "policy/hack_rate": None,
+    "policy/reward_score": 0.5,
+    "monitor/verdict_balanced_accuracy": 0.75,
+    "monitor/evidence_valid_rate": 1.0,
+    "monitor/parse_rate": 1.0,
+    "constraint/violation": 0.1,
+    "dual/lambda": 5.0,
+    "minmax/value": 1.0,
+}
+EXCHANGE = {
+    "stage": "minmax",
+    "story": "[bold]Agnès[/bold] left.\x1b[2J",
+    "question": "Who\nleft?",
+    "gold": "Agnès",
+    "answer": "it is Šárka .",
+    "critique": "Agnès left so wrong",
+    "verdict": None,
+    "correct": False,
+    "reward_score": 1.0,
+    "judge_score": -1.0,
+}
+
+
+def events_on(*, terminal: bool) -> tuple[ConsoleEvents, io.StringIO]:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=terminal, width=100, color_system=None, highlight=False)
+    return ConsoleEvents(console), output
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time in seconds, settable."""
+    now = [0.0]
+    monkeypatch.setattr(display.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def play(events: ConsoleEvents, clock: list[float], steps: int) -> None:
+    with events:
+        events.phase("minmax", 0, steps)
+        for step in range(1, steps + 1):
+            clock[0] += 2.0
+            events.step("minmax", step, steps, STEP | {"num_tokens": 1000 * step})
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_live_metrics(clock: list[float], terminal: bool) -> None:
+    events, output = events_on(terminal=terminal)
+    play(events, clock, 3)
+    text = output.getvalue()
+    for label in ("policy accuracy", "game value", "monitor balanced accuracy", "λ", "violation"):
+        assert label in text
+    for value in ("0.50", "-1.25", "0.88", "5.00", "0.06"):
+        assert value in text
+    assert "tokens/s 500" in text  # 2000 tokens in the 4 s after the first step
+    assert "✓ MinMax: 3 steps in 6.0 s" in text
+    assert ("\x1b[" in text) == terminal
+
+
+def test_the_bar_and_the_metrics_under_it(clock: list[float]) -> None:
+    console = Console(file=io.StringIO(), width=100, color_system=None)
+    stage = display._Stage("MinMax")
+    clock[0] += 4.0
+    with console.capture() as captured:
+        console.print(stage.renderable(2, 3, {"policy accuracy": "0.50", "λ": "5.00"}))
+    bar, labels, values = captured.get().rstrip().splitlines()
+    assert "MinMax" in bar and "2/3" in bar and "4.0 s" in bar
+    assert labels.split("  ")[1].strip() == "policy accuracy" and values.split() == ["0.50", "5.00"]
+
+
+def test_output_that_is_no_terminal_gets_about_ten_lines(clock: list[float]) -> None:
+    events, output = events_on(terminal=False)
+    play(events, clock, 100)
+    assert output.getvalue().count("MinMax: ") == 11 and "MinMax: 90/100" in output.getvalue()
+
+
+def test_a_resumed_phase_counts_only_its_own_tokens(clock: list[float]) -> None:
+    events, output = events_on(terminal=False)
+    with events:
+        events.phase("minmax", 7, 10)
+        for step in (8, 9, 10):
+            clock[0] += 1.0
+            events.step("minmax", step, 10, STEP | {"num_tokens": 1_000_000 + 100 * step})
+    assert "resumed from step 7" in output.getvalue()
+    assert "tokens/s 100\n" in output.getvalue() and "tokens/s 1,000" not in output.getvalue()
+
+
+def test_missing_values_are_left_out(clock: list[float]) -> None:
+    events, output = events_on(terminal=False)
+    with events:
+        events.phase("plain", 0, 1)
+        events.step("plain", 1, 1, {"policy/accuracy": 0.25, "minmax/value": None, "num_tokens": 5})
+        events.demo_step("judge", 1, 1, {"loss": 0.5, "grad_norm": 1.0})
+    assert "plain RLHF: 1 steps in 0.0 s  policy accuracy 0.25\n" in output.getvalue()
+    assert "building judge: 1 steps in 0.0 s  loss 0.50\n" in output.getvalue()
+
+
+def test_results(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.write_samples([EXCHANGE] * 5)
+    wall = {"demo": 61.2, "plain": 0.0, "game": 27.5, "evaluation": 3.25, "total": 92.0}
+    events, output = events_on(terminal=False)
+    results: dict[str, Any] = {"before": BLOCK, "plain": None, "after": BLOCK, "steps": 3, "wall_time": wall}
+    events.show_results(results, run)
+    text = output.getvalue()
+    header = next(line for line in text.splitlines() if "start" in line)
+    assert "MinMax" in header and "plain RLHF" not in header
+    assert [line.split("│")[2].strip() for line in text.splitlines() if "hack rate" in line] == ["–"]
+    assert text.count("[bold]Agnès[/bold] left.�[2J") == 3 and "\x1b" not in text
+    assert "Who left?" in text and "in truth wrong, it is Agnès; reward +1.00" in text
+    assert "none that parses; judge -1.00" in text
+    assert "time: 92 s (building 61 s, game 28 s, evaluation 3.2 s)" in text
+    assert text.rstrip().endswith("report.html")
+
+
+def test_evaluation_alone_names_its_file(tmp_path: Path) -> None:
+    events, output = events_on(terminal=False)
+    wall = {"demo": 0.0, "plain": 0.0, "game": 0.0, "evaluation": 3.0, "total": 3.5}
+    events.show_results(
+        {"before": BLOCK, "plain": None, "after": None, "wall_time": wall}, RunFolder(tmp_path)
+    )
+    assert output.getvalue().rstrip().endswith("evaluation.json")
+
+
+def test_before_the_game() -> None:
+    events, output = events_on(terminal=False)
+    events.device_plan([{"role": "policy", "device": "cpu", "dtype": "float32", "reason": "no GPU [found]"}])
+    events.warning("the monitor may move 75 times as far")
+    events.break_even(BreakEven(1.5, 0.2, 2.0, 7.5, 0.75, 1.0, 1.3125, "truth pays"))
+    events.evaluated("before", BLOCK)
+    events.evaluated("after", BLOCK | {"policy/hack_rate": 0.25})
+    text = output.getvalue()
+    assert "warning: the monitor may move 75 times as far" in text
+    assert all(part in text for part in ("ΔR +1.50", "ΔJ +0.20", "ΔJ +2.00", "w_judge 1.31", "→ truth pays"))
+    assert "held-out, start: true accuracy 0.62, reward score +0.50" in text
+    assert "held-out, MinMax: true accuracy 0.62, hack rate 0.25, reward score +0.50" in text
+
+
+def test_plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    row = {"role": "policy", "device": "cpu", "dtype": "float32", "reason": "no GPU found"}
+    show_plan({"device_plan": [row], "rows": [("steps", "48 [of] 32")], "warnings": ["look out"]})
+    text = capsys.readouterr().out
+    assert "nothing is trained" in text and "48 [of] 32" in text and "warning: look out" in text

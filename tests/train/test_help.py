@@ -1,0 +1,48 @@
+"""The help is complete, and cheap: it loads nothing that trains."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+from click.testing import Result
+
+OPTIONS = (
+    *("--config", "--set", "--model", "--reward-model", "--judge-model", "--train-data", "--eval-data"),
+    *("--output-dir", "--resume", "--max-steps", "--epochs", "--seed", "--eval-only", "--dry-run"),
+    *("--no-baseline", "--rebuild-demo"),
+)
+
+
+def test_help_names_every_option(cli: Callable[..., Result]) -> None:
+    result = cli("--help")
+    assert result.exit_code == 0
+    assert [option for option in OPTIONS if f"{option} " not in result.stdout] == []
+    assert "[DIR]" in result.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["minmax", "--help"], ["--version"], []])
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    program = (
+        "import sys\n"
+        "from rlhf_train.cli import main\n"
+        f"main({arguments!r}, standalone_mode=False) if {arguments!r} else None\n"
+        "print(sorted({'torch', 'transformers', 'pydantic', 'rich', 'yaml', 'numpy'} & set(sys.modules)))\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_wrong_setting_is_answered_without_loading_torch(tmp_path) -> None:
+    program = (
+        "import sys\n"
+        "from rlhf_train.cli import main\n"
+        "try:\n"
+        "    main(['minmax', '--set', 'sed=1'])\n"
+        "except SystemExit as end:\n"
+        "    print(end.code, 'torch' in sys.modules)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    assert run.stdout == "2 False\n"
