@@ -16,7 +16,7 @@ def segment_path(batch: PackedBatch, position: int) -> list[int]:
         if start <= position < start + length
     )
     path = list(range(starts[segment], position + 1))
-    while (segment := batch.segment_parent[segment].item()) >= 0:
+    while (segment := int(batch.segment_parent[segment])) >= 0:
         path = list(range(starts[segment], starts[segment] + lengths[segment])) + path
     return path
 
@@ -37,7 +37,7 @@ def test_every_sequence_reads_back(seed: int, max_tokens: int | None) -> None:
     seen = []
     for batch in pack(sequences, max_tokens):
         for q, i in enumerate(batch.sequence_ids.tolist()):
-            path = segment_path(batch, batch.last_positions[q].item())
+            path = segment_path(batch, int(batch.last_positions[q]))
             assert batch.path(q).tolist() == path
             assert batch.input_ids[path].tolist() == list(sequences[i].input_ids)
             assert batch.position_ids[path].tolist() == list(range(len(path)))

@@ -1,5 +1,7 @@
 """The transformers engine: greedy = `model.generate`, log-probs = `token_logps`, samples reproduce."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import Gemma2Config, GPT2Config, LlamaConfig, MistralConfig
@@ -9,7 +11,7 @@ from rlhf_data import TokenSequence, UserError, pack
 from rlhf_infer import SamplingParams, TransformersEngine
 from rlhf_models.logps import token_logps
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 40,
     "hidden_size": 32,
     "intermediate_size": 48,

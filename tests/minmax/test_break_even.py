@@ -42,6 +42,7 @@ class FakeJudge:
         if critique is None:
             return 0.5
         said = parse_critique(critique)
+        assert said is not None
         return self.believed if said.verdict == "right" else 1 - self.believed
 
 

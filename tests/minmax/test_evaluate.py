@@ -1,6 +1,7 @@
 """Greedy evaluation with players whose every word is known."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def test_a_monitor_that_always_agrees_is_at_chance(game, scripted):
 def test_the_games_value_weighs_the_scores_of_the_policys_own_answers(game, scripted):
     pipeline, records = game_of(game, scripted, answer=lambda r: r.answer_text, verdict=truthful)
     pipeline = replace(pipeline, w_judge=2.0, reward_scale=Scale(0.0, 0.5))
-    metrics = evaluate(pipeline, records, pipeline.players.policy)
+    metrics: Any = evaluate(pipeline, records, pipeline.players.policy)
     assert metrics["minmax/value"] == pytest.approx(
         metrics["policy/reward_score"] + 2 * metrics["policy/judge_score"], abs=1e-5
     )

@@ -1,6 +1,7 @@
 """A whole tiny run: what lies in its folder, and what an interrupted one becomes."""
 
 import json
+from typing import Any
 
 import pytest
 from peft import PeftModel
@@ -148,7 +149,7 @@ def test_sample_exchanges_of_every_stage(whole):
 def test_the_final_players_load_with_plain_peft(whole):
     run, results, _ = whole
     base = AutoModelForCausalLM.from_pretrained(results["models"]["policy"])
-    model = PeftModel.from_pretrained(base, str(run.path / "final" / "policy"))
+    model: Any = PeftModel.from_pretrained(base, str(run.path / "final" / "policy"))
     saved = load_file(run.path / "final" / "policy" / "adapter_model.safetensors")
     assert any(value.any() for name, value in saved.items() if "lora_B" in name)
     assert model.peft_config["default"].r == 16

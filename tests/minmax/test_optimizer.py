@@ -1,6 +1,7 @@
 """Two time scales: whose parameters move, in which direction, by how much, and when updates stop."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -80,7 +81,9 @@ def test_cutting_by_tokens_changes_nothing(make_game):
         optimizer = player_optimizer(pipeline)
         seen = []
         optimizer.optimizer.register_step_pre_hook(
-            lambda *_, o=optimizer, s=seen: s.append([p.grad.clone() for p in o.parameters])
+            lambda *_, o=optimizer, s=seen: s.append(
+                [p.grad.clone() for p in o.parameters if p.grad is not None]
+            )
         )
         metrics.append(optimizer.update(rollouts, torch.linspace(-1, 2, len(rollouts)), updates=2))
         gradients.append(seen)
@@ -191,7 +194,7 @@ def made_output(**changes):
 
 def recorded(make_game, *overrides):
     pipeline, _ = make_game(*overrides)
-    optimizer = DualPPOOptimizer(pipeline, pipeline.config)
+    optimizer: Any = DualPPOOptimizer(pipeline, pipeline.config)
     optimizer.monitor, optimizer.policy = Recorder(), Recorder()
     return optimizer
 
@@ -228,7 +231,7 @@ def test_a_constant_on_the_reward_model_leaves_the_monitors_whole_pass_alone(mak
 
     advantages = []
     for each in (pipeline, replace(pipeline, reward_model=Lifted())):
-        optimizer = DualPPOOptimizer(each, each.config)
+        optimizer: Any = DualPPOOptimizer(each, each.config)
         optimizer.monitor = Recorder()
         output = each.forward_pass(stories.train[:4], seed=0)
         optimizer.monitor_step(output)
@@ -261,7 +264,8 @@ def test_the_policy_is_paid_by_the_updated_monitor(make_game, monkeypatch):
     pipeline, stories = make_game("game.w_reward=2", "game.policy_critiques=2")
     pipeline = replace(pipeline, w_judge=3.0)
     output = pipeline.forward_pass(stories.train[:4], seed=0)
-    optimizer, order = DualPPOOptimizer(pipeline, pipeline.config), []
+    optimizer: Any = DualPPOOptimizer(pipeline, pipeline.config)
+    order = []
     optimizer.monitor, optimizer.policy = Recorder(), Recorder()
     monkeypatch.setattr(Recorder, "update", lambda *_, **__: order.append("update") or {"num_tokens": 0})
     fresh = pipeline.criticise(stories.train[:4], output.answers, 2, seed=9 + 2)
@@ -300,7 +304,7 @@ def test_states_are_saved_and_taken_up(make_game, tmp_path):
     optimizer = DualPPOOptimizer(pipeline, pipeline.config)
     optimizer.step(pipeline.forward_pass(stories.train[:4], seed=0), seed=0)
     dual = optimizer.save(tmp_path)
-    other = DualPPOOptimizer(pipeline, pipeline.config)
+    other: Any = DualPPOOptimizer(pipeline, pipeline.config)
     other.load(tmp_path, dual)
     assert other.dual == optimizer.dual
     for mine, its in ((other.policy, optimizer.policy), (other.monitor, optimizer.monitor)):

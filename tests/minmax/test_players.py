@@ -1,6 +1,7 @@
 """Players: one backbone with an adapter each, or models of their own."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from rlhf_models import DeviceManager, tiny_model
 BATCH = pack([TokenSequence([5, 9, 14, 3, 27], 2)])[0]
 
 
-def players(policy, monitor, *, baseline=True, policy_settings=None, monitor_settings=None):
+def players(policy, monitor, *, baseline=True, policy_settings=None, monitor_settings=None) -> Any:
     config = MinMaxConfig.from_dict(
         {
             "policy_model": {"model_name": policy and str(policy), **(policy_settings or {})},

@@ -285,3 +285,17 @@ def test_a_prompt_longer_than_the_context_is_refused(tiny_llama):
 def test_a_tokenizer_with_more_tokens_than_embeddings_is_refused(byte_tokenizer):
     with pytest.raises(UserError, match="tokenizer has 300 tokens but the model only 299 embeddings"):
         check_tokenizer_fits(tiny_model("llama", vocab_size=299), byte_tokenizer)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama", "mistral", "gemma2", "qwen2", "qwen3"])
+def test_a_saved_byte_tokenizer_comes_back_whatever_the_model(tmp_path, byte_tokenizer, architecture):
+    """For Qwen2, AutoTokenizer would put NFC and its own splitting over tokenizer.json, and a token of its own."""
+    from rlhf_models import tiny_model
+
+    tiny_model(architecture, vocab_size=len(byte_tokenizer)).save_pretrained(tmp_path)
+    byte_tokenizer.save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    text = "mary  wént to e\u0301\n naïve “小林” <eos> 1603 ."
+    assert len(tokenizer) == len(byte_tokenizer)
+    assert tokenizer(text)["input_ids"] == byte_tokenizer(text)["input_ids"]
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text

@@ -343,7 +343,7 @@ class _Builder:
         examples: list[Any],
         config: type[TrainerConfig],
         learning_rate: float,
-        **more: float,
+        **more: Any,
     ) -> None:
         """One pass over the examples with any of the trainers; the model ends in eval mode."""
         settings = config(

@@ -20,7 +20,9 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import has_file
 
@@ -89,7 +91,7 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
     """
     where = _checked_source(name_or_path, needs=())
     try:
-        tokenizer = _cached_first(AutoTokenizer.from_pretrained, name_or_path)
+        tokenizer = _cached_first(_tokenizer_from_files, name_or_path)
     except (*_LOAD_ERRORS, ImportError, TypeError) as error:
         raise UserError(
             f"{where} has no tokenizer that can be loaded ({_first_line(error)}); "
@@ -317,6 +319,16 @@ def _cached_first(load: Callable[..., Any], name_or_path: str | Path, **options:
             raise
     with _quiet_transformers(bars=True):
         return load(str(name_or_path), **options)
+
+
+def _tokenizer_from_files(name: str, **options: Any) -> Any:
+    """AutoTokenizer, but for files that say `tokenizer.json` is all of it.
+
+    Over that, AutoTokenizer puts another class's normalisation and splitting for some model types.
+    """
+    declared = get_tokenizer_config(name, **options).get("tokenizer_class")
+    plain = declared in ("TokenizersBackend", "PreTrainedTokenizerFast")
+    return (PreTrainedTokenizerFast if plain else AutoTokenizer).from_pretrained(name, **options)
 
 
 def _checked_dtype(dtype: str | torch.dtype) -> str | torch.dtype:

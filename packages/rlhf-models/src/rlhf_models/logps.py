@@ -43,7 +43,8 @@ def stream_forward(
         UserError: some layers of the architecture do not leave their attention to the plan, so that their
             tokens would see what they must not.
     """
-    backbone = prepare_for_packing(causal_lm(model)).base_model
+    lm = prepare_for_packing(causal_lm(model))
+    backbone: Any = lm.base_model
     with packed_forward() as layers:
         output = backbone(
             input_ids=input_ids[None],
@@ -52,7 +53,7 @@ def stream_forward(
             use_cache=False,
             packed=plan,
         )
-    expected = backbone.config.get_text_config().num_hidden_layers
+    expected = lm.config.get_text_config().num_hidden_layers
     if len(layers) != expected:
         raise UserError(
             f"{type(backbone).__name__} cannot score packed streams: {expected - len(layers)} of its "
