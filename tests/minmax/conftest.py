@@ -1,4 +1,7 @@
-"""A tiny game: models built once in seconds, able enough that critiques parse now and then, hot enough that samples differ."""
+"""A tiny game: models built once in seconds.
+
+They are trained enough that critiques parse now and then, and sampled hot enough that samples differ.
+"""
 
 from __future__ import annotations
 

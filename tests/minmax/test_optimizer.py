@@ -301,7 +301,7 @@ def test_dual_ascent_starts_at_the_initial_multiplier(make_game):
 
 def test_states_are_saved_and_taken_up(make_game, tmp_path):
     pipeline, stories = make_game()
-    optimizer = DualPPOOptimizer(pipeline, pipeline.config)
+    optimizer: Any = DualPPOOptimizer(pipeline, pipeline.config)
     optimizer.step(pipeline.forward_pass(stories.train[:4], seed=0), seed=0)
     dual = optimizer.save(tmp_path)
     other: Any = DualPPOOptimizer(pipeline, pipeline.config)

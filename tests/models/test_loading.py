@@ -289,7 +289,7 @@ def test_a_tokenizer_with_more_tokens_than_embeddings_is_refused(byte_tokenizer)
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama", "mistral", "gemma2", "qwen2", "qwen3"])
 def test_a_saved_byte_tokenizer_comes_back_whatever_the_model(tmp_path, byte_tokenizer, architecture):
-    """For Qwen2, AutoTokenizer would put NFC and its own splitting over tokenizer.json, and a token of its own."""
+    """For Qwen2, AutoTokenizer would put its own normalisation and splitting over tokenizer.json."""
     from rlhf_models import tiny_model
 
     tiny_model(architecture, vocab_size=len(byte_tokenizer)).save_pretrained(tmp_path)
