@@ -66,14 +66,14 @@ def tiny_model_folder(tmp_path: Path, tiny_llama: Any, byte_tokenizer: Any) -> P
 def gpt2_hub_cache(tmp_path: Path, byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A Hugging Face home whose cache holds a tiny GPT-2 named `gpt2`, for this process and its children.
 
-    As in the real one, the tokenizer has an end token and no padding token.
+    As in the real one, the context is 1024 tokens and the tokenizer has an end token and no padding token.
     """
     import huggingface_hub.constants
 
     from rlhf_models import tiny_model
 
     home = tmp_path / "huggingface"
-    model = tiny_model("gpt2", vocab_size=len(byte_tokenizer), seed=3)
+    model = tiny_model("gpt2", vocab_size=len(byte_tokenizer), seed=3, n_positions=1024)
     build_hub_cache(home, "gpt2", model, byte_tokenizer)
     for path in home.rglob("tokenizer_config.json"):
         values = json.loads(path.read_text())

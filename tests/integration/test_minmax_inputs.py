@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from collections.abc import Callable
 from html import escape
 from pathlib import Path
@@ -17,9 +18,12 @@ from rlhf_minmax.data import load_stories
 
 ROOT = Path(__file__).parents[2]
 STORIES = ROOT / "tests" / "fixtures" / "stories.jsonl"
-SMALL = (
+SMALL_DEMO = (
     *("demo.pretrain_steps=2", "demo.sft_steps=2", "demo.reward_steps=2", "demo.judge_steps=2"),
-    *("demo.batch_size=4", "data.probe_stories=4", "data.eval_stories=4", "training.batch_size=3"),
+    *("demo.batch_size=4", "demo.flawed_reward=false", "data.probe_stories=4", "data.eval_stories=4"),
+)
+SMALL = (
+    *(*SMALL_DEMO, "training.batch_size=3"),
     *("training.monitor_warmup_steps=1", "training.monitor_updates_per_policy=2"),
     *("game.num_generations=2", "game.num_critiques=2", "policy_model.max_new_tokens=6"),
     "monitor_model.max_new_tokens=8",
@@ -35,15 +39,15 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs the command with small settings, by default two steps on the hand-written stories; the run folder."""
+    """Runs the command with small settings, by default two steps on the hand-written stories; its folder."""
     from rlhf_train.cli import main
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
 
-    def call(folder: str, *options: Any, train_data: Path | None = STORIES, steps: int | None = 2) -> Path:
-        arguments = [f"--set={setting}" for setting in SMALL]
-        arguments += ["--train-data", str(train_data)] if train_data else []
+    def call(folder: str, *options: Any, steps: int | None = 2, small: bool = True) -> Path:
+        arguments = [f"--set={setting}" for setting in (SMALL if small else SMALL_DEMO)]
+        arguments += ["--train-data", str(STORIES)] if small else []
         arguments += ["--max-steps", str(steps)] if steps else []
         result = CliRunner().invoke(main, ["minmax", *arguments, *map(str, options), "--output-dir", folder])
         assert result.exit_code == 0, (result.output, result.exception)
@@ -197,6 +201,20 @@ def test_evaluation_alone(run: Run, tmp_path: Path) -> None:
     assert evaluation["after"] == results_of(trained)["after"]
 
 
+def test_resume_alone_finds_the_newest_unfinished_run(run: Run, tmp_path: Path) -> None:
+    from rlhf_train.cli import main
+
+    for name in ("minmax-20250101-000000", "minmax-20250102-000000"):
+        folder = run(f"outputs/{name}", "--no-baseline", "--set=training.save_steps=1")
+    expected = metrics_of(folder)
+    for path in (folder / "results.json", folder / "report.html", folder / "checkpoint-2"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    result = CliRunner().invoke(main, ["minmax", "--resume"])
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert "resumed from step 1" in result.stdout
+    assert results_of(folder)["resumed"] and metrics_of(folder) == expected
+
+
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_other_file_types_hold_the_same_rows(tmp_path: Path, suffix: str) -> None:
     from rlhf_minmax import MinMaxConfig
@@ -216,7 +234,8 @@ def test_other_file_types_hold_the_same_rows(tmp_path: Path, suffix: str) -> Non
     assert load_qa(path) == load_qa(STORIES)
     config = MinMaxConfig.from_dict({"data": {"train_data": str(path)}})
     same = MinMaxConfig.from_dict({"data": {"train_data": str(STORIES)}})
-    assert load_stories(config) == load_stories(same)
+    found, expected = load_stories(config), load_stories(same)
+    assert (found.train, found.held_out) == (expected.train, expected.held_out)
 
 
 def test_a_dry_run_leaves_nothing(run: Run, tmp_path: Path) -> None:
@@ -225,17 +244,17 @@ def test_a_dry_run_leaves_nothing(run: Run, tmp_path: Path) -> None:
 
 
 def test_the_example_config_in_8_bits(run: Run, gpt2_hub_cache: Path) -> None:
-    """The file as it stands, `gpt2` from the hub's cache; only the data is made small."""
-    options = ("--config", ROOT / "configs" / "minmax_config.json", "--set=data.train_stories=8")
-    short = ("--set=data.story_world.max_sentences=3", "--set=policy_model.max_new_tokens=25")
-    folder = run("run", *options, *short, "--set=monitor_model.max_new_tokens=25", train_data=None, steps=1)
+    """The file as it stands, `gpt2` from the hub's cache; only the stories are made few and short."""
+    few = ("--set=data.train_stories=8", "--set=data.story_world.max_sentences=3")
+    folder = run("run", "--config", ROOT / "configs" / "minmax_config.json", *few, steps=1, small=False)
     config = json.loads((folder / "config.json").read_text())
     given = json.loads((ROOT / "configs" / "minmax_config.json").read_text())
-    for section in ("policy_model", "monitor_model"):
-        assert config[section] | given[section] == config[section]
+    assert config["policy_model"] | given["policy_model"] == config["policy_model"]
+    assert config["monitor_model"] | given["monitor_model"] == config["monitor_model"]
+    assert config["training"] | given["training"] | {"max_steps": 1} == config["training"]
     results = results_of(folder)
-    assert results["models"]["policy"] == "gpt2" and results["plain"] is not None
-    assert isinstance(results["after"]["policy/hack_rate"], float)
+    assert results["models"]["policy"] == results["models"]["monitor"] == "gpt2"
+    assert results["steps"] == 1 and isinstance(results["after"]["policy/hack_rate"], float)
 
 
 @pytest.mark.parametrize("name", ["minmax_config.json", "minmax_story.yaml"])

@@ -29,6 +29,7 @@ Writes = Callable[..., Path]
         ("constraint.rule=slow", ["constraint.rule", "'multiplicative'", "'pid'"]),
         ("constraint.lambda_min=30", ["lambda_min", "lambda_max"]),
         ("judge_model.kind=prompted", ["judge_model", "model_name"]),
+        ("judge_model={kind: rule, model_name: gpt2}", ["judge_model", "kind rule has no model"]),
         ("batch_size 4", ["'batch_size 4'", "key=value"]),
         ("seed.a.b=1", ["seed"]),
         ("training.seed=[1", ["training.seed=[1"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from rlhf_minmax.break_even import BreakEven
 from rlhf_train import display
 from rlhf_train.display import ConsoleEvents, show_plan
 
-STEP = {
+STEP: dict[str, float | None] = {
     "policy/accuracy": 0.5,
     "minmax/value": -1.25,
     "monitor/verdict_balanced_accuracy": 0.875,
@@ -22,7 +23,7 @@ STEP = {
     "constraint/violation_ema": 0.0625,
     "num_tokens": 1000,
 }
-BLOCK = {
+BLOCK: dict[str, float | None] = {
     "policy/accuracy": 0.625,
     "policy/hack_rate": None,
     "policy/reward_score": 0.5,
@@ -57,7 +58,7 @@ def events_on(*, terminal: bool) -> tuple[ConsoleEvents, io.StringIO]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time in seconds, settable."""
     now = [0.0]
-    monkeypatch.setattr(display.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     return now
 
 

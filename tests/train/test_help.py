@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from click.testing import Result
@@ -35,7 +37,17 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     assert run.stdout.splitlines()[-1] == "[]"
 
 
-def test_a_wrong_setting_is_answered_without_loading_torch(tmp_path) -> None:
+def test_the_startup_benchmark_measures_both_helps() -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "startup.py"
+    command = [sys.executable, script, "--repeats", "2"]
+    result = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert set(result["commands"]) == {"rlhf-train --help", "rlhf-train minmax --help"}
+    for measured in result["commands"].values():
+        assert len(measured["seconds"]) == 2
+        assert min(measured["seconds"]) <= measured["median_seconds"] <= max(measured["seconds"])
+
+
+def test_a_wrong_setting_is_answered_without_loading_torch(tmp_path: Path) -> None:
     program = (
         "import sys\n"
         "from rlhf_train.cli import main\n"

@@ -74,6 +74,8 @@ class JudgeConfig(BaseConfig):
     def _consistent(self) -> Self:
         if self.kind == "prompted" and self.model_name is None:
             raise ValueError("a prompted judge needs model_name, a causal language model")
+        if self.kind == "rule" and self.model_name is not None:
+            raise ValueError("a judge of kind rule has no model; leave model_name out or choose another kind")
         return self
 
 

@@ -313,11 +313,12 @@ class MinMaxJob:
     def _model_names(self, demo: DemoModels | None) -> dict[str, str | None]:
         config = self.config
         built = {name: str(path) for name, path in asdict(demo).items()} if demo else {}
+        rule = config.judge_model.kind == "rule"
         return {
             "policy": config.policy_model.model_name or built.get("base"),
             "monitor": config.monitor_model.model_name or built.get("base"),
             "reward": config.reward_model.model_name or built.get("reward"),
-            "judge": config.judge_model.model_name or built.get("judge") or config.judge_model.kind,
+            "judge": "rule" if rule else config.judge_model.model_name or built.get("judge"),
         }
 
     def _prompts_as_seen(self, pipeline: MinMaxPipeline, stories: Stories) -> list[dict[str, str]]:
