@@ -59,7 +59,7 @@ def test_a_hub_name_loads_from_the_cache_when_offline(gpt2_hub_cache, capfd):
     model = load_causal_lm("gpt2")
     assert capfd.readouterr() == ("", "")
     assert model.config.model_type == "gpt2"
-    reference = tiny_model("gpt2", vocab_size=model.config.vocab_size, seed=3)
+    reference = tiny_model("gpt2", vocab_size=model.config.vocab_size, n_positions=1024, seed=3)
     torch.testing.assert_close(_logits(model), _logits(reference), rtol=1e-5, atol=1e-6)
     tokenizer = load_tokenizer("gpt2")
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 2
