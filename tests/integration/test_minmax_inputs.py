@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[2]
 STORIES = ROOT / "tests" / "fixtures" / "stories.jsonl"
 SMALL_DEMO = (
     *("demo.pretrain_steps=2", "demo.sft_steps=2", "demo.reward_steps=2", "demo.judge_steps=2"),
-    *("demo.batch_size=4", "demo.flawed_reward=false", "data.probe_stories=4", "data.eval_stories=4"),
+    *("demo.batch_size=4", "demo.flawed_reward=false", "demo.num_stories=8"),
+    *("data.probe_stories=4", "data.eval_stories=4"),
 )
 SMALL = (
     *(*SMALL_DEMO, "training.batch_size=3"),

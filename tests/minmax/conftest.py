@@ -16,6 +16,7 @@ SETTINGS = {
         "pretrain_steps": 30,
         "sft_steps": 20,
         "reward_steps": 10,
+        "num_stories": 20,
         "judge_steps": 20,
         "batch_size": 16,
         "flawed_reward": False,

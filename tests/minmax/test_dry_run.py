@@ -20,7 +20,7 @@ from rlhf_minmax.dry_run import ENGINE_TOKENS, plan_run, step_streams
 from rlhf_minmax.memory import estimate_memory
 from rlhf_models import DeviceManager, tiny_model
 
-TINY = ("data.train_stories=20", "data.eval_stories=8", "training.batch_size=4", "demo.pretrain_steps=1")
+TINY = ("data.train_stories=20", "data.eval_stories=8", "training.batch_size=4", "demo.num_stories=20")
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,7 @@ SETTINGS = {
     "demo.reward_steps": 10,
     "demo.judge_steps": 20,
     "demo.batch_size": 16,
+    "demo.num_stories": 64,
     "demo.flawed_reward": "false",
     "data.train_stories": 64,
     "data.eval_stories": 12,

@@ -133,7 +133,7 @@ def inspect_models(config: MinMaxConfig, stories: Stories) -> dict[str, ModelInf
 
 
 def _demo_info(config: MinMaxConfig, stories: Stories) -> ModelInfo:
-    tokenizer = demo_tokenizer(stories.train, stories.prompts, config.demo)
+    tokenizer = demo_tokenizer(stories.building, stories.prompts, config.demo)
     with torch.device("meta"):
         base = untrained_base(tokenizer, config.demo, seed=0)
     return ModelInfo(None, base.config, tokenizer)

@@ -236,12 +236,14 @@ class DemoSettings(BaseConfig):
     """Optimizer steps on correct answers and critiques."""
     sft_steps: int = Field(default=200, ge=1)
     """Optimizer steps on sloppy demonstrations."""
-    reward_steps: int = Field(default=400, ge=1)
+    reward_steps: int = Field(default=500, ge=1)
     """Optimizer steps of the reward model."""
     judge_steps: int = Field(default=400, ge=1)
     """Optimizer steps of the judge."""
     batch_size: int = Field(default=64, ge=1)
     """Stories per optimizer step."""
+    num_stories: int = Field(default=4096, ge=1)
+    """Stories of the world that the models are built from, the game's among them; of a file, its rows."""
     flawed_reward: bool = True
     """Whether the reward model's annotators like the place named last, true or not (story world only)."""
 

@@ -16,10 +16,11 @@ STORY_TEMPLATE = "{story}\n{question}\n"
 
 @dataclass(frozen=True)
 class Stories:
-    """Training and held-out records, and how they are put to the players."""
+    """Records for training, for evaluation and to build models from, and how they are put to the players."""
 
     train: list[QARecord]
     held_out: list[QARecord]
+    building: list[QARecord]
     prompts: Prompts
 
 
@@ -34,15 +35,15 @@ def load_stories(config: MinMaxConfig) -> Stories:
         if data.eval_data is not None:
             raise UserError("data.eval_data is set without data.train_data; give --train-data too")
         world, seed = data.story_world, config.seed
-        train = generate_stories(world, data.train_stories, split="train", seed=seed)
+        count = max(data.train_stories, config.demo.num_stories)
+        building = generate_stories(world, count, split="train", seed=seed)
         held_out = generate_stories(world, data.eval_stories, split="eval", seed=seed)
-        return Stories(train, held_out, _prompts(config, _story_columns(data), StoryRules()))
+        prompts = _prompts(config, _story_columns(data), StoryRules())
+        return Stories(building[: data.train_stories], held_out, building, prompts)
     train, held_out = _from_files(data, data.train_data)
-    return Stories(
-        train[: data.train_stories],
-        held_out[: data.eval_stories],
-        _prompts(config, data.columns, TextRules()),
-    )
+    train = train[: data.train_stories]
+    prompts = _prompts(config, data.columns, TextRules())
+    return Stories(train, held_out[: data.eval_stories], train, prompts)
 
 
 def _story_columns(data: DataConfig) -> QADatasetConfig:

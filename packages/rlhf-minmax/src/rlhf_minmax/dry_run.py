@@ -150,7 +150,7 @@ def _model_rows(
     if config.judge_model.kind == "rule":
         rows.append(("judge", "a rule: reads the verdict word"))
     if needs_demo(config):
-        folder = demo_folder(stories.train, stories.prompts, config.demo, seed=config.seed)
+        folder = demo_folder(stories.building, stories.prompts, config.demo, seed=config.seed)
         if not folder.is_dir():
             ensure_writable_folder(folder.parent)
         rows.append(("built models", f"cached in {folder}" if folder.is_dir() else "to be built first"))

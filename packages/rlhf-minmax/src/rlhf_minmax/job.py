@@ -205,7 +205,7 @@ class MinMaxJob:
         demo = None
         if needs_demo(self.config):
             demo = demo_models(
-                stories.train,
+                stories.building,
                 stories.prompts,
                 self.config.demo,
                 seed=self.config.seed,
