@@ -90,7 +90,7 @@ class DataConfig(BaseConfig):
     """Columns of the rows, and the template that turns a row into a prompt."""
     story_world: StoryWorldConfig = StoryWorldConfig()
     """The world that stories are drawn from."""
-    train_stories: int = Field(default=1536, ge=1)
+    train_stories: int = Field(default=2048, ge=1)
     """Stories drawn for training; of a file, the most rows used."""
     eval_stories: int = Field(default=512, ge=1)
     """Held-out stories; of a file, the most rows used."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rlhf_data import QARecord
 from rlhf_minmax.texts import TextRules
 
-_REPEATS_RIVAL = 0.46
+_REPEATS_RIVAL = 0.5
 _QUOTES_RIVAL = 0.6
 _QUOTES_RANDOMLY = 0.12
 _FLIPS_TO_RIGHT = 0.1
