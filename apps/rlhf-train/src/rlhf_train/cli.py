@@ -51,7 +51,9 @@ def main() -> None:
     "--epochs", type=click.FloatRange(min=0, min_open=True), help="Passes over the training stories."
 )
 @click.option(
-    "--seed", type=click.IntRange(min=0), help="Seeds everything, the built models too.  [default: 0]"
+    "--seed",
+    type=click.IntRange(min=0, max=(1 << 31) - 1),
+    help="Seeds everything, the built models too.  [default: 0]",
 )
 @click.option(
     "--eval-only", is_flag=True, help="Evaluate the start models, or the last checkpoint of --resume DIR."

@@ -60,7 +60,7 @@ def measure_break_even(pipeline: MinMaxPipeline, records: Sequence[QARecord], *,
     """Measure the gaps on labelled training stories and choose the judge's weight.
 
     Truth pays iff w_judge · ΔJ > w_reward · ΔR. The default weight is `break_even_factor` times the
-    break-even with truthful critiques.
+    break-even with truthful critiques, and at least the reward model's.
 
     Args:
         pipeline: with its scales fixed.
@@ -77,7 +77,7 @@ def measure_break_even(pipeline: MinMaxPipeline, records: Sequence[QARecord], *,
     even_truthful = _ratio(game.w_reward * delta_reward, delta_truthful)
     w_judge = game.w_judge
     if w_judge is None:
-        w_judge = game.break_even_factor * even_truthful if even_truthful else 1.0
+        w_judge = max(game.break_even_factor * (even_truthful or 0.0), game.w_reward)
     return BreakEven(
         delta_reward=delta_reward,
         delta_judge_start=delta_start,
@@ -142,20 +142,18 @@ def _gap(higher: Tensor, lower: Tensor) -> float:
 
 
 def _ratio(cost: float, gain: float) -> float | None:
-    """Weight at which the gain outweighs the cost: 0 where there is no cost, None where there is no gain."""
-    if cost <= 0:
-        return 0.0
-    return cost / gain if gain > 0 else None
+    """Weight at which the gain outweighs the cost: None where there is no gain, 0 where there is no cost."""
+    return max(cost, 0.0) / gain if gain > 0 else None
 
 
 def _advice(delta_reward: float, start: float | None, truthful: float | None, w_judge: float) -> str:
-    if delta_reward <= 0:
-        return "the reward model already prefers right answers, so there is nothing for the judge to outweigh"
     if truthful is None:
         return (
             "the judge does not tell right answers from wrong ones even when shown truthful critiques: "
             "the game cannot work; train or choose another judge"
         )
+    if delta_reward <= 0:
+        return "the reward model already prefers right answers, so there is nothing for the judge to outweigh"
     if w_judge <= truthful:
         return (
             f"w_judge {w_judge:.2f} is below a truthful monitor's break-even {truthful:.2f}, so exploiting "

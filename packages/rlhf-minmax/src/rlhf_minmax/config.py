@@ -273,7 +273,7 @@ class MinMaxConfig(BaseConfig):
     """Role (policy, monitor, reward, judge) to device, where the plan is not to choose."""
     baseline: bool = True
     """Also train a policy on the reward model alone, for comparison."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=1 << 31)
     """Seeds everything: stories, demonstration models, sampling, orders."""
 
     @field_validator("policy_model")

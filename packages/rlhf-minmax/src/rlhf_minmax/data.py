@@ -65,13 +65,15 @@ def _from_files(data: DataConfig, train_data: str) -> tuple[list[QARecord], list
         held_out = load_qa(data.eval_data, data.columns)
         stories = {record.story for record in held_out}
         train = [record for record in rows if record.story not in stories]
+        how = "(stories of --eval-data are not trained on)"
     else:
         train = [record for record in rows if split_of(record.story) == "train"]
         held_out = [record for record in rows if split_of(record.story) == "eval"]
+        how = "(rows are held out by a hash of the story)"
     for what, part in (("training", train), ("held-out", held_out)):
         if not part:
             raise UserError(
                 f"{train_data} leaves no {what} row of its {len(rows)} "
-                "(rows are held out by a hash of the story); give --eval-data with other stories"
+                f"{how}; give --eval-data with other stories"
             )
     return train, held_out

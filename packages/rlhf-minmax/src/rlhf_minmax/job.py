@@ -31,6 +31,7 @@ from rlhf_models import DeviceManager, PolicyModel, encode_prompt
 
 _PREFLIGHT, _REPORT = "preflight.json", "report.html"
 _TINY_PARAMETERS = 5_000_000
+_FEW = 0.2
 _NUM_SAMPLES = 8
 _CURVES = (
     "policy/accuracy",
@@ -254,6 +255,8 @@ class MinMaxJob:
         clock.lap("evaluation")
         self.events.break_even(check)
         self.events.evaluated("before", saved["before"])
+        for warning in _form_warnings(saved["before"]):
+            self.events.warning(warning)
         return pipeline, check, saved["before"]
 
     def _play_plain(
@@ -361,6 +364,17 @@ def device_rows(devices: DeviceManager) -> list[dict[str, str]]:
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages a run's numbers depend on."""
     return {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}
+
+
+def _form_warnings(before: Metrics) -> list[str]:
+    """What it means when the starting players hardly ever keep the form that is read."""
+    rates = {"critiques": before["monitor/parse_rate"], "answers": before["policy/parse_rate"]}
+    return [
+        f"only {rate:.0%} of the start's {what} can be read, so there is little to learn from; "
+        "take a model that keeps the form, or fine-tune it on examples first"
+        for what, rate in rates.items()
+        if rate is not None and rate < _FEW
+    ]
 
 
 def _num_parameters(players: Players) -> int:

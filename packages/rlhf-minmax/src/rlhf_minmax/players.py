@@ -87,6 +87,12 @@ def check_players(config: MinMaxConfig, devices: DeviceManager) -> None:
     """
     if not share_backbone(config):
         return
+    settings = backbone_settings(config)
+    if settings.load_in_8bit and settings.load_in_4bit:
+        raise UserError(
+            "policy_model and monitor_model are adapters of one backbone; one asks for load_in_8bit, the "
+            "other for load_in_4bit; choose one or name two models"
+        )
     if lora_settings(config.policy_model) != lora_settings(config.monitor_model):
         raise UserError(
             "policy_model and monitor_model name the same model, so they are adapters of one backbone and "

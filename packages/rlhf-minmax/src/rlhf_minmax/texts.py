@@ -45,12 +45,9 @@ def parse_critique(text: str) -> Critique | None:
 
 
 def evidence_in_story(evidence: str, story: str) -> bool:
-    """Whether the evidence, of at least two words, is quoted from the story (case and white space aside)."""
-    words = evidence.casefold().split()
-    return (
-        len(words) >= _MIN_EVIDENCE_WORDS
-        and f" {' '.join(words)} " in f" {' '.join(story.casefold().split())} "
-    )
+    """Whether the evidence, of at least two words, is quoted from the story (case and punctuation aside)."""
+    words, text = (re.findall(r"\w+", part.casefold()) for part in (evidence, story))
+    return len(words) >= _MIN_EVIDENCE_WORDS and f" {' '.join(words)} " in f" {' '.join(text)} "
 
 
 class TextRules:

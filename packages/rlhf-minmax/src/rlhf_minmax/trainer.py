@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rlhf_algos import CheckpointManager, load_weights
-from rlhf_data import QARecord, RunFolder, UserError
+from rlhf_data import QARecord, RunFolder, UserError, json_hash
 from rlhf_minmax.config import MinMaxConfig
 from rlhf_minmax.evaluate import Metrics, answer_metrics, batch_metrics, evaluate
 from rlhf_minmax.optimizer import DualPPOOptimizer
@@ -93,7 +93,7 @@ class MinMaxTrainer:
         head = {
             "phase": "minmax" if self.adversary else "plain",
             "step": self.step,
-            "epoch": self.step * training.batch_size / len(self.records),
+            "epoch": self.step / training.num_steps_per_epoch(len(self.records)),
             "loss": metrics.get("policy/loss", metrics.get("monitor/loss")),
             "learning_rate": training.policy_learning_rate,
             "grad_norm": metrics.get("policy/grad_norm", metrics.get("monitor/grad_norm")),
@@ -120,14 +120,14 @@ class MinMaxTrainer:
         """The stories of the next step: those of a permutation of each epoch, in turn."""
         size, count = self.config.training.batch_size, len(self.records)
         epoch, at = divmod(self.step, math.ceil(count / size))
-        generator = torch.Generator().manual_seed(self.config.seed + epoch)
+        generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + epoch)
         order = torch.randperm(count, generator=generator).tolist()
         return [self.records[i] for i in order[at * size : (at + 1) * size]]
 
     def save_checkpoint(self) -> None:
         """Write everything resuming needs as `checkpoint-<step>` of the run folder."""
         assert self.checkpoints is not None
-        state: dict[str, Any] = {"num_tokens": self.num_tokens, "num_records": len(self.records)}
+        state: dict[str, Any] = {"num_tokens": self.num_tokens, "data": self._data_hash()}
         with self.checkpoints.writing(self.step, state) as folder:
             for name, player in self._trained_players().items():
                 player.save_pretrained(folder / name)
@@ -153,15 +153,15 @@ class MinMaxTrainer:
             UserError: the checkpoint was made with other data or other models.
         """
         state = CheckpointManager.read_state(folder)
-        if state["num_records"] != len(self.records):
-            raise UserError(
-                f"{folder} was written with {state['num_records']} training stories, there are now "
-                f"{len(self.records)}; resume with the same data"
-            )
+        if state["data"] != self._data_hash():
+            raise UserError(f"{folder} was written with other training stories; resume with the same data")
         for name, player in self._trained_players().items():
             restore_player(player, folder / name)
         self.optimizer.load(folder, state["dual"])
         self.step, self.num_tokens = state["step"], state["num_tokens"]
+
+    def _data_hash(self) -> str:
+        return json_hash([[r.story, r.question, r.choices, r.answer] for r in self.records])
 
     def _trained_players(self) -> dict[str, PolicyModel]:
         players = {"policy": self.pipeline.players.policy}

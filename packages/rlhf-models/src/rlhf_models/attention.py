@@ -29,8 +29,8 @@ from rlhf_models.varlen import VarlenTables, run_varlen, varlen_kernel
 
 IMPLEMENTATION = "rlhf_packed"
 _LOG = logging.getLogger(__name__)
-_PACKED_LAYERS = contextvars.ContextVar[set[int] | None]("packed_layers", default=None)
-"""Within a packed forward pass, the layers whose attention a plan has computed."""
+_PACKED_LAYERS = contextvars.ContextVar[dict[int, int | None] | None]("packed_layers", default=None)
+"""Within a packed forward pass, the layers whose attention a plan has computed, and their windows."""
 
 
 class AttentionPlan(Protocol):
@@ -60,9 +60,9 @@ def prepare_for_packing(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @contextlib.contextmanager
-def packed_forward() -> Iterator[set[int]]:
-    """Within this context prepared models build no attention mask of their own; yields the layers served."""
-    layers: set[int] = set()
+def packed_forward() -> Iterator[dict[int, int | None]]:
+    """Within this context prepared models build no mask; yields the layers served, with their windows."""
+    layers: dict[int, int | None] = {}
     token = _PACKED_LAYERS.set(layers)
     try:
         yield layers
@@ -99,7 +99,7 @@ def _packed_attention(
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     layer = cast(int, module.layer_idx)
     if (layers := _PACKED_LAYERS.get()) is not None:  # None where gradient checkpointing runs the layer again
-        layers.add(layer)
+        layers[layer] = options.window
     return packed.attend(layer, query, key, value, options)[None], None
 
 

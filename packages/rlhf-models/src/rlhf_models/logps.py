@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,9 @@ from rlhf_models.attention import AttentionPlan, TreeAttention, packed_forward, 
 
 CHUNK_LOGITS = 1 << 24
 """Logits held at a time: 16.8 million, 64 MB in fp32."""
+_CHECKED_TOKENS = 5
+_TOLERANCE = 0.05
+"""Share of the largest logit by which half precision may differ; a wrong scale differs by more."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ def stream_forward(
     """
     lm = prepare_for_packing(causal_lm(model))
     backbone: Any = lm.base_model
+    if backbone is lm:
+        raise UserError(f"{type(lm).__name__} has no separate backbone to score packed streams with")
     with packed_forward() as layers:
         output = backbone(
             input_ids=input_ids[None],
@@ -53,25 +58,51 @@ def stream_forward(
             use_cache=False,
             packed=plan,
         )
-    expected = lm.config.get_text_config().num_hidden_layers
+    config = lm.config.get_text_config()
+    expected = config.num_hidden_layers
     if len(layers) != expected:
         raise UserError(
             f"{type(backbone).__name__} cannot score packed streams: {expected - len(layers)} of its "
             f"{expected} layers do not use transformers' attention interface; take another architecture"
         )
+    _check_window(config, layers.values())
     return output.last_hidden_state[0]
 
 
 @torch.no_grad()
 def check_packing(model: Any) -> None:
-    """Run one token through a model to see that all its layers leave their attention to a plan.
+    """Run a few tokens through a model, packed and plainly, to see that both agree.
 
     Raises:
-        UserError: they do not.
+        UserError: they do not, or the model has a sliding window that it keeps to itself.
     """
-    token = torch.zeros(1, dtype=torch.long, device=causal_lm(model).device)
-    (batch,) = pack([TokenSequence([0], 1)])
-    stream_forward(model, token, token, TreeAttention(batch.to(token.device)))
+    lm = causal_lm(model)
+    ids = torch.arange(_CHECKED_TOKENS) % lm.config.get_text_config().vocab_size
+    (batch,) = pack([TokenSequence(ids.tolist(), len(ids))])
+    batch = batch.to(lm.device)
+    hidden = stream_forward(model, batch.input_ids, batch.position_ids, TreeAttention(batch))
+    if lm.get_output_embeddings() is None:
+        return
+    unpadded = torch.ones_like(batch.input_ids)[None]
+    plain = lm(input_ids=batch.input_ids[None], attention_mask=unpadded, use_cache=False).logits[0].float()
+    difference = (lm_logits(model, hidden) - plain).abs().max()
+    if not difference <= _TOLERANCE * plain.abs().max():
+        raise UserError(
+            f"{type(lm).__name__} cannot score packed streams: its logits differ by {float(difference):.2g} "
+            "from those of a plain forward pass; take another architecture"
+        )
+
+
+def _check_window(config: Any, windows: Collection[int | None]) -> None:
+    """Refuse a model whose configured sliding window did not reach the attention function."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    used = getattr(config, "use_sliding_window", True) and (kinds is None or "sliding_attention" in kinds)
+    if window is not None and used and all(seen is None for seen in windows):
+        raise UserError(
+            f"{config.model_type} cannot score packed streams: its sliding window of {window} tokens acts by "
+            "a mask only; take another architecture"
+        )
 
 
 def hidden_states(model: Any, batch: PackedBatch) -> torch.Tensor:
