@@ -54,6 +54,15 @@ def test_clipped_policy_loss_weights_mask_and_average():
     assert halved.loss.item() == pytest.approx(kept.loss.item() / 2)
 
 
+def test_tokens_at_the_bounds_or_without_advantage_are_not_clipped():
+    # at ratio 1 nothing is out of bounds, even of width 0
+    loss, _ = _policy([1.0, 1.0], [1.0, -1.0], low=0.0, high=0.0)
+    assert (loss.clipped_low.item(), loss.clipped_high.item()) == (0, 0)
+    # an advantage of 0 has no gradient to lose, one of the other sign keeps it
+    loss, _ = _policy([0.1, 0.1, 9.0, 9.0], [0.0, 0.5, 0.0, -0.5])
+    assert (loss.clipped_low.item(), loss.clipped_high.item()) == (0, 0)
+
+
 def test_policy_gradient_raises_what_was_good():
     _, gradient = _policy([1.0, 1.0], [1.0, -1.0])
     assert gradient[0] < 0 < gradient[1]  # descending the loss raises logps[0], lowers logps[1]
@@ -86,6 +95,7 @@ def test_value_loss_golden():
     assert loss.clipped.item() == 2
     (gradient,) = torch.autograd.grad(loss.loss, values)
     assert gradient.tolist() == pytest.approx([-1.0, 0.0, 0.0, 3.0])
+    assert losses.value_loss(*(x[:3] for x in arguments), clip_range=0.5).clipped.item() == 2
     unclipped = losses.value_loss(*arguments, clip_range=math.inf)
     assert unclipped.loss.item() == pytest.approx(5.0)
 
@@ -122,6 +132,9 @@ def test_bradley_terry_golden():
     assert (loss.correct.item(), loss.margin.item()) == (1, pytest.approx(math.log(3.0)))
     (gradient,) = torch.autograd.grad(loss.loss, chosen)
     assert gradient.tolist() == pytest.approx([-0.5, -0.25])  # sigmoid(gap) - 1
+    # a tie is not correct, a gap below 1 is
+    right = losses.bradley_terry(torch.tensor([1.0, 0.5, 0.0]), torch.tensor([0.0, 0.0, 0.0]))
+    assert right.correct.item() == 2
     # margin log 3 on the second pair moves its gap to 0
     with_margin = losses.bradley_terry(chosen, rejected, margins=torch.tensor([0.0, math.log(3.0)]))
     assert with_margin.loss.item() == pytest.approx(2 * LOG2)
@@ -137,14 +150,11 @@ def test_binary_cross_entropy_golden():
     assert loss.loss.item() == pytest.approx(2 * LOG2 + math.log(4.0))
     (gradient,) = torch.autograd.grad(loss.loss, scores)
     assert gradient.tolist() == pytest.approx([-0.5, 0.75, 0.0])  # sigmoid(s) - y
-    right = losses.binary_cross_entropy(torch.tensor([2.0, -2.0, -2.0]), torch.tensor([True, False, True]))
-    assert right.correct.item() == 2
 
 
-def test_shapes_that_would_broadcast_are_refused():
-    with pytest.raises(ValueError, match=r"advantages must have shape \(3,\), got \(1,\)"):
-        losses.clipped_policy_loss(
-            torch.zeros(3), torch.zeros(3), torch.zeros(1), clip_low=0.2, clip_high=0.2
-        )
-    with pytest.raises(ValueError, match="expected flat tensors"):
-        losses.next_token_loss(torch.zeros(2, 2))
+def test_binary_cross_entropy_counts_the_right_signs():
+    # right: 0.5 for true, -0.5 and 0 (not above 0) for false, 0.5 for a half; wrong: -0.5 for true
+    scores = torch.tensor([0.5, -0.5, 0.0, 0.5, -0.5])
+    labels = torch.tensor([1.0, 0.0, 0.0, 0.5, 1.0])
+    assert losses.binary_cross_entropy(scores, labels).correct.item() == 4
+    assert losses.binary_cross_entropy(scores[:2], torch.tensor([True, False])).correct.item() == 2

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 from torch import nn
 
-from rlhf_algos.optim import create_optimizer, create_scheduler, learning_rate_factor
+from rlhf_algos.config import TrainerConfig
+from rlhf_algos.optim import OPTIMIZERS, create_optimizer, create_scheduler, learning_rate_factor
+from rlhf_data import UserError
 
 
 @pytest.mark.parametrize(
@@ -54,3 +58,44 @@ def test_frozen_parameters_are_refused():
         create_optimizer([nn.Parameter(torch.zeros(1), requires_grad=False)], learning_rate=0.1)
     with pytest.raises(ValueError, match="0 of the 0 parameters"):
         create_optimizer([], learning_rate=0.1)
+
+
+def test_8bit_adamw_follows_adamw():
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(64, 64, generator=generator)
+    gradients = [torch.randn(64, 64, generator=generator) for _ in range(3)]
+    moved = {}
+    for optim in ("adamw_torch", "adamw_bnb_8bit"):
+        matrix = nn.Parameter(start.clone())
+        optimizer = create_optimizer([matrix], learning_rate=0.1, weight_decay=0.1, epsilon=0.5, optim=optim)
+        for gradient in gradients:
+            matrix.grad = gradient.clone()
+            optimizer.step()
+        moved[optim] = matrix.detach() - start
+    assert optimizer.state[matrix]["state1"].dtype == torch.uint8
+    difference = (moved["adamw_torch"] - moved["adamw_bnb_8bit"]).abs().mean()
+    assert difference < 0.02 * moved["adamw_torch"].abs().mean()
+
+
+def test_epsilon_and_betas_are_those_asked_for():
+    vector = nn.Parameter(torch.zeros(1))
+    optimizer = create_optimizer([vector], learning_rate=0.1, betas=(0.5, 0.5), epsilon=1.0)
+    vector.grad = torch.ones(1)
+    optimizer.step()
+    # Bias-corrected moments of the first step are the gradient and its square: -lr * 1 / (sqrt(1) + 1)
+    assert vector.tolist() == pytest.approx([-0.05])
+
+
+def test_unknown_optimizer_names_the_known_ones():
+    with pytest.raises(ValueError, match="optim must be adamw_torch or adamw_bnb_8bit, got 'sgd'"):
+        create_optimizer([nn.Parameter(torch.zeros(1))], learning_rate=0.1, optim="sgd")
+
+
+def test_missing_bitsandbytes_is_said(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="bitsandbytes, which is not installed; run pip install bitsandbytes"):
+        create_optimizer([nn.Parameter(torch.zeros(1))], learning_rate=0.1, optim="adamw_bnb_8bit")
+
+
+def test_the_config_names_the_same_optimizers():
+    assert get_args(TrainerConfig.model_fields["optim"].annotation) == tuple(OPTIMIZERS)

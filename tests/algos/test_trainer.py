@@ -65,7 +65,8 @@ def test_loss_is_the_mean_over_scored_tokens_and_falls():
     assert rows[0][1]["loss"] == pytest.approx(expected / count, rel=1e-5)
     assert [step for step, _ in rows] == list(range(1, 31))
     assert rows[-1][1]["loss"] < 0.3 * rows[0][1]["loss"]
-    assert set(rows[0][1]) == {"loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time"}
+    common = {"loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time"}
+    assert set(rows[0][1]) == common | {"entropy", "mean_token_accuracy"}
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_accumulation_and_cut_change_nothing(config):
 
 def test_budget_cuts_passes_but_keeps_every_example():
     trainer = _trainer({"max_tokens_per_batch": 17})
-    batches = list(trainer._micro_batches(trainer.examples))
+    batches = list(trainer.micro_batches(trainer.examples))
     assert len(batches) > 3
     assert all(batch.num_tokens <= 17 for batch, _ in batches)
     members = [id(member) for _, part in batches for member in part]
@@ -222,7 +223,7 @@ def test_evaluate_measures_and_leaves_the_model_as_it_was():
     trainer.model.train()
     first, again = trainer.evaluate(), trainer.evaluate()
     assert first == again
-    assert set(first) == {"eval_loss"}
+    assert set(first) == {"eval_loss", "eval_entropy", "eval_mean_token_accuracy"}
     assert trainer.model.training
     assert all(torch.equal(a, b) for a, b in zip(before, _weights(trainer), strict=True))
     with pytest.raises(ValueError, match="without eval_examples"):
@@ -247,7 +248,7 @@ def test_not_a_number_stops_the_run_with_the_weights_unchanged():
     with torch.no_grad():
         trainer.parameters[0][:] = float("nan")
     others = _weights(trainer)[1:]
-    with pytest.raises(UserError, match="step 1: loss nan"):
+    with pytest.raises(UserError, match="step 1 gave loss nan"):
         trainer.train()
     assert all(torch.equal(a, b) for a, b in zip(others, _weights(trainer)[1:], strict=True))
 

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import subprocess
@@ -13,7 +14,7 @@ from rlhf_data import (
     ensure_writable_folder,
     json_hash,
 )
-from rlhf_data.files import remove_folder, remove_stale_temps
+from rlhf_data.files import DiskFullError, explain_full_disk, finite, remove_folder, remove_stale_temps
 
 
 def test_write_replaces_whole_content(tmp_path):
@@ -97,3 +98,40 @@ def test_unwritable_folder_is_refused(tmp_path):
         with pytest.raises(UserError, match="not writable"):
             ensure_writable_folder(bad)
     assert ensure_writable_folder(tmp_path / "x" / "y").is_dir()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        OSError(errno.EDQUOT, "Disk quota exceeded"),
+        # safetensors 0.8 and torch 2.13 in their own words
+        ValueError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        RuntimeError(
+            "[enforce fail at inline_container.cc:672] . PytorchStreamWriter failed writing file data/0"
+        ),
+    ],
+)
+def test_a_full_disk_is_a_sentence_about_the_outermost_path(tmp_path, error):
+    with (
+        pytest.raises(DiskFullError, match=r"^final cannot be written: no space is left .* --resume$"),
+        explain_full_disk("final"),
+        explain_full_disk("final/config.json"),
+    ):
+        raise error
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EACCES, "denied"), ValueError("os error 280"), UserError("x")]
+)
+def test_other_errors_pass_a_full_disk_check(error):
+    with pytest.raises(type(error)) as caught, explain_full_disk("final"):
+        raise error
+    assert caught.value is error
+
+
+def test_finite_replaces_what_json_lacks():
+    assert finite({"a": [1, float("nan")], "b": (float("inf"), "x", True)}) == {
+        "a": [1, None],
+        "b": [None, "x", True],
+    }

@@ -12,6 +12,7 @@ def test_every_exported_name_resolves():
 def test_import_loads_no_heavy_library():
     code = (
         "import sys, rlhf_data\n"
+        "rlhf_data.load_records, rlhf_data.PreferencePair, rlhf_data.PreferenceRecord\n"
         "print([m for m in ('torch', 'transformers', 'pydantic', 'pyarrow', 'yaml') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -87,3 +87,18 @@ def test_bad_sequences_are_refused(sequence: TokenSequence, message: str) -> Non
 def test_bad_budget_is_refused() -> None:
     with pytest.raises(ValueError, match="max_tokens"):
         pack([TokenSequence([1], 1)], 0)
+
+
+def test_score_mask_scores_the_marked_tokens_only():
+    masked = TokenSequence([5, 6, 7, 8, 9], 1, [True, False, True, False, True])
+    whole = TokenSequence([5, 6, 7, 3], 2)
+    (batch,) = pack([masked, whole])
+    # Token 0 is never scored; the marked tokens 2 and 4 are predicted from the tokens before them.
+    entries = zip(batch.score_sequence.tolist(), batch.score_targets.tolist(), strict=True)
+    assert list(entries) == [(0, 7), (0, 9), (1, 7), (1, 3)]
+    assert batch.position_ids[batch.score_positions].tolist() == [1, 3, 1, 2]
+
+
+def test_score_mask_must_cover_every_token():
+    with pytest.raises(ValueError, match="score_mask"):
+        pack([TokenSequence([1, 2, 3], 1, [True, False])])

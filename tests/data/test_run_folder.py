@@ -1,6 +1,8 @@
+import contextlib
 import json
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -8,11 +10,15 @@ import sys
 import pytest
 
 from rlhf_data import RunFolder, UserError, atomic_folder, newest_unfinished
+from rlhf_data.files import DiskFullError
+from rlhf_data.integrity import write_checksums
 
 
 def _checkpoint(run, step):
     with atomic_folder(run.checkpoint_path(step)) as temp:
         (temp / "trainer_state.json").write_text("{}", encoding="utf-8")
+        (temp / "model.safetensors").write_bytes(b"weights")
+        write_checksums(temp)
 
 
 def test_named_folders_are_fresh(tmp_path):
@@ -139,6 +145,7 @@ def test_checkpoints_are_sorted_complete_and_pruned(tmp_path):
     (tmp_path / "checkpoint-best").mkdir()
     (tmp_path / "checkpoint-best" / "trainer_state.json").write_text("{}", encoding="utf-8")
     assert run.checkpoints() == [(step, tmp_path / f"checkpoint-{step}") for step in (2, 9, 10)]
+    (tmp_path / "checkpoint-11").rmdir()
     assert run.latest_checkpoint() == tmp_path / "checkpoint-10"
     run.prune_checkpoints(2)
     assert [step for step, _ in run.checkpoints()] == [9, 10]
@@ -146,6 +153,73 @@ def test_checkpoints_are_sorted_complete_and_pruned(tmp_path):
     assert [step for step, _ in run.checkpoints()] == [9, 10]
     with pytest.raises(ValueError, match="at least 1"):
         run.prune_checkpoints(0)
+
+
+def test_the_best_checkpoint_is_not_pruned_and_later_ones_can_be_dropped(tmp_path):
+    run = RunFolder.create(tmp_path)
+    for step in (1, 2, 3, 4, 12):
+        _checkpoint(run, step)
+    run.prune_checkpoints(2, best=1)
+    assert [step for step, _ in run.checkpoints()] == [1, 4, 12]
+    (tmp_path / "checkpoint-20").mkdir()
+    run.drop_checkpoints_after(1, but=4)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-1", "checkpoint-4"]
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, caplog):
+    run = RunFolder.create(tmp_path)
+    for step in (1, 2, 3):
+        _checkpoint(run, step)
+    (tmp_path / "checkpoint-3" / "model.safetensors").write_bytes(b"weigh")
+    (tmp_path / "checkpoint-2" / "trainer_state.json").unlink()
+    assert run.latest_checkpoint() == tmp_path / "checkpoint-1"
+    assert "checkpoint-3 is damaged and passed over: model.safetensors has 5 bytes, 7 were" in caplog.text
+    assert "checkpoint-2 is damaged and passed over: trainer_state.json is missing" in caplog.text
+    (tmp_path / "checkpoint-1" / "checksums.json").write_text("{}")
+    with pytest.raises(
+        UserError, match=r"has no whole checkpoint \(checkpoint-1: checksums.json is not what"
+    ):
+        run.latest_checkpoint()
+
+
+def test_a_full_disk_leaves_the_metrics_as_they_were(tmp_path):
+    run = RunFolder.create(tmp_path / "whole")
+    run.append_metrics({"step": 1})
+    with (
+        file_limit(40),
+        pytest.raises(DiskFullError, match=r"metrics\.jsonl cannot be written: no space is left"),
+    ):
+        run.append_metrics({"step": 2, "note": "x" * 100})
+    assert run.read_metrics() == [{"step": 1}]
+    with file_limit(40), pytest.raises(DiskFullError, match=r"results\.json cannot be written"):
+        run.write_results({"note": "x" * 100})
+    assert os.listdir(run.path) == ["metrics.jsonl"]
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(DiskFullError, match="free some space and continue with --resume"):
+        RunFolder(tmp_path / "full").append_metrics({"step": 1})
+
+
+def test_every_log_is_cut_back_to_a_step(tmp_path):
+    run = RunFolder.create(tmp_path)
+    for name in ("metrics.jsonl", "gradient_flow.jsonl"):
+        run.append_lines(name, [{"step": step} for step in (1, 2, 3)])
+    run.append_samples([{"story": "no step"}, {"step": 3}])
+    run.truncate_logs(2)
+    assert run.read_lines("gradient_flow.jsonl") == run.read_metrics() == [{"step": 1}, {"step": 2}]
+    assert run.read_lines("samples.jsonl") == [{"story": "no step"}]
+    assert run.read_lines("none.jsonl") == []
+
+
+@contextlib.contextmanager
+def file_limit(size):
+    """A process whose files may have that many bytes: writing more fails as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_reopening_removes_a_killed_checkpoint_write(tmp_path):

@@ -5,7 +5,7 @@ import struct
 import numpy as np
 import pytest
 
-from rlhf_eval import minmax_figure, training_curves
+from rlhf_eval import minmax_figure
 from rlhf_eval.plots import minmax_panel_svgs
 
 RESULTS = {
@@ -62,16 +62,6 @@ def test_panels_without_baseline_or_values(plain):
 
 def test_panels_are_reproducible():
     assert minmax_panel_svgs(METRICS, RESULTS) == minmax_panel_svgs(METRICS, RESULTS)
-
-
-def test_training_curves_with_any_keys(tmp_path):
-    one, four = tmp_path / "one.png", tmp_path / "four.png"
-    training_curves([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}], ["loss"], one)
-    training_curves(METRICS, ["policy/accuracy", "dual/lambda", "not/logged", "$_^odd"], four)
-    assert png_size(four)[0] == 3 * png_size(one)[0]
-    assert png_size(four)[1] == 2 * png_size(one)[1]
-    with pytest.raises(ValueError, match="at least one"):
-        training_curves(METRICS, [], one)
 
 
 def test_held_out_marks_stand_at_the_last_step_and_are_explained_only_where_drawn():

@@ -6,9 +6,12 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
 
 from rlhf_data import TokenSequence, UserError, pack
-from rlhf_models.adapters import AdapterSet, LoraSettings, add_adapters, lora_settings_of
+from rlhf_models.adapter_files import adapter_base, adapter_config, load_adapter
+from rlhf_models.adapters import AdapterSet, LoraSettings, add_adapters, apply_lora
+from rlhf_models.loading import load_causal_lm
 from rlhf_models.logps import token_logps
 from rlhf_models.tiny import TINY_ARCHITECTURES, tiny_model
 
@@ -129,12 +132,41 @@ def test_saving_twice_replaces(tmp_path):
         torch.testing.assert_close(value, before[key] + 1.0)
 
 
-def test_settings_come_back_from_the_saved_config(tmp_path):
-    adapters = make_set(lora_alpha=6.0, lora_dropout=0.1, lora_target_modules=("q_proj", "v_proj"))
+@pytest.mark.parametrize("rslora", [False, True])
+def test_a_saved_adapter_is_loaded_with_its_settings(rslora, tmp_path):
+    settings = {"lora_alpha": 6.0, "lora_dropout": 0.1, "lora_target_modules": ("q_proj", "v_proj")}
+    adapters = make_set(**settings, use_rslora=rslora)
+    shift(adapters, "policy", 0.05)
     adapters.save("policy", tmp_path / "a")
-    assert lora_settings_of(tmp_path / "a") == LoraSettings(
-        lora_r=2, lora_alpha=6.0, lora_dropout=0.1, lora_target_modules=("q_proj", "v_proj")
-    )
+    state = torch.get_rng_state()
+    loaded = load_adapter(tiny_model("llama", initializer_range=0.1), tmp_path / "a", adapter="again")
+    assert torch.equal(torch.get_rng_state(), state)
+    again = AdapterSet(loaded)
+    assert torch.equal(logps(again, "again"), logps(adapters, "policy")) and not loaded.training
+    assert all(p.requires_grad for p in again.parameters("again"))
+    config = adapter_config(tmp_path / "a")
+    assert (config.lora_alpha, config.lora_dropout, config.use_rslora) == (6.0, 0.1, rslora)
+    assert config.target_modules == {"q_proj", "v_proj"}
+
+
+def test_every_adapter_names_the_folder_of_its_base(tiny_model_folder, tmp_path):
+    adapters = AdapterSet(add_adapters(load_causal_lm(tiny_model_folder), ["policy", "monitor"], SETTINGS))
+    for name in adapters.names:
+        adapters.save(name, tmp_path / name)
+        assert adapter_base(tmp_path / name) == str(tiny_model_folder)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_the_head_of_a_classifier_is_trained_with_the_adapter(architecture):
+    config = tiny_model(architecture).config
+    config.num_labels = 1
+    model = AutoModelForSequenceClassification.from_config(config)
+    adapted = apply_lora(model, SETTINGS)
+    trained = {name for name, p in adapted.named_parameters() if p.requires_grad}
+    heads = {name for name in trained if "lora_" not in name}
+    assert heads == {"base_model.model.score.modules_to_save.default.weight"}
+    # As for a language model: 4 linear layers a block in GPT-2, 7 in the others, two tensors each.
+    assert len(trained - heads) == 2 * 2 * (4 if architecture == "gpt2" else 7)
 
 
 def test_the_seed_decides_the_start_and_leaves_the_global_generator_alone():
@@ -145,19 +177,23 @@ def test_the_seed_decides_the_start_and_leaves_the_global_generator_alone():
     assert torch.equal(starts[0], starts[1]) and not torch.equal(starts[0], starts[2])
 
 
-def test_alpha_over_r_scales_the_update():
-    # B A x · alpha / r: with equal weights, twice alpha doubles the change of a single linear layer.
-    changes = []
-    for alpha in (4.0, 8.0):
-        adapters = make_set(lora_alpha=alpha, lora_target_modules=("q_proj",))
-        shift(adapters, "policy", 0.1)
-        layer = adapters.model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
-        x = torch.ones(1, 32)
-        with adapters.use("policy"):
-            with_adapter = layer(x)
-        with adapters.use(None):
-            changes.append(with_adapter - layer(x))
-    torch.testing.assert_close(changes[1], 2 * changes[0])
+@pytest.mark.parametrize(("rslora", "scale"), [(False, 0.5), (True, 0.25)])
+def test_the_update_is_scaled_by_alpha_and_rank(rslora, scale):
+    # B A x · alpha / r, or with rsLoRA · alpha / sqrt(r): with all entries of A and B equal to 1, r = 4 and
+    # alpha = 2 or 1/2, each of r products B A adds up 32 ones of x, so the change is 4 · 32 · scale.
+    alpha = {False: 2.0, True: 0.5}[rslora]
+    model = tiny_model("llama")
+    lora = LoraSettings(lora_r=4, lora_alpha=alpha, use_rslora=rslora, lora_target_modules=("q_proj",))
+    adapters = AdapterSet(add_adapters(model, ["policy"], lora))
+    with torch.no_grad():
+        for parameter in adapters.parameters("policy"):
+            parameter.fill_(1.0)
+    layer = adapters.model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
+    x = torch.ones(1, 32)
+    with adapters.use("policy"):
+        changed = layer(x)
+    with adapters.use(None):
+        torch.testing.assert_close(changed - layer(x), torch.full((1, 32), 4 * 32 * scale))
 
 
 def test_a_target_layer_that_does_not_exist_is_refused_with_the_choices():
@@ -199,7 +235,13 @@ def test_an_adapter_of_another_shape_is_refused(tmp_path):
 
 def test_a_config_that_is_no_lora_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"has no readable adapter_config.json"):
-        lora_settings_of(tmp_path)
+        adapter_config(tmp_path)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))
     with pytest.raises(UserError, match="expected LoRA"):
-        lora_settings_of(tmp_path)
+        adapter_config(tmp_path)
+
+
+def test_an_adapter_for_other_layers_is_refused(tmp_path):
+    make_set(lora_target_modules=("q_proj",)).save("policy", tmp_path / "a")
+    with pytest.raises(UserError, match=r"adapter folder .* does not fit this model"):
+        load_adapter(tiny_model("gpt2"), tmp_path / "a")

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from rlhf_data import PackedBatch, TokenSequence, UserError, pack
-from rlhf_models.logps import logps_from_hidden, token_logps
+from rlhf_models.logps import token_logps
 
 VOCAB = 61
 SHAPE: dict[str, Any] = {
@@ -199,54 +199,6 @@ def test_gradient_checkpointing_changes_nothing() -> None:
     got = gradients(model, packed_logps(model, pack(sequences), 1.0))
     for key in wanted:
         assert_close(got[key], wanted[key])
-
-
-@pytest.mark.parametrize("rows_per_chunk", [1, 3, 100])
-def test_chunked_head_equals_the_whole(rows_per_chunk: int) -> None:
-    torch.manual_seed(3)
-    weight = torch.randn(VOCAB, 8, requires_grad=True)
-    hidden, targets = torch.randn(10, 8, requires_grad=True), torch.randint(0, VOCAB, (16,))
-    rows = torch.cat([torch.arange(10), torch.randint(0, 10, (6,))])[torch.randperm(16)]
-    scored = logps_from_hidden(
-        lambda h: h @ weight.T, hidden, targets, rows=rows, rows_per_chunk=rows_per_chunk, with_entropy=True
-    )
-    distribution = torch.distributions.Categorical(logits=hidden[rows] @ weight.T)
-    assert scored.entropy is not None
-    assert_close(scored.logps, distribution.log_prob(targets))
-    assert_close(scored.entropy, distribution.entropy())
-    weights = torch.linspace(-1, 1, 16)
-    got = torch.autograd.grad((scored.logps * weights + scored.entropy.square()).sum(), (weight, hidden))
-    wanted = torch.autograd.grad(
-        (distribution.log_prob(targets) * weights + distribution.entropy().square()).sum(), (weight, hidden)
-    )
-    for a, b in zip(got, wanted, strict=True):
-        assert_close(a, b)
-
-
-def test_no_logits_of_the_whole_batch_exist() -> None:
-    seen = []
-    hidden, targets = torch.randn(10, 8, requires_grad=True), torch.zeros(10, dtype=torch.long)
-
-    def head(states: torch.Tensor) -> torch.Tensor:
-        seen.append(len(states))
-        return states
-
-    logps_from_hidden(head, hidden, targets, rows=torch.arange(10), rows_per_chunk=4).logps.sum().backward()
-    assert sorted(seen) == [2, 2, 4, 4, 4, 4]  # forward and backward
-
-
-def test_the_head_sees_each_position_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-
-    def lm_logits(model: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-        seen.append(len(hidden))
-        return hidden
-
-    monkeypatch.setattr("rlhf_models.logps.lm_logits", lm_logits)
-    # Two answers [1] and [3] after one prompt: both are predicted from the prompt's last position.
-    (batch,) = pack([TokenSequence([4, 5, 1], 2), TokenSequence([4, 5, 3], 2)])
-    token_logps(make_model("llama"), batch)
-    assert seen == [1]
 
 
 def test_variable_length_tables_describe_the_same_attention(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from rlhf_data import TokenSequence, UserError, pack
@@ -82,10 +83,68 @@ def test_a_lora_policy_is_saved_as_an_adapter_that_finds_its_base(tiny_model_fol
 
 def test_an_adapter_of_a_model_made_in_memory_names_no_base(byte_tokenizer, tmp_path):
     model = tiny_model("llama", vocab_size=len(byte_tokenizer))
+    model.save_pretrained(tmp_path / "base")
     adapters = AdapterSet(add_adapters(model, ["policy"], LORA))
-    PolicyModel(None, byte_tokenizer, adapters=adapters, adapter="policy").save_pretrained(tmp_path / "out")
-    with pytest.raises(UserError, match="names no base model"):
+    policy = PolicyModel(None, byte_tokenizer, adapters=adapters, adapter="policy")
+    step(policy)
+    policy.save_pretrained(tmp_path / "out")
+    with pytest.raises(UserError, match="names no base model; give it as base_model"):
         PolicyModel.from_pretrained(tmp_path / "out")
+    again = PolicyModel.from_pretrained(tmp_path / "out", base_model=tmp_path / "base")
+    assert torch.equal(again.logps(BATCH).logps, policy.logps(BATCH).logps)
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_weights_are_put_back_in_place(lora, tiny_model_folder, tmp_path):
+    policy = PolicyModel.from_pretrained(tiny_model_folder, lora=lora)
+    parameters = [id(p) for p in policy.parameters()]
+    step(policy)
+    trained = policy.logps(BATCH).logps
+    policy.save_pretrained(tmp_path / "out")
+    step(policy)
+    assert not torch.equal(policy.logps(BATCH).logps, trained)
+    policy.load_weights(tmp_path / "out")
+    assert torch.equal(policy.logps(BATCH).logps, trained)
+    assert [id(p) for p in policy.parameters()] == parameters
+
+
+def test_an_adapter_that_peft_saved_loads_with_its_base_tokenizer(tiny_model_folder, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+    config = LoraConfig(r=3, target_modules=["q_proj"], use_dora=True, task_type="CAUSAL_LM")
+    plain = get_peft_model(base, config)
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.1)
+    plain.save_pretrained(tmp_path / "peft")
+    policy = PolicyModel.from_pretrained(tmp_path / "peft")
+    torch.testing.assert_close(policy.logps(BATCH).logps, token_logps(plain, BATCH).logps)
+    assert not torch.equal(policy.logps(BATCH).logps, policy.ref_logps(BATCH))
+    assert policy.tokenizer.eos_token_id == 2
+    # 2 layers, each with A, B and DoRA's magnitudes
+    assert len(policy.parameters()) == 2 * 3 and all(p.requires_grad for p in policy.parameters())
+
+
+def test_the_reference_is_no_part_of_the_module(tiny_model_folder):
+    policy = PolicyModel.from_pretrained(tiny_model_folder)
+    assert len(list(policy.named_parameters())) == len(list(policy.model.named_parameters()))
+    assert policy(BATCH, reference=True).logps.requires_grad is False
+    torch.testing.assert_close(policy(BATCH, reference=True).logps, policy.ref_logps(BATCH))
+    policy.train()
+    assert policy.model.training and not policy.eval().model.training
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_gradient_checkpointing_changes_no_gradient(lora, tiny_model_folder):
+    gradients = []
+    for checkpointing in (False, True):
+        policy = PolicyModel.from_pretrained(tiny_model_folder, lora=lora).train()
+        if checkpointing:
+            policy.gradient_checkpointing_enable()
+        policy.logps(BATCH).logps.sum().backward()
+        gradients.append([p.grad for p in policy.parameters()])
+    for first, second in zip(*gradients, strict=True):
+        torch.testing.assert_close(first, second)
 
 
 def test_without_a_reference_none_is_made_up(tiny_llama, byte_tokenizer):

@@ -35,7 +35,7 @@ VIOLATIONS = [
     ("eval", "rlhf_eval/planted.py", "import click"),
     ("algos", "rlhf_algos/planted.py", "import click"),
     ("minmax", "rlhf_minmax/planted.py", "import click"),
-    ("algos-pure", "rlhf_algos/losses.py", "import rlhf_models"),
+    ("algos-pure", "rlhf_algos/losses/planted.py", "import rlhf_models"),
     ("algos-pure", "rlhf_algos/advantages.py", "import transformers"),
     ("minmax-pure", "rlhf_minmax/constraint.py", "import rlhf_algos"),
     ("minmax-pure", "rlhf_minmax/duals.py", "import transformers"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import fields
@@ -13,15 +14,34 @@ import pytest
 import torch
 
 from rlhf_algos import (
+    DPOConfig,
+    DPOTrainer,
+    KTOConfig,
+    KTOTrainer,
     LabelledSequence,
+    PRMConfig,
+    PRMTrainer,
     RewardConfig,
     RewardTrainer,
     ScalarConfig,
     ScalarTrainer,
     SFTConfig,
     SFTTrainer,
+    SimPOConfig,
+    SimPOTrainer,
+    TrainerConfig,
 )
-from rlhf_data import QADatasetConfig, RunFolder, StoryWorldConfig, TokenSequence, generate_stories
+from rlhf_data import (
+    KTOExample,
+    PreferencePair,
+    QADatasetConfig,
+    RunFolder,
+    StepExample,
+    StepPair,
+    StoryWorldConfig,
+    TokenSequence,
+    generate_stories,
+)
 from rlhf_infer import RuleJudge
 from rlhf_minmax import MinMaxConfig, MinMaxPipeline, MinMaxTrainer
 from rlhf_minmax.break_even import BreakEven
@@ -29,7 +49,14 @@ from rlhf_minmax.evaluate import evaluate
 from rlhf_minmax.players import Players
 from rlhf_minmax.prompts import Prompts
 from rlhf_minmax.story_rules import StoryRules
-from rlhf_models import AdapterSet, PolicyModel, RewardModel, add_adapters
+from rlhf_models import (
+    AdapterSet,
+    PolicyModel,
+    ProcessRewardModel,
+    RewardEnsemble,
+    RewardModel,
+    add_adapters,
+)
 
 ROOT = Path(__file__).parents[2]
 CONFIG = MinMaxConfig.from_dict(
@@ -40,6 +67,14 @@ CONFIG = MinMaxConfig.from_dict(
         "game": {"num_generations": 2, "num_critiques": 2, "policy_critiques": 1},
     }
 )
+METHOD_CONFIGS = {
+    "sft": SFTConfig,
+    "reward": RewardConfig,
+    "prm": PRMConfig,
+    "dpo": DPOConfig,
+    "simpo": SimPOConfig,
+    "kto": KTOConfig,
+}
 RECORDS = generate_stories(StoryWorldConfig(), 4, split="train", seed=0)
 
 
@@ -52,11 +87,11 @@ class LengthReward:
         return torch.tensor([float(len(text)) for text in completions])
 
 
-def documented(heading: str) -> list[list[str]]:
+def documented(heading: str, page: str = "metrics.md") -> list[list[str]]:
     """Cells of the table rows under `## heading` whose first cell is a key; the key without backticks."""
-    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     section = re.search(rf"^## {re.escape(heading)}$(.*?)(?=^## |\Z)", text, re.M | re.S)
-    assert section, f"docs/metrics.md has no heading {heading!r}"
+    assert section, f"docs/{page} has no heading {heading!r}"
     rows = [line.strip("| ").split(" | ") for line in section[1].splitlines() if line.startswith("| `")]
     return [[row[0].strip("` "), *(cell.strip("| ") for cell in row[1:])] for row in rows]
 
@@ -106,20 +141,66 @@ def test_keys_of_results() -> None:
     assert break_even == {field.name for field in fields(BreakEven)}
 
 
-def test_keys_of_the_trainers(tiny_llama: Any, byte_tokenizer: Any) -> None:
-    scalar = RewardModel.from_backbone(tiny_llama, byte_tokenizer, seed=0)
+def trainers(language_model: Any, tokenizer: Any) -> dict[str, Any]:
+    """A trainer of every kind that takes one step and evaluates, by its name in the table."""
     one, two = TokenSequence([5, 6, 7], 1), TokenSequence([5, 6, 8], 1)
-    trainers = {
-        "SFT": SFTTrainer(tiny_llama, SFTConfig(max_steps=1), [one], eval_examples=[two]),
-        "reward": RewardTrainer(scalar, RewardConfig(max_steps=1), [(one, two)], eval_examples=[(two, one)]),
-        "scalar": ScalarTrainer(
-            scalar,
-            ScalarConfig(max_steps=1),
-            [LabelledSequence(one, 1.0)],
-            eval_examples=[LabelledSequence(two, 0.0)],
-        ),
+    step = StepExample(one, (1, 2), (1.0, 0.0))
+    pairs, labelled = [PreferencePair(one, two)], [KTOExample(one, True, two), KTOExample(two, False, one)]
+    scalar = RewardModel.from_backbone(language_model, tokenizer, seed=0)
+    ensemble = RewardEnsemble.from_backbone(language_model, tokenizer, size=2, kind="heads")
+    process = ProcessRewardModel.from_backbone(language_model, tokenizer, seed=0)
+    made = {
+        "sft": (SFTTrainer, language_model, SFTConfig, [one]),
+        "reward": (RewardTrainer, scalar, RewardConfig, pairs),
+        "ensemble": (RewardTrainer, ensemble, RewardConfig, pairs),
+        "prm": (PRMTrainer, process, PRMConfig, [StepPair(step, step)]),
+        "dpo": (DPOTrainer, language_model, DPOConfig, pairs),
+        "simpo": (SimPOTrainer, language_model, SimPOConfig, pairs),
+        "kto": (KTOTrainer, language_model, KTOConfig, labelled),
+        "scalar": (ScalarTrainer, scalar, ScalarConfig, [LabelledSequence(one, 1.0)]),
     }
-    rows = documented("Trainers: metrics.jsonl")
-    for name, trainer in trainers.items():
-        expected = {row[0] for row in rows if row[1] == "all" or name in row[1].split(", ")}
-        assert set(trainer.train()) | {"step"} == expected, name
+    return {
+        name: trainer(model, config(max_steps=1), rows, eval_examples=rows)
+        for name, (trainer, model, config, rows) in made.items()
+    }
+
+
+def expected_keys(name: str) -> set[str]:
+    """What the table says that a trainer logs in a step with an evaluation."""
+    rows = [(row[0], row[1]) for row in documented("Trainers: metrics.jsonl")]
+    own = {key for key, whose in rows if name in whose.split(", ")}
+    evaluated = {f"eval_{key}" for key in {"loss", *own} if not key.startswith("eval_")}
+    return {key for key, whose in rows if whose == "all"} | own | evaluated
+
+
+def test_keys_of_the_trainers(tiny_llama: Any, byte_tokenizer: Any) -> None:
+    for name, trainer in trainers(tiny_llama, byte_tokenizer).items():
+        written = {re.sub(r"/\d+$", "/<k>", key) for key in trainer.train()}
+        assert written | {"step"} == expected_keys(name), name
+
+
+def test_every_method_page_lists_the_methods_keys() -> None:
+    shared = {row[0] for row in documented("Trainers: metrics.jsonl") if row[1] == "all"} - {"loss"}
+    for name, config in METHOD_CONFIGS.items():
+        sections = [name, "ensemble"] if name == "reward" else [name]
+        expected = set().union(*(expected_keys(section) for section in sections)) - shared
+        expected = {key for key in expected if not key.startswith("eval_") or key == "eval_calibration"}
+        page = f"methods/{name}.md"
+        assert {row[0] for row in documented("Metrics", page)} == expected, name
+        own = set(config.model_fields) - set(TrainerConfig.model_fields) | {"learning_rate"}
+        listed = {row[0]: json.loads(row[1].strip("`")) for row in documented("Settings", page)}
+        assert listed == {key: config().to_dict()[key] for key in own}, name
+
+
+def test_shared_settings_are_those_of_the_config() -> None:
+    listed = {row[0]: json.loads(row[1].strip("`")) for row in documented("Settings", "methods/README.md")}
+    assert listed == TrainerConfig().to_dict()
+
+
+def test_method_pages_lead_somewhere_and_are_listed() -> None:
+    folder = ROOT / "docs" / "methods"
+    index = (folder / "README.md").read_text(encoding="utf-8")
+    for page in folder.glob("*.md"):
+        for link in re.findall(r"\]\(([^)\s#]+)", page.read_text(encoding="utf-8")):
+            assert link.startswith("https://") or (folder / link).exists(), f"{page.name}: {link}"
+        assert page.name == "README.md" or f"({page.name})" in index, page.name

@@ -10,7 +10,20 @@ from typing import Any
 
 import click
 
-NEWEST = "<newest unfinished run>"
+from rlhf_train.options import decorated, model_option, run_options, settings_options
+
+OFFLINE_METHODS = {
+    "sft": "Supervised fine-tuning: write as the rows do.",
+    "reward": "Reward model: score texts, from pairs of a better and a worse one.",
+    "prm": "Process reward model: score every step of a solution.",
+    "dpo": "Direct preference optimisation, on pairs and a reference.",
+    "simpo": "SimPO: preference optimisation on pairs, without a reference.",
+    "kto": "KTO: learn from completions that are labelled good or bad.",
+}
+"""What `rlhf_algos.METHODS` trains, with the first line of each command's help."""
+
+_BACKENDS = ("rlhf", "trl")
+_ON_BAD_ROW = ("error", "skip")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -21,47 +34,10 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # stories may hold what the terminal cannot show
+            stream.reconfigure(errors="backslashreplace")  # rows may hold what the terminal cannot show
 
 
-@main.command()
-@click.option("--config", type=click.Path(), help="JSON or YAML file of settings.")
-@click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one setting; repeatable."
-)
-@click.option(
-    "--model", metavar="PATH|HUB_ID", help="Model of both players.  [default: a tiny one, built now]"
-)
-@click.option("--reward-model", metavar="PATH|HUB_ID", help="Reward model.  [default: built from the rows]")
-@click.option(
-    "--judge-model", metavar="PATH|HUB_ID", help="Judge with a scalar head.  [default: built from the rows]"
-)
-@click.option("--train-data", metavar="FILE", help="Question-answering rows.  [default: the story world]")
-@click.option("--eval-data", metavar="FILE", help="Held-out rows.  [default: 3 in 10 of the training file]")
-@click.option("--output-dir", metavar="DIR", help="The run's folder.  [default: outputs/minmax-<time>]")
-@click.option(
-    "--resume",
-    is_flag=False,
-    flag_value=NEWEST,
-    metavar="[DIR]",
-    help="Continue an interrupted run, with its own settings.  [default: the newest unfinished]",
-)
-@click.option("--max-steps", type=click.IntRange(min=1), help="Steps; takes the place of --epochs.")
-@click.option(
-    "--epochs", type=click.FloatRange(min=0, min_open=True), help="Passes over the training stories."
-)
-@click.option(
-    "--seed",
-    type=click.IntRange(min=0, max=(1 << 31) - 1),
-    help="Seeds everything, the built models too.  [default: 0]",
-)
-@click.option(
-    "--eval-only", is_flag=True, help="Evaluate the start models, or the last checkpoint of --resume DIR."
-)
-@click.option("--dry-run", is_flag=True, help="Check everything, estimate tokens and memory, train nothing.")
-@click.option("--no-baseline", is_flag=True, help="Skip the plain RLHF run that the game is compared with.")
-@click.option("--rebuild-demo", is_flag=True, help="Build the tiny models even where they are cached.")
-def minmax(**options: Any) -> None:
+def _minmax(**options: Any) -> None:
     """MinMax RLHF: a policy answers, a monitor criticises; each learns against the other.
 
     Without arguments it builds a tiny policy, a flawed reward model and a judge, shows how plain RLHF
@@ -72,8 +48,67 @@ def minmax(**options: Any) -> None:
     _exit_cleanly(lambda: run_minmax(options))
 
 
+def _minmax_options() -> list[Any]:
+    return [
+        *settings_options(),
+        model_option("--model", "Model of both players.  [default: a tiny one, built now]"),
+        model_option("--reward-model", "Reward model.  [default: built from the rows]"),
+        model_option("--judge-model", "Judge with a scalar head.  [default: built from the rows]"),
+        *run_options(
+            "minmax",
+            rows="Question-answering rows.  [default: the story world]",
+            held_out="Held-out rows.  [default: 3 in 10 of the training file]",
+            start="the start models",
+        ),
+        click.option(
+            "--no-baseline", is_flag=True, help="Skip the plain RLHF run that the game is compared with."
+        ),
+        click.option(
+            "--rebuild-demo", is_flag=True, help="Build the tiny models even where they are cached."
+        ),
+    ]
+
+
+def _offline_command(method: str, summary: str) -> click.Command:
+    """The command of an offline method."""
+
+    def command(**options: Any) -> None:
+        from rlhf_train.offline import run_offline
+
+        _exit_cleanly(lambda: run_offline(method, options))
+
+    options = [
+        *settings_options(),
+        model_option("--model", "Model to start from.  [default: a tiny one, built now]"),
+        *run_options(
+            method,
+            rows="Training rows: a file, a `datasets` folder or a hub name.  [default: the story world]",
+            held_out="Held-out rows.  [default: 1 in 10 of the training rows]",
+            start="the start model",
+        ),
+        click.option(
+            "--subset-size", type=click.IntRange(min=1), metavar="N", help="Use the first N training rows."
+        ),
+        click.option(
+            "--on-bad-row",
+            type=click.Choice(_ON_BAD_ROW),
+            help="Stop at a row that cannot be used, or skip and count it.  [default: error]",
+        ),
+        click.option(
+            "--backend",
+            type=click.Choice(_BACKENDS),
+            help="This engine, or TRL's own trainer on the same data.  [default: rlhf]",
+        ),
+    ]
+    help_text = (
+        f"{summary}\n\nWithout arguments it trains a tiny model, built now, on rows of the story world; the "
+        "run folder it names at the end holds the model, metrics, results and curves."
+    )
+    return click.command(method, help=help_text)(decorated(command, options))
+
+
 def _exit_cleanly(job: Callable[[], None]) -> None:
-    """Run a job; a user's mistake becomes one sentence and exit code 2, Ctrl-C exit code 130."""
+    """Run a job; a user's mistake becomes one sentence and exit code 2, Ctrl-C 130 and SIGTERM 143."""
     from rlhf_data import UserError
 
     try:
@@ -81,6 +116,11 @@ def _exit_cleanly(job: Callable[[], None]) -> None:
     except UserError as error:
         click.echo(f"Error: {error}", err=True)
         sys.exit(2)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         click.echo("Stopped; continue with --resume.", err=True)
-        sys.exit(130)
+        sys.exit(getattr(stop, "exit_code", 130))
+
+
+minmax = main.command("minmax")(decorated(_minmax, _minmax_options()))
+for _method, _summary in OFFLINE_METHODS.items():
+    main.add_command(_offline_command(_method, _summary))

@@ -1,4 +1,4 @@
-"""What the pure functions share: the shape check and dense group numbers."""
+"""What the pure functions share: the shape check, dense group numbers, weighted sums."""
 
 from __future__ import annotations
 
@@ -25,3 +25,10 @@ def check_flat(first: Tensor, **others: Tensor | None) -> None:
     for name, other in others.items():
         if other is not None and other.shape != first.shape:
             raise ValueError(f"{name} must have shape {tuple(first.shape)}, got {tuple(other.shape)}")
+
+
+def total(values: Tensor, weights: Tensor | None) -> Tensor:
+    """Sum of `values` (cast to float when boolean), weighted."""
+    if weights is not None:
+        return (values * weights).sum()
+    return values.sum(dtype=torch.float32) if values.dtype == torch.bool else values.sum()

@@ -8,6 +8,7 @@ named by an index tensor `(B,)` of any integers, so they may be ragged and lie i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -142,7 +143,7 @@ def zero_std_fraction(rewards: Tensor, groups: Tensor) -> Tensor:
     """
     check_flat(rewards, groups=groups)
     index, counts = dense_index(groups)
-    start = torch.empty_like(counts, dtype=rewards.dtype)
+    start = torch.zeros_like(counts, dtype=rewards.dtype)
     low = start.scatter_reduce(0, index, rewards, "amin", include_self=False)
     high = start.scatter_reduce(0, index, rewards, "amax", include_self=False)
     return (low == high).float().mean()
@@ -178,8 +179,7 @@ def standardise(advantages: Tensor, *, epsilon: float = 1e-8) -> Tensor:
     return scale_by_std(advantages - advantages.mean(), epsilon=epsilon)
 
 
-@dataclass(frozen=True)
-class _Groups:
+class _Groups(NamedTuple):
     index: Tensor  # (B,) 0..P-1
     size: Tensor  # (P,) float
     centred: Tensor  # (B,)

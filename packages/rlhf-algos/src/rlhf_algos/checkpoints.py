@@ -1,26 +1,29 @@
-"""Checkpoints that a killed run can always resume from, bit for bit, and nothing in them pickled.
+"""Checkpoints that a killed run can always resume from, and nothing in them pickled.
 
-Covered: a kill at any moment (a checkpoint appears whole or not at all, and only a whole one is resumed
-from); optimizer moments, learning-rate schedule, the random state of torch (CPU and every GPU) and of
-`random`.
-Not covered: the random state of numpy and of other libraries, and kernels that are not deterministic.
+Covered: a kill at any moment (a checkpoint appears whole or not at all); a checkpoint damaged afterwards (it
+is passed over for the one before it); a full disk (the checkpoints that were there stay as they are).
+Not covered: a damaged file whose damage leaves its CRC-32 as it was.
 """
 
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch.optim import Optimizer
+from safetensors import SafetensorError
+from transformers.utils import logging as transformers_logging
 
+from rlhf_algos.saved_state import load_optimizer_state as load_optimizer_state
+from rlhf_algos.saved_state import load_rng_state as load_rng_state
+from rlhf_algos.saved_state import save_optimizer_state as save_optimizer_state
+from rlhf_algos.saved_state import save_rng_state as save_rng_state
+from rlhf_algos.stopping import is_greater_better
 from rlhf_data import UserError, atomic_folder, atomic_write_json
+from rlhf_data.files import finite
+from rlhf_data.integrity import write_checksums
 
 __all__ = [
     "STATE_FILE",
@@ -33,7 +36,7 @@ __all__ = [
 ]
 
 STATE_FILE = "trainer_state.json"
-"""Written last: a checkpoint folder that has it is complete."""
+"""A checkpoint folder that has it was once complete."""
 
 
 class CheckpointFolders(Protocol):
@@ -43,51 +46,96 @@ class CheckpointFolders(Protocol):
         """Where the checkpoint of a step lies."""
         ...
 
-    def latest_checkpoint(self) -> Path | None:
-        """The newest complete checkpoint."""
+    def checkpoints(self) -> list[tuple[int, Path]]:
+        """Step and folder of every complete checkpoint, by step."""
         ...
 
-    def prune_checkpoints(self, keep: int) -> Any:
-        """Remove all but the newest `keep`."""
+    def latest_checkpoint(self) -> Path | None:
+        """The newest whole checkpoint."""
+        ...
+
+    def prune_checkpoints(self, keep: int, *, best: int | None = None) -> Any:
+        """Remove all but the newest `keep` and that of step `best`."""
+        ...
+
+    def drop_checkpoints_after(self, step: int, *, but: int | None = None) -> Any:
+        """Remove those of later steps, but not that of step `but`."""
         ...
 
 
 class CheckpointManager:
-    """Rolling checkpoints of a run folder.
+    """Rolling checkpoints of a run folder, the best one among them kept.
 
     Args:
         run: the run folder.
-        keep: how many of the newest checkpoints stay; None keeps all.
+        keep: how many of the newest checkpoints stay, the best one besides; None keeps all.
+        metric: which of the metrics given to `writing` says what is best; None knows no best one.
+        greater_is_better: whether more of it is better; None takes it from the metric's name.
     """
 
-    def __init__(self, run: CheckpointFolders, *, keep: int | None = None) -> None:
-        self.run = run
-        self.keep = keep
+    def __init__(
+        self,
+        run: CheckpointFolders,
+        *,
+        keep: int | None = None,
+        metric: str | None = None,
+        greater_is_better: bool | None = None,
+    ) -> None:
+        self.run, self.keep, self.metric = run, keep, metric
+        more = is_greater_better(metric or "") if greater_is_better is None else greater_is_better
+        self._sign = 1 if more else -1
+        self._last: int | None = None
 
     @contextmanager
-    def writing(self, step: int, state: dict[str, Any]) -> Iterator[Path]:
+    def writing(
+        self, step: int, state: dict[str, Any], *, metrics: Mapping[str, Any] | None = None
+    ) -> Iterator[Path]:
         """Yield a folder for model and optimizer files; it becomes the checkpoint when the block ends.
+
+        Then those are removed that training did not come from (of later steps, or passed over by `latest`),
+        and old ones beyond `keep`.
 
         Args:
             step: optimizer steps done.
-            state: what else resuming needs, JSON values; it is written last, with `step` added.
+            state: what else resuming needs, JSON values; written last, with `step` added.
+            metrics: what was measured at this step.  They are kept as `log_history`; where they have
+                `metric`, `best_metric`, `best_global_step` and `best_model_checkpoint` (a folder's name) say
+                which checkpoint is the best so far, the earlier one where two are equal.
 
         Yields:
             A temporary folder.  When the block raises, nothing is left of it.
+
+        Raises:
+            DiskFullError: nothing can be added to the disk; the checkpoints that were there are intact.
         """
         with atomic_folder(self.run.checkpoint_path(step)) as folder:
             yield folder
-            atomic_write_json(folder / STATE_FILE, {"step": step, **state})
+            values = finite({"step": step, **state, **self._log(step, dict(metrics or {}))})
+            atomic_write_json(folder / STATE_FILE, values)
+            write_checksums(folder)
+        self.run.drop_checkpoints_after(step if self._last is None else min(self._last, step), but=step)
+        self._last = step
         if self.keep is not None:
-            self.run.prune_checkpoints(self.keep)
+            self.run.prune_checkpoints(self.keep, best=values.get("best_global_step"))
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint, None when there is none."""
-        return self.run.latest_checkpoint()
+        """The newest whole checkpoint, None when there are none; damaged ones are passed over with a warning.
+
+        Raises:
+            UserError: there are checkpoints, and each of them is damaged.
+        """
+        latest = self.run.latest_checkpoint()
+        self._last = self.read_state(latest)["step"] if latest else 0
+        return latest
+
+    def best(self) -> Path | None:
+        """The checkpoint with the best `metric`, None where none was written with it."""
+        found = self._best(self._scores())
+        return self.run.checkpoint_path(found[1]) if found else None
 
     @staticmethod
     def read_state(folder: str | Path) -> dict[str, Any]:
-        """What `writing` was given as state, with `step`.
+        """What `writing` was given as state, with `step` and what it added.
 
         Raises:
             UserError: the folder is not a complete checkpoint.
@@ -97,7 +145,55 @@ class CheckpointManager:
             raise UserError(
                 f"{folder} is not a complete checkpoint: it has no {STATE_FILE}; name another one"
             )
-        return json.loads(path.read_text(encoding="utf-8"))
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"{path} is damaged ({error}); name another checkpoint") from error
+
+    def _log(self, step: int, metrics: dict[str, Any]) -> dict[str, Any]:
+        """What is said in a new checkpoint's state about this and the best one."""
+        log: dict[str, Any] = {"log_history": [{"step": step, **metrics}]} if metrics else {}
+        scores = [score for score in self._scores() if score[1] < step]
+        best = self._best([*scores, *self._score(step, metrics)])
+        if best is not None:
+            value, best_step = best
+            log |= {
+                "best_metric": value,
+                "best_global_step": best_step,
+                "best_model_checkpoint": self.run.checkpoint_path(best_step).name,
+            }
+        return log
+
+    def _scores(self) -> list[tuple[float, int]]:
+        """Value of the metric and step of every checkpoint that was written with it."""
+        scores: list[tuple[float, int]] = []
+        for step, folder in self.run.checkpoints() if self.metric else ():
+            try:
+                history = self.read_state(folder).get("log_history", [])
+            except UserError:  # damaged: it cannot be the best one
+                continue
+            scores += self._score(step, history[-1] if history else {})
+        return scores
+
+    def _score(self, step: int, metrics: Mapping[str, Any]) -> list[tuple[float, int]]:
+        value = finite(metrics.get(self.metric or ""))
+        return [] if value is None else [(float(value), step)]
+
+    def _best(self, scores: list[tuple[float, int]]) -> tuple[float, int] | None:
+        return max(scores, key=lambda score: (self._sign * score[0], -score[1]), default=None)
+
+
+def save_pretrained(model: Any, tokenizer: Any, folder: str | Path) -> None:
+    """Write a model, and its tokenizer unless that is None, without transformers' bar for each file."""
+    had_bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        model.save_pretrained(folder)
+    finally:
+        if had_bars:
+            transformers_logging.enable_progress_bar()
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
 
 
 def load_weights(model: Any, folder: str | Path) -> None:
@@ -117,90 +213,11 @@ def load_weights(model: Any, folder: str | Path) -> None:
             for name in model.peft_config:  # peft writes the adapter named default into the folder itself
                 place = folder if name == "default" else folder / name
                 model.load_adapter(str(place), adapter_name=name, is_trainable=True)
+        elif hasattr(model, "load_weights"):
+            model.load_weights(folder)
         else:
             model.load_state_dict(type(model).from_pretrained(folder).state_dict())
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(
             f"{folder}: its weights do not fit this model ({error}); resume with the same model"
-        ) from error
-
-
-def save_optimizer_state(optimizer: Optimizer, path: str | Path) -> None:
-    """Write an optimizer's state to one safetensors file: tensors as such, the rest as JSON in its header.
-
-    Args:
-        optimizer: any optimizer whose state holds tensors and JSON values.
-        path: the file, for instance `checkpoint-10/optimizer.safetensors`.
-    """
-    state = optimizer.state_dict()
-    tensors: dict[str, torch.Tensor] = {}
-    plain: dict[str, dict[str, Any]] = {}
-    for index, entries in state["state"].items():
-        for name, value in entries.items():
-            if isinstance(value, torch.Tensor):
-                tensors[f"{index}.{name}"] = value.contiguous()
-            else:
-                plain.setdefault(str(index), {})[name] = value
-    header = {"param_groups": state["param_groups"], "plain": plain}
-    save_file(tensors, str(path), metadata={"state": json.dumps(header)})
-
-
-def load_optimizer_state(optimizer: Optimizer, path: str | Path) -> None:
-    """Read what `save_optimizer_state` wrote into an optimizer over the same parameters in the same order.
-
-    Raises:
-        UserError: the file is missing or damaged, or is of an optimizer over other parameters.
-    """
-    tensors, header = _read(path)
-    state: dict[int, dict[str, Any]] = {int(index): entries for index, entries in header["plain"].items()}
-    for key, tensor in tensors.items():
-        index, _, name = key.partition(".")
-        state.setdefault(int(index), {})[name] = tensor
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    matching = [len(group["params"]) for group in optimizer.param_groups] == [
-        len(group["params"]) for group in header["param_groups"]
-    ] and all(_moments_fit(entries, parameters[index]) for index, entries in state.items())
-    if not matching:
-        raise UserError(f"{path} belongs to an optimizer over other parameters; resume with the same model")
-    optimizer.load_state_dict({"state": state, "param_groups": header["param_groups"]})
-
-
-def save_rng_state(path: str | Path) -> None:
-    """Write the random state of torch (CPU, every GPU) and of `random` to one safetensors file."""
-    tensors = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        tensors |= {f"cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
-    save_file(tensors, str(path), metadata={"state": json.dumps({"python": random.getstate()})})
-
-
-def load_rng_state(path: str | Path) -> None:
-    """Read back what `save_rng_state` wrote; states of GPUs that are not here are left out.
-
-    Raises:
-        UserError: the file is missing or damaged.
-    """
-    tensors, header = _read(path)
-    torch.set_rng_state(tensors["cpu"])
-    for i in range(torch.cuda.device_count()):
-        if f"cuda.{i}" in tensors:
-            torch.cuda.set_rng_state(tensors[f"cuda.{i}"], i)
-    version, numbers, gauss = header["python"]
-    random.setstate((version, tuple(numbers), gauss))
-
-
-def _moments_fit(entries: dict[str, Any], parameter: torch.Tensor) -> bool:
-    """Whether every tensor kept for a parameter is a scalar or has the parameter's shape."""
-    shapes = [value.shape for value in entries.values() if isinstance(value, torch.Tensor)]
-    return all(shape in (torch.Size([]), parameter.shape) for shape in shapes)
-
-
-def _read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Tensors and JSON header of a file."""
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is not a dict
-            return tensors, json.loads((file.metadata() or {})["state"])
-    except (OSError, SafetensorError, KeyError) as error:
-        raise UserError(
-            f"{path} cannot be read as saved state ({error}); resume from another checkpoint"
         ) from error

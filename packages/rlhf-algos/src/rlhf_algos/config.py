@@ -1,18 +1,18 @@
-"""What every trainer's config shares; the names are TRL's."""
+"""What every trainer's config shares; the names are those of TRL and transformers."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhf_data import BaseConfig
 
-__all__ = ["TrainerConfig"]
+__all__ = ["HardwareConfig", "LoopConfig", "OptimizerConfig", "TrackingConfig", "TrainerConfig"]
 
 
-class TrainerConfig(BaseConfig):
-    """Optimizer, schedule, step size, budget, checkpoints."""
+class OptimizerConfig(BaseConfig):
+    """Optimizer and learning-rate schedule."""
 
     learning_rate: float = Field(default=1e-5, gt=0)
     """Peak learning rate of AdamW."""
@@ -26,10 +26,19 @@ class TrainerConfig(BaseConfig):
     """Decay of AdamW's mean of gradients."""
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)
     """Decay of AdamW's mean of squared gradients."""
+    adam_epsilon: float = Field(default=1e-8, gt=0)
+    """Added to the root of AdamW's mean of squared gradients."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """The gradient of a step is scaled down to this 2-norm when it is longer."""
+    optim: Literal["adamw_torch", "adamw_bnb_8bit"] = "adamw_torch"
+    """AdamW of torch (fused), or that of bitsandbytes, which keeps its moments in 8 bits."""
+
+
+class LoopConfig(BaseConfig):
+    """Steps, epochs, evaluation, checkpoints."""
+
     per_device_train_batch_size: int = Field(default=8, ge=1)
-    """Examples per optimizer step and accumulation step; only the product of the two matters."""
+    """Examples per optimizer step, accumulation step and process; only the product of the three matters."""
     gradient_accumulation_steps: int = Field(default=1, ge=1)
     """Factor on `per_device_train_batch_size`; memory is ruled by `max_tokens_per_batch` alone."""
     max_tokens_per_batch: int | None = Field(default=16384, ge=1)
@@ -38,11 +47,77 @@ class TrainerConfig(BaseConfig):
     """Passes over the training examples; a fraction ends inside an epoch."""
     max_steps: int = Field(default=-1, ge=-1)
     """Optimizer steps; above 0 it takes the place of `num_train_epochs`."""
+    shuffle: bool = True
+    """Take the examples in a new random order each epoch; false takes them as they come."""
+    seed: int = Field(default=42, ge=0)
+    """Seed of the data order and of dropout."""
     eval_steps: int | None = Field(default=None, ge=1)
-    """Evaluate every so many steps; null means once, at the end."""
+    """Evaluate every so many steps, and at the end; null means at the end only."""
     save_steps: int | None = Field(default=500, ge=1)
     """Write a checkpoint every so many steps, and at the end; null means at the end only."""
     save_total_limit: int | None = Field(default=2, ge=1)
-    """Checkpoints kept, the newest; null keeps all."""
-    seed: int = Field(default=42, ge=0)
-    """Seed of the data order and of dropout."""
+    """Checkpoints kept: the newest ones, and the best one besides; null keeps all."""
+    metric_for_best_model: str = "loss"
+    """Evaluation metric that says which checkpoint is best, with or without `eval_` in front."""
+    greater_is_better: bool | None = None
+    """Whether more of that metric is better; null means yes, unless its name ends in `loss`."""
+    load_best_model_at_end: bool = False
+    """Take the weights of the best checkpoint when training ends; saves at every evaluation."""
+    early_stopping_patience: int | None = Field(default=None, ge=1)
+    """Stop after so many evaluations in a row without an improvement; null never stops."""
+    early_stopping_threshold: float = Field(default=0.0, ge=0)
+    """What the metric must change by to count as an improvement."""
+
+
+class HardwareConfig(BaseConfig):
+    """Precision, memory, processes."""
+
+    bf16: bool | None = None
+    """Compute in bfloat16 (weights stay in fp32); null means where the GPU is made for it."""
+    fp16: bool | None = None
+    """Compute in float16 with a scaled loss; null means on GPUs that have no bfloat16."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in the backward pass: less memory, a third more time."""
+    torch_compile: bool = False
+    """Compile the model's layers with torch.compile; pays on GPUs and long runs."""
+    deepspeed: str | None = None
+    """JSON file of DeepSpeed settings (ZeRO-1, 2 or 3); run under torchrun."""
+    fsdp: bool = False
+    """Shard the model over the processes (FSDP2); run under torchrun."""
+
+    @model_validator(mode="after")
+    def _one_of_each(self) -> Self:
+        if self.bf16 and self.fp16:
+            raise ValueError("bf16 and fp16 are both true; choose one")
+        if self.deepspeed and self.fsdp:
+            raise ValueError("deepspeed and fsdp are both set; choose one")
+        return self
+
+
+class TrackingConfig(BaseConfig):
+    """What is logged, and how often."""
+
+    logging_steps: int = Field(default=1, ge=1)
+    """Write a line of metrics every so many steps."""
+    report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Trackers that get the metrics besides metrics.jsonl."""
+    debug_gradient_flow: int | None = Field(default=None, ge=1)
+    """Draw the gradient norm of every layer each so many steps; null never."""
+    debug_activations: int | None = Field(default=None, ge=1)
+    """Draw histograms of every layer's output each so many steps; null never."""
+    sample_steps: int | None = Field(default=None, ge=1)
+    """Write what the model answers to a few prompts each so many steps; null never."""
+
+
+class TrainerConfig(OptimizerConfig, LoopConfig, HardwareConfig, TrackingConfig):
+    """Everything a trainer needs that is not its method's own."""
+
+    @model_validator(mode="after")
+    def _whole_where_needed(self) -> Self:
+        if self.load_best_model_at_end and (self.fsdp or self.deepspeed):
+            raise ValueError(
+                "load_best_model_at_end needs a model that is not sharded; leave one of them out"
+            )
+        if self.optim == "adamw_bnb_8bit" and (self.fsdp or self.deepspeed):
+            raise ValueError("adamw_bnb_8bit cannot be sharded; take adamw_torch with fsdp and deepspeed")
+        return self

@@ -21,17 +21,31 @@ class MetricsFile(Protocol):
         ...
 
 
+class MetricsTracker(Protocol):
+    """What else may follow the metrics; `rlhf_algos.trackers.create_trackers` makes one."""
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> Any:
+        """Take the metrics of a step."""
+        ...
+
+    def finish(self) -> Any:
+        """Write out what is left and let go."""
+        ...
+
+
 class TrainingLogger:
-    """Writes metrics.jsonl and shows steps, rate, time left and chosen metrics; a context manager.
+    """Writes metrics.jsonl, feeds trackers, shows steps, rate, time left and metrics; a context manager.
 
     Args:
         run: where metrics go, for instance a `rlhf_data.RunFolder`; None writes none.
         total_steps: steps of the whole run.
         done_steps: steps done before (of a resumed run).
-        description: first word of the progress line.
         show: names of the metrics shown in the progress line.
         progress: show the line; None shows it when the console is a terminal.
         console: a Rich console; None is standard output's.
+        trackers: they get what metrics.jsonl gets, and are finished with the logger.
+        logging_steps: steps between the lines that are written; the last step and every evaluation (a name
+            that begins with `eval_`) are written besides.  The progress line follows every step.
     """
 
     def __init__(
@@ -40,21 +54,21 @@ class TrainingLogger:
         *,
         total_steps: int,
         done_steps: int = 0,
-        description: str = "train",
         show: Sequence[str] = ("loss",),
         progress: bool | None = None,
         console: Console | None = None,
+        trackers: Sequence[MetricsTracker] = (),
+        logging_steps: int = 1,
     ) -> None:
-        self.run = run
+        self.run, self.trackers = run, tuple(trackers)
+        self.total_steps, self.logging_steps = total_steps, logging_steps
         self.show = tuple(show)
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         if progress is not False:
             self._progress = _progress_line(console, forced=progress is True)
         if self._progress is not None:
-            self._task = self._progress.add_task(
-                description, total=total_steps, completed=done_steps, metrics=""
-            )
+            self._task = self._progress.add_task("train", total=total_steps, completed=done_steps, metrics="")
 
     def __enter__(self) -> Self:
         """Start the progress line."""
@@ -65,9 +79,11 @@ class TrainingLogger:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop the progress line, also after an error."""
+        """Stop the progress line and finish the trackers, also after an error."""
         if self._progress is not None:
             self._progress.stop()
+        for tracker in self.trackers:
+            tracker.finish()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write the metrics of one step and move the progress line to it.
@@ -76,11 +92,26 @@ class TrainingLogger:
             step: counted from 1.
             metrics: name to number; `step` is added in front.
         """
-        if self.run is not None:
-            self.run.append_metrics({"step": step, **metrics})
+        if self._due(step, metrics):
+            if self.run is not None:
+                self.run.append_metrics({"step": step, **metrics})
+            for tracker in self.trackers:
+                tracker.log(metrics, step)
         if self._progress is not None and self._task is not None:
             shown = "  ".join(f"{name} {metrics[name]:.4g}" for name in self.show if name in metrics)
             self._progress.update(self._task, completed=step, metrics=shown)
+
+    def _due(self, step: int, metrics: Mapping[str, Any]) -> bool:
+        if step % self.logging_steps == 0 or step == self.total_steps:
+            return True
+        return any(name.startswith("eval_") for name in metrics)
+
+
+def _rate(speed: float | None) -> str:
+    """Steps per second, or seconds per step of a slow run."""
+    if not speed:
+        return "-- steps/s"
+    return f"{speed:.2f} steps/s" if speed >= 1 else f"{1 / speed:.1f} s/step"
 
 
 def _progress_line(console: Console | None, *, forced: bool) -> Progress | None:
@@ -103,8 +134,7 @@ def _progress_line(console: Console | None, *, forced: bool) -> Progress | None:
 
     class RateColumn(ProgressColumn):
         def render(self, task: Task) -> Text:
-            speed = task.finished_speed or task.speed
-            return Text(f"{speed:.2f} steps/s" if speed else "-- steps/s")
+            return Text(_rate(task.finished_speed or task.speed))
 
     return Progress(
         TextColumn("{task.description}"),

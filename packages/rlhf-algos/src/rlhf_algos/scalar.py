@@ -7,14 +7,14 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from rlhf_algos.config import TrainerConfig
 from rlhf_algos.losses import binary_cross_entropy
-from rlhf_algos.trainer import BaseTrainer, LossOutput
+from rlhf_algos.outputs import LossOutput
+from rlhf_algos.trainer import BaseTrainer
 from rlhf_data import PackedBatch, TokenSequence
 
-__all__ = ["LabelledSequence", "ScalarConfig", "ScalarTrainer", "sequence_scores"]
+__all__ = ["LabelledSequence", "ScalarConfig", "ScalarTrainer"]
 
 
 class LabelledSequence(NamedTuple):
@@ -65,20 +65,10 @@ class ScalarTrainer(BaseTrainer[LabelledSequence]):
 
     def loss(self, batch: PackedBatch, examples: Sequence[LabelledSequence]) -> LossOutput:
         """Cross-entropy of the labels."""
-        scores = sequence_scores(self.model, batch)
+        scores = self.forward(batch).float()
         labels = torch.tensor([float(label) for _, label in examples], device=scores.device)
         result = binary_cross_entropy(scores, labels)
         return LossOutput(
             result.loss,
             sums={"accuracy": result.correct, "mean_probability": torch.sigmoid(scores.detach()).sum()},
         )
-
-
-def sequence_scores(model: Any, batch: PackedBatch) -> Tensor:
-    """Scores (Q,) in fp32, in the order in which the sequences were given to `pack`.
-
-    Args:
-        model: `model(batch)` gives the scores in the batch's order.
-        batch: a batch that holds all the sequences that were packed.
-    """
-    return model(batch)[batch.sequence_ids.argsort()].float()

@@ -3,44 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from pydantic import Field
-
-from rlhf_algos.config import TrainerConfig
 from rlhf_algos.losses import next_token_loss
-from rlhf_algos.trainer import BaseTrainer, LossOutput
+from rlhf_algos.method_configs import SFTConfig
+from rlhf_algos.outputs import LossOutput
+from rlhf_algos.scoring import LanguageModelTrainer
 from rlhf_data import PackedBatch, TokenSequence, UserError
-from rlhf_models import token_logps
 
-__all__ = ["SFTConfig", "SFTTrainer"]
-
-
-class SFTConfig(TrainerConfig):
-    """Settings of supervised fine-tuning."""
-
-    learning_rate: float = Field(default=2e-5, gt=0)
-    """Peak learning rate of AdamW."""
+__all__ = ["SFTConfig", "SFTExample", "SFTTrainer"]
 
 
 SFTExample = TokenSequence | tuple[TokenSequence, ...]
 """A sequence, or several that belong to one step because they share a prefix."""
 
 
-class SFTTrainer(BaseTrainer[SFTExample]):
+class SFTTrainer(LanguageModelTrainer[SFTExample]):
     """Trains a causal LM on token sequences; the loss is the mean over the scored tokens of a step, in nats.
+
+    Metrics: `entropy` (of the predicted distributions, nats) and `mean_token_accuracy` (share of scored
+    tokens that are the likeliest ones), both means over the scored tokens.
 
     Args:
         model: a transformers causal LM, or a PeftModel around one.
         config: the settings.
         examples: sequences, or tuples of sequences that share a prefix (it is then computed once); the tokens
-            from `score_from` on are learned.
+            from `score_from` on are learned, those of `score_mask` where one is given.
         eval_examples: sequences `evaluate` measures.
         **options: see `BaseTrainer`.
 
     Raises:
-        UserError: no examples, or one without a scored token.
+        UserError: no examples, or one (of a list) without a scored token.
     """
+
+    shown_metrics: ClassVar[tuple[str, ...]] = ("loss", "mean_token_accuracy")
 
     def __init__(
         self,
@@ -52,11 +48,8 @@ class SFTTrainer(BaseTrainer[SFTExample]):
         **options: Any,
     ) -> None:
         for kind, rows in (("training", examples), ("evaluation", eval_examples)):
-            for i, row in enumerate(rows):
-                if any(max(s.score_from, 1) >= len(s.input_ids) for s in self.sequences(row)):
-                    raise UserError(
-                        f"{kind} example {i} (from 0) has no token to learn; its completion is empty"
-                    )
+            if isinstance(rows, list | tuple):  # others make their rows when they are asked for
+                self._check(kind, rows)
         super().__init__(model, config, examples, eval_examples=eval_examples, **options)
 
     def sequences(self, example: SFTExample) -> Sequence[TokenSequence]:
@@ -69,4 +62,13 @@ class SFTTrainer(BaseTrainer[SFTExample]):
 
     def loss(self, batch: PackedBatch, examples: Sequence[SFTExample]) -> LossOutput:
         """Negative log-likelihood of the scored tokens."""
-        return LossOutput(next_token_loss(token_logps(self.model, batch).logps).loss)
+        scores = self.forward(batch, with_stats=True)
+        return LossOutput(
+            next_token_loss(scores.logps).loss,
+            sums={"entropy": scores.entropy.sum(), "mean_token_accuracy": scores.correct.sum()},
+        )
+
+    def _check(self, kind: str, rows: Sequence[SFTExample]) -> None:
+        for i, row in enumerate(rows):
+            if not all(sequence.scored() for sequence in self.sequences(row)):
+                raise UserError(f"{kind} example {i} (from 0) has no token to learn; its completion is empty")

@@ -1,4 +1,4 @@
-"""The training loop that every trainer shares; an algorithm adds its loss."""
+"""The training loop that every trainer shares; a method adds its loss."""
 
 from __future__ import annotations
 
@@ -6,64 +6,50 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from rlhf_algos.checkpoints import (
-    CheckpointManager,
-    load_optimizer_state,
-    load_rng_state,
-    load_weights,
-    save_optimizer_state,
-    save_rng_state,
-)
+from rlhf_algos.batching import epoch_order, micro_batches
+from rlhf_algos.checkpoints import save_pretrained
 from rlhf_algos.config import TrainerConfig
-from rlhf_algos.logging import TrainingLogger
+from rlhf_algos.observers import Observers
 from rlhf_algos.optim import create_optimizer, create_scheduler
-from rlhf_data import PackedBatch, RunFolder, TokenSequence, UserError, atomic_folder, pack
+from rlhf_algos.outputs import LossOutput, reduce_outputs
+from rlhf_algos.parallel import Parallel
+from rlhf_algos.progress import TrainingEvents
+from rlhf_algos.state import TrainerState
+from rlhf_data import PackedBatch, RunFolder, TokenSequence, UserError, atomic_folder
+from rlhf_models import compile_model
 
 __all__ = ["BaseTrainer", "LossOutput"]
 
 Example = TypeVar("Example")
 
 
-@dataclass(frozen=True)
-class LossOutput:
-    """Loss and statistics of one micro-batch: scalars that add up over micro-batches."""
-
-    loss: Tensor
-    """Sum over the micro-batch's terms, with gradient."""
-    sums: Mapping[str, Tensor] = field(default_factory=dict)
-    """Metrics that are sums over terms; reported as means."""
-    lows: Mapping[str, Tensor] = field(default_factory=dict)
-    """Metrics reported as the minimum over micro-batches."""
-    highs: Mapping[str, Tensor] = field(default_factory=dict)
-    """Metrics reported as the maximum over micro-batches."""
-
-
 class BaseTrainer(ABC, Generic[Example]):
     """Trains a model on examples with AdamW; a subclass gives the loss.
 
-    An optimizer step takes `per_device_train_batch_size * gradient_accumulation_steps` examples, cuts them
-    into micro-batches of at most `max_tokens_per_batch` tokens, and divides every micro-batch's loss by the
-    count of the whole step.  So the gradient does not depend on the cut.  The order of examples depends on
-    the seed and the epoch only.
+    An optimizer step takes `per_device_train_batch_size * gradient_accumulation_steps * processes` examples,
+    cuts them into micro-batches of at most `max_tokens_per_batch` tokens, and divides every micro-batch's
+    loss by the count of the whole step.  So the gradient depends neither on the cut nor on the number of
+    processes.  The order of examples depends on the seed and the epoch only.
 
     Args:
         model: what is trained, in the mode and on the device it is in; it has `save_pretrained`.
         config: the settings.
-        examples: the training examples, at least one.
+        examples: the training examples, at least one; they are asked for by index when they are needed.
         eval_examples: what `evaluate` measures; may be empty.
+        tokenizer: saved beside the model, where the model does not save its own.
         run: where metrics and checkpoints go; None keeps nothing.
         on_step: called with (step, metrics) after each step, step counted from 1.
         progress: show a progress line; None shows it when the console is a terminal.
 
     Raises:
-        UserError: no examples.
+        UserError: no examples, or settings that do not fit the machine.
     """
 
     shown_metrics: ClassVar[tuple[str, ...]] = ("loss",)
@@ -76,32 +62,38 @@ class BaseTrainer(ABC, Generic[Example]):
         examples: Sequence[Example],
         *,
         eval_examples: Sequence[Example] = (),
+        tokenizer: Any = None,
         run: RunFolder | None = None,
         on_step: Callable[[int, dict[str, float]], None] | None = None,
         progress: bool | None = False,
     ) -> None:
-        if not examples:
+        if not len(examples):
             raise UserError("there are no training examples; give a data set with at least one row")
-        self.model, self.config, self.run = model, config, run
-        self.examples, self.eval_examples = list(examples), list(eval_examples)
+        self.model, self.config, self.run, self.tokenizer = model, config, run, tokenizer
+        self.examples, self.eval_examples = examples, eval_examples
         self.on_step, self.progress = on_step, progress
         self.step = 0
         self.num_tokens = 0
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.device = self.parameters[0].device
-        self.optimizer = create_optimizer(
-            self.parameters,
-            learning_rate=config.learning_rate,
-            weight_decay=config.weight_decay,
-            betas=(config.adam_beta1, config.adam_beta2),
+        if config.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.scorer = self.build_scorer(model)
+        if config.torch_compile:
+            compile_model(self.scorer)
+        trained = self.parameters[0]
+        self.parallel = Parallel(
+            config,
+            device=trained.device,
+            dtype=trained.dtype,
+            batch_size=config.per_device_train_batch_size,
+            max_grad_norm=config.max_grad_norm,
         )
-        self.scheduler = create_scheduler(
-            self.optimizer,
-            config.lr_scheduler_type,
-            total_steps=self.total_steps,
-            warmup_steps=config.warmup_steps,
-        )
-        self.checkpoints = CheckpointManager(run, keep=config.save_total_limit) if run else None
+        self.device = self.parallel.device
+        self.optimizer, self.scheduler = self._create_optimizer()
+        self.state = TrainerState(self)
+        self.observers: Observers | None = None
+        self.rows: Sequence[int] = ()
+        self._prepared: Any = None
+        self._stepper: Any = self.optimizer
 
     @abstractmethod
     def sequences(self, example: Example) -> Sequence[TokenSequence]:
@@ -115,10 +107,30 @@ class BaseTrainer(ABC, Generic[Example]):
     def loss(self, batch: PackedBatch, examples: Sequence[Example]) -> LossOutput:
         """Loss of one micro-batch, on the model's device; its sequences are those of `examples`."""
 
+    def build_scorer(self, model: Any) -> nn.Module:
+        """The module that `forward` calls; all use of trained weights must lie inside its `forward`."""
+        return model
+
+    def before_step(self, examples: Sequence[Example]) -> None:
+        """A pass over this process's examples of a step, or of a batch of evaluation, before their losses."""
+
+    def extra_state(self) -> dict[str, Any]:
+        """What a method must remember in checkpoints besides the model, as JSON values."""
+        return {}
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """Take up what `extra_state` gave."""
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The trained parameters."""
+        return [parameter for parameter in self.scorer.parameters() if parameter.requires_grad]
+
     @property
     def step_size(self) -> int:
-        """Examples per optimizer step."""
-        return self.config.per_device_train_batch_size * self.config.gradient_accumulation_steps
+        """Examples per optimizer step, over all processes."""
+        per_process = self.config.per_device_train_batch_size * self.config.gradient_accumulation_steps
+        return per_process * self.parallel.world_size
 
     @property
     def steps_per_epoch(self) -> int:
@@ -132,6 +144,26 @@ class BaseTrainer(ABC, Generic[Example]):
             return self.config.max_steps
         return max(1, math.ceil(self.config.num_train_epochs * self.steps_per_epoch))
 
+    @property
+    def best_metric_name(self) -> str:
+        """The evaluation metric that says which checkpoint is best, `eval_` in front."""
+        return f"eval_{self.config.metric_for_best_model.removeprefix('eval_')}"
+
+    def forward(self, batch: PackedBatch, **options: Any) -> Any:
+        """Run the scorer on a packed batch, wrapped for the processes and the precision of this training."""
+        self.prepare()
+        return self._prepared(batch, **options)
+
+    def prepare(self) -> None:
+        """Move, shard and wrap the model as the settings say; the first use of the trainer does it."""
+        if self._prepared is not None:
+            return
+        if self.parallel.shard(self.scorer):
+            self.optimizer, self.scheduler = self._create_optimizer()
+            self.state.load_schedule()
+        self._prepared, self._stepper = self.parallel.prepare(self.scorer, self.optimizer)
+        self.state.load_optimizer()
+
     def train(self) -> dict[str, float]:
         """Train from where the trainer stands to the last step.
 
@@ -140,44 +172,36 @@ class BaseTrainer(ABC, Generic[Example]):
 
         Raises:
             UserError: the loss or the gradient became NaN or infinite.
+            TrainingStopped: SIGTERM or SIGINT came; a checkpoint was written.
         """
         if self.step == 0:
-            torch.manual_seed(self.config.seed)
+            torch.manual_seed(self.config.seed + self.parallel.rank)
+        self.prepare()
         metrics: dict[str, float] = {}
-        with TrainingLogger(
-            self.run,
-            total_steps=self.total_steps,
-            done_steps=self.step,
-            show=self.shown_metrics,
-            progress=self.progress,
-        ) as logger:
-            while self.step < self.total_steps:
-                metrics = self.train_epoch(logger)
+        with TrainingEvents(self) as events:
+            while self.step < self.total_steps and not events.finished:
+                metrics = self.train_epoch(events)
+            events.after_last_step()
         return metrics
 
-    def train_epoch(self, logger: TrainingLogger) -> dict[str, float]:
+    def train_epoch(self, events: TrainingEvents) -> dict[str, float]:
         """Train from where the trainer stands to the end of its epoch; the metrics of the last step."""
         epoch, done = divmod(self.step, self.steps_per_epoch)
-        order = torch.randperm(
-            len(self.examples), generator=torch.Generator().manual_seed(self.config.seed + epoch)
-        ).tolist()
+        order = epoch_order(len(self.examples), epoch, shuffle=self.config.shuffle, seed=self.config.seed)
         metrics: dict[str, float] = {}
-        self.model.train()
+        self.scorer.train()
         for start in range(done * self.step_size, len(order), self.step_size):
-            if self.step == self.total_steps:
+            if self.step == self.total_steps or events.finished:
                 break
-            metrics = self.train_step([self.examples[i] for i in order[start : start + self.step_size]])
-            if self.eval_examples and self._due(self.config.eval_steps):
+            self.rows = order[start : start + self.step_size]
+            metrics = self.train_step([self.examples[i] for i in self.rows])
+            if len(self.eval_examples) and self.due(self.config.eval_steps):
                 metrics |= self.evaluate()
-            logger.log(self.step, metrics)
-            if self.on_step:
-                self.on_step(self.step, metrics)
-            if self.checkpoints and self._due(self.config.save_steps):
-                self.save_checkpoint()
+            events.after_step(metrics)
         return metrics
 
     def train_step(self, examples: Sequence[Example]) -> dict[str, float]:
-        """One optimizer step on these examples.
+        """One optimizer step on these examples, of which this process takes its share.
 
         Returns:
             `loss` and the method's metrics (means over the whole step), `grad_norm` (before clipping),
@@ -185,29 +209,35 @@ class BaseTrainer(ABC, Generic[Example]):
             `step_time` (seconds).
 
         Raises:
-            UserError: the loss or the gradient became NaN or infinite; the weights are as before the step.
+            UserError: the loss or the gradient became NaN or infinite; the weights are as before the step
+                (DeepSpeed: but for the gradient's norm, which it gives after the step).
         """
         started = time.perf_counter()
-        batches = list(self._micro_batches(examples))
-        total = sum(self.count(batch) for batch, _ in batches)
+        self.prepare()
+        batches, total = self._shares(examples)
+        if self.observers:
+            self.observers.before_step(self.step + 1)
         outputs = []
-        for batch, members in batches:
-            output = self.loss(batch.to(self.device), members)
-            (output.loss / total).backward()
-            outputs.append(replace(output, loss=output.loss.detach()))
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
-        metrics = _reduce(outputs, total, grad_norm=norm)
-        if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
-            raise UserError(
-                f"step {self.step + 1}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; "
-                "lower learning_rate or check the data"
-            )
+        for number, (batch, members, real) in enumerate(batches, start=1):
+            last = number == len(batches)
+            with self.parallel.accumulating(last=last):
+                output = self.loss(batch.to(self.device), members)
+                self.parallel.backward(output.loss * (real / total), last=last)
+            outputs.append((replace(output, loss=output.loss.detach()), real))
+        if self.observers:
+            self.observers.after_backward(self.step + 1, scale=self.parallel.loss_scale)
+        norm = self.parallel.clip(self.parameters)
+        metrics = self._reduced(outputs, total, {} if norm is None else {"grad_norm": norm})
+        self._check_finite(metrics)
         metrics["learning_rate"] = self.optimizer.param_groups[0]["lr"]
-        self.optimizer.step()
-        self.scheduler.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        taken, norm = self.parallel.step(self._stepper)
+        if norm is not None:
+            metrics["grad_norm"] = float(norm)
+            self._check_finite(metrics)
+        if taken:
+            self.scheduler.step()
         self.step += 1
-        self.num_tokens += sum(batch.num_tokens for batch, _ in batches)
+        self.num_tokens += self._total(sum(batch.num_tokens for batch, _, real in batches if real))
         metrics["epoch"] = self.step / self.steps_per_epoch
         metrics["num_tokens"] = self.num_tokens
         metrics["step_time"] = time.perf_counter() - started
@@ -220,56 +250,71 @@ class BaseTrainer(ABC, Generic[Example]):
         Raises:
             ValueError: there are no `eval_examples`.
         """
-        if not self.eval_examples:
+        if not len(self.eval_examples):
             raise ValueError("there is nothing to evaluate on: the trainer was made without eval_examples")
-        was_training = self.model.training
-        self.model.eval()
+        self.prepare()
+        was_training = self.scorer.training
+        self.scorer.eval()
         outputs, total = [], 0
         for start in range(0, len(self.eval_examples), self.step_size):
-            for batch, members in self._micro_batches(self.eval_examples[start : start + self.step_size]):
-                outputs.append(self.loss(batch.to(self.device), members))
-                total += self.count(batch)
-        self.model.train(was_training)
-        return {f"eval_{name}": value for name, value in _reduce(outputs, total).items()}
+            stop = min(start + self.step_size, len(self.eval_examples))
+            batches, terms = self._shares([self.eval_examples[i] for i in range(start, stop)])
+            outputs += [(self.loss(batch.to(self.device), rows), real) for batch, rows, real in batches]
+            total += terms
+        self.scorer.train(was_training)
+        return {f"eval_{name}": value for name, value in self._reduced(outputs, total).items()}
+
+    def micro_batches(
+        self, examples: Sequence[Any], sequences: Callable[[Any], Sequence[TokenSequence]] | None = None
+    ) -> Iterator[tuple[PackedBatch, list[Any]]]:
+        """Cut this process's examples by the token budget; each batch with the examples in it.
+
+        Args:
+            examples: any examples.
+            sequences: the token sequences of one; None means the method's `sequences`.
+        """
+        parts = [list((sequences or self.sequences)(example)) for example in examples]
+        return micro_batches(examples, parts, self.config.max_tokens_per_batch)
+
+    def sum_over_processes(self, values: Tensor) -> Tensor:
+        """The sum of a tensor over all processes; every process must call it."""
+        return self.parallel.sum(values)
 
     def save_model(self, folder: str | Path) -> None:
-        """Write the model in its Hugging Face layout, whole or not at all."""
-        with atomic_folder(folder) as temporary:
-            self.model.save_pretrained(temporary)
+        """Write the model in its Hugging Face layout, whole or not at all; every process must call it."""
+        with self.parallel.whole(self.scorer):
+            if self.parallel.is_main:
+                with atomic_folder(folder) as temporary:
+                    self.save_weights(temporary)
+        self.parallel.wait()
 
-    def save_checkpoint(self) -> None:
+    def save_weights(self, folder: Path) -> None:
+        """Write the model, and the tokenizer where there is one, into a folder."""
+        save_pretrained(self.model, self.tokenizer, folder)
+
+    def save_checkpoint(self, metrics: Mapping[str, float] | None = None) -> None:
         """Write everything resuming needs as `checkpoint-<step>` of the run folder.
+
+        Args:
+            metrics: what was measured at this step; it is kept, and says which checkpoint is the best.
 
         Raises:
             ValueError: the trainer was made without a run folder.
+            UserError: it cannot be written; earlier checkpoints are as they were.
         """
-        state = {
-            "epoch": self.step / self.steps_per_epoch,
-            "num_tokens": self.num_tokens,
-            "num_examples": len(self.examples),
-            "scheduler": self.scheduler.state_dict(),
-        }
-        with self._checkpoint_manager().writing(self.step, state) as folder:
-            self.model.save_pretrained(folder)  # first: it may replace the whole folder
-            save_optimizer_state(self.optimizer, folder / "optimizer.safetensors")
-            save_rng_state(folder / "rng_state.safetensors")
+        self.state.save(metrics or {})
 
     def resume(self) -> bool:
-        """Take up the newest complete checkpoint of the run folder and drop metrics written after it.
+        """Take up the newest whole checkpoint of the run folder and drop metrics written after it.
 
         Returns:
             Whether there was one; without one training starts at the beginning.
 
         Raises:
             ValueError: the trainer was made without a run folder.
-            UserError: the checkpoint is damaged or was made with other data or another model.
+            UserError: the checkpoint was made with other data or another model.
         """
-        latest = self._checkpoint_manager().latest()
-        if latest is not None:
-            self.load_checkpoint(latest)
-        if self.run is not None:
-            self.run.truncate_metrics(self.step)
-        return latest is not None
+        return self.state.resume()
 
     def load_checkpoint(self, folder: str | Path) -> None:
         """Put model, optimizer, schedule, random state and data position where the checkpoint has them.
@@ -277,67 +322,64 @@ class BaseTrainer(ABC, Generic[Example]):
         Raises:
             UserError: the checkpoint is damaged or was made with other data or another model.
         """
-        folder = Path(folder)
-        state = CheckpointManager.read_state(folder)
-        if state["num_examples"] != len(self.examples):
-            raise UserError(
-                f"{folder} was written with {state['num_examples']} training examples, there are now "
-                f"{len(self.examples)}; resume with the same data"
-            )
-        load_weights(self.model, folder)
-        load_optimizer_state(self.optimizer, folder / "optimizer.safetensors")
-        self.scheduler.load_state_dict(state["scheduler"])
-        self.step, self.num_tokens = state["step"], state["num_tokens"]
-        load_rng_state(folder / "rng_state.safetensors")
+        self.state.load(Path(folder))
 
-    def _checkpoint_manager(self) -> CheckpointManager:
-        if self.checkpoints is None:
-            raise ValueError("this trainer keeps no checkpoints: it was made without a run folder")
-        return self.checkpoints
-
-    def _due(self, every: int | None) -> bool:
+    def due(self, every: int | None) -> bool:
+        """Whether something done every so many steps, and after the last one, is to be done now."""
         return self.step == self.total_steps or (every is not None and self.step % every == 0)
 
-    def _micro_batches(self, examples: Sequence[Example]) -> Iterator[tuple[PackedBatch, list[Example]]]:
-        """Cut examples by the token budget and pack each part."""
-        sequences = [list(self.sequences(example)) for example in examples]
-        for part in _cut(sequences, self.config.max_tokens_per_batch):
-            (batch,) = pack([sequence for i in part for sequence in sequences[i]])
-            yield batch, [examples[i] for i in part]
+    def _create_optimizer(self) -> tuple[Any, Any]:
+        config = self.config
+        optimizer = create_optimizer(
+            self.parameters,
+            learning_rate=config.learning_rate,
+            weight_decay=config.weight_decay,
+            betas=(config.adam_beta1, config.adam_beta2),
+            epsilon=config.adam_epsilon,
+            optim=config.optim,
+        )
+        scheduler = create_scheduler(
+            optimizer,
+            config.lr_scheduler_type,
+            total_steps=self.total_steps,
+            warmup_steps=config.warmup_steps,
+        )
+        return optimizer, scheduler
 
+    def _shares(
+        self, examples: Sequence[Example]
+    ) -> tuple[list[tuple[PackedBatch, list[Example], bool]], int]:
+        """This process's micro-batches of a step, and the terms of the step over all processes.
 
-def _cut(examples: Sequence[Sequence[TokenSequence]], budget: int | None) -> list[list[int]]:
-    """Indices of examples in parts of at most `budget` tokens; those with like beginnings come together.
+        Every process gets the same number, because wrapped modules talk to each other in each pass; a
+        process that has fewer repeats one of its own that does not count.
+        """
+        own = examples[self.parallel.rank :: self.parallel.world_size]
+        self.before_step(own)
+        batches = [(batch, rows, True) for batch, rows in self.micro_batches(own)]
+        if self.parallel.world_size == 1:
+            return batches, sum(self.count(batch) for batch, _, _ in batches)
+        counts = torch.tensor([sum(self.count(batch) for batch, _, _ in batches)], device=self.device)
+        total = int(self.parallel.sum(counts))
+        most = int(self.parallel.maximum(torch.tensor([len(batches)], device=self.device)))
+        filler = batches[:1] or [(batch, rows, True) for batch, rows in self.micro_batches(examples[:1])]
+        idle = [(batch, rows, False) for batch, rows, _ in filler[:1]] * (most - len(batches))
+        return idle + batches, total
 
-    Prefixes are taken as shared within an example; what examples share among themselves comes on top.
-    """
-    lengths = [sum(len(sequence.input_ids) for sequence in sequences) for sequences in examples]
-    if budget is None or sum(lengths) <= budget:
-        return [list(range(len(examples)))]
-    parts: list[list[int]] = []
-    used = 0
-    for i in sorted(range(len(examples)), key=lambda i: list(examples[i][0].input_ids)):
-        first = examples[i][0].input_ids
-        cost = lengths[i] - sum(_shared(first, other.input_ids) for other in examples[i][1:])
-        if not parts or used + cost > budget:
-            parts.append([])
-            used = 0
-        parts[-1].append(i)
-        used += cost
-    return parts
+    def _reduced(
+        self, outputs: list[tuple[LossOutput, bool]], total: int, others: dict[str, Tensor] | None = None
+    ) -> dict[str, float]:
+        parallel = self.parallel
+        return reduce_outputs(outputs, total, add=parallel.sum, maximum=parallel.maximum, others=others)
 
+    def _total(self, number: int) -> int:
+        if self.parallel.world_size == 1:
+            return number
+        return int(self.parallel.sum(torch.tensor([number], device=self.device)))
 
-def _shared(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the common prefix."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _reduce(outputs: Sequence[LossOutput], total: int, **others: Tensor) -> dict[str, float]:
-    """Metrics over micro-batches as floats, fetched from the device in one transfer."""
-    first = outputs[0]
-    values = {"loss": torch.stack([output.loss for output in outputs]).sum() / total}
-    values |= {name: torch.stack([out.sums[name] for out in outputs]).sum() / total for name in first.sums}
-    values |= {name: torch.stack([out.lows[name] for out in outputs]).min() for name in first.lows}
-    values |= {name: torch.stack([out.highs[name] for out in outputs]).max() for name in first.highs}
-    values |= others
-    return dict(zip(values, torch.stack([v.detach().float() for v in values.values()]).tolist(), strict=True))
+    def _check_finite(self, metrics: dict[str, float]) -> None:
+        skipping = self.parallel.precision == "fp16"  # an overflow only makes the scaled step be skipped
+        names = ("loss",) if skipping else ("loss", "grad_norm")
+        if all(math.isfinite(metrics.get(name, 0.0)) for name in names):
+            return
+        raise UserError(self.state.explain_divergence(metrics))

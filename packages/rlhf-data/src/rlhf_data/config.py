@@ -206,7 +206,8 @@ def _is_union(annotation: Any) -> bool:
 
 def _explain_unknown(model: type[BaseModel], owner: type[BaseModel], path: str) -> str:
     prefix, _, key = path.rpartition(".")
-    siblings = [f"{prefix}.{name}" if prefix else name for name in owner.model_fields]
+    names = [field.alias or name for name, field in owner.model_fields.items()]
+    siblings = [f"{prefix}.{name}" if prefix else name for name in names]
     by_name = {name.rpartition(".")[2]: name for name in siblings}
     near = [by_name[name] for name in difflib.get_close_matches(key, by_name)]
     near += [name for name in _all_paths(model) if name.rpartition(".")[2] == key and name not in near]
@@ -217,7 +218,8 @@ def _explain_unknown(model: type[BaseModel], owner: type[BaseModel], path: str) 
 
 def _all_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
     paths: list[str] = []
-    for name, field in model.model_fields.items():
+    for attribute, field in model.model_fields.items():
+        name = field.alias or attribute
         section = _section_type(field.annotation)
         paths += _all_paths(section, f"{prefix}{name}.") if section else [prefix + name]
     return paths

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import itertools
 import json
+import math
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -15,9 +18,32 @@ from typing import Any
 
 from rlhf_data.errors import UserError
 
+__all__ = [
+    "DiskFullError",
+    "atomic_folder",
+    "atomic_write_json",
+    "atomic_write_text",
+    "ensure_writable_folder",
+    "explain_full_disk",
+    "finite",
+    "json_hash",
+    "remove_folder",
+    "remove_stale_temps",
+]
+
 _TEMP_MARK = ".tmp-"
 _PROCESS_TOKEN = os.urandom(4).hex()
 _counter = itertools.count()
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Disk full, quota used up, file larger than the file system or the process's limit allows."""
+_FULL_TEXT = re.compile(
+    rf"os error ({'|'.join(map(str, _FULL))})\b|PytorchStreamWriter failed writing", re.IGNORECASE
+)
+"""The same in the words of safetensors and of torch, which raise no OSError."""
+
+
+class DiskFullError(UserError):
+    """No space is left where a file or folder was to be written."""
 
 
 def atomic_write_text(path: str | Path, text: str) -> None:
@@ -26,20 +52,24 @@ def atomic_write_text(path: str | Path, text: str) -> None:
     Args:
         path: The file; missing parent folders are created.
         text: The whole new content.
+
+    Raises:
+        DiskFullError: nothing can be added to the disk; `path` is as it was.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temp = _temp_beside(path)
-    try:
-        with open(temp, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temp, path)
-    except BaseException:
-        temp.unlink(missing_ok=True)
-        raise
-    _fsync_folder(path.parent)
+    with explain_full_disk(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temp = _temp_beside(path)
+        try:
+            with open(temp, "w", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temp, path)
+        except BaseException:
+            temp.unlink(missing_ok=True)
+            raise
+        _fsync_folder(path.parent)
 
 
 def atomic_write_json(path: str | Path, obj: Any) -> None:
@@ -50,8 +80,9 @@ def atomic_write_json(path: str | Path, obj: Any) -> None:
         obj: Anything `json` can write.
 
     Raises:
-        ValueError: `obj` holds NaN or an infinity, which JSON cannot express.
+        ValueError: `obj` holds NaN or an infinity, which JSON cannot express; `finite` takes them out.
         TypeError: `obj` holds something JSON cannot express.
+        DiskFullError: nothing can be added to the disk; `path` is as it was.
     """
     atomic_write_text(path, json.dumps(obj, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
@@ -69,19 +100,63 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
 
     Yields:
         The temporary folder to write into.
+
+    Raises:
+        DiskFullError: nothing can be added to the disk, also where the block's own writing finds it so.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temp = _temp_beside(path)
-    temp.mkdir()
+    with explain_full_disk(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temp = _temp_beside(path)
+        temp.mkdir()
+        try:
+            yield temp
+            _fsync_tree(temp)
+            _replace_folder(temp, path)
+        except BaseException:
+            shutil.rmtree(temp, ignore_errors=True)
+            raise
+        _fsync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def explain_full_disk(path: str | Path) -> Iterator[None]:
+    """Turn the errors of a full disk, of Python, safetensors or torch, into a sentence about `path`.
+
+    Args:
+        path: What the block writes; where blocks are nested the outermost one's path is named.
+
+    Raises:
+        DiskFullError: the block ran out of space; other errors pass as they are.
+    """
     try:
-        yield temp
-        _fsync_tree(temp)
-        _replace_folder(temp, path)
-    except BaseException:
-        shutil.rmtree(temp, ignore_errors=True)
-        raise
-    _fsync_folder(path.parent)
+        yield
+    except Exception as error:
+        if not _is_full_disk(error):
+            raise
+        raise DiskFullError(
+            f"{path} cannot be written: no space is left on the disk or in the quota; what was there before "
+            "is intact: free some space and continue with --resume"
+        ) from error
+
+
+def _is_full_disk(error: Exception) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in _FULL
+    if isinstance(error, UserError):
+        return isinstance(error, DiskFullError)
+    return _FULL_TEXT.search(str(error)) is not None
+
+
+def finite(value: Any) -> Any:
+    """A copy of nested dicts and lists with None in place of NaN and infinities, which JSON lacks."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
 
 
 def remove_stale_temps(folder: str | Path) -> list[Path]:

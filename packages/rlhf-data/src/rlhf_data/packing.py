@@ -22,10 +22,18 @@ class TokenSequence:
         input_ids: token ids of the whole sequence, prompt first; at least one.
         score_from: index of the first token that is scored. Token 0 has no prediction and is never scored;
             `score_from == len(input_ids)` scores nothing (a scalar head may still read the last token).
+        score_mask: one entry per token; where it is given, only tokens marked true are scored, as in a
+            conversation of which only the assistant's turns are learned.
     """
 
     input_ids: Sequence[int]
     score_from: int
+    score_mask: Sequence[bool] | None = None
+
+    def scored(self) -> list[int]:
+        """Indices of the scored tokens, ascending."""
+        indices = range(max(self.score_from, 1), len(self.input_ids))
+        return list(indices) if self.score_mask is None else [i for i in indices if self.score_mask[i]]
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,8 @@ def pack(sequences: Sequence[TokenSequence], max_tokens: int | None = None) -> l
         max_tokens: budget in stream tokens (after sharing) per batch; None packs everything into one.
 
     Raises:
-        ValueError: an empty sequence, a `score_from` outside the sequence, or a budget below 1.
+        ValueError: an empty sequence, a `score_from` outside the sequence, a `score_mask` of another length,
+            or a budget below 1.
     """
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
@@ -95,6 +104,11 @@ def pack(sequences: Sequence[TokenSequence], max_tokens: int | None = None) -> l
             raise ValueError(
                 f"sequence {i} has {len(sequence.input_ids)} tokens and score_from {sequence.score_from}; "
                 "expected at least one token and 0 <= score_from <= length"
+            )
+        if sequence.score_mask is not None and len(sequence.score_mask) != len(sequence.input_ids):
+            raise ValueError(
+                f"sequence {i} has {len(sequence.input_ids)} tokens but {len(sequence.score_mask)} entries "
+                "in score_mask"
             )
     ids = [list(s.input_ids) for s in sequences]
     order = sorted(range(len(ids)), key=lambda i: (ids[i], i))
@@ -168,10 +182,10 @@ def _tensors(
     targets: list[int] = []
     owner: list[int] = []
     for q, i in enumerate(members):
-        first = max(sequences[i].score_from, 1)
-        scored_at += paths[i][first - 1 : -1]
-        targets += sequences[i].input_ids[first:]
-        owner += [q] * (len(paths[i]) - first)
+        scored = sequences[i].scored()
+        scored_at += [paths[i][at - 1] for at in scored]
+        targets += [sequences[i].input_ids[at] for at in scored]
+        owner += [q] * len(scored)
     table = np.array(segments, dtype=np.int64).reshape(-1, 3)
 
     def tensor(values: object) -> torch.Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import math
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -15,10 +16,14 @@ from rlhf_data.files import (
     atomic_write_json,
     atomic_write_text,
     ensure_writable_folder,
+    explain_full_disk,
+    finite,
     remove_folder,
     remove_stale_temps,
 )
+from rlhf_data.integrity import find_damage
 
+_LOG = logging.getLogger(__name__)
 _CONFIG, _METRICS, _RESULTS, _SAMPLES = "config.json", "metrics.jsonl", "results.json", "samples.jsonl"
 _CHECKPOINT = "checkpoint-"
 _COMPLETE_MARK = "trainer_state.json"
@@ -102,8 +107,11 @@ class RunFolder:
 
         The line is handed to the operating system before this returns, so a killed process loses at most
         the line it was writing.
+
+        Raises:
+            DiskFullError: nothing can be added to the disk; the file is as it was.
         """
-        _append_lines(self.path / _METRICS, [metrics])
+        self.append_lines(_METRICS, [metrics])
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return the lines of `metrics.jsonl` in order, without a torn last line; empty where there are none.
@@ -111,18 +119,43 @@ class RunFolder:
         Raises:
             UserError: a line other than the last is damaged.
         """
-        return [row for _, row in _read_lines(self.path / _METRICS)]
+        return self.read_lines(_METRICS)
 
     def truncate_metrics(self, step: int) -> None:
-        """Drop the lines whose `step` is above `step`, and a torn last line; the others keep every byte."""
-        path = self.path / _METRICS
-        if path.exists():
-            kept = [text for text, row in _read_lines(path) if row.get("step", 0) <= step]
-            atomic_write_text(path, "".join(kept))
+        """Drop the lines of `metrics.jsonl` whose `step` is above `step`, and a torn last line.
+
+        The others keep every byte.
+        """
+        _truncate_lines(self.path / _METRICS, step)
+
+    def truncate_logs(self, step: int) -> None:
+        """Do what `truncate_metrics` does to every `.jsonl` file of the folder; lines without a step stay."""
+        for path in sorted(self.path.glob("*.jsonl")):
+            _truncate_lines(path, step)
+
+    def append_lines(self, name: str, rows: Sequence[dict[str, Any]]) -> None:
+        """Append lines to a `.jsonl` file of the folder; NaN and infinities are written as null.
+
+        Args:
+            name: The file's name.
+            rows: One dict of JSON values per line.
+
+        Raises:
+            DiskFullError: nothing can be added to the disk; the file is as it was.
+        """
+        _append_lines(self.path / name, rows)
+
+    def read_lines(self, name: str) -> list[dict[str, Any]]:
+        """Return the lines of a `.jsonl` file of the folder, without a torn last line; empty without a file.
+
+        Raises:
+            UserError: a line other than the last is damaged.
+        """
+        return [row for _, row in _read_lines(self.path / name)]
 
     def write_results(self, results: dict[str, Any]) -> None:
         """Write `results.json`, which marks the run as finished; NaN and infinities become null."""
-        atomic_write_json(self.path / _RESULTS, _finite(results))
+        atomic_write_json(self.path / _RESULTS, finite(results))
 
     def read_results(self) -> dict[str, Any] | None:
         """Return the results, or None while the run is unfinished.
@@ -134,7 +167,7 @@ class RunFolder:
 
     def append_samples(self, rows: Sequence[dict[str, Any]]) -> None:
         """Append lines to `samples.jsonl`."""
-        _append_lines(self.path / _SAMPLES, rows)
+        self.append_lines(_SAMPLES, rows)
 
     def write_samples(self, rows: Sequence[dict[str, Any]]) -> None:
         """Replace `samples.jsonl` by these lines."""
@@ -146,21 +179,49 @@ class RunFolder:
 
     def checkpoints(self) -> list[tuple[int, Path]]:
         """Return step and folder of every complete checkpoint (one with `trainer_state.json`), by step."""
-        marks = self.path.glob(f"{_CHECKPOINT}*/{_COMPLETE_MARK}")
-        named = [(mark.parent.name.removeprefix(_CHECKPOINT), mark.parent) for mark in marks]
-        return sorted((int(step), path) for step, path in named if step.isdecimal())
+        return [(step, path) for step, path in self._folders() if (path / _COMPLETE_MARK).exists()]
 
     def latest_checkpoint(self) -> Path | None:
-        """Return the folder of the last complete checkpoint, if there is one."""
-        checkpoints = self.checkpoints()
-        return checkpoints[-1][1] if checkpoints else None
+        """Return the folder of the last whole checkpoint, None where there are no checkpoints at all.
 
-    def prune_checkpoints(self, keep: int) -> None:
-        """Remove the oldest checkpoints until `keep` (at least 1) are left."""
+        Every file is compared with the checksums written with it. A damaged checkpoint is passed over for
+        the one before it, and a warning in the log says which and why.
+
+        Raises:
+            UserError: there are checkpoints, and each of them is damaged.
+        """
+        damage = ""
+        for _, path in reversed(self._folders()):
+            found = find_damage(path)
+            if found is None:
+                return path
+            damage = f"{path.name}: {found}"
+            _LOG.warning("checkpoint %s is damaged and passed over: %s", path, found)
+        if damage:
+            raise UserError(
+                f"{self.path} has no whole checkpoint ({damage}); delete its damaged ones to begin this run "
+                "again, or start a new run"
+            )
+        return None
+
+    def prune_checkpoints(self, keep: int, *, best: int | None = None) -> None:
+        """Remove the oldest checkpoints until `keep` (at least 1) are left; that of step `best` stays too."""
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
-        for _, path in self.checkpoints()[:-keep]:
-            remove_folder(path)
+        for step, path in self.checkpoints()[:-keep]:
+            if step != best:
+                remove_folder(path)
+
+    def drop_checkpoints_after(self, step: int, *, but: int | None = None) -> None:
+        """Remove the checkpoints of steps after `step`, damaged ones too, but not that of step `but`."""
+        for later, path in self._folders():
+            if later > step and later != but:
+                remove_folder(path)
+
+    def _folders(self) -> list[tuple[int, Path]]:
+        """Step and folder of everything named as a checkpoint, by step."""
+        named = [(path.name.removeprefix(_CHECKPOINT), path) for path in self.path.glob(f"{_CHECKPOINT}*")]
+        return sorted((int(step), path) for step, path in named if step.isdecimal() and path.is_dir())
 
 
 def newest_unfinished(root: str | Path = "outputs", job: str = "minmax") -> RunFolder | None:
@@ -179,25 +240,28 @@ def _new_name(root: Path, job: str) -> Path:
     return path
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
-
-
 def _line(row: dict[str, Any]) -> str:
-    return json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(finite(row), ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _append_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    data = "".join(map(_line, rows)).encode("utf-8")
-    with open(path, "ab+") as file:
+    data = memoryview("".join(map(_line, rows)).encode("utf-8"))
+    with explain_full_disk(path), open(path, "ab+", buffering=0) as file:
         _drop_torn_line(file.fileno())
-        file.write(data)
+        size = os.lseek(file.fileno(), 0, os.SEEK_END)
+        try:
+            while data:
+                data = data[file.write(data) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(file.fileno(), size)
+            raise
+
+
+def _truncate_lines(path: Path, step: int) -> None:
+    if path.exists():
+        kept = [text for text, row in _read_lines(path) if row.get("step", 0) <= step]
+        atomic_write_text(path, "".join(kept))
 
 
 def _drop_torn_line(handle: int) -> None:

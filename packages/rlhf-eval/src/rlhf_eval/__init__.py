@@ -4,6 +4,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rlhf_eval.curves import metric_keys as metric_keys
+    from rlhf_eval.curves import training_curves as training_curves
+    from rlhf_eval.debug_plots import activation_figure as activation_figure
+    from rlhf_eval.debug_plots import gradient_flow_figure as gradient_flow_figure
     from rlhf_eval.metrics import auroc as auroc
     from rlhf_eval.metrics import balanced_accuracy as balanced_accuracy
     from rlhf_eval.metrics import brier_score as brier_score
@@ -12,27 +16,32 @@ if TYPE_CHECKING:
     from rlhf_eval.metrics import true_negative_rate as true_negative_rate
     from rlhf_eval.metrics import true_positive_rate as true_positive_rate
     from rlhf_eval.plots import minmax_figure as minmax_figure
-    from rlhf_eval.plots import training_curves as training_curves
     from rlhf_eval.report import write_minmax_report as write_minmax_report
 
 _MODULES = {
+    "activation_figure": "debug_plots",
     "auroc": "metrics",
     "balanced_accuracy": "metrics",
     "brier_score": "metrics",
     "expected_calibration_error": "metrics",
+    "gradient_flow_figure": "debug_plots",
+    "metric_keys": "curves",
     "minmax_figure": "plots",
     "rate": "metrics",
-    "training_curves": "plots",
+    "training_curves": "curves",
     "true_negative_rate": "metrics",
     "true_positive_rate": "metrics",
     "write_minmax_report": "report",
 }
 
 __all__ = [
+    "activation_figure",
     "auroc",
     "balanced_accuracy",
     "brier_score",
     "expected_calibration_error",
+    "gradient_flow_figure",
+    "metric_keys",
     "minmax_figure",
     "rate",
     "training_curves",

@@ -16,6 +16,7 @@ from rlhf_minmax.job import device_rows
 from rlhf_minmax.memory import Memory, estimate_memory
 from rlhf_minmax.scorers import needs_demo
 from rlhf_models import DeviceManager, encode_completion
+from rlhf_models.memory import format_bytes
 
 ENGINE_TOKENS = 1 << 18
 """Tokens whose keys and values the generation engine holds at a time."""
@@ -200,16 +201,7 @@ def _length_row(text: LongestText) -> tuple[str, str]:
 
 
 def _memory_row(memory: Memory) -> tuple[str, str]:
-    parts = f"weights {_size(memory.weights)}, training state {_size(memory.training)}"
+    parts = f"weights {format_bytes(memory.weights)}, training state {format_bytes(memory.training)}"
     return f"memory on {memory.device}", (
-        f"about {_size(memory.total)}: {parts}, activations {_size(memory.activations)}"
+        f"about {format_bytes(memory.total)}: {parts}, activations {format_bytes(memory.activations)}"
     )
-
-
-def _size(num_bytes: float) -> str:
-    """Bytes as people write them, three digits."""
-    for unit in ("B", "KiB", "MiB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:,.3g} GiB" if num_bytes < 1000 else f"{num_bytes / 1024:,.3g} TiB"

@@ -7,27 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
-from transformers.pytorch_utils import Conv1D
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 
 from rlhf_minmax.checks import ModelInfo
 from rlhf_minmax.config import MinMaxConfig, PlayerConfig
 from rlhf_minmax.players import PLAIN, backbone_settings, lora_settings, share_backbone
 from rlhf_models import DeviceManager, add_adapters
-from rlhf_models.logps import CHUNK_LOGITS
+from rlhf_models.memory import activation_bytes, weight_bytes
 
 _ADAPTER_BYTES = 16
 """Per adapter parameter: fp32 weight, gradient and two Adam moments."""
-_LOGITS_COPIES = 3
-"""Logits, their log-softmax and its gradient."""
-_QUANTISED_BYTES = {8: 1.0, 4: 0.516}
-"""Per weight: LLM.int8(), and NF4 with double quantisation (4.127 bits: arXiv:2305.14314, section 3)."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +54,10 @@ def estimate_memory(
     - Weights: parameters x bytes of their dtype; quantised linear layers 1 byte (8 bits) or 0.516 (4 bits).
     - Adapters: 16 bytes a parameter (fp32 weight, gradient, two moments). Full training, in fp32: a gradient
       and two moments per player, and one frozen reference per model.
-    - Activations of a training pass: tokens x layers x (8 hidden + 2 intermediate) values; for intermediate =
-      4 hidden these are the 34 hidden bytes per token and layer of arXiv:2205.05198, equation 1, without its
-      dropout masks (2 hidden bytes) and attention matrices, which are not kept here. With gradient
-      checkpointing, one hidden state per layer and one layer's activations. And three copies of the LM head's
-      chunk of logits in fp32.
+    - Activations of a training pass: see `rlhf_models.memory.activation_bytes`.
     - Keys and values of a generation: tokens held at a time x layers x 2 x key-value width.
 
-    Not covered: the allocator's slack, CUDA's context, Python and its libraries, further copies that gated
-    feed-forward layers keep, and what quantised layers unpack for a moment.
+    Not covered: CUDA's context, Python and its libraries, and what `activation_bytes` leaves out.
 
     Args:
         config: the run's settings.
@@ -128,7 +112,7 @@ def _trained(
         dtype = torch.float32
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(info.config, dtype=dtype)
-        weights = _weight_bytes(model, bits=8 if player.load_in_8bit else 4 if player.load_in_4bit else None)
+        weights = weight_bytes(model, bits=8 if player.load_in_8bit else 4 if player.load_in_4bit else None)
         if player.use_lora:
             adapted = add_adapters(model, names, lora_settings(player))
             count = sum(p.numel() for name, p in adapted.named_parameters() if ".lora_" in name)
@@ -137,7 +121,9 @@ def _trained(
             training = 3.0 * weights * len(names)
             weights *= len(names) + 1
     text = info.config.get_text_config()
-    training_pass = _activation_bytes(text, pass_tokens, dtype.itemsize, player.gradient_checkpointing)
+    training_pass = activation_bytes(
+        text, pass_tokens, dtype.itemsize, checkpointing=player.gradient_checkpointing
+    )
     return Memory(
         device, weights, training, max(training_pass, _cache_bytes(text, cache_tokens, dtype.itemsize))
     )
@@ -149,31 +135,7 @@ def _scorer(
     device, dtype = placement
     auto_class: Any = AutoModelForCausalLM if causal else AutoModelForSequenceClassification
     with torch.device("meta"):
-        return Memory(device, _weight_bytes(auto_class.from_config(info.config, dtype=dtype), bits=bits))
-
-
-def _weight_bytes(model: PreTrainedModel, *, bits: int | None) -> float:
-    """Bytes of a model's parameters, its linear layers but the head quantised to `bits`."""
-    quantised: set[int] = set()
-    if bits is not None:
-        head = model.get_output_embeddings()
-        layers = [m for m in model.modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
-        quantised = {id(layer.weight) for layer in layers}
-    return sum(
-        p.numel() * (_QUANTISED_BYTES[bits] if bits and id(p) in quantised else p.element_size())
-        for p in model.parameters()
-    )
-
-
-def _activation_bytes(config: PreTrainedConfig, tokens: int, itemsize: int, checkpointing: bool) -> float:
-    hidden, layers = config.hidden_size, config.num_hidden_layers
-    intermediate = (
-        getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden
-    )
-    per_layer = 8 * hidden + 2 * intermediate
-    values = layers * hidden + per_layer if checkpointing else layers * per_layer
-    logits = min(CHUNK_LOGITS, tokens * config.vocab_size)
-    return tokens * values * itemsize + _LOGITS_COPIES * logits * 4
+        return Memory(device, weight_bytes(auto_class.from_config(info.config, dtype=dtype), bits=bits))
 
 
 def _cache_bytes(config: PreTrainedConfig, tokens: int, itemsize: int) -> float:

@@ -9,24 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import (
-    LoraConfig,
-    PeftConfig,
-    PeftModel,
-    get_peft_model,
-    get_peft_model_state_dict,
-    set_peft_model_state_dict,
-)
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import AuxiliaryTrainingWrapper
 from pydantic import Field
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rlhf_data import BaseConfig, UserError, atomic_folder
+from rlhf_data import BaseConfig, UserError
+from rlhf_models.adapter_files import load_adapter_weights, save_adapter
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+SCALAR_HEADS = ("score", "classifier")
+"""Names that transformers gives to the heads of sequence and token classifiers."""
+_TASKS = {"ForSequenceClassification": TaskType.SEQ_CLS, "ForTokenClassification": TaskType.TOKEN_CLS}
 
 
 class LoraSettings(BaseConfig):
@@ -35,11 +31,21 @@ class LoraSettings(BaseConfig):
     lora_r: int = Field(default=16, ge=1)
     """Rank of the update."""
     lora_alpha: float = Field(default=32.0, gt=0)
-    """The update is scaled by lora_alpha / lora_r."""
+    """The update is scaled by lora_alpha / lora_r, or with use_rslora by lora_alpha / sqrt(lora_r)."""
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout probability on the adapter's input, in train mode."""
     lora_target_modules: tuple[str, ...] | None = None
     """Names of the layers to adapt, such as `q_proj`; null adapts every linear layer but the head."""
+    use_rslora: bool = False
+    """Rank-stabilised scale, whose effect does not shrink with the rank (arXiv:2312.03732)."""
+
+
+def apply_lora(model: PreTrainedModel, settings: LoraSettings | None = None, *, seed: int = 0) -> PeftModel:
+    """Freeze a model and add one LoRA adapter, named `default`: see `add_adapters`.
+
+    On a model loaded in 4 bits this is QLoRA (arXiv:2305.14314).
+    """
+    return add_adapters(model, ["default"], settings, seed=seed)
 
 
 def add_adapters(
@@ -47,8 +53,11 @@ def add_adapters(
 ) -> PeftModel:
     """Freeze a decoder and add one LoRA adapter per name; each starts as no change at all (B = 0).
 
+    The head of a sequence or token classifier is trained in full and saved with the adapter: every adapter
+    has a copy of its own.
+
     Args:
-        model: the decoder, quantised or not; it is changed in place.
+        model: the decoder, with a language-modelling or a scalar head, quantised or not; changed in place.
         names: distinct adapter names; the first one is active.
         settings: rank, scale, dropout and target layers; None for the defaults.
         seed: of the random A matrices; the global random state is left as it was.
@@ -72,8 +81,8 @@ def add_adapters(
 class AdapterSet:
     """The adapters of one model: their parameters, which one is active, save and load.
 
-    The parameters of each adapter are listed once, here: peft freezes every adapter but the active one, so
-    `requires_grad` says nothing about who is trained. All listed parameters stay trainable at all times.
+    The parameters of each adapter are listed once, here, and stay trainable at all times, whichever adapter
+    is active: peft's own switch freezes the others, which neither optimizers nor sharded parameters bear.
     With gradient checkpointing, the backward pass belongs inside `use` as well, for it runs layers again.
 
     Args:
@@ -83,6 +92,11 @@ class AdapterSet:
     def __init__(self, model: PeftModel) -> None:
         self.model = model
         self._parameters = {name: _adapter_parameters(model, name) for name in model.peft_config}
+        for parameters in self._parameters.values():
+            for parameter in parameters:
+                parameter.requires_grad_(True)
+        switched = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+        self._layers: list[Any] = [module for module in model.modules() if isinstance(module, switched)]
         self._active: str | None = None
         self._activate(str(model.active_adapter))
 
@@ -117,67 +131,22 @@ class AdapterSet:
             self._activate(previous)
 
     def save(self, name: str, folder: str | Path) -> None:
-        """Write one adapter in PEFT's file format, atomically; an existing folder is replaced.
-
-        `PeftModel.from_pretrained(base, folder)` loads it.
-        """
-        state = get_peft_model_state_dict(self.model, adapter_name=name, save_embedding_layers=False)
-        tensors = {key: value.detach().cpu().contiguous() for key, value in state.items()}
-        with atomic_folder(folder) as temp:
-            save_file(tensors, temp / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-            self.model.peft_config[name].save_pretrained(str(temp))
+        """Write one adapter; see `save_adapter`."""
+        save_adapter(self.model, folder, adapter=name)
 
     def load(self, name: str, folder: str | Path) -> None:
-        """Read one adapter's weights, written by `save` or by peft, into the parameters listed here.
-
-        Raises:
-            UserError: a file is missing or unreadable, or the adapter is of another shape.
-        """
-        saved = _read_weights(Path(folder))
-        own = get_peft_model_state_dict(self.model, adapter_name=name, save_embedding_layers=False)
-        differing = set(saved) ^ set(own) | {
-            k for k in set(saved) & set(own) if saved[k].shape != own[k].shape
-        }
-        if differing:
-            raise UserError(
-                f"adapter folder {folder} does not fit this model and its LoRA settings "
-                f"({len(differing)} tensors differ, first {min(differing)}); "
-                "use the settings it was trained with"
-            )
-        set_peft_model_state_dict(self.model, saved, adapter_name=name)
+        """Read one adapter's weights into the parameters listed here; see `load_adapter_weights`."""
+        load_adapter_weights(self.model, folder, adapter=name)
 
     def _activate(self, name: str | None) -> None:
-        tuner: Any = self.model.base_model
-        if name is None:
-            tuner.disable_adapter_layers()
-        else:
-            tuner.enable_adapter_layers()
-            self.model.set_adapter(name)
+        for layer in self._layers:
+            layer._disable_adapters = name is None
+            if name is not None:
+                layer._active_adapter = name
+        if name is not None:
+            tuner: Any = self.model.base_model
+            self.model.active_adapter = tuner.active_adapter = name
         self._active = name
-        for parameters in self._parameters.values():
-            for parameter in parameters:
-                parameter.requires_grad_(True)
-
-
-def lora_settings_of(folder: str | Path) -> LoraSettings:
-    """The settings of a LoRA adapter saved in PEFT's format.
-
-    Raises:
-        UserError: `adapter_config.json` is missing, unreadable, or not of a LoRA adapter.
-    """
-    try:
-        config = PeftConfig.from_pretrained(str(folder))
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"adapter folder {folder} has no readable {ADAPTER_CONFIG}") from error
-    if not isinstance(config, LoraConfig):
-        raise UserError(f"adapter folder {folder} holds a {config.peft_type} adapter; expected LoRA")
-    targets = config.target_modules
-    return LoraSettings(
-        lora_r=config.r,
-        lora_alpha=config.lora_alpha,
-        lora_dropout=config.lora_dropout,
-        lora_target_modules=tuple(sorted(targets)) if isinstance(targets, set | list) else None,
-    )
 
 
 def _lora_config(model: PreTrainedModel, settings: LoraSettings) -> Any:
@@ -191,48 +160,51 @@ def _lora_config(model: PreTrainedModel, settings: LoraSettings) -> Any:
                 f"lora_target_modules: the model has no linear layer {target!r}; it has {choices}"
             )
     chosen = [m for name, m in layers.items() if any(name == t or name.endswith(f".{t}") for t in targets)]
-    head = model.get_output_embeddings()
+    task = next(
+        (task for end, task in _TASKS.items() if type(model).__name__.endswith(end)), TaskType.CAUSAL_LM
+    )
 
     def make() -> LoraConfig:
         return LoraConfig(
             r=settings.lora_r,
             lora_alpha=settings.lora_alpha,  # pyright: ignore[reportArgumentType]  (peft divides, floats work)
             lora_dropout=settings.lora_dropout,
+            use_rslora=settings.use_rslora,
             target_modules=list(targets),
-            exclude_modules=[name for name, module in model.named_modules() if module is head] or None,
+            exclude_modules=_heads(model) or None,
             fan_in_fan_out=any(isinstance(module, Conv1D) for module in chosen),
-            task_type="CAUSAL_LM",
+            task_type=task,
+            base_model_name_or_path=model.name_or_path or None,  # peft tells the first adapter only
         )
 
     return make
 
 
 def _linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Linear layers by full name, the output head left out (bitsandbytes' layers are linear layers too)."""
-    head = model.get_output_embeddings()
+    """Linear layers by full name, the heads left out (bitsandbytes' layers are linear layers too)."""
+    heads = _heads(model)
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not head
+        if isinstance(module, nn.Linear | Conv1D)
+        and not any(name == head or name.startswith(f"{head}.") for head in heads)
     }
+
+
+def _heads(model: PreTrainedModel) -> list[str]:
+    """Full names of the output heads."""
+    output = model.get_output_embeddings()
+    scalar = [name for name, _ in model.named_children() if name in SCALAR_HEADS]
+    return scalar + [name for name, module in model.named_modules() if module is output]
 
 
 def _adapter_parameters(model: PeftModel, adapter: str) -> list[nn.Parameter]:
     found = []
     for name, parameter in model.named_parameters():
         parts = name.split(".")
-        if any(a.startswith("lora_") and b == adapter for a, b in itertools.pairwise(parts)):
+        if any(
+            (a.startswith("lora_") or a == "modules_to_save") and b == adapter
+            for a, b in itertools.pairwise(parts)
+        ):
             found.append(parameter)
     return found
-
-
-def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    path = folder / ADAPTER_WEIGHTS
-    if not path.is_file():
-        raise UserError(
-            f"adapter folder {folder} has no {ADAPTER_WEIGHTS}; expected an adapter saved by peft"
-        )
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"adapter weights {path} cannot be read: {error}") from error

@@ -23,6 +23,7 @@ from transformers.masking_utils import sdpa_mask
 
 from rlhf_data import PackedBatch, UserError
 from rlhf_models.blocks import DenseBlocks, dense_blocks
+from rlhf_models.cpu_linear import use_fast_linears
 from rlhf_models.tree import AttentionOptions as AttentionOptions
 from rlhf_models.tree import AttentionTree
 from rlhf_models.varlen import VarlenTables, run_varlen, varlen_kernel
@@ -51,11 +52,14 @@ class AttentionPlan(Protocol):
 def prepare_for_packing(model: PreTrainedModel) -> PreTrainedModel:
     """Let a transformers decoder (or the one inside a PeftModel) accept packed streams; idempotent.
 
+    On CPUs where that is faster, its linear layers change to another library as well (`use_fast_linears`).
+
     Raises:
         ValueError: the architecture does not use transformers' attention interface.
     """
     if model.config._attn_implementation != IMPLEMENTATION:
         model.set_attn_implementation(IMPLEMENTATION)
+        use_fast_linears(model)
     return model
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from transformers.utils.hub import has_file
 from rlhf_data import UserError, atomic_folder
 from rlhf_models.attention import prepare_for_packing
 from rlhf_models.logps import check_packing
+from rlhf_models.quantization import prepare_quantized, quantization_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WEIGHT_FILES = (
@@ -37,6 +37,7 @@ _WEIGHT_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+_OTHER_HEADS = ("lm_head.weight", "lm_head.bias", "score.weight", "score.bias", "embed_out.weight")
 _LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, SafetensorError)
 _LOG = logging.getLogger(__name__)
 
@@ -114,15 +115,29 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     quantization: BitsAndBytesConfig | None = None,
     device: str | torch.device | None = None,
+    config: PreTrainedConfig | None = None,
+    may_lack: Collection[str] = (),
 ) -> PreTrainedModel:
     """Load a model of any head with `auto_class.from_pretrained`; see `load_causal_lm`.
 
     Weights that the model needs and the files lack are an error; weights the model has no use for are
     logged as a warning.
+
+    Args:
+        auto_class: a class such as `AutoModelForCausalLM`.
+        name_or_path: see `load_causal_lm`.
+        dtype: see `load_causal_lm`.
+        quantization: what `quantization_config` gives.
+        device: see `load_causal_lm`.
+        config: the config to load with; None for the stored one.
+        may_lack: weights that may be missing, those of a new head: they are then random, and the head of
+            another kind in the files is passed over in silence.
     """
     where = _checked_source(name_or_path, needs=("config", "weights"))
-    config = load_config(name_or_path)
-    options: dict[str, Any] = {"dtype": _checked_dtype(dtype), "config": config}
+    options: dict[str, Any] = {
+        "dtype": _checked_dtype(dtype),
+        "config": load_config(name_or_path) if config is None else config,
+    }
     options["adapter_kwargs"] = {"local_files_only": True}  # else each load asks the hub for an adapter
     if quantization is not None:
         options |= {"quantization_config": quantization, "device_map": {"": str(device or "cpu")}}
@@ -134,44 +149,16 @@ def load_model(
         raise
     except _LOAD_ERRORS as error:
         raise UserError(f"{where} cannot be loaded: {_first_line(error)}") from error
-    if info["missing_keys"]:
+    if missing := set(info["missing_keys"]).difference(may_lack):
         raise UserError(
-            f"the weights of {where} lack {_some(info['missing_keys'])}; "
+            f"the weights of {where} lack {_some(missing)}; "
             f"expected a complete {type(model).__name__}, check that this is the right model"
         )
-    if info["unexpected_keys"]:
-        _LOG.warning("%s: weights without use here: %s", where, _some(info["unexpected_keys"]))
+    if unused := [key for key in info["unexpected_keys"] if not (may_lack and key in _OTHER_HEADS)]:
+        _LOG.warning("%s: weights without use here: %s", where, _some(unused))
     if quantization is None and device is not None:
         model.to(device)
     return _finish(model, where)
-
-
-def quantization_config(
-    load_in_8bit: bool, load_in_4bit: bool, *, device: str | torch.device | None = None
-) -> BitsAndBytesConfig | None:
-    """The quantisation `load_model` takes: 8 bits, 4 bits, or None for neither.
-
-    Raises:
-        UserError: both are asked for, or bitsandbytes is not installed.
-    """
-    if not (load_in_8bit or load_in_4bit):
-        return None
-    if load_in_8bit and load_in_4bit:
-        raise UserError("load_in_8bit and load_in_4bit are both set; choose one")
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(
-            "load_in_8bit and load_in_4bit need the package bitsandbytes, which is not installed "
-            "(it comes with rlhf-models on Linux); install it or load the model unquantised"
-        )
-    if load_in_8bit:
-        return BitsAndBytesConfig(load_in_8bit=True)
-    on_gpu = torch.device(device or "cpu").type == "cuda"
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16 if on_gpu else torch.float32,
-    )
 
 
 def save_model(model: Any, tokenizer: Any, folder: str | Path) -> None:
@@ -340,14 +327,13 @@ def _checked_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
 
 
 def _finish(model: Any, where: str) -> PreTrainedModel:
-    for name, module in model.named_modules():
+    for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         elif isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
-        if type(module).__name__ in ("Linear8bitLt", "Linear4bit") and module.weight.device.type == "cpu":
-            _check_blocks(module, f"{name} of {where}")
-            module.register_forward_pre_hook(_dequantise_on_cpu)
+    _align(model)
+    prepare_quantized(model, where)
     try:
         check_packing(prepare_for_packing(model).eval())
     except ValueError as error:
@@ -355,23 +341,11 @@ def _finish(model: Any, where: str) -> PreTrainedModel:
     return model
 
 
-def _check_blocks(module: Any, where: str) -> None:
-    """Refuse what bitsandbytes' 4-bit CPU kernel gets wrong: it takes every row to start a new block."""
-    state = getattr(module.weight, "quant_state", None)
-    if state is not None and module.in_features % state.blocksize:
-        raise UserError(
-            f"layer {where} has {module.in_features} inputs, and 4-bit weights on the CPU need a multiple of "
-            f"{state.blocksize}; use load_in_8bit or a GPU"
-        )
-
-
-def _dequantise_on_cpu(module: nn.Module, inputs: Any) -> None:
-    """Before each call on the CPU, select bitsandbytes' dequantise-and-multiply path, which train mode means.
-
-    Its eval-mode paths round the inputs as well (so that a row's result depends on the rows around it), or
-    repack 4-bit weights for a kernel without a backward pass.
-    """
-    module.training = True
+def _align(model: nn.Module) -> None:
+    """Move weights to where torch itself would put them: a CPU's kernels round otherwise at odd addresses."""
+    for parameter in model.parameters():
+        if type(parameter) is nn.Parameter and parameter.device.type == "cpu" and parameter.data_ptr() % 64:
+            parameter.data = parameter.data.clone()
 
 
 @contextlib.contextmanager

@@ -1,40 +1,20 @@
-"""The one way tokens are scored: log-probabilities on packed prefix trees, with the LM head in chunks."""
+"""The one way tokens are scored: log-probabilities on packed prefix trees, with the head in chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from rlhf_data import PackedBatch, TokenSequence, UserError, pack
 from rlhf_models.attention import AttentionPlan, TreeAttention, packed_forward, prepare_for_packing
+from rlhf_models.head import CHUNK_LOGITS as CHUNK_LOGITS
+from rlhf_models.head import TokenLogps, causal_lm, lm_logits, score_targets
 
-CHUNK_LOGITS = 1 << 24
-"""Logits held at a time: 16.8 million, 64 MB in fp32."""
 _CHECKED_TOKENS = 5
 _TOLERANCE = 0.05
 """Share of the largest logit by which half precision may differ; a wrong scale differs by more."""
-
-
-@dataclass(frozen=True)
-class TokenLogps:
-    """Scores of the M target tokens of a batch.
-
-    Args:
-        logps: (M,) fp32, log π(target | prefix), <= 0.
-        entropy: (M,) fp32 in nats, entropy of the distribution each target was drawn from; None if not asked.
-    """
-
-    logps: torch.Tensor
-    entropy: torch.Tensor | None = None
-
-
-def causal_lm(model: Any) -> Any:
-    """The transformers causal LM inside a PeftModel, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def stream_forward(
@@ -118,92 +98,34 @@ def hidden_states(model: Any, batch: PackedBatch) -> torch.Tensor:
     return stream_forward(model, batch.input_ids, batch.position_ids, TreeAttention(batch))
 
 
-def lm_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """Final logits (..., V) in fp32 from last hidden states, with the architecture's scaling and soft cap."""
-    lm = causal_lm(model)
-    logits = lm.get_output_embeddings()(hidden).float()
-    config = lm.config
-    if getattr(config, "logit_scale", None) is not None:
-        logits = logits * config.logit_scale
-    if getattr(config, "logits_scaling", None) is not None:
-        logits = logits / config.logits_scaling
-    cap = getattr(config, "final_logit_softcapping", None)
-    return logits if cap is None else cap * torch.tanh(logits / cap)
-
-
 def token_logps(
     model: Any,
     batch: PackedBatch,
     *,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    with_stats: bool = False,
 ) -> TokenLogps:
     """Log π of every target token of a packed batch, at the sampling temperature.
 
     log π(y_t | x, y_<t) = z[y_t] - logsumexp(z), z = logits / temperature. The LM head runs once for each
     position, however many sequences go on from it. The logits of all positions never exist together: the
-    head runs on chunks of them, again in the backward pass.
+    head runs on chunks of them.
 
     Args:
         model: a transformers causal LM, or a PeftModel around one.
         batch: the packed batch, on the model's device.
         temperature: > 0, divides the logits.
-        with_entropy: also return the entropy -Σ p log p of each predicted distribution.
+        with_entropy: also return the entropy -Σ p log p of each predicted distribution, with gradients.
+        with_stats: also return `entropy`, `correct` and `mean_logits`, without gradients of their own.
     """
     positions, rows = batch.score_positions.unique(return_inverse=True)
-    return logps_from_hidden(
-        lambda hidden: _tempered(lm_logits(model, hidden), temperature),
+    return score_targets(
+        model,
         hidden_states(model, batch).index_select(0, positions),
         batch.score_targets,
         rows=rows,
-        rows_per_chunk=max(1, CHUNK_LOGITS // causal_lm(model).config.get_text_config().vocab_size),
+        temperature=temperature,
         with_entropy=with_entropy,
+        with_stats=with_stats,
     )
-
-
-def _tempered(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    return logits if temperature == 1.0 else logits / temperature
-
-
-def logps_from_hidden(
-    head: Callable[[torch.Tensor], torch.Tensor],
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    rows: torch.Tensor,
-    rows_per_chunk: int,
-    with_entropy: bool = False,
-) -> TokenLogps:
-    """`token_logps` from hidden states.
-
-    Args:
-        head: maps (m, hidden) rows to (m, V) fp32 logits.
-        hidden: (R, hidden) distinct states that predict the targets.
-        targets: (M,) token ids.
-        rows: (M,) which row of `hidden` predicts each target; every row at least one.
-        rows_per_chunk: rows the head sees at a time.
-        with_entropy: see `token_logps`.
-    """
-
-    def score(
-        states: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        distribution = head(states).log_softmax(-1)
-        logps = distribution[rows, targets]
-        if not with_entropy:
-            return logps, None
-        return logps, -(distribution.exp() * distribution).sum(-1)[rows]
-
-    if len(hidden) <= rows_per_chunk:
-        return TokenLogps(*score(hidden, rows, targets))
-    rows, order = rows.sort(stable=True)
-    chunks = hidden.split(rows_per_chunk)
-    sizes = torch.bincount(rows // rows_per_chunk, minlength=len(chunks)).tolist()
-    targets_of, rows_of = targets[order].split(sizes), (rows % rows_per_chunk).split(sizes)
-    parts: list[Any] = [
-        checkpoint(score, *chunk, use_reentrant=False)
-        for chunk in zip(chunks, rows_of, targets_of, strict=True)
-    ]
-    back = order.argsort()
-    logps = torch.cat([part[0] for part in parts])[back]
-    return TokenLogps(logps, torch.cat([part[1] for part in parts])[back] if with_entropy else None)

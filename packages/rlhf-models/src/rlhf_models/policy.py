@@ -8,21 +8,23 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from peft import PeftConfig
 from torch import nn
 from transformers import PreTrainedModel
 
 from rlhf_data import PackedBatch, UserError, atomic_folder
-from rlhf_models.adapters import ADAPTER_CONFIG, AdapterSet, LoraSettings, add_adapters, lora_settings_of
+from rlhf_models.adapter_files import adapter_base, is_adapter, load_adapter
+from rlhf_models.adapters import AdapterSet, LoraSettings, add_adapters
+from rlhf_models.head import TokenLogps
 from rlhf_models.loading import check_tokenizer_fits, load_causal_lm, load_tokenizer, save_model
-from rlhf_models.logps import TokenLogps, token_logps
+from rlhf_models.logps import token_logps
 
 
-class PolicyModel:
+class PolicyModel(nn.Module):
     """A model with its tokenizer, trained through one adapter or in full.
 
     Several policies may share one `AdapterSet`: one backbone, one adapter each. The reference is the model
-    as it was at the start: the backbone without adapters, or a frozen copy of a fully trained model.
+    as it was at the start: the backbone without adapters, or a frozen copy of a fully trained model. That
+    copy is no part of this module: it is neither moved nor saved nor listed with it.
 
     Args:
         model: the decoder; left out (None) where `adapters` brings it.
@@ -44,6 +46,7 @@ class PolicyModel:
         adapter: str | None = None,
         reference: PreTrainedModel | None = None,
     ) -> None:
+        super().__init__()
         if (model is None) == (adapters is None) or (adapters is None) != (adapter is None):
             raise ValueError("give either a model, or adapters with the name of one of them")
         self.model: Any = model if adapters is None else adapters.model
@@ -51,18 +54,21 @@ class PolicyModel:
         self.adapters = adapters
         self.adapter = adapter
         check_tokenizer_fits(self.model.config, tokenizer)
-        self._reference = reference
+        self._reference = (reference,)  # in a tuple, which torch does not look into
 
     @property
     def device(self) -> torch.device:
         """Where the model runs."""
         return self.model.device
 
-    def parameters(self) -> list[nn.Parameter]:
-        """What an optimizer for this policy trains: its adapter's parameters, or the whole model's."""
+    def parameters(self, recurse: bool = True) -> Any:
+        """What an optimizer for this policy trains, a list: its adapter's parameters, or the whole model's.
+
+        The frozen backbone and other players' adapters, which `named_parameters` lists, are left out.
+        """
         if self.adapters is not None and self.adapter is not None:
             return self.adapters.parameters(self.adapter)
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        return [p for p in self.model.parameters(recurse) if p.requires_grad]
 
     def active(self) -> contextlib.AbstractContextManager[Any]:
         """Context in which the underlying model acts as this policy; yields that model."""
@@ -70,26 +76,53 @@ class PolicyModel:
             contextlib.nullcontext(self.model) if self.adapters is None else self.adapters.use(self.adapter)
         )
 
+    def forward(
+        self,
+        batch: PackedBatch,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        with_stats: bool = False,
+        reference: bool = False,
+    ) -> TokenLogps:
+        """`token_logps` of this policy, with gradients, or of its reference, without.
+
+        Raises:
+            ValueError: `reference` of a fully trained policy that was made without one.
+        """
+        options: dict[str, Any] = {"temperature": temperature, "with_entropy": with_entropy}
+        if not reference:
+            with self.active() as model:
+                return token_logps(model, batch, with_stats=with_stats, **options)
+        with torch.no_grad(), self._as_reference() as model:
+            return token_logps(model, batch, with_stats=with_stats, **options)
+
     def logps(
         self, batch: PackedBatch, *, temperature: float = 1.0, with_entropy: bool = False
     ) -> TokenLogps:
         """`token_logps` of this policy, with gradients."""
-        with self.active() as model:
-            return token_logps(model, batch, temperature=temperature, with_entropy=with_entropy)
+        return self(batch, temperature=temperature, with_entropy=with_entropy)
 
-    @torch.no_grad()
     def ref_logps(self, batch: PackedBatch, *, temperature: float = 1.0) -> torch.Tensor:
         """Log-probs (M,) of the reference, without gradients.
 
         Raises:
             ValueError: a fully trained policy was made without a reference.
         """
+        return self(batch, temperature=temperature, reference=True).logps
+
+    def _as_reference(self) -> contextlib.AbstractContextManager[Any]:
         if self.adapters is not None:
-            with self.adapters.use(None) as model:
-                return token_logps(model, batch, temperature=temperature).logps
-        if self._reference is None:
+            return self.adapters.use(None)
+        if self._reference[0] is None:
             raise ValueError("this policy has no reference; make it with one")
-        return token_logps(self._reference, batch, temperature=temperature).logps
+        return contextlib.nullcontext(self._reference[0])
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Recompute each layer in the backward pass to save memory, in train mode; see `AdapterSet`."""
+        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs or {"use_reentrant": False})
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write tokenizer and adapter (PEFT format) or full model (Hugging Face format), atomically."""
@@ -100,6 +133,21 @@ class PolicyModel:
         else:
             save_model(self.model, self.tokenizer, folder)
 
+    def load_weights(self, folder: str | Path) -> None:
+        """Put the weights that `save_pretrained` wrote into this policy, bit for bit, parameters in place.
+
+        Raises:
+            UserError: they cannot be read or are of another model.
+        """
+        if self.adapters is not None and self.adapter is not None:
+            self.adapters.load(self.adapter, folder)
+            return
+        saved = load_causal_lm(folder, dtype=self.model.dtype)
+        try:
+            self.model.load_state_dict(saved.state_dict())
+        except RuntimeError as error:
+            raise UserError(f"the weights of {folder} do not fit this policy: {error}") from error
+
     @classmethod
     def from_pretrained(
         cls,
@@ -107,37 +155,36 @@ class PolicyModel:
         *,
         lora: LoraSettings | None = None,
         adapter: str = "policy",
+        base_model: str | Path | None = None,
         seed: int = 0,
         **load_options: Any,
     ) -> Self:
         """Load a policy: a full model, a full model under a new adapter, or a saved adapter with its base.
 
         Args:
-            name_or_path: a model folder, a hub name, or a folder `save_pretrained` wrote an adapter into.
+            name_or_path: a model folder, a hub name, or a folder with an adapter that `save_pretrained`, peft
+                or TRL wrote.
             lora: for a full model, the new adapter's settings; None trains the model in full.
             adapter: name of the adapter.
+            base_model: what a saved adapter was trained on; None takes the name in its config.
             seed: of a new adapter's random weights.
             **load_options: further arguments of `load_causal_lm`.
 
         Raises:
             UserError: something cannot be loaded.
         """
-        folder = Path(name_or_path)
-        saved = (folder / ADAPTER_CONFIG).is_file()
-        base: str | Path = name_or_path
-        if saved:
-            lora = lora_settings_of(folder)
-            base = PeftConfig.from_pretrained(str(folder)).base_model_name_or_path or ""
-            if not base:
-                raise UserError(
-                    f"{folder / ADAPTER_CONFIG} names no base model; load the base and the adapter apart"
-                )
-        model = load_causal_lm(base, **load_options)
+        if is_adapter(name_or_path):
+            base = base_model or adapter_base(name_or_path)
+            has_tokenizer = (Path(name_or_path) / "tokenizer_config.json").is_file()
+            tokenizer = load_tokenizer(name_or_path if has_tokenizer else base)
+            adapters = AdapterSet(
+                load_adapter(load_causal_lm(base, **load_options), name_or_path, adapter=adapter)
+            )
+            return cls(None, tokenizer, adapters=adapters, adapter=adapter)
+        model = load_causal_lm(name_or_path, **load_options)
         tokenizer = load_tokenizer(name_or_path)
         if lora is None:
             reference = copy.deepcopy(model).requires_grad_(False).eval()
             return cls(model, tokenizer, reference=reference)
         adapters = AdapterSet(add_adapters(model, [adapter], lora, seed=seed))
-        if saved:
-            adapters.load(adapter, folder)
         return cls(None, tokenizer, adapters=adapters, adapter=adapter)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,7 +29,9 @@ MIN_VOCAB_SIZE = 256 + 3
 TINY_ARCHITECTURES = ("gemma2", "gpt2", "llama", "mistral", "qwen2", "qwen3")
 
 
-def train_byte_tokenizer(texts: Iterable[str], vocab_size: int = 512) -> PreTrainedTokenizerFast:
+def train_byte_tokenizer(
+    texts: Iterable[str], vocab_size: int = 512, *, max_characters: int | None = None
+) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer that has a token for every byte, so none is ever unknown.
 
     Any Unicode text comes back exactly from `decode(encode(text))`: no space is added or cleaned up, and
@@ -38,6 +40,8 @@ def train_byte_tokenizer(texts: Iterable[str], vocab_size: int = 512) -> PreTrai
     Args:
         texts: training texts.
         vocab_size: tokens in all, at least `MIN_VOCAB_SIZE`; fewer result where the texts hold fewer pairs.
+        max_characters: learn from the first so many characters only (a core learns from one to two million
+            in a second); None for all.
 
     Returns:
         A tokenizer with ids 0 `<pad>`, 1 `<bos>`, 2 `<eos>`; none of them is added by itself.
@@ -56,7 +60,7 @@ def train_byte_tokenizer(texts: Iterable[str], vocab_size: int = 512) -> PreTrai
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(texts if max_characters is None else _first(texts, max_characters), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD_TOKEN,
@@ -65,6 +69,14 @@ def train_byte_tokenizer(texts: Iterable[str], vocab_size: int = 512) -> PreTrai
         clean_up_tokenization_spaces=False,
         split_special_tokens=True,
     )
+
+
+def _first(texts: Iterable[str], characters: int) -> Iterator[str]:
+    for text in texts:
+        yield text[:characters]
+        characters -= len(text)
+        if characters <= 0:
+            return
 
 
 def build_tiny_llama(
@@ -94,7 +106,7 @@ def build_tiny_llama(
         pad_token_id=pad_token_id,
         **fields,
     )
-    return _random_model(config, seed)
+    return random_model(config, seed)
 
 
 def tiny_model(
@@ -115,10 +127,16 @@ def tiny_model(
         raise ValueError(f"architecture must be one of {', '.join(TINY_ARCHITECTURES)}, got {architecture!r}")
     tokens = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
     config_class, sizes = _CONFIGS[architecture]
-    return _random_model(config_class(vocab_size=vocab_size, **(tokens | sizes | config_fields)), seed)
+    return random_model(config_class(vocab_size=vocab_size, **(tokens | sizes | config_fields)), seed)
 
 
-def _random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+    """A causal LM of a config with random weights, in fp32 on the CPU, in eval mode.
+
+    Args:
+        config: the transformers config.
+        seed: of the random weights; the global random state is left as it was.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

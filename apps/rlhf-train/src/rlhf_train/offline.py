@@ -1,0 +1,100 @@
+"""`rlhf-train sft|reward|prm|dpo|simpo|kto`: from options to a job."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from rlhf_algos.methods import METHODS
+from rlhf_algos.processes import from_first_process, is_first_process
+from rlhf_data import RunFolder, apply_overrides, load_config_file
+from rlhf_train.runs import checkpoint_to_evaluate, new_run, resumed_run
+
+_KEY_OF_OPTION = {
+    "model": "model_name_or_path",
+    "train_data": "train_data",
+    "eval_data": "eval_data",
+    "max_steps": "max_steps",
+    "epochs": "num_train_epochs",
+    "seed": "seed",
+    "subset_size": "subset_size",
+    "on_bad_row": "on_bad_row",
+    "backend": "backend",
+}
+_CHANGES_A_RUN = (*_KEY_OF_OPTION, "config", "overrides", "dry_run")
+
+
+def run_offline(method: str, options: dict[str, Any]) -> None:
+    """Resolve the settings, open the run folder, and train, evaluate or plan.
+
+    Raises:
+        UserError: options, settings, model or data cannot be used.
+    """
+    if options["resume"] is not None:
+        run = resumed_run(options, method, _CHANGES_A_RUN)
+        where = str(run.path / "config.json")
+        config = METHODS[method].job_config.from_dict(run.read_config(), where=where)
+        _work(method, config, run, options)
+        return
+    config = resolve_config(method, options)
+    with _run_of_all(options, method) as run:
+        _work(method, config, run, options)
+
+
+def resolve_config(method: str, options: dict[str, Any]) -> Any:
+    """The settings: the config file, then `--set`, then the options, each over the one before.
+
+    Where the start model is the tiny one that is built now, values that suit it stand below the file's.
+
+    Raises:
+        UserError: an unknown key, a value out of range, a file that cannot be read.
+    """
+    source = options["config"]
+    values = load_config_file(source) if source else {}
+    values = apply_overrides(values, options["overrides"])
+    given = {key: options[name] for name, key in _KEY_OF_OPTION.items() if options[name] is not None}
+    if options["epochs"] is not None and options["max_steps"] is None:
+        values["max_steps"] = -1
+    where = str(source) if source else "config"
+    return METHODS[method].resolve(values | given, where=where)
+
+
+@contextlib.contextmanager
+def _run_of_all(options: dict[str, Any], method: str) -> Iterator[RunFolder]:
+    """The new run's folder, which the first process makes."""
+    if is_first_process():
+        with new_run(options, method) as run:
+            from_first_process(str(run.path))
+            yield run
+    else:
+        yield RunFolder(from_first_process(None))
+
+
+def _work(method: str, config: Any, run: RunFolder, options: dict[str, Any]) -> None:
+    from rlhf_train.training_display import TrainingDisplay
+
+    display = TrainingDisplay(METHODS[method].trainer_class.shown_metrics, quiet=not is_first_process())
+    with display:
+        if options["dry_run"]:
+            from rlhf_algos.planning import plan_training
+
+            display.show_plan(plan_training(method, config))
+            return
+        job = _job(method, config, run, display)
+        resume = options["resume"] is not None
+        if options["eval_only"]:
+            results = job.evaluate_only(checkpoint_to_evaluate(run) if resume else None)
+        else:
+            results = job.train(resume=resume)
+    display.show_results(results, run)
+
+
+def _job(method: str, config: Any, run: RunFolder, display: Any) -> Any:
+    if config.backend == "trl":
+        from rlhf_train.trl_backend import TRLJob
+
+        return TRLJob(method, config, run, on_step=display.on_step)
+    from rlhf_algos.job import TrainingJob
+
+    return TrainingJob(method, config, run, on_step=display.on_step, progress=display.progress)

@@ -1,0 +1,94 @@
+"""Run folders as the commands treat them: made, taken up again, and gone where nothing began."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from rlhf_data import RunFolder, UserError
+from rlhf_data.run_folder import newest_unfinished
+from rlhf_train.options import NEWEST
+
+ROOT = "outputs"
+_FLAG_OF = {"overrides": "--set"}
+
+
+@contextmanager
+def new_run(options: dict[str, Any], job: str) -> Iterator[RunFolder]:
+    """The folder of a new run; removed again when the run was only planned or refused before it began.
+
+    Args:
+        options: those of the command; `output_dir` and `dry_run` are read.
+        job: with what the folder's name begins where the user gives none.
+
+    Raises:
+        UserError: the folder is not empty or cannot be written to.
+    """
+    named = options["output_dir"]
+    existed = named is not None and Path(named).is_dir()
+    run = RunFolder.create(named, job=job, root=ROOT)
+    refused = options["dry_run"]
+    try:
+        yield run
+    except UserError:
+        refused = True
+        raise
+    finally:
+        if refused:
+            _remove_unstarted(run.path, keep=existed)
+            if named is None:
+                with suppress(OSError):  # where earlier runs lie in it
+                    Path(ROOT).rmdir()
+
+
+def resumed_run(options: dict[str, Any], job: str, changing: Sequence[str]) -> RunFolder:
+    """The run to continue.
+
+    Args:
+        options: those of the command; `resume` and `output_dir` name the folder.
+        job: whose newest unfinished run is taken where neither does.
+        changing: names of the options that would change the run's settings, and so are refused.
+
+    Raises:
+        UserError: such an option is given, two folders are named, or there is no such run.
+    """
+    given = [name for name in changing if not any(options[name] is x for x in (None, False, ()))]
+    if given:
+        names = ", ".join(_FLAG_OF.get(name, f"--{name.replace('_', '-')}") for name in given)
+        raise UserError(
+            f"{names} cannot be combined with --resume, which keeps the run's own settings; leave it out"
+        )
+    named, output = options["resume"], options["output_dir"]
+    if named != NEWEST and output is not None and Path(named) != Path(output):
+        raise UserError(f"--resume {named} and --output-dir {output} name two folders; leave one out")
+    folder = output if named == NEWEST else named
+    if folder is not None:
+        return RunFolder.open(folder)
+    run = newest_unfinished(ROOT, job)
+    if run is None:
+        raise UserError(f"there is no unfinished run under {ROOT}/; name its folder: --resume DIR")
+    return run
+
+
+def checkpoint_to_evaluate(run: RunFolder) -> Path:
+    """The last checkpoint of a run.
+
+    Raises:
+        UserError: there is none.
+    """
+    checkpoint = run.latest_checkpoint()
+    if checkpoint is None:
+        raise UserError(f"{run.path} has no checkpoint to evaluate; train it first")
+    return checkpoint
+
+
+def _remove_unstarted(folder: Path, *, keep: bool) -> None:
+    """Remove a run folder that holds nothing but its config; a folder the user made stays, empty."""
+    config = folder / "config.json"
+    if any(path != config for path in folder.iterdir()):
+        return
+    config.unlink(missing_ok=True)
+    if not keep:
+        folder.rmdir()

@@ -1,0 +1,111 @@
+"""What a person sees of an offline training: what is done, one line each, progress, and the result."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rlhf_data import RunFolder
+from rlhf_train.display import make_console
+
+_PACKAGES = ("rlhf_data", "rlhf_models", "rlhf_eval", "rlhf_algos", "rlhf_train")
+_PLAIN_LINES = 10
+"""Lines of metrics where the output is no terminal."""
+
+
+class TrainingDisplay:
+    """Prints the log of the packages, the steps where no progress line can be drawn, and the results.
+
+    Args:
+        shown: metrics shown of a step.
+        console: where to; None is standard output.
+        quiet: print nothing, as all processes but the first do.
+    """
+
+    def __init__(
+        self, shown: Sequence[str] = ("loss",), console: Console | None = None, *, quiet: bool = False
+    ) -> None:
+        self.shown = shown
+        self.console = console or make_console()
+        self.console.quiet = quiet
+        self.progress: bool | None = False if quiet else None
+        """What a trainer is told: draw a line where the console is a terminal, or draw none."""
+        self._handler = _ConsoleHandler(self.console)
+        self._levels: dict[str, int] = {}
+
+    def __enter__(self) -> TrainingDisplay:
+        for name in _PACKAGES:
+            logger = logging.getLogger(name)
+            self._levels[name] = logger.level
+            logger.setLevel(logging.INFO)
+            logger.addHandler(self._handler)
+            logger.propagate = False
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for name, level in self._levels.items():
+            logger = logging.getLogger(name)
+            logger.setLevel(level)
+            logger.removeHandler(self._handler)
+            logger.propagate = True
+
+    def on_step(self, step: int, total: int, metrics: dict[str, float]) -> None:
+        """A line of metrics now and then, where the output is no terminal."""
+        if self.console.is_terminal or not (step == total or step % max(1, total // _PLAIN_LINES) == 0):
+            return
+        shown = "  ".join(f"{name} {metrics[name]:.4g}" for name in self.shown if name in metrics)
+        self.console.print(Text(f"step {step}/{total}  {shown}"))
+
+    def show_plan(self, plan: dict[str, Any]) -> None:
+        """Print a dry run: what would run, with how many tokens and how much memory."""
+        table = Table(title="Dry run: nothing is trained", title_justify="left", box=box.ROUNDED)
+        table.show_header = False
+        table.add_column()
+        table.add_column(overflow="fold")
+        for label, value in plan["rows"]:
+            table.add_row(label, Text(value))
+        self.console.print(table)
+
+    def show_results(self, results: dict[str, Any], run: RunFolder) -> None:
+        """The table of held-out metrics at the start and at the end, the time, and where everything lies."""
+        columns = [(name, results[name]) for name in ("before", "after") if results.get(name)]
+        if columns:
+            table = Table(title="Held-out rows", title_justify="left", box=box.ROUNDED)
+            table.add_column("")
+            for name, _ in columns:
+                table.add_column({"before": "start", "after": "end"}[name], justify="right")
+            for key in columns[-1][1]:
+                table.add_row(key.removeprefix("eval_"), *(_number(block.get(key)) for _, block in columns))
+            self.console.print(table)
+        spent = results["wall_time"]
+        parts = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in spent.items() if part != "total")
+        self.console.print(f"time: {spent['total']:.1f} s ({parts})")
+        self.console.print(Text(f"written to {run.path}"))
+
+
+class _ConsoleHandler(logging.Handler):
+    """Prints log records, warnings marked as such."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self.console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one record."""
+        text = Text(record.getMessage())
+        if record.levelno >= logging.WARNING:
+            text = Text.assemble(("warning: ", "bold yellow"), text)
+        self.console.print(text)
+
+
+def _number(value: Any) -> str:
+    return "–" if value is None else f"{value:.4f}"

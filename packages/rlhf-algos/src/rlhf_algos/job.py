@@ -1,0 +1,192 @@
+"""A whole training job: data, model, training, held-out metrics before and after, results."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf_algos.job_data import Rows, build_sets, load_rows
+from rlhf_algos.job_models import longest_sequence, start_model
+from rlhf_algos.methods import METHODS, Method
+from rlhf_algos.results import finish_run
+from rlhf_data import RunFolder, UserError, atomic_write_json
+from rlhf_data.files import finite
+
+__all__ = ["OnStep", "TrainingJob"]
+
+_LOG = logging.getLogger(__name__)
+_BEFORE, _EVALUATION = "before.json", "evaluation.json"
+_TINY_PARAMETERS = 5_000_000
+
+OnStep = Callable[[int, int, dict[str, float]], None]
+"""Called after each step with step, steps in all and metrics."""
+
+
+@dataclass
+class TrainingJob:
+    """One run of one method, from its settings to its results.
+
+    Args:
+        name: of the method, a key of `METHODS`.
+        config: the settings, of the method's `job_config`.
+        run: the run's folder.
+        on_step: told of every step.
+        progress: see `BaseTrainer`.
+    """
+
+    name: str
+    config: Any
+    run: RunFolder
+    on_step: OnStep | None = None
+    progress: bool | None = False
+
+    @property
+    def method(self) -> Method:
+        """What is trained."""
+        return METHODS[self.name]
+
+    def train(self, *, resume: bool = False) -> dict[str, Any]:
+        """Train, or train on from the newest checkpoint, and write everything; the results.
+
+        Raises:
+            UserError: data, model or settings cannot be used, or the run is finished already.
+        """
+        if resume and self.run.read_results() is not None:
+            raise UserError(
+                f"{self.run.path} holds a finished run; start a new one with another --output-dir"
+            )
+        clock = _Clock()
+        trainer, rows = self.prepare()
+        clock.lap("loading")
+        if resume:
+            self._say_where(trainer, trainer.resume())
+        before = self._before(trainer)
+        clock.lap("evaluation")
+        trainer.train()
+        clock.lap("training")
+        after = trainer.evaluate() if len(trainer.eval_examples) else None
+        trainer.save_model(self.run.path / "final")
+        clock.lap("evaluation")
+        results = {"before": before, "after": after, "wall_time": clock.split(), "resumed": resume}
+        results |= {"backend": "rlhf", "data": describe_rows(rows, trainer), "num_tokens": trainer.num_tokens}
+        if trainer.parallel.is_main:
+            results = finish_run(self.run, method=self.name, config=self.config.to_dict(), **results)
+        return results
+
+    def prepare(self) -> tuple[Any, Rows]:
+        """Read the data, load the model, make the trainer; the settings are written when all of it fits.
+
+        Raises:
+            UserError: data, model or settings cannot be used.
+        """
+        config, method = self.config, self.method
+        rows = load_rows(method, config)
+        model, tokenizer = start_model(method, config, rows.train)
+        _few_threads_for_a_small_model(model)
+        max_length = longest_sequence(model.config, config.max_length)
+        train, held_out = build_sets(method, config, rows, tokenizer, max_length=max_length)
+        trainer: Any = method.trainer_class(
+            model,
+            config,
+            train,
+            eval_examples=held_out,
+            tokenizer=tokenizer,
+            run=self.run,
+            on_step=self._report,
+            progress=self.progress,
+        )
+        self._total = trainer.total_steps
+        if trainer.parallel.is_main:
+            self.run.write_config(config.to_dict())
+        _LOG.info("data: %s rows of %s, %s held out", f"{len(train):,}", rows.source, f"{len(held_out):,}")
+        return trainer, rows
+
+    def evaluate_only(self, checkpoint: Path | None = None) -> dict[str, Any]:
+        """Held-out metrics of the start model, or of a checkpoint; written to `evaluation.json`.
+
+        Raises:
+            UserError: data, model or settings cannot be used, or no row is held out.
+        """
+        clock = _Clock()
+        trainer, rows = self.prepare()
+        if not len(trainer.eval_examples):
+            raise UserError("there are no held-out rows to evaluate on; give some with --eval-data")
+        if checkpoint is not None:
+            trainer.load_checkpoint(checkpoint)
+        clock.lap("loading")
+        metrics = trainer.evaluate()
+        clock.lap("evaluation")
+        results = {
+            "method": self.name,
+            "checkpoint": checkpoint.name if checkpoint else None,
+            "before" if checkpoint is None else "after": metrics,
+            "data": describe_rows(rows, trainer),
+            "wall_time": clock.split(),
+        }
+        if trainer.parallel.is_main:
+            atomic_write_json(self.run.path / _EVALUATION, finite(results))
+        return results
+
+    def _before(self, trainer: Any) -> dict[str, float] | None:
+        """Held-out metrics of the start model; of a resumed run those that were measured then."""
+        path = self.run.path / _BEFORE
+        if not len(trainer.eval_examples):
+            return None
+        if path.exists():
+            return json.loads(path.read_text(encoding="utf-8"))
+        before = trainer.evaluate()
+        if trainer.parallel.is_main:
+            atomic_write_json(path, finite(before))
+        return before
+
+    def _report(self, step: int, metrics: dict[str, float]) -> None:
+        if self.on_step:
+            self.on_step(step, self._total, metrics)
+
+    def _say_where(self, trainer: Any, found: bool) -> None:
+        if found:
+            _LOG.info("resumed from step %d of %d", trainer.step, trainer.total_steps)
+        else:
+            _LOG.info("there is no checkpoint in %s yet; starting at the first step", self.run.path)
+
+
+def describe_rows(rows: Rows, trainer: Any) -> dict[str, Any]:
+    """What results say of the data."""
+    return {
+        "source": rows.source,
+        "train_rows": len(trainer.examples),
+        "eval_rows": len(trainer.eval_examples),
+        "bad_rows": rows.skipped,
+    }
+
+
+class _Clock:
+    """Seconds spent on each part."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._started = self._mark = time.perf_counter()
+
+    def lap(self, part: str) -> None:
+        """Book the time since the last call on a part."""
+        now = time.perf_counter()
+        self._seconds[part] = self._seconds.get(part, 0.0) + now - self._mark
+        self._mark = now
+
+    def split(self) -> dict[str, float]:
+        """Seconds by part, and in all."""
+        return {**self._seconds, "total": time.perf_counter() - self._started}
+
+
+def _few_threads_for_a_small_model(model: Any) -> None:
+    """Models of this size lose time to a second thread."""
+    parameters = list(model.parameters())
+    if parameters[0].device.type == "cpu" and sum(p.numel() for p in parameters) < _TINY_PARAMETERS:
+        torch.set_num_threads(1)

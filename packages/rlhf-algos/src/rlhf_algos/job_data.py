@@ -1,0 +1,201 @@
+"""The data of a job: rows from a file or from the story world, held-out rows, tokenised sets of both."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from rlhf_algos.processes import num_processes
+from rlhf_data import UserError
+from rlhf_data.datasets import KTODataset, PreferenceDataset, SFTDataset, StepDataset
+from rlhf_data.record_files import load_records
+from rlhf_data.story_tasks import story_records
+from rlhf_data.streaming import (
+    StreamingKTODataset,
+    StreamingPreferenceDataset,
+    StreamingSFTDataset,
+    StreamingStepDataset,
+)
+
+if TYPE_CHECKING:
+    from rlhf_algos.methods import Method
+
+__all__ = ["Rows", "build_sets", "load_rows", "prompt_key", "split_by_prompt"]
+
+_LOG = logging.getLogger(__name__)
+_SETS: Mapping[str, tuple[Any, Any]] = {
+    "sft": (SFTDataset, StreamingSFTDataset),
+    "preference": (PreferenceDataset, StreamingPreferenceDataset),
+    "kto": (KTODataset, StreamingKTODataset),
+    "steps": (StepDataset, StreamingStepDataset),
+}
+_SAMPLE_ROWS = 2000
+"""Rows of a streamed file that are read to build a tiny model for it."""
+_SHOWN_BAD_ROWS = 3
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The records of a job.
+
+    Args:
+        train: training records; of a streamed file its first ones.
+        held_out: held-out records, may be none.
+        source: where they come from, in words.
+        skipped: bad rows left out.
+        streamed: the file that the training set is read from as it is needed, if it is.
+    """
+
+    train: Sequence[Any]
+    held_out: Sequence[Any]
+    source: str
+    skipped: int = 0
+    streamed: str | None = None
+
+
+def load_rows(method: Method, config: Any) -> Rows:
+    """Read a job's rows, or make them from the story world.
+
+    Args:
+        method: whose rows.
+        config: the job's settings.
+
+    Raises:
+        UserError: a file cannot be read, a row is bad, or no row is left to train on.
+    """
+    if config.train_data is None:
+        train = _stories(method, config.story_rows, "train", config.seed)
+        held_out = _stories(method, config.story_eval_rows, "eval", config.seed)
+        if config.subset_size:
+            train = train[: config.subset_size]
+        return Rows(train, held_out, "the story world")
+    options = {"columns": config.columns, "on_bad_row": config.on_bad_row}
+    size = min(config.subset_size or _SAMPLE_ROWS, _SAMPLE_ROWS) if config.streaming else config.subset_size
+    train, skipped = _read(config.train_data, method, options, size)
+    if config.eval_data is not None:
+        held_out, more = _read(config.eval_data, method, options, None)
+        _warn_of_shared_prompts(train, held_out, config)
+    elif config.streaming:
+        held_out, more = [], 0
+        _LOG.info("no row is held out: a streamed file is not split; give held-out rows with --eval-data")
+    else:
+        train, held_out = split_by_prompt(train, config.eval_fraction)
+        more = 0
+        if not train:
+            raise UserError(
+                f"{config.train_data}: all its prompts are held out, none is left to train on; "
+                "give more rows, or set eval_fraction to 0"
+            )
+    streamed = config.train_data if config.streaming else None
+    return Rows(train, held_out, str(config.train_data), skipped + more, streamed)
+
+
+def split_by_prompt(records: Sequence[Any], fraction: float) -> tuple[list[Any], list[Any]]:
+    """Split records into training and held-out ones so that no prompt is on both sides.
+
+    A hash of the prompt decides, so a record is on the same side whatever the order and number of the others.
+
+    Args:
+        records: any records.
+        fraction: share of prompts held out.
+    """
+    sides: tuple[list[Any], list[Any]] = ([], [])
+    for record in records:
+        digest = hashlib.sha256(prompt_key(record).encode()).digest()
+        sides[int.from_bytes(digest[:8], "big") < fraction * 2**64].append(record)
+    return sides
+
+
+def prompt_key(record: Any) -> str:
+    """What a record shares with others of the same prompt, as JSON; without a prompt, the whole of it."""
+    for name in ("prompt", "messages", "text"):
+        if hasattr(record, name):
+            return json.dumps(getattr(record, name), sort_keys=True)
+    raise TypeError(f"{type(record).__name__} has neither prompt nor messages nor text")
+
+
+def build_sets(
+    method: Method, config: Any, rows: Rows, tokenizer: Any, *, max_length: int | None
+) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Tokenise training and held-out rows.
+
+    Args:
+        method: whose examples are made.
+        config: the job's settings.
+        rows: what `load_rows` gave.
+        tokenizer: the model's.
+        max_length: tokens of a sequence at most.
+
+    Raises:
+        UserError: a row cannot be encoded, or none is left to train on.
+    """
+    in_memory, streaming = _SETS[method.records]
+    options = {"max_length": max_length, **_set_options(method, config)}
+    if rows.streamed:
+        read = {"columns": config.columns, "subset_size": config.subset_size, "on_bad_row": config.on_bad_row}
+        train = streaming(rows.streamed, tokenizer, **options, **read)
+    else:
+        train = in_memory(rows.train, tokenizer, **options, on_bad_row=config.on_bad_row)
+    held_out: Any = []
+    if rows.held_out:
+        held_out = in_memory(rows.held_out, tokenizer, **options, on_bad_row=config.on_bad_row)
+    for name, examples in (("training", train), ("held-out", held_out)):
+        if getattr(examples, "dropped", 0):
+            _LOG.warning(
+                "%d %s rows have nothing to learn within max_length %s; the first: %s",
+                examples.dropped,
+                name,
+                max_length,
+                examples.drop_messages[0],
+            )
+    return train, held_out
+
+
+def _stories(method: Method, count: int, split: Literal["train", "eval"], seed: int) -> list[Any]:
+    """Rows of the story world; of steps, labelled solutions and pairs of solutions in turn."""
+    if method.records != "steps":
+        return story_records(method.records, count, split=split, seed=seed)
+    labelled = story_records("steps", count - count // 2, split=split, seed=seed)
+    pairs = story_records("step_pairs", count // 2, split=split, seed=seed + 1)
+    mixed = [row for both in zip(labelled, pairs, strict=False) for row in both]
+    return mixed + labelled[len(pairs) :]
+
+
+def _set_options(method: Method, config: Any) -> dict[str, Any]:
+    """What the set of a kind of records takes besides `max_length`."""
+    if method.records == "sft":
+        return {"assistant_only_loss": config.assistant_only_loss}
+    if method.records == "preference":
+        return {"overlong": method.overlong}
+    if method.records == "steps":
+        return {"step_separator": config.step_separator}
+    step = config.per_device_train_batch_size * config.gradient_accumulation_steps * num_processes()
+    return {"kl_batch_size": step if config.kl_estimate == "mismatched" else None}
+
+
+def _read(
+    path: str, method: Method, options: dict[str, Any], subset_size: int | None
+) -> tuple[list[Any], int]:
+    loaded = load_records(path, method.records, subset_size=subset_size, **options)
+    if loaded.skipped:
+        shown = "; ".join(loaded.skipped[:_SHOWN_BAD_ROWS])
+        more = len(loaded.skipped) - _SHOWN_BAD_ROWS
+        tail = f"; and {more} more" if more > 0 else ""
+        _LOG.warning("%d bad rows of %s are left out: %s%s", len(loaded.skipped), path, shown, tail)
+    return loaded.records, len(loaded.skipped)
+
+
+def _warn_of_shared_prompts(train: Sequence[Any], held_out: Sequence[Any], config: Any) -> None:
+    known = {prompt_key(record) for record in held_out}
+    shared = sum(prompt_key(record) in known for record in train)
+    if shared:
+        _LOG.warning(
+            "%d of %d training rows have a prompt that is also in %s, so its metrics are too good",
+            shared,
+            len(train),
+            config.eval_data,
+        )

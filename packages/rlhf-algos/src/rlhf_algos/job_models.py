@@ -1,0 +1,132 @@
+"""The model of a job before its first step: loaded, from scratch or tiny, with its head or adapters."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlhf_algos.demo import CHAT_TEMPLATE, record_texts, tiny_start
+from rlhf_models import LoraSettings, RewardModel, context_length, load_causal_lm, load_tokenizer
+from rlhf_models.adapters import apply_lora
+from rlhf_models.ensemble import RewardEnsemble
+from rlhf_models.loading import check_tokenizer_fits
+from rlhf_models.process_reward import ProcessRewardModel
+from rlhf_models.scratch import build_model, build_tokenizer
+
+if TYPE_CHECKING:
+    from rlhf_algos.methods import Method
+
+__all__ = [
+    "job_device",
+    "longest_sequence",
+    "start_model",
+]
+
+_LOG = logging.getLogger(__name__)
+
+
+def job_device() -> torch.device:
+    """Where this process's model is loaded: its GPU, or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def longest_sequence(model_config: Any, max_length: int | None) -> int | None:
+    """Tokens that a sequence may have: `max_length`, or the model's context where that is shorter."""
+    context = context_length(model_config)
+    if context is None or (max_length is not None and max_length <= context):
+        return max_length
+    if max_length is not None:
+        _LOG.warning("max_length %d is above the model's context of %d, which is taken", max_length, context)
+    return context
+
+
+def start_model(method: Method, config: Any, records: Sequence[Any]) -> tuple[Any, Any]:
+    """The model to train, on its device, and its tokenizer.
+
+    Args:
+        method: what is trained.
+        config: the job's settings.
+        records: training records, from which a tokenizer and a tiny model are made where none is given.
+
+    Raises:
+        UserError: the model cannot be loaded, or does not go with the settings.
+    """
+    device = job_device()
+    name = config.model_name_or_path
+    options = {"dtype": config.dtype, "device": device}
+    options |= {"load_in_8bit": config.load_in_8bit, "load_in_4bit": config.load_in_4bit}
+    if name and method.model != "policy" and getattr(config, "num_members", 1) == 1:
+        scorer = _SCORERS[method.model].from_language_model(
+            name, head=config.head, seed=config.seed, **options
+        )
+        _describe(scorer, f"from {name}")
+        return _finished(method, scorer, config), scorer.tokenizer
+    if name:
+        lm, tokenizer = load_causal_lm(name, **options), load_tokenizer(name)
+        check_tokenizer_fits(lm, tokenizer)
+        _describe(lm, f"from {name}")
+    elif config.scratch:
+        tokenizer = build_tokenizer(
+            config.scratch, (text for record in records for text in record_texts(record))
+        )
+        tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
+        lm = build_model(config.scratch, tokenizer=tokenizer, seed=config.seed)
+        lm.to(device)
+        _describe(lm, f"with random weights, as {config.scratch} says")
+    else:
+        lm, tokenizer = tiny_start(
+            records,
+            fine_tuned=method.records != "sft",
+            seed=config.seed,
+            separator=getattr(config, "step_separator", "\n"),
+            max_length=config.max_length,
+        )
+        lm.to(device)
+    model = lm if method.model == "policy" else _scorer(method, config, lm, tokenizer)
+    return _finished(method, model, config), tokenizer
+
+
+_SCORERS: dict[str, Any] = {"reward": RewardModel, "prm": ProcessRewardModel}
+
+
+def _scorer(method: Method, config: Any, lm: Any, tokenizer: Any) -> Any:
+    if getattr(config, "num_members", 1) > 1:
+        return RewardEnsemble.from_backbone(
+            lm,
+            tokenizer,
+            size=config.num_members,
+            kind=config.ensemble,
+            head=config.head,
+            lora=lora_settings(config) if config.use_peft or config.ensemble == "adapters" else None,
+            seed=config.seed,
+        )
+    return _SCORERS[method.model].from_backbone(lm, tokenizer, head=config.head, seed=config.seed)
+
+
+def _finished(method: Method, model: Any, config: Any) -> Any:
+    """The model with what its method reads texts by, and with adapters where they are wanted."""
+    if method.model == "reward":
+        model.append_eos = True
+    if method.model == "prm":
+        model.step_separator = config.step_separator
+    if not config.use_peft or isinstance(model, RewardEnsemble):
+        return model
+    if method.model == "policy":
+        return apply_lora(model, lora_settings(config), seed=config.seed)
+    return model.add_lora(lora_settings(config), seed=config.seed)
+
+
+def lora_settings(config: Any) -> LoraSettings:
+    """The adapters that a job's settings ask for."""
+    return LoraSettings(**{name: getattr(config, name) for name in LoraSettings.model_fields})
+
+
+def _describe(model: Any, origin: str) -> None:
+    count = sum(parameter.numel() for parameter in model.parameters())
+    _LOG.info("model: %s of %s parameters, %s", type(model).__name__, f"{count:,}", origin)

@@ -1,0 +1,194 @@
+"""The README.md that is saved with a trained model, in the form of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_data import atomic_write_text
+from rlhf_data.files import finite
+
+__all__ = ["write_model_card"]
+
+_HUB_NAME = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
+_METHODS = {
+    "sft": ("supervised fine-tuning", None),
+    "reward": ("a reward model's Bradley-Terry loss", "2203.02155"),
+    "prm": ("a process reward model's loss on steps", "2305.20050"),
+    "dpo": ("direct preference optimization (DPO)", "2305.18290"),
+    "simpo": ("simple preference optimization (SimPO)", "2405.14734"),
+    "kto": ("Kahneman-Tversky optimization (KTO)", "2402.01306"),
+}
+"""Name and arXiv number of each method; another one is called by its own name."""
+_RECIPE = (
+    *("learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "max_grad_norm"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps"),
+    *("max_length", "beta", "loss_type", "use_peft", "lora_r", "lora_alpha", "seed"),
+)
+"""Settings in the table; all of them stand below it."""
+_GENERATE = """\
+{imports}
+
+model = {model_class}.from_pretrained("{place}")
+tokenizer = AutoTokenizer.from_pretrained("{place}")
+inputs = tokenizer("Where is Mary?", return_tensors="pt")
+tokens = model.generate(**inputs, max_new_tokens=32)
+print(tokenizer.decode(tokens[0], skip_special_tokens=True))"""
+_SCORE = """\
+from rlhf_models import {model_class}
+
+model = {model_class}.from_pretrained("{place}")
+print(model.{call})"""
+_SCORE_TEXTS = 'score(["Where is Mary?"], ["In the kitchen."])'
+_SCORE_STEPS = 'score_steps("Where is Mary?", ["Mary went to the kitchen.", "So she is in the kitchen."])'
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a saved model is, and how it is loaded."""
+
+    task: str
+    library: str
+    model_class: str
+    call: str = ""
+    note: str = ""
+
+    def code(self, place: str) -> str:
+        """How to load and use it from a folder."""
+        if self.call:
+            return _SCORE.format(model_class=self.model_class, place=place, call=self.call)
+        imports = f"from transformers import {self.model_class}, AutoTokenizer"
+        if self.library == "peft":
+            imports = f"from peft import {self.model_class}\nfrom transformers import AutoTokenizer"
+        return _GENERATE.format(imports=imports, model_class=self.model_class, place=place)
+
+
+def write_model_card(
+    folder: str | Path,
+    *,
+    method: str,
+    config: Mapping[str, Any],
+    results: Mapping[str, Any] | None = None,
+    base_model: str | None = None,
+    data: str | None = None,
+) -> None:
+    """Write `README.md` beside a saved model: what it is, how to load it, held-out metrics, recipe, versions.
+
+    The header has `base_model` (where that is a name on the hub rather than a path), `library_name`,
+    `pipeline_tag` and `tags`.
+
+    Args:
+        folder: the saved model; its files say what kind it is.
+        method: how it was trained, a key of `METHODS`.
+        config: the resolved settings, JSON values.
+        results: as `finish_run` writes them; its `before`, `after`, `steps`, `num_tokens`, `wall_time`,
+            `data` and `versions` are used, and each may be missing.
+        base_model: what training started from; None takes `model_name_or_path` of the settings.
+        data: what it was trained on; None takes `train_data` of the settings.
+
+    Raises:
+        DiskFullError: nothing can be added to the disk.
+    """
+    folder, results = Path(folder), results or {}
+    base = base_model or config.get("model_name_or_path")
+    data = data or config.get("train_data") or (results.get("data") or {}).get("source")
+    kind = _kind(folder, method)
+    sections = [
+        _header(kind, method, base),
+        f"# {folder.resolve().parent.name if folder.name == 'final' else folder.resolve().name}",
+        _summary(method, base, data, kind),
+        f"## Use\n\n```python\n{kind.code('path/to/this/folder')}\n```",
+        kind.note,
+        _held_out(results),
+        _recipe(config, results),
+        _versions(results),
+    ]
+    atomic_write_text(folder / "README.md", "\n\n".join(section for section in sections if section) + "\n")
+
+
+def _kind(folder: Path, method: str) -> _Kind:
+    """Read off a saved model's files what it is."""
+    adapter = (folder / "adapter_config.json").is_file()
+    library = "peft" if adapter else "transformers"
+    if (folder / "ensemble_config.json").is_file():
+        return _Kind("text-classification", library, "RewardEnsemble", _SCORE_TEXTS)
+    note = "" if adapter or "score_head" in _model_config(folder) else "`transformers.{}` loads it too."
+    if method == "prm":
+        auto = note.format("AutoModelForTokenClassification")
+        return _Kind("token-classification", library, "ProcessRewardModel", _SCORE_STEPS, auto)
+    if method == "reward":
+        auto = note.format("AutoModelForSequenceClassification")
+        return _Kind("text-classification", library, "RewardModel", _SCORE_TEXTS, auto)
+    return _Kind(
+        "text-generation", library, "AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM"
+    )
+
+
+def _model_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _header(kind: _Kind, method: str, base: str | None) -> str:
+    tags = ["rlhf-algos", method, *(["lora"] if kind.library == "peft" else [])]
+    lines = [f"base_model: {base}"] if _on_hub(base) else []
+    lines += [f"library_name: {kind.library}", f"pipeline_tag: {kind.task}", "tags:"]
+    return "\n".join(["---", *lines, *(f"- {tag}" for tag in tags), "---"])
+
+
+def _on_hub(base: str | None) -> bool:
+    """Whether a name can be one on the hub, where a card may link to it; paths cannot."""
+    return base is not None and _HUB_NAME.fullmatch(base) is not None and not Path(base).exists()
+
+
+def _summary(method: str, base: str | None, data: str | None, kind: _Kind) -> str:
+    name, paper = _METHODS.get(method, (method, None))
+    if paper:
+        name += f" ([arXiv:{paper}](https://arxiv.org/abs/{paper}))"
+    what = "LoRA adapter" if kind.library == "peft" else "Model"
+    start = f" from `{base}`" if base else ""
+    rows = f" on {data}" if data and " " in data else f" on `{data}`" if data else ""
+    return f"{what} trained with {name}{start}{rows}."
+
+
+def _held_out(results: Mapping[str, Any]) -> str:
+    before, after = results.get("before") or {}, results.get("after") or {}
+    names = [name for name in after if isinstance(after[name], int | float)]
+    if not names:
+        return ""
+    lines = [f"| {name} | {_number(before.get(name))} | {_number(after[name])} |" for name in names]
+    return "\n".join(["## Held-out metrics", "", "| metric | before | after |", "|---|---|---|", *lines])
+
+
+def _recipe(config: Mapping[str, Any], results: Mapping[str, Any]) -> str:
+    rows = {name: config[name] for name in _RECIPE if config.get(name) is not None}
+    if rows.get("max_steps") == -1:
+        del rows["max_steps"]
+    rows |= {
+        name: results[key] for name, key in (("steps", "steps"), ("tokens", "num_tokens")) if results.get(key)
+    }
+    if total := (results.get("wall_time") or {}).get("total"):
+        rows["wall time in seconds"] = round(total, 1)
+    table = [f"| {name} | {_number(value)} |" for name, value in rows.items()]
+    settings = json.dumps(finite(dict(config)), indent=2, ensure_ascii=False)
+    details = ["<details><summary>All settings</summary>", "", f"```json\n{settings}\n```", "", "</details>"]
+    return "\n".join(["## Recipe", "", "| setting | value |", "|---|---|", *table, "", *details])
+
+
+def _versions(results: Mapping[str, Any]) -> str:
+    found = results.get("versions") or {}
+    return (
+        "\n".join(["## Versions", "", *(f"- {name} {number}" for name, number in found.items())])
+        if found
+        else ""
+    )
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return "" if value is None else str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"

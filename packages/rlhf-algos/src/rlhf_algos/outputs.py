@@ -1,0 +1,82 @@
+"""What a micro-batch returns, and how micro-batches and processes add up to a step's metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+__all__ = ["LossOutput", "reduce_outputs"]
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """Loss and statistics of one micro-batch: scalars that add up over micro-batches and processes."""
+
+    loss: Tensor
+    """Sum over the micro-batch's terms, with gradient."""
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
+    """Metrics that are sums over terms; reported as means over the step's terms."""
+    means: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Metrics that are means over something else: their sums and counts; left out where nothing counts."""
+    lows: Mapping[str, Tensor] = field(default_factory=dict)
+    """Metrics reported as the minimum over micro-batches."""
+    highs: Mapping[str, Tensor] = field(default_factory=dict)
+    """Metrics reported as the maximum over micro-batches."""
+
+    def parts(self, real: bool) -> tuple[list[Tensor], list[Tensor]]:
+        """What adds up, and what is maximised (minima negated); neutral values where not `real`."""
+        added = [self.loss, *self.sums.values(), *(x for pair in self.means.values() for x in pair)]
+        highest = [*(-low for low in self.lows.values()), *self.highs.values()]
+        if real:
+            return added, highest
+        return [torch.zeros_like(x) for x in added], [torch.full_like(x, -torch.inf) for x in highest]
+
+
+def reduce_outputs(
+    outputs: Sequence[tuple[LossOutput, bool]],
+    total: int,
+    *,
+    add: Callable[[Tensor], Tensor],
+    maximum: Callable[[Tensor], Tensor],
+    others: Mapping[str, Tensor] | None = None,
+) -> dict[str, float]:
+    """Metrics over micro-batches and processes as floats, fetched from the device in one transfer.
+
+    Args:
+        outputs: each micro-batch's output, and whether it counts.
+        total: terms of the step, over all processes.
+        add: sums a tensor over the processes.
+        maximum: takes its elementwise maximum over the processes.
+        others: further scalars, the same on every process.
+    """
+    others = others or {}
+    first = outputs[0][0]
+    parts = [output.parts(real) for output, real in outputs]
+    added = add(_stacked([added for added, _ in parts]).sum(0))
+    highest = _stacked([highest for _, highest in parts])
+    highest = maximum(highest.amax(0)) if highest.numel() else highest.flatten()
+    values = torch.cat([added, highest, *(x.detach().to(added).reshape(1) for x in others.values())]).tolist()
+    metrics = {"loss": values[0] / total}
+    at = 1
+    for name in first.sums:
+        metrics[name], at = values[at] / total, at + 1
+    for name in first.means:
+        if count := values[at + 1]:
+            metrics[name] = values[at] / count
+        at += 2
+    for sign, names in ((-1, first.lows), (1, first.highs)):
+        for name in names:
+            metrics[name], at = sign * values[at], at + 1
+    return metrics | dict(zip(others, values[at:], strict=True))
+
+
+def _stacked(rows: Sequence[Sequence[Tensor]]) -> Tensor:
+    """(micro-batches, values) in fp64, so that a sum does not depend on how a step was cut."""
+    device = rows[0][0].device if rows[0] else torch.device("cpu")
+    if not rows[0]:
+        return torch.empty(len(rows), 0, device=device)
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    return torch.stack([torch.stack([value.detach().to(dtype).reshape(()) for value in row]) for row in rows])

@@ -1,0 +1,185 @@
+"""A dry run: settings, data and model are checked, tokens and memory are estimated, nothing is trained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from rlhf_algos.batching import epoch_order, micro_batches
+from rlhf_algos.demo import CHAT_TEMPLATE, demo_cache, record_texts, tiny_base, tiny_tokenizer
+from rlhf_algos.job_data import Rows, build_sets, load_rows
+from rlhf_algos.job_models import job_device, longest_sequence, lora_settings
+from rlhf_algos.method_configs import ReferenceConfig
+from rlhf_algos.methods import METHODS, Method
+from rlhf_algos.parallel import choose_precision
+from rlhf_algos.processes import num_processes
+from rlhf_data import TokenSequence, ensure_writable_folder
+from rlhf_models import load_tokenizer
+from rlhf_models.adapters import apply_lora
+from rlhf_models.loading import check_tokenizer_fits, check_weights, load_config
+from rlhf_models.memory import activation_bytes, format_bytes, weight_bytes
+from rlhf_models.quantization import quantization_config
+from rlhf_models.scratch import build_model, build_tokenizer
+
+__all__ = ["plan_training"]
+
+_MEASURED_STEPS = 64
+"""Steps whose tokens are counted; the rest is taken to be alike."""
+_CLASSES: dict[str, Any] = {
+    "policy": AutoModelForCausalLM,
+    "reward": AutoModelForSequenceClassification,
+    "prm": AutoModelForTokenClassification,
+}
+_MOMENT_BYTES = {"adamw_torch": 8, "adamw_bnb_8bit": 2}
+"""Both moments of a parameter."""
+
+
+def plan_training(name: str, config: Any) -> dict[str, Any]:
+    """Resolve and check a job without training; what it would do, with how many tokens and how much memory.
+
+    Loads data and tokenizer, never weights.  Tokens are counted on the real prefix trees of the first 64
+    steps.  Memory is that of weights, a frozen reference, gradients, moments and
+    `rlhf_models.memory.activation_bytes` of the largest pass; on a GPU, CUDA's context and the allocator's
+    slack come on top.
+
+    Args:
+        name: of the method, a key of `METHODS`.
+        config: the job's settings.
+
+    Returns:
+        `rows`, pairs of label and text.
+
+    Raises:
+        UserError: data, model or settings cannot be used.
+    """
+    method = METHODS[name]
+    rows = load_rows(method, config)
+    tokenizer, model = _shape(method, config, rows.train)
+    max_length = longest_sequence(model.config, config.max_length)
+    train, held_out = build_sets(method, config, rows, tokenizer, max_length=max_length)
+    step_size = config.per_device_train_batch_size * config.gradient_accumulation_steps * num_processes()
+    per_epoch = math.ceil(len(train) / step_size)
+    steps = (
+        config.max_steps if config.max_steps > 0 else max(1, math.ceil(config.num_train_epochs * per_epoch))
+    )
+    packed, padded, largest, longest = _count_tokens(config, train, step_size, steps)
+    device = job_device()
+    dtype = next(model.parameters()).dtype
+    precision, reason = choose_precision(config, device, dtype)
+    limit = "no limit" if max_length is None else f"limit {max_length:,}"
+    return {
+        "rows": [
+            ("method", f"{name}, trained by {'TRL' if config.backend == 'trl' else 'this engine'}"),
+            ("model", _model_text(config, model)),
+            ("data", _data_text(rows, train, held_out)),
+            ("steps", f"{steps:,} of {min(step_size, len(train)):,} rows ({steps / per_epoch:.3g} epochs)"),
+            ("tokens per step", f"{packed:,.0f} packed, {padded:,.0f} padded ({padded / packed:.1f}x)"),
+            ("tokens in all", f"{packed * steps:,.0f}"),
+            ("longest sequence", f"{longest:,} tokens, {limit}"),
+            (
+                "precision",
+                f"{precision if precision != 'no' else str(dtype).removeprefix('torch.')}: {reason}",
+            ),
+            (f"memory on {device}", _memory_text(config, model, largest, precision)),
+        ]
+    }
+
+
+def _shape(method: Method, config: Any, records: Sequence[Any]) -> tuple[Any, Any]:
+    """The tokenizer, and the model to train without its weights."""
+    name = config.model_name_or_path
+    quantization_config(config.load_in_8bit, config.load_in_4bit)
+    if name:
+        shape = load_config(name)
+        check_weights(name)
+        tokenizer = load_tokenizer(name)
+        check_tokenizer_fits(shape, tokenizer)
+    elif config.scratch:
+        texts = (text for record in records for text in record_texts(record))
+        tokenizer = build_tokenizer(config.scratch, texts)
+        tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
+        with torch.device("meta"):
+            shape = build_model(config.scratch, tokenizer=tokenizer).config
+    else:
+        ensure_writable_folder(demo_cache())
+        tokenizer = tiny_tokenizer(records)
+        with torch.device("meta"):
+            shape = tiny_base(tokenizer, seed=0).config
+    if method.model != "policy":
+        shape.num_labels = 1
+    dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
+    with torch.device("meta"):
+        model = _CLASSES[method.model].from_config(shape, dtype=dtype)
+        if config.use_peft:
+            model = apply_lora(model, lora_settings(config))
+    return tokenizer, model
+
+
+def _count_tokens(
+    config: Any, examples: Sequence[Any], step_size: int, steps: int
+) -> tuple[float, float, int, int]:
+    """Tokens of a step, packed and padded, of the largest pass, and of the longest sequence."""
+    order = epoch_order(len(examples), 0, shuffle=config.shuffle, seed=config.seed)
+    packed = padded = largest = longest = 0
+    measured = min(steps, math.ceil(len(order) / step_size), _MEASURED_STEPS)
+    for start in range(0, measured * step_size, step_size):
+        rows = [list(_sequences(examples[i])) for i in order[start : start + step_size]]
+        for batch, _ in micro_batches(rows, rows, config.max_tokens_per_batch):
+            packed += batch.num_tokens
+            largest = max(largest, batch.num_tokens)
+        lengths = [len(sequence.input_ids) for row in rows for sequence in row]
+        padded += max(lengths) * len(lengths)
+        longest = max(longest, *lengths)
+    return packed / measured, padded / measured, largest, longest
+
+
+def _sequences(example: Any) -> Iterator[TokenSequence]:
+    """The token sequences of an example of any kind."""
+    if isinstance(example, TokenSequence):
+        yield example
+    elif isinstance(example, tuple):
+        for part in example:
+            yield from _sequences(part)
+
+
+def _model_text(config: Any, model: Any) -> str:
+    total = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    origin = config.model_name_or_path or config.scratch or "tiny, built from the rows"
+    members = getattr(config, "num_members", 1)
+    several = f"{members} members, " if members > 1 else ""
+    return f"{several}{model.config.model_type}, {origin}; {total:,} parameters, {trained:,} of them trained"
+
+
+def _data_text(rows: Rows, train: Sequence[Any], held_out: Sequence[Any]) -> str:
+    skipped = f", {rows.skipped:,} bad ones left out" if rows.skipped else ""
+    return f"{rows.source}: {len(train):,} rows for training, {len(held_out):,} held out{skipped}"
+
+
+def _memory_text(config: Any, model: Any, tokens: int, precision: str) -> str:
+    bits = 8 if config.load_in_8bit else 4 if config.load_in_4bit else None
+    members = getattr(config, "num_members", 1) if getattr(config, "ensemble", "") == "independent" else 1
+    base = model.get_base_model() if config.use_peft else model
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    copies = isinstance(config, ReferenceConfig) and not (config.use_peft or config.precompute_ref_log_probs)
+    weights = members * weight_bytes(base, bits=bits)
+    reference = weights if copies else 0.0
+    moments = _MOMENT_BYTES[config.optim]
+    state = members * sum(p.numel() * (p.element_size() + moments) for p in trained)
+    itemsize = 2 if precision in ("bf16", "fp16") else next(model.parameters()).element_size()
+    text = model.config.get_text_config()
+    activations = members * activation_bytes(
+        text, tokens, itemsize, checkpointing=config.gradient_checkpointing
+    )
+    parts = [("weights", weights), ("reference", reference), ("gradients and moments", state)]
+    parts.append(("activations", activations))
+    total = sum(size for _, size in parts)
+    return f"about {format_bytes(total)}: " + ", ".join(f"{n} {format_bytes(x)}" for n, x in parts if x)

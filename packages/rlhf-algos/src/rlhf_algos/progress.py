@@ -1,0 +1,146 @@
+"""What happens around a training's steps: logging, evaluation's verdict, checkpoints, a clean stop."""
+
+from __future__ import annotations
+
+import contextlib
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from rlhf_algos.checkpoints import load_weights
+from rlhf_algos.logging import TrainingLogger
+from rlhf_algos.observers import Observers
+from rlhf_algos.signals import GracefulStop
+from rlhf_algos.trackers import create_trackers
+from rlhf_data import UserError
+
+if TYPE_CHECKING:
+    from rlhf_algos.trainer import BaseTrainer
+
+__all__ = ["TrainingEvents", "TrainingStopped"]
+
+
+class TrainingStopped(KeyboardInterrupt):
+    """SIGTERM or SIGINT ended a training after a step, with a checkpoint written.
+
+    Attributes:
+        exit_code: what the process should exit with: 143 after SIGTERM, 130 after SIGINT.
+    """
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__("stopped by a signal")
+        self.exit_code = exit_code
+
+
+class TrainingEvents:
+    """Follows one call of `BaseTrainer.train`; a context manager.
+
+    A trainer with a run folder answers SIGTERM and SIGINT with a checkpoint and `TrainingStopped` after the
+    step; one without is ended by them at once, as usual.
+
+    Attributes:
+        finished: whether training is to end before its last step.
+    """
+
+    def __init__(self, trainer: BaseTrainer[Any]) -> None:
+        self._trainer = trainer
+        self.finished = False
+        self._saved_at: int | None = None
+        main = trainer.parallel.is_main
+        self._stop = GracefulStop(*([] if main else [""])) if trainer.run else None
+        run = trainer.run if main else None
+        trainer.observers = self._observers = Observers(trainer)
+        config = trainer.config
+        trackers = (
+            create_trackers(
+                config.report_to,
+                run.path,
+                config.to_dict(),
+                name=type(trainer).__name__.removesuffix("Trainer").lower(),
+                first_step=trainer.step + 1,
+            )
+            if run and config.report_to
+            else None
+        )
+        self._logger = TrainingLogger(
+            run,
+            total_steps=trainer.total_steps,
+            done_steps=trainer.step,
+            show=trainer.shown_metrics,
+            progress=trainer.progress if main else False,
+            trackers=[trackers] if trackers else (),
+            logging_steps=config.logging_steps,
+        )
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        """Start the progress line, take over the signals."""
+        self._stack.enter_context(self._logger)
+        if self._stop is not None:
+            self._stack.enter_context(self._stop)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Undo both, also after an error, and draw what the debug switches recorded."""
+        self._stack.__exit__(kind, error, trace)
+        self._trainer.observers = None
+        self._observers.draw()
+
+    def after_step(self, metrics: dict[str, float]) -> None:
+        """Log a step and do what is due after it.
+
+        Raises:
+            TrainingStopped: a signal came.
+            UserError: the evaluation does not give `metric_for_best_model`.
+        """
+        trainer, config = self._trainer, self._trainer.config
+        self._logger.log(trainer.step, metrics)
+        if trainer.on_step:
+            trainer.on_step(trainer.step, metrics)
+        self._observers.after_step(trainer.step)
+        evaluated = self._judge(metrics)
+        if trainer.run is None:
+            return
+        if trainer.due(config.save_steps) or (evaluated and config.load_best_model_at_end):
+            self._save(metrics)
+        if code := self._exit_code():
+            self._save(metrics)
+            raise TrainingStopped(code)
+
+    def after_last_step(self) -> None:
+        """Take the best checkpoint's weights, where that was asked for."""
+        trainer = self._trainer
+        if trainer.config.load_best_model_at_end and trainer.state.manager:
+            best = trainer.state.manager.best()
+            if best is not None:
+                load_weights(trainer.model, best)
+
+    def _judge(self, metrics: dict[str, float]) -> bool:
+        """Take in an evaluation, if there was one; whether there was."""
+        name = self._trainer.best_metric_name
+        if "eval_loss" not in metrics:
+            return False
+        if name not in metrics:
+            known = ", ".join(key for key in metrics if key.startswith("eval_"))
+            raise UserError(
+                f"metric_for_best_model is {name}, which evaluation does not give; choose from {known}"
+            )
+        stop = self._trainer.state.stopping.update(metrics[name])
+        self.finished = self.finished or stop
+        return True
+
+    def _save(self, metrics: dict[str, float]) -> None:
+        if self._saved_at != self._trainer.step:
+            self._trainer.save_checkpoint(metrics)
+            self._saved_at = self._trainer.step
+
+    def _exit_code(self) -> int:
+        """The exit code that a signal to any of the processes asks for, 0 where none came."""
+        code = (self._stop.exit_code or 0) if self._stop else 0
+        parallel = self._trainer.parallel
+        if parallel.world_size > 1:
+            code = int(parallel.maximum(torch.tensor([code], device=parallel.device)))
+        return code

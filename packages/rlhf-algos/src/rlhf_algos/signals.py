@@ -1,0 +1,72 @@
+"""Stopping cleanly on SIGTERM (a scheduler's request) and SIGINT (Ctrl-C)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+__all__ = ["GracefulStop"]
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class GracefulStop:
+    """Turns the first SIGTERM or SIGINT into a flag; a second one acts at once. A context manager.
+
+    The loop asks for the flag after each step.  Handlers that were there before are put back at the end, and
+    as soon as the first signal has come.  A signal that is ignored stays ignored (a background job of a shell
+    ignores Ctrl-C).  Python delivers signals to its main thread only: in another thread nothing is changed,
+    and the flag stays down.
+
+    Args:
+        notice: what standard error is told after the first signal's name; empty says nothing.
+
+    Attributes:
+        signal: the signal that came, None until then.
+    """
+
+    def __init__(self, notice: str = "finishing this step and saving; once more stops at once") -> None:
+        self.notice = notice
+        self.signal: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    @property
+    def requested(self) -> bool:
+        """Whether a signal has come."""
+        return self.signal is not None
+
+    @property
+    def exit_code(self) -> int | None:
+        """What a shell calls the end by this signal: 143 for SIGTERM, 130 for SIGINT; None without one."""
+        return None if self.signal is None else 128 + self.signal
+
+    def __enter__(self) -> Self:
+        """Take over both signals, where this is the main thread."""
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                if signal.getsignal(number) not in (None, signal.SIG_IGN):  # None: set outside Python
+                    self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Put the handlers back."""
+        self._restore()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.signal = signal.Signals(number)
+        self._restore()
+        if self.notice:
+            # Unbuffered: a handler may run in the middle of another write. An error means nobody listens.
+            with contextlib.suppress(OSError):
+                os.write(2, f"\n{self.signal.name}: {self.notice}\n".encode())
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()

@@ -1,0 +1,217 @@
+"""Texts and conversations become token ids, as TRL makes them.
+
+A prompt and its completion are read as one text, because tokens may merge where they meet; the completion
+starts where the token ids of the prompt alone and of both together part. A completion in plain text ends with
+the end token; what ends a conversation is the chat template's choice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhf_data.errors import UserError
+from rlhf_data.transcripts import Message, Text, common_prefix
+
+_MARKER = "␟"
+"""Put behind a message to find where its content ends; no text of a chat template."""
+_UNCLEAR_TURNS = (
+    "the chat template does not show where the assistant's turns start and end; mark them there with "
+    "{% generation %}"
+)
+_GENERATION = re.compile(r"\{%-?\s*generation\b")
+
+
+class Encoder:
+    """Encodes texts and conversations with one tokenizer.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer, or anything that is called and named alike.
+
+    Attributes:
+        tokenizer: the tokenizer.
+        moved_starts: completions encoded so far that start before the prompt's last token, because tokens
+            merge where they meet or the chat template shows a prompt by itself otherwise.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.moved_starts = 0
+        # Such a tokenizer reads `<eos>` in a text as letters; only the template's own special tokens count.
+        self._literal = bool(getattr(tokenizer, "split_special_tokens", False))
+
+    def text(self, text: str, *, start: bool = True) -> list[int]:
+        """Token ids of a text, at its start with the special tokens that the tokenizer adds."""
+        return list(self.tokenizer(text, add_special_tokens=start)["input_ids"])
+
+    def ended_text(self, text: str) -> list[int]:
+        """Token ids of a text and the end token, which is not repeated where the text ends with it.
+
+        Raises:
+            UserError: the tokenizer has no end token.
+        """
+        end = self.tokenizer.eos_token
+        if end is None:
+            raise UserError("the tokenizer has no end token, which completions end with; set its eos_token")
+        if self._literal:
+            ids = self.text(text)
+            return ids if ids[-1:] == [self.tokenizer.eos_token_id] else [*ids, self.tokenizer.eos_token_id]
+        return self.text(text if text.endswith(end) else text + end)
+
+    def prompt(self, prompt: Text, template: Mapping[str, Any] | None = None) -> list[int]:
+        """Token ids of a prompt, messages up to where the assistant's next turn starts.
+
+        Args:
+            prompt: text or messages.
+            template: keyword arguments for the chat template.
+        """
+        if isinstance(prompt, str):
+            return self.text(prompt)
+        return self._chat_ids(self._render(prompt, template, answer=True))
+
+    def completions(
+        self, prompt: Text, completions: Sequence[Text], template: Mapping[str, Any] | None = None
+    ) -> tuple[list[list[int]], int]:
+        """Token ids of a prompt with each of its completions, and where the completions start.
+
+        Args:
+            prompt: text or messages.
+            completions: texts, or messages where the prompt is messages.
+            template: keyword arguments for the chat template.
+
+        Returns:
+            One list per completion, and the number of leading tokens that belong to the prompt alone.
+
+        Raises:
+            UserError: the tokenizer has no end token, or the chat template is missing or fails.
+        """
+        start = self.prompt(prompt, template)
+        both = [self._joint(prompt, completion, template) for completion in completions]
+        length = min(common_prefix(start, ids) for ids in both)
+        self.moved_starts += length < len(start)
+        return both, length
+
+    def conversation(
+        self, messages: list[Message], template: Mapping[str, Any] | None = None, *, assistant_only: bool
+    ) -> tuple[list[int], list[bool] | None]:
+        """Token ids of a conversation, and which of them the assistant says.
+
+        The chat template's `{% generation %}` marks decide. In a template without them, a turn of the
+        assistant starts where the template's generation prompt ends, and ends with what the template writes
+        after it.
+
+        Args:
+            messages: the conversation.
+            template: keyword arguments for the chat template.
+            assistant_only: whether to find what the assistant says.
+
+        Returns:
+            The token ids, and one entry per token, None where not `assistant_only`.
+
+        Raises:
+            UserError: the chat template is missing or fails, or does not show what the assistant says.
+        """
+        if not assistant_only:
+            return self._chat_ids(self._render(messages, template)), None
+        if _GENERATION.search(self._template_text(template)):
+            ids, mask = self._marked(messages, template)
+        else:
+            ids, mask = self._by_turns(messages, template)
+        if not any(mask):
+            raise UserError(
+                "the chat template shows nothing that the assistant says; choose another template"
+            )
+        return ids, mask
+
+    def _joint(self, prompt: Text, completion: Text, template: Mapping[str, Any] | None) -> list[int]:
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return self.ended_text(prompt + completion)
+        if isinstance(prompt, list) and isinstance(completion, list):
+            return self._chat_ids(self._render([*prompt, *completion], template))
+        raise UserError("a text and messages in one row; write prompt and completion alike")
+
+    def _template_text(self, template: Mapping[str, Any] | None) -> str:
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise UserError(
+                "the tokenizer has no chat template, which messages need; set its chat_template or give texts"
+            )
+        return self.tokenizer.get_chat_template(tools=(template or {}).get("tools"))
+
+    def _render(
+        self, messages: list[Message], template: Mapping[str, Any] | None, *, answer: bool = False
+    ) -> str:
+        """Text of a conversation; with `answer`, up to where the assistant's next turn starts."""
+        return self._apply(messages, template, tokenize=False, add_generation_prompt=answer)
+
+    def _marked(
+        self, messages: list[Message], template: Mapping[str, Any] | None
+    ) -> tuple[list[int], list[bool]]:
+        """Token ids, and what the template marks as the assistant's."""
+        marks: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        if self._literal:
+            marks["tokenizer_kwargs"] = {"split_special_tokens": False}
+        result = self._apply(messages, template, **marks)
+        return list(result["input_ids"]), [bool(marked) for marked in result["assistant_masks"]]
+
+    def _apply(self, messages: list[Message], template: Mapping[str, Any] | None, **options: Any) -> Any:
+        self._template_text(template)
+        try:
+            return self.tokenizer.apply_chat_template(messages, **options, **(template or {}))
+        except Exception as error:  # a template is a program of the user's, and fails as it likes
+            raise UserError(
+                f"the chat template refuses the conversation ({error}); correct either"
+            ) from error
+
+    def _chat_ids(self, text: str) -> list[int]:
+        options = {"split_special_tokens": False} if self._literal else {}
+        return list(self.tokenizer(text, add_special_tokens=False, **options)["input_ids"])
+
+    def _by_turns(
+        self, messages: list[Message], template: Mapping[str, Any] | None
+    ) -> tuple[list[int], list[bool]]:
+        """Token ids, and the assistant's turns, found by rendering the conversation up to each."""
+        whole = self._render(messages, template)
+        ids = self._chat_ids(whole)
+        mask = [False] * len(ids)
+        for turn, message in enumerate(messages):
+            if message["role"] == "assistant":
+                start = self._turn_start(whole, messages, turn, template)
+                end = self._turn_end(whole, messages, turn, template)
+                first, last = (common_prefix(self._chat_ids(whole[:at]), ids) for at in (start, end))
+                mask[first:last] = [True] * (last - first)
+        return ids, mask
+
+    def _turn_start(
+        self, whole: str, messages: list[Message], turn: int, template: Mapping[str, Any] | None
+    ) -> int:
+        """Index in the whole conversation's text at which a turn of the assistant starts."""
+        if not turn:
+            return 0
+        prompt = self._render(messages[:turn], template, answer=True)
+        start = common_prefix(whole, prompt)
+        if start < len(prompt) and start < self._content_end(whole, messages, turn - 1, template):
+            raise UserError(_UNCLEAR_TURNS)
+        return start
+
+    def _turn_end(
+        self, whole: str, messages: list[Message], turn: int, template: Mapping[str, Any] | None
+    ) -> int:
+        """Index in the whole conversation's text at which a turn ends, what closes it included."""
+        until = self._render(messages[: turn + 1], template)
+        if whole.startswith(until):
+            return len(until)
+        # The template shows an earlier turn otherwise than the last one, for instance without its thoughts.
+        end = self._content_end(whole, messages, turn, template)
+        closing = until[self._content_end(until, messages[: turn + 1], turn, template) :]
+        if not whole.startswith(closing, end):
+            raise UserError(_UNCLEAR_TURNS)
+        return end + len(closing)
+
+    def _content_end(
+        self, text: str, messages: list[Message], turn: int, template: Mapping[str, Any] | None
+    ) -> int:
+        """Index in the conversation's text behind what a message says."""
+        marked = [*messages]
+        marked[turn] = {**messages[turn], "content": f"{messages[turn].get('content', '')}{_MARKER}"}
+        return common_prefix(text, self._render(marked, template))

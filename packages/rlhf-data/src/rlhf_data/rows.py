@@ -1,0 +1,327 @@
+"""Rows of a data file become records: columns and their other names, and every check of a value."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_data.errors import UserError
+from rlhf_data.preferences import (
+    CompletionRecord,
+    ConversationRecord,
+    LabelledRecord,
+    PreferenceRecord,
+    PromptRecord,
+    Record,
+    RecordKind,
+    StepPairRecord,
+    StepwiseRecord,
+    TextRecord,
+)
+from rlhf_data.transcripts import Message, Text, is_empty, split_last_turn, split_pair
+
+_OTHER_NAMES = {
+    "completion": ("response", "answer"),
+    "messages": ("conversations",),
+}
+_EMPTY = "empty completion after the prompt; expected what the model is to say"
+_LABELS = {
+    **dict.fromkeys(("desirable", "true", "1"), True),
+    **dict.fromkeys(("undesirable", "false", "0"), False),
+}
+
+
+def row_parser(
+    kind: RecordKind, columns: Mapping[str, str]
+) -> Callable[[dict[str, Any], str], tuple[Record, ...]]:
+    """Return the function that turns a row, and the name of its place, into records.
+
+    Args:
+        kind: as for `load_records`.
+        columns: the file's name of a column, by its usual name.
+
+    Raises:
+        UserError: an unknown kind or column; the function raises it for a bad row, naming the field.
+    """
+    if kind not in _PARSERS:
+        raise UserError(f"kind of records must be one of {', '.join(_PARSERS)}, got {kind!r}")
+    names, parse = _PARSERS[kind]
+    for name in columns:
+        if name not in names:
+            raise UserError(f"columns: {name!r} is no column here; expected {', '.join(names)}")
+    return lambda row, where: parse(_Row(row, columns, where))
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A row, how its columns are called, and where it stands."""
+
+    values: dict[str, Any]
+    columns: Mapping[str, str]
+    where: str
+
+    def name(self, column: str) -> str | None:
+        """What the row calls a column; None where it has no value for it."""
+        names = (self.columns[column],) if column in self.columns else (column, *_OTHER_NAMES.get(column, ()))
+        return next((name for name in names if self.values.get(name) is not None), None)
+
+    def has(self, *columns: str) -> bool:
+        """Whether the row has a value in all of these columns."""
+        return all(self.name(column) is not None for column in columns)
+
+    def missing(self, column: str) -> UserError:
+        """The error for a column without a value."""
+        return UserError(
+            f"{self.where}, field {self.columns.get(column, column)}: missing; the row has "
+            f"{', '.join(map(str, self.values)) or 'no fields'}: add it or map another column to it"
+        )
+
+    def get(self, column: str) -> tuple[Any, str]:
+        """Value of a column, and the place that an error names."""
+        name = self.name(column)
+        if name is None:
+            raise self.missing(column)
+        return self.values[name], f"{self.where}, field {name}"
+
+    def text(self, column: str) -> Text:
+        """Text or messages of a column."""
+        value, where = self.get(column)
+        return _messages(value, where) if isinstance(value, list) else _string(value, where)
+
+    def said(self, column: str) -> Text:
+        """Text or messages of a column, which must say something."""
+        text = self.text(column)
+        if is_empty(text):
+            raise UserError(f"{self.get(column)[1]}: empty; expected a text that says something")
+        return text
+
+    def items(self, column: str) -> tuple[list[Any], str]:
+        """List of a column, also where it is written as JSON in a text."""
+        value, where = self.get(column)
+        value = _from_json(value, where) if isinstance(value, str) else value
+        if not isinstance(value, list | tuple) or not value:
+            raise UserError(f"{where}: expected a list that is not empty, got {_short(value)}")
+        return list(value), where
+
+    def common(self) -> dict[str, Any]:
+        """What every record keeps: its place, and what is meant for the chat template."""
+        template = {}
+        if self.has("tools") and self.get("tools")[0] not in ("", []):
+            template["tools"] = self.items("tools")[0]
+        if self.has("chat_template_kwargs"):
+            value, where = self.get("chat_template_kwargs")
+            if not isinstance(value, dict):
+                raise UserError(f"{where}: expected an object, got {_short(value)}")
+            template |= {name: part for name, part in value.items() if part is not None}
+        return {"template": template or None, "where": self.where}
+
+
+def _sft(row: _Row) -> tuple[Record, ...]:
+    if row.has("prompt", "completion"):
+        return (CompletionRecord(*_prompt_and_completion(row), **row.common()),)
+    if row.has("messages"):
+        items, where = row.items("messages")
+        messages = _messages(items, where)
+        if not any(message["role"] == "assistant" and not is_empty([message]) for message in messages):
+            raise UserError(f"{where}: expected at least one message that the assistant says")
+        return (ConversationRecord(messages, **row.common()),)
+    if row.has("text"):
+        text = row.said("text")
+        if not isinstance(text, str):
+            raise UserError(f"{row.get('text')[1]}: expected a text, got messages; name the column messages")
+        return (TextRecord(text, **row.common()),)
+    if row.has("chosen", "rejected"):
+        prompt, chosen, _ = _pair(row)
+        return (CompletionRecord(prompt, chosen, **row.common()),)
+    return (CompletionRecord(*_prompt_and_completion(row), **row.common()),)
+
+
+def _preference(row: _Row) -> tuple[Record, ...]:
+    margin = None
+    if row.has("margin") and row.get("margin")[0] != "":
+        margin = _number(*row.get("margin"))
+    return (PreferenceRecord(*_pair(row), margin, **row.common()),)
+
+
+def _kto(row: _Row) -> tuple[Record, ...]:
+    common = row.common()
+    if row.has("chosen", "rejected") and not row.has("completion"):
+        prompt, chosen, rejected = _pair(row)
+        return (
+            LabelledRecord(prompt, chosen, True, **common),
+            LabelledRecord(prompt, rejected, False, **common),
+        )
+    prompt, completion = _prompt_and_completion(row)
+    return (LabelledRecord(prompt, completion, _label(*row.get("label")), **common),)
+
+
+def _steps(row: _Row) -> tuple[Record, ...]:
+    prompt, common = row.text("prompt"), row.common()
+    if row.has("completions") or not row.has("chosen", "rejected"):
+        steps = _step_texts(row, "completions")
+        return (StepwiseRecord(prompt, steps, _step_labels(row, "labels", len(steps)), **common),)
+    chosen, rejected = _step_texts(row, "chosen"), _step_texts(row, "rejected")
+    if chosen == rejected:
+        raise UserError(f"{row.where}, field rejected: the same steps as chosen; expected another solution")
+    labels = [
+        _step_labels(row, name, len(steps)) if row.has(name) else ()
+        for name, steps in (("chosen_labels", chosen), ("rejected_labels", rejected))
+    ]
+    return (StepPairRecord(prompt, chosen, rejected, *labels, **common),)
+
+
+def _prompt(row: _Row) -> tuple[Record, ...]:
+    prompt = row.said("prompt")
+    taken = {row.name("prompt"), "tools", "chat_template_kwargs"}
+    others = {name: value for name, value in row.values.items() if name not in taken}
+    return (PromptRecord(prompt, others, **row.common()),)
+
+
+def _prompt_and_completion(row: _Row) -> tuple[Text, Text]:
+    completion = row.said("completion")
+    where = row.get("completion")[1]
+    if row.has("prompt"):
+        prompt = row.text("prompt")
+        _check_alike(prompt, completion, where)
+        return prompt, completion
+    split = split_last_turn(completion)
+    if split is None:
+        raise row.missing("prompt")
+    if is_empty(split[1]):
+        raise UserError(f"{where}: {_EMPTY}")
+    return split
+
+
+def _pair(row: _Row) -> tuple[Text, Text, Text]:
+    """Prompt, chosen and rejected of a preference row."""
+    chosen, rejected = row.said("chosen"), row.said("rejected")
+    places = [row.get(column)[1] for column in ("chosen", "rejected")]
+    _check_alike(chosen, rejected, places[1])
+    if chosen == rejected:
+        raise UserError(f"{places[1]}: the same as chosen; expected another completion")
+    prompt = row.text("prompt") if row.has("prompt") else None
+    if prompt is None or (isinstance(prompt, str) and isinstance(chosen, list)):
+        prompt, chosen, rejected = split_pair(chosen, rejected)  # a text beside messages repeats their start
+    _check_alike(prompt, chosen, places[0])
+    for completion, where in zip((chosen, rejected), places, strict=True):
+        if is_empty(completion):
+            raise UserError(f"{where}: {_EMPTY}")
+    return prompt, chosen, rejected
+
+
+def _check_alike(first: Text, second: Text, where: str) -> None:
+    if isinstance(first, str) != isinstance(second, str):
+        kinds = ["a text" if isinstance(value, str) else "messages" for value in (first, second)]
+        raise UserError(f"{where}: {kinds[1]} beside {kinds[0]}; write both as texts or both as messages")
+
+
+def _messages(value: list[Any], where: str) -> list[Message]:
+    if not value:
+        raise UserError(f"{where}: expected at least one message, got an empty list")
+    return [_message(item, f"{where}, message {number}") for number, item in enumerate(value, start=1)]
+
+
+def _message(value: Any, where: str) -> Message:
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: expected an object with role and content, got {_short(value)}")
+    message = {name: part for name, part in value.items() if part is not None}
+    if "from" in message and "role" not in message:
+        message["role"] = message.pop("from")
+    if "value" in message and "content" not in message:
+        message["content"] = message.pop("value")
+    if not isinstance(message.get("role"), str):
+        raise UserError(f"{where}: expected a role such as user or assistant, got {_short(value)}")
+    if "content" not in message and not message.get("tool_calls"):
+        raise UserError(f"{where}: the content is missing; expected a text")
+    _string(message.get("content", ""), where)
+    return message
+
+
+def _string(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise UserError(f"{where}: expected a text, got {_short(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{where}: character {error.start} is half of a surrogate pair, which is no text; correct it"
+        ) from error
+    return value
+
+
+def _label(value: Any, where: str) -> bool:
+    if isinstance(value, bool | int | float | str):
+        text = str(int(value) if value in (0, 1) else value).strip().lower()
+        if text in _LABELS:
+            return _LABELS[text]
+    raise UserError(f'{where}: expected true or false, 1 or 0, "desirable" or "undesirable", got {value!r}')
+
+
+def _step_texts(row: _Row, column: str) -> tuple[str, ...]:
+    items, where = row.items(column)
+    for number, item in enumerate(items, start=1):
+        if not _string(item, f"{where}, step {number}").strip():
+            raise UserError(f"{where}, step {number}: empty; expected a step of the solution")
+    return tuple(items)
+
+
+def _step_labels(row: _Row, column: str, steps: int) -> tuple[float, ...]:
+    items, where = row.items(column)
+    if len(items) != steps:
+        raise UserError(f"{where}: {len(items)} labels for {steps} steps; expected one for each")
+    labels = tuple(
+        float(_LABELS[item.lower()])
+        if isinstance(item, str) and item.lower() in _LABELS
+        else _number(item, where)
+        for item in items
+    )
+    if not all(0 <= label <= 1 for label in labels):
+        raise UserError(f"{where}: expected labels from 0 (wrong) to 1 (right), got {items}")
+    return labels
+
+
+def _number(value: Any, where: str) -> float:
+    try:
+        number = float(value) if isinstance(value, bool | int | float | str) else math.nan
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise UserError(f"{where}: expected a number, got {_short(value)}")
+    return number
+
+
+def _from_json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: expected a list, got the text {_short(text)}") from error
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+_TEMPLATE = ("tools", "chat_template_kwargs")
+_PARSERS: dict[str, tuple[tuple[str, ...], Callable[[_Row], tuple[Record, ...]]]] = {
+    "sft": (("prompt", "completion", "messages", "text", "chosen", "rejected", *_TEMPLATE), _sft),
+    "preference": (("prompt", "chosen", "rejected", "margin", *_TEMPLATE), _preference),
+    "kto": (("prompt", "completion", "label", "chosen", "rejected", *_TEMPLATE), _kto),
+    "steps": (
+        (
+            "prompt",
+            "completions",
+            "labels",
+            "chosen",
+            "rejected",
+            "chosen_labels",
+            "rejected_labels",
+            *_TEMPLATE,
+        ),
+        _steps,
+    ),
+    "prompt": (("prompt", *_TEMPLATE), _prompt),
+}

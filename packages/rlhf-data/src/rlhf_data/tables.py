@@ -1,0 +1,135 @@
+"""Row readers for columnar data: Parquet and Arrow files, `datasets` folders, data sets on the hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rlhf_data.errors import UserError
+
+_Rows = Iterator[tuple[int, dict[str, Any]]]
+
+
+def read_parquet(path: Path) -> _Rows:
+    """Yield number from 1 and row of a Parquet file, a batch in memory at a time.
+
+    Raises:
+        UserError: the file is no Parquet.
+    """
+    return enumerate(_parquet_rows(path), start=1)
+
+
+def read_arrow(path: Path) -> _Rows:
+    """Yield number from 1 and row of an Arrow IPC file (stream or file format).
+
+    Raises:
+        UserError: the file is no Arrow.
+    """
+    return enumerate(_arrow_rows(path), start=1)
+
+
+def read_folder(path: Path) -> _Rows:
+    """Yield number from 1 and row of the Arrow or Parquet files of a folder, in their order.
+
+    Args:
+        path: what `datasets.Dataset.save_to_disk` wrote, or a folder of `.arrow` or of `.parquet` files,
+            which are read sorted by name.
+
+    Raises:
+        UserError: the folder holds several splits, or no such file.
+    """
+    return enumerate((row for file in _saved_files(path) for row in _file_rows(file)), start=1)
+
+
+def read_hub(name: str) -> _Rows:
+    """Yield number from 1 and row of a data set on the Hugging Face hub.
+
+    Args:
+        name: `owner/name`, for the split "train", or `owner/name:split`.
+
+    Raises:
+        UserError: the `datasets` library is missing, or it cannot load the data set.
+    """
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"data {name}: no such file or folder; if it is the name of a data set on the hub, install the "
+            "library that loads it: pip install 'rlhf-data[hub]'"
+        ) from error
+    repository, _, split = name.partition(":")
+    try:
+        table: Iterable[Any] = datasets.load_dataset(repository, split=split or "train")
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"data {name}: no such file or folder, and the hub gives no data set of that name ({reason}); "
+            "check the name, its split and the connection"
+        ) from error
+    return enumerate((dict(row) for row in table), start=1)
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    state = folder / "state.json"
+    if state.exists():
+        try:
+            values = json.loads(state.read_text(encoding="utf-8"))
+            return [folder / file["filename"] for file in values["_data_files"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{state}: not written by `datasets` ({error!r}); save the data set again"
+            ) from error
+    for suffix in (".arrow", ".parquet"):
+        if files := sorted(folder.glob(f"*{suffix}")):
+            return files
+    if splits := sorted(path.parent.name for path in folder.glob("*/state.json")):
+        raise UserError(
+            f"{folder} is a folder of the splits {', '.join(splits)}; name one of them, "
+            f"such as {folder / splits[-1]}"
+        )
+    raise UserError(
+        f"{folder} is a folder without data; expected one that `datasets` saved, or one with .arrow or "
+        ".parquet files"
+    )
+
+
+def _file_rows(path: Path) -> Iterator[dict[str, Any]]:
+    return _parquet_rows(path) if path.suffix == ".parquet" else _arrow_rows(path)
+
+
+def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                yield from batch.to_pylist()
+    except pyarrow.ArrowException as error:
+        raise UserError(f"data file {path} is not valid Parquet ({error}); copy it again") from error
+
+
+def _arrow_rows(path: Path) -> Iterator[dict[str, Any]]:
+    import pyarrow
+
+    try:
+        with pyarrow.memory_map(str(path)) as file:
+            for batch in _batches(file):
+                yield from batch.to_pylist()
+    except pyarrow.ArrowException as error:
+        raise UserError(f"data file {path} is not valid Arrow ({error}); copy it again") from error
+
+
+def _batches(file: Any) -> Iterator[Any]:
+    import pyarrow.ipc
+
+    magic = file.read(6)
+    file.seek(0)
+    if magic == b"ARROW1":  # the file format; a stream starts otherwise
+        with pyarrow.ipc.open_file(file) as reader:
+            yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
+    else:
+        with pyarrow.ipc.open_stream(file) as reader:
+            yield from reader

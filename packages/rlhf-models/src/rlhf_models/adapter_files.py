@@ -1,0 +1,129 @@
+"""LoRA adapters on disk, in PEFT's format; what peft or TRL wrote is read as well."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from peft import (
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from rlhf_data import UserError, atomic_folder
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def load_adapter(model: PreTrainedModel, folder: str | Path, *, adapter: str = "default") -> PeftModel:
+    """Freeze a model and put a saved LoRA adapter on it, to go on with or to train further.
+
+    Args:
+        model: what the adapter was trained on, quantised or not; it is changed in place.
+        folder: what `save_adapter`, peft or TRL wrote.
+        adapter: name the adapter gets.
+
+    Raises:
+        UserError: a file is missing or unreadable, the adapter is no LoRA adapter or of another shape.
+    """
+    config = adapter_config(folder)
+    config.inference_mode = False
+    config.base_model_name_or_path = model.name_or_path or None
+    try:
+        with torch.random.fork_rng(devices=[]):
+            peft_model = get_peft_model(model, config, adapter_name=adapter)
+    except ValueError as error:
+        raise UserError(f"adapter folder {folder} does not fit this model: {error}") from error
+    assert isinstance(peft_model, PeftModel)
+    load_adapter_weights(peft_model, folder, adapter=adapter)
+    return peft_model.eval()
+
+
+def load_adapter_weights(model: PeftModel, folder: str | Path, *, adapter: str = "default") -> None:
+    """Read a saved adapter's weights into an adapter that the model has, whose parameters stay in place.
+
+    Raises:
+        UserError: a file is missing or unreadable, or the adapter is of another shape.
+    """
+    saved = _read_weights(Path(folder))
+    own = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
+    differing = set(saved) ^ set(own) | {k for k in set(saved) & set(own) if saved[k].shape != own[k].shape}
+    if differing:
+        raise UserError(
+            f"adapter folder {folder} does not fit this model and its LoRA settings "
+            f"({len(differing)} tensors differ, first {min(differing)}); "
+            "use the settings it was trained with"
+        )
+    set_peft_model_state_dict(model, saved, adapter_name=adapter)
+
+
+def save_adapter(model: PeftModel, folder: str | Path, *, adapter: str = "default") -> None:
+    """Write one adapter in PEFT's file format, atomically; an existing folder is replaced.
+
+    `PeftModel.from_pretrained(base, folder)` loads it.
+    """
+    state = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
+    tensors = {key: value.detach().cpu().contiguous() for key, value in state.items()}
+    with atomic_folder(folder) as temp:
+        save_file(tensors, temp / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        model.peft_config[adapter].save_pretrained(str(temp))
+
+
+def is_adapter(folder: str | Path) -> bool:
+    """Whether a folder holds an adapter in PEFT's format."""
+    return (Path(folder) / ADAPTER_CONFIG).is_file()
+
+
+def adapter_config(folder: str | Path) -> LoraConfig:
+    """The config of a LoRA adapter saved in PEFT's format.
+
+    Raises:
+        UserError: `adapter_config.json` is missing, unreadable, or not of a LoRA adapter.
+    """
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"adapter folder {folder} has no readable {ADAPTER_CONFIG}") from error
+    if not isinstance(config, LoraConfig):
+        raise UserError(f"adapter folder {folder} holds a {config.peft_type} adapter; expected LoRA")
+    return config
+
+
+def adapter_base(folder: str | Path) -> str:
+    """The folder or hub name of the model a saved adapter was trained on.
+
+    Raises:
+        UserError: the adapter cannot be read, or names none, as it is of a model that was made in memory.
+    """
+    base = adapter_config(folder).base_model_name_or_path
+    if not base:
+        raise UserError(f"{Path(folder) / ADAPTER_CONFIG} names no base model; give it as base_model")
+    return base
+
+
+def adapter_tensors(folder: str | Path) -> list[str]:
+    """Names of the tensors of a saved adapter.
+
+    Raises:
+        UserError: the file is missing or unreadable.
+    """
+    return list(_read_weights(Path(folder)))
+
+
+def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    path = folder / ADAPTER_WEIGHTS
+    if not path.is_file():
+        raise UserError(
+            f"adapter folder {folder} has no {ADAPTER_WEIGHTS}; expected an adapter saved by peft"
+        )
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"adapter weights {path} cannot be read: {error}") from error

@@ -1,0 +1,296 @@
+"""transformers classifiers with scalar outputs: a decoder's trunk under a head of one output per score.
+
+A head is linear, as transformers has it, or has two layers: W2 relu(W1 h + b1) + b2. A model with a linear
+head is saved as transformers saves it. One with a two-layer head is saved as its trunk, which `AutoModel`
+loads, with the head in `score_head.safetensors` and `"score_head": "mlp"` in the config.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from peft import PeftModel
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForTokenClassification, PreTrainedConfig, PreTrainedModel
+from transformers.utils.hub import cached_file
+
+from rlhf_data import UserError, atomic_folder
+from rlhf_models.adapter_files import adapter_base, adapter_tensors, is_adapter, load_adapter, save_adapter
+from rlhf_models.adapters import SCALAR_HEADS
+from rlhf_models.loading import load_config, load_model, load_tokenizer, save_model
+from rlhf_models.quantization import quantization_config
+
+HEAD_FILE = "score_head.safetensors"
+Head = Literal["linear", "mlp"]
+_OWN_ENTRIES = ("score_head", "append_eos", "step_separator")
+"""What these models keep in `config.json` beside transformers' own entries."""
+
+
+class MLPHead(nn.Module):
+    """Two-layer heads, one per output: W2 relu(W1 h + b1) + b2.
+
+    Args:
+        hidden_size: width of the trunk and of the heads' inner layer.
+        outputs: number of heads, each with weights of its own.
+    """
+
+    def __init__(self, hidden_size: int, outputs: int = 1) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(
+            nn.Sequential(nn.Linear(hidden_size, hidden_size), nn.ReLU(), nn.Linear(hidden_size, 1))
+            for _ in range(outputs)
+        )
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Random weights: N(0, 2 / hidden) in front of the ReLU, N(0, 1 / (hidden + 1)) behind it."""
+        for layers in self.heads:
+            inner, _, outer = cast(Any, layers)
+            nn.init.kaiming_normal_(inner.weight, nonlinearity="relu")
+            nn.init.zeros_(inner.bias)
+            _init_linear(outer)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Outputs (..., outputs) for hidden states (..., hidden_size)."""
+        return torch.cat([head(hidden) for head in self.heads], dim=-1)
+
+
+def build_classifier(
+    auto_class: Any,
+    causal_lm: PreTrainedModel,
+    *,
+    pad_token_id: int | None,
+    outputs: int = 1,
+    head: Head = "linear",
+    seed: int = 0,
+) -> PreTrainedModel:
+    """Copy a decoder's trunk under a new head.
+
+    Args:
+        auto_class: `AutoModelForSequenceClassification` or `AutoModelForTokenClassification`.
+        causal_lm: the decoder, not quantised and without adapters; it is left as it is.
+        pad_token_id: the tokenizer's padding token, over which transformers passes to find a text's end.
+        outputs: number of scores.
+        head: its kind.
+        seed: of the head's weights; the global random state is left as it was.
+
+    Raises:
+        UserError: transformers has no such classifier for the architecture.
+    """
+    config = type(causal_lm.config).from_dict(causal_lm.config.to_dict())
+    _set_outputs(config, outputs, pad_token_id)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            model = auto_class.from_config(config, dtype=causal_lm.dtype)
+        except ValueError as error:
+            raise UserError(f"{type(causal_lm).__name__} has no variant with a scalar head") from error
+        _new_head(model, head)
+    model.base_model.load_state_dict(causal_lm.base_model.state_dict())
+    model.name_or_path = causal_lm.name_or_path
+    return model.to(causal_lm.device).eval()
+
+
+def load_classifier(
+    auto_class: Any,
+    name_or_path: str | Path,
+    *,
+    new_head: Head | None = None,
+    base_model: str | Path | None = None,
+    outputs: int = 1,
+    adapter: str = "default",
+    seed: int = 0,
+    **load_options: Any,
+) -> tuple[Any, Any]:
+    """Load a classifier, or a saved LoRA adapter of one with its base, and the tokenizer.
+
+    Args:
+        auto_class: see `build_classifier`.
+        name_or_path: a model folder, a hub name, or a folder with an adapter that `save_classifier`, peft or
+            TRL wrote.
+        new_head: kind of the head that a model without one, such as a language model, gets; None refuses it.
+        base_model: what the adapter was trained on; None takes the name in the adapter's config.
+        outputs: number of scores of a new head, or of the one that an adapter brings.
+        adapter: name the adapter gets.
+        seed: of a new head's weights.
+        **load_options: `dtype`, `load_in_8bit`, `load_in_4bit` and `device`, see `load_causal_lm`.
+
+    Returns:
+        The transformers model, or a PeftModel around it, and the tokenizer.
+
+    Raises:
+        UserError: something cannot be loaded, or the model has no head and `new_head` is None.
+    """
+    adapted = is_adapter(name_or_path)
+    base = (base_model or adapter_base(name_or_path)) if adapted else name_or_path
+    has_tokenizer = not adapted or (Path(name_or_path) / "tokenizer_config.json").is_file()
+    tokenizer: Any = load_tokenizer(name_or_path if has_tokenizer else base)
+    config = load_config(base)
+    own = _own_entries(name_or_path) if adapted else {}
+    if adapted:
+        new_head = own.get("score_head", "linear") if _brings_head(name_or_path) else None
+    stored = _stored_head(config)
+    if stored is None and new_head is not None:
+        _set_outputs(config, outputs, tokenizer.pad_token_id)
+    model = _load_full(auto_class, base, config, stored=stored, new_head=new_head, seed=seed, **load_options)
+    for entry, value in own.items():
+        setattr(model.config, entry, value)
+    return (load_adapter(model, name_or_path, adapter=adapter) if adapted else model), tokenizer
+
+
+def save_classifier(model: Any, tokenizer: Any, folder: str | Path, *, adapter: str = "default") -> None:
+    """Write a classifier and its tokenizer, atomically; an existing folder is replaced.
+
+    Args:
+        model: what `build_classifier` or `load_classifier` gave. Of a PeftModel, adapter and head are
+            written, in PEFT's format.
+        tokenizer: its tokenizer.
+        folder: where to.
+        adapter: which adapter of a PeftModel.
+    """
+    if isinstance(model, PeftModel):
+        with atomic_folder(folder) as temp:
+            save_adapter(model, temp, adapter=adapter)
+            model.config.save_pretrained(temp)
+            tokenizer.save_pretrained(temp)
+    elif isinstance(head_of(model), MLPHead):
+        with atomic_folder(folder) as temp:
+            save_model(model.base_model, tokenizer, temp)
+            tensors = {name: tensor.cpu() for name, tensor in head_of(model).state_dict().items()}
+            save_file(tensors, temp / HEAD_FILE)
+    else:
+        save_model(model, tokenizer, folder)
+
+
+def head_of(model: Any) -> Any:
+    """The head of a sequence or token classifier, or of the one inside a PeftModel.
+
+    Raises:
+        UserError: it has none.
+    """
+    return getattr(model, _head_name(model))
+
+
+def init_head(head: nn.Module) -> None:
+    """Random weights for a head: a linear one gets w ~ N(0, 1 / (hidden + 1)) (arXiv:2009.01325)."""
+    if isinstance(head, MLPHead):
+        head.init_weights()
+    else:
+        _init_linear(head)
+
+
+def _init_linear(layer: Any) -> None:
+    nn.init.normal_(layer.weight, std=(layer.in_features + 1) ** -0.5)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+
+
+def as_token_classifier(model: Any) -> PreTrainedModel:
+    """The trunk of a sequence classifier, shared, under a token classifier's head with the same weights."""
+    with torch.device("meta"):
+        other = AutoModelForTokenClassification.from_config(model.config, dtype=model.dtype)
+    setattr(other, other.base_model_prefix, model.base_model)
+    weight = head_of(model).weight.detach().clone()
+    set_linear_head(other, weight, weight.new_zeros(len(weight)))
+    other.name_or_path = model.name_or_path
+    return other.eval()
+
+
+def set_linear_head(model: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Give a classifier another linear head, of weight (outputs, hidden) and bias (outputs,)."""
+    head = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    head.load_state_dict({"weight": weight} | ({} if bias is None else {"bias": bias}))
+    setattr(model, _head_name(model), head.to(weight))
+    model.config.num_labels = model.num_labels = weight.shape[0]
+
+
+def _load_full(
+    auto_class: Any,
+    name_or_path: str | Path,
+    config: PreTrainedConfig,
+    *,
+    stored: Head | None,
+    new_head: Head | None,
+    seed: int,
+    load_in_8bit: bool = False,
+    load_in_4bit: bool = False,
+    **options: Any,
+) -> PreTrainedModel:
+    """A classifier with its stored head, or a new one where none is stored."""
+    replaced = stored == "mlp" or (stored is None and new_head is not None)
+    heads = [f"{head}.{kind}" for head in SCALAR_HEADS for kind in ("weight", "bias")]
+    with torch.random.fork_rng(devices=[]):
+        model = load_model(
+            auto_class,
+            name_or_path,
+            quantization=quantization_config(load_in_8bit, load_in_4bit, device=options.get("device")),
+            config=config,
+            may_lack=heads if replaced else (),
+            **options,
+        )
+        torch.manual_seed(seed)
+        if replaced:
+            _new_head(model, stored or new_head or "linear")
+    if stored == "mlp":
+        _read_head(head_of(model), name_or_path)
+    return model
+
+
+def _own_entries(folder: str | Path) -> dict[str, Any]:
+    """What a saved adapter's `config.json`, where it has one, says beside transformers' own entries."""
+    if not (Path(folder) / "config.json").is_file():
+        return {}
+    config = load_config(folder)
+    return {entry: getattr(config, entry) for entry in _OWN_ENTRIES if hasattr(config, entry)}
+
+
+def _brings_head(folder: str | Path) -> bool:
+    return any(f".{head}." in name for head in SCALAR_HEADS for name in adapter_tensors(folder))
+
+
+def _stored_head(config: PreTrainedConfig) -> Head | None:
+    """Kind of the scalar head that a stored model has, by what its config says; None for none."""
+    classes = getattr(config, "architectures", None) or []
+    if any("Classification" in name for name in classes):
+        return "linear"
+    return getattr(config, "score_head", None)
+
+
+def _set_outputs(config: PreTrainedConfig, outputs: int, pad_token_id: int | None) -> None:
+    config.num_labels = outputs
+    config.pad_token_id = pad_token_id
+    config.classifier_dropout = 0.0  # of token classifiers
+
+
+def _head_name(model: Any) -> str:
+    name = next((name for name in SCALAR_HEADS if hasattr(model, name)), None)
+    if name is None:
+        raise UserError(
+            f"{type(model).__name__} has no scalar head; expected a sequence or token classification model"
+        )
+    return name
+
+
+def _new_head(model: Any, kind: Head) -> None:
+    """Put a head with random weights on a classifier that has a linear one."""
+    old = head_of(model)
+    assert isinstance(old, nn.Linear)
+    if kind == "linear":
+        init_head(old)
+        return
+    setattr(model, _head_name(model), MLPHead(old.in_features, old.out_features).to(old.weight))
+    model.config.score_head = "mlp"
+
+
+def _read_head(head: nn.Module, name_or_path: str | Path) -> None:
+    """Read a two-layer head from a folder or the hub."""
+    try:
+        head.load_state_dict(load_file(str(cached_file(str(name_or_path), HEAD_FILE))))
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise UserError(
+            f"model {name_or_path} has no {HEAD_FILE} that can be read and fits its trunk: {error}"
+        ) from error

@@ -1,0 +1,200 @@
+"""What reward, judge, value and process-reward models share: a trunk with a scalar head, and a tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedModel
+
+from rlhf_data import PackedBatch, TokenSequence, UserError, pack
+from rlhf_models.adapter_files import load_adapter_weights
+from rlhf_models.adapters import LoraSettings, apply_lora
+from rlhf_models.attention import prepare_for_packing
+from rlhf_models.classifiers import Head, build_classifier, head_of, load_classifier, save_classifier
+from rlhf_models.loading import check_prompt_fits, check_tokenizer_fits
+from rlhf_models.logps import hidden_states
+
+
+class HeadModel(nn.Module):
+    """A decoder's trunk with a head of one output, and its tokenizer.
+
+    Args:
+        model: a transformers sequence or token classifier with `num_labels == 1`, or a PeftModel around one.
+        tokenizer: its tokenizer.
+
+    Raises:
+        UserError: the model has another number of labels or no scalar head, or the tokenizer does not fit.
+    """
+
+    auto_class: ClassVar[Any]
+    """transformers' class that loads what `save_pretrained` writes."""
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        super().__init__()
+        if model.config.num_labels != 1:
+            raise UserError(
+                f"{type(model).__name__} with {model.config.num_labels} labels gives no single score; "
+                "expected a classification model with num_labels 1"
+            )
+        head_of(model)
+        check_tokenizer_fits(model.config, tokenizer)
+        self.model: Any = prepare_for_packing(model)
+        self.tokenizer = tokenizer
+
+    @classmethod
+    def from_backbone(
+        cls, causal_lm: PreTrainedModel, tokenizer: Any, *, head: Head = "linear", seed: int = 0
+    ) -> Self:
+        """Copy a decoder's trunk under a new head, w ~ N(0, 1 / (hidden + 1)) (arXiv:2009.01325).
+
+        Args:
+            causal_lm: the decoder, not quantised and without adapters; it is left as it is.
+            tokenizer: its tokenizer.
+            head: "linear", or "mlp" for two layers.
+            seed: of the head's weights; the global random state is left as it was.
+
+        Raises:
+            UserError: transformers has no such classifier for the architecture.
+        """
+        pad = tokenizer.pad_token_id
+        return cls(
+            build_classifier(cls.auto_class, causal_lm, pad_token_id=pad, head=head, seed=seed), tokenizer
+        )
+
+    @classmethod
+    def from_language_model(
+        cls, name_or_path: str | Path, *, head: Head = "linear", seed: int = 0, **load_options: Any
+    ) -> Self:
+        """Load a language model's trunk, quantised if wanted, under a new head; a stored head is kept.
+
+        Args:
+            name_or_path: a model folder or a hub name.
+            head: see `from_backbone`.
+            seed: see `from_backbone`.
+            **load_options: `dtype`, `load_in_8bit`, `load_in_4bit` and `device`, see `load_causal_lm`.
+
+        Raises:
+            UserError: it cannot be loaded.
+        """
+        loaded = load_classifier(cls.auto_class, name_or_path, new_head=head, seed=seed, **load_options)
+        return cls(*loaded)
+
+    @classmethod
+    def from_pretrained(
+        cls, name_or_path: str | Path, *, base_model: str | Path | None = None, **load_options: Any
+    ) -> Self:
+        """Load model and tokenizer: a full model, or a LoRA adapter with the model it was trained on.
+
+        Args:
+            name_or_path: a folder that `save_pretrained`, transformers, peft or TRL wrote, or a hub name.
+            base_model: what an adapter was trained on; None takes the name in the adapter's config.
+            **load_options: `dtype`, `load_in_8bit`, `load_in_4bit` and `device`, see `load_causal_lm`.
+
+        Raises:
+            UserError: it cannot be loaded, or is not a model with one score (a plain language model is not).
+        """
+        return cls(*load_classifier(cls.auto_class, name_or_path, base_model=base_model, **load_options))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        return self.model.device
+
+    @property
+    def config(self) -> Any:
+        """The transformers config."""
+        return self.model.config
+
+    def add_lora(self, settings: LoraSettings | None = None, *, seed: int = 0) -> Self:
+        """Freeze the trunk and add a LoRA adapter to it; the head stays trained in full. Returns this model.
+
+        Raises:
+            UserError: a target layer does not exist, or there is an adapter already.
+        """
+        if isinstance(self.model, PeftModel):
+            raise UserError(f"this {type(self).__name__} has a LoRA adapter already; train that one")
+        self.model = apply_lora(self.model, settings, seed=seed)
+        return self
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Recompute each layer in the backward pass to save memory, in train mode."""
+        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs or {"use_reentrant": False})
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write model and tokenizer, atomically; an existing folder is replaced.
+
+        A full model is written in transformers' format, an adapter with its head in PEFT's.
+        """
+        save_classifier(self.model, self.tokenizer, folder)
+
+    def load_weights(self, folder: str | Path) -> None:
+        """Put the weights that `save_pretrained` wrote into this model, bit for bit, parameters in place.
+
+        Raises:
+            UserError: they cannot be read or are of another model.
+        """
+        if isinstance(self.model, PeftModel):
+            load_adapter_weights(self.model, folder)
+            return
+        saved = type(self).from_pretrained(folder, dtype=self.model.dtype)
+        try:
+            self.load_state_dict(saved.state_dict())
+        except RuntimeError as error:
+            raise UserError(
+                f"the weights of {folder} do not fit this {type(self).__name__}: {error}"
+            ) from error
+
+    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Outputs (...,) in fp32 for hidden states (..., hidden)."""
+        return head_of(self.model)(hidden)[..., 0].float()
+
+    def _hidden(self, batch: PackedBatch) -> torch.Tensor:
+        return hidden_states(self.model, batch)
+
+
+def scores_of(
+    forward: Callable[[PackedBatch], torch.Tensor],
+    model: Any,
+    sequences: Sequence[Sequence[int]],
+    *,
+    max_tokens: int | None,
+    what: str,
+) -> torch.Tensor:
+    """Scores (..., B) in fp32 on the CPU of B token sequences; prefixes that they share run once.
+
+    Args:
+        forward: gives (..., Q) for a batch.
+        model: the transformers model behind it, for its device and context length.
+        sequences: B lists of token ids, none empty.
+        max_tokens: budget in tokens for one forward pass; None runs all at once.
+        what: names a text in the message.
+
+    Raises:
+        UserError: a sequence is longer than the context.
+    """
+    if not sequences:
+        return torch.empty(0)
+    for ids in sequences:
+        check_prompt_fits(model, len(ids), what)
+    parts, order = [], []
+    for batch in pack([TokenSequence(ids, len(ids)) for ids in sequences], max_tokens):
+        parts.append(forward(batch.to(model.device)).cpu())
+        order.append(batch.sequence_ids)
+    return torch.cat(parts, dim=-1)[..., torch.cat(order).argsort()]
+
+
+def check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:
+    """Check a name against the valid ones.
+
+    Raises:
+        UserError: it is none of them.
+    """
+    if value not in choices:
+        raise UserError(f"{what} is {value!r}; expected one of {', '.join(choices)}")

@@ -1,0 +1,96 @@
+"""Signals become a flag once; the second one acts; everything is put back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from rlhf_algos.signals import GracefulStop
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_the_first_signal_is_a_flag(capfd, number, code):
+    before = signal.getsignal(number)
+    with GracefulStop() as stop:
+        assert not stop.requested and stop.exit_code is None
+        os.kill(os.getpid(), number)
+        assert stop.requested and stop.signal is number and stop.exit_code == code
+        assert signal.getsignal(number) is before  # the next one acts
+    assert signal.getsignal(number) is before
+    assert f"{number.name}: finishing this step and saving" in capfd.readouterr().err
+
+
+def test_a_second_interrupt_acts_at_once():
+    with pytest.raises(KeyboardInterrupt), GracefulStop(""):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_handlers_are_put_back_without_a_signal():
+    before = signal.getsignal(signal.SIGTERM)
+    with GracefulStop():
+        assert signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_ignored_signal_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with GracefulStop() as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not stop.requested
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_another_thread_changes_nothing():
+    seen = []
+
+    def work():
+        with GracefulStop() as stop:
+            seen.append(stop.requested)
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [False] and signal.getsignal(signal.SIGTERM) is before
+
+
+_LOOP = """
+import sys, time
+from rlhf_algos.signals import GracefulStop
+with GracefulStop() as stop:
+    print("ready", flush=True)
+    while True:
+        time.sleep(0.01)
+        if stop.requested and len(sys.argv) == 1:
+            print("saved", flush=True)
+            sys.exit(stop.exit_code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "signals", "code", "said"),
+    [
+        ([], [signal.SIGTERM], 143, "saved\n"),
+        (["never asks"], [signal.SIGTERM, signal.SIGTERM], -signal.SIGTERM, ""),
+    ],
+)
+def test_a_process_that_is_told_to_end(arguments, signals, code, said):
+    command = [sys.executable, "-c", _LOOP, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "ready\n"
+        for number in signals:
+            process.send_signal(number)
+            if number is not signals[-1]:
+                while "SIGTERM" not in process.stderr.readline():
+                    pass
+        assert process.stdout.read() == said
+        assert process.wait() == code
