@@ -14,8 +14,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-METHODS = ("sft", "reward", "dpo", "simpo", "kto")
-LORA = {"lora_r": 16, "lora_alpha": 32}
+_NAMES = {"sft": "SFT", "reward": "Reward", "dpo": "DPO", "simpo": "SimPO", "kto": "KTO"}
+METHODS = tuple(_NAMES)
+LORA: dict[str, Any] = {"lora_r": 16, "lora_alpha": 32}
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 BOTH: dict[str, dict[str, Any]] = {
     "simpo": {"beta": 2.0, "simpo_gamma": 1.0, "cpo_alpha": 0.0, "max_length": 1024},
@@ -111,13 +112,14 @@ def peak_memory_mb() -> float:
 
 
 def _train_ours(task: Task, pace: Pace) -> None:
-    from rlhf_algos.methods import METHODS as OURS
+    import rlhf_algos
     from rlhf_data import KTODataset, PreferenceDataset, SFTDataset, load_records
     from rlhf_models import LoraSettings, RewardModel, load_causal_lm, load_tokenizer
     from rlhf_models.adapters import apply_lora
 
-    method, tokenizer = OURS[task.method], load_tokenizer(task.model)
-    records = load_records(task.rows, method.records).records
+    kind: Any = {"sft": "sft", "kto": "kto"}.get(task.method, "preference")
+    name, tokenizer = _NAMES[task.method], load_tokenizer(task.model)
+    records = load_records(task.rows, kind).records
     settings: dict[str, Any] = {
         "shuffle": False,
         "num_train_epochs": 1,
@@ -129,7 +131,7 @@ def _train_ours(task: Task, pace: Pace) -> None:
     }
     if task.best and task.method in ("dpo", "kto"):
         settings["precompute_ref_log_probs"] = True
-    config: Any = method.config(**settings)
+    config: Any = getattr(rlhf_algos, f"{name}Config")(**settings)
     model: Any
     if task.method == "reward":
         model = RewardModel.from_pretrained(task.model, dtype="float32")
@@ -139,13 +141,15 @@ def _train_ours(task: Task, pace: Pace) -> None:
         model = apply_lora(model, LoraSettings(**LORA)) if task.lora else model
     model = model.to("cuda") if _cuda() else model
     same_adapters(model)
-    if method.records == "sft":
+    if kind == "sft":
         examples: Any = SFTDataset(records, tokenizer)
-    elif method.records == "kto":
+    elif kind == "kto":
         examples = KTODataset(records, tokenizer, kl_batch_size=task.batch_size)
     else:
-        examples = PreferenceDataset(records, tokenizer, overlong=method.overlong)
-    trainer = method.trainer(model, config, examples)
+        examples = PreferenceDataset(
+            records, tokenizer, overlong="drop" if task.method == "reward" else "truncate"
+        )
+    trainer = getattr(rlhf_algos, f"{name}Trainer")(model, config, examples)
 
     def on_step(step: int, metrics: dict[str, float]) -> None:
         pace.losses.append(metrics["loss"])
@@ -217,8 +221,7 @@ def _trl_classes(method: str) -> tuple[Any, Any]:
         return CPOConfig, CPOTrainer
     import trl
 
-    name = {"sft": "SFT", "reward": "Reward", "dpo": "DPO", "kto": "KTO"}[method]
-    return getattr(trl, f"{name}Config"), getattr(trl, f"{name}Trainer")
+    return getattr(trl, f"{_NAMES[method]}Config"), getattr(trl, f"{_NAMES[method]}Trainer")
 
 
 def _trl_model(task: Task) -> dict[str, Any]:

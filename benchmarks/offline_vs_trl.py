@@ -2,8 +2,8 @@
 
 Each comparison trains one method on both sides, in a process each, one step here and one there in turn.
 Against TRL as it comes (fp32, no gradient checkpointing, its own defaults otherwise), and against TRL with
-its best settings here: rows of like length together, reference log-probs precomputed (by both), no padding where
-it can do without. Where the losses do not agree the ratios are void. Prints JSON.
+its best settings here: rows of like length together, reference log-probs precomputed (by both), no padding
+where it can do without. Where the losses do not agree the ratios are void. Prints JSON.
 """
 
 from __future__ import annotations
@@ -94,8 +94,9 @@ def write_models(folder: Path, shape: str, pairs: list[Pair]) -> None:
     from rlhf_models import RewardModel, build_tiny_llama, train_byte_tokenizer
 
     texts = (text for pair in pairs for text in pair.values())
-    tokenizer = train_byte_tokenizer(texts, TOKENS)
+    tokenizer: Any = train_byte_tokenizer(texts, TOKENS)
     tokenizer.bos_token = None  # TRL's CPO trainer would put it in front of every prompt, the others not
+    tokenizer.split_special_tokens = False  # TRL writes the end token as text
     model = build_tiny_llama(
         VOCABULARY[shape],
         eos_token_id=tokenizer.eos_token_id,

@@ -65,6 +65,7 @@ def test_members_differ_learn_and_come_back(options, tiny_model_folder, byte_tok
     again = RewardEnsemble.from_pretrained(tmp_path / "out")
     assert capfd.readouterr() == ("", "")
     assert type(again) is type(ensemble) and again.append_eos and again.size == 3
+    assert all(m.append_eos for m in again.modules() if isinstance(m, RewardModel))
     assert torch.equal(rewards(again), rewards(ensemble))
     assert torch.equal(again.scores(PROMPTS, COMPLETIONS), ensemble.scores(PROMPTS, COMPLETIONS))
     trainable = [[n for n, p in e.named_parameters() if p.requires_grad] for e in (again, ensemble)]
@@ -181,3 +182,19 @@ def test_a_folder_that_is_no_ensemble_is_refused(content, tmp_path):
         (tmp_path / "ensemble_config.json").write_text(content)
     with pytest.raises(UserError, match=r"has no readable ensemble_config.json"):
         RewardEnsemble.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("options", KINDS, ids=NAMES)
+def test_stored_language_models_give_the_same_ensembles(options, tiny_model_folder, byte_tokenizer):
+    stored = RewardEnsemble.from_language_model(tiny_model_folder, size=3, seed=5, **options)
+    assert rewards(stored).shape == (3, 3) and rewards(stored).std(0).min() > 1e-4
+    again = RewardEnsemble.from_language_model(tiny_model_folder, size=3, seed=5, **options)
+    assert torch.equal(rewards(stored), rewards(again))
+    with pytest.raises(UserError, match="at least 2"):
+        RewardEnsemble.from_language_model(tiny_model_folder, size=1, **options)
+
+
+def test_a_reward_model_has_too_few_heads_for_an_ensemble(tiny_model_folder, tmp_path):
+    RewardModel.from_language_model(tiny_model_folder).save_pretrained(tmp_path / "rm")
+    with pytest.raises(UserError, match="the model has 1 heads of its own; expected a language model"):
+        RewardEnsemble.from_language_model(tmp_path / "rm", size=3, kind="heads")

@@ -6,10 +6,11 @@ import pytest
 import torch
 from peft import PeftModel
 
-from rlhf_data import TokenSequence, pack
+from rlhf_data import TokenSequence, UserError, pack
 from rlhf_models import (
     LoraSettings,
     PolicyModel,
+    RewardEnsemble,
     RewardModel,
     apply_lora,
     build_tiny_llama,
@@ -94,6 +95,22 @@ def test_a_quantised_reward_model_learns_through_adapter_and_head(head, bits, wi
     again = RewardModel.from_pretrained(tmp_path / "rm", **bits)
     rows = [list(row.input_ids) for row in ROWS]
     assert torch.equal(again.score_tokens(rows), model.score_tokens(rows))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_an_ensemble_of_adapters_shares_a_quantised_trunk(bits, wide_model_folder, tmp_path):
+    ensemble = RewardEnsemble.from_language_model(wide_model_folder, size=2, lora=LORA, **bits)
+    ensemble.train().gradient_checkpointing_enable()
+    before = frozen(ensemble)
+    parameters = [p for p in ensemble.parameters() if p.requires_grad]
+    losses = descend(lambda: (ensemble(BATCH) - 1).square().sum(), parameters)
+    assert losses[-1] < losses[0] - 0.1
+    assert all(torch.equal(after, before[name]) for name, after in frozen(ensemble).items())
+    ensemble.eval().save_pretrained(tmp_path / "out")
+    again = RewardEnsemble.from_pretrained(tmp_path / "out", **bits)
+    assert torch.equal(again(BATCH), ensemble(BATCH))
+    with pytest.raises(UserError, match="load it with from_language_model"):
+        RewardEnsemble.from_backbone(load_causal_lm(wide_model_folder, **bits), again.tokenizer, size=2)
 
 
 @pytest.mark.parametrize("bits", BITS)

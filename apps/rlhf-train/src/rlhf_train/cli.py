@@ -117,7 +117,8 @@ def _exit_cleanly(job: Callable[[], None]) -> None:
         click.echo(f"Error: {error}", err=True)
         sys.exit(2)
     except KeyboardInterrupt as stop:
-        click.echo("Stopped; continue with --resume.", err=True)
+        notes = getattr(stop, "__notes__", ["nothing was begun"])
+        click.echo(f"Stopped; {'; '.join(notes)}.", err=True)
         sys.exit(getattr(stop, "exit_code", 130))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from rlhf_data import RunFolder, UserError, apply_overrides, load_config_file
 from rlhf_minmax import MinMaxConfig
-from rlhf_train.runs import checkpoint_to_evaluate, new_run, resumed_run
+from rlhf_train.runs import checkpoint_to_evaluate, new_run, resumable, resumed_run
 
 _JOB = "minmax"
 _KEY_OF_OPTION = {
@@ -81,7 +81,7 @@ def _play(config: MinMaxConfig, run: RunFolder, options: dict[str, Any]) -> None
     events = ConsoleEvents()
     job = MinMaxJob(config, run, events, rebuild_demo=options["rebuild_demo"])
     resume = options["resume"] is not None
-    with events:
+    with events, resumable(run, _JOB):
         if options["eval_only"]:
             results = job.evaluate_only(checkpoint=checkpoint_to_evaluate(run) if resume else None)
         else:

@@ -8,8 +8,8 @@ from typing import Any
 
 from rlhf_algos.methods import METHODS
 from rlhf_algos.processes import from_first_process, is_first_process
-from rlhf_data import RunFolder, apply_overrides, load_config_file
-from rlhf_train.runs import checkpoint_to_evaluate, new_run, resumed_run
+from rlhf_data import RunFolder, UserError, apply_overrides, load_config_file
+from rlhf_train.runs import checkpoint_to_evaluate, new_run, resumable, resumed_run
 
 _KEY_OF_OPTION = {
     "model": "model_name_or_path",
@@ -34,7 +34,9 @@ def run_offline(method: str, options: dict[str, Any]) -> None:
     if options["resume"] is not None:
         run = resumed_run(options, method, _CHANGES_A_RUN)
         where = str(run.path / "config.json")
-        config = METHODS[method].job_config.from_dict(run.read_config(), where=where)
+        config = METHODS[method].job_config.from_dict(
+            _of_method(method, run.read_config(), where), where=where
+        )
         _work(method, config, run, options)
         return
     config = resolve_config(method, options)
@@ -52,12 +54,24 @@ def resolve_config(method: str, options: dict[str, Any]) -> Any:
     """
     source = options["config"]
     values = load_config_file(source) if source else {}
-    values = apply_overrides(values, options["overrides"])
+    where = str(source) if source else "config"
+    values = apply_overrides(_of_method(method, values, where), options["overrides"])
     given = {key: options[name] for name, key in _KEY_OF_OPTION.items() if options[name] is not None}
     if options["epochs"] is not None and options["max_steps"] is None:
         values["max_steps"] = -1
-    where = str(source) if source else "config"
     return METHODS[method].resolve(values | given, where=where)
+
+
+def _of_method(method: str, values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Settings without the name of their method, which a run's config.json begins with.
+
+    Raises:
+        UserError: they are of another method.
+    """
+    named = values.get("method", method)
+    if named != method:
+        raise UserError(f"{where} is of a run of {named}; call rlhf-train {named} with it")
+    return {key: value for key, value in values.items() if key != "method"}
 
 
 @contextlib.contextmanager
@@ -83,10 +97,11 @@ def _work(method: str, config: Any, run: RunFolder, options: dict[str, Any]) -> 
             return
         job = _job(method, config, run, display)
         resume = options["resume"] is not None
-        if options["eval_only"]:
-            results = job.evaluate_only(checkpoint_to_evaluate(run) if resume else None)
-        else:
-            results = job.train(resume=resume)
+        with resumable(run, method):
+            if options["eval_only"]:
+                results = job.evaluate_only(checkpoint_to_evaluate(run) if resume else None)
+            else:
+                results = job.train(resume=resume)
     display.show_results(results, run)
 
 

@@ -12,6 +12,7 @@ from rlhf_data.run_folder import newest_unfinished
 from rlhf_train.options import NEWEST
 
 ROOT = "outputs"
+_CONFIG = "config.json"
 _FLAG_OF = {"overrides": "--set"}
 
 
@@ -34,6 +35,9 @@ def new_run(options: dict[str, Any], job: str) -> Iterator[RunFolder]:
         yield run
     except UserError:
         refused = True
+        raise
+    except KeyboardInterrupt:
+        refused = not (run.path / _CONFIG).exists()
         raise
     finally:
         if refused:
@@ -72,6 +76,17 @@ def resumed_run(options: dict[str, Any], job: str, changing: Sequence[str]) -> R
     return run
 
 
+@contextmanager
+def resumable(run: RunFolder, job: str) -> Iterator[None]:
+    """Within this context, an interruption says how the run is continued, where it has begun."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        if (run.path / _CONFIG).exists():
+            stop.add_note(f"continue with: rlhf-train {job} --resume {run.path}")
+        raise
+
+
 def checkpoint_to_evaluate(run: RunFolder) -> Path:
     """The last checkpoint of a run.
 
@@ -86,7 +101,7 @@ def checkpoint_to_evaluate(run: RunFolder) -> Path:
 
 def _remove_unstarted(folder: Path, *, keep: bool) -> None:
     """Remove a run folder that holds nothing but its config; a folder the user made stays, empty."""
-    config = folder / "config.json"
+    config = folder / _CONFIG
     if any(path != config for path in folder.iterdir()):
         return
     config.unlink(missing_ok=True)

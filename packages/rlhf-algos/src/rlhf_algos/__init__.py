@@ -42,7 +42,7 @@ _MODULES = {
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
-__all__ = sorted([*_MODULE_OF, "advantages", "losses"])
+__all__ = ["METHODS", *sorted((_MODULE_OF.keys() - {"METHODS"}) | {"advantages", "losses"})]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,6 @@ named by an index tensor `(B,)` of any integers, so they may be ragged and lie i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -179,7 +178,8 @@ def standardise(advantages: Tensor, *, epsilon: float = 1e-8) -> Tensor:
     return scale_by_std(advantages - advantages.mean(), epsilon=epsilon)
 
 
-class _Groups(NamedTuple):
+@dataclass(frozen=True)
+class _Groups:
     index: Tensor  # (B,) 0..P-1
     size: Tensor  # (P,) float
     centred: Tensor  # (B,)

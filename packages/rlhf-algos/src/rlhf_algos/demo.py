@@ -165,7 +165,7 @@ def _shown(record: Any, separator: str) -> list[tuple[bool, Any]]:
     return [(good, CompletionRecord(record.prompt, completion)) for good, completion in found]
 
 
-def _solution(record: Any, steps: Sequence[str], separator: str) -> Any:
+def _solution(record: Any, steps: Any, separator: str) -> Any:
     """The steps as what follows the prompt: a text, or after messages the assistant's message."""
     text = "".join(f"{step}{separator}" for step in steps)
     return text if isinstance(record.prompt, str) else [{"role": "assistant", "content": text}]

@@ -19,7 +19,7 @@ from rlhf_algos.results import finish_run
 from rlhf_data import RunFolder, UserError, atomic_write_json
 from rlhf_data.files import finite
 
-__all__ = ["OnStep", "TrainingJob"]
+__all__ = ["Clock", "OnStep", "TrainingJob"]
 
 _LOG = logging.getLogger(__name__)
 _BEFORE, _EVALUATION = "before.json", "evaluation.json"
@@ -62,7 +62,7 @@ class TrainingJob:
             raise UserError(
                 f"{self.run.path} holds a finished run; start a new one with another --output-dir"
             )
-        clock = _Clock()
+        clock = Clock()
         trainer, rows = self.prepare()
         clock.lap("loading")
         if resume:
@@ -104,7 +104,7 @@ class TrainingJob:
         )
         self._total = trainer.total_steps
         if trainer.parallel.is_main:
-            self.run.write_config(config.to_dict())
+            self.run.write_config({"method": self.name, **config.to_dict()})
         _LOG.info("data: %s rows of %s, %s held out", f"{len(train):,}", rows.source, f"{len(held_out):,}")
         return trainer, rows
 
@@ -114,7 +114,7 @@ class TrainingJob:
         Raises:
             UserError: data, model or settings cannot be used, or no row is held out.
         """
-        clock = _Clock()
+        clock = Clock()
         trainer, rows = self.prepare()
         if not len(trainer.eval_examples):
             raise UserError("there are no held-out rows to evaluate on; give some with --eval-data")
@@ -167,7 +167,7 @@ def describe_rows(rows: Rows, trainer: Any) -> dict[str, Any]:
     }
 
 
-class _Clock:
+class Clock:
     """Seconds spent on each part."""
 
     def __init__(self) -> None:

@@ -148,6 +148,7 @@ def job_config(method: type[TrainerConfig], model: ModelKind) -> Any:
     Returns:
         A subclass of all of them, whose instances a trainer takes as its method's config.
     """
+    bases: Any = (method, *_SECTIONS[model], JobConfig)
     name = method.__name__.removesuffix("Config") + "JobConfig"
     namespace = {"__doc__": f"Settings of a {method.__name__} job.", "__module__": __name__}
-    return type(name, (method, *_SECTIONS[model], JobConfig), namespace)
+    return type(name, bases, namespace)

@@ -77,7 +77,7 @@ def start_model(method: Method, config: Any, records: Sequence[Any]) -> tuple[An
         )
         tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
         lm = build_model(config.scratch, tokenizer=tokenizer, seed=config.seed)
-        lm.to(device)
+        lm.to(device)  # pyright: ignore[reportArgumentType]
         _describe(lm, f"with random weights, as {config.scratch} says")
     else:
         lm, tokenizer = tiny_start(

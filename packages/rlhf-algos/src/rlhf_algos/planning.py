@@ -165,13 +165,14 @@ def _data_text(rows: Rows, train: Sequence[Any], held_out: Sequence[Any]) -> str
 
 
 def _memory_text(config: Any, model: Any, tokens: int, precision: str) -> str:
+    use_peft = config.use_peft
     bits = 8 if config.load_in_8bit else 4 if config.load_in_4bit else None
     members = getattr(config, "num_members", 1) if getattr(config, "ensemble", "") == "independent" else 1
-    base = model.get_base_model() if config.use_peft else model
+    base = model.get_base_model() if use_peft else model
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    copies = isinstance(config, ReferenceConfig) and not (config.use_peft or config.precompute_ref_log_probs)
+    has_reference = isinstance(config, ReferenceConfig) and not config.precompute_ref_log_probs
     weights = members * weight_bytes(base, bits=bits)
-    reference = weights if copies else 0.0
+    reference = weights if has_reference and not use_peft else 0.0
     moments = _MOMENT_BYTES[config.optim]
     state = members * sum(p.numel() * (p.element_size() + moments) for p in trained)
     itemsize = 2 if precision in ("bf16", "fp16") else next(model.parameters()).element_size()

@@ -12,7 +12,8 @@ import torch
 
 from rlhf_data import TokenSequence, UserError, pack
 from rlhf_infer.kv import DecodeAttention, PrefillAttention
-from rlhf_models.logps import causal_lm, lm_logits, stream_forward
+from rlhf_models.head import causal_lm, lm_logits
+from rlhf_models.logps import stream_forward
 
 
 @dataclass(frozen=True)

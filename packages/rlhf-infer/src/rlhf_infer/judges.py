@@ -11,8 +11,9 @@ from typing import Any, Protocol
 import torch
 
 from rlhf_data import TokenSequence, UserError, pack
+from rlhf_models.head import causal_lm
 from rlhf_models.loading import check_prompt_fits, encode_completion, encode_prompt
-from rlhf_models.logps import causal_lm, token_logps
+from rlhf_models.logps import token_logps
 
 JUDGE_TEMPLATE = (
     "Question: {question}\nAnswer: {answer}\nCritique: {critique}\nIs the answer true? Reply yes or no:"

@@ -25,7 +25,8 @@ from rlhf_models import (
     encode_prompt,
     load_tokenizer,
 )
-from rlhf_models.loading import check_tokenizer_fits, check_weights, load_config, quantization_config
+from rlhf_models.loading import check_tokenizer_fits, check_weights, load_config
+from rlhf_models.quantization import quantization_config
 
 _SHOWN = 40
 """Characters of a story that stand for it in messages."""

@@ -79,8 +79,12 @@ def build_classifier(
         seed: of the head's weights; the global random state is left as it was.
 
     Raises:
-        UserError: transformers has no such classifier for the architecture.
+        UserError: transformers has no such classifier for the architecture, or the decoder is quantised.
     """
+    if getattr(causal_lm, "is_quantized", False):
+        raise UserError(
+            "a quantised model cannot be copied under a new head; load it with from_language_model"
+        )
     config = type(causal_lm.config).from_dict(causal_lm.config.to_dict())
     _set_outputs(config, outputs, pad_token_id)
     with torch.random.fork_rng(devices=[]):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from torch import nn
+
+_LOG = logging.getLogger(__name__)
 
 
 def compile_model(model: Any) -> Any:
@@ -14,8 +17,9 @@ def compile_model(model: Any) -> Any:
     Attention is left as it is: its tables are made anew for every batch, on the host, and its work is in
     kernels that are compiled already. Parameters, their names and what is saved stay the same.
 
-    The first batch waits for the compiler; layers alike share its work. It pays on GPUs and over many steps;
-    on a CPU the arithmetic dominates.
+    The first batch waits for the compiler; layers alike share its work. Meant for GPUs, where norms and gates
+    wait for memory. On a CPU it gains nothing, and costs what faster linear layers gain there (`cpu_linear`),
+    which compiled code does not use; a warning in the log says so.
 
     Args:
         model: a transformers decoder, a PeftModel around one, or a module of this package that holds one.
@@ -23,6 +27,8 @@ def compile_model(model: Any) -> Any:
     Returns:
         The same model.
     """
+    if next(model.parameters()).device.type == "cpu":
+        _LOG.warning("torch.compile gains nothing on a CPU; leave it out there")
     for layer in decoder_layers(model):
         for child in layer.children():
             if not any("Attention" in type(module).__name__ for module in child.modules()):

@@ -14,11 +14,8 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from rlhf_data import PackedBatch, UserError
 from rlhf_data.transcripts import Text
-from rlhf_models.adapters import LoraSettings, add_adapters, apply_lora
-from rlhf_models.classifiers import (
-    Head,
-    build_classifier,
-)
+from rlhf_models.adapters import LoraSettings
+from rlhf_models.classifiers import Head, build_classifier, load_classifier
 from rlhf_models.reward import RewardModel, encode_scored
 from rlhf_models.scalar import check_choice, scores_of
 
@@ -68,19 +65,13 @@ class RewardEnsemble(nn.Module, ABC):
         Raises:
             UserError: settings that do not go together, or an architecture without a scalar head.
         """
-        from rlhf_models.ensemble_kinds import AdapterEnsemble, HeadEnsemble, IndependentEnsemble
+        from rlhf_models.ensemble_kinds import IndependentEnsemble, on_one_trunk
 
-        check_choice("kind", kind, get_args(EnsembleKind))
-        if size < 2:
-            raise UserError(f"an ensemble has at least 2 members, got size {size}")
+        _check(kind, size, lora)
         if kind == "independent":
-            if lora is not None:
-                raise UserError(
-                    'lora goes with kind "adapters" or "heads"; independent members train in full'
-                )
-            build = RewardModel.from_backbone
+            make = RewardModel.from_backbone
             return IndependentEnsemble(
-                [build(causal_lm, tokenizer, head=head, seed=seed + i) for i in range(size)]
+                [make(causal_lm, tokenizer, head=head, seed=seed + i) for i in range(size)]
             )
         model = build_classifier(
             AutoModelForSequenceClassification,
@@ -90,12 +81,50 @@ class RewardEnsemble(nn.Module, ABC):
             head=head,
             seed=seed,
         )
-        if kind == "heads":
-            return HeadEnsemble(model if lora is None else apply_lora(model, lora, seed=seed), tokenizer)
-        names = [f"member{i}" for i in range(size)]
-        ensemble = AdapterEnsemble(add_adapters(model, names, lora, seed=seed), tokenizer)
-        ensemble.init_heads(seed)
-        return ensemble
+        return on_one_trunk(model, tokenizer, size=size, kind=kind, lora=lora, seed=seed)
+
+    @staticmethod
+    def from_language_model(
+        name_or_path: str | Path,
+        *,
+        size: int,
+        kind: EnsembleKind = "adapters",
+        head: Head = "linear",
+        lora: LoraSettings | None = None,
+        seed: int = 0,
+        **load_options: Any,
+    ) -> RewardEnsemble:
+        """Make an untrained ensemble of a stored language model's trunk, quantised if wanted.
+
+        Args:
+            name_or_path: a model folder or a hub name.
+            size: see `from_backbone`.
+            kind: see `from_backbone`.
+            head: see `from_backbone`.
+            lora: see `from_backbone`.
+            seed: see `from_backbone`.
+            **load_options: `dtype`, `load_in_8bit`, `load_in_4bit` and `device`, see `load_causal_lm`.
+
+        Raises:
+            UserError: as `from_backbone`, or the model cannot be loaded.
+        """
+        from rlhf_models.ensemble_kinds import IndependentEnsemble, on_one_trunk
+
+        _check(kind, size, lora)
+        if kind == "independent":
+            make = RewardModel.from_language_model
+            return IndependentEnsemble(
+                [make(name_or_path, head=head, seed=seed + i, **load_options) for i in range(size)]
+            )
+        model, tokenizer = load_classifier(
+            AutoModelForSequenceClassification,
+            name_or_path,
+            new_head=head,
+            outputs=size if kind == "heads" else 1,
+            seed=seed,
+            **load_options,
+        )
+        return on_one_trunk(model, tokenizer, size=size, kind=kind, lora=lora, seed=seed)
 
     @staticmethod
     def from_pretrained(
@@ -162,7 +191,9 @@ class RewardEnsemble(nn.Module, ABC):
 
     @append_eos.setter
     def append_eos(self, value: bool) -> None:
-        self.config.append_eos = value
+        for module in self.modules():
+            if isinstance(module, PreTrainedModel):
+                module.config.append_eos = value
 
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None
@@ -200,6 +231,14 @@ class RewardEnsemble(nn.Module, ABC):
     ) -> torch.Tensor:
         """One score (B,) for each of B completions; see `scores` and `aggregate_scores`."""
         return aggregate_scores(self.scores(prompts, completions, max_tokens=max_tokens), aggregate, k=k)
+
+
+def _check(kind: str, size: int, lora: LoraSettings | None) -> None:
+    check_choice("kind", kind, get_args(EnsembleKind))
+    if size < 2:
+        raise UserError(f"an ensemble has at least 2 members, got size {size}")
+    if kind == "independent" and lora is not None:
+        raise UserError('lora goes with kind "adapters" or "heads"; independent members train in full')
 
 
 def aggregate_scores(scores: torch.Tensor, aggregate: Aggregate, *, k: float = 1.0) -> torch.Tensor:

@@ -12,9 +12,9 @@ from peft import PeftModel
 from torch import nn
 from transformers import AutoModelForSequenceClassification
 
-from rlhf_data import PackedBatch, atomic_folder, atomic_write_json
+from rlhf_data import PackedBatch, UserError, atomic_folder, atomic_write_json
 from rlhf_models.adapter_files import adapter_config, load_adapter_weights
-from rlhf_models.adapters import AdapterSet
+from rlhf_models.adapters import AdapterSet, LoraSettings, add_adapters, apply_lora
 from rlhf_models.attention import prepare_for_packing
 from rlhf_models.classifiers import head_of, init_head, load_classifier, save_classifier
 from rlhf_models.ensemble import ENSEMBLE_FILE, RewardEnsemble
@@ -194,6 +194,23 @@ class HeadEnsemble(RewardEnsemble):
         else:
             saved = type(self).load(Path(folder), self.size, base_model=None, dtype=self.model.dtype)
             self.load_state_dict(saved.state_dict())
+
+
+def on_one_trunk(
+    model: Any, tokenizer: Any, *, size: int, kind: str, lora: LoraSettings | None, seed: int
+) -> RewardEnsemble:
+    """Adapters or heads on a sequence classifier; see `RewardEnsemble.from_backbone`."""
+    if kind == "heads":
+        if model.config.num_labels != size:
+            raise UserError(
+                f"the model has {model.config.num_labels} heads of its own; expected a language model, "
+                f"which gets {size}"
+            )
+        return HeadEnsemble(model if lora is None else apply_lora(model, lora, seed=seed), tokenizer)
+    names = [f"member{i}" for i in range(size)]
+    ensemble = AdapterEnsemble(add_adapters(model, names, lora, seed=seed), tokenizer)
+    ensemble.init_heads(seed)
+    return ensemble
 
 
 @contextlib.contextmanager

@@ -1,0 +1,375 @@
+"""`--backend trl`: the same settings, model and rows through TRL's own trainer, into the same run folder."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf_algos.job import Clock, OnStep
+from rlhf_algos.job_data import Rows, load_rows
+from rlhf_algos.job_models import job_device, longest_sequence, lora_settings, start_model
+from rlhf_algos.methods import METHODS, Method
+from rlhf_algos.parallel import choose_precision
+from rlhf_algos.results import finish_run
+from rlhf_data import RunFolder, UserError, atomic_folder, atomic_write_json
+from rlhf_data.files import finite
+from rlhf_models.adapters import apply_lora
+from rlhf_models.quantization import quantization_config
+
+__all__ = ["TRLJob", "check_settings", "dataset_rows"]
+
+_LOG = logging.getLogger(__name__)
+_SAME_NAME = (
+    *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2"),
+    *("adam_epsilon", "max_grad_norm", "optim", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("num_train_epochs", "max_steps", "seed", "gradient_checkpointing", "torch_compile", "deepspeed"),
+    *("logging_steps",),
+)
+_METHOD_KEYS = {
+    "sft": ("assistant_only_loss",),
+    "reward": ("center_rewards_coefficient", "disable_dropout"),
+    "dpo": ("beta", "label_smoothing", "precompute_ref_log_probs", "disable_dropout"),
+    "simpo": ("beta", "label_smoothing", "simpo_gamma", "cpo_alpha", "disable_dropout"),
+    "kto": ("beta", "desirable_weight", "undesirable_weight", "precompute_ref_log_probs", "disable_dropout"),
+}
+"""Keys of each method that TRL has under the same name."""
+_OURS_ALONE = (
+    *("max_tokens_per_batch", "fsdp", "streaming", "debug_gradient_flow", "debug_activations"),
+    *("sample_steps", "save_steps", "save_total_limit", "load_best_model_at_end", "metric_for_best_model"),
+    *("greater_is_better", "early_stopping_patience", "early_stopping_threshold"),
+    *("head", "num_members", "ensemble", "kl_estimate", "kl_ema_decay"),
+)
+"""Keys that must have their defaults: TRL cannot honour them, or only with checkpoints, which it pickles."""
+_TIMING = ("_runtime", "_samples_per_second", "_steps_per_second", "_flos", "_loss_total")
+_NO_PLACE = "rlhf-trl-"
+
+
+def check_settings(name: str, config: Any) -> None:
+    """Refuse what TRL cannot do.
+
+    Args:
+        name: of the method.
+        config: the job's settings.
+
+    Raises:
+        UserError: TRL is not installed, has no trainer for the method, or cannot honour a setting.
+    """
+    if name not in _METHOD_KEYS:
+        raise UserError(
+            f"TRL has no trainer for {name}; choose one of {', '.join(_METHOD_KEYS)}, or leave out --backend trl"
+        )
+    for key in _OURS_ALONE:
+        if (
+            key in type(config).model_fields
+            and getattr(config, key) != type(config).model_fields[key].default
+        ):
+            raise UserError(
+                f"TRL cannot honour {key} {getattr(config, key)!r}; leave it out, or leave out --backend trl"
+            )
+    if importlib.util.find_spec("trl") is None:
+        raise UserError('--backend trl needs TRL, which is not installed; run pip install "rlhf-train[trl]"')
+
+
+def dataset_rows(records: Sequence[Any]) -> list[dict[str, Any]]:
+    """Records as rows of the columns that TRL's trainers read.
+
+    Raises:
+        UserError: records of several kinds.
+    """
+    if len({type(record) for record in records}) > 1:
+        raise UserError(
+            "TRL reads one kind of rows at a time; give files of prompts with completions, or of texts"
+        )
+    names = ("prompt", "completion", "chosen", "rejected", "messages", "text", "label", "margin")
+    rows = []
+    for record in records:
+        row = {name: getattr(record, name) for name in names if getattr(record, name, None) is not None}
+        rows.append(row | dict(record.template or {}))
+    return rows
+
+
+@dataclass
+class TRLJob:
+    """One run of one method through TRL; see `rlhf_algos.TrainingJob`.
+
+    Args:
+        name: of the method, a key of `METHODS`.
+        config: the settings, of the method's `job_config`.
+        run: the run's folder.
+        on_step: told of every logged step.
+    """
+
+    name: str
+    config: Any
+    run: RunFolder
+    on_step: OnStep | None = None
+
+    @property
+    def method(self) -> Method:
+        """What is trained."""
+        return METHODS[self.name]
+
+    def train(self, *, resume: bool = False) -> dict[str, Any]:
+        """Train and write everything; the results.
+
+        Raises:
+            UserError: data, model or settings cannot be used, or the run is to be resumed.
+        """
+        if resume:
+            raise UserError("a run of --backend trl has no checkpoints to resume from; start a new one")
+        clock = Clock()
+        with _quiet():
+            trainer, rows, tokenizer, recorder = self._prepare()
+            clock.lap("loading")
+            before = recorder.clean(trainer.evaluate()) if rows.held_out else None
+            recorder.start()
+            clock.lap("evaluation")
+            trainer.train()
+            clock.lap("training")
+            after = recorder.clean(trainer.evaluate()) if rows.held_out else None
+            recorder.flush()
+            self._save(trainer, tokenizer)
+            clock.lap("evaluation")
+        data = {"source": rows.source, "train_rows": len(trainer.train_dataset)}
+        data |= {"eval_rows": len(trainer.eval_dataset or ()), "bad_rows": rows.skipped}
+        results = {"before": before, "after": after, "wall_time": clock.split(), "resumed": False}
+        results |= {"backend": "trl", "data": data, "num_tokens": recorder.num_tokens}
+        if trainer.is_world_process_zero():
+            results = finish_run(self.run, method=self.name, config=self.config.to_dict(), **results)
+        return results
+
+    def evaluate_only(self, checkpoint: Path | None = None) -> dict[str, Any]:
+        """Held-out metrics of the start model by TRL's trainer; written to `evaluation.json`.
+
+        Raises:
+            UserError: a checkpoint is given, or no row is held out.
+        """
+        if checkpoint is not None:
+            raise UserError(
+                "checkpoints are evaluated by the engine that wrote them; leave out --backend trl"
+            )
+        clock = Clock()
+        with _quiet():
+            trainer, rows, _, recorder = self._prepare()
+            if not rows.held_out:
+                raise UserError("there are no held-out rows to evaluate on; give some with --eval-data")
+            clock.lap("loading")
+            metrics = recorder.clean(trainer.evaluate())
+            clock.lap("evaluation")
+        results = {"method": self.name, "backend": "trl", "checkpoint": None, "before": metrics}
+        results |= {"wall_time": clock.split()}
+        if trainer.is_world_process_zero():
+            atomic_write_json(self.run.path / "evaluation.json", finite(results))
+        return results
+
+    def _prepare(self) -> tuple[Any, Rows, Any, _Recorder]:
+        check_settings(self.name, self.config)
+        rows = load_rows(self.method, self.config)
+        model, tokenizer = self._model(rows)
+        recorder = _Recorder(self.run, self.on_step)
+        trainer = self._trainer(model, tokenizer, rows, recorder)
+        trainer.add_callback(_callback(recorder))
+        if trainer.is_world_process_zero():
+            self.run.write_config({"method": self.name, **self.config.to_dict()})
+        train, held_out = len(trainer.train_dataset), len(trainer.eval_dataset or ())
+        _LOG.info("data: %s rows of %s, %s held out", f"{train:,}", rows.source, f"{held_out:,}")
+        return trainer, rows, tokenizer, recorder
+
+    def _model(self, rows: Rows) -> tuple[Any, Any]:
+        """The start model as plain transformers loads it, and its tokenizer."""
+        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+        full = self.config.model_copy(
+            update={"use_peft": False, "load_in_8bit": False, "load_in_4bit": False}
+        )
+        model, tokenizer = start_model(self.method, full, rows.train)
+        auto: Any = (
+            AutoModelForCausalLM if self.method.model == "policy" else AutoModelForSequenceClassification
+        )
+        quantised = quantization_config(
+            self.config.load_in_8bit, self.config.load_in_4bit, device=job_device()
+        )
+        options: dict[str, Any] = {"dtype": next(model.parameters()).dtype}
+        if quantised is not None:
+            options |= {"quantization_config": quantised, "device_map": {"": str(job_device())}}
+        with tempfile.TemporaryDirectory(prefix=_NO_PLACE) as folder:
+            model.save_pretrained(folder)
+            return auto.from_pretrained(folder, **options), tokenizer
+
+    def _trainer(self, model: Any, tokenizer: Any, rows: Rows, recorder: _Recorder) -> Any:
+        from datasets import Dataset
+
+        trainer_class, config_class = _classes(self.name)
+        with _refusals():
+            arguments = config_class(**self._arguments(model))
+            if self.name == "simpo":
+                tokenizer = _without_forced_start(tokenizer)
+            return trainer_class(
+                model=model,
+                args=arguments,
+                train_dataset=Dataset.from_list(dataset_rows(rows.train)),
+                eval_dataset=Dataset.from_list(dataset_rows(rows.held_out)) if rows.held_out else None,
+                processing_class=tokenizer,
+                peft_config=_peft_config(model, self.config) if self.config.use_peft else None,
+            )
+
+    def _arguments(self, model: Any) -> dict[str, Any]:
+        """TRL's arguments of the job's settings."""
+        config = self.config
+        precision, _ = choose_precision(config, job_device(), next(model.parameters()).dtype)
+        arguments = {key: getattr(config, key) for key in (*_SAME_NAME, *_METHOD_KEYS[self.name])}
+        arguments |= {
+            "output_dir": str(self.run.path),
+            "max_length": longest_sequence(model.config, config.max_length),
+            "bf16": precision == "bf16",
+            "fp16": precision == "fp16",
+            "train_sampling_strategy": "random" if config.shuffle else "sequential",
+            "per_device_eval_batch_size": config.per_device_train_batch_size,
+            "eval_strategy": "steps" if config.eval_steps and rows_held_out(config) else "no",
+            "eval_steps": config.eval_steps,
+            "save_strategy": "no",
+            "report_to": list(config.report_to) or "none",
+            "disable_tqdm": True,
+            "use_cpu": job_device().type == "cpu",
+        }
+        if self.name == "dpo":
+            arguments["loss_type"] = [config.loss_type]
+        if self.name == "simpo":
+            arguments["loss_type"] = "simpo"
+        return arguments
+
+    def _save(self, trainer: Any, tokenizer: Any) -> None:
+        if trainer.is_world_process_zero():
+            with atomic_folder(self.run.path / "final") as folder:
+                trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder)
+                tokenizer.save_pretrained(folder)
+
+
+@dataclass
+class _Recorder:
+    """Writes what TRL logs as lines of metrics.jsonl: a line per logged step, its evaluation in it."""
+
+    run: RunFolder
+    on_step: OnStep | None
+    num_tokens: int | None = None
+    _row: dict[str, Any] = field(default_factory=dict)
+    _started: float | None = None
+    _mark: float = 0.0
+
+    def start(self) -> None:
+        """Training begins: what was logged before is no step's."""
+        self._row, self._started = {}, time.perf_counter()
+        self._mark = self._started
+
+    def log(self, step: int, total: int, logs: dict[str, float]) -> None:
+        """Take in what was logged after a step."""
+        metrics = self.clean(logs)
+        if self._started is None or not metrics:
+            return
+        if "loss" in metrics:
+            self.flush()
+            now = time.perf_counter()
+            self._row = {"step": step, **metrics, "step_time": now - self._mark}
+            self._mark = now
+            self.num_tokens = int(metrics["num_tokens"]) if "num_tokens" in metrics else self.num_tokens
+            if self.on_step:
+                self.on_step(step, total, metrics)
+        elif self._row.get("step") == step:
+            self._row |= metrics
+
+    def flush(self) -> None:
+        """Write the line of the step that is being logged."""
+        if self._row:
+            self.run.append_metrics(self._row)
+            self._row = {}
+
+    @staticmethod
+    def clean(logs: dict[str, float]) -> dict[str, float]:
+        """What this engine logs too: no totals and no timing of TRL's own."""
+        kept = {key: value for key, value in logs.items() if not key.endswith(_TIMING)}
+        if "train_loss" in kept:
+            return {}
+        if "eval_loss" in kept:
+            kept.pop("epoch", None)
+            kept.pop("eval_num_tokens", None)
+        return kept
+
+
+def _callback(recorder: _Recorder) -> Any:
+    from transformers import TrainerCallback
+
+    class Logs(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            if state.is_world_process_zero:
+                recorder.log(state.global_step, state.max_steps, dict(logs or {}))
+
+    return Logs()
+
+
+def _classes(name: str) -> tuple[Any, Any]:
+    """TRL's trainer and config."""
+    if name == "simpo":
+        os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+        from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+        return CPOTrainer, CPOConfig
+    import trl
+
+    prefix = {"sft": "SFT", "reward": "Reward", "dpo": "DPO", "kto": "KTO"}[name]
+    return getattr(trl, f"{prefix}Trainer"), getattr(trl, f"{prefix}Config")
+
+
+def _without_forced_start(tokenizer: Any) -> Any:
+    """The tokenizer such that TRL's CPO adds a start token only where the tokenizer itself adds one."""
+    ids = tokenizer("a")["input_ids"]
+    if tokenizer.bos_token_id is not None and ids[:1] != [tokenizer.bos_token_id]:
+        tokenizer.bos_token = None
+    return tokenizer
+
+
+def _peft_config(model: Any, config: Any) -> Any:
+    """The config for peft of the same adapters as this engine adds."""
+    with torch.device("meta"):
+        shape = type(model)(model.config)
+        return apply_lora(shape, lora_settings(config)).peft_config["default"]
+
+
+def rows_held_out(config: Any) -> bool:
+    """Whether a job holds rows out."""
+    return config.train_data is None or config.eval_data is not None or config.eval_fraction > 0
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """What TRL refuses is the user's to change."""
+    try:
+        yield
+    except (ValueError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"TRL refuses this job: {reason}") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No telemetry, no bars, none of TRL's remarks on its own settings."""
+    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+    import huggingface_hub.constants
+
+    huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import datasets
+
+        datasets.disable_progress_bars()
+        yield
