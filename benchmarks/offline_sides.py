@@ -114,8 +114,7 @@ def peak_memory_mb() -> float:
 def _train_ours(task: Task, pace: Pace) -> None:
     import rlhf_algos
     from rlhf_data import KTODataset, PreferenceDataset, SFTDataset, load_records
-    from rlhf_models import LoraSettings, RewardModel, load_causal_lm, load_tokenizer
-    from rlhf_models.adapters import apply_lora
+    from rlhf_models import load_causal_lm, load_tokenizer
 
     kind: Any = {"sft": "sft", "kto": "kto"}.get(task.method, "preference")
     name, tokenizer = _NAMES[task.method], load_tokenizer(task.model)
@@ -134,11 +133,16 @@ def _train_ours(task: Task, pace: Pace) -> None:
     config: Any = getattr(rlhf_algos, f"{name}Config")(**settings)
     model: Any
     if task.method == "reward":
+        from rlhf_models import LoraSettings, RewardModel
+
         model = RewardModel.from_pretrained(task.model, dtype="float32")
         model = model.add_lora(LoraSettings(**LORA)) if task.lora else model
     else:
         model = load_causal_lm(task.model, dtype="float32")
-        model = apply_lora(model, LoraSettings(**LORA)) if task.lora else model
+        if task.lora:
+            from rlhf_models.adapters import LoraSettings, apply_lora
+
+            model = apply_lora(model, LoraSettings(**LORA))
     model = model.to("cuda") if _cuda() else model
     same_adapters(model)
     if kind == "sft":

@@ -19,7 +19,7 @@ from typing import Any
 
 from rlhf_data import atomic_write_json
 
-COMMANDS = (("rlhf-train", "--help"), ("rlhf-train", "minmax", "--help"))
+COMMANDS = (("rlhf-train", "--help"), ("rlhf-train", "minmax", "--help"), ("rlhf-train", "dpo", "--help"))
 GOAL_SECONDS = 0.5
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,8 @@ TEXTS = [
     "it is certainly garden . so wrong",
 ]
 _REVISION = "0" * 40
+_HANGS_AFTER = 900.0
+"""Seconds; far more than any of the processes needs."""
 
 
 def build_hub_cache(home: Path, name: str, model: Any, tokenizer: Any) -> None:
@@ -83,3 +89,31 @@ def gpt2_hub_cache(tmp_path: Path, byte_tokenizer: Any, monkeypatch: pytest.Monk
     monkeypatch.setenv("HF_HUB_CACHE", str(home / "hub"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(home / "hub"))
     return home
+
+
+@pytest.fixture(scope="session")
+def run_processes() -> Callable[..., str]:
+    """Runs a Python script, in several processes under torchrun; what it printed.  None outlives the call."""
+
+    def run(arguments: Sequence[Any], *, processes: int = 2) -> str:
+        start = [sys.executable]
+        if processes > 1:
+            torchrun = str(Path(sys.executable).with_name("torchrun"))
+            start = [torchrun, "--standalone", "--nproc-per-node", str(processes)]
+        with subprocess.Popen(
+            [*start, *map(str, arguments)],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            try:
+                printed, said = process.communicate(timeout=_HANGS_AFTER)
+            except BaseException:
+                os.killpg(process.pid, signal.SIGKILL)
+                raise
+        assert process.returncode == 0, printed + said
+        return printed
+
+    return run

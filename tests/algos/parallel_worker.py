@@ -1,77 +1,133 @@
-"""One process of a training, started by torchrun or alone: `parallel_worker.py MODE FOLDER [resume]`."""
+"""One process of trainings, started by torchrun or alone: `parallel_worker.py MODE FOLDER [resume]`.
+
+Every job trains in a run folder of its own below FOLDER.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
-import random
 import sys
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate import PartialState
 
-from rlhf_algos import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
-from rlhf_data import PreferencePair, RunFolder, TokenSequence
-from rlhf_models import LoraSettings, add_adapters
-from rlhf_models.tiny import tiny_model
+from rlhf_algos import (
+    DPOTrainer,
+    KTOTrainer,
+    PRMTrainer,
+    RewardTrainer,
+    SFTTrainer,
+    SimPOTrainer,
+    reference_cache,
+)
+from rlhf_algos.methods import METHODS
+from rlhf_data import RunFolder
+from rlhf_models import (
+    LoraSettings,
+    ProcessRewardModel,
+    RewardEnsemble,
+    RewardModel,
+    add_adapters,
+    tiny_model,
+    train_byte_tokenizer,
+)
 
-VOCABULARY, STEPS = 40, 6
 WORLD, RANK = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
 CONFIGS = Path(__file__).parents[2] / "configs"
+TOKENIZER = train_byte_tokenizer(["a story"])
+ROWS, STEP, STEPS = 7, 6, 4
+"""Every other step has a single row, so that one of two processes has nothing to do in it."""
+LORA = LoraSettings(lora_r=2)
+PRECOMPUTED = {"precompute_ref_log_probs": True}
 
 
-def sequences(count: int, seed: int) -> list[TokenSequence]:
-    rng = random.Random(seed)
-    lengths = [rng.randrange(5, 20) for _ in range(count)]
-    return [TokenSequence([rng.randrange(VOCABULARY) for _ in range(n)], 3) for n in lengths]
+def lm() -> Any:
+    return tiny_model("llama", vocab_size=len(TOKENIZER), seed=0)
 
 
-def pairs(count: int) -> list[PreferencePair]:
-    rows = zip(sequences(count, 1), sequences(count, 2), strict=True)
-    return [
-        PreferencePair(a, TokenSequence([*list(a.input_ids)[:3], *list(b.input_ids)[3:]], 3)) for a, b in rows
-    ]
+def adapted() -> Any:
+    return add_adapters(lm(), ["default"], LORA, seed=0)
+
+
+def reward() -> Any:
+    return RewardModel.from_backbone(lm(), TOKENIZER)
+
+
+def ensemble(kind: Any) -> Any:
+    lora = LORA if kind == "adapters" else None
+    return RewardEnsemble.from_backbone(lm(), TOKENIZER, size=2, kind=kind, lora=lora)
+
+
+JOBS: dict[str, tuple[Any, str, Callable[[], Any], dict[str, Any]]] = {
+    "sft": (SFTTrainer, "sequences", lm, {}),
+    "reward": (RewardTrainer, "pairs", reward, {}),
+    "reward-lora": (RewardTrainer, "pairs", lambda: reward().add_lora(LORA), {}),
+    "reward-heads": (RewardTrainer, "pairs", lambda: ensemble("heads"), {}),
+    "reward-adapters": (RewardTrainer, "pairs", lambda: ensemble("adapters"), {}),
+    "prm": (PRMTrainer, "steps", lambda: ProcessRewardModel.from_backbone(lm(), TOKENIZER), {}),
+    "dpo": (DPOTrainer, "pairs", lm, {}),
+    "dpo-lora": (DPOTrainer, "pairs", adapted, {}),
+    "dpo-precomputed": (DPOTrainer, "pairs", lm, PRECOMPUTED),
+    "simpo": (SimPOTrainer, "pairs", lm, {"cpo_alpha": 0.5}),
+    "kto": (KTOTrainer, "labelled", lm, {}),
+    "kto-lora": (KTOTrainer, "labelled", adapted, {}),
+    "kto-precomputed": (KTOTrainer, "labelled", lm, PRECOMPUTED),
+    "kto-ema": (KTOTrainer, "labelled", lm, {"kl_estimate": "ema"}),
+}
+
+
+def shared_examples() -> Any:
+    """The module with the examples of every kind, which lies beside this file."""
+    spec = importlib.util.spec_from_file_location("shared", Path(__file__).with_name("conftest.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def main(mode: str, folder: Path, resume: bool) -> None:
-    settings: dict[str, object] = {
-        "per_device_train_batch_size": 8 // WORLD,
-        "max_tokens_per_batch": 60,
-        "learning_rate": 1e-2,
+    settings: dict[str, Any] = {
+        "learning_rate": 3e-3,
+        "per_device_train_batch_size": STEP // WORLD,
+        "max_tokens_per_batch": 30,
         "max_steps": STEPS,
-        "save_steps": 3,
+        "save_steps": 2,
+        "eval_steps": 2,
+        "fsdp": mode == "fsdp",
     }
     if mode.startswith("zero"):
         settings["deepspeed"] = str(CONFIGS / f"{mode}.json")
-    settings["fsdp"] = mode == "fsdp"
-
-    def model():
-        return tiny_model("llama", vocab_size=VOCABULARY, seed=0)
-
-    def adapted():
-        return add_adapters(model(), ["default"], LoraSettings(), seed=0)
-
-    sft, dpo = SFTConfig.from_dict(settings), DPOConfig.from_dict(settings)
-    jobs = {
-        "sft": lambda run: SFTTrainer(model(), sft, sequences(21, 0), eval_examples=sequences(5, 3), run=run),
-        "dpo": lambda run: DPOTrainer(model(), dpo, pairs(19), run=run),
-        "lora": lambda run: DPOTrainer(adapted(), dpo, pairs(19), run=run),
-    }
-    for name, make in jobs.items():
+    examples = shared_examples().EXAMPLES
+    reference_cache.cache_folder = lambda: folder.with_name(f"{folder.name}-cache")
+    for name, (trainer_class, kind, model, own) in JOBS.items():
         if RANK == 0:
             RunFolder.create(folder / name, resume=True)
         while not (folder / name).is_dir():
             time.sleep(0.05)
-        trainer = make(RunFolder(folder / name))
+        trainer = trainer_class(
+            model(),
+            METHODS[name.partition("-")[0]].config.from_dict(settings | own),
+            examples[kind](ROWS, 0),
+            eval_examples=examples[kind](5, 1),
+            run=RunFolder(folder / name),
+        )
         if resume:
-            trainer.resume()
+            assert trainer.resume() and trainer.step == 2
         trainer.train()
         trainer.save_model(folder / name / "final")
         if RANK == 0:
-            print(json.dumps({"mode": mode, "job": name, "world": trainer.parallel.world_size}))
+            print(json.dumps({"job": name, "processes": trainer.parallel.world_size}), flush=True)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if WORLD > 1:  # a process that waits for one that hangs ends with an error
+        PartialState(cpu=True, timeout=timedelta(minutes=10))
     main(sys.argv[1], Path(sys.argv[2]), len(sys.argv) > 3)

@@ -222,3 +222,21 @@ def test_eight_bit_optimizer_of_a_sharded_run_is_refused():
 def test_saving_shows_no_bar_for_each_file(tmp_path, capfd):
     make().save_model(tmp_path / "model")
     assert "shards" not in capfd.readouterr().err
+
+
+def test_a_run_killed_after_its_last_evaluation_does_not_go_on(tmp_path):
+    run = RunFolder.create(tmp_path / "run")
+    settings = {
+        "eval_examples": OTHER,
+        "eval_steps": 1,
+        "max_steps": 60,
+        "learning_rate": 3e-2,
+        "early_stopping_patience": 2,
+        "save_steps": 1,
+    }
+    make(run, **settings).train()
+    history = losses(run)
+    assert len(history) < 60
+    again = make(run, **settings)  # its checkpoint is there, what a job does after training is not
+    assert again.resume() and again.train() == {}
+    assert losses(run) == history

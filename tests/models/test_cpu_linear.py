@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_data import TokenSequence, pack
-from rlhf_models import cpu_linear, prepare_for_packing, tiny_model, token_logps
+from rlhf_models import build_tiny_llama, cpu_linear, prepare_for_packing, tiny_model, token_logps
 from rlhf_models.cpu_linear import product, use_fast_linears
 
 pytestmark = pytest.mark.skipif(
@@ -133,3 +133,25 @@ def test_processors_that_mkl_serves_well_keep_it(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(cpu_linear, "_mkl_is_slow", lambda: False)
     model = prepare_for_packing(tiny_model("llama"))
     assert {type(m) for m in model.modules() if isinstance(m, nn.Linear)} == {nn.Linear}
+
+
+def test_rows_beyond_the_batch_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = build_tiny_llama(64, hidden_size=32, num_layers=2)
+    prompt = torch.randint(64, (120,)).tolist()
+    texts = [prompt + torch.randint(64, (n,)).tolist() for n in (70, 31)]
+    (batch,) = pack([TokenSequence(text, len(prompt)) for text in texts])
+
+    def scored() -> list[Any]:
+        model.zero_grad()
+        logps = token_logps(model, batch).logps
+        (logps * torch.linspace(-1, 1, len(logps))).sum().backward()
+        return [logps.detach(), *(p.grad for p in model.parameters())]
+
+    weight = next(model.parameters())
+    assert cpu_linear.rounding(batch.num_tokens, weight) == -batch.num_tokens % 64 > 0
+    assert cpu_linear.rounding(128, weight) == 0 == cpu_linear.rounding(221, weight.bfloat16())
+    rounded = scored()
+    monkeypatch.setattr(cpu_linear, "_ROUND", 1)
+    for value, expected in zip(rounded, scored(), strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-6)

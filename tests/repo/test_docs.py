@@ -8,11 +8,12 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
-import click
 import pytest
 import yaml
 
+from rlhf_algos import METHODS
 from rlhf_data import apply_overrides
 from rlhf_minmax import MinMaxConfig
 
@@ -26,6 +27,7 @@ PAGES = sorted(
         "apps/*/README.md",
         "benchmarks/*.md",
         "configs/*.md",
+        "docs/methods/*.md",
     )
     for path in ROOT.glob(pattern)
 )
@@ -47,11 +49,19 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def minmax_commands(page: Path) -> list[list[str]]:
-    """Arguments of every `rlhf-train minmax` in the page's plain code blocks, `--help` aside."""
+def commands(page: Path) -> list[tuple[str, list[str]]]:
+    """Method and arguments of every `rlhf-train` in the page's plain code blocks, `--help` aside."""
     lines = [line for block in code_blocks(page, "") for line in block.splitlines()]
-    found = [re.search(r"rlhf-train minmax\b(.*)", line) for line in lines]
-    return [shlex.split(match[1]) for match in found if match and "--help" not in match[1]]
+    found = [re.search(r"(?:rlhf-train|-m rlhf_train) (\w+)(.*)", line) for line in lines]
+    return [(match[1], shlex.split(match[2])) for match in found if match and "--help" not in match[2]]
+
+
+def resolve(method: str, values: dict[str, Any], where: str) -> None:
+    """Refuse what is no setting of a method."""
+    if method == "minmax":
+        MinMaxConfig.from_dict(values, where=where)
+    else:
+        METHODS[method].resolve(values, where=where)
 
 
 @EACH_PAGE
@@ -67,18 +77,20 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
 
 @EACH_PAGE
 def test_commands_use_options_and_settings_that_exist(page: Path) -> None:
-    from rlhf_train.cli import minmax
+    from rlhf_train.cli import main
 
-    assert isinstance(minmax, click.Command)
-    for arguments in minmax_commands(page):
-        options = minmax.make_context("minmax", arguments).params
-        MinMaxConfig.from_dict(apply_overrides({}, options["overrides"]), where=" ".join(arguments))
+    for method, arguments in commands(page):
+        options = main.commands[method].make_context(method, arguments).params
+        given = {} if method == "minmax" else {"model_name_or_path": options["model"]}
+        resolve(method, apply_overrides(given, options["overrides"]), " ".join(arguments))
 
 
 @EACH_PAGE
 def test_config_examples_are_valid(page: Path) -> None:
     for block in code_blocks(page, "yaml"):
-        MinMaxConfig.from_dict(yaml.safe_load(block), where=page.name)
+        named = re.match(r"# (\w+)\.yaml", block)
+        method = named[1] if named and named[1] in METHODS else "minmax"
+        resolve(method, yaml.safe_load(block), page.name)
 
 
 @EACH_PAGE

@@ -85,3 +85,36 @@ def model_folder(tmp_path: Path, byte_tokenizer: Any) -> Callable[..., Path]:
         return folder
 
     return save
+
+
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Calls `rlhf-train` in an empty folder, with an empty cache; what it printed and returned."""
+    from rlhf_train.cli import main
+
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def call(*arguments: Any) -> Result:
+        return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+    return call
+
+
+@pytest.fixture
+def train_refused(train: Callable[..., Result], tmp_path: Path) -> Callable[..., str]:
+    """Calls `rlhf-train`, expecting one sentence on stderr, exit code 2 and no file left; the sentence."""
+
+    def call(*arguments: Any) -> str:
+        before = set(tmp_path.rglob("*"))
+        result = train(*arguments)
+        assert result.exit_code == 2, (result.output, result.exception)
+        assert isinstance(result.exception, SystemExit)
+        assert result.stderr.startswith("Error: ") and result.stderr.count("\n") == 1, result.stderr
+        left = {path for path in tmp_path.rglob("*") if not path.is_relative_to(tmp_path / "cache")}
+        assert left <= before
+        return result.stderr.removeprefix("Error: ").strip()
+
+    return call

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import Result
+from click.testing import CliRunner, Result
 
 OPTIONS = (
     *("--config", "--set", "--model", "--reward-model", "--judge-model", "--train-data", "--eval-data"),
@@ -25,7 +25,9 @@ def test_help_names_every_option(cli: Callable[..., Result]) -> None:
     assert "[DIR]" in result.stdout
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["minmax", "--help"], ["--version"], []])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["minmax", "--help"], ["dpo", "--help"], ["--version"], []]
+)
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     program = (
         "import sys\n"
@@ -35,6 +37,17 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert run.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(("method", "seed"), [("sft", 42), ("prm", 42), ("minmax", 0)])
+def test_help_gives_the_true_default_seed(method: str, seed: int) -> None:
+    from rlhf_algos import METHODS
+    from rlhf_minmax import MinMaxConfig
+    from rlhf_train.cli import main
+
+    text = " ".join(CliRunner().invoke(main, [method, "--help"]).stdout.split())
+    config = METHODS[method].resolve({}) if method in METHODS else MinMaxConfig()
+    assert config.seed == seed and f"the built models too. [default: {seed}]" in text
 
 
 def test_the_startup_benchmark_measures_both_helps() -> None:

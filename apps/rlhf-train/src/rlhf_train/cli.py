@@ -31,6 +31,7 @@ _ON_BAD_ROW = ("error", "skip")
 def main() -> None:
     """Train language models to answer well, and to be hard to fool."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # a sentence says what failed, not every retry
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -59,6 +60,7 @@ def _minmax_options() -> list[Any]:
             rows="Question-answering rows.  [default: the story world]",
             held_out="Held-out rows.  [default: 3 in 10 of the training file]",
             start="the start models",
+            seed=0,
         ),
         click.option(
             "--no-baseline", is_flag=True, help="Skip the plain RLHF run that the game is compared with."
@@ -85,6 +87,7 @@ def _offline_command(method: str, summary: str) -> click.Command:
             rows="Training rows: a file, a `datasets` folder or a hub name.  [default: the story world]",
             held_out="Held-out rows.  [default: 1 in 10 of the training rows]",
             start="the start model",
+            seed=42,
         ),
         click.option(
             "--subset-size", type=click.IntRange(min=1), metavar="N", help="Use the first N training rows."
@@ -118,7 +121,7 @@ def _exit_cleanly(job: Callable[[], None]) -> None:
         sys.exit(2)
     except KeyboardInterrupt as stop:
         notes = getattr(stop, "__notes__", ["nothing was begun"])
-        click.echo(f"Stopped; {'; '.join(notes)}.", err=True)
+        click.echo(f"Stopped; {'; '.join(notes)}", err=True)
         sys.exit(getattr(stop, "exit_code", 130))
 
 

@@ -90,6 +90,10 @@ def _work(method: str, config: Any, run: RunFolder, options: dict[str, Any]) -> 
 
     display = TrainingDisplay(METHODS[method].trainer_class.shown_metrics, quiet=not is_first_process())
     with display:
+        if config.backend == "trl":
+            from rlhf_train.trl_backend import check_settings
+
+            check_settings(method, config)
         if options["dry_run"]:
             from rlhf_algos.planning import plan_training
 

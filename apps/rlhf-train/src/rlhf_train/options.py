@@ -35,7 +35,7 @@ def model_option(name: str, text: str) -> Decorator:
     return click.option(name, metavar="PATH|HUB_ID", help=text)
 
 
-def run_options(job: str, *, rows: str, held_out: str, start: str) -> list[Decorator]:
+def run_options(job: str, *, rows: str, held_out: str, start: str, seed: int) -> list[Decorator]:
     """Data, output folder, resuming, length, seed, evaluation alone and the dry run.
 
     Args:
@@ -43,6 +43,7 @@ def run_options(job: str, *, rows: str, held_out: str, start: str) -> list[Decor
         rows: help of `--train-data`.
         held_out: help of `--eval-data`.
         start: what `--eval-only` evaluates without `--resume`.
+        seed: the default one.
     """
     return [
         click.option("--train-data", metavar="FILE", help=rows),
@@ -64,7 +65,7 @@ def run_options(job: str, *, rows: str, held_out: str, start: str) -> list[Decor
         click.option(
             "--seed",
             type=click.IntRange(min=0, max=SEED_LIMIT),
-            help="Seeds everything, the built models too.  [default: 0]",
+            help=f"Seeds everything, the built models too.  [default: {seed}]",
         ),
         click.option(
             "--eval-only", is_flag=True, help=f"Evaluate {start}, or the last checkpoint of --resume DIR."

@@ -89,23 +89,30 @@ class TrainingDisplay:
         spent = results["wall_time"]
         parts = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in spent.items() if part != "total")
         self.console.print(f"time: {spent['total']:.1f} s ({parts})")
-        self.console.print(Text(f"written to {run.path}"))
+        self.console.print(Text(f"written to {run.path}", overflow="fold"))
+        if (run.path / "final").is_dir():
+            self.console.print(Text(f"the trained model: {run.path / 'final'}", overflow="fold"))
 
 
 class _ConsoleHandler(logging.Handler):
-    """Prints log records, warnings marked as such."""
+    """Prints log records, warnings marked as such, each text once."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
         self.console = console
+        self._printed: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one record."""
-        text = Text(record.getMessage())
+        message = record.getMessage()
+        if message in self._printed:
+            return
+        self._printed.add(message)
+        text = Text(message)
         if record.levelno >= logging.WARNING:
             text = Text.assemble(("warning: ", "bold yellow"), text)
         self.console.print(text)
 
 
 def _number(value: Any) -> str:
-    return "–" if value is None else f"{value:.4f}"
+    return "–" if value is None else f"{round(value, 4) + 0.0:.4f}"  # no minus before zeros

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import logging
 import os
@@ -14,11 +15,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PrinterCallback,
+    TrainerCallback,
+)
+from transformers.utils import logging as transformers_logging
 
+from rlhf_algos.checkpoints import save_pretrained
 from rlhf_algos.job import Clock, OnStep
 from rlhf_algos.job_data import Rows, load_rows
-from rlhf_algos.job_models import job_device, longest_sequence, lora_settings, start_model
+from rlhf_algos.job_models import check_machine, job_device, longest_sequence, lora_settings, start_model
 from rlhf_algos.methods import METHODS, Method
 from rlhf_algos.parallel import choose_precision
 from rlhf_algos.results import finish_run
@@ -45,14 +55,16 @@ _METHOD_KEYS = {
 }
 """Keys of each method that TRL has under the same name."""
 _OURS_ALONE = (
-    *("max_tokens_per_batch", "fsdp", "streaming", "debug_gradient_flow", "debug_activations"),
-    *("sample_steps", "save_steps", "save_total_limit", "load_best_model_at_end", "metric_for_best_model"),
-    *("greater_is_better", "early_stopping_patience", "early_stopping_threshold"),
-    *("head", "num_members", "ensemble", "kl_estimate", "kl_ema_decay"),
+    *("fsdp", "streaming", "load_best_model_at_end", "early_stopping_patience"),
+    *("head", "num_members", "ensemble", "kl_estimate"),
 )
 """Keys that must have their defaults: TRL cannot honour them, or only with checkpoints, which it pickles."""
+_WITHOUT_EFFECT = (
+    *("max_tokens_per_batch", "save_steps", "save_total_limit", "metric_for_best_model", "greater_is_better"),
+    *("early_stopping_threshold", "debug_gradient_flow", "debug_activations", "sample_steps"),
+)
+"""Keys that TRL does without, and that change no result."""
 _TIMING = ("_runtime", "_samples_per_second", "_steps_per_second", "_flos", "_loss_total")
-_NO_PLACE = "rlhf-trl-"
 
 
 def check_settings(name: str, config: Any) -> None:
@@ -67,18 +79,28 @@ def check_settings(name: str, config: Any) -> None:
     """
     if name not in _METHOD_KEYS:
         raise UserError(
-            f"TRL has no trainer for {name}; choose one of {', '.join(_METHOD_KEYS)}, or leave out --backend trl"
+            f"TRL has no trainer for {name}; choose one of {', '.join(_METHOD_KEYS)}, "
+            "or leave out --backend trl"
         )
-    for key in _OURS_ALONE:
-        if (
-            key in type(config).model_fields
-            and getattr(config, key) != type(config).model_fields[key].default
-        ):
-            raise UserError(
-                f"TRL cannot honour {key} {getattr(config, key)!r}; leave it out, or leave out --backend trl"
-            )
+    for key in _changed(config, _OURS_ALONE):
+        raise UserError(
+            f"TRL cannot honour {key} {getattr(config, key)!r}; leave it out, or leave out --backend trl"
+        )
+    if name == "dpo" and config.label_smoothing and config.loss_type == "sigmoid":
+        raise UserError(
+            "TRL takes no notice of label_smoothing with loss_type sigmoid; "
+            "take loss_type robust, or leave out --backend trl"
+        )
+    if ignored := _changed(config, _WITHOUT_EFFECT):
+        _LOG.warning("without effect under --backend trl: %s", ", ".join(ignored))
     if importlib.util.find_spec("trl") is None:
         raise UserError('--backend trl needs TRL, which is not installed; run pip install "rlhf-train[trl]"')
+
+
+def _changed(config: Any, keys: Sequence[str]) -> list[str]:
+    """Those of these keys that the config has and that are not at their defaults."""
+    fields = type(config).model_fields
+    return [key for key in keys if key in fields and getattr(config, key) != fields[key].default]
 
 
 def dataset_rows(records: Sequence[Any]) -> list[dict[str, Any]]:
@@ -174,11 +196,13 @@ class TRLJob:
         return results
 
     def _prepare(self) -> tuple[Any, Rows, Any, _Recorder]:
-        check_settings(self.name, self.config)
+        check_machine(self.config)
         rows = load_rows(self.method, self.config)
-        model, tokenizer = self._model(rows)
         recorder = _Recorder(self.run, self.on_step)
-        trainer = self._trainer(model, tokenizer, rows, recorder)
+        with tempfile.TemporaryDirectory(prefix="rlhf-trl-") as folder:  # TRL loads the reference from it
+            model, tokenizer = self._model(rows, folder)
+            trainer = self._trainer(model, tokenizer, rows, recorder)
+        trainer.remove_callback(PrinterCallback)
         trainer.add_callback(_callback(recorder))
         if trainer.is_world_process_zero():
             self.run.write_config({"method": self.name, **self.config.to_dict()})
@@ -186,45 +210,36 @@ class TRLJob:
         _LOG.info("data: %s rows of %s, %s held out", f"{train:,}", rows.source, f"{held_out:,}")
         return trainer, rows, tokenizer, recorder
 
-    def _model(self, rows: Rows) -> tuple[Any, Any]:
-        """The start model as plain transformers loads it, and its tokenizer."""
-        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-        full = self.config.model_copy(
-            update={"use_peft": False, "load_in_8bit": False, "load_in_4bit": False}
-        )
+    def _model(self, rows: Rows, folder: str) -> tuple[Any, Any]:
+        """The start model as plain transformers loads it from `folder`, and its tokenizer."""
+        config, device = self.config, job_device()
+        full = config.model_copy(update={"use_peft": False, "load_in_8bit": False, "load_in_4bit": False})
         model, tokenizer = start_model(self.method, full, rows.train)
-        auto: Any = (
-            AutoModelForCausalLM if self.method.model == "policy" else AutoModelForSequenceClassification
-        )
-        quantised = quantization_config(
-            self.config.load_in_8bit, self.config.load_in_4bit, device=job_device()
-        )
+        save_pretrained(model, None, folder)
+        policy = self.method.model == "policy"
+        auto: Any = AutoModelForCausalLM if policy else AutoModelForSequenceClassification
         options: dict[str, Any] = {"dtype": next(model.parameters()).dtype}
+        quantised = quantization_config(config.load_in_8bit, config.load_in_4bit, device=device)
         if quantised is not None:
-            options |= {"quantization_config": quantised, "device_map": {"": str(job_device())}}
-        with tempfile.TemporaryDirectory(prefix=_NO_PLACE) as folder:
-            model.save_pretrained(folder)
-            return auto.from_pretrained(folder, **options), tokenizer
+            options |= {"quantization_config": quantised, "device_map": {"": str(device)}}
+        return auto.from_pretrained(folder, **options), tokenizer
 
     def _trainer(self, model: Any, tokenizer: Any, rows: Rows, recorder: _Recorder) -> Any:
         from datasets import Dataset
 
         trainer_class, config_class = _classes(self.name)
         with _refusals():
-            arguments = config_class(**self._arguments(model))
-            if self.name == "simpo":
-                tokenizer = _without_forced_start(tokenizer)
+            arguments = config_class(**self._arguments(model, rows))
             return trainer_class(
                 model=model,
                 args=arguments,
                 train_dataset=Dataset.from_list(dataset_rows(rows.train)),
                 eval_dataset=Dataset.from_list(dataset_rows(rows.held_out)) if rows.held_out else None,
-                processing_class=tokenizer,
+                processing_class=_as_trl_writes(tokenizer),
                 peft_config=_peft_config(model, self.config) if self.config.use_peft else None,
             )
 
-    def _arguments(self, model: Any) -> dict[str, Any]:
+    def _arguments(self, model: Any, rows: Rows) -> dict[str, Any]:
         """TRL's arguments of the job's settings."""
         config = self.config
         precision, _ = choose_precision(config, job_device(), next(model.parameters()).dtype)
@@ -236,13 +251,15 @@ class TRLJob:
             "fp16": precision == "fp16",
             "train_sampling_strategy": "random" if config.shuffle else "sequential",
             "per_device_eval_batch_size": config.per_device_train_batch_size,
-            "eval_strategy": "steps" if config.eval_steps and rows_held_out(config) else "no",
+            "eval_strategy": "steps" if config.eval_steps and rows.held_out else "no",
             "eval_steps": config.eval_steps,
             "save_strategy": "no",
             "report_to": list(config.report_to) or "none",
             "disable_tqdm": True,
             "use_cpu": job_device().type == "cpu",
         }
+        if config.lr_scheduler_type == "constant" and config.warmup_steps:
+            arguments["lr_scheduler_type"] = "constant_with_warmup"
         if self.name == "dpo":
             arguments["loss_type"] = [config.loss_type]
         if self.name == "simpo":
@@ -307,8 +324,6 @@ class _Recorder:
 
 
 def _callback(recorder: _Recorder) -> Any:
-    from transformers import TrainerCallback
-
     class Logs(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             if state.is_world_process_zero:
@@ -330,10 +345,15 @@ def _classes(name: str) -> tuple[Any, Any]:
     return getattr(trl, f"{prefix}Trainer"), getattr(trl, f"{prefix}Config")
 
 
-def _without_forced_start(tokenizer: Any) -> Any:
-    """The tokenizer such that TRL's CPO adds a start token only where the tokenizer itself adds one."""
-    ids = tokenizer("a")["input_ids"]
-    if tokenizer.bos_token_id is not None and ids[:1] != [tokenizer.bos_token_id]:
+def _as_trl_writes(tokenizer: Any) -> Any:
+    """A copy such that TRL's texts become this engine's tokens.
+
+    TRL writes the end token as text, and its CPO puts a start token in front even where the tokenizer itself
+    does not.
+    """
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.split_special_tokens = False
+    if tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] != [tokenizer.bos_token_id]:
         tokenizer.bos_token = None
     return tokenizer
 
@@ -343,11 +363,6 @@ def _peft_config(model: Any, config: Any) -> Any:
     with torch.device("meta"):
         shape = type(model)(model.config)
         return apply_lora(shape, lora_settings(config)).peft_config["default"]
-
-
-def rows_held_out(config: Any) -> bool:
-    """Whether a job holds rows out."""
-    return config.train_data is None or config.eval_data is not None or config.eval_fraction > 0
 
 
 @contextlib.contextmanager
@@ -364,12 +379,14 @@ def _refusals() -> Iterator[None]:
 def _quiet() -> Iterator[None]:
     """No telemetry, no bars, none of TRL's remarks on its own settings."""
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
-    import huggingface_hub.constants
-
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it had to guess
     huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import datasets
 
         datasets.disable_progress_bars()
+        transformers_logging.disable_progress_bar()
+        transformers_logging.set_verbosity_error()
         yield

@@ -185,13 +185,8 @@ class CheckpointManager:
 
 def save_pretrained(model: Any, tokenizer: Any, folder: str | Path) -> None:
     """Write a model, and its tokenizer unless that is None, without transformers' bar for each file."""
-    had_bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
+    with _no_bars():
         model.save_pretrained(folder)
-    finally:
-        if had_bars:
-            transformers_logging.enable_progress_bar()
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
@@ -216,8 +211,20 @@ def load_weights(model: Any, folder: str | Path) -> None:
         elif hasattr(model, "load_weights"):
             model.load_weights(folder)
         else:
-            model.load_state_dict(type(model).from_pretrained(folder).state_dict())
+            with _no_bars():
+                model.load_state_dict(type(model).from_pretrained(folder).state_dict())
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(
             f"{folder}: its weights do not fit this model ({error}); resume with the same model"
         ) from error
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    had_bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if had_bars:
+            transformers_logging.enable_progress_bar()

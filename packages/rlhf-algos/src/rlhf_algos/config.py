@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlhf_data import BaseConfig
 
@@ -100,13 +100,20 @@ class TrackingConfig(BaseConfig):
     logging_steps: int = Field(default=1, ge=1)
     """Write a line of metrics every so many steps."""
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Trackers that get the metrics besides metrics.jsonl."""
+    """Trackers that get the metrics besides metrics.jsonl; a single name will do, `none` is none."""
     debug_gradient_flow: int | None = Field(default=None, ge=1)
     """Draw the gradient norm of every layer each so many steps; null never."""
     debug_activations: int | None = Field(default=None, ge=1)
     """Draw histograms of every layer's output each so many steps; null never."""
     sample_steps: int | None = Field(default=None, ge=1)
     """Write what the model answers to a few prompts each so many steps; null never."""
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _one_tracker(cls, value: object) -> object:
+        if isinstance(value, str):
+            return () if value == "none" else (value,)
+        return value
 
 
 class TrainerConfig(OptimizerConfig, LoopConfig, HardwareConfig, TrackingConfig):

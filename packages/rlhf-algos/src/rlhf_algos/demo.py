@@ -8,6 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from rlhf_algos.checkpoints import save_pretrained
 from rlhf_algos.processes import from_first_process, is_first_process
 from rlhf_algos.sft import SFTConfig, SFTTrainer
 from rlhf_data import CompletionRecord, SFTDataset, atomic_folder, ensure_writable_folder, json_hash
@@ -25,6 +28,7 @@ __all__ = [
     "demo_cache",
     "demo_folder",
     "demonstrations",
+    "few_threads_for_a_small_model",
     "record_texts",
     "tiny_base",
     "tiny_start",
@@ -39,6 +43,8 @@ _ROWS = 2000
 """Rows that the tokenizer and the demonstrations are taken from, the first ones."""
 _LESSONS = ((True, 450_000, 5e-3), (False, 60_000, 1e-3))
 """Parts of the fine-tuning: whether only good completions are shown, how many tokens, learning rate."""
+_SMALL = 5_000_000
+"""Parameters below which one thread is faster."""
 _BATCH = 32
 _LEAST_STEPS = 40
 """Where rows are long, fewer of them are taken a step, so that there are so many steps."""
@@ -140,6 +146,13 @@ def demonstrations(records: Sequence[Any], *, good_only: bool, separator: str = 
     return good if good_only and good else [record for _, record in every]
 
 
+def few_threads_for_a_small_model(model: Any) -> None:
+    """Compute with one thread where a CPU trains a model so small that it loses time to a second one."""
+    parameters = list(model.parameters())
+    if parameters[0].device.type == "cpu" and sum(p.numel() for p in parameters) < _SMALL:
+        torch.set_num_threads(1)
+
+
 def record_texts(record: Any) -> Iterator[str]:
     """Every text of a record, those of messages one by one."""
     names = ("text", "messages", "prompt", "completion", "chosen", "rejected", "completions")
@@ -178,6 +191,7 @@ def _built(
     ensure_writable_folder(folder.parent)
     tokenizer = tiny_tokenizer(records)
     model = tiny_base(tokenizer, seed=seed, positions=positions)
+    few_threads_for_a_small_model(model)
     for good_only, tokens, learning_rate in _LESSONS:
         shown = demonstrations(records, good_only=good_only, separator=separator)
         examples = SFTDataset(shown, tokenizer, max_length=positions, assistant_only_loss=False)
@@ -197,6 +211,5 @@ def _built(
     model.eval()
     if is_first_process():
         with atomic_folder(folder) as temporary:
-            model.save_pretrained(temporary)
-            tokenizer.save_pretrained(temporary)
+            save_pretrained(model, tokenizer, temporary)
     return model, tokenizer

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from rlhf_algos.demo import few_threads_for_a_small_model
 from rlhf_algos.job_data import Rows, build_sets, load_rows
-from rlhf_algos.job_models import longest_sequence, start_model
+from rlhf_algos.job_models import check_machine, longest_sequence, start_model
 from rlhf_algos.methods import METHODS, Method
+from rlhf_algos.progress import check_best_metric
 from rlhf_algos.results import finish_run
 from rlhf_data import RunFolder, UserError, atomic_write_json
 from rlhf_data.files import finite
@@ -23,7 +23,6 @@ __all__ = ["Clock", "OnStep", "TrainingJob"]
 
 _LOG = logging.getLogger(__name__)
 _BEFORE, _EVALUATION = "before.json", "evaluation.json"
-_TINY_PARAMETERS = 5_000_000
 
 OnStep = Callable[[int, int, dict[str, float]], None]
 """Called after each step with step, steps in all and metrics."""
@@ -69,9 +68,9 @@ class TrainingJob:
             self._say_where(trainer, trainer.resume())
         before = self._before(trainer)
         clock.lap("evaluation")
-        trainer.train()
+        last = trainer.train()
         clock.lap("training")
-        after = trainer.evaluate() if len(trainer.eval_examples) else None
+        after = self._after(trainer, last)
         trainer.save_model(self.run.path / "final")
         clock.lap("evaluation")
         results = {"before": before, "after": after, "wall_time": clock.split(), "resumed": resume}
@@ -87,9 +86,10 @@ class TrainingJob:
             UserError: data, model or settings cannot be used.
         """
         config, method = self.config, self.method
+        check_machine(config)
         rows = load_rows(method, config)
         model, tokenizer = start_model(method, config, rows.train)
-        _few_threads_for_a_small_model(model)
+        few_threads_for_a_small_model(model)
         max_length = longest_sequence(model.config, config.max_length)
         train, held_out = build_sets(method, config, rows, tokenizer, max_length=max_length)
         trainer: Any = method.trainer_class(
@@ -142,9 +142,17 @@ class TrainingJob:
         if path.exists():
             return json.loads(path.read_text(encoding="utf-8"))
         before = trainer.evaluate()
+        check_best_metric(trainer.best_metric_name, before)
         if trainer.parallel.is_main:
             atomic_write_json(path, finite(before))
         return before
+
+    def _after(self, trainer: Any, last: dict[str, float]) -> dict[str, float] | None:
+        """Held-out metrics of the trained model: those of the last step, unless other weights were taken."""
+        if not len(trainer.eval_examples):
+            return None
+        measured = {key: value for key, value in last.items() if key.startswith("eval_")}
+        return trainer.evaluate() if self.config.load_best_model_at_end or not measured else measured
 
     def _report(self, step: int, metrics: dict[str, float]) -> None:
         if self.on_step:
@@ -183,10 +191,3 @@ class Clock:
     def split(self) -> dict[str, float]:
         """Seconds by part, and in all."""
         return {**self._seconds, "total": time.perf_counter() - self._started}
-
-
-def _few_threads_for_a_small_model(model: Any) -> None:
-    """Models of this size lose time to a second thread."""
-    parameters = list(model.parameters())
-    if parameters[0].device.type == "cpu" and sum(p.numel() for p in parameters) < _TINY_PARAMETERS:
-        torch.set_num_threads(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from rlhf_algos.config import TrainerConfig
 from rlhf_data import BaseConfig
@@ -61,9 +61,16 @@ class AdapterConfig(BaseConfig):
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout probability on the adapters' input in training."""
     lora_target_modules: tuple[str, ...] | None = None
-    """Names of the layers to adapt, such as `q_proj`; null adapts every linear layer but the head."""
+    """Names of the layers to adapt, such as `q_proj`; null or all-linear adapts all but the head."""
     use_rslora: bool = False
     """Scale the update by lora_alpha / sqrt(lora_r) instead (arXiv:2312.03732)."""
+
+    @field_validator("lora_target_modules", mode="before")
+    @classmethod
+    def _one_layer(cls, value: object) -> object:
+        if isinstance(value, str):
+            return None if value == "all-linear" else (value,)
+        return value
 
 
 class DataConfig(BaseConfig):
@@ -92,6 +99,10 @@ class DataConfig(BaseConfig):
     def _has_rows_to_hold_out(self) -> Self:
         if self.eval_data and not self.train_data:
             raise ValueError("eval_data is set without train_data; give --train-data too")
+        if self.columns and not self.train_data:
+            raise ValueError(
+                "columns is set without train_data, whose columns it maps; give --train-data too"
+            )
         if self.streaming and not self.train_data:
             raise ValueError("streaming is for a file; give --train-data too")
         return self
@@ -107,6 +118,8 @@ class JobConfig(StartModelConfig, AdapterConfig, DataConfig, TrainerConfig):
     def _quantised_weights_are_frozen(self) -> Self:
         if (self.load_in_8bit or self.load_in_4bit) and not self.use_peft:
             raise ValueError("quantised weights cannot be trained; set use_peft to train adapters on them")
+        if (self.load_in_8bit or self.load_in_4bit) and self.model_name_or_path is None:
+            raise ValueError("load_in_8bit and load_in_4bit are for weights from a folder; give --model")
         return self
 
     @property

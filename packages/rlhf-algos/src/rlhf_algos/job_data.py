@@ -146,7 +146,7 @@ def build_sets(
     for name, examples in (("training", train), ("held-out", held_out)):
         if getattr(examples, "dropped", 0):
             _LOG.warning(
-                "%d %s rows have nothing to learn within max_length %s; the first: %s",
+                "left out: %d %s rows that do not fit max_length %s; the first: %s",
                 examples.dropped,
                 name,
                 max_length,
@@ -185,7 +185,7 @@ def _read(
         shown = "; ".join(loaded.skipped[:_SHOWN_BAD_ROWS])
         more = len(loaded.skipped) - _SHOWN_BAD_ROWS
         tail = f"; and {more} more" if more > 0 else ""
-        _LOG.warning("%d bad rows of %s are left out: %s%s", len(loaded.skipped), path, shown, tail)
+        _LOG.warning("left out: bad rows of %s: %d; %s%s", path, len(loaded.skipped), shown, tail)
     return loaded.records, len(loaded.skipped)
 
 

@@ -10,17 +10,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlhf_algos.demo import CHAT_TEMPLATE, record_texts, tiny_start
+from rlhf_algos.parallel import check_hardware
+from rlhf_algos.processes import num_processes
+from rlhf_data import UserError
 from rlhf_models import LoraSettings, RewardModel, context_length, load_causal_lm, load_tokenizer
 from rlhf_models.adapters import apply_lora
 from rlhf_models.ensemble import RewardEnsemble
 from rlhf_models.loading import check_tokenizer_fits
 from rlhf_models.process_reward import ProcessRewardModel
+from rlhf_models.quantization import quantization_config
 from rlhf_models.scratch import build_model, build_tokenizer
 
 if TYPE_CHECKING:
     from rlhf_algos.methods import Method
 
 __all__ = [
+    "check_machine",
     "job_device",
     "longest_sequence",
     "start_model",
@@ -34,6 +39,16 @@ def job_device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def check_machine(config: Any) -> None:
+    """Refuse settings that need another machine or more processes, before anything is loaded.
+
+    Raises:
+        UserError: see `rlhf_algos.parallel.check_hardware`; quantisation without bitsandbytes.
+    """
+    check_hardware(config, job_device(), _dtype(config), world_size=num_processes())
+    quantization_config(config.load_in_8bit, config.load_in_4bit)
 
 
 def longest_sequence(model_config: Any, max_length: int | None) -> int | None:
@@ -61,10 +76,8 @@ def start_model(method: Method, config: Any, records: Sequence[Any]) -> tuple[An
     name = config.model_name_or_path
     options = {"dtype": config.dtype, "device": device}
     options |= {"load_in_8bit": config.load_in_8bit, "load_in_4bit": config.load_in_4bit}
-    if name and method.model != "policy" and getattr(config, "num_members", 1) == 1:
-        scorer = _SCORERS[method.model].from_language_model(
-            name, head=config.head, seed=config.seed, **options
-        )
+    if name and method.model != "policy":
+        scorer = _scorer(method, config, "from_language_model", name, **options)
         _describe(scorer, f"from {name}")
         return _finished(method, scorer, config), scorer.tokenizer
     if name:
@@ -77,7 +90,7 @@ def start_model(method: Method, config: Any, records: Sequence[Any]) -> tuple[An
         )
         tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
         lm = build_model(config.scratch, tokenizer=tokenizer, seed=config.seed)
-        lm.to(device)  # pyright: ignore[reportArgumentType]
+        lm.to(device, _dtype(config))  # pyright: ignore[reportCallIssue, reportArgumentType]
         _describe(lm, f"with random weights, as {config.scratch} says")
     else:
         lm, tokenizer = tiny_start(
@@ -87,26 +100,25 @@ def start_model(method: Method, config: Any, records: Sequence[Any]) -> tuple[An
             separator=getattr(config, "step_separator", "\n"),
             max_length=config.max_length,
         )
-        lm.to(device)
-    model = lm if method.model == "policy" else _scorer(method, config, lm, tokenizer)
+        lm.to(device, _dtype(config))
+    model = lm if method.model == "policy" else _scorer(method, config, "from_backbone", lm, tokenizer)
     return _finished(method, model, config), tokenizer
 
 
 _SCORERS: dict[str, Any] = {"reward": RewardModel, "prm": ProcessRewardModel}
 
 
-def _scorer(method: Method, config: Any, lm: Any, tokenizer: Any) -> Any:
-    if getattr(config, "num_members", 1) > 1:
-        return RewardEnsemble.from_backbone(
-            lm,
-            tokenizer,
-            size=config.num_members,
-            kind=config.ensemble,
-            head=config.head,
-            lora=lora_settings(config) if config.use_peft or config.ensemble == "adapters" else None,
-            seed=config.seed,
-        )
-    return _SCORERS[method.model].from_backbone(lm, tokenizer, head=config.head, seed=config.seed)
+def _scorer(method: Method, config: Any, maker: str, *source: Any, **options: Any) -> Any:
+    """A scoring model, or an ensemble, by one of the constructors that all of them have."""
+    options |= {"head": config.head, "seed": config.seed}
+    if getattr(config, "num_members", 1) == 1:
+        return getattr(_SCORERS[method.model], maker)(*source, **options)
+    if config.use_peft and config.ensemble == "independent":
+        raise UserError("independent members train in full; with use_peft take ensemble adapters or heads")
+    adapted = config.use_peft or config.ensemble == "adapters"
+    options |= {"size": config.num_members, "kind": config.ensemble}
+    options["lora"] = lora_settings(config) if adapted else None
+    return getattr(RewardEnsemble, maker)(*source, **options)
 
 
 def _finished(method: Method, model: Any, config: Any) -> Any:
@@ -125,6 +137,10 @@ def _finished(method: Method, model: Any, config: Any) -> Any:
 def lora_settings(config: Any) -> LoraSettings:
     """The adapters that a job's settings ask for."""
     return LoraSettings(**{name: getattr(config, name) for name in LoraSettings.model_fields})
+
+
+def _dtype(config: Any) -> torch.dtype:
+    return torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
 
 
 def _describe(model: Any, origin: str) -> None:

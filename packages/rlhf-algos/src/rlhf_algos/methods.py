@@ -89,7 +89,7 @@ METHODS: dict[str, Method] = {
     "reward": Method(
         RewardConfig, "RewardTrainer", "preference", model="reward", overlong="drop", story_epochs=6
     ),
-    "prm": Method(PRMConfig, "PRMTrainer", "steps", model="prm", story_epochs=6),
+    "prm": Method(PRMConfig, "PRMTrainer", "steps", model="prm", story_epochs=4),
     "dpo": Method(DPOConfig, "DPOTrainer", "preference"),
     "simpo": Method(SimPOConfig, "SimPOTrainer", "preference"),
     "kto": Method(KTOConfig, "KTOTrainer", "kto"),

@@ -27,7 +27,9 @@ _METHODS = {
 _RECIPE = (
     *("learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "max_grad_norm"),
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps"),
-    *("max_length", "beta", "loss_type", "use_peft", "lora_r", "lora_alpha", "seed"),
+    *("max_length", "beta", "loss_type", "simpo_gamma", "desirable_weight", "undesirable_weight"),
+    *("center_rewards_coefficient", "aggregate", "num_members", "ensemble", "use_peft", "lora_r"),
+    *("lora_alpha", "seed"),
 )
 """Settings in the table; all of them stand below it."""
 _GENERATE = """\
@@ -166,8 +168,10 @@ def _held_out(results: Mapping[str, Any]) -> str:
 
 def _recipe(config: Mapping[str, Any], results: Mapping[str, Any]) -> str:
     rows = {name: config[name] for name in _RECIPE if config.get(name) is not None}
-    if rows.get("max_steps") == -1:
-        del rows["max_steps"]
+    meaningless = ["max_steps" if rows.get("max_steps") == -1 else "num_train_epochs"]
+    meaningless += [] if rows.get("use_peft") else ["lora_r", "lora_alpha"]
+    meaningless += ["num_members", "ensemble"] if rows.get("num_members") == 1 else []
+    rows = {name: value for name, value in rows.items() if name not in meaningless}
     rows |= {
         name: results[key] for name, key in (("steps", "steps"), ("tokens", "num_tokens")) if results.get(key)
     }

@@ -8,9 +8,11 @@ that of the sum of all processes' losses.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import logging
 import os
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from rlhf_algos.config import HardwareConfig
 from rlhf_data import UserError
 
-__all__ = ["Parallel", "choose_precision"]
+__all__ = ["Parallel", "check_hardware", "choose_precision"]
 
 _LOG = logging.getLogger(__name__)
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -37,7 +39,7 @@ def choose_precision(config: HardwareConfig, device: torch.device, dtype: torch.
     """Precision of the computation, and why.
 
     Args:
-        config: `bf16` and `fp16`: true, false, or None to choose.
+        config: `bf16` and `fp16`: true, false, or None to choose; and `fsdp`, which scales no fp16 loss.
         device: where the model runs.
         dtype: of the trained weights.
 
@@ -45,8 +47,10 @@ def choose_precision(config: HardwareConfig, device: torch.device, dtype: torch.
         "bf16", "fp16" or "no" (the weights' own precision), and the reason.
 
     Raises:
-        UserError: fp16 is asked for on a CPU, or for weights that are in half precision themselves.
+        UserError: fp16 is asked for on a CPU, with FSDP, or for weights in half precision.
     """
+    if config.fp16 and config.fsdp:
+        raise UserError("fp16 and fsdp do not go together; use bf16, or deepspeed in place of fsdp")
     if config.fp16 and device.type == "cpu":
         raise UserError("fp16 needs a GPU; use bf16, or leave both out for fp32")
     if dtype in _HALF.values():
@@ -63,9 +67,26 @@ def choose_precision(config: HardwareConfig, device: torch.device, dtype: torch.
     name = torch.cuda.get_device_name(device)
     if config.bf16 is None and torch.cuda.get_device_capability(device) >= (8, 0):
         return "bf16", f"{name} has bfloat16"
-    if config.fp16 is None and config.bf16 is None:
+    if config.fp16 is None and config.bf16 is None and not config.fsdp:
         return "fp16", f"{name} has no bfloat16"
-    return "no", "bf16 or fp16 is switched off"
+    switched_off = config.fp16 is False or config.bf16 is False
+    return "no", "bf16 or fp16 is switched off" if switched_off else f"{name} has no bfloat16, FSDP no fp16"
+
+
+def check_hardware(
+    config: HardwareConfig, device: torch.device, dtype: torch.dtype, *, world_size: int
+) -> None:
+    """Refuse settings that this machine or this number of processes cannot honour; loads nothing.
+
+    Raises:
+        UserError: fp16 where it cannot be, FSDP in a single process, or a DeepSpeed file that is missing or
+            no JSON.
+    """
+    choose_precision(config, device, dtype)
+    if config.fsdp and world_size == 1:
+        raise UserError("fsdp shards over several processes, this is a single one; start it with torchrun")
+    if config.deepspeed:
+        _deepspeed_settings(config.deepspeed)
 
 
 class Parallel:
@@ -97,6 +118,7 @@ class Parallel:
         if not torch.cuda.is_available():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it had to guess
         if config.deepspeed:
+            _name_single_process()
             plugin = _deepspeed_plugin(config.deepspeed, self.precision, batch_size, max_grad_norm)
         mixed = "no" if self.fsdp or plugin else self.precision
         PartialState(cpu=not torch.cuda.is_available())  # Accelerate alone starts no DeepSpeed group on CPUs
@@ -104,10 +126,7 @@ class Parallel:
         self.accelerator = Accelerator(mixed_precision=mixed, deepspeed_plugin=plugin)
         unset_hf_deepspeed_config()  # else transformers would shard every model that it loads from now on
         self.deepspeed = plugin is not None
-        if self.fsdp and self.world_size == 1:
-            raise UserError(
-                "fsdp shards over several processes, this is a single one; start it with torchrun"
-            )
+        check_hardware(config, device, dtype, world_size=self.world_size)
         self.device = self.accelerator.device if self.world_size > 1 or self.deepspeed else device
         self.module: Any = None
         _LOG.info("precision %s: %s", self.precision if self.precision != "no" else "as loaded", reason)
@@ -203,6 +222,16 @@ class Parallel:
         optimizer.zero_grad(set_to_none=True)
         return not getattr(optimizer, "step_was_skipped", False), None
 
+    def scaler_state(self) -> dict[str, Any]:
+        """What scales fp16 losses, as JSON values; empty where nothing does, and where DeepSpeed does it."""
+        scaler = self.accelerator.scaler
+        return {} if scaler is None else scaler.state_dict()
+
+    def load_scaler_state(self, state: dict[str, Any]) -> None:
+        """Take up what `scaler_state` gave."""
+        if state and self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(state)
+
     @property
     def loss_scale(self) -> float:
         """What fp16 multiplies the loss by."""
@@ -269,19 +298,7 @@ def _replaced(module: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
 
 def _deepspeed_plugin(path: str, precision: str, batch_size: int, max_grad_norm: float) -> DeepSpeedPlugin:
     """Accelerate's plugin for a DeepSpeed file; what the trainer decides is filled in."""
-    try:
-        settings = json.loads(Path(path).read_text(encoding="utf-8"))
-        import deepspeed  # noqa: F401 - only to see that it is there
-    except FileNotFoundError as error:
-        raise UserError(
-            f"deepspeed file {path} does not exist; the repository's configs/ has some"
-        ) from error
-    except ValueError as error:
-        raise UserError(f"deepspeed file {path} is not valid JSON ({error}); correct it") from error
-    except ImportError as error:
-        raise UserError('deepspeed is not installed; run pip install "rlhf-algos[deepspeed]"') from error
-    if not isinstance(settings, dict) or "zero_optimization" not in settings:
-        raise UserError(f"deepspeed file {path} has no zero_optimization section; add one with a stage")
+    settings = _deepspeed_settings(path)
     ours = {
         "gradient_accumulation_steps": 1,
         "gradient_clipping": max_grad_norm,
@@ -297,3 +314,31 @@ def _deepspeed_plugin(path: str, precision: str, batch_size: int, max_grad_norm:
                 "leave it out"
             )
     return DeepSpeedPlugin(hf_ds_config=settings | ours)
+
+
+def _name_single_process() -> None:
+    """Without torchrun, tell DeepSpeed that this process is the only one; else it looks for MPI."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def _deepspeed_settings(path: str) -> dict[str, Any]:
+    """What stands in a DeepSpeed file."""
+    if importlib.util.find_spec("deepspeed") is None:
+        raise UserError('deepspeed is not installed; run pip install "rlhf-algos[deepspeed]"')
+    try:
+        settings = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(
+            f"deepspeed file {path} cannot be read ({error.strerror}); the repository's configs/ has some"
+        ) from error
+    except ValueError as error:
+        raise UserError(f"deepspeed file {path} is not valid JSON ({error}); correct it") from error
+    if not isinstance(settings, dict) or "zero_optimization" not in settings:
+        raise UserError(f"deepspeed file {path} has no zero_optimization section; add one with a stage")
+    return settings

@@ -16,7 +16,7 @@ from transformers import (
 from rlhf_algos.batching import epoch_order, micro_batches
 from rlhf_algos.demo import CHAT_TEMPLATE, demo_cache, record_texts, tiny_base, tiny_tokenizer
 from rlhf_algos.job_data import Rows, build_sets, load_rows
-from rlhf_algos.job_models import job_device, longest_sequence, lora_settings
+from rlhf_algos.job_models import check_machine, job_device, longest_sequence, lora_settings
 from rlhf_algos.method_configs import ReferenceConfig
 from rlhf_algos.methods import METHODS, Method
 from rlhf_algos.parallel import choose_precision
@@ -26,7 +26,6 @@ from rlhf_models import load_tokenizer
 from rlhf_models.adapters import apply_lora
 from rlhf_models.loading import check_tokenizer_fits, check_weights, load_config
 from rlhf_models.memory import activation_bytes, format_bytes, weight_bytes
-from rlhf_models.quantization import quantization_config
 from rlhf_models.scratch import build_model, build_tokenizer
 
 __all__ = ["plan_training"]
@@ -61,6 +60,7 @@ def plan_training(name: str, config: Any) -> dict[str, Any]:
         UserError: data, model or settings cannot be used.
     """
     method = METHODS[name]
+    check_machine(config)
     rows = load_rows(method, config)
     tokenizer, model = _shape(method, config, rows.train)
     max_length = longest_sequence(model.config, config.max_length)
@@ -96,7 +96,6 @@ def plan_training(name: str, config: Any) -> dict[str, Any]:
 def _shape(method: Method, config: Any, records: Sequence[Any]) -> tuple[Any, Any]:
     """The tokenizer, and the model to train without its weights."""
     name = config.model_name_or_path
-    quantization_config(config.load_in_8bit, config.load_in_4bit)
     if name:
         shape = load_config(name)
         check_weights(name)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -18,7 +20,9 @@ from rlhf_data import UserError
 if TYPE_CHECKING:
     from rlhf_algos.trainer import BaseTrainer
 
-__all__ = ["TrainingEvents", "TrainingStopped"]
+__all__ = ["TrainingEvents", "TrainingStopped", "check_best_metric"]
+
+_LOG = logging.getLogger(__name__)
 
 
 class TrainingStopped(KeyboardInterrupt):
@@ -45,7 +49,7 @@ class TrainingEvents:
 
     def __init__(self, trainer: BaseTrainer[Any]) -> None:
         self._trainer = trainer
-        self.finished = False
+        self.finished = trainer.state.stopping.reached  # a checkpoint may be that of the last evaluation
         self._saved_at: int | None = None
         main = trainer.parallel.is_main
         self._stop = GracefulStop(*([] if main else [""])) if trainer.run else None
@@ -117,18 +121,18 @@ class TrainingEvents:
             best = trainer.state.manager.best()
             if best is not None:
                 load_weights(trainer.model, best)
+                _LOG.info("the weights are those of %s, the best by %s", best.name, trainer.best_metric_name)
 
     def _judge(self, metrics: dict[str, float]) -> bool:
         """Take in an evaluation, if there was one; whether there was."""
         name = self._trainer.best_metric_name
         if "eval_loss" not in metrics:
             return False
-        if name not in metrics:
-            known = ", ".join(key for key in metrics if key.startswith("eval_"))
-            raise UserError(
-                f"metric_for_best_model is {name}, which evaluation does not give; choose from {known}"
-            )
+        check_best_metric(name, metrics)
         stop = self._trainer.state.stopping.update(metrics[name])
+        if stop:
+            patience = self._trainer.config.early_stopping_patience
+            _LOG.info("stopped early: no better %s in %d evaluations", name, patience)
         self.finished = self.finished or stop
         return True
 
@@ -144,3 +148,16 @@ class TrainingEvents:
         if parallel.world_size > 1:
             code = int(parallel.maximum(torch.tensor([code], device=parallel.device)))
         return code
+
+
+def check_best_metric(name: str, metrics: Mapping[str, float]) -> None:
+    """Refuse a `metric_for_best_model` that evaluation does not give.
+
+    Raises:
+        UserError: `name` is not among the metrics.
+    """
+    if name not in metrics:
+        known = ", ".join(key for key in metrics if key.startswith("eval_"))
+        raise UserError(
+            f"metric_for_best_model is {name}, which evaluation does not give; choose from {known}"
+        )

@@ -37,9 +37,9 @@ _OPTIMIZER, _DEEPSPEED = "optimizer.safetensors", "deepspeed"
 class TrainerState:
     """What a trainer's checkpoints hold, and how it comes back.
 
-    Covered: weights, optimizer, schedule, data position, random state of every process, the best metric and
-    the method's own state; resumed on the same number of processes, training goes on as if never stopped (to
-    the bit on CPU).
+    Covered: weights, optimizer, schedule, fp16's loss scale, data position, random state of every process,
+    the best metric and the method's own state; resumed on the same number of processes, training goes on as
+    if never stopped (to the bit on CPU).
 
     Attributes:
         stopping: counts evaluations without an improvement.
@@ -80,6 +80,7 @@ class TrainerState:
             with parallel.whole(trainer.scorer):
                 if parallel.is_main:
                     trainer.save_weights(folder)
+            parallel.wait()  # a model may be saved by replacing the folder, with what else is in it
             self._save_own(folder)
             parallel.wait()
         parallel.wait()
@@ -113,6 +114,7 @@ class TrainerState:
         trainer.step, trainer.num_tokens = state["step"], state["num_tokens"]
         self.stopping.load_state(state["stopping"])
         trainer.load_extra_state(state["method"])
+        trainer.parallel.load_scaler_state(state["loss_scaler"])
         self._pending = folder
         if trainer._prepared is not None:
             self.load_optimizer()
@@ -129,7 +131,11 @@ class TrainerState:
             return
         self._pending = None
         if trainer.parallel.deepspeed:
-            place, _ = trainer._prepared.load_checkpoint(str(folder / _DEEPSPEED), tag="state")
+            place, _ = trainer._prepared.load_checkpoint(
+                str(folder / _DEEPSPEED),
+                tag="state",
+                load_module_strict=False,  # it holds no frozen weights
+            )
             if place is None:
                 raise UserError(f"{folder} holds no DeepSpeed state; resume as the run was started")
         elif trainer.parallel.fsdp:
@@ -163,6 +169,7 @@ class TrainerState:
             "num_tokens": trainer.num_tokens,
             **{key: have for key, (_, have) in self._identity().items()},
             "scheduler": trainer.scheduler.state_dict(),
+            "loss_scaler": trainer.parallel.scaler_state(),
             "stopping": self.stopping.state(),
             "method": trainer.extra_state(),
         }

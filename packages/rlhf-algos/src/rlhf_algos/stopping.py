@@ -52,6 +52,11 @@ class EarlyStopping:
         self.bad_evaluations = 0 if gain > self.threshold else self.bad_evaluations + 1
         if gain > 0:
             self.best = value
+        return self.reached
+
+    @property
+    def reached(self) -> bool:
+        """Whether to stop now."""
         return self.patience is not None and self.bad_evaluations >= self.patience
 
     def state(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any, Protocol, cast
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -147,7 +147,7 @@ class TreeAttention:
         value: torch.Tensor,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        """See `AttentionPlan.attend`."""
+        """See `AttentionPlan.attend`; on a CPU, tokens beyond the batch get the output of its first."""
         del layer
         kernel = varlen_kernel(query.device.type, query.dtype, options)
         _report_once(kernel or "scaled-dot-product attention in blocks", query.device.type)
@@ -170,7 +170,8 @@ class TreeAttention:
         for group, *stream in zip(blocks.groups, queries, keys, values, strict=True):
             q, k, v = (x.unflatten(0, (group.shape[0], -1)).transpose(1, 2) for x in stream)
             outputs.append(_attend_group(q, k, v, group.mask, options).transpose(1, 2).flatten(0, 1))
-        return torch.cat(outputs).index_select(0, blocks.order)
+        order = pad(blocks.order, (0, len(query) - len(blocks.order)))
+        return torch.cat(outputs).index_select(0, order)
 
     def _blocks_for(self, window: int | None, dtype: torch.dtype) -> DenseBlocks:
         if window is not None and window > self._tree.token_position.max():

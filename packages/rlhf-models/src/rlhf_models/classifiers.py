@@ -227,11 +227,14 @@ def _load_full(
     """A classifier with its stored head, or a new one where none is stored."""
     replaced = stored == "mlp" or (stored is None and new_head is not None)
     heads = [f"{head}.{kind}" for head in SCALAR_HEADS for kind in ("weight", "bias")]
+    quantization = quantization_config(load_in_8bit, load_in_4bit, device=options.get("device"))
+    if quantization is not None:
+        quantization.llm_int8_skip_modules = list(SCALAR_HEADS)  # in 4 bits too, and the head is trained
     with torch.random.fork_rng(devices=[]):
         model = load_model(
             auto_class,
             name_or_path,
-            quantization=quantization_config(load_in_8bit, load_in_4bit, device=options.get("device")),
+            quantization=quantization,
             config=config,
             may_lack=heads if replaced else (),
             **options,

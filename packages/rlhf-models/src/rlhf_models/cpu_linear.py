@@ -19,12 +19,25 @@ from transformers.pytorch_utils import Conv1D
 
 _LEAST_PRODUCTS = 1 << 25
 """Multiplications from which oneDNN pays: it compiles a kernel for each new shape, which takes 0.6 ms."""
+_ROUND = 64
+"""Rows of which streams are made multiples: oneDNN keeps some 0.4 MB for each new shape, for ever."""
 _LOG = logging.getLogger(__name__)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """The product a bᵀ (n, m) of a (n, k) and b (m, k), by the faster library; not differentiable."""
     return _onednn(a, b) if _worthwhile(a, b) else a @ b.T
+
+
+def rounding(rows: int, like: Tensor) -> int:
+    """Rows to add to so many rows of a model's input, so that few shapes occur where each one costs memory.
+
+    Args:
+        rows: of the input.
+        like: a weight they will be multiplied with.
+    """
+    costly = _mkl_is_slow() and like.device.type == "cpu" and like.dtype == torch.float32
+    return -rows % _ROUND if costly and rows > 2 * _ROUND else 0
 
 
 def use_fast_linears(model: nn.Module) -> None:

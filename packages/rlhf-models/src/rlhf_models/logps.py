@@ -6,9 +6,11 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from rlhf_data import PackedBatch, TokenSequence, UserError, pack
 from rlhf_models.attention import AttentionPlan, TreeAttention, packed_forward, prepare_for_packing
+from rlhf_models.cpu_linear import rounding
 from rlhf_models.head import CHUNK_LOGITS as CHUNK_LOGITS
 from rlhf_models.head import TokenLogps, causal_lm, lm_logits, score_targets
 
@@ -95,7 +97,9 @@ def hidden_states(model: Any, batch: PackedBatch) -> torch.Tensor:
     Returns:
         (N, hidden) in the model's dtype.
     """
-    return stream_forward(model, batch.input_ids, batch.position_ids, TreeAttention(batch))
+    extra = rounding(batch.num_tokens, next(causal_lm(model).parameters()))
+    ids, positions = (pad(x, (0, extra)) for x in (batch.input_ids, batch.position_ids))
+    return stream_forward(model, ids, positions, TreeAttention(batch))[: batch.num_tokens]
 
 
 def token_logps(
@@ -120,9 +124,11 @@ def token_logps(
         with_stats: also return `entropy`, `correct` and `mean_logits`, without gradients of their own.
     """
     positions, rows = batch.score_positions.unique(return_inverse=True)
+    hidden = hidden_states(model, batch)
+    positions = pad(positions, (0, rounding(len(positions), hidden)))
     return score_targets(
         model,
-        hidden_states(model, batch).index_select(0, positions),
+        hidden.index_select(0, positions),
         batch.score_targets,
         rows=rows,
         temperature=temperature,

@@ -1,0 +1,247 @@
+"""`rlhf-train sft|reward|prm|dpo|simpo|kto` as a person calls them: what is printed, written and resumed."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from rlhf_algos import METHODS
+
+Train = Callable[..., Result]
+CLASSES = {
+    "reward": AutoModelForSequenceClassification,
+    "prm": AutoModelForTokenClassification,
+}
+FEW = ("--subset-size=8", "--set=story_eval_rows=4", "--set=per_device_train_batch_size=4")
+SMALL = (*FEW, "--max-steps=2", "--set=learning_rate=1e-3")
+FILES = {
+    *("before.json", "checkpoint-2", "config.json", "final", "metrics.jsonl", "results.json"),
+    "training_curves.png",
+}
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without the time of a step."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key != "step_time"} for row in rows]
+
+
+def done(result: Result) -> str:
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.output
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_leaves_a_model_and_everything_about_it(
+    train: Train, tiny_model_folder: Path, method: str
+) -> None:
+    printed = done(train(method, "--model", tiny_model_folder, *SMALL, "--output-dir=run"))
+    run = Path("run")
+    assert {path.name for path in run.iterdir()} == FILES
+    assert [row["step"] for row in metrics_of(run)] == [1, 2]
+    results = json.loads((run / "results.json").read_text())
+    assert results["method"] == method and results["steps"] == 2
+    assert results["before"]["eval_loss"] != results["after"]["eval_loss"]
+    assert results["after"]["eval_loss"] == metrics_of(run)[-1]["eval_loss"]
+    assert results["data"] == {
+        "source": "the story world",
+        "train_rows": 8,
+        "eval_rows": 4,
+        "bad_rows": 0,
+    }
+    assert json.loads((run / "config.json").read_text())["method"] == method
+    CLASSES.get(method, AutoModelForCausalLM).from_pretrained(run / "final")
+    assert (run / "final" / "README.md").read_text().startswith("---\n")
+    assert "written to run" in printed and "the trained model: run/final" in printed
+    assert "step 2/2  loss" in printed and "Held-out rows" in printed
+
+
+def test_without_a_model_a_tiny_one_is_built_once(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    import rlhf_algos.demo
+
+    monkeypatch.setattr(rlhf_algos.demo, "_LESSONS", ((True, 2000, 5e-3), (False, 1000, 1e-3)))
+    first = done(train("dpo", *SMALL, "--output-dir=first"))
+    second = done(train("dpo", *SMALL, "--output-dir=second"))
+    assert "a tiny Llama, made now, learns to write the rows' good completions" in first
+    assert "cached in" in second and "made now" not in second
+    assert first.count("precision as loaded") == 1
+    assert metrics_of(Path("first")) == metrics_of(Path("second"))
+
+
+def test_dry_run_trains_and_leaves_nothing(train: Train, tiny_model_folder: Path) -> None:
+    for method in METHODS:
+        printed = done(train(method, "--model", tiny_model_folder, *SMALL, "--dry-run"))
+        assert "nothing is trained" in printed and "2 of 4 rows" in printed
+        assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize("method", ["sft", "kto"])
+def test_eval_only_measures_what_a_run_starts_from(
+    train: Train, tiny_model_folder: Path, method: str
+) -> None:
+    options = (method, "--model", tiny_model_folder, *SMALL)
+    done(train(*options, "--output-dir=run"))
+    done(train(*options, "--eval-only", "--output-dir=start"))
+    start = json.loads(Path("start/evaluation.json").read_text())
+    assert start["before"] == json.loads(Path("run/before.json").read_text())
+    assert not Path("start/results.json").exists()
+    done(train(method, "--resume=run", "--eval-only"))
+    end = json.loads(Path("run/evaluation.json").read_text())
+    assert end["checkpoint"] == "checkpoint-2"
+    assert end["after"] == json.loads(Path("run/results.json").read_text())["after"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_says_how_to_continue(
+    train: Train, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
+) -> None:
+    from rlhf_train.training_display import TrainingDisplay
+
+    options = ("dpo", "--model", tiny_model_folder, *FEW, "--max-steps=5", "--set=learning_rate=1e-3")
+    done(train(*options, "--output-dir=whole"))
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            TrainingDisplay, "on_step", lambda self, step, *_: step == 2 and signal.raise_signal(number)
+        )
+        stopped = train(*options, "--output-dir=run")
+    assert stopped.exit_code == code
+    assert stopped.stderr.rstrip().endswith("continue with: rlhf-train dpo --resume run")
+    assert "resumed from step 2 of 5" in done(train("dpo", "--resume", "run"))
+    assert metrics_of(Path("run")) == metrics_of(Path("whole"))
+    assert json.loads(Path("run/results.json").read_text())["resumed"]
+
+
+def test_resume_takes_the_newest_unfinished_run(train: Train, tiny_model_folder: Path) -> None:
+    options = ("sft", "--model", tiny_model_folder, *SMALL)
+    done(train(*options))
+    (run,) = Path("outputs").iterdir()
+    (run / "results.json").unlink()
+    assert "resumed from step 2 of 2" in done(train("sft", "--resume"))
+    assert (run / "results.json").exists()
+
+
+def test_options_stand_above_set_and_set_above_the_file(train: Train, tiny_model_folder: Path) -> None:
+    Path("dpo.yaml").write_text("beta: 0.3\nseed: 5\nmax_steps: 7\nsubset_size: 8\nstory_eval_rows: 4\n")
+    done(
+        train(
+            *("dpo", "--config=dpo.yaml", "--set=beta=0.4", "--set=seed=6", "--seed=8", "--max-steps=1"),
+            *("--model", tiny_model_folder, "--output-dir=run"),
+        )
+    )
+    config = json.loads(Path("run/config.json").read_text())
+    assert (config["beta"], config["seed"], config["max_steps"]) == (0.4, 8, 1)
+    done(train("dpo", "--config=run/config.json", "--epochs=0.5", "--output-dir=again"))
+    config = json.loads(Path("again/config.json").read_text())
+    assert (config["beta"], config["max_steps"], config["num_train_epochs"]) == (0.4, -1, 0.5)
+
+
+@pytest.mark.parametrize("kind", ["independent", "adapters", "heads"])
+def test_reward_ensembles(train: Train, tiny_model_folder: Path, kind: str) -> None:
+    from rlhf_models import RewardEnsemble
+
+    settings = ("--set=num_members=2", f"--set=ensemble={kind}")
+    done(train("reward", "--model", tiny_model_folder, *SMALL, *settings, "--output-dir=run"))
+    ensemble = RewardEnsemble.from_pretrained("run/final")
+    assert len(ensemble.score(["where ?"], [" here"])) == 1
+    assert "member_loss/1" in metrics_of(Path("run"))[0]
+
+
+def test_adapters_load_with_peft_and_can_be_trained_further(train: Train, tiny_model_folder: Path) -> None:
+    from peft import AutoPeftModelForCausalLM
+
+    lora = ("--set=use_peft=true", "--set=lora_r=2", "--set=lora_target_modules=q_proj")
+    done(train("sft", "--model", tiny_model_folder, *SMALL, *lora, "--output-dir=run"))
+    model = AutoPeftModelForCausalLM.from_pretrained("run/final")
+    assert model.peft_config["default"].target_modules == {"q_proj"}
+    card = Path("run/final/README.md").read_text()
+    assert "| lora_r | 2 |" in card and "| max_steps | 2 |" in card and "num_train_epochs |" not in card
+
+
+def test_best_checkpoint_and_early_stopping_are_told(train: Train, tiny_model_folder: Path) -> None:
+    settings = ("--set=eval_steps=1", "--set=load_best_model_at_end=true", "--set=early_stopping_patience=1")
+    worse = ("--set=learning_rate=0.5", "--set=lr_scheduler_type=constant")
+    options = (*FEW, "--max-steps=20", *settings, *worse)
+    printed = done(train("sft", "--model", tiny_model_folder, *options, "--output-dir=run"))
+    assert "stopped early: no better eval_loss in 1 evaluations" in printed
+    assert "the best by eval_loss" in printed
+    results = json.loads(Path("run/results.json").read_text())
+    losses = [row["eval_loss"] for row in metrics_of(Path("run"))]
+    assert results["after"]["eval_loss"] == pytest.approx(min(losses)) != losses[-1]
+
+
+def test_switches_of_the_engine_run(train: Train, tiny_model_folder: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    settings = (
+        *("report_to=tensorboard", "debug_gradient_flow=1", "debug_activations=1", "sample_steps=1"),
+        *("gradient_checkpointing=true", "gradient_accumulation_steps=2", "precompute_ref_log_probs=true"),
+    )
+    chosen = [f"--set={setting}" for setting in settings]
+    done(train("dpo", "--model", tiny_model_folder, *SMALL, *chosen, "--output-dir=run"))
+    written = {path.name for path in Path("run").iterdir()}
+    assert {"gradient_flow.png", "activations.png", "samples.jsonl", "tensorboard"} <= written
+
+
+def test_every_method_has_a_command() -> None:
+    from rlhf_train.cli import OFFLINE_METHODS
+
+    assert list(OFFLINE_METHODS) == list(METHODS)
+
+
+def test_the_console_shows_each_text_once_and_no_minus_before_zero(tmp_path: Path) -> None:
+    import io
+    import logging
+
+    from rich.console import Console
+
+    from rlhf_data import RunFolder
+    from rlhf_train.training_display import TrainingDisplay
+
+    console = Console(file=io.StringIO(), width=100)
+    with TrainingDisplay(console=console) as display:
+        for _ in range(2):
+            logging.getLogger("rlhf_algos.job").warning("slow disk")
+        results = {"before": {"eval_loss": -1e-9}, "after": None, "wall_time": {"total": 1.0}}
+        display.show_results(results, RunFolder.create(tmp_path / "run", job="sft"))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert text.count("warning: slow disk") == 1
+    assert "-0.0000" not in text and "0.0000" in text
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_example_config_is_what_no_arguments_mean(method: str) -> None:
+    from rlhf_data import load_config_file
+
+    file = Path(__file__).parents[2] / "configs" / f"{method}.yaml"
+    values = load_config_file(file)
+    assert METHODS[method].resolve(values, where=str(file)) == METHODS[method].resolve({})
+    assert f"({method}.yaml)" in (file.parent / "README.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_without_arguments_each_method_learns(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlhf_train.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    done(CliRunner().invoke(main, [method, "--output-dir", "run"]))
+    results = json.loads(Path("run/results.json").read_text())
+    assert results["after"]["eval_loss"] < 0.75 * results["before"]["eval_loss"]
+    accuracy = {"sft": "mean_token_accuracy", "reward": "accuracy", "prm": "accuracy"}
+    name = accuracy.get(method, "rewards/accuracies")
+    if method != "kto":
+        assert results["after"][f"eval_{name}"] > 0.8
