@@ -142,6 +142,39 @@ def test_resumed_run_remembers_its_bad_evaluations(tmp_path):
     assert losses(run) == losses(whole)
 
 
+def test_an_early_stop_leaves_a_checkpoint_of_its_last_step(tmp_path):
+    run = RunFolder.create(tmp_path / "run")
+    settings = {"eval_steps": 1, "early_stopping_patience": 1, "learning_rate": 1.0, "max_steps": 60}
+    trainer = make(run, eval_examples=OTHER, **settings)
+    trainer.train()
+    assert trainer.step < 60 and [step for step, _ in run.checkpoints()] == [trainer.step]
+
+
+@pytest.mark.parametrize(
+    ("settings", "missing"),
+    [
+        ({"early_stopping_patience": 1, "eval_steps": 2}, "it needs held-out rows"),
+        ({"load_best_model_at_end": True, "eval_steps": 2}, "it needs held-out rows"),
+        ({"early_stopping_patience": 1, "eval_examples": OTHER}, "it needs eval_steps"),
+        ({"load_best_model_at_end": True, "eval_steps": 2, "eval_examples": OTHER}, "needs a run folder"),
+    ],
+)
+def test_comparing_evaluations_that_there_will_not_be_is_refused(settings, missing):
+    with pytest.raises(UserError, match=missing):
+        make(**settings)
+
+
+def test_an_epoch_can_be_trained_by_itself(tmp_path):
+    whole = RunFolder.create(tmp_path / "whole")
+    make(whole).train()
+    run = RunFolder.create(tmp_path / "run")
+    trainer = make(run)
+    first = trainer.train_epoch()
+    assert trainer.step == 3 and first["loss"] == losses(whole)[2]
+    trainer.train_epoch()
+    assert losses(run) == losses(whole) and trainer.train_epoch() == {}
+
+
 def test_unknown_best_metric_is_refused_by_name(tmp_path):
     trainer = make(
         RunFolder.create(tmp_path / "run"), eval_examples=OTHER, metric_for_best_model="bleu", max_steps=1

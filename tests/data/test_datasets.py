@@ -116,7 +116,7 @@ def test_only_the_first_messages_are_kept(tokenizer):
     examples = SFTDataset(records, tokenizer, max_length=20)
     assert examples.dropped == 9 and len(examples.drop_messages) == 5
     with pytest.raises(
-        UserError, match=r"no row is left to train on, 9 were left out; the first: record 1: the"
+        UserError, match=r"no row is left, 9 were left out; the first: record 1: the"
     ):
         SFTDataset(records[:9], tokenizer, max_length=20)
     with pytest.raises(UserError, match="there is no record"):

@@ -124,6 +124,12 @@ def test_results_and_newest_unfinished(tmp_path):
     assert last.read_results() == {"after": {"policy/accuracy": 0.5, "hack": None}}
     found = newest_unfinished(tmp_path, "minmax")
     assert found is not None and found.read_config() == {"stamp": "20250102-000000"}
+    (found.path / "evaluation.json").write_text("{}")  # of a model that was evaluated and never trained
+    found = newest_unfinished(tmp_path, "minmax")
+    assert found is not None and found.read_config() == {"stamp": "20250101-000000"}
+    found.append_metrics({"step": 1})
+    (found.path / "evaluation.json").write_text("{}")  # of a run that was interrupted
+    assert newest_unfinished(tmp_path, "minmax") is not None
 
 
 def test_samples(tmp_path):

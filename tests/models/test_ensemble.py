@@ -198,3 +198,13 @@ def test_a_reward_model_has_too_few_heads_for_an_ensemble(tiny_model_folder, tmp
     RewardModel.from_language_model(tiny_model_folder).save_pretrained(tmp_path / "rm")
     with pytest.raises(UserError, match="the model has 1 heads of its own; expected a language model"):
         RewardEnsemble.from_language_model(tmp_path / "rm", size=3, kind="heads")
+
+
+def test_independent_members_do_not_start_from_one_head(tiny_model_folder, byte_tokenizer, tmp_path):
+    RewardModel.from_backbone(load_causal_lm(tiny_model_folder), byte_tokenizer).save_pretrained(
+        tmp_path / "rm"
+    )
+    with pytest.raises(
+        UserError, match="has a head of its own, so independent members would all be the same"
+    ):
+        RewardEnsemble.from_language_model(tmp_path / "rm", size=2, kind="independent")

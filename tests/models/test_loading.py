@@ -192,6 +192,12 @@ def test_a_damaged_folder_is_answered_in_one_sentence(tiny_model_folder, damage,
     assert capfd.readouterr() == ("", "")
 
 
+def test_an_adapter_without_its_model_is_named_as_such(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"holds an adapter without its model; merge both"):
+        load_causal_lm(tmp_path)
+
+
 def test_weights_that_lack_tensors_are_refused(tiny_model_folder):
     with pytest.raises(UserError, match=r"the weights of model folder .* lack score.weight"):
         RewardModel.from_pretrained(tiny_model_folder)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import gzip
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -236,3 +238,50 @@ def test_folders_in_use_and_runs_of_others_are_left_alone(train: Train, tiny_mod
         result = train(*arguments)
         assert result.exit_code == 2 and part in result.stderr, result.output
     assert before == {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("streaming", ["false", "true"])
+def test_rows_that_the_chat_template_refuses_are_counted(
+    train: Train, tmp_path: Path, tiny_model_folder: Path, byte_tokenizer: Any, streaming: str
+) -> None:
+    def messages(role: str) -> dict[str, Any]:
+        return {"messages": [{"role": role, "content": "hi"}, {"role": "assistant", "content": "hello"}]}
+
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model_folder, model)
+    tokenizer = copy.deepcopy(byte_tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'pirate' %}{{ raise_exception('no pirates') }}{% endif %}"
+        "{{ m['content'] }}{% endfor %}"
+    )
+    tokenizer.save_pretrained(model)
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(lines_of([*[messages("user")] * 8, messages("pirate")]) + b"no row\n")
+    options = (
+        "--train-data",
+        path,
+        "--on-bad-row=skip",
+        "--set=eval_fraction=0",
+        f"--set=streaming={streaming}",
+    )
+    printed = done(train("sft", "--model", model, *options, *SMALL, "--output-dir=run"))
+    assert "no pirates" in printed and "line 10" in printed
+    data = json.loads(Path("run/results.json").read_text())["data"]
+    assert (data["train_rows"], data["bad_rows"]) == (8, 2)
+
+
+def test_held_out_rows_that_do_not_fit_are_named_as_such(
+    train_refused: Refused, tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    rows, long = tmp_path / "rows.jsonl", tmp_path / "long.jsonl"
+    rows.write_bytes(lines_of(PAIRS))
+    long.write_bytes(lines_of([{**PAIRS[0], "chosen": " very" * 90}]))
+    options = ("--train-data", rows, "--eval-data", long, "--set=max_length=64")
+    message = train_refused("reward", "--model", tiny_model_folder, *options)
+    assert message.startswith("held-out rows: no row is left, 1 were left out")
+
+
+def test_a_dry_run_knows_the_context_of_the_tiny_model(train: Train, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(lines_of(PAIRS))
+    assert "limit 4,096" in done(train("sft", "--dry-run", "--train-data", path, "--set=max_length=4096"))

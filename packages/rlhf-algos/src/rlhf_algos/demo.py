@@ -31,6 +31,7 @@ __all__ = [
     "few_threads_for_a_small_model",
     "record_texts",
     "tiny_base",
+    "tiny_positions",
     "tiny_start",
     "tiny_tokenizer",
 ]
@@ -85,7 +86,7 @@ def tiny_start(
         UserError: the cache folder cannot be written to.
     """
     records = records[:_ROWS]
-    positions = max(_POSITIONS, max_length or 0)
+    positions = tiny_positions(max_length)
     if not fine_tuned:
         tokenizer = tiny_tokenizer(records)
         _LOG.info("model: a tiny Llama with random weights, and a tokenizer for the rows' words, made now")
@@ -95,6 +96,11 @@ def tiny_start(
         return _built(records, folder, seed=seed, separator=separator, positions=positions)
     _LOG.info("model: a tiny Llama that has learned to write the rows' completions, cached in %s", folder)
     return load_causal_lm(folder), load_tokenizer(folder)
+
+
+def tiny_positions(max_length: int | None) -> int:
+    """Context of the tiny model, in tokens, where a sequence of the job may have so many."""
+    return max(_POSITIONS, max_length or 0)
 
 
 def tiny_base(tokenizer: Any, *, seed: int, positions: int = _POSITIONS) -> Any:

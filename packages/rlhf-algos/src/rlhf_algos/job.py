@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_algos.demo import few_threads_for_a_small_model
-from rlhf_algos.job_data import Rows, build_sets, load_rows
+from rlhf_algos.job_data import Rows, build_sets, load_rows, with_skipped
 from rlhf_algos.job_models import check_machine, longest_sequence, start_model
 from rlhf_algos.methods import METHODS, Method
 from rlhf_algos.progress import check_best_metric
@@ -106,7 +106,7 @@ class TrainingJob:
         if trainer.parallel.is_main:
             self.run.write_config({"method": self.name, **config.to_dict()})
         _LOG.info("data: %s rows of %s, %s held out", f"{len(train):,}", rows.source, f"{len(held_out):,}")
-        return trainer, rows
+        return trainer, with_skipped(rows, train, held_out)
 
     def evaluate_only(self, checkpoint: Path | None = None) -> dict[str, Any]:
         """Held-out metrics of the start model, or of a checkpoint; written to `evaluation.json`.

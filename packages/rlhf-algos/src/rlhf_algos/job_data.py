@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_algos.processes import num_processes
@@ -24,7 +24,7 @@ from rlhf_data.streaming import (
 if TYPE_CHECKING:
     from rlhf_algos.methods import Method
 
-__all__ = ["Rows", "build_sets", "load_rows", "prompt_key", "split_by_prompt"]
+__all__ = ["Rows", "build_sets", "load_rows", "prompt_key", "split_by_prompt", "with_skipped"]
 
 _LOG = logging.getLogger(__name__)
 _SETS: Mapping[str, tuple[Any, Any]] = {
@@ -46,7 +46,7 @@ class Rows:
         train: training records; of a streamed file its first ones.
         held_out: held-out records, may be none.
         source: where they come from, in words.
-        skipped: bad rows left out.
+        skipped: bad rows left out; see `with_skipped`.
         streamed: the file that the training set is read from as it is needed, if it is.
     """
 
@@ -75,7 +75,7 @@ def load_rows(method: Method, config: Any) -> Rows:
         return Rows(train, held_out, "the story world")
     options = {"columns": config.columns, "on_bad_row": config.on_bad_row}
     size = min(config.subset_size or _SAMPLE_ROWS, _SAMPLE_ROWS) if config.streaming else config.subset_size
-    train, skipped = _read(config.train_data, method, options, size)
+    train, skipped = _read(config.train_data, method, options, size, report=not config.streaming)
     if config.eval_data is not None:
         held_out, more = _read(config.eval_data, method, options, None)
         _warn_of_shared_prompts(train, held_out, config)
@@ -142,8 +142,12 @@ def build_sets(
         train = in_memory(rows.train, tokenizer, **options, on_bad_row=config.on_bad_row)
     held_out: Any = []
     if rows.held_out:
-        held_out = in_memory(rows.held_out, tokenizer, **options, on_bad_row=config.on_bad_row)
+        try:
+            held_out = in_memory(rows.held_out, tokenizer, **options, on_bad_row=config.on_bad_row)
+        except UserError as error:
+            raise UserError(f"held-out rows: {error}") from error
     for name, examples in (("training", train), ("held-out", held_out)):
+        _warn_of_bad_rows(f"bad {name} rows", getattr(examples, "skipped", ()))
         if getattr(examples, "dropped", 0):
             _LOG.warning(
                 "left out: %d %s rows that do not fit max_length %s; the first: %s",
@@ -153,6 +157,11 @@ def build_sets(
                 examples.drop_messages[0],
             )
     return train, held_out
+
+
+def with_skipped(rows: Rows, *sets: Any) -> Rows:
+    """The rows with their count of bad ones raised by those that could not be encoded for these sets."""
+    return replace(rows, skipped=rows.skipped + sum(len(getattr(each, "skipped", ())) for each in sets))
 
 
 def _stories(method: Method, count: int, split: Literal["train", "eval"], seed: int) -> list[Any]:
@@ -178,15 +187,21 @@ def _set_options(method: Method, config: Any) -> dict[str, Any]:
 
 
 def _read(
-    path: str, method: Method, options: dict[str, Any], subset_size: int | None
+    path: str, method: Method, options: dict[str, Any], subset_size: int | None, *, report: bool = True
 ) -> tuple[list[Any], int]:
+    """Records of a file and the bad rows left out; a streamed file's are reported when its set is built."""
     loaded = load_records(path, method.records, subset_size=subset_size, **options)
-    if loaded.skipped:
-        shown = "; ".join(loaded.skipped[:_SHOWN_BAD_ROWS])
-        more = len(loaded.skipped) - _SHOWN_BAD_ROWS
+    if report:
+        _warn_of_bad_rows(f"bad rows of {path}", loaded.skipped)
+    return loaded.records, len(loaded.skipped) if report else 0
+
+
+def _warn_of_bad_rows(what: str, messages: Sequence[str]) -> None:
+    if messages:
+        shown = "; ".join(messages[:_SHOWN_BAD_ROWS])
+        more = len(messages) - _SHOWN_BAD_ROWS
         tail = f"; and {more} more" if more > 0 else ""
-        _LOG.warning("left out: bad rows of %s: %d; %s%s", path, len(loaded.skipped), shown, tail)
-    return loaded.records, len(loaded.skipped)
+        _LOG.warning("left out: %s: %d; %s%s", what, len(messages), shown, tail)
 
 
 def _warn_of_shared_prompts(train: Sequence[Any], held_out: Sequence[Any], config: Any) -> None:

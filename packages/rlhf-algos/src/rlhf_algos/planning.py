@@ -14,8 +14,8 @@ from transformers import (
 )
 
 from rlhf_algos.batching import epoch_order, micro_batches
-from rlhf_algos.demo import CHAT_TEMPLATE, demo_cache, record_texts, tiny_base, tiny_tokenizer
-from rlhf_algos.job_data import Rows, build_sets, load_rows
+from rlhf_algos.demo import CHAT_TEMPLATE, demo_cache, record_texts, tiny_base, tiny_positions, tiny_tokenizer
+from rlhf_algos.job_data import Rows, build_sets, load_rows, with_skipped
 from rlhf_algos.job_models import check_machine, job_device, longest_sequence, lora_settings
 from rlhf_algos.method_configs import ReferenceConfig
 from rlhf_algos.methods import METHODS, Method
@@ -79,7 +79,7 @@ def plan_training(name: str, config: Any) -> dict[str, Any]:
         "rows": [
             ("method", f"{name}, trained by {'TRL' if config.backend == 'trl' else 'this engine'}"),
             ("model", _model_text(config, model)),
-            ("data", _data_text(rows, train, held_out)),
+            ("data", _data_text(with_skipped(rows, train, held_out), train, held_out)),
             ("steps", f"{steps:,} of {min(step_size, len(train)):,} rows ({steps / per_epoch:.3g} epochs)"),
             ("tokens per step", f"{packed:,.0f} packed, {padded:,.0f} padded ({padded / packed:.1f}x)"),
             ("tokens in all", f"{packed * steps:,.0f}"),
@@ -111,7 +111,8 @@ def _shape(method: Method, config: Any, records: Sequence[Any]) -> tuple[Any, An
         ensure_writable_folder(demo_cache())
         tokenizer = tiny_tokenizer(records)
         with torch.device("meta"):
-            shape = tiny_base(tokenizer, seed=0).config
+            positions = tiny_positions(config.max_length)
+            shape = tiny_base(tokenizer, seed=0, positions=positions).config
     if method.model != "policy":
         shape.num_labels = 1
     dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)

@@ -18,9 +18,10 @@ from rlhf_algos.trackers import create_trackers
 from rlhf_data import UserError
 
 if TYPE_CHECKING:
+    from rlhf_algos.config import LoopConfig
     from rlhf_algos.trainer import BaseTrainer
 
-__all__ = ["TrainingEvents", "TrainingStopped", "check_best_metric"]
+__all__ = ["TrainingEvents", "TrainingStopped", "check_best_metric", "check_evaluations"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -108,7 +109,8 @@ class TrainingEvents:
         evaluated = self._judge(metrics)
         if trainer.run is None:
             return
-        if trainer.due(config.save_steps) or (evaluated and config.load_best_model_at_end):
+        last = trainer.due(config.save_steps) or self.finished
+        if last or (evaluated and config.load_best_model_at_end):
             self._save(metrics)
         if code := self._exit_code():
             self._save(metrics)
@@ -161,3 +163,24 @@ def check_best_metric(name: str, metrics: Mapping[str, float]) -> None:
         raise UserError(
             f"metric_for_best_model is {name}, which evaluation does not give; choose from {known}"
         )
+
+
+def check_evaluations(config: LoopConfig, *, has_examples: bool, has_run: bool) -> None:
+    """Refuse settings that compare evaluations with one another where there would be none to compare.
+
+    Args:
+        config: the settings.
+        has_examples: whether there are examples to evaluate on.
+        has_run: whether there is a run folder for checkpoints.
+
+    Raises:
+        UserError: `load_best_model_at_end` or `early_stopping_patience` could have no effect.
+    """
+    names = ("load_best_model_at_end", "early_stopping_patience")
+    if not (wanted := " and ".join(name for name in names if getattr(config, name))):
+        return
+    if config.eval_steps is None or not has_examples:
+        missing = "held-out rows" if config.eval_steps else "eval_steps"
+        raise UserError(f"{wanted} compares evaluations during training; it needs {missing}, or leave it out")
+    if config.load_best_model_at_end and not has_run:
+        raise UserError("load_best_model_at_end needs a run folder for its checkpoints; give the trainer one")

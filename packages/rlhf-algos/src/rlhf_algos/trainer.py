@@ -20,7 +20,7 @@ from rlhf_algos.observers import Observers
 from rlhf_algos.optim import create_optimizer, create_scheduler
 from rlhf_algos.outputs import LossOutput, reduce_outputs
 from rlhf_algos.parallel import Parallel
-from rlhf_algos.progress import TrainingEvents
+from rlhf_algos.progress import TrainingEvents, check_evaluations
 from rlhf_algos.state import TrainerState
 from rlhf_data import PackedBatch, RunFolder, TokenSequence, UserError, atomic_folder
 from rlhf_models import compile_model
@@ -69,6 +69,7 @@ class BaseTrainer(ABC, Generic[Example]):
     ) -> None:
         if not len(examples):
             raise UserError("there are no training examples; give a data set with at least one row")
+        check_evaluations(config, has_examples=len(eval_examples) > 0, has_run=run is not None)
         self.model, self.config, self.run, self.tokenizer = model, config, run, tokenizer
         self.examples, self.eval_examples = examples, eval_examples
         self.on_step, self.progress = on_step, progress
@@ -174,9 +175,7 @@ class BaseTrainer(ABC, Generic[Example]):
             UserError: the loss or the gradient became NaN or infinite.
             TrainingStopped: SIGTERM or SIGINT came; a checkpoint was written.
         """
-        if self.step == 0:
-            torch.manual_seed(self.config.seed + self.parallel.rank)
-        self.prepare()
+        self._begin()
         metrics: dict[str, float] = {}
         with TrainingEvents(self) as events:
             while self.step < self.total_steps and not events.finished:
@@ -184,8 +183,16 @@ class BaseTrainer(ABC, Generic[Example]):
             events.after_last_step()
         return metrics
 
-    def train_epoch(self, events: TrainingEvents) -> dict[str, float]:
-        """Train from where the trainer stands to the end of its epoch; the metrics of the last step."""
+    def train_epoch(self, events: TrainingEvents | None = None) -> dict[str, float]:
+        """Train from where the trainer stands to the end of its epoch; the metrics of the last step.
+
+        Args:
+            events: what follows the steps; None logs and saves as `train` does.
+        """
+        if events is None:
+            self._begin()
+            with TrainingEvents(self) as events:
+                return self.train_epoch(events)
         epoch, done = divmod(self.step, self.steps_per_epoch)
         order = epoch_order(len(self.examples), epoch, shuffle=self.config.shuffle, seed=self.config.seed)
         metrics: dict[str, float] = {}
@@ -327,6 +334,11 @@ class BaseTrainer(ABC, Generic[Example]):
     def due(self, every: int | None) -> bool:
         """Whether something done every so many steps, and after the last one, is to be done now."""
         return self.step == self.total_steps or (every is not None and self.step % every == 0)
+
+    def _begin(self) -> None:
+        if self.step == 0:
+            torch.manual_seed(self.config.seed + self.parallel.rank)
+        self.prepare()
 
     def _create_optimizer(self) -> tuple[Any, Any]:
         config = self.config

@@ -78,7 +78,7 @@ class ExampleSet(Sequence[Example], Generic[Example]):
         if not kept:
             first = (self.drop_messages or self.skipped or ["there is no record"])[0]
             left_out = self.dropped + len(self.skipped)
-            raise UserError(f"no row is left to train on, {left_out} were left out; the first: {first}")
+            raise UserError(f"no row is left, {left_out} were left out; the first: {first}")
         if moved := self.builder.encoder.moved_starts:
             logger.warning(
                 "%d of %d prompts have other token ids in front of a completion than alone, because tokens "

@@ -25,6 +25,7 @@ from rlhf_data.integrity import find_damage
 
 _LOG = logging.getLogger(__name__)
 _CONFIG, _METRICS, _RESULTS, _SAMPLES = "config.json", "metrics.jsonl", "results.json", "samples.jsonl"
+_EVALUATION = "evaluation.json"
 _CHECKPOINT = "checkpoint-"
 _COMPLETE_MARK = "trainer_state.json"
 
@@ -225,10 +226,17 @@ class RunFolder:
 
 
 def newest_unfinished(root: str | Path = "outputs", job: str = "minmax") -> RunFolder | None:
-    """Return the newest run of a job under `root` that has a config but no results, if there is one."""
-    configs = sorted(Path(root).glob(f"{job}-*/{_CONFIG}"), reverse=True)
-    unfinished = (path.parent for path in configs if not (path.parent / _RESULTS).exists())
+    """Return the newest run of a job under `root` that was begun but has no results, if there is one.
+
+    A folder in which a model was evaluated only, never trained, is no such run.
+    """
+    folders = [path.parent for path in sorted(Path(root).glob(f"{job}-*/{_CONFIG}"), reverse=True)]
+    unfinished = (path for path in folders if not (path / _RESULTS).exists() and not _only_evaluated(path))
     return next(map(RunFolder.open, unfinished), None)
+
+
+def _only_evaluated(folder: Path) -> bool:
+    return (folder / _EVALUATION).exists() and not (folder / _METRICS).exists()
 
 
 def _new_name(root: Path, job: str) -> Path:

@@ -137,7 +137,7 @@ def load_classifier(
     own = _own_entries(name_or_path) if adapted else {}
     if adapted:
         new_head = own.get("score_head", "linear") if _brings_head(name_or_path) else None
-    stored = _stored_head(config)
+    stored = stored_head(config)
     if stored is None and new_head is not None:
         _set_outputs(config, outputs, tokenizer.pad_token_id)
     model = _load_full(auto_class, base, config, stored=stored, new_head=new_head, seed=seed, **load_options)
@@ -259,7 +259,7 @@ def _brings_head(folder: str | Path) -> bool:
     return any(f".{head}." in name for head in SCALAR_HEADS for name in adapter_tensors(folder))
 
 
-def _stored_head(config: PreTrainedConfig) -> Head | None:
+def stored_head(config: PreTrainedConfig) -> Head | None:
     """Kind of the scalar head that a stored model has, by what its config says; None for none."""
     classes = getattr(config, "architectures", None) or []
     if any("Classification" in name for name in classes):

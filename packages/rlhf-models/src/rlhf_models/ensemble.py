@@ -15,7 +15,8 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from rlhf_data import PackedBatch, UserError
 from rlhf_data.transcripts import Text
 from rlhf_models.adapters import LoraSettings
-from rlhf_models.classifiers import Head, build_classifier, load_classifier
+from rlhf_models.classifiers import Head, build_classifier, load_classifier, stored_head
+from rlhf_models.loading import load_config
 from rlhf_models.reward import RewardModel, encode_scored
 from rlhf_models.scalar import check_choice, scores_of
 
@@ -112,6 +113,11 @@ class RewardEnsemble(nn.Module, ABC):
 
         _check(kind, size, lora)
         if kind == "independent":
+            if stored_head(load_config(name_or_path)) is not None:
+                raise UserError(
+                    f"{name_or_path} has a head of its own, so independent members would all be the same; "
+                    "start from a language model, or take kind adapters"
+                )
             make = RewardModel.from_language_model
             return IndependentEnsemble(
                 [make(name_or_path, head=head, seed=seed + i, **load_options) for i in range(size)]

@@ -281,6 +281,11 @@ def _checked_source(name_or_path: str | Path, *, needs: tuple[str, ...]) -> str:
     name, path = str(name_or_path), Path(name_or_path)
     if path.is_dir():
         if "config" in needs and not (path / "config.json").is_file():
+            if (path / "adapter_config.json").is_file():
+                raise UserError(
+                    f"model folder {name} holds an adapter without its model; merge both with peft "
+                    "(AutoPeftModelForCausalLM, merge_and_unload) and give the folder they are saved in"
+                )
             raise UserError(f"model folder {name} has no config.json; expected a saved transformers model")
         if "weights" in needs and not any((path / file).is_file() for file in _WEIGHT_FILES):
             raise UserError(
