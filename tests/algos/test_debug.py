@@ -149,7 +149,9 @@ def test_samples_are_greedy_and_change_nothing(tmp_path, tiny_llama, byte_tokeni
 def test_sample_prompts_are_distinct_and_fit(tmp_path, tiny_llama, byte_tokenizer):
     sequences = [TokenSequence([1, 2, 3, 4], 2), TokenSequence([1, 2, 9], 2), TokenSequence([5, 6], 0)]
     sequences += [TokenSequence([7, 8], 1), TokenSequence([9, 9], 2)]
-    assert Sampler.prompts_of(sequences, 2) == [(1, 2), (7,)]
+    assert Sampler.prompts_of(sequences, 3) == [(1, 2), (5,), (7,)]
+    conversation = TokenSequence([1, 2, 3, 4, 5], 0, [False, False, True, True, False])
+    assert Sampler.prompts_of([conversation]) == [(1, 2)]
     limit = tiny_llama.config.max_position_embeddings
     prompts = [[5] * (limit - 8), [5] * (limit - 7), []]
     sampler = Sampler(tiny_llama, byte_tokenizer, prompts, RunFolder(tmp_path), every=1, max_new_tokens=8)

@@ -115,9 +115,7 @@ def test_only_the_first_messages_are_kept(tokenizer):
     records = [CompletionRecord("a" * 50, "b") for _ in range(9)] + [CompletionRecord("a", "b")]
     examples = SFTDataset(records, tokenizer, max_length=20)
     assert examples.dropped == 9 and len(examples.drop_messages) == 5
-    with pytest.raises(
-        UserError, match=r"no row is left, 9 were left out; the first: record 1: the"
-    ):
+    with pytest.raises(UserError, match=r"no row is left, 9 were left out; the first: record 1: the"):
         SFTDataset(records[:9], tokenizer, max_length=20)
     with pytest.raises(UserError, match="there is no record"):
         SFTDataset([], tokenizer)

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from click.testing import CliRunner, Result
-from peft import AutoPeftModelForCausalLM
+from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from rlhf_models import RewardModel
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TINY = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "intermediate_size": 64, "vocab_size": 512}
@@ -53,3 +56,29 @@ def test_from_random_weights_to_preferences(run: Run, file: str) -> None:
     assert len(policy.generate(**tokenizer("where is mary ?", return_tensors="pt"), max_new_tokens=4)[0]) > 0
     assert AutoModelForSequenceClassification.from_pretrained("reward/final").config.num_labels == 1
     assert AutoPeftModelForCausalLM.from_pretrained("lora/final").peft_config["default"].r == 16
+
+
+@pytest.mark.parametrize("backend", ["rlhf", "trl"])
+def test_from_adapters_to_adapters(run: Run, backend: str) -> None:
+    Path("shape.yaml").write_text(yaml.safe_dump({"architecture": "llama", **TINY}))
+    lora, by = "--set=use_peft=true", f"--backend={backend}"
+    run("sft", "--set=model_config=shape.yaml", *SMALL, lora, by, "--output-dir=sft")
+    tuned: Any = AutoPeftModelForCausalLM.from_pretrained("sft/final")
+    assert Path(tuned.peft_config["default"].base_model_name_or_path) == Path("sft/base").absolute()
+
+    run("dpo", "--model=sft/final", *SMALL, lora, by, "--output-dir=dpo")
+    preferred: Any = AutoPeftModelForCausalLM.from_pretrained("dpo/final")
+    ids = torch.arange(20)[None]
+    expected = tuned(ids).logits
+    with preferred.disable_adapter():  # the reference is what SFT made
+        torch.testing.assert_close(preferred(ids).logits, expected, rtol=1e-4, atol=1e-4)
+    with tuned.disable_adapter():
+        assert (tuned(ids).logits - expected).abs().max() > 0.1
+
+    run("dpo", "--model=sft/final", *SMALL, by, "--output-dir=full")
+    assert not Path("full/base").exists()
+    run("reward", "--model=dpo/final", *SMALL, lora, by, "--output-dir=reward")
+    assert isinstance(RewardModel.from_pretrained("reward/final").model, PeftModel)
+    assert (
+        "the adapter sft/final merged into" in run("dpo", "--model=sft/final", *SMALL, by, "--dry-run").output
+    )

@@ -207,6 +207,7 @@ def test_files(
         ("dpo", ["--set=backend=jax"], ["backend", "'rlhf'", "'trl'"]),
         ("prm", ["--set=aggregate=max"], ["aggregate", "'min'"]),
         ("reward", ["--set=ensemble=forest"], ["ensemble", "'heads'"]),
+        ("reward", ["--set=ensemble=heads"], ["ensemble is heads with num_members 1"]),
         ("kto", ["--set=columns={label: good}"], ["columns", "--train-data"]),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,6 +14,7 @@ from rlhf_train.options import NEWEST
 
 ROOT = "outputs"
 _CONFIG = "config.json"
+_BASE = "base"
 _FLAG_OF = {"overrides": "--set"}
 
 
@@ -100,10 +102,11 @@ def checkpoint_to_evaluate(run: RunFolder) -> Path:
 
 
 def _remove_unstarted(folder: Path, *, keep: bool) -> None:
-    """Remove a run folder that holds nothing but its config; a folder the user made stays, empty."""
-    config = folder / _CONFIG
-    if any(path != config for path in folder.iterdir()):
+    """Remove a run folder that holds nothing but what it began with; a folder the user made stays, empty."""
+    if any(path.name not in (_CONFIG, _BASE) for path in folder.iterdir()):
         return
-    config.unlink(missing_ok=True)
+    (folder / _CONFIG).unlink(missing_ok=True)
+    if (folder / _BASE).exists():
+        shutil.rmtree(folder / _BASE)
     if not keep:
         folder.rmdir()

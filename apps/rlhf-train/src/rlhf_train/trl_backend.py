@@ -8,10 +8,9 @@ import importlib.util
 import logging
 import os
 import tempfile
-import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +20,29 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PrinterCallback,
-    TrainerCallback,
 )
 from transformers.utils import logging as transformers_logging
 
 from rlhf_algos.checkpoints import save_pretrained
 from rlhf_algos.job import Clock, OnStep
 from rlhf_algos.job_data import Rows, load_rows
-from rlhf_algos.job_models import check_machine, job_device, longest_sequence, lora_settings, start_model
+from rlhf_algos.job_models import (
+    check_machine,
+    job_device,
+    keep_base,
+    longest_sequence,
+    lora_settings,
+    start_model,
+)
 from rlhf_algos.methods import METHODS, Method
 from rlhf_algos.parallel import choose_precision
 from rlhf_algos.results import finish_run
 from rlhf_data import RunFolder, UserError, atomic_folder, atomic_write_json
 from rlhf_data.files import finite
+from rlhf_models.adapter_files import is_language_adapter
 from rlhf_models.adapters import apply_lora
 from rlhf_models.quantization import quantization_config
+from rlhf_train.trl_metrics import Recorder, log_to
 
 __all__ = ["TRLJob", "check_settings", "dataset_rows"]
 
@@ -64,7 +71,6 @@ _WITHOUT_EFFECT = (
     *("early_stopping_threshold", "debug_gradient_flow", "debug_activations", "sample_steps"),
 )
 """Keys that TRL does without, and that change no result."""
-_TIMING = ("_runtime", "_samples_per_second", "_steps_per_second", "_flos", "_loss_total")
 
 
 def check_settings(name: str, config: Any) -> None:
@@ -195,15 +201,15 @@ class TRLJob:
             atomic_write_json(self.run.path / "evaluation.json", finite(results))
         return results
 
-    def _prepare(self) -> tuple[Any, Rows, Any, _Recorder]:
+    def _prepare(self) -> tuple[Any, Rows, Any, Recorder]:
         check_machine(self.config)
         rows = load_rows(self.method, self.config)
-        recorder = _Recorder(self.run, self.on_step)
+        recorder = Recorder(self.run, self.on_step)
         with tempfile.TemporaryDirectory(prefix="rlhf-trl-") as folder:  # TRL loads the reference from it
             model, tokenizer = self._model(rows, folder)
             trainer = self._trainer(model, tokenizer, rows, recorder)
         trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(_callback(recorder))
+        trainer.add_callback(log_to(recorder))
         if trainer.is_world_process_zero():
             self.run.write_config({"method": self.name, **self.config.to_dict()})
         train, held_out = len(trainer.train_dataset), len(trainer.eval_dataset or ())
@@ -222,9 +228,15 @@ class TRLJob:
         quantised = quantization_config(config.load_in_8bit, config.load_in_4bit, device=device)
         if quantised is not None:
             options |= {"quantization_config": quantised, "device_map": {"": str(device)}}
-        return auto.from_pretrained(folder, **options), tokenizer
+        loaded = auto.from_pretrained(folder, **options)
+        name = config.model_name_or_path
+        if config.use_peft and name and not is_language_adapter(name):
+            loaded.name_or_path = name  # the adapter's config names it
+        elif config.use_peft:
+            keep_base(loaded, tokenizer, self.run.path / "base")
+        return loaded, tokenizer
 
-    def _trainer(self, model: Any, tokenizer: Any, rows: Rows, recorder: _Recorder) -> Any:
+    def _trainer(self, model: Any, tokenizer: Any, rows: Rows, recorder: Recorder) -> Any:
         from datasets import Dataset
 
         trainer_class, config_class = _classes(self.name)
@@ -271,65 +283,6 @@ class TRLJob:
             with atomic_folder(self.run.path / "final") as folder:
                 trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder)
                 tokenizer.save_pretrained(folder)
-
-
-@dataclass
-class _Recorder:
-    """Writes what TRL logs as lines of metrics.jsonl: a line per logged step, its evaluation in it."""
-
-    run: RunFolder
-    on_step: OnStep | None
-    num_tokens: int | None = None
-    _row: dict[str, Any] = field(default_factory=dict)
-    _started: float | None = None
-    _mark: float = 0.0
-
-    def start(self) -> None:
-        """Training begins: what was logged before is no step's."""
-        self._row, self._started = {}, time.perf_counter()
-        self._mark = self._started
-
-    def log(self, step: int, total: int, logs: dict[str, float]) -> None:
-        """Take in what was logged after a step."""
-        metrics = self.clean(logs)
-        if self._started is None or not metrics:
-            return
-        if "loss" in metrics:
-            self.flush()
-            now = time.perf_counter()
-            self._row = {"step": step, **metrics, "step_time": now - self._mark}
-            self._mark = now
-            self.num_tokens = int(metrics["num_tokens"]) if "num_tokens" in metrics else self.num_tokens
-            if self.on_step:
-                self.on_step(step, total, metrics)
-        elif self._row.get("step") == step:
-            self._row |= metrics
-
-    def flush(self) -> None:
-        """Write the line of the step that is being logged."""
-        if self._row:
-            self.run.append_metrics(self._row)
-            self._row = {}
-
-    @staticmethod
-    def clean(logs: dict[str, float]) -> dict[str, float]:
-        """What this engine logs too: no totals and no timing of TRL's own."""
-        kept = {key: value for key, value in logs.items() if not key.endswith(_TIMING)}
-        if "train_loss" in kept:
-            return {}
-        if "eval_loss" in kept:
-            kept.pop("epoch", None)
-            kept.pop("eval_num_tokens", None)
-        return kept
-
-
-def _callback(recorder: _Recorder) -> Any:
-    class Logs(TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-            if state.is_world_process_zero:
-                recorder.log(state.global_step, state.max_steps, dict(logs or {}))
-
-    return Logs()
 
 
 def _classes(name: str) -> tuple[Any, Any]:

@@ -177,9 +177,9 @@ class Sampler:
 
     @classmethod
     def prompts_of(cls, sequences: Sequence[TokenSequence], count: int = 4) -> list[tuple[int, ...]]:
-        """The first `count` different prompts of token sequences: what comes before the scored tokens."""
-        prompts = dict.fromkeys(tuple(s.input_ids[: s.score_from]) for s in sequences if s.score_from > 0)
-        return list(prompts)[:count]
+        """The first `count` different prompts of sequences: what comes before the first scored token."""
+        starts = [(s.input_ids, s.scored()[:1]) for s in sequences]
+        return list(dict.fromkeys(tuple(ids[: start[0]]) for ids, start in starts if start))[:count]
 
     def after_step(self, step: int) -> None:
         """Write samples, if the turn of this step (counted from 1) has come.

@@ -88,7 +88,7 @@ class TrainingJob:
         config, method = self.config, self.method
         check_machine(config)
         rows = load_rows(method, config)
-        model, tokenizer = start_model(method, config, rows.train)
+        model, tokenizer = start_model(method, config, rows.train, base_folder=self.run.path / "base")
         few_threads_for_a_small_model(model)
         max_length = longest_sequence(model.config, config.max_length)
         train, held_out = build_sets(method, config, rows, tokenizer, max_length=max_length)

@@ -143,6 +143,12 @@ class EnsembleConfig(HeadConfig):
     ensemble: Literal["independent", "adapters", "heads"] = "independent"
     """Members of their own, LoRA adapters on one frozen model, or heads on one model."""
 
+    @model_validator(mode="after")
+    def _has_members(self) -> Self:
+        if self.num_members == 1 and self.ensemble != "independent":
+            raise ValueError(f"ensemble is {self.ensemble} with num_members 1; set num_members to 2 or more")
+        return self
+
 
 _SECTIONS: dict[ModelKind, tuple[type[BaseConfig], ...]] = {
     "policy": (),

@@ -5,18 +5,20 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rlhf_algos.demo import CHAT_TEMPLATE, record_texts, tiny_start
 from rlhf_algos.parallel import check_hardware
-from rlhf_algos.processes import num_processes
+from rlhf_algos.processes import is_first_process, num_processes
 from rlhf_data import UserError
 from rlhf_models import LoraSettings, RewardModel, context_length, load_causal_lm, load_tokenizer
+from rlhf_models.adapter_files import adapter_base, is_language_adapter, load_merged
 from rlhf_models.adapters import apply_lora
 from rlhf_models.ensemble import RewardEnsemble
-from rlhf_models.loading import check_tokenizer_fits
+from rlhf_models.loading import check_tokenizer_fits, save_model
 from rlhf_models.process_reward import ProcessRewardModel
 from rlhf_models.quantization import quantization_config
 from rlhf_models.scratch import build_model, build_tokenizer
@@ -61,13 +63,18 @@ def longest_sequence(model_config: Any, max_length: int | None) -> int | None:
     return context
 
 
-def start_model(method: Method, config: Any, records: Sequence[Any]) -> tuple[Any, Any]:
+def start_model(
+    method: Method, config: Any, records: Sequence[Any], *, base_folder: Path | None = None
+) -> tuple[Any, Any]:
     """The model to train, on its device, and its tokenizer.
+
+    A language model that is given as an adapter's folder has the adapter merged into it.
 
     Args:
         method: what is trained.
         config: the job's settings.
         records: training records, from which a tokenizer and a tiny model are made where none is given.
+        base_folder: where a model that was made now is kept if adapters are trained on it, which need it.
 
     Raises:
         UserError: the model cannot be loaded, or does not go with the settings.
@@ -76,11 +83,19 @@ def start_model(method: Method, config: Any, records: Sequence[Any]) -> tuple[An
     name = config.model_name_or_path
     options = {"dtype": config.dtype, "device": device}
     options |= {"load_in_8bit": config.load_in_8bit, "load_in_4bit": config.load_in_4bit}
-    if name and method.model != "policy":
+    merged = name is not None and is_language_adapter(name)
+    if name and method.model != "policy" and not merged:
         scorer = _scorer(method, config, "from_language_model", name, **options)
         _describe(scorer, f"from {name}")
         return _finished(method, scorer, config), scorer.tokenizer
-    if name:
+    if name and merged:
+        if config.load_in_8bit or config.load_in_4bit:
+            raise UserError(
+                f"{name} holds an adapter, which cannot be merged into quantised weights; merge it first"
+            )
+        lm, tokenizer = load_merged(name, dtype=config.dtype, device=device)
+        _describe(lm, f"from the adapter {name} merged into {adapter_base(name)}")
+    elif name:
         lm, tokenizer = load_causal_lm(name, **options), load_tokenizer(name)
         check_tokenizer_fits(lm, tokenizer)
         _describe(lm, f"from {name}")
@@ -101,6 +116,8 @@ def start_model(method: Method, config: Any, records: Sequence[Any]) -> tuple[An
             max_length=config.max_length,
         )
         lm.to(device, _dtype(config))
+    if base_folder and not lm.name_or_path and _trains_adapters(config):
+        keep_base(lm, tokenizer, base_folder)
     model = lm if method.model == "policy" else _scorer(method, config, "from_backbone", lm, tokenizer)
     return _finished(method, model, config), tokenizer
 
@@ -115,7 +132,7 @@ def _scorer(method: Method, config: Any, maker: str, *source: Any, **options: An
         return getattr(_SCORERS[method.model], maker)(*source, **options)
     if config.use_peft and config.ensemble == "independent":
         raise UserError("independent members train in full; with use_peft take ensemble adapters or heads")
-    adapted = config.use_peft or config.ensemble == "adapters"
+    adapted = _trains_adapters(config)
     options |= {"size": config.num_members, "kind": config.ensemble}
     options["lora"] = lora_settings(config) if adapted else None
     return getattr(RewardEnsemble, maker)(*source, **options)
@@ -132,6 +149,17 @@ def _finished(method: Method, model: Any, config: Any) -> Any:
     if method.model == "policy":
         return apply_lora(model, lora_settings(config), seed=config.seed)
     return model.add_lora(lora_settings(config), seed=config.seed)
+
+
+def keep_base(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write a model that was made now, so that adapters trained on it can name what they belong to."""
+    if is_first_process() and not folder.exists():
+        save_model(model, tokenizer, folder)
+    model.name_or_path = model.config._name_or_path = str(folder.absolute())
+
+
+def _trains_adapters(config: Any) -> bool:
+    return config.use_peft or (getattr(config, "num_members", 1) > 1 and config.ensemble == "adapters")
 
 
 def lora_settings(config: Any) -> LoraSettings:

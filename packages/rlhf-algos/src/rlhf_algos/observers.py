@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from rlhf_algos.debug import ActivationHistograms, GradientFlow, Sampler
@@ -11,6 +12,8 @@ if TYPE_CHECKING:
     from rlhf_algos.trainer import BaseTrainer
 
 __all__ = ["Observers"]
+
+_LOG = logging.getLogger(__name__)
 
 
 class Observers:
@@ -67,4 +70,7 @@ def _sampler(trainer: BaseTrainer[Any], every: int) -> Sampler | None:
         return None
     source = trainer.eval_examples if len(trainer.eval_examples) else trainer.examples
     sequences = [s for i in range(min(len(source), 16)) for s in trainer.sequences(source[i])]
-    return Sampler(lm, tokenizer, Sampler.prompts_of(sequences), trainer.run, every=every)
+    sampler = Sampler(lm, tokenizer, Sampler.prompts_of(sequences), trainer.run, every=every)
+    if not sampler.prompts:
+        _LOG.warning("no samples are written: the prompts of the first rows leave no room for an answer")
+    return sampler

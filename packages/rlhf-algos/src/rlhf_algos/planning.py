@@ -23,6 +23,7 @@ from rlhf_algos.parallel import choose_precision
 from rlhf_algos.processes import num_processes
 from rlhf_data import TokenSequence, ensure_writable_folder
 from rlhf_models import load_tokenizer
+from rlhf_models.adapter_files import adapter_base, is_language_adapter, load_adapter_tokenizer
 from rlhf_models.adapters import apply_lora
 from rlhf_models.loading import check_tokenizer_fits, check_weights, load_config
 from rlhf_models.memory import activation_bytes, format_bytes, weight_bytes
@@ -96,7 +97,10 @@ def plan_training(name: str, config: Any) -> dict[str, Any]:
 def _shape(method: Method, config: Any, records: Sequence[Any]) -> tuple[Any, Any]:
     """The tokenizer, and the model to train without its weights."""
     name = config.model_name_or_path
-    if name:
+    if name and is_language_adapter(name):
+        base = adapter_base(name)
+        shape, tokenizer = load_config(base), load_adapter_tokenizer(name, base)
+    elif name:
         shape = load_config(name)
         check_weights(name)
         tokenizer = load_tokenizer(name)
@@ -154,6 +158,8 @@ def _model_text(config: Any, model: Any) -> str:
     total = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     origin = config.model_name_or_path or config.scratch or "tiny, built from the rows"
+    if is_language_adapter(origin):
+        origin = f"the adapter {origin} merged into {adapter_base(origin)}"
     members = getattr(config, "num_members", 1)
     several = f"{members} members, " if members > 1 else ""
     return f"{several}{model.config.model_type}, {origin}; {total:,} parameters, {trained:,} of them trained"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import (
     LoraConfig,
     PeftConfig,
     PeftModel,
+    TaskType,
     get_peft_model,
     get_peft_model_state_dict,
     set_peft_model_state_dict,
@@ -18,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from rlhf_data import UserError, atomic_folder
+from rlhf_models.loading import load_causal_lm, load_tokenizer
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -79,6 +82,42 @@ def save_adapter(model: PeftModel, folder: str | Path, *, adapter: str = "defaul
 def is_adapter(folder: str | Path) -> bool:
     """Whether a folder holds an adapter in PEFT's format."""
     return (Path(folder) / ADAPTER_CONFIG).is_file()
+
+
+def is_language_adapter(name_or_path: str | Path) -> bool:
+    """Whether this is a folder with an adapter of a language model, rather than of a classifier.
+
+    Raises:
+        UserError: the folder holds an adapter that cannot be read, or that is not of LoRA.
+    """
+    return is_adapter(name_or_path) and adapter_config(name_or_path).task_type in (None, TaskType.CAUSAL_LM)
+
+
+def load_merged(folder: str | Path, **load_options: Any) -> tuple[PreTrainedModel, Any]:
+    """A language model with a saved adapter's update added to its weights, and the tokenizer.
+
+    Args:
+        folder: of the adapter; its config names the model.
+        **load_options: further arguments of `load_causal_lm`, without quantisation.
+
+    Raises:
+        UserError: adapter, model or tokenizer cannot be loaded.
+    """
+    base = adapter_base(folder)
+    merged: Any = load_adapter(load_causal_lm(base, **load_options), folder).merge_and_unload()
+    merged.requires_grad_(True)
+    merged.name_or_path = merged.config._name_or_path = ""
+    return merged, load_adapter_tokenizer(folder, base)
+
+
+def load_adapter_tokenizer(folder: str | Path, base: str | Path) -> Any:
+    """The tokenizer saved with an adapter, or else that of the model it was trained on.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+    has_tokenizer = (Path(folder) / "tokenizer_config.json").is_file()
+    return load_tokenizer(folder if has_tokenizer else base)
 
 
 def adapter_config(folder: str | Path) -> LoraConfig:

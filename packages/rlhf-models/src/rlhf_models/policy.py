@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlhf_data import PackedBatch, UserError, atomic_folder
-from rlhf_models.adapter_files import adapter_base, is_adapter, load_adapter
+from rlhf_models.adapter_files import adapter_base, is_adapter, load_adapter, load_adapter_tokenizer
 from rlhf_models.adapters import AdapterSet, LoraSettings, add_adapters
 from rlhf_models.head import TokenLogps
 from rlhf_models.loading import check_tokenizer_fits, load_causal_lm, load_tokenizer, save_model
@@ -175,8 +175,7 @@ class PolicyModel(nn.Module):
         """
         if is_adapter(name_or_path):
             base = base_model or adapter_base(name_or_path)
-            has_tokenizer = (Path(name_or_path) / "tokenizer_config.json").is_file()
-            tokenizer = load_tokenizer(name_or_path if has_tokenizer else base)
+            tokenizer = load_adapter_tokenizer(name_or_path, base)
             adapters = AdapterSet(
                 load_adapter(load_causal_lm(base, **load_options), name_or_path, adapter=adapter)
             )

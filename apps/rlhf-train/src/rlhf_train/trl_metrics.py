@@ -1,0 +1,77 @@
+"""What TRL's trainers log, as this engine writes it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import TrainerCallback
+
+from rlhf_algos.job import OnStep
+from rlhf_data import RunFolder
+
+__all__ = ["Recorder", "log_to"]
+
+_TIMING = ("_runtime", "_samples_per_second", "_steps_per_second", "_flos", "_loss_total")
+
+
+@dataclass
+class Recorder:
+    """Writes what TRL logs as lines of metrics.jsonl: a line per logged step, its evaluation in it."""
+
+    run: RunFolder
+    on_step: OnStep | None
+    num_tokens: int | None = None
+    _row: dict[str, Any] = field(default_factory=dict)
+    _started: float | None = None
+    _mark: float = 0.0
+
+    def start(self) -> None:
+        """Training begins: what was logged before is no step's."""
+        self._row, self._started = {}, time.perf_counter()
+        self._mark = self._started
+
+    def log(self, step: int, total: int, logs: dict[str, float]) -> None:
+        """Take in what was logged after a step."""
+        metrics = self.clean(logs)
+        if self._started is None or not metrics:
+            return
+        if "loss" in metrics:
+            self.flush()
+            now = time.perf_counter()
+            self._row = {"step": step, **metrics, "step_time": now - self._mark}
+            self._mark = now
+            self.num_tokens = int(metrics["num_tokens"]) if "num_tokens" in metrics else self.num_tokens
+            if self.on_step:
+                self.on_step(step, total, metrics)
+        elif self._row.get("step") == step:
+            self._row |= metrics
+
+    def flush(self) -> None:
+        """Write the line of the step that is being logged."""
+        if self._row:
+            self.run.append_metrics(self._row)
+            self._row = {}
+
+    @staticmethod
+    def clean(logs: dict[str, float]) -> dict[str, float]:
+        """What this engine logs too: no totals and no timing of TRL's own."""
+        kept = {key: value for key, value in logs.items() if not key.endswith(_TIMING)}
+        if "train_loss" in kept:
+            return {}
+        if "eval_loss" in kept:
+            kept.pop("epoch", None)
+            kept.pop("eval_num_tokens", None)
+        return kept
+
+
+def log_to(recorder: Recorder) -> TrainerCallback:
+    """A callback that hands all that TRL logs to a recorder."""
+
+    class Logs(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            if state.is_world_process_zero:
+                recorder.log(state.global_step, state.max_steps, dict(logs or {}))
+
+    return Logs()
