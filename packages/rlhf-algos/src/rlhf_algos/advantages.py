@@ -8,6 +8,7 @@ named by an index tensor `(B,)` of any integers, so they may be ragged and lie i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -109,8 +110,8 @@ def group_standardise(rewards: Tensor, groups: Tensor, *, epsilon: float = 1e-4)
     Returns:
         (B,); 0 for a group of one or of equal rewards.
     """
-    group = _grouped(rewards, groups)
-    return group.centred / (group.std[group.index] + epsilon)
+    grouped = _grouped(rewards, groups)
+    return grouped.centred / (grouped.std[grouped.group] + epsilon)
 
 
 def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
@@ -125,9 +126,9 @@ def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
     Returns:
         (B,); 0 for a group of one, which has no others.
     """
-    group = _grouped(rewards, groups)
-    size = group.size[group.index]
-    return group.centred * size / (size - 1).clamp(min=1)
+    grouped = _grouped(rewards, groups)
+    size = grouped.size[grouped.group]
+    return grouped.centred * size / (size - 1).clamp(min=1)
 
 
 def zero_std_fraction(rewards: Tensor, groups: Tensor) -> Tensor:
@@ -178,16 +179,15 @@ def standardise(advantages: Tensor, *, epsilon: float = 1e-8) -> Tensor:
     return scale_by_std(advantages - advantages.mean(), epsilon=epsilon)
 
 
-@dataclass(frozen=True)
-class _Groups:
-    index: Tensor  # (B,) 0..P-1
+class _Groups(NamedTuple):
+    group: Tensor  # (B,) 0..P-1
     size: Tensor  # (P,) float
     centred: Tensor  # (B,)
 
     @property
     def std(self) -> Tensor:
         """(P,) unbiased standard deviation, 0 for a group of one."""
-        squares = torch.zeros_like(self.size).index_add(0, self.index, self.centred.square())
+        squares = torch.zeros_like(self.size).index_add(0, self.group, self.centred.square())
         return (squares / (self.size - 1).clamp(min=1)).sqrt()
 
 
@@ -196,7 +196,7 @@ def _grouped(rewards: Tensor, groups: Tensor) -> _Groups:
     index, counts = dense_index(groups)
     size = counts.to(rewards.dtype)
     mean = torch.zeros_like(size).index_add(0, index, rewards) / size
-    return _Groups(index=index, size=size, centred=rewards - mean[index])
+    return _Groups(group=index, size=size, centred=rewards - mean[index])
 
 
 def _grid(sequence: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
