@@ -69,12 +69,11 @@ class Pace:
         self._pipe.send({"config": config, "tokens": tokens, "memory_mb": peak_memory_mb()})
         self._wait()
 
-    def step_done(self, *, last: bool = False) -> None:
-        """A step is over: report it, and wait for the next one."""
+    def step_done(self) -> None:
+        """A step is over: report it, and wait for the next one, or for the other side's last."""
         seconds = time.perf_counter() - self._started
         self._pipe.send({"seconds": seconds, "loss": self.losses[-1], "memory_mb": peak_memory_mb()})
-        if not last:
-            self._wait()
+        self._wait()
 
     def _wait(self) -> None:
         self._pipe.recv()
@@ -157,7 +156,7 @@ def _train_ours(task: Task, pace: Pace) -> None:
 
     def on_step(step: int, metrics: dict[str, float]) -> None:
         pace.losses.append(metrics["loss"])
-        pace.step_done(last=step == trainer.total_steps)
+        pace.step_done()
 
     trainer.on_step = on_step
     size = task.batch_size
@@ -181,7 +180,7 @@ def _train_trl(task: Task, pace: Pace) -> None:
                 pace.step_done()
 
         def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            pace.step_done(last=True)
+            pace.step_done()
 
     class Trainer(trainer_class):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:

@@ -127,6 +127,8 @@ def compare(ours: Task, trl: Task, steps: int) -> dict[str, Any]:
         for side in sorted(pipes, reverse=step % 2 == 1):
             pipes[side].send("step")
             reports[side].append(pipes[side].recv())
+    for pipe in pipes.values():  # neither side cleans up while the other one trains
+        pipe.send("end")
     for process in processes:
         process.join(60)
     tokens = start["ours"]["tokens"]
