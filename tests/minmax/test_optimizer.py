@@ -88,12 +88,11 @@ def test_cutting_by_tokens_changes_nothing(make_game):
         metrics.append(optimizer.update(rollouts, torch.linspace(-1, 2, len(rollouts)), updates=2))
         gradients.append(seen)
     assert metrics[0].pop("num_tokens") < metrics[1].pop("num_tokens")
-    # after its first step Adam has amplified the rounding of tiny gradients
-    assert metrics[0] == pytest.approx(metrics[1], rel=1e-3, abs=1e-5)
-    for whole, cut, tolerance in zip(*gradients, (1e-5, 1e-3), strict=True):
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-5)
+    for whole, cut in zip(*gradients, strict=True):
         largest = max(float(gradient.abs().max()) for gradient in whole)
         for a, b in zip(whole, cut, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=tolerance * largest)
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-5 * largest)
 
 
 @each_kind

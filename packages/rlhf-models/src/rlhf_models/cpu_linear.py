@@ -30,14 +30,16 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def rounding(rows: int, like: Tensor) -> int:
-    """Rows to add to so many rows of a model's input, so that few shapes occur where each one costs memory.
+    """Rows to add to so many rows of a model's states, so that few shapes occur where each one costs memory.
+
+    They are added where oneDNN serves even the square layers of a model, which are its smallest.
 
     Args:
-        rows: of the input.
-        like: a weight they will be multiplied with.
+        rows: of the states.
+        like: states or a weight, as wide as the states.
     """
     costly = _mkl_is_slow() and like.device.type == "cpu" and like.dtype == torch.float32
-    return -rows % _ROUND if costly and rows > 2 * _ROUND else 0
+    return -rows % _ROUND if costly and rows * like.shape[-1] ** 2 >= _LEAST_PRODUCTS else 0
 
 
 def use_fast_linears(model: nn.Module) -> None:
