@@ -41,9 +41,7 @@ def single(train: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFac
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
-    # Which prefixes happen to meet in one micro-batch, and so the number of tokens, depends on the cut.
-    skipped = ("step_time", "num_tokens")
-    return [{k: v for k, v in row.items() if k not in skipped} for row in RunFolder(folder).read_metrics()]
+    return [{k: v for k, v in row.items() if k != "step_time"} for row in RunFolder(folder).read_metrics()]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -66,9 +64,13 @@ def test_two_processes_compute_what_one_does_and_resume_to_the_bit(
             if row["step"] == 1:
                 for each in (row, other):
                     each.pop("rewards/accuracies", None)  # all rewards are 0, but for the last bit
+            # Which prefixes happen to meet in one micro-batch, and so the tokens, depends on the cut.
+            mine_tokens, its_tokens = row.pop("num_tokens"), other.pop("num_tokens")
+            assert mine_tokens == pytest.approx(its_tokens, rel=0.02), job
             for name in row.keys() & {"loss", "eval_loss"}:
                 assert row[name] == pytest.approx(other[name], rel=1e-5), job
-            assert row == pytest.approx(other, rel=1e-4, abs=2e-5), job
+            rel = 1e-4 if job == "reward-lora" else 1e-5  # its largest reward is that of a single text
+            assert row == pytest.approx(other, rel=rel, abs=2e-6), job
         expected = weights(single / job)
         assert set(tensors) == set(expected) and tensors
         for key, tensor in tensors.items():
@@ -77,7 +79,8 @@ def test_two_processes_compute_what_one_does_and_resume_to_the_bit(
     train(mode, tmp_path, "resume")
     for job, (mine, tensors) in whole.items():
         again = rows(tmp_path / job)
-        for row in (mine[0], again[0]):
-            row.pop("rewards/accuracies", None)
+        for row in again:
+            del row["num_tokens"]
+        again[0].pop("rewards/accuracies", None)
         assert again == mine, job
         assert all(torch.equal(tensor, tensors[key]) for key, tensor in weights(tmp_path / job).items()), job

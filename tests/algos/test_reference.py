@@ -35,7 +35,7 @@ def _trainer(kind, rows, *, precompute=False, model=None, config=None, **options
     return trainer(model or _model(), settings.from_dict(values), rows, **options)
 
 
-def _same(histories):
+def assert_same(histories):
     first, *others = histories
     for other in others:
         for a, b in zip(first, other, strict=True):
@@ -45,7 +45,7 @@ def _same(histories):
 @KINDS
 def test_frozen_copy_and_precomputed_agree(kind, examples, history):
     rows, held_out = examples(kind), examples(kind, seed=1)
-    _same([history(_trainer(kind, rows, precompute=p, eval_examples=held_out)) for p in (False, True)])
+    assert_same([history(_trainer(kind, rows, precompute=p, eval_examples=held_out)) for p in (False, True)])
 
 
 @KINDS
@@ -53,13 +53,13 @@ def test_adapter_off_and_precomputed_and_copy_agree(kind, examples, history):
     rows = examples(kind)
     runs = [history(_trainer(kind, rows, precompute=p, model=_lora())) for p in (False, True)]
     given = history(_trainer(kind, rows, model=_lora(), ref_model=_model()))
-    _same([*runs, given])
+    assert_same([*runs, given])
 
 
 @KINDS
 def test_another_reference_precomputed_or_not(kind, examples, history):
     rows = examples(kind)
-    _same([history(_trainer(kind, rows, precompute=p, ref_model=_model(1))) for p in (False, True)])
+    assert_same([history(_trainer(kind, rows, precompute=p, ref_model=_model(1))) for p in (False, True)])
 
 
 @KINDS
@@ -75,7 +75,7 @@ def test_a_trained_adapter_is_its_own_reference(kind, examples, history):
         return model
 
     runs = [history(_trainer(kind, rows, precompute=p, model=trained())) for p in (False, True)]
-    _same(runs)
+    assert_same(runs)
     for side in ("chosen", "rejected"):
         assert runs[0][0][f"rewards/{side}"] == pytest.approx(0, abs=1e-5)
 
@@ -129,7 +129,7 @@ def test_a_cache_that_cannot_be_written_is_reported(examples, history, caplog):
     with caplog.at_level(logging.WARNING):
         run = history(_trainer("pairs", rows, precompute=True))
     assert "cannot be written" in caplog.text
-    _same([run, history(_trainer("pairs", rows))])
+    assert_same([run, history(_trainer("pairs", rows))])
 
 
 def test_other_data_or_weights_are_other_caches(examples):
@@ -182,7 +182,7 @@ def test_rows_made_on_demand_get_their_log_probs(examples, history):
     trainer = _trainer("pairs", Rows(rows), precompute=True, eval_examples=Rows(rows))
     assert [pair.chosen for pair in trainer.examples] == [pair.chosen for pair in rows]
     assert trainer.examples[3].ref_chosen_logps == trainer.eval_examples[3].ref_chosen_logps < 0
-    _same([history(trainer), history(_trainer("pairs", rows, eval_examples=rows))])
+    assert_same([history(trainer), history(_trainer("pairs", rows, eval_examples=rows))])
 
 
 def test_dropout_is_switched_off_unless_asked_for(examples):

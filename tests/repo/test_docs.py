@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from rlhf_algos import METHODS
-from rlhf_data import apply_overrides
+from rlhf_data import UserError, apply_overrides
 from rlhf_minmax import MinMaxConfig
 
 ROOT = Path(__file__).parents[2]
@@ -56,12 +56,16 @@ def commands(page: Path) -> list[tuple[str, list[str]]]:
     return [(match[1], shlex.split(match[2])) for match in found if match and "--help" not in match[2]]
 
 
-def resolve(method: str, values: dict[str, Any], where: str) -> None:
-    """Refuse what is no setting of a method."""
-    if method == "minmax":
-        MinMaxConfig.from_dict(values, where=where)
-    else:
-        METHODS[method].resolve(values, where=where)
+def refusal(method: str, values: dict[str, Any], where: str) -> str | None:
+    """What is no setting of a method, in a sentence."""
+    try:
+        if method == "minmax":
+            MinMaxConfig.from_dict(values, where=where)
+        else:
+            METHODS[method].resolve(values, where=where)
+    except UserError as error:
+        return str(error)
+    return None
 
 
 @EACH_PAGE
@@ -82,7 +86,8 @@ def test_commands_use_options_and_settings_that_exist(page: Path) -> None:
     for method, arguments in commands(page):
         options = main.commands[method].make_context(method, arguments).params
         given = {} if method == "minmax" else {"model_name_or_path": options["model"]}
-        resolve(method, apply_overrides(given, options["overrides"]), " ".join(arguments))
+        values = apply_overrides(given, options["overrides"])
+        assert refusal(method, values, " ".join(arguments)) is None
 
 
 @EACH_PAGE
@@ -90,7 +95,7 @@ def test_config_examples_are_valid(page: Path) -> None:
     for block in code_blocks(page, "yaml"):
         named = re.match(r"# (\w+)\.yaml", block)
         method = named[1] if named and named[1] in METHODS else "minmax"
-        resolve(method, yaml.safe_load(block), page.name)
+        assert refusal(method, yaml.safe_load(block), page.name) is None
 
 
 @EACH_PAGE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -26,19 +27,9 @@ ROWS = [
 
 
 @pytest.fixture
-def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    """Calls `rlhf-train minmax` in an empty folder, with an empty cache; what it printed and returned."""
-    from rlhf_train.cli import main
-
-    work = tmp_path / "work"
-    work.mkdir()
-    monkeypatch.chdir(work)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-    def call(*arguments: Any) -> Result:
-        return CliRunner().invoke(main, ["minmax", *map(str, arguments)])
-
-    return call
+def cli(train: Callable[..., Result]) -> Callable[..., Result]:
+    """Calls `rlhf-train minmax`, like `train`."""
+    return functools.partial(train, "minmax")
 
 
 @pytest.fixture
@@ -55,21 +46,9 @@ def rows_file(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def refused(cli: Callable[..., Result], tmp_path: Path) -> Callable[..., str]:
-    """Calls the command, expecting one sentence on stderr, exit code 2 and no file left; the sentence."""
-
-    def call(*arguments: Any) -> str:
-        before = sorted(tmp_path.rglob("*"))
-        result = cli(*arguments)
-        assert result.exit_code == 2, result.output
-        assert isinstance(result.exception, SystemExit)
-        assert result.stderr.startswith("Error: ") and result.stderr.count("\n") == 1, result.stderr
-        cache = tmp_path / "cache"
-        left = [path for path in sorted(tmp_path.rglob("*")) if not path.is_relative_to(cache)]
-        assert [path for path in left if path not in before] == []
-        return result.stderr.removeprefix("Error: ").strip()
-
-    return call
+def refused(train_refused: Callable[..., str]) -> Callable[..., str]:
+    """Calls `rlhf-train minmax`, like `train_refused`."""
+    return functools.partial(train_refused, "minmax")
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import os
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from rlhf_algos.checkpoints import save_pretrained
-from rlhf_algos.job import Clock, OnStep
+from rlhf_algos.job import Clock, Job
 from rlhf_algos.job_data import Rows, load_rows
 from rlhf_algos.job_models import (
     check_machine,
@@ -34,10 +33,9 @@ from rlhf_algos.job_models import (
     lora_settings,
     start_model,
 )
-from rlhf_algos.methods import METHODS, Method
 from rlhf_algos.parallel import choose_precision
 from rlhf_algos.results import finish_run
-from rlhf_data import RunFolder, UserError, atomic_folder, atomic_write_json
+from rlhf_data import UserError, atomic_folder, atomic_write_json
 from rlhf_data.files import finite
 from rlhf_models.adapter_files import is_language_adapter
 from rlhf_models.adapters import apply_lora
@@ -127,26 +125,8 @@ def dataset_rows(records: Sequence[Any]) -> list[dict[str, Any]]:
     return rows
 
 
-@dataclass
-class TRLJob:
-    """One run of one method through TRL; see `rlhf_algos.TrainingJob`.
-
-    Args:
-        name: of the method, a key of `METHODS`.
-        config: the settings, of the method's `job_config`.
-        run: the run's folder.
-        on_step: told of every logged step.
-    """
-
-    name: str
-    config: Any
-    run: RunFolder
-    on_step: OnStep | None = None
-
-    @property
-    def method(self) -> Method:
-        """What is trained."""
-        return METHODS[self.name]
+class TRLJob(Job):
+    """One run of one method through TRL; see `rlhf_algos.TrainingJob`."""
 
     def train(self, *, resume: bool = False) -> dict[str, Any]:
         """Train and write everything; the results.

@@ -19,7 +19,7 @@ from rlhf_algos.results import finish_run
 from rlhf_data import RunFolder, UserError, atomic_write_json
 from rlhf_data.files import finite
 
-__all__ = ["Clock", "OnStep", "TrainingJob"]
+__all__ = ["Clock", "Job", "OnStep", "TrainingJob"]
 
 _LOG = logging.getLogger(__name__)
 _BEFORE, _EVALUATION = "before.json", "evaluation.json"
@@ -29,27 +29,36 @@ OnStep = Callable[[int, int, dict[str, float]], None]
 
 
 @dataclass
-class TrainingJob:
-    """One run of one method, from its settings to its results.
+class Job:
+    """What one run of one method is given, whoever trains it.
 
     Args:
         name: of the method, a key of `METHODS`.
         config: the settings, of the method's `job_config`.
         run: the run's folder.
-        on_step: told of every step.
-        progress: see `BaseTrainer`.
+        on_step: told of every logged step.
     """
 
     name: str
     config: Any
     run: RunFolder
     on_step: OnStep | None = None
-    progress: bool | None = False
 
     @property
     def method(self) -> Method:
         """What is trained."""
         return METHODS[self.name]
+
+
+@dataclass
+class TrainingJob(Job):
+    """One run of one method, from its settings to its results; see `Job`.
+
+    Args:
+        progress: see `BaseTrainer`.
+    """
+
+    progress: bool | None = False
 
     def train(self, *, resume: bool = False) -> dict[str, Any]:
         """Train, or train on from the newest checkpoint, and write everything; the results.
