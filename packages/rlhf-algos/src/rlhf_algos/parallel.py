@@ -20,13 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from rlhf_algos.config import HardwareConfig
+from rlhf_algos.processes import connect
 from rlhf_data import UserError
 
 __all__ = ["Parallel", "check_hardware", "choose_precision"]
@@ -121,7 +122,7 @@ class Parallel:
             _name_single_process()
             plugin = _deepspeed_plugin(config.deepspeed, self.precision, batch_size, max_grad_norm)
         mixed = "no" if self.fsdp or plugin else self.precision
-        PartialState(cpu=not torch.cuda.is_available())  # Accelerate alone starts no DeepSpeed group on CPUs
+        connect()  # Accelerate alone starts no DeepSpeed group on CPUs
         AcceleratorState._reset_state()  # one trainer of this process may be in bf16, the next in fp32
         self.accelerator = Accelerator(mixed_precision=mixed, deepspeed_plugin=plugin)
         unset_hf_deepspeed_config()  # else transformers would shard every model that it loads from now on

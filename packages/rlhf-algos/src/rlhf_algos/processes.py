@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["first_process_first", "from_first_process", "is_first_process", "num_processes"]
+__all__ = ["connect", "first_process_first", "from_first_process", "is_first_process", "num_processes"]
 
 
 def num_processes() -> int:
@@ -30,7 +31,7 @@ def from_first_process(value: Any) -> Any:
         return value
     from accelerate.utils import broadcast_object_list
 
-    _connect()
+    connect()
     return broadcast_object_list([value])[0]
 
 
@@ -40,7 +41,7 @@ def first_process_first() -> Iterator[None]:
     if num_processes() == 1:
         yield
         return
-    state = _connect()
+    state = connect()
     if not is_first_process():
         state.wait_for_everyone()
     yield
@@ -48,8 +49,22 @@ def first_process_first() -> Iterator[None]:
         state.wait_for_everyone()
 
 
-def _connect() -> Any:
+def connect() -> Any:
+    """Join the group of processes, once; Accelerate's `PartialState`.
+
+    The group is left when Python ends: its threads, still running then, would abort the process now and then.
+    """
     import torch
     from accelerate import PartialState
 
-    return PartialState(cpu=not torch.cuda.is_available())
+    state = PartialState(cpu=not torch.cuda.is_available())
+    atexit.unregister(_leave)
+    atexit.register(_leave)
+    return state
+
+
+def _leave() -> None:
+    import torch.distributed
+
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
