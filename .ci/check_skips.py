@@ -1,4 +1,4 @@
-"""Fails when a test was skipped for want of the shared data: `check_skips.py JUNIT_XML`.
+"""Fails when a test was skipped for want of the shared data, mergekit or vLLM: `check_skips.py JUNIT_XML`.
 
 A checkout that has no shared data beside it says so with ALLOW_MISSING_DATA=1.
 """
@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 
 def main(path: str) -> int:
-    """Prints every skipped test with its reason; returns 1 when shared data was the reason."""
+    """Prints every skipped test with its reason; returns 1 when a missing part of CI was the reason."""
     skipped = {
         f"{case.get('classname')}::{case.get('name')}": reason.get("message") or ""
         for case in ElementTree.parse(path).iter("testcase")
@@ -19,9 +19,15 @@ def main(path: str) -> int:
     }
     for name, reason in skipped.items():
         print(f"skipped: {name}: {reason}")
-    missing = [name for name, reason in skipped.items() if "shared" in reason]
+    missing = [
+        name
+        for name, reason in skipped.items()
+        if "shared" in reason or "MERGEKIT" in reason or "VLLM" in reason
+    ]
     if missing and os.environ.get("ALLOW_MISSING_DATA") != "1":
-        print(f"{len(missing)} tests were skipped because ../shared/data is missing", file=sys.stderr)
+        print(
+            f"{len(missing)} tests were skipped for want of ../shared/data, mergekit or vLLM", file=sys.stderr
+        )
         return 1
     return 0
 

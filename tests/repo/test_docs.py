@@ -15,6 +15,7 @@ import yaml
 
 from rlhf_algos import METHODS
 from rlhf_data import UserError, apply_overrides
+from rlhf_merge import MergeConfig, MergeError
 from rlhf_minmax import MinMaxConfig
 
 ROOT = Path(__file__).parents[2]
@@ -49,21 +50,23 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def commands(page: Path) -> list[tuple[str, list[str]]]:
-    """Method and arguments of every `rlhf-train` in the page's plain code blocks, `--help` aside."""
+def commands(page: Path, program: str = r"(?:rlhf-train|-m rlhf_train)") -> list[tuple[str, list[str]]]:
+    """Verb and arguments of every call of a program in the page's plain code blocks, `--help` aside."""
     lines = [line for block in code_blocks(page, "") for line in block.splitlines()]
-    found = [re.search(r"(?:rlhf-train|-m rlhf_train) (\w+)(.*)", line) for line in lines]
+    found = [re.search(rf"{program} ([\w-]+)(.*)", line) for line in lines]
     return [(match[1], shlex.split(match[2])) for match in found if match and "--help" not in match[2]]
 
 
 def refusal(method: str, values: dict[str, Any], where: str) -> str | None:
     """What is no setting of a method, in a sentence."""
     try:
-        if method == "minmax":
+        if "method" in values:
+            MergeConfig.from_dict(values, where)
+        elif method == "minmax":
             MinMaxConfig.from_dict(values, where=where)
         else:
             METHODS[method].resolve(values, where=where)
-    except UserError as error:
+    except (UserError, MergeError) as error:
         return str(error)
     return None
 
@@ -88,6 +91,14 @@ def test_commands_use_options_and_settings_that_exist(page: Path) -> None:
         given = {} if method == "minmax" else {"model_name_or_path": options["model"]}
         values = apply_overrides(given, options["overrides"])
         assert refusal(method, values, " ".join(arguments)) is None
+
+
+@EACH_PAGE
+def test_merge_commands_use_options_that_exist(page: Path) -> None:
+    from rlhf_merge.cli import main
+
+    for verb, arguments in commands(page, "rlhf-merge"):
+        assert main.commands[verb].make_context(verb, arguments).args == []
 
 
 @EACH_PAGE

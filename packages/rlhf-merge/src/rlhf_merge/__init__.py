@@ -1,3 +1,27 @@
-"""Merging of language models."""
+"""Merging of language models: streamed, resumable, checked; and the methods as pure functions on tensors."""
 
-__all__: list[str] = []
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_MODULES = {
+    "config": ("MergeConfig",),
+    "engine": ("Resources",),
+    "errors": ("MergeError",),
+    "functions": (
+        *("breadcrumbs", "dare", "della", "linear", "model_stock", "nearswap", "slerp", "spherical_mean"),
+        *("task_arithmetic", "ties"),
+    ),
+    "merger": ("MergeResult", "ModelMerger", "layer_wise_interpolation"),
+    "model_soup": ("ModelSoup", "SoupResult"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'rlhf_merge' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"rlhf_merge.{_MODULE_OF[name]}"), name)

@@ -1,0 +1,100 @@
+"""The model card: the exact recipe, and how much of each model went into the result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from rlhf_merge.catalog import METHODS
+
+if TYPE_CHECKING:
+    from rlhf_merge.plan import MergePlan
+
+RECIPE_FILE = "merge_config.yaml"
+"""The config in the result's folder: `rlhf-merge run merge_config.yaml OUT` makes the same bytes again."""
+
+
+def write_card(folder: Path, plan: MergePlan, coefficients: Mapping[str, Sequence[float]]) -> None:
+    """Write README.md and the recipe.
+
+    Args:
+        folder: of the result.
+        plan: of the merge.
+        coefficients: of each tensor, see `Step.coefficients`.
+    """
+    recipe = plan.config.to_yaml()
+    (folder / RECIPE_FILE).write_text(recipe, encoding="utf-8")
+    (folder / "README.md").write_text(_card(plan, recipe, coefficients), encoding="utf-8")
+
+
+def effective_weights(
+    plan: MergePlan, coefficients: Mapping[str, Sequence[float]]
+) -> list[tuple[str, float, float, float]]:
+    """How much of each model went into the result: least, mean and greatest coefficient over its tensors.
+
+    With a base they are those of the task vectors. The mean is weighted by the tensors' sizes.
+
+    Args:
+        plan: of the merge.
+        coefficients: of each tensor.
+
+    Returns:
+        (model, least, mean, greatest) for each model; empty where numbers do not say it.
+    """
+    found: dict[str, list[tuple[float, int]]] = {}
+    for job in plan.jobs:
+        labels = job.inputs.labels[job.inputs.base is not None :]
+        for label, value in zip(labels, coefficients.get(job.output.name, ()), strict=False):
+            found.setdefault(label, []).append((value, job.inputs.numel))
+    rows = []
+    for label, values in found.items():
+        size = sum(count for _, count in values)
+        mean = sum(value * count for value, count in values) / size if size else 0.0
+        rows.append((label, min(v for v, _ in values), mean, max(v for v, _ in values)))
+    return rows
+
+
+def _card(plan: MergePlan, recipe: str, coefficients: Mapping[str, Sequence[float]]) -> str:
+    method = METHODS[plan.config.method]
+    head = {
+        "base_model": list(plan.checkpoints),
+        "library_name": "transformers",
+        "tags": ["merge", "rlhf-merge", plan.config.method],
+    }
+    paper = f" ([{method.paper}]({_link(method.paper)}))" if _link(method.paper) else ""
+    parts = [
+        f"---\n{yaml.safe_dump(head, sort_keys=False)}---",
+        f"# {plan.reference.rstrip('/').rpartition('/')[2]}, merged by {method.title}",
+        f"{method.title}{paper}: {method.summary}. {plan.parameters:,} parameters. Config and generation "
+        f"settings are those of `{plan.reference}`, the tokenizer is that of `{plan.tokenizer}`.",
+        "## Effective weights",
+        _weights(plan, coefficients),
+        "## Recipe",
+        f"`rlhf-merge run {RECIPE_FILE} OUT` makes these bytes again from the same models:",
+        f"```yaml\n{recipe.rstrip()}\n```",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _weights(plan: MergePlan, coefficients: Mapping[str, Sequence[float]]) -> str:
+    rows = effective_weights(plan, coefficients)
+    if not rows:
+        return "The method decides element by element; there is no weight of a whole model."
+    based = METHODS[plan.config.method].base == "required"
+    what = "Factors of the task vectors (model less base)" if based else "Factors of the models"
+    notes = [f"{what}, after every normalisation that is the same for a whole tensor:"]
+    if "sign" in METHODS[plan.config.method].parameters:
+        notes[0] = f"{what}, before signs are elected; elements that lose the election are left out"
+        divided = any(job.values.shared.get("normalize") for job in plan.jobs)
+        notes[0] += ", and each element is divided by the weights that agree:" if divided else ":"
+    table = ["| model | least | mean | greatest |", "|---|---|---|---|"]
+    table += [f"| `{label}` | {low:.6g} | {mean:.6g} | {high:.6g} |" for label, low, mean, high in rows]
+    return "\n\n".join([*notes, "\n".join(table)])
+
+
+def _link(paper: str) -> str:
+    kind, _, number = paper.partition(":")
+    return {"arXiv": f"https://arxiv.org/abs/{number}", "doi": f"https://doi.org/{number}"}.get(kind, "")

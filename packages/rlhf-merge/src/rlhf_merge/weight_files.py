@@ -1,0 +1,105 @@
+"""Which files of a folder hold a model's weights or an adapter's, by the names transformers and peft use."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from rlhf_merge.errors import MergeError
+
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+SAFETENSORS = "model.safetensors"
+TORCH_INDEX = "pytorch_model.bin.index.json"
+TORCH = "pytorch_model.bin"
+
+WEIGHT_FILES = ((SAFETENSORS_INDEX, SAFETENSORS), (TORCH_INDEX, TORCH))
+"""The names looked for, safetensors first: the index of several files and the name of a single one."""
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+
+_SHARD = re.compile(r"-(\d+)-of-(\d+)\.")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object a file holds.
+
+    Raises:
+        MergeError: it cannot be read or holds something else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise MergeError(f"{path} cannot be read as JSON ({error}); copy it anew.") from None
+    if not isinstance(content, dict):
+        raise MergeError(
+            f"{path} holds a {type(content).__name__} where a JSON object was expected; copy it anew."
+        )
+    return content
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor, as an index says; every file lies in the index's folder.
+
+    Raises:
+        MergeError: the index has no such map, or names a file elsewhere.
+    """
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise MergeError(f"{index} has no `weight_map` from tensors to files; copy it anew.")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise MergeError(
+                f"{index}: tensor {name!r} is said to be in {file!r}, which is not a file beside the index."
+            )
+    return weight_map
+
+
+def find_weights(folder: Path) -> Path | None:
+    """The index or the single file of the model in a folder, None where it holds no weights.
+
+    Raises:
+        MergeError: there are several candidates, none of which goes before the others, or one of several
+        shards.
+    """
+    for index, single in WEIGHT_FILES:
+        present = [folder / name for name in (index, single) if (folder / name).is_file()]
+        if len(present) == 2:
+            raise MergeError(f"{folder} holds both {index} and {single}; remove the one that is out of date.")
+        if present:
+            return present[0]
+    others = sorted(path for path in folder.glob("*.safetensors") if path.name not in ADAPTER_FILES)
+    if not others:
+        return None
+    shard = _SHARD.search(others[0].name)
+    if len(others) > 1 or (shard and int(shard[2]) > 1):
+        raise MergeError(
+            f"{folder} holds "
+            f"{', '.join(path.name for path in others[:3])}{' and more' if len(others) > 3 else ''} without "
+            f"{SAFETENSORS_INDEX}, so the model's files are not known; get the index too."
+        )
+    return others[0]
+
+
+def find_adapter(folder: Path) -> Path | None:
+    """The weights of the adapter in a folder, None where it holds no adapter or no weights of one."""
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return None
+    return next((folder / name for name in ADAPTER_FILES if (folder / name).is_file()), None)
+
+
+def no_weights(folder: Path) -> MergeError:
+    """The error for a folder without weights: what was looked for, and what lies there instead."""
+    names = ", ".join(name for pair in WEIGHT_FILES for name in pair)
+    unread = sorted(
+        path.name for kind in ("gguf", "pth", "pt", "ckpt", "h5", "npz") for path in folder.glob(f"*.{kind}")
+    )
+    there = (
+        f"; {unread[0]} is of a kind that is not read, so convert the model to safetensors" if unread else ""
+    )
+    return MergeError(
+        f"{folder} holds no weights: none of {names}, another single *.safetensors, or {ADAPTER_CONFIG} with "
+        f"{' or '.join(ADAPTER_FILES)}{there}."
+    )

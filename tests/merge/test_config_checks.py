@@ -1,0 +1,170 @@
+"""What a config of our schema is refused for, by its message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlhf_merge.catalog import METHODS
+from rlhf_merge.config import MergeConfig
+from rlhf_merge.errors import MergeError
+
+
+def ties(**changes: Any) -> dict[str, Any]:
+    return {"method": "ties", "base": "base", "models": ["a", "b"]} | changes
+
+
+def model(**parameters: Any) -> dict[str, Any]:
+    return {"model": "a"} | parameters
+
+
+def sliced(method: str, *parts: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"method": method, "slices": list(parts)} | more
+
+
+def part(*models: str, **more: Any) -> dict[str, Any]:
+    return {"sources": [{"model": model, "layers": [0, 4]} for model in models]} | more
+
+
+def layers(*ranges: Any) -> dict[str, Any]:
+    return {"sources": [{"model": f"m{i}", "layers": item} for i, item in enumerate(ranges)]}
+
+
+REFUSALS = [
+    # Keys.
+    (ties(densty=0.5), "unknown key densty at the top; did you mean density?"),
+    (ties(models=["a", model(wieght=1)]), "unknown key wieght in models[1]; did you mean weight?"),
+    (
+        ties(models=[model(parameters={})]),
+        "unknown key parameters in models[0]; valid keys are model, weight, density",
+    ),
+    (ties(merge_method="ties"), "unknown key merge_method at the top; did you mean method?"),
+    (sliced("linear", part("a", sorces=[])), "unknown key sorces in slices[0]; did you mean sources?"),
+    (
+        sliced("linear", {"sources": [{"model": "a", "layers": [0, 1], "layer": 1}]}),
+        "unknown key layer in slices[0].sources[0]; did you mean layers?",
+    ),
+    ({1: 2, "method": "ties"}, "unknown key 1 at the top; valid keys are method, base"),
+    # Values of single keys.
+    ([], "the top level is [], expected a mapping"),
+    ({"models": ["a"]}, "method is missing; give one of linear, task_arithmetic, ties"),
+    (ties(method="tie"), "method is 'tie', expected one of linear, task_arithmetic, ties"),
+    (ties(method=None), "method is None, expected one of linear"),
+    (ties(base=""), "model is '', expected a folder, a hub id or base+adapter"),
+    (ties(models=["a", ""]), "models[1] is '', expected a folder"),
+    (ties(models=["a", {"model": 3}]), "models[1].model is 3, expected a folder"),
+    (ties(models=["a", 3]), "models[1] is 3, expected a mapping"),
+    (ties(models=["a", {"weight": 3}]), "models[1] has no model; give it one"),
+    (ties(models=[]), "models is [], expected a list with at least one item"),
+    (ties(models={"a": 1}), "models is {'a': 1}, expected a list"),
+    (ties(dtype="int8"), "dtype is 'int8', expected float32, float16, bfloat16 or float64"),
+    (ties(dtype=16), "dtype is 16, expected float32"),
+    (ties(seed=-1), "seed is -1, expected a whole number >= 0"),
+    (ties(seed=1.0), "seed is 1.0, expected a whole number >= 0"),
+    (ties(seed=True), "seed is True, expected a whole number >= 0"),
+    (ties(seed=None), "seed is None, expected a whole number >= 0"),
+    (
+        ties(vocab="c"),
+        "is to be that of 'c', expected union, truncate, base or a model of the merge: base, a, b",
+    ),
+    (ties(vocab=3), "vocab is 3"),
+    ({"method": "linear", "models": ["a"], "vocab": "base"}, "is to be the base's, but no base is given"),
+    # Parameters.
+    (ties(density=0), "density is 0, expected a finite number > 0 and <= 1"),
+    (
+        ties(models=["a", model(density=1.01)]),
+        "models[1].density is 1.01, expected a finite number > 0 and <= 1",
+    ),
+    (ties(t=0.5), "t: ties takes no parameter t; it takes weight, lambda, normalize, sign, density"),
+    (ties(models=[model(gamma=0.1)]), "models[0].gamma: ties takes no parameter gamma; it takes weight"),
+    (ties(models=["a", model(**{"lambda": 1})]), "models[1].lambda: lambda belongs to the whole merge"),
+    (
+        {"method": "model_stock", "base": "x", "models": ["a", "b"], "weight": 1},
+        "no parameter weight; it takes none",
+    ),
+    (sliced("linear", part("a", t=1)), "slices[0].t: linear takes no parameter t"),
+    (
+        sliced("linear", {"sources": [{"model": "a", "layers": [0, 1], "normalize": True}]}),
+        "slices[0].sources[0].normalize: normalize belongs to the whole merge",
+    ),
+    (sliced("linear", part("a", weight="x")), "slices[0].weight is 'x', expected a finite number"),
+    # The base and the number of models.
+    ({"method": "ties"}, "a config has either models or slices, and neither is given"),
+    (ties(slices=[part("base", "a")]), "a config has either models or slices, and both are given"),
+    ({"method": "ties", "models": ["a"]}, "ties needs a base model and none is given"),
+    (ties(models=["a", "base"]), "models[1] is the base base, which ties does not merge with itself"),
+    ({"method": "slerp", "models": ["a"]}, "models holds 1, but slerp merges 2 models; add some"),
+    (
+        {"method": "slerp", "models": ["a", "b", "c"]},
+        "models holds 3, but slerp merges 2 models; remove some",
+    ),
+    (
+        {"method": "model_stock", "base": "x", "models": ["a"]},
+        "models holds 1, but model_stock merges at least 2 models, the base not counted; add some",
+    ),
+    (
+        {"method": "nearswap", "base": "x", "models": ["a", "b"]},
+        "models holds 2, but nearswap merges 1 model, the base not counted; remove some",
+    ),
+    (
+        {"method": "passthrough", "models": ["a", "b"]},
+        "models holds 2, but passthrough merges 1 model; remove some",
+    ),
+    # Slices.
+    (sliced("slerp", part("a", "b"), part("a")), "slices[1].sources holds 1, but slerp merges 2 models"),
+    (sliced("ties", part("x", "a"), base="y"), "slices[0].sources lists the base y 0 times, expected once"),
+    (sliced("ties", part("y", "a", base="x"), base="y"), "slices[0].sources lists the base x 0 times"),
+    (
+        sliced("ties", part("y", "a", "y"), base="y"),
+        "slices[0].sources lists the base y 2 times, expected once",
+    ),
+    (
+        sliced("ties", part("y"), base="y"),
+        "slices[0].sources holds 0, but ties merges at least 1 model, the base",
+    ),
+    (
+        sliced("ties", {"sources": [{"model": "y", "layers": [0, 1], "weight": 1}]}, base="y"),
+        "slices[0].sources gives the base y weight, which it cannot use; remove it",
+    ),
+    (sliced("linear", part("a", base="a")), "slices[0] has a base of its own, which linear does not use"),
+    (sliced("linear", part("a", base=3)), "slices[0].base is 3, expected a folder"),
+    (sliced("linear", {}), "slices[0].sources is None, expected a list with at least one item"),
+    (sliced("linear", {"sources": ["a"]}), "slices[0].sources[0] is 'a', expected a mapping"),
+    (sliced("linear", {"sources": [{"model": "a"}]}), "slices[0].sources[0] has no layers; give it one"),
+    (
+        sliced("linear", layers([0, 4], [2, 5])),
+        "slices[0] has sources of different lengths: m0 [0, 4], m1 [2, 5]",
+    ),
+    (sliced("linear", layers([4, 4])), "slices[0].sources[0].layers is [4, 4], expected two whole numbers"),
+    (sliced("linear", layers([-1, 4])), "layers is [-1, 4], expected two whole numbers [first, end]"),
+    (sliced("linear", layers([0, 4.0])), "layers is [0, 4.0], expected two whole numbers"),
+    (sliced("linear", layers([False, 4])), "layers is [False, 4], expected two whole numbers"),
+    (sliced("linear", layers([0, 2, 4])), "layers is [0, 2, 4], expected two whole numbers"),
+    (sliced("linear", layers(8)), "layers is 8, expected two whole numbers"),
+]
+
+
+@pytest.mark.parametrize(("plain", "message"), REFUSALS)
+def test_a_mistake_is_refused_in_one_sentence_that_names_it(plain: Any, message: str) -> None:
+    with pytest.raises(MergeError) as error:
+        MergeConfig.from_dict(plain, where="merge.yaml")
+    assert str(error.value).startswith("merge.yaml: ")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_accepts_its_own_parameters_and_spelling(method: str) -> None:
+    entry = METHODS[method]
+    plain: dict[str, Any] = {
+        "method": method.replace("_", "-"),
+        "models": list("abc"[: max(1, entry.models[0])]),
+    }
+    if entry.base == "required":
+        plain["base"] = "base"
+    config = MergeConfig.from_dict(plain | entry.parameters)
+    assert config.method == method
+    values = config.values("lm_head", 0)
+    merged = values.shared | (values.per_model[0] if values.per_model else {})
+    assert merged == entry.parameters

@@ -1,0 +1,248 @@
+"""The arithmetic of whole models: threads, memory, progress, and what stops it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_merge import engine
+from rlhf_merge.blocks import MemoryTensor
+from rlhf_merge.config import MergeConfig
+from rlhf_merge.engine import Resources, check_device, merge_tensors, resident_bytes
+from rlhf_merge.errors import MergeError
+from rlhf_merge.plan import TensorJob, job_of, make_plan
+from rlhf_merge.tensor_names import source_names
+
+State = dict[str, Tensor]
+
+
+class Memory:
+    """Merged tensors, and what the engine said of them."""
+
+    def __init__(self) -> None:
+        self.tensors: State = {}
+        self.pieces: list[tuple[str, int, int]] = []
+        self.finished: dict[str, Any] = {}
+        self.flushed = 0
+
+    def write(self, name: str, element: int, values: Tensor) -> None:
+        self.pieces.append((name, element, len(values)))
+        self.tensors.setdefault(name, torch.empty(0, dtype=values.dtype))
+        if element == len(self.tensors[name]):
+            self.tensors[name] = torch.cat([self.tensors[name], values])
+
+    def tensor_finished(self, name: str, **facts: object) -> None:
+        self.finished[name] = facts
+
+    def flush(self) -> None:
+        self.flushed += 1
+
+
+def jobs_of(states: dict[str, State], /, **values: Any) -> list[TensorJob]:
+    """The jobs of a merge in memory."""
+    config = MergeConfig.from_dict(values)
+    tensors = {spec: {k: MemoryTensor(t) for k, t in state.items()} for spec, state in states.items()}
+    reference = config.model_specs[0]
+    return [job_of(config, names, tensors, reference) for names in source_names(config, tensors, reference)]
+
+
+def merged(states: dict[str, State], threads: int = 1, /, **values: Any) -> Memory:
+    sink = Memory()
+    merge_tensors(jobs_of(states, **values), sink, threads=threads)
+    return sink
+
+
+def states(*specs: str, layers: int = 4, size: int = 3000) -> dict[str, State]:
+    generator = torch.Generator().manual_seed(0)
+    names = [f"layers.{i}.{part}" for i in range(layers) for part in ("v", "w")]
+    return {
+        spec: {
+            name: torch.randn(size * (1 + 2 * (i % 2)), generator=generator) for i, name in enumerate(names)
+        }
+        for spec in specs
+    }
+
+
+DARE = {"method": "dare_ties", "base": "base", "models": ["a", "b"], "density": [0.3, 0.8]}
+
+
+@pytest.mark.parametrize("threads", [2, 3, 8])
+def test_the_number_of_threads_does_not_matter(threads: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rlhf_merge.blocks.BLOCK", 512)
+    models = states("base", "a", "b")
+    for values in (DARE, DARE | {"method": "ties"}, {"method": "karcher", "models": ["a", "b"]}):
+        one, several = merged(models, 1, **values), merged(models, threads, **values)
+        assert one.tensors.keys() == models["base"].keys()
+        assert all(torch.equal(tensor, several.tensors[name]) for name, tensor in one.tensors.items())
+        assert one.finished == several.finished
+
+
+def test_tensors_are_worked_on_at_once_and_torch_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch):
+    models, together = states("a", "b", layers=1), threading.Barrier(2, timeout=60)
+    copy = MemoryTensor.read
+
+    def meeting(self: MemoryTensor, start: int, stop: int, out: Tensor) -> None:
+        together.wait()  # passes only when two threads are here
+        assert torch.get_num_threads() == 1
+        copy(self, start, stop, out)
+
+    monkeypatch.setattr(MemoryTensor, "read", meeting)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert len(merged(models, 2, method="linear", models=["a", "b"]).finished) == 2
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_progress_tells_every_byte(monkeypatch: pytest.MonkeyPatch, workshop: Any):
+    monkeypatch.setattr("rlhf_merge.blocks.BLOCK", 32)
+    base, a, b = workshop.trio(torch.bfloat16)
+    for method, more in (("ties", {"density": 0.5}), ("model_stock", {}), ("dare_ties", {"density": 0.5})):
+        plan = make_plan(MergeConfig.from_dict({"method": method, "base": base, "models": [a, b], **more}))
+        counts: list[int] = []
+        merge_tensors(plan.jobs, Memory(), threads=2, on_bytes=counts.append)
+        plan.close()
+        assert sum(counts) == plan.bytes_read + plan.bytes_written
+        assert max(counts) <= 64
+
+
+def test_finished_tensors_are_noted_with_their_coefficients_and_flushed():
+    models = states("base", "a", "b", layers=2)
+    values = {"base": "base", "models": [{"model": "a", "weight": [1.0, 3.0]}, "b"], "method": "linear"}
+    sink = merged(models, **values)
+    assert sink.finished["layers.0.w"] == {"coefficients": [0.5, 0.5]}
+    assert sink.finished["layers.1.v"] == {"coefficients": [0.75, 0.25]}
+    assert sink.flushed == 1
+
+
+def test_long_merges_are_flushed_in_between(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine, "_FLUSH_SECONDS", 0.0)
+    assert merged(states("a"), method="linear", models=["a"]).flushed > 1
+
+
+def test_the_largest_tensors_come_first():
+    sink = merged(states("a"), method="linear", models=["a"])
+    sizes = [length for _, _, length in sink.pieces]
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 2
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("spec", ["base", "a", "b"])
+def test_numbers_that_are_none_are_refused_by_name(spec: str, value: float, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rlhf_merge.blocks.BLOCK", 512)
+    models = states("base", "a", "b")
+    models[spec]["layers.2.w"][1300] = value
+    name = r"layers\.2\.w"
+    for method in ("ties", "task_arithmetic", "model_stock"):
+        with pytest.raises(
+            MergeError, match=rf"^{spec}: tensor {name} holds {value} at \(1300,\); a merge would spread it"
+        ):
+            merged(models, 2, method=method, base="base", models=["a", "b"])
+
+
+def test_a_failure_ends_the_work_and_keeps_what_is_finished():
+    models = states("a", layers=20)
+    models["a"]["layers.3.w"][0] = float("nan")  # the fourth of the largest tensors, which come first
+
+    class Slow(Memory):
+        def write(self, name: str, element: int, values: Tensor) -> None:
+            time.sleep(0.02)
+            super().write(name, element, values)
+
+    sink = Slow()
+    with pytest.raises(MergeError, match="holds nan"):
+        merge_tensors(jobs_of(models, method="linear", models=["a"]), sink, threads=1)
+    assert {f"layers.{i}.w" for i in range(3)} <= set(sink.finished) and sink.flushed == 1
+    assert len(sink.tensors) < 40, "half of the work was not done"
+
+
+@pytest.mark.parametrize("factor", [1.0, -1.0])
+def test_what_float16_cannot_hold_is_refused(factor: float):
+    models = {"a": {"w": torch.tensor([1.0, factor * 65504, 3.0])}}
+    values = {"method": "linear", "normalize": False, "dtype": "float16"}
+    fits = merged(models, models=["a"], **values)
+    assert fits.tensors["w"].tolist() == [1, factor * 65504, 3]
+    with pytest.raises(MergeError, match=r"tensor w would hold 7\.205e\+04, more than float16 can; give --d"):
+        merged(models, models=[{"model": "a", "weight": 1.1}], **values)
+
+
+def test_integers_are_copied_where_they_are_equal_and_refused_where_not():
+    numbers = torch.tensor([2**53 + 1, -5, 7])
+    models = {spec: {"ids": numbers.clone(), "flags": torch.tensor([True, False])} for spec in ("base", "a")}
+    values = {"method": "ties", "base": "base", "models": ["a"]}
+    sink = merged(models, **values)
+    assert torch.equal(sink.tensors["ids"], numbers) and sink.tensors["flags"].tolist() == [True, False]
+    models["a"]["ids"][2] = 8
+    with pytest.raises(
+        MergeError, match="tensor ids holds integers and differs between base and a; integers"
+    ):
+        merged(models, **values)
+
+
+def test_empty_tensors():
+    models = {spec: {"none": torch.zeros(0, 4), "one": torch.ones(())} for spec in ("base", "a", "b")}
+    for method in ("ties", "dare_ties", "della", "breadcrumbs", "model_stock", "linear", "slerp"):
+        base = {} if method in ("linear", "slerp") else {"base": "base"}
+        density = {} if method in ("linear", "slerp", "model_stock") else {"density": 0.5}
+        sink = merged(models, method=method, models=["a", "b"], **base, **density)
+        assert sink.tensors["one"].tolist() == [1] and "none" in sink.finished
+
+
+def test_threads_that_the_memory_allows(workshop: Any, monkeypatch: pytest.MonkeyPatch):
+    base, a, b = workshop.trio()
+    plan = make_plan(MergeConfig.from_dict({"method": "ties", "base": base, "models": [a, b]}))
+    plan.close()
+    each = plan.bytes_per_thread
+    assert each > 3 * 4 * 2**18, "three inputs and more, a block each"
+    monkeypatch.setattr(engine, "resident_bytes", lambda: 300_000_000)
+    monkeypatch.setattr(engine, "processors", lambda: 5)
+    bounds = {300_000_000 + count * each: count for count in (1, 2, 4)} | {10**12: 5}
+    for bound, threads in bounds.items():
+        assert Resources(max_memory=bound).threads_for(plan) == threads
+        assert Resources(max_memory=bound, threads=3).threads_for(plan) == min(threads, 3)
+    assert Resources(threads=7).threads_for(plan) == 7 and Resources().threads_for(plan) == 5
+    with pytest.raises(MergeError, match="--max-memory allows 311 MB, but Python with torch takes 300 MB"):
+        Resources(max_memory=300_000_000 + each - 1).threads_for(plan)
+    with pytest.raises(MergeError) as caught:
+        Resources(max_memory=1000).threads_for(plan)
+    least = int(str(caught.value).rsplit(" ", 2)[1]) * 10**6
+    assert Resources(max_memory=least).threads_for(plan) == 1
+    assert least - 10**6 < 300_000_000 + each <= least
+
+
+def test_resident_bytes_grows_with_what_is_used():
+    before = resident_bytes()
+    kept = torch.ones(50_000_000, dtype=torch.uint8)
+    assert 40_000_000 < resident_bytes() - before < 200_000_000 and len(kept)
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("tpu?", r"device 'tpu\?' is unknown; give cpu, cuda or cuda:N"),
+        ("", "device '' is unknown"),
+        ("meta", "device 'meta' is not supported; give cpu, cuda or cuda:N"),
+        ("cuda:7", "device cuda:7 is not available on this machine; leave --device out to use the CPU"),
+    ],
+)
+def test_devices_refused(device: str, message: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(MergeError, match=message):
+        check_device(device)
+    check_device("cpu")
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    check_device("cuda")
+    check_device("cuda:1")
+    with pytest.raises(MergeError, match="device cuda:2 is not available on this machine"):
+        check_device("cuda:2")

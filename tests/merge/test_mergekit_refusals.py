@@ -1,0 +1,182 @@
+"""What a config of mergekit's schema is refused for, by its message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlhf_merge.errors import MergeError
+from rlhf_merge.mergekit_config import from_mergekit
+
+
+def ties(**changes: Any) -> dict[str, Any]:
+    models = [{"model": "a", "parameters": {"weight": 1}}, {"model": "b", "parameters": {"weight": 2}}]
+    return {"merge_method": "ties", "base_model": "base", "models": models} | changes
+
+
+def linear(*models: str, **changes: Any) -> dict[str, Any]:
+    entries = [{"model": model} for model in models]
+    return {"merge_method": "linear", "models": entries, "parameters": {"weight": 1}} | changes
+
+
+def slices(*parts: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"merge_method": "ties", "slices": list(parts), "parameters": {"weight": 1}} | more
+
+
+def part(*models: str, **more: Any) -> dict[str, Any]:
+    return {"sources": [{"model": model, "layer_range": [0, 4]} for model in models]} | more
+
+
+REFUSALS = [
+    ([], "the top level is [], expected a mapping"),
+    (
+        ties(merge_method="sce"),
+        "merge_method is 'sce', which is not supported; those that are: linear, task_",
+    ),
+    (ties(merge_method="dare-ties"), "merge_method is 'dare-ties', which is not supported"),
+    (ties(merge_method=None), "merge_method is None, which is not supported"),
+    (ties(base_modle="x"), "unknown key base_modle at the top; did you mean base_model?"),
+    (ties(random_seed=0), "unknown key random_seed at the top"),
+    (ties(modules={"text": {}}), "modules is not supported; merge one module at a time"),
+    (ties(slices=[part("a")]), "a config has either models or slices; give one of them"),
+    (ties(models=None), "a config has either models or slices; give one of them"),
+    (ties(chat_template="chatml"), "chat_template is 'chatml', of which only auto is supported"),
+    (ties(dtype="int64"), "dtype is 'int64', expected float32, float16, bfloat16 or float64"),
+    (ties(dtype="float16", out_dtype="fp8"), "out_dtype is 'fp8', expected float32"),
+    # Tokenizers.
+    (
+        ties(tokenizer={"source": "base"}, tokenizer_source="base"),
+        "tokenizer and tokenizer_source say the same",
+    ),
+    (ties(tokenizer={"tokens": {"<x>": {}}}), "tokenizer.tokens is not supported; leave it out"),
+    (ties(tokenizer={"pad_to_multiple_of": 8}), "tokenizer.pad_to_multiple_of is not supported"),
+    (ties(tokenizer={"soruce": "base"}), "unknown key soruce in tokenizer; did you mean source?"),
+    (
+        ties(tokenizer_source="else"),
+        "is to be that of 'else', expected union, truncate, base or a model of the merge",
+    ),
+    (linear("a", tokenizer_source="base"), "is to be the base's, but no base is given"),
+    # References.
+    (
+        ties(base_model={"model": "a", "lora": "l"}),
+        "base_model.lora is not supported; write the model as one text",
+    ),
+    (ties(base_model={"model": {"path": "a", "revision": "r"}}), "base_model.revision is not supported"),
+    (
+        ties(base_model={"name": "a"}),
+        "base_model is {'name': 'a'}, expected a folder, a hub id, base+adapter",
+    ),
+    (ties(models=[{"model": 3}]), "models[0].model is 3, expected a folder"),
+    # Models and slices.
+    (ties(models=["a"]), "models[0] is 'a', expected a mapping"),
+    (ties(models=[{"parameters": {}}]), "models[0] has no model; give it one"),
+    (
+        ties(models=[{"model": "a", "weight": 1}]),
+        "unknown key weight in models[0]; valid keys are model, parameters",
+    ),
+    (ties(models=[{"model": "base"}]), "models holds nothing but the base model base; add the models"),
+    (ties(base_model=None), "base_model is missing, which ties needs"),
+    (slices(part("a", base_model="x"), part("a")), "base_model is missing, which ties needs"),
+    (slices(part("a"), base_model="x"), "slices[0].sources lists the base x 0 times, expected once"),
+    (slices(part("a", residual_weight=0.1), base_model="x"), "unknown key residual_weight in slices[0]"),
+    (
+        slices({"sources": [{"model": "a"}]}, base_model="x"),
+        "slices[0].sources[0] has no layer_range; give it",
+    ),
+    (
+        slices({"sources": [{"model": "a", "layer_range": [4, 0]}]}, base_model="x"),
+        "slices[0].sources[0].layer_range is [4, 0], expected two whole numbers",
+    ),
+    (slices({"parameters": {}}, base_model="x"), "slices[0].sources is None, expected a list"),
+    (
+        slices(part("a", base_model="a"), merge_method="linear"),
+        "slices[0] has a base of its own, which linear",
+    ),
+    # slerp and passthrough.
+    (linear("a", "b", merge_method="slerp", parameters={"t": 1}), "base_model is missing, which slerp needs"),
+    (
+        linear("a", "b", merge_method="slerp", parameters={"t": 1}, base_model="c"),
+        "models holds 3, but slerp merges 2 models; remove some",
+    ),
+    (
+        slices(part("a", "b"), merge_method="slerp", parameters={"t": 1}, base_model="c"),
+        "slices[0].sources lacks the base model c, where slerp starts",
+    ),
+    (
+        linear("a", merge_method="passthrough", parameters={}, base_model="c"),
+        "passthrough takes one model, and mergekit counts base_model c among them",
+    ),
+    # What mergekit has no default for.
+    (
+        ties(models=[{"model": "a"}]),
+        "model a has no weight for some tensors, and mergekit has no default for ties",
+    ),
+    (
+        ties(models=[{"model": "a", "parameters": {"weight": {"filter": "mlp", "value": 1}}}]),
+        "model a has no weight for some tensors",
+    ),
+    (
+        linear("a", parameters={}),
+        "model a has no weight for some tensors, and mergekit has no default for linear",
+    ),
+    (
+        linear("a", models=[{"model": "a", "parameters": {"weight": 1}}], parameters={}, base_model="c"),
+        "model c has no weight for some tensors",
+    ),
+    (
+        linear("a", merge_method="slerp", base_model="c", parameters={}),
+        "parameters.t is missing for some tensors, and mergekit has no default for slerp",
+    ),
+    (linear("a", merge_method="nearswap", base_model="c", parameters={}), "parameters.t is missing for some"),
+    # Parameters.
+    (ties(parameters={"densty": 1}), "unknown key densty in parameters; did you mean density?"),
+    (
+        ties(parameters={"nuslerp_flatten": False}),
+        "unknown key nuslerp_flatten in parameters; valid keys are weight",
+    ),
+    (
+        ties(parameters={"t": 1}),
+        "parameters.t: ties has no parameter t in mergekit; it takes weight, lambda, norm",
+    ),
+    (ties(parameters={"sign": "count"}), "parameters.sign: ties has no parameter sign in mergekit"),
+    (ties(parameters={"rescale": True}), "parameters.rescale is True, but ties has no such switch here"),
+    (ties(parameters={"int8_mask": "yes"}), "parameters.int8_mask is 'yes', expected true or false"),
+    (ties(parameters={"normalize": 2}), "parameters.normalize is 2, expected true or false"),
+    (ties(parameters={"density": 1.5}), "parameters.density is 1.5, expected a finite number > 0 and <= 1"),
+    (
+        ties(models=[{"model": "a", "parameters": {"weight": [1, "x"]}}]),
+        "models[0].parameters.weight[1] is 'x', expected a finite number",
+    ),
+    (
+        ties(parameters={"density": [{"pattern": "mlp", "value": 1}]}),
+        "unknown key pattern in parameters.density[0]; valid keys are filter and value",
+    ),
+    (ties(parameters={"density": {"mlp": 1}}), "unknown key mlp in parameters.density[0]; valid keys are"),
+    (
+        ties(models=[{"model": "a", "parameters": {"weight": 1, "lambda": 1}}]),
+        "models[0].lambda: lambda belongs to the whole merge",
+    ),
+    (linear("a", merge_method="karcher"), "parameters.weight: karcher has no parameter weight in mergekit"),
+    (
+        {"merge_method": "model_stock", "base_model": "x", "models": [{"model": "a"}, {"model": "b"}]}
+        | {"parameters": {"filter_wise": True}},
+        "parameters.filter_wise is True, but model_stock has no such switch here",
+    ),
+    (
+        linear("a", merge_method="passthrough"),
+        "parameters.weight: passthrough has no parameter weight in mergekit",
+    ),
+    (linear("a", parameters={"weight": 0}), "the weights 0 in models sum to zero"),
+    (ties(parameters=[1]), "parameters is [1], expected a mapping"),
+    (ties(parameters=[]), "parameters is [], expected a mapping"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), REFUSALS)
+def test_a_mistake_is_refused_in_one_sentence_that_names_it(values: Any, message: str) -> None:
+    with pytest.raises(MergeError) as error:
+        from_mergekit(values, "mergekit.yml")
+    assert str(error.value).startswith("mergekit.yml: ")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,344 @@
+"""The result on disk: layout, journal, lock, and how it gets its name."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rlhf_merge import output
+from rlhf_merge.errors import MergeError
+from rlhf_merge.output import (
+    DTYPE_NAMES,
+    OutputTensor,
+    PartialModel,
+    check_output,
+    index_of,
+    lay_out,
+    write_json,
+)
+from rlhf_merge.safetensors_file import DTYPES
+
+PLAN = {"config": {"method": "linear"}, "files": {"a": [["0/model.safetensors", 3, 4]]}}
+TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4).bfloat16(), "c": torch.tensor([1, -1])}
+
+
+def described(tensors: dict[str, Tensor]) -> list[OutputTensor]:
+    return [OutputTensor(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+
+
+def begun(out: Path, plan: dict[str, Any] = PLAN, limit: int = 20, **options: Any) -> PartialModel:
+    return PartialModel(out, lay_out(described(TENSORS), limit), plan, **options)
+
+
+def write(partial: PartialModel, *names: str) -> None:
+    for name in names:
+        values = TENSORS[name].flatten()
+        partial.write(name, 1, values[1:])
+        partial.write(name, 0, values[:1])
+        partial.tensor_finished(name, coefficients=[0.1, len(name)])
+
+
+def leftovers(out: Path) -> set[str]:
+    return {path.name for path in out.parent.iterdir()} - {out.name}
+
+
+def test_tensors_fill_files_in_order():
+    tensors = [OutputTensor(name, (size,), torch.uint8) for name, size in zip("abcde", [4, 5, 12, 1, 9])]  # noqa: B905
+    shards = lay_out(tensors, 10)
+    assert [list(shard.places) for shard in shards] == [["a", "b"], ["c"], ["d", "e"]]
+    assert [shard.file for shard in shards] == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    whole = lay_out(tensors, 31)
+    assert [shard.file for shard in whole] == ["model.safetensors"] and list(whole[0].places) == list("abcde")
+    assert len(lay_out(tensors, 30)) == 2
+    index = index_of(shards, 31)
+    assert index["metadata"] == {"total_size": 31}
+    assert index["weight_map"]["d"] == "model-00003-of-00003.safetensors"
+    assert list(index["weight_map"]) == sorted("abcde")
+
+
+def test_files_are_safetensors(tmp_path: Path):
+    tensors = {str(dtype): torch.arange(5).to(dtype) for dtype in DTYPE_NAMES}
+    tensors |= {"scalar": torch.tensor(2.5), "none": torch.zeros(0, 3), "naïve ✓": torch.ones(1).half()}
+    shards = lay_out(described(tensors), 10**9)
+    partial = PartialModel(tmp_path / "out", shards, PLAN)
+    for name, tensor in tensors.items():
+        partial.write(name, 0, tensor.flatten())
+    partial.publish()
+    path = tmp_path / "out" / "model.safetensors"
+    found = load_file(path)
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    assert path.stat().st_size == shards[0].size
+    for name, place in shards[0].places.items():
+        assert place % tensors[name].element_size() == 0, "tensors begin at multiples of their items' size"
+
+
+def test_every_type_that_is_read_can_be_written():
+    assert {name: dtype for dtype, name in DTYPE_NAMES.items()} == DTYPES
+
+
+def test_the_result_has_its_name_only_when_it_is_whole(tmp_path: Path):
+    out = tmp_path / "new" / "folder" / "out"
+    partial = begun(out)
+    write(partial, "a", "b", "c")
+    partial.flush()
+    assert not out.exists() and leftovers(out) == {".out.merging"}
+    (partial.folder / "config.json").write_text("{}")
+    partial.publish()
+    assert leftovers(out) == set()
+    assert sorted(path.name for path in out.iterdir()) == [
+        "config.json",
+        *(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)),
+    ]
+    loaded = {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in TENSORS.items())
+
+
+def test_an_empty_folder_is_replaced(tmp_path: Path):
+    (tmp_path / "out").mkdir()
+    partial = begun(tmp_path / "out")
+    write(partial, "a", "b", "c")
+    partial.publish()
+    assert len(list((tmp_path / "out").iterdir())) == 3
+
+
+def test_what_was_flushed_is_found_again(tmp_path: Path):
+    partial = begun(tmp_path / "out")
+    write(partial, "a", "c")
+    partial.flush()
+    write(partial, "b")
+    partial.close()  # b was written and not flushed
+    partial.close()
+    again = begun(tmp_path / "out")
+    assert again.finished == {
+        "a": {"tensor": "a", "coefficients": [0.1, 1]},
+        "c": {"tensor": "c", "coefficients": [0.1, 1]},
+    }
+    write(again, "b")
+    again.publish()
+    loaded = load_file(tmp_path / "out" / "model-00001-of-00003.safetensors")
+    assert torch.equal(loaded["a"], TENSORS["a"])
+
+
+@pytest.mark.parametrize("cut", [1, 20, 37])
+def test_a_line_that_a_kill_cut_off_is_forgotten(tmp_path: Path, cut: int):
+    partial = begun(tmp_path / "out")
+    write(partial, "a")
+    partial.flush()
+    journal = partial.root / "journal.jsonl"
+    whole = journal.read_bytes()
+    write(partial, "b")
+    partial.flush()
+    partial.close()
+    assert len(journal.read_bytes()) > len(whole) + cut
+    with open(journal, "r+b") as file:
+        file.truncate(len(whole) + cut)
+    again = begun(tmp_path / "out")
+    assert list(again.finished) == ["a"] and journal.read_bytes() == whole
+    write(again, "c")
+    again.flush()
+    again.close()
+    assert list(begun_and_closed(tmp_path / "out").finished) == ["a", "c"]
+
+
+def begun_and_closed(out: Path, **options: Any) -> PartialModel:
+    partial = begun(out, **options)
+    partial.close()
+    return partial
+
+
+def test_a_merge_of_something_else_is_not_gone_on_with(tmp_path: Path):
+    partial = begun(tmp_path / "out")
+    write(partial, "a")
+    partial.flush()
+    partial.close()
+    other = PLAN | {"version": "2"}
+    with pytest.raises(MergeError, match=r"with other settings or models was interrupted; .*--restart"):
+        begun(tmp_path / "out", other)
+    assert list(begun_and_closed(tmp_path / "out").finished) == ["a"], "a refusal discards nothing"
+    fresh = begun_and_closed(tmp_path / "out", plan=other, restart=True)
+    assert fresh.finished == {}
+    with pytest.raises(MergeError, match="with other settings"):
+        begun(tmp_path / "out")
+
+
+def test_restart_discards_what_was_written(tmp_path: Path):
+    partial = begun(tmp_path / "out")
+    write(partial, "a", "b", "c")
+    partial.flush()
+    (partial.folder / "old.txt").write_text("x")
+    partial.close()
+    again = begun_and_closed(tmp_path / "out", restart=True)
+    assert again.finished == {} and not (again.folder / "old.txt").exists()
+
+
+@pytest.mark.parametrize("stage", ["nothing", "lock", "folder", "half a plan", "no folder", "no journal"])
+def test_a_kill_while_it_begins_or_ends_does_no_harm(tmp_path: Path, stage: str):
+    """What the steps leave behind that lie between: none of it is taken for a merge with finished tensors."""
+    root = tmp_path / ".out.merging"
+    if stage != "nothing":
+        root.mkdir()
+        (root / "lock").touch()
+    if stage in ("folder", "half a plan", "no journal"):
+        (root / "model").mkdir()
+    if stage == "half a plan":
+        (root / ".plan.json.part").write_text('{"config": {"me')
+    if stage in ("no folder", "no journal"):
+        write_json(root / "plan.json", PLAN)
+    if stage == "no folder":  # it had been renamed, and the model was then moved away
+        (root / "journal.jsonl").write_text('{"tensor":"a","coefficients":[]}\n')
+    partial = begun(tmp_path / "out")
+    assert partial.finished == {}
+    write(partial, "a", "b", "c")
+    partial.publish()
+    assert leftovers(tmp_path / "out") == set()
+
+
+def test_json_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_json(tmp_path / "x.json", {"ü": 1})
+    assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8")) == {"ü": 1}
+
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        write_json(tmp_path / "x.json", {"new": 1})
+    assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8")) == {"ü": 1}
+
+
+def test_a_second_process_is_refused(tmp_path: Path):
+    partial = begun(tmp_path / "out")
+    with pytest.raises(MergeError, match=r"another process is merging into .*out; wait for it or choose"):
+        begun(tmp_path / "out")
+    with pytest.raises(MergeError, match="another process is merging"):
+        begun(tmp_path / "out", restart=True)
+    begun_and_closed(tmp_path / "out2")
+    partial.close()
+    begun_and_closed(tmp_path / "out")
+
+
+def test_a_refusal_lets_go_of_the_lock(tmp_path: Path):
+    begun_and_closed(tmp_path / "out")
+    with pytest.raises(MergeError) as caught:
+        begun(tmp_path / "out", {"other": 1})
+    assert caught.value.__traceback__ is not None, "which keeps the refused object alive"
+    begun_and_closed(tmp_path / "out")
+
+
+def test_one_that_waited_for_the_lock_sees_the_finished_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    locked = output._locked
+
+    def finished_meanwhile(path: Path, out: Path) -> Any:
+        (out / "model").mkdir(parents=True)
+        return locked(path, out)
+
+    monkeypatch.setattr(output, "_locked", finished_meanwhile)
+    with pytest.raises(MergeError, match="is not empty"):
+        begun(tmp_path / "out")
+
+
+def test_a_folder_that_holds_something_is_refused(tmp_path: Path):
+    (tmp_path / "out").mkdir()
+    check_output(tmp_path / "out")
+    (tmp_path / "out" / ".hidden").touch()
+    with pytest.raises(MergeError, match=r"output folder .*out is not empty; choose a new one, or empty it"):
+        begun(tmp_path / "out")
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    for name in ("file", "link"):
+        with pytest.raises(MergeError, match=f"output .*{name} is a file; a folder is written"):
+            begun(tmp_path / name)
+    with pytest.raises(MergeError, match="is a mount point, which a finished model cannot replace"):
+        check_output(Path("/proc"))
+    assert leftovers(tmp_path / "out") == {"file", "link"}
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(MergeError, match=r"file/out cannot be written \(.*\); choose another folder"):
+        begun(tmp_path / "file" / "out")
+
+
+def test_a_disk_that_is_too_small_is_refused_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Usage:
+        free = 1500
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage)
+    assert sum(shard.size for shard in lay_out(described(TENSORS), 10**9)) < 1500
+    begun_and_closed(tmp_path / "fits", limit=10**9)
+    Usage.free = 100
+    with pytest.raises(
+        MergeError, match=r"out needs 0\.00 GB and its disk has 0\.00 GB free; free some space"
+    ):
+        begun(tmp_path / "out")
+    assert not (tmp_path / ".out.merging").exists(), "nothing was written, so nothing is left"
+
+
+def test_what_is_on_the_disk_already_needs_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    partial = begun(tmp_path / "out")
+    write(partial, "a", "b", "c")
+    partial.flush()
+    partial.close()
+
+    class Usage:
+        free = 0
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage)
+    begun_and_closed(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (errno.ENOSPC, "no space is left for .*out; free some and give the same command again: it goes on"),
+        (errno.EDQUOT, "no space is left"),
+        (errno.EIO, r"out cannot be written \(Input/output error\); choose another folder"),
+    ],
+)
+def test_errors_of_writing_are_sentences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, message: str
+):
+    partial = begun(tmp_path / "out")
+    write(partial, "a")
+    partial.flush()
+
+    def failing(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", failing)
+        with pytest.raises(MergeError, match=message):
+            partial.write("b", 0, TENSORS["b"])
+        patch.setattr(os, "fsync", failing)
+        partial.tensor_finished("b")
+        with pytest.raises(MergeError, match=message):
+            partial.flush()
+    assert list(partial.finished) == ["a"]
+    partial.close()
+    assert list(begun_and_closed(tmp_path / "out").finished) == ["a"]
+
+
+def test_short_writes_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pwrite = os.pwrite
+    partial = begun(tmp_path / "out")
+    monkeypatch.setattr(os, "pwrite", lambda file, data, offset: pwrite(file, data[:3], offset))
+    write(partial, "a", "b", "c")
+    partial.publish()
+    loaded = load_file(tmp_path / "out" / "model-00001-of-00003.safetensors")
+    assert torch.equal(loaded["a"], TENSORS["a"])

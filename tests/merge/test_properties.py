@@ -1,0 +1,247 @@
+"""What must hold of the methods on any tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import permutations
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_merge import blocks
+from rlhf_merge.functions import (
+    breadcrumbs,
+    dare,
+    della,
+    linear,
+    model_stock,
+    nearswap,
+    slerp,
+    spherical_mean,
+    task_arithmetic,
+    ties,
+)
+
+Merge = Callable[[Tensor, Sequence[Tensor]], Tensor]
+"""Merges a base and three models."""
+
+WEIGHTS = [0.3, 1.1, 0.4]
+ELEMENTWISE: dict[str, Merge] = {
+    "linear": lambda base, models: linear(models, WEIGHTS),
+    "task arithmetic": lambda base, models: task_arithmetic(base, models, WEIGHTS, lambda_=0.7),
+    "task arithmetic, normalised": lambda base, models: task_arithmetic(
+        base, models, WEIGHTS, normalize=True
+    ),
+    "task arithmetic, negative": lambda base, models: task_arithmetic(
+        base, models, [-0.5, 1, 2], lambda_=0.5
+    ),
+    "ties": lambda base, models: ties(base, models, WEIGHTS, [0.2, 0.5, 1.0], lambda_=1.5),
+    "ties, count": lambda base, models: ties(base, models, WEIGHTS, 0.3, sign="count"),
+    "ties, negative": lambda base, models: ties(base, models, [-0.5, 1, 2], 0.6, normalize=False),
+    "breadcrumbs": lambda base, models: breadcrumbs(base, models, WEIGHTS, [0.4, 0.5, 0.9], 0.05),
+    "breadcrumbs, ties": lambda base, models: breadcrumbs(base, models, WEIGHTS, 0.5, 0.1, sign="mass"),
+    "nearswap": lambda base, models: nearswap(base, models[0], 0.5),
+}
+RANDOM: dict[str, Merge] = {
+    "dare": lambda base, models: dare(base, models, WEIGHTS, [0.5, 0.9, 1.0], lambda_=0.5),
+    "dare, ties": lambda base, models: dare(base, models, WEIGHTS, 0.5, rescale=False, sign="mass"),
+    "della": lambda base, models: della(base, models, WEIGHTS, [0.5, 0.4, 0.3], seed=3),
+    "della, count": lambda base, models: della(base, models, WEIGHTS, 0.5, [0.1, 0.2, 0.0], sign="count"),
+    "della, linear": lambda base, models: della(base, models, WEIGHTS, 0.5, sign=None, rescale=False),
+}
+ANGLES: dict[str, Merge] = {
+    "slerp": lambda base, models: slerp(models[0], models[1], 0.3),
+    "spherical mean": lambda base, models: spherical_mean(models, WEIGHTS),
+    "model stock": lambda base, models: model_stock(base, models),
+}
+ALL = ELEMENTWISE | RANDOM | ANGLES
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+every = pytest.mark.parametrize("name", ALL)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """What tells -0 from 0."""
+    return tensor.view(INTEGERS[tensor.element_size()])
+
+
+def inputs(
+    dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (30, 40), seed: int = 0
+) -> tuple[Tensor, list[Tensor]]:
+    """A base and three fine-tunes of it."""
+    generator = torch.Generator().manual_seed(seed)
+    base = torch.randn(shape, generator=generator)
+    models = [base + 0.3 * torch.randn(shape, generator=generator) for _ in range(3)]
+    return base.to(dtype), [model.to(dtype) for model in models]
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float = 1e-6) -> None:
+    """Within a tolerance of the largest magnitude."""
+    worst = float((found.double() - expected.double()).abs().max())
+    assert worst <= tolerance * float(expected.abs().max()), worst
+
+
+@every
+@each_dtype
+@pytest.mark.parametrize("shape", [(7,), (33, 17), (300, 900)])
+def test_equal_models_merge_to_themselves(name: str, dtype: torch.dtype, shape: tuple[int, ...]):
+    base, _ = inputs(dtype, shape)
+    base.view(-1)[:3] = torch.tensor([-0.0, 0.0, torch.finfo(dtype).smallest_normal / 2])
+    assert torch.equal(bits(ALL[name](base, [base] * 3)), bits(base))
+
+
+@pytest.mark.parametrize("count", [2, 4, 5, 8])
+def test_many_equal_models_have_themselves_as_their_mean(count: int):
+    model, _ = inputs(shape=(300, 900))
+    weights = [0.1 + 0.3 * i for i in range(count)]
+    for result in (spherical_mean([model] * count, weights), linear([model] * count, weights)):
+        assert torch.equal(bits(result), bits(model))
+
+
+ORDERLESS: dict[str, Callable[[Tensor, Sequence[Tensor], Sequence[float]], Tensor]] = {
+    "linear": lambda base, models, weights: linear(models, weights),
+    "task arithmetic": task_arithmetic,
+    "ties": lambda base, models, weights: ties(base, models, weights, 0.5),
+    "ties, count": lambda base, models, weights: ties(base, models, weights, 0.5, sign="count"),
+    "breadcrumbs": lambda base, models, weights: breadcrumbs(base, models, weights, 0.5, 0.1),
+    "spherical mean": lambda base, models, weights: spherical_mean(models, weights),
+    "model stock": lambda base, models, weights: model_stock(base, models),
+    "dare, all kept": lambda base, models, weights: dare(base, models, weights),
+}
+
+
+@pytest.mark.parametrize("name", ORDERLESS)
+def test_the_order_of_the_models_does_not_matter(name: str):
+    """Beyond rounding: in bfloat16, sums in another order round to another number once in a thousand."""
+    base, models = inputs()
+    small = base.bfloat16(), [model.bfloat16() for model in models]
+    merge = ORDERLESS[name]
+    for order in permutations(range(3)):
+        weights = [WEIGHTS[i] for i in order]
+        close(merge(base, [models[i] for i in order], weights), merge(base, models, WEIGHTS))
+        found = merge(small[0], [small[1][i] for i in order], weights)
+        assert float((found == merge(*small, WEIGHTS)).double().mean()) > 0.99
+
+
+def test_slerp_backwards_is_slerp():
+    _, models = inputs()
+    close(slerp(models[0], models[1], 0.3), slerp(models[1], models[0], 0.7))
+
+
+def test_random_masks_go_by_place():
+    base, models = inputs()
+    assert not torch.equal(dare(base, models, density=0.5), dare(base, models[::-1], density=0.5))
+    moved = dare(base, [base, models[0]], density=0.5), dare(base, [models[0], base], density=0.5)
+    assert not torch.equal(*moved)
+
+
+WEIGHTED: dict[str, Callable[[Tensor, Sequence[Tensor], Sequence[float]], Tensor]] = {
+    **{name: ORDERLESS[name] for name in ORDERLESS if name != "model stock"},
+    "dare": lambda base, models, weights: dare(base, models, weights, 0.5, sign="mass"),
+    "della": lambda base, models, weights: della(base, models, weights, 0.5),
+    "linear sum": lambda base, models, weights: linear(models, weights, normalize=False),
+    "normalised": lambda base, models, weights: task_arithmetic(base, models, weights, normalize=True),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_weight_of_zero_is_an_absent_model(name: str, dtype: torch.dtype):
+    """To the bit; where masks are random, of the last model, so that the others keep their places."""
+    base, models = inputs(dtype)
+    merge, rest = WEIGHTED[name], WEIGHTS[:2]
+    assert torch.equal(merge(base, models, [*rest, 0.0]), merge(base, models[:2], rest))
+    if name not in ("dare", "della"):
+        assert torch.equal(merge(base, [models[2], *models[:2]], [0.0, *rest]), merge(base, models[:2], rest))
+
+
+@pytest.mark.parametrize("sign", ["mass", "count"])
+def test_ties_of_density_1_is_task_arithmetic_where_signs_agree(sign: Literal["mass", "count"]):
+    base, models = inputs(torch.float64)
+    direction = torch.sign(models[0] - base)
+    agreeing = [base + direction * (model - base).abs() for model in models]
+    summed = ties(base, agreeing, WEIGHTS, normalize=False, lambda_=0.5, sign=sign)
+    close(summed, task_arithmetic(base, agreeing, WEIGHTS, lambda_=0.5), 1e-15)
+    mean = ties(base, agreeing, WEIGHTS, sign=sign)
+    close(mean, task_arithmetic(base, agreeing, WEIGHTS, normalize=True), 1e-15)
+
+
+def test_ties_of_density_1_differs_from_task_arithmetic_where_signs_conflict():
+    base, models = inputs(torch.float64)
+    apart = ties(base, models, WEIGHTS, normalize=False) - task_arithmetic(base, models, WEIGHTS)
+    agree = torch.stack([torch.sign(model - base) for model in models]).sum(0).abs() == 3
+    assert 0.1 < float(agree.double().mean()) < 0.4
+    assert torch.equal(apart.abs() < 1e-14, agree)
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "nearswap"])  # its t is a distance
+def test_a_power_of_two_scales_the_result(name: str):
+    base, models = inputs()
+    scaled = ALL[name](base * 8, [model * 8 for model in models])
+    assert torch.equal(scaled, ALL[name](base, models) * 8)
+
+
+@every
+def test_the_opposite_of_everything_has_the_opposite_result(name: str):
+    base, models = inputs()
+    assert torch.equal(ALL[name](-base, [-model for model in models]), -ALL[name](base, models))
+
+
+@pytest.mark.parametrize("name", ["ties", "ties, count", "breadcrumbs, ties", "dare, ties", "della"])
+def test_the_opposite_changes_are_merged_to_the_opposite_change(name: str):
+    # Around a base of zero; were a tie won by plus, as in mergekit, this would not hold.
+    _, models = inputs()
+    zero = torch.zeros_like(models[0])
+    models[2] = -models[0]
+    assert torch.equal(ALL[name](zero, [-model for model in models]), -ALL[name](zero, models))
+
+
+def test_lambda_scales_the_change():
+    base, models = inputs(torch.float64)
+    for merge in (task_arithmetic, ties, dare, della, breadcrumbs):
+        one, three = merge(base, models, lambda_=1.0), merge(base, models, lambda_=-3.0)
+        close(three - base, -3 * (one - base), 1e-14)
+        assert float((one - base).abs().max()) > 0.1
+
+
+@every
+def test_models_of_other_types_are_read_as_what_they_hold(name: str):
+    base, models = inputs()
+    mixed = [models[0].bfloat16(), models[1].half(), models[2]]
+    found = ALL[name](base, mixed)
+    assert torch.equal(found, ALL[name](base, [model.float() for model in mixed]).to(found.dtype))
+    wide = [models[0].double(), *mixed[1:]]
+    found = ALL[name](base.bfloat16(), wide)
+    exact = ALL[name](base.bfloat16().double(), [model.double() for model in wide])
+    assert torch.equal(found, exact.to(found.dtype)), "the arithmetic is float64, rounded once"
+
+
+@every
+@pytest.mark.parametrize("size", [7, 40, 64, 1000])
+def test_the_block_length_does_not_matter(name: str, size: int, monkeypatch: pytest.MonkeyPatch):
+    """To the bit; lengths and angles are sums over blocks, which may differ in the last bits."""
+    base, models = inputs()
+    whole = ALL[name](base, models)
+    monkeypatch.setattr(blocks, "BLOCK", size)
+    if name in ANGLES:
+        close(ALL[name](base, models), whole, 1e-6)
+    else:
+        assert torch.equal(ALL[name](base, models), whole)
+
+
+@every
+def test_tensors_of_several_blocks(name: str):
+    base, models = inputs(shape=(700, 500))
+    assert base.numel() > blocks.BLOCK
+    found = ALL[name](base, models)
+    # DELLA's probabilities may be rounded to another multiple of 1/65536.
+    tolerance = 1e-4 if name.startswith("della") else 2e-6
+    close(found, ALL[name](base.double(), [model.double() for model in models]), tolerance)
+    piece = slice(500, 600)
+    if name in ("linear", "nearswap") or name.startswith("task"):
+        parts = ALL[name](base[piece], [model[piece] for model in models])
+        assert torch.equal(found[piece], parts)
