@@ -234,6 +234,13 @@ def test_vocabularies_of_other_lengths_need_a_word(workshop: Any):
     assert plan.tokenizer == a
 
 
+def test_a_head_that_was_not_enlarged_with_the_embedding_is_refused(workshop: Any):
+    tensors = workshop.tensors()
+    tensors[EMBEDDING] = torch.cat([tensors[EMBEDDING], tensors[EMBEDDING][:2]])
+    message = f"tensor {HEAD} would have 16 rows but the embedding 18"
+    assert refusal("linear", [workshop.save("a", tensors)]).startswith(message)
+
+
 def test_vocab_of_a_model_without_one_is_refused(workshop: Any):
     path = workshop.save("a", {"layers.0.w": torch.ones(2)}, model_type="other")
     message = f"vocab is union, but {path} has no embedding of tokens; leave it out"

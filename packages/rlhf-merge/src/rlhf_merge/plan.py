@@ -19,7 +19,7 @@ from rlhf_merge.config_json import check_architectures, output_config
 from rlhf_merge.config_values import Values
 from rlhf_merge.errors import MergeError
 from rlhf_merge.output import OutputTensor, Shard, lay_out
-from rlhf_merge.tensor_names import SourceNames, source_names, with_heads
+from rlhf_merge.tensor_names import SourceNames, layer_name, source_names, with_heads
 from rlhf_merge.tensors import Readable
 from rlhf_merge.tokens import read_tokens
 from rlhf_merge.vocab import Alignment, ModelVocab, align, is_vocabulary_tensor, vocabulary_rows
@@ -163,6 +163,8 @@ def _plan(config: MergeConfig, checkpoints: dict[str, Checkpoint], max_shard_siz
     jobs = tuple(
         job_of(config, names, tensors, reference) for names in source_names(config, tensors, reference)
     )
+    if alignment is not None:
+        _check_heads(jobs, alignment.rows)
     shards = tuple(lay_out([job.output for job in jobs], max_shard_size))
     sources = [(s.model, s.layers) for part in config.slices for s in part.sources[:1]]
     layer_sources = [layer for _, (begin, end) in sources for layer in range(begin, end)] or None
@@ -283,6 +285,18 @@ def _aligned(
             if tensor is not None:
                 changed[spec][name] = tensor
     return alignment, changed
+
+
+def _check_heads(jobs: Sequence[TensorJob], rows: int) -> None:
+    """Refuse a head with other rows than the embedding; an adapter that enlarged one leaves such heads."""
+    for job in jobs:
+        name, shape = job.output.name, job.output.shape
+        named = layer_name(name) is None and is_vocabulary_tensor(name, (rows,), rows)
+        if named and shape and shape[0] != rows:
+            raise MergeError(
+                f"tensor {name} would have {shape[0]} rows but the embedding {rows}, which no model "
+                "loads; give each model as many rows in both"
+            )
 
 
 def _written_dtype(jobs: Sequence[TensorJob]) -> str | None:
