@@ -57,11 +57,7 @@ def test_card_and_recipe(workshop: Any):
     values = {"method": "ties", "base": base, "models": [{"model": a, "weight": 0.75}, b], "density": 0.5}
     merged = ModelMerger(values).merge(workshop.root / "out")
     head, text = card(merged.folder)
-    assert head == {
-        "base_model": [base, a, b],
-        "library_name": "transformers",
-        "tags": ["merge", "rlhf-merge", "ties"],
-    }
+    assert head == {"library_name": "transformers", "tags": ["merge", "rlhf-merge", "ties"]}
     recipe = (merged.folder / RECIPE_FILE).read_text(encoding="utf-8")
     assert yaml.safe_load(recipe) == values
     assert f"```yaml\n{recipe}```" in text
@@ -136,5 +132,5 @@ def test_names_with_special_signs(tmp_path: Path, workshop: Any):
     plan = plan_of({"method": "linear", "models": [path]})
     write_card(tmp_path, plan, {})
     head, text = card(tmp_path)
-    assert head["base_model"] == [path] and "# ein Modell: #1 | übung, merged by Linear" in text
+    assert "base_model" not in head and "# ein Modell: #1 | übung, merged by Linear" in text
     assert MergeConfig.from_file(tmp_path / RECIPE_FILE) == plan.config

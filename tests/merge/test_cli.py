@@ -289,60 +289,6 @@ def test_mistakes_are_one_sentence_and_leave_nothing(workshop: Any):
         assert workshop.files(workshop.root) == before and not out.exists(), arguments
 
 
-def test_the_hub_cannot_be_reached(workshop: Any, monkeypatch: pytest.MonkeyPatch):
-    import huggingface_hub.constants
-
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(workshop.root / "cache"))
-    a = workshop.save("a", workshop.tensors())
-    said = refused("linear", "--model", a, "--model", "org/model@main", workshop.root / "out")
-    assert "org/model@main is neither a folder here nor wholly in the hub's cache" in said
-    assert "HF_HUB_OFFLINE is set" in said
-
-
-def test_weights_behind_the_last_colon(workshop: Any):
-    tensors = workshop.tensors()
-    names = ["a:b", "c:0.5", "d"]
-    paths = [workshop.save(name, workshop.tuned(tensors, seed)) for seed, name in enumerate(names)]
-    run("linear", "--model", paths[0], "--model", f"{paths[1]}:2", "--model", f"{paths[2]}:1e-1",
-        workshop.root / "out")  # fmt: skip
-    recipe = yaml.safe_load((workshop.root / "out" / "merge_config.yaml").read_text())
-    assert recipe["models"] == [
-        paths[0],
-        {"model": paths[1], "weight": 2.0},
-        {"model": paths[2], "weight": 0.1},
-    ]
-
-
-def test_vocab_and_shards(workshop: Any):
-    tensors = workshop.tensors()
-    longer = {k: torch.cat([t, t[:1] + 1]) if t.shape == (16, 8) else t for k, t in tensors.items()}
-    a, b = workshop.save("a", tensors), workshop.save("b", longer, vocab_size=17)
-    for path, texts in {a: ["<x>"], b: ["<x>", "<y>"]}.items():
-        words = {chr(97 + i): i for i in range(15)}
-        added = [
-            {"id": 15 + i, "content": text, "special": True, "normalized": False, "lstrip": False}
-            | {"rstrip": False, "single_word": False}
-            for i, text in enumerate(texts)
-        ]
-        content = {"added_tokens": added, "model": {"type": "WordLevel", "vocab": words, "unk_token": "a"}}
-        (Path(path) / "tokenizer.json").write_text(json.dumps(content))
-    models = ["--model", a, "--model", b]
-    assert "--vocab" in refused("linear", *models, workshop.root / "out")
-    for how, rows in (("union", 17), ("truncate", 16)):
-        out = workshop.root / how
-        run("linear", *models, "--vocab", how, out, "--max-shard-size", "2KB")
-        found = workshop.load(out)
-        assert found["lm_head.weight"].shape == (rows, 8)
-        assert json.loads((out / "config.json").read_text())["vocab_size"] == rows
-        assert (out / "model.safetensors.index.json").exists()
-        known = json.loads((out / "tokenizer.json").read_text())["added_tokens"]
-        assert [token["content"] for token in known] == ["<x>", "<y>"][: rows - 15]
-    # <y> has b's row; a has none.
-    assert torch.equal(
-        workshop.load(workshop.root / "union")["lm_head.weight"][16], longer["lm_head.weight"][16]
-    )
-
-
 def test_soups(workshop: Any):
     base, a, b = workshop.trio()
     models = ["--model", base, "--model", a, "--model", b]
@@ -355,7 +301,7 @@ def test_soups(workshop: Any):
     # a model.
     command = "printf %s {model} | wc -c"
     greedy = run("soup", *models, "--evaluate", command, workshop.root / "greedy").stderr.splitlines()
-    assert len([line for line in greedy if "better, kept" in line]) == 2
+    assert len([line for line in greedy if "not worse, kept" in line]) == 2
     assert any(line.startswith("greedy soup of 3 of 3 models, ") for line in greedy)
     lower = run("soup", *models, "--evaluate", command, workshop.root / "lower", "--lower-is-better")
     assert lower.stderr.count("worse, left out") == 2 and "greedy soup of 1 of 3 models" in lower.stderr

@@ -86,9 +86,9 @@ def test_spherical_mean_of_opposite_directions_is_finite():
         # cos θ = 1/2: t/n = cos θ/(1 + (n-1) cos θ) = 0.5/1.5, and 0.5/2 of three.
         (((1, 0, 0), (0.5, math.sqrt(0.75), 0)), 1 / 3),
         (((1, 1, 0), (1, 0, 1), (0, 1, 1)), 0.25),
-        # cos θ = -1/2: -0.5/0.5.
-        (((1, 0), (-0.5, math.sqrt(0.75))), -1.0),
-        # 1 + (n-1) cos θ is 0, and -1/2: there is no t.
+        # cos θ = -1/2: the formula's -0.5/0.5 would lead away from both.
+        (((1, 0), (-0.5, math.sqrt(0.75))), 0.0),
+        # 1 + (n-1) cos θ is 0: there is no t.
         (((1, 0), (-1, 0)), 0.0),
         (((0, 0), (0, 0)), 0.0),
     ],

@@ -223,6 +223,7 @@ def test_spherical_mean():
     close(spherical_mean(list(torch.eye(3))), torch.full((3,), math.sqrt(1 / 3)))
     # The mean of angles on a circle, not of vectors: (0 + 0 + 90)/3.
     close(spherical_mean([at(0), at(0), at(90)], max_iter=50, tol=1e-9), at(30))
+    close(spherical_mean([*[at(0)] * 5, at(150)], max_iter=99, tol=1e-9), at(25))
 
 
 def test_spherical_mean_leaves_out_what_has_no_direction_or_weight():
@@ -261,8 +262,8 @@ def test_spherical_mean_balances_the_angles(count: int):
         ([vector(3, 0), vector(1, 0)], vector(2, 0)),
         # cos 60° = 1/2: t = 2·0.5/1.5 = 2/3 of the mean (0.75, 0.433).
         ([at(0), at(60)], vector(0.5, math.sqrt(3) / 6)),
-        # cos 120° = -1/2: t = -1/0.5 = -2 of the mean (0.25, 0.433).
-        ([at(0), at(120)], vector(-0.5, -math.sqrt(3) / 2)),
+        # cos 120° = -1/2: the formula's t = -1/0.5 would lead away from both.
+        ([at(0), at(120)], vector(0, 0)),
         # Three at 120° and two at 180°: 1 + (n-1) cos θ = 0, there is no t.
         ([at(0), at(120), at(240)], vector(0, 0)),
         ([at(0), at(180)], vector(0, 0)),
@@ -314,9 +315,9 @@ A, B = vector(1, 2), vector(3, 5)
         (linear, ([A, vector(1)],), r"tensors must have one shape, got \[\(1,\), \(2,\)\]"),
         (linear, ([A, torch.tensor([1, 2])],), "tensors must be floating-point"),
         (linear, ([A, B], [1, 2, 3]), "weight must be one number or 2, one for each tensor, got 3"),
-        (linear, ([A, B], [1, -1]), "the weights sum to zero and cannot be normalised"),
+        (linear, ([A, B], [1, -1]), "the weights of the tensor sum to zero and cannot be normalised"),
         (linear, ([],), "linear needs at least 1 tensors besides the base, got 0"),
-        (task_arithmetic, (A, [B, B], [0.5, -0.5], dict(normalize=True)), "the weights sum to zero"),
+        (task_arithmetic, (A, [B, B], [0.5, -0.5], dict(normalize=True)), "sum to zero"),
         (ties, (A, [B], 1, 0), "density must be > 0, got 0"),
         (ties, (A, [B], 1, 1.5), "density must be ≤ 1, got 1.5"),
         (ties, (A, [B], dict(sign="vote")), r"sign must be one of \('mass', 'count'\), got 'vote'"),
@@ -348,8 +349,19 @@ def test_an_infinity_is_found_in_a_sum_that_overflows():
     huge = torch.full((3, 4), 3e38)  # the sum is infinite and nothing else is
     assert torch.equal(linear([huge, huge]), huge)
     huge[2, 1] = math.inf
-    with pytest.raises(MergeError, match=r"input 1: tensor  holds inf at \(2, 1\)"):
+    with pytest.raises(MergeError, match=r"input 1: the tensor holds inf at \(2, 1\)"):
         linear([torch.ones(3, 4), huge])
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_what_the_result_cannot_hold_is_refused(dtype: torch.dtype, sign: float):
+    base, largest = torch.zeros(2, dtype=dtype), torch.finfo(dtype).max
+    model = torch.tensor([1.0, sign * largest], dtype=dtype)
+    assert torch.equal(task_arithmetic(base, [model]), model)
+    kind = str(dtype).removeprefix("torch.")
+    with pytest.raises(MergeError, match=f"the tensor would hold .*, more than {kind} can; choose a wider"):
+        task_arithmetic(base, [model], 2.0)
 
 
 def test_there_is_a_function_for_every_method():

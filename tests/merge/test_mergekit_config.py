@@ -178,8 +178,15 @@ MERGEKIT_DEFAULTS = {
 
 @pytest.mark.parametrize("method", MERGEKIT_DEFAULTS)
 def test_defaults_are_mergekits(method: str) -> None:
-    ours = {k: v for k, v in METHODS[method].parameters.items() if k not in ("weight", "sign")}
-    assert ours == MERGEKIT_DEFAULTS[method]
+    models = [{"model": model, "parameters": {"weight": 1}} for model in "ab"[: METHODS[method].models[1]]]
+    if method == "model_stock" or method == "karcher":
+        models = [{"model": model} for model in "ab"]
+    elif method == "passthrough":
+        models = [{"model": "a"}]
+    base = {"base_model": "base"} if METHODS[method].base == "required" else {}
+    values = from_mergekit({"merge_method": method, "models": models, **base}).values("w", 0.0)
+    ours = {**values.shared, **values.per_model[0]}
+    assert {k: v for k, v in ours.items() if k not in ("weight", "sign")} == MERGEKIT_DEFAULTS[method]
 
 
 def test_elected_signs_are_mergekits() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,8 @@ def test_greedy_soup_adds_what_helps_from_the_best_on(
     )
     assert judge.seen == pytest.approx([1, 4, -6, 2, 3, 7 / 3, 0.25])
     assert cooked.members == (two, four, one) and abs(cooked.score) == pytest.approx(2.6 - 7 / 3)
-    assert cooked.trials == tuple(told)
+    assert cooked.trials[3] == replace(told[3], accepted=True), "the best one is the soup to begin with"
+    assert cooked.trials == (*told[:3], cooked.trials[3], *told[4:])
     assert [(names(*trial.members), trial.accepted) for trial in told] == [
         (("m0",), False),
         (("m1",), False),

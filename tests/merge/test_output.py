@@ -154,6 +154,35 @@ def test_a_line_that_a_kill_cut_off_is_forgotten(tmp_path: Path, cut: int):
     assert list(begun_and_closed(tmp_path / "out").finished) == ["a", "c"]
 
 
+def test_tensors_of_a_file_that_is_gone_are_merged_again(tmp_path: Path):
+    partial = begun(tmp_path / "out")
+    write(partial, "a", "b", "c")
+    partial.flush()
+    partial.close()
+    assert list(begun_and_closed(tmp_path / "out").finished) == ["a", "b", "c"]
+    (partial.folder / "model-00001-of-00003.safetensors").unlink()  # that of a
+    assert list(begun_and_closed(tmp_path / "out").finished) == ["b", "c"]
+    assert list(begun_and_closed(tmp_path / "out").finished) == ["b", "c"], "the journal forgets it too"
+    with open(partial.folder / "model-00002-of-00003.safetensors", "r+b") as file:
+        file.truncate(50)
+    assert list(begun_and_closed(tmp_path / "out").finished) == ["c"]
+
+
+@pytest.mark.parametrize("damage", [b"\0\0\0\n", b"[1]\n", b'{"tensor": \n', b"\xff\xfe\n"])
+def test_what_follows_a_damaged_line_is_merged_again(tmp_path: Path, damage: bytes):
+    partial = begun(tmp_path / "out")
+    journal = partial.root / "journal.jsonl"
+    write(partial, "a")
+    partial.flush()
+    whole = journal.read_bytes()
+    write(partial, "b")
+    partial.flush()
+    partial.close()
+    journal.write_bytes(whole + damage + journal.read_bytes()[len(whole) :])
+    assert list(begun_and_closed(tmp_path / "out").finished) == ["a"]
+    assert journal.read_bytes() == whole
+
+
 def begun_and_closed(out: Path, **options: Any) -> PartialModel:
     partial = begun(out, **options)
     partial.close()
@@ -242,13 +271,13 @@ def test_a_refusal_lets_go_of_the_lock(tmp_path: Path):
 def test_one_that_waited_for_the_lock_sees_the_finished_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    locked = output._locked
+    locked = output.locked
 
     def finished_meanwhile(path: Path, out: Path) -> Any:
         (out / "model").mkdir(parents=True)
         return locked(path, out)
 
-    monkeypatch.setattr(output, "_locked", finished_meanwhile)
+    monkeypatch.setattr(output, "locked", finished_meanwhile)
     with pytest.raises(MergeError, match="is not empty"):
         begun(tmp_path / "out")
 

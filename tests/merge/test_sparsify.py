@@ -83,15 +83,22 @@ def test_rank_drop_without_a_spread_is_a_random_drop():
     assert torch.equal(ranked, applied(RandomDrop(MaskBits(0, "w", 0), 0.25, True), delta))
 
 
+def test_rank_drop_of_hardly_any_probability_stays_finite():
+    # The smallest element of a row has 1e-9, which is rounded up to 1/65536 and not down to nothing.
+    rows = torch.arange(1.0, 401.0).repeat(50)
+    dropped = applied(RankDrop(MaskBits(0, "w", 0), 0.1, 0.1 - 1e-9, True, 400), rows)
+    assert bool(torch.isfinite(dropped).all()) and 0.09 < float((dropped != 0).double().mean()) < 0.11
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_row_ranks(dtype: torch.dtype):
     # The second row has equal elements: the first of them comes first.
     rows = torch.tensor([[3.0, 1.0, 0.0, 2.0], [0.5, 1.0, 0.5, 0.5]], dtype=dtype)
     assert row_ranks(rows).tolist() == [[3, 1, 0, 2], [0, 3, 1, 2]]
     many = torch.randn(50, 33, generator=torch.Generator().manual_seed(0), dtype=dtype).abs()
-    many = (many * 4).round()
-    expected = many.sort(dim=1, stable=True).indices.argsort(dim=1)
-    assert torch.equal(row_ranks(many), expected)
+    for values in (many, (many * 8).round() / 8):
+        expected = values.sort(dim=1, stable=True).indices.argsort(dim=1)
+        assert torch.equal(row_ranks(values), expected)
 
 
 @pytest.mark.parametrize(

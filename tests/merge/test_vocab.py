@@ -242,7 +242,7 @@ def test_another_meaning_of_a_row_is_refused_naming_the_first_token():
         align(None, models, 0, tensor=EMBEDDING)
     assert str(caught.value) == (
         "token 1 is 'b' in A but 'c' in B, so their rows mean different tokens; use --vocab union (all "
-        "tokens) or --vocab base (those of base)"
+        "tokens) or --vocab base (its tokens)"
     )
 
 
@@ -297,7 +297,7 @@ def test_union_refuses_tokenizers_that_were_trained_apart():
         align("union", [BASE, other], 0, tensor=EMBEDDING)
     assert str(caught.value) == (
         "the tokenizer of A was trained with 2 tokens that base lacks, such as 'x', and tokenizers that were "
-        "trained apart cannot be united; use --vocab base (the tokens of base)"
+        "trained apart cannot be united; use --vocab base (its tokens)"
     )
 
 

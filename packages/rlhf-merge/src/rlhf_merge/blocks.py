@@ -144,10 +144,38 @@ class Inputs:
             place = tuple(int(i) for i in np.unravel_index(first, self.shape))
             model = self.labels[label] if self.labels else f"input {label}"
             raise MergeError(
-                f"{model}: tensor {self.name} holds {float(out[first - start])} at {place}; "
+                f"{model}: {called(self.name)} holds {float(out[first - start])} at {place}; "
                 "a merge would spread it: repair or leave out this model"
             )
         return out
+
+
+def check_range(merged: Tensor, dtype: torch.dtype, name: str) -> None:
+    """Refuse values that a type cannot hold.
+
+    Args:
+        merged: (n,), of the type of the arithmetic.
+        dtype: of the result.
+        name: of the tensor.
+
+    Raises:
+        MergeError: one of them is too large.
+    """
+    if not merged.numel():
+        return
+    limit = torch.finfo(dtype).max
+    low, high = (float(value) for value in torch.aminmax(merged))
+    if not (-limit <= low and high <= limit):
+        kind = str(dtype).removeprefix("torch.")
+        raise MergeError(
+            f"{called(name)} would hold {max(-low, high):.4g}, more than {kind} can; choose a wider dtype "
+            "or other weights"
+        )
+
+
+def called(name: str) -> str:
+    """How messages call a tensor, which may have no name."""
+    return f"tensor {name}" if name else "the tensor"
 
 
 def working_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:

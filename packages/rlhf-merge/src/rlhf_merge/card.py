@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rlhf_merge.plan import MergePlan
 
 RECIPE_FILE = "merge_config.yaml"
-"""The config in the result's folder: `rlhf-merge run merge_config.yaml OUT` makes the same bytes again."""
+"""The config in the result's folder: `rlhf-merge run merge_config.yaml OUT` makes the same tensors again."""
 
 
 def write_card(folder: Path, plan: MergePlan, coefficients: Mapping[str, Sequence[float]]) -> None:
@@ -47,7 +47,10 @@ def effective_weights(
     found: dict[str, list[tuple[float, int]]] = {}
     for job in plan.jobs:
         labels = job.inputs.labels[job.inputs.base is not None :]
+        sums: dict[str, float] = {}
         for label, value in zip(labels, coefficients.get(job.output.name, ()), strict=False):
+            sums[label] = sums.get(label, 0.0) + value
+        for label, value in sums.items():
             found.setdefault(label, []).append((value, job.inputs.numel))
     rows = []
     for label, values in found.items():
@@ -59,8 +62,10 @@ def effective_weights(
 
 def _card(plan: MergePlan, recipe: str, coefficients: Mapping[str, Sequence[float]]) -> str:
     method = METHODS[plan.config.method]
+    commits = {spec: _commit(checkpoint.folder) for spec, checkpoint in plan.checkpoints.items()}
+    hub = [spec.split("+")[0].split("@")[0] for spec, commit in commits.items() if commit]
     head = {
-        "base_model": list(plan.checkpoints),
+        **({"base_model": hub} if hub else {}),
         "library_name": "transformers",
         "tags": ["merge", "rlhf-merge", plan.config.method],
     }
@@ -69,14 +74,23 @@ def _card(plan: MergePlan, recipe: str, coefficients: Mapping[str, Sequence[floa
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---",
         f"# {plan.reference.rstrip('/').rpartition('/')[2]}, merged by {method.title}",
         f"{method.title}{paper}: {method.summary}. {plan.parameters:,} parameters. Config and generation "
-        f"settings are those of `{plan.reference}`, the tokenizer is that of `{plan.tokenizer}`.",
+        f"settings are those of `{plan.config_from}`, the tokenizer is that of `{plan.tokenizer}`.",
         "## Effective weights",
         _weights(plan, coefficients),
         "## Recipe",
-        f"`rlhf-merge run {RECIPE_FILE} OUT` makes these bytes again from the same models:",
+        f"`rlhf-merge run {RECIPE_FILE} OUT`, where the merge was started, makes these tensors again "
+        "from the same models:",
         f"```yaml\n{recipe.rstrip()}\n```",
     ]
+    if hub:
+        rows = [f"- `{spec}` at commit `{commit}`" for spec, commit in commits.items() if commit]
+        parts += ["## Models of the hub", "\n".join(rows)]
     return "\n\n".join(parts) + "\n"
+
+
+def _commit(folder: Path) -> str | None:
+    """The commit of a model that came from the hub, whose cache names folders so."""
+    return folder.name if folder.parent.name == "snapshots" else None
 
 
 def _weights(plan: MergePlan, coefficients: Mapping[str, Sequence[float]]) -> str:

@@ -116,13 +116,13 @@ METHODS: dict[str, Method] = {
     "breadcrumbs": Method(
         "Model Breadcrumbs",
         "drop the largest and the smallest elements of the task vectors, add",
-        {**_TASK, "density": 1.0, "gamma": 0.01},
+        {**_TASK, "density": 0.9, "gamma": 0.01},
         paper="arXiv:2312.06795",
     ),
     "breadcrumbs_ties": Method(
         "Model Breadcrumbs with TIES",
         "drop the largest and the smallest elements, then elect signs as TIES does",
-        {**_SIGNED, "density": 1.0, "gamma": 0.01},
+        {**_SIGNED, "density": 0.9, "gamma": 0.01},
         paper="arXiv:2312.06795",
     ),
     "slerp": Method(

@@ -79,8 +79,9 @@ def spherical_mean_coefficients(
 def model_stock_coefficients(gram: NDArray[np.float64]) -> Vector:
     """How much of each task vector Model Stock adds to the base: t/n with t = n cos θ / (1 + (n-1) cos θ).
 
-    Jang et al. (2024), arXiv:2403.19522, eq. 8; cos θ is the mean cosine between two task vectors. Where the
-    denominator is not positive the vectors point away from each other, no t is defined and the base stays.
+    Jang et al. (2024), arXiv:2403.19522, eq. 8; cos θ is the mean cosine between two task vectors. Where it
+    is not positive, the vectors point away from each other: t would lead away from them, without bound, and
+    the base stays.
 
     Args:
         gram: (n, n), the scalar products of the n ≥ 2 task vectors.
@@ -90,8 +91,7 @@ def model_stock_coefficients(gram: NDArray[np.float64]) -> Vector:
     products = np.outer(lengths, lengths)
     cosines = np.divide(gram, products, out=np.zeros_like(gram), where=products > 0)
     cosine = float(np.clip(cosines[np.triu_indices(count, 1)], -1, 1).mean())
-    denominator = 1 + (count - 1) * cosine
-    t = count * cosine / denominator if denominator > 1e-6 else 0.0
+    t = count * cosine / (1 + (count - 1) * cosine) if cosine > 0 else 0.0
     return np.full(count, t / count)
 
 

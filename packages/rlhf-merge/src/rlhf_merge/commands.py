@@ -24,7 +24,7 @@ from rich.table import Table
 from rlhf_merge.card import effective_weights
 from rlhf_merge.catalog import METHODS
 from rlhf_merge.config import MergeConfig
-from rlhf_merge.engine import OnBytes, Resources, resident_bytes
+from rlhf_merge.engine import OnBytes, Resources, expected_bytes
 from rlhf_merge.errors import MergeError
 from rlhf_merge.merger import ModelMerger
 from rlhf_merge.output import check_output
@@ -89,20 +89,35 @@ def cook_soup(
     if evaluate is None:
         if lower_is_better:
             raise MergeError("--lower-is-better is about the number of --evaluate, which is missing; add it")
-        result = soup.uniform(out, restart=restart)
+        with _progress(console, "soup") as (on_total, on_bytes):
+            plan = ModelMerger(soup.config, resources=soup.resources).plan()
+            on_total(plan.bytes_read + plan.bytes_written)
+            plan.close()
+            result = soup.uniform(out, restart=restart, on_bytes=on_bytes)
         console.print(f"uniform soup of {len(models)} models: {result.folder}", markup=False, soft_wrap=True)
         return
 
     def on_trial(trial: Trial) -> None:
         soup = len(trial.members) > 1
-        verdict = ("  better, kept" if trial.accepted else "  worse, left out") if soup else ""
+        verdict = ("  not worse, kept" if trial.accepted else "  worse, left out") if soup else ""
         console.print(
             f"{trial.score:.6g}  {' + '.join(trial.members)}{verdict}", markup=False, soft_wrap=True
         )
 
-    cooked = soup.greedy(
-        out, evaluate, higher_is_better=not lower_is_better, restart=restart, on_trial=on_trial
-    )
+    with _progress(console, "soup") as (on_total, on_bytes):
+
+        def on_merge(total: int) -> OnBytes:
+            on_total(total)
+            return on_bytes
+
+        cooked = soup.greedy(
+            out,
+            evaluate,
+            higher_is_better=not lower_is_better,
+            restart=restart,
+            on_trial=on_trial,
+            on_merge=on_merge,
+        )
     share = f"{len(cooked.members)} of {len(models)} models"
     console.print(
         f"greedy soup of {share}, {cooked.score:.6g}: {cooked.folder}", markup=False, soft_wrap=True
@@ -198,7 +213,9 @@ def _progress(console: Console, what: str) -> Iterator[tuple[OnBytes, OnBytes]]:
         task = bar.add_task(what, total=None)
 
         def on_total(count: int) -> None:
-            bar.update(task, total=count)
+            nonlocal waiting
+            waiting = 0
+            bar.reset(task, total=count)
 
         def on_bytes(count: int) -> None:
             nonlocal waiting
@@ -246,7 +263,7 @@ def _plan_json(merger: ModelMerger, plan: MergePlan) -> dict[str, Any]:
         "parameters": plan.parameters,
         "files": {shard.file: shard.size for shard in plan.shards},
         "threads": threads,
-        "memory": resident_bytes() + threads * plan.bytes_per_thread,
+        "memory": expected_bytes(plan, threads),
         "tokenizer": plan.tokenizer,
     }
 

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rlhf_merge.blocks import Inputs, Workspace, working_dtype
+from rlhf_merge.blocks import Inputs, Workspace, check_range, working_dtype
 from rlhf_merge.errors import MergeError
 from rlhf_merge.plan import COPY, MergePlan, TensorJob
 from rlhf_merge.steps import FITS
@@ -24,6 +24,10 @@ from rlhf_merge.threads import processors
 
 _FLUSH_SECONDS = 2.0
 """How much work a power cut may lose: what was written is forced to the disk this often."""
+
+_LOADED_LATER = 24_000_000
+"""Bytes beside the buffers that a process grows by as it merges: code of libraries that is loaded when it is
+first run (12 MB with torch 2.13), threads, what numpy and malloc keep; 15 MB in all were seen."""
 
 OnBytes = Callable[[int], None]
 """Told of bytes that were read or written; may be called from several threads."""
@@ -59,6 +63,12 @@ class Resources:
     max_memory: int | None = None
     device: str = "cpu"
 
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        for name, value in (("threads", self.threads), ("max_memory", self.max_memory)):
+            if value is not None and value < 1:
+                raise MergeError(f"{name} must be at least 1, got {value}; leave it out to set no bound")
+
     def threads_for(self, plan: MergePlan) -> int:
         """The number of threads whose buffers the memory allows.
 
@@ -68,7 +78,7 @@ class Resources:
         wanted = self.threads or processors()
         if self.max_memory is None:
             return wanted
-        taken = resident_bytes()
+        taken = resident_bytes() + _LOADED_LATER
         each = plan.bytes_per_thread
         fitting = (self.max_memory - taken) // max(1, each)
         if fitting < 1:
@@ -161,12 +171,15 @@ def _merge_one(
     job: TensorJob, sink: Sink, space: Workspace, stop: threading.Event, on_bytes: OnBytes | None
 ) -> tuple[float, ...]:
     """Merge one tensor; its coefficients."""
+    moved = 0
 
     def on_read(count: int) -> None:
+        nonlocal moved
         if stop.is_set():
             raise _Stopped
         if on_bytes is not None:
             on_bytes(count)
+            moved += count
 
     name, dtype = job.output.name, job.output.dtype
     inputs = replace(job.inputs, on_read=on_read)
@@ -176,12 +189,11 @@ def _merge_one(
     step = FITS[job.method](inputs, job.values, space)
     for start, end in inputs.ranges(step.row_length):
         merged = step(start, end, space)
-        if dtype == torch.float16:
-            _check_range(merged, name)
+        check_range(merged, dtype, name)
         values = torch.empty(end - start, dtype=dtype).copy_(merged)
         sink.write(name, start, values)
-        if on_bytes is not None:
-            on_bytes(values.nbytes)
+        on_read(values.nbytes)
+    on_read(job.bytes_read + job.output.nbytes - moved)  # models with the coefficient 0 are not read
     return step.coefficients
 
 
@@ -189,7 +201,7 @@ class _Stopped(Exception):
     """Ends the work of a thread after another has failed."""
 
 
-def _copy(inputs: Inputs, sink: Sink, dtype: torch.dtype, on_read: OnBytes) -> None:
+def _copy(inputs: Inputs, sink: Sink, dtype: torch.dtype, on_bytes: OnBytes) -> None:
     """Copy a tensor of integers, which must be the same in all models."""
     for start, end in inputs.ranges():
         first = torch.empty(end - start, dtype=dtype)
@@ -202,16 +214,14 @@ def _copy(inputs: Inputs, sink: Sink, dtype: torch.dtype, on_read: OnBytes) -> N
                     f"tensor {inputs.name} holds integers and differs between {inputs.labels[0]} and "
                     f"{label}; integers cannot be merged: make them equal, or leave one model out"
                 )
-        on_read(first.nbytes * len(inputs.all))
+        on_bytes(first.nbytes * len(inputs.all))
         sink.write(inputs.name, start, first)
+        on_bytes(first.nbytes)
 
 
-def _check_range(merged: Tensor, name: str) -> None:
-    largest = float(merged.abs().max())
-    if largest > torch.finfo(torch.float16).max:
-        raise MergeError(
-            f"tensor {name} would hold {largest:.4g}, more than float16 can; give --dtype bfloat16 or float32"
-        )
+def expected_bytes(plan: MergePlan, threads: int) -> int:
+    """Memory this process will take for a merge that is about to begin, in bytes."""
+    return resident_bytes() + _LOADED_LATER + threads * plan.bytes_per_thread
 
 
 def resident_bytes() -> int:

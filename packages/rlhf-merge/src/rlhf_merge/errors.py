@@ -6,3 +6,7 @@ class MergeError(ValueError):
 
     The command line prints the message without a traceback and exits with code 2.
     """
+
+
+class UnwrittenError(MergeError):
+    """The result cannot be written, for instance because the disk is full; what was written is of use."""

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from rlhf_merge.blocks import Inputs, MemoryTensor, Workspace, working_dtype
+from rlhf_merge.blocks import Inputs, MemoryTensor, Workspace, check_range, working_dtype
 from rlhf_merge.catalog import METHODS, PARAMETERS, PER_MODEL
 from rlhf_merge.config_values import Values
 from rlhf_merge.steps import FITS
@@ -184,15 +184,15 @@ def breadcrumbs(
     base: Tensor,
     tensors: Sequence[Tensor],
     weights: Numbers = 1.0,
-    density: Numbers = 1.0,
+    density: Numbers = 0.9,
     gamma: Numbers = 0.01,
     **summing: Unpack[Summing],
 ) -> Tensor:
     """Task vectors without their ⌊γ·n⌋ largest and without their smallest elements, ⌊density·n⌋ in all.
 
-    Where density + γ exceeds 1 fewer of the largest are dropped. With a `sign` the merge is that of `ties`,
-    without one that of `task_arithmetic`. Davari & Belilovsky (2023), Model Breadcrumbs, arXiv:2312.06795,
-    section 3.
+    Where density + γ exceeds 1, fewer of the largest are dropped, none at 1. With a `sign` the merge is that of
+    `ties`, without one that of `task_arithmetic`. Davari & Belilovsky (2023), Model Breadcrumbs,
+    arXiv:2312.06795, section 3.
 
     Args:
         base: θ₀.
@@ -248,8 +248,8 @@ def spherical_mean(
 def model_stock(base: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     """θ₀ + t (mean of θᵢ - θ₀) with t = n cos θ / (1 + (n-1) cos θ).
 
-    cos θ is the mean cosine between two task vectors. Jang et al. (2024), Model Stock, arXiv:2403.19522, eq.
-    8.
+    cos θ is the mean cosine between two task vectors; where it is not positive, t is 0. Jang et al. (2024),
+    Model Stock, arXiv:2403.19522, eq. 8.
 
     Args:
         base: θ₀.
@@ -318,7 +318,9 @@ def _merge(
     step = FITS[method](inputs, Values(tuple(per_model), shared), space)
     out = torch.empty_like(first, memory_format=torch.contiguous_format)
     for start, stop in inputs.ranges(step.row_length):
-        out.view(-1)[start:stop] = step(start, stop, space)
+        merged = step(start, stop, space)
+        check_range(merged, out.dtype, name)
+        out.view(-1)[start:stop] = merged
     return out
 
 
@@ -334,8 +336,9 @@ def _check(method: str, tensors: Sequence[Tensor], models: int) -> None:
 
 
 def _each(key: str, value: Any, count: int) -> list[float]:
-    single = isinstance(value, int | float)
-    numbers = [float(value)] * count if single else [float(number) for number in value]
+    if isinstance(value, int | float) or getattr(value, "ndim", None) == 0:
+        return [float(value)] * count
+    numbers = [float(number) for number in value]
     if len(numbers) != count:
         raise ValueError(f"{key} must be one number or {count}, one for each tensor, got {len(numbers)}")
     return numbers

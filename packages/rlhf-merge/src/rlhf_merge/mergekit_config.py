@@ -67,6 +67,8 @@ def from_mergekit(values: Any, where: str = "config") -> MergeConfig:
         method = _method(values)
         base = _base(values, method)
         common = _settings(values.get("parameters"), method, "parameters")
+        if "gamma" in METHODS[method].parameters:  # mergekit's breadcrumbs keep everything by default
+            common.setdefault("density", Setting.parse(1.0, PARAMETERS["density"], "density"))
         fields: dict[str, Any] = {"method": method, "base": base, "parameters": common}
         fields |= {"dtype": _dtype(values), "vocab": _vocab(values)}
         if "models" in values:

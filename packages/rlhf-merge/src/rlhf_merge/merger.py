@@ -15,7 +15,7 @@ from rlhf_merge.card import write_card
 from rlhf_merge.catalog import PARAMETERS
 from rlhf_merge.config import MergeConfig
 from rlhf_merge.engine import OnBytes, Resources, check_device, merge_tensors
-from rlhf_merge.errors import MergeError
+from rlhf_merge.errors import MergeError, UnwrittenError
 from rlhf_merge.functions import linear
 from rlhf_merge.model_files import write_model_files
 from rlhf_merge.output import PartialModel, check_output, explained, index_of, write_json
@@ -109,7 +109,8 @@ class ModelMerger:
         partial = None
         try:
             threads = self.resources.threads_for(plan)
-            partial = PartialModel(out, plan.shards, plan.identity(), restart=restart)
+            identity = plan.identity(self.resources.device)
+            partial = PartialModel(out, plan.shards, identity, restart=restart)
             resumed = len(partial.finished)
             rest = _unfinished(plan, partial, on_bytes)
             merge_tensors(rest, partial, threads=threads, device=self.resources.device, on_bytes=on_bytes)
@@ -119,6 +120,10 @@ class ModelMerger:
                 for name, text in (files or {}).items():
                     (partial.folder / name).write_text(text, encoding="utf-8")
             partial.publish()
+        except MergeError as error:
+            if partial is not None and not isinstance(error, UnwrittenError):
+                partial.discard()
+            raise
         finally:
             if partial is not None:
                 partial.close()
@@ -182,6 +187,9 @@ def layer_wise_interpolation(
     counts = layer_counts(first)
     result = {}
     for name, tensor in first.items():
+        if tensor.shape != second[name].shape:
+            shapes = f"{tuple(tensor.shape)} and {tuple(second[name].shape)}"
+            raise MergeError(f"tensor {name} has the shapes {shapes}; both models must have the same")
         share = setting.at(name, depth_of(name, counts))
         if share is None:
             raise MergeError(f"t has no value for tensor {name}; add one for the rest under '*'")
@@ -228,7 +236,7 @@ def _write_small_files(plan: MergePlan, folder: Path, coefficients: dict[str, tu
     alignment = plan.alignment
     write_model_files(
         folder,
-        config_from=plan.checkpoints[plan.reference].folder,
+        config_from=plan.checkpoints[plan.config_from].folder,
         tokenizer_from=plan.checkpoints[plan.tokenizer].tokenizer_folder,
         config=plan.model_config,
         added_tokens=alignment.added if alignment else None,

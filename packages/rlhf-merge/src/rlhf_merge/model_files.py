@@ -46,15 +46,16 @@ def write_model_files(
             classes are copied.
         tokenizer_from: folder of the model that lends its tokenizer: its tokenizer, chat templates and, as
             they name token ids, generation settings are copied (those of `config_from` where it has none).
-        config: the result's config.json.
+        config: the result's config.json; empty where no model has one, and none is written.
         added_tokens: tokens to append to the tokenizer, from `vocab.align`.
 
     Raises:
         MergeError: tokens are to be appended to a tokenizer without tokenizer.json.
     """
-    (out / "config.json").write_text(
-        json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
+    if config:
+        (out / "config.json").write_text(
+            json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
     _copy(config_from, out, _PROCESSOR_FILES)
     _copy(config_from, out, ("generation_config.json",))
     _copy(tokenizer_from, out, ("generation_config.json",))

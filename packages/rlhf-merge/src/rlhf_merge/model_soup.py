@@ -8,7 +8,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,13 @@ from rlhf_merge.config import MergeConfig
 from rlhf_merge.engine import OnBytes, Resources
 from rlhf_merge.errors import MergeError
 from rlhf_merge.merger import MergeResult, ModelMerger
-from rlhf_merge.output import check_output, write_json
+from rlhf_merge.output import check_output, explained, locked, write_json
 
 Evaluate = Callable[[Path], float]
 """Scores the model in a folder."""
+
+OnMerge = Callable[[int], OnBytes]
+"""Told of the bytes of a merge as it begins; what it returns is told of its progress."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ class ModelSoup:
         higher_is_better: bool = True,
         restart: bool = False,
         on_trial: Callable[[Trial], None] | None = None,
+        on_merge: OnMerge | None = None,
     ) -> SoupResult:
         """The greedy soup (section 2, recipe 1).
 
@@ -119,6 +123,7 @@ class ModelSoup:
             higher_is_better: whether a greater score is a better one.
             restart: discard what an interrupted soup left, its scores too.
             on_trial: told of every score.
+            on_merge: told of the bytes of each merge as it begins; what it returns is told of its progress.
 
         Raises:
             MergeError: the command fails or prints no number, a score is not finite, or see
@@ -126,13 +131,24 @@ class ModelSoup:
         """
         out = Path(out).absolute()
         check_output(out)
-        if restart:
-            shutil.rmtree(_root_of(out), ignore_errors=True)
-        kitchen = _Kitchen(self, out, evaluate, on_trial)
-        sign = 1 if higher_is_better else -1
+        self._merger(self.models).plan().close()  # models that do not fit are refused before any is scored
+        with _Kitchen(self, out, evaluate, on_trial, on_merge) as kitchen:
+            if restart:
+                kitchen.forget()
+            members, best = self._choose(kitchen, 1 if higher_is_better else -1)
+            trials = tuple(kitchen.trials)
+            notes = {"members": members, "score": best, "trials": [vars(trial) for trial in trials]}
+            files = {"soup.json": json.dumps(notes, indent=2) + "\n"}
+            kitchen.merge(members, out, restart=restart, files=files)
+            kitchen.remove()
+        return SoupResult(out, members, best, trials)
+
+    def _choose(self, kitchen: _Kitchen, sign: int) -> tuple[tuple[str, ...], float]:
+        """The members of the greedy soup, and its score."""
         alone = [(kitchen.score((model,)), model) for model in self.models]
         order = [model for _, model in sorted(alone, key=lambda pair: -sign * pair[0])]
         members, best = (order[0],), max(sign * score for score, _ in alone)
+        kitchen.begun(members)
         for model in order[1:]:
             candidate = (*members, model)
             score = sign * kitchen.score(candidate)
@@ -140,13 +156,12 @@ class ModelSoup:
             kitchen.judged(accepted)
             if accepted:
                 members, best = candidate, score
-        kitchen.close()
-        trials = tuple(kitchen.trials)
-        notes = {"members": members, "score": sign * best, "trials": [vars(trial) for trial in trials]}
-        files = {"soup.json": json.dumps(notes, indent=2) + "\n"}
-        self._merger(members).merge(out, restart=restart, files=files)
-        kitchen.remove()
-        return SoupResult(out, members, sign * best, trials)
+        return members, sign * best
+
+    @property
+    def config(self) -> MergeConfig:
+        """The config of the uniform soup."""
+        return self._config(self.models)
 
     def _config(self, members: Sequence[str]) -> MergeConfig:
         return MergeConfig.from_dict({**self.settings, "method": "linear", "models": list(members)}, "soup")
@@ -159,14 +174,48 @@ class _Kitchen:
     """Scores models and soups once each, and remembers the scores on disk."""
 
     def __init__(
-        self, soup: ModelSoup, out: Path, evaluate: Evaluate | str, on_trial: Callable[[Trial], None] | None
+        self,
+        soup: ModelSoup,
+        out: Path,
+        evaluate: Evaluate | str,
+        on_trial: Callable[[Trial], None] | None,
+        on_merge: OnMerge | None,
     ):
-        self._soup, self._on_trial = soup, on_trial
+        self._soup, self._on_trial, self._on_merge = soup, on_trial, on_merge
         self._evaluate = shell_evaluation(evaluate) if isinstance(evaluate, str) else evaluate
         self._root = _root_of(out)
+        with explained(out):
+            self._root.mkdir(parents=True, exist_ok=True)
+            self._lock = locked(self._root / "lock", out)
         self._known = self._remembered(evaluate if isinstance(evaluate, str) else "")
         self.trials: list[Trial] = []
         self._last: tuple[tuple[str, ...], float] | None = None
+
+    def __enter__(self) -> _Kitchen:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+        if not self._known["scores"]:
+            self.remove()
+        self._lock.close()
+
+    def merge(
+        self, members: tuple[str, ...], out: Path, *, restart: bool, files: dict[str, str] | None = None
+    ) -> Path:
+        """Merge the mean of models into a folder."""
+        merger = self._soup._merger(members)
+        plan = merger.plan()
+        on_bytes = self._on_merge(plan.bytes_read + plan.bytes_written) if self._on_merge else None
+        return merger.merge(out, restart=restart, on_bytes=on_bytes, plan=plan, files=files).folder
+
+    def forget(self) -> None:
+        """Forget the scores of an interrupted soup."""
+        self._known["scores"] = {}
+
+    def begun(self, members: tuple[str, ...]) -> None:
+        """Note the model that the soup begins with."""
+        self.trials = [replace(trial, accepted=trial.members == members) for trial in self.trials]
 
     def score(self, members: tuple[str, ...]) -> float:
         """The score of a model, or of the mean of several."""
@@ -178,7 +227,6 @@ class _Kitchen:
                     f"the evaluation of {' + '.join(members)} gave {value}; it must be a finite number"
                 )
             self._known["scores"][key] = value
-            self._root.mkdir(parents=True, exist_ok=True)
             write_json(self._root / "scores.json", self._known)
         value = self._known["scores"][key]
         if len(members) == 1:
@@ -211,7 +259,7 @@ class _Kitchen:
                 if not checkpoint.adapter_folders:
                     return checkpoint.folder
         self.close()
-        return self._soup._merger(members).merge(self._root / "candidate", restart=True).folder
+        return self.merge(members, self._root / "candidate", restart=True)
 
     def _remembered(self, command: str) -> dict[str, Any]:
         """Scores of an interrupted soup of the same models and evaluation."""

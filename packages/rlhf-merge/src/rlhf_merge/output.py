@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_merge.errors import MergeError
+from rlhf_merge.errors import MergeError, UnwrittenError
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -151,9 +151,9 @@ class PartialModel:
         self._files: dict[str, int] = {}
         with explained(self.out), contextlib.ExitStack() as opened:
             self.root.mkdir(parents=True, exist_ok=True)
-            opened.enter_context(_locked(self.root / "lock", out))
+            opened.enter_context(locked(self.root / "lock", out))
             check_output(out)  # what held the lock until now may have been this very merge
-            self.finished = self._begin(plan, restart)
+            self.finished = self._trusted(self._begin(plan, restart))
             self._check_space()
             for shard in shards:
                 self._files[shard.file] = self._open(shard)
@@ -200,7 +200,7 @@ class PartialModel:
         with explained(self.out):
             for file in self._files.values():
                 os.fsync(file)
-            lines = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in self._waiting)
+            lines = "".join(_line(line) for line in self._waiting)
             self._journal.write(lines.encode())
             self._journal.flush()
             os.fsync(self._journal.fileno())
@@ -225,6 +225,11 @@ class PartialModel:
         with contextlib.suppress(OSError):  # lines of the journal that a full disk did not take
             self._opened.close()
 
+    def discard(self) -> None:
+        """Remove what was written: what is merged cannot be finished as it is."""
+        self.close()
+        shutil.rmtree(self.root, ignore_errors=True)
+
     def _begin(self, plan: dict[str, Any], restart: bool) -> dict[str, dict[str, Any]]:
         """The finished tensors of an interrupted merge; none where there was none."""
         plan_file, journal = self.root / "plan.json", self.root / "journal.jsonl"
@@ -240,6 +245,21 @@ class PartialModel:
                 "to go on, or give --restart to discard what it wrote"
             )
         return {line["tensor"]: line for line in _whole_lines(journal)}
+
+    def _trusted(self, finished: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """The finished tensors whose files are still there; the journal forgets the others."""
+        whole = {
+            name
+            for shard in self._shards
+            if (file := self.folder / shard.file).is_file() and file.stat().st_size == shard.size
+            for name in shard.places
+        }
+        kept = {name: line for name, line in finished.items() if name in whole}
+        if len(kept) < len(finished):
+            fresh = self.root / "journal.new"
+            fresh.write_text("".join(_line(line) for line in kept.values()), encoding="utf-8")
+            os.replace(fresh, self.root / "journal.jsonl")
+        return kept
 
     def _check_space(self) -> None:
         there = sum(path.stat().st_blocks * 512 for path in self.folder.iterdir() if path.is_file())
@@ -296,19 +316,37 @@ def check_output(out: Path) -> None:
         raise MergeError(f"output {out} is a file; a folder is written: choose a new name")
 
 
+def _line(facts: dict[str, Any]) -> str:
+    return json.dumps(facts, separators=(",", ":")) + "\n"
+
+
 def _whole_lines(journal: Path) -> Iterator[dict[str, Any]]:
-    """The journal's lines; a kill may have cut off the last, which is removed."""
+    """The journal's lines up to the first that a kill or power cut damaged, where the journal is cut off."""
     if not journal.exists():
         return
-    text = journal.read_bytes()
-    whole = text.rfind(b"\n") + 1
-    if whole < len(text):
-        os.truncate(journal, whole)
-    for line in text[:whole].splitlines():
-        yield json.loads(line)
+    whole = 0
+    for line in journal.read_bytes().splitlines(keepends=True):
+        try:
+            facts = json.loads(line)
+        except ValueError:
+            break
+        if not line.endswith(b"\n") or not isinstance(facts, dict):
+            break
+        whole += len(line)
+        yield facts
+    os.truncate(journal, whole)
 
 
-def _locked(path: Path, out: Path) -> Any:
+def locked(path: Path, out: Path) -> Any:
+    """Take a lock that lasts as long as the file that is returned is open.
+
+    Args:
+        path: of the lock.
+        out: the folder to make, for the message.
+
+    Raises:
+        MergeError: another process has it.
+    """
     file = open(path, "w")  # noqa: SIM115 - closed by the caller; the lock lasts as long as the file is open
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -328,16 +366,16 @@ def explained(out: Path) -> Iterator[None]:
         out: the folder to make.
 
     Raises:
-        MergeError: in place of an `OSError`.
+        UnwrittenError: in place of an `OSError`.
     """
     try:
         yield
     except OSError as error:
         if error.errno in _FULL:
-            raise MergeError(
+            raise UnwrittenError(
                 f"no space is left for {out}; free some and give the same command again: it goes on"
             ) from error
-        raise MergeError(
+        raise UnwrittenError(
             f"{out} cannot be written ({error.strerror or error}); choose another folder"
         ) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -79,7 +80,8 @@ class MergePlan:
         jobs: the tensors of the result, in the order they are written in.
         shards: the files of the result.
         model_config: config.json of the result.
-        reference: the model whose config and generation settings the result has.
+        reference: the base, or the first model.
+        config_from: the model whose config the result has: the reference, unless it has none.
         tokenizer: the model whose tokenizer the result has.
         alignment: of the vocabularies, where the models have any.
     """
@@ -90,6 +92,7 @@ class MergePlan:
     shards: tuple[Shard, ...]
     model_config: dict[str, Any]
     reference: str
+    config_from: str
     tokenizer: str
     alignment: Alignment | None
 
@@ -113,8 +116,12 @@ class MergePlan:
         """Bytes of the buffers that a thread needs for the largest of its blocks."""
         return max((_buffer_bytes(job) for job in self.jobs), default=0)
 
-    def identity(self) -> dict[str, Any]:
-        """What the result's bytes depend on, as plain values: the config, the files read, the layout."""
+    def identity(self, device: str = "cpu") -> dict[str, Any]:
+        """What the result's bytes depend on, as plain values: the config, the files read, the layout.
+
+        Args:
+            device: of the arithmetic.
+        """
         from importlib.metadata import version
 
         files = {spec: checkpoint.identity() for spec, checkpoint in self.checkpoints.items()}
@@ -123,6 +130,9 @@ class MergePlan:
             "config": self.config.to_dict(),
             "files": files,
             "shards": [[shard.file, shard.size] for shard in self.shards],
+            "model_config": self.model_config,
+            "vocabulary": _digest(self.alignment),
+            "device": device.partition(":")[0],
         }
         return json.loads(json.dumps(plain))
 
@@ -158,6 +168,8 @@ def _plan(config: MergeConfig, checkpoints: dict[str, Checkpoint], max_shard_siz
     reference = config.model_specs[0]
     configs = [(spec, checkpoint.config) for spec, checkpoint in checkpoints.items()]
     check_architectures(configs, same_layers=not config.slices)
+    config_from = next((spec for spec in checkpoints if checkpoints[spec].config), reference)
+    _check_base(config, checkpoints)
     tensors, tied = with_heads(checkpoints)
     alignment, tensors = _aligned(config, checkpoints, tensors, reference)
     jobs = tuple(
@@ -174,16 +186,18 @@ def _plan(config: MergeConfig, checkpoints: dict[str, Checkpoint], max_shard_siz
         checkpoints=checkpoints,
         jobs=jobs,
         shards=shards,
-        model_config=output_config(
-            checkpoints[reference].config,
+        model_config=checkpoints[config_from].config
+        and output_config(
+            checkpoints[config_from].config,
             dtype=_written_dtype(jobs),
             vocab_size=alignment.rows if alignment else None,
             num_layers=len(layer_sources) if layer_sources else None,
             layer_sources=layer_sources,
             tied=tied,
-            token_ids_from=checkpoints[tokenizer].config if tokenizer != reference else None,
+            token_ids_from=checkpoints[tokenizer].config if tokenizer != config_from else None,
         ),
         reference=reference,
+        config_from=config_from,
         tokenizer=tokenizer,
         alignment=alignment,
     )
@@ -287,6 +301,30 @@ def _aligned(
     return alignment, changed
 
 
+def _check_base(config: MergeConfig, checkpoints: Mapping[str, Checkpoint]) -> None:
+    """Refuse a model that is the base under another name; its task vector would be zero."""
+    if config.base is None or config.slices or METHODS[config.method].base != "required":
+        return
+    base = checkpoints[config.base]
+    for spec, checkpoint in checkpoints.items():
+        same = (checkpoint.folder.resolve(), checkpoint.adapter_folders) == (
+            base.folder.resolve(),
+            base.adapter_folders,
+        )
+        if same and spec != config.base:
+            raise MergeError(f"{spec} is the base {config.base} by another name; leave it out of models")
+
+
+def _digest(alignment: Alignment | None) -> str:
+    """A fingerprint of how the vocabularies are aligned."""
+    if alignment is None:
+        return ""
+    found = hashlib.sha256(repr((alignment.rows, alignment.tokenizer, alignment.added)).encode())
+    for index in alignment.indexes:
+        found.update(b"-" if index is None else index.tobytes())
+    return found.hexdigest()
+
+
 def _check_heads(jobs: Sequence[TensorJob], rows: int) -> None:
     """Refuse a head with other rows than the embedding; an adapter that enlarged one leaves such heads."""
     for job in jobs:
@@ -312,7 +350,8 @@ def _written_dtype(jobs: Sequence[TensorJob]) -> str | None:
 def _buffer_bytes(job: TensorJob) -> int:
     """Buffers of one thread: a block of every input, the arithmetic's own, numpy's intermediates."""
     block = max((stop - start for start, stop in job.inputs.ranges(_row(job))), default=0)
-    count = len(job.inputs.all) + 8 + (16 if job.method.startswith("della") else 0)
+    extra = {"della": 16, "della_linear": 16, "ties": 4, "breadcrumbs": 4, "breadcrumbs_ties": 4}
+    count = len(job.inputs.all) + 8 + extra.get(job.method, 0)
     return max(block, BLOCK) * working_dtype(job.dtypes).itemsize * count
 
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlhf_merge.blocks import Inputs, Workspace
+from rlhf_merge.blocks import Inputs, Workspace, called
 from rlhf_merge.combination import model_stock_coefficients, slerp_coefficients, spherical_mean_coefficients
 from rlhf_merge.config_values import Values
 from rlhf_merge.errors import MergeError
@@ -329,4 +329,6 @@ def _of(values: Values, parameter: str) -> list[float]:
 
 
 def _zero_weights(inputs: Inputs) -> MergeError:
-    return MergeError(f"{inputs.name}: the weights sum to zero and cannot be normalised; change one of them")
+    return MergeError(
+        f"the weights of {called(inputs.name)} sum to zero and cannot be normalised; change one of them"
+    )

@@ -128,7 +128,9 @@ def with_heads(checkpoints: Mapping[str, Checkpoint]) -> tuple[dict[str, dict[st
     if not own or len(own) == len(tensors):
         return tensors, None
     head = next(iter(own.values()))
-    for spec in tensors.keys() - own.keys():
+    for spec in [spec for spec in tensors if spec not in own]:
+        if not tied(checkpoints[spec].config, has_head=False):
+            raise _missing(head, spec, next(iter(own)))
         embedding = next((name for name in tensors[spec] if name.endswith(_EMBEDDINGS)), None)
         if embedding is None:
             raise MergeError(
@@ -179,6 +181,10 @@ def _of_slices(config: MergeConfig, tensors: Tensors) -> Iterator[SourceNames]:
         model = config.slices[0].sources[0].model
         raise MergeError(f"slices need a model with one stack of layers, but {model} has {len(stacks)}")
     outside = [name for name in first if layer_name(name) is None]
+    for model in dict.fromkeys(source.model for part in config.slices for source in part.sources):
+        for name in tensors[model]:
+            if layer_name(name) is None and name not in first:
+                raise _missing(name, config.slices[0].sources[0].model, model)
     before = [name for name in outside if _BEFORE_THE_LAYERS.search(name)]
     for name in before:
         yield _outside(config, tensors, name, 0)

@@ -147,8 +147,8 @@ def _check_tokens(models: Sequence[ModelVocab], reference: int, rows: int) -> No
             token, label = known[i]
             raise MergeError(
                 f"token {i} is {token!r} in {label} but {mine[i]!r} in {model.label}, so their rows mean "
-                f"different tokens; use --vocab union (all tokens) or --vocab base (those of "
-                f"{models[reference].label})"
+                f"different tokens; use --vocab union (all tokens) or --vocab "
+                f"{models[reference].label} (its tokens)"
             )
         known |= {i: (token, model.label) for i, token in mine.items() if i not in known}
 
@@ -191,7 +191,7 @@ def _check_added(missing: list[tuple[int, str]], model: ModelVocab, target: Mode
         raise MergeError(
             f"the tokenizer of {model.label} was trained with {len(regular)} tokens that {target.label} "
             f"lacks, such as {regular[0][1]!r}, and tokenizers that were trained apart cannot be united; use "
-            f"--vocab base (the tokens of {target.label})"
+            f"--vocab {target.label} (its tokens)"
         )
 
 
@@ -200,13 +200,13 @@ def _check_extendable(target: ModelVocab, table: TokenTable) -> None:
     if not table.fast:
         raise MergeError(
             f"{target.label} has no tokenizer.json, which --vocab union appends tokens to; load its "
-            f"tokenizer in transformers and save it as a fast one, or use --vocab base"
+            f"tokenizer in transformers and save it as a fast one, or use --vocab {target.label}"
         )
     # The tokenizers library numbers an appended token by the count of tokens, whatever id its file gives.
     if set(table.ids.values()) != set(range(len(table.ids))):
         raise MergeError(
             f"the {len(table.ids)} tokens of {target.label} do not have the ids 0 to {len(table.ids) - 1}, "
-            f"so --vocab union cannot append tokens to them; use --vocab base"
+            f"so --vocab union cannot append tokens to them; use --vocab {target.label}"
         )
 
 
