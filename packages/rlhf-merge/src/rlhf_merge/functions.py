@@ -190,8 +190,8 @@ def breadcrumbs(
 ) -> Tensor:
     """Task vectors without their ⌊γ·n⌋ largest and without their smallest elements, ⌊density·n⌋ in all.
 
-    Where density + γ exceeds 1, fewer of the largest are dropped, none at 1. With a `sign` the merge is that of
-    `ties`, without one that of `task_arithmetic`. Davari & Belilovsky (2023), Model Breadcrumbs,
+    Where density + γ exceeds 1, fewer of the largest are dropped, none at 1. With a `sign` the merge is that
+    of `ties`, without one that of `task_arithmetic`. Davari & Belilovsky (2023), Model Breadcrumbs,
     arXiv:2312.06795, section 3.
 
     Args:
