@@ -107,6 +107,65 @@ def test_the_result_has_its_name_only_when_it_is_whole(tmp_path: Path):
     assert all(torch.equal(loaded[name], tensor) for name, tensor in TENSORS.items())
 
 
+def test_nothing_is_promised_before_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Tensors before the journal that names them, all files before the name of the folder."""
+    calls: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def synced(file: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{file}"))
+        journal = tmp_path / ".out.merging" / "journal.jsonl"
+        calls.append(f"{path.name} {journal.stat().st_size}" if path != journal else "journal")
+        fsync(file)
+
+    def renamed(old: Path, new: Path) -> None:
+        calls.append(f"{old.name} is {new.name}")
+        rename(old, new)
+        journal = tmp_path / ".out.merging"
+        assert journal.is_dir()
+
+    partial = begun(tmp_path / "out")
+    write(partial, "a", "b", "c")
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", renamed)
+    files = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    partial.flush()
+    assert calls == [*(f"{file} 0" for file in files), "journal"]
+    (partial.folder / "chat").mkdir()
+    (partial.folder / "chat" / "x.txt").write_text("x")
+    calls.clear()
+    size = (partial.root / "journal.jsonl").stat().st_size
+    partial.publish()
+    assert sorted(calls[:4]) == sorted(f"{file} {size}" for file in [*files, "x.txt"])
+    assert calls[-3:] == [f"model {size}", "model is out", f"{tmp_path.name} {size}"]
+
+
+def test_files_are_closed(tmp_path: Path):
+    def opened() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = opened()
+    partial = begun(tmp_path / "out")
+    assert opened() == before + 5  # three files, the journal and the lock
+    partial.close()
+    assert opened() == before
+    with pytest.raises(MergeError):
+        begun(tmp_path / "out", {"other": 1})
+    assert opened() == before
+    partial = begun(tmp_path / "out")
+    write(partial, "a", "b", "c")
+    partial.publish()
+    assert opened() == before
+
+
+def test_some_tensors_of_a_file_are_found_again(tmp_path: Path):
+    partial = begun(tmp_path / "out", limit=10**9)
+    write(partial, "c")  # which comes first in the file, as its items are the largest
+    partial.flush()
+    partial.close()
+    assert list(begun_and_closed(tmp_path / "out", limit=10**9).finished) == ["c"]
+
+
 def test_an_empty_folder_is_replaced(tmp_path: Path):
     (tmp_path / "out").mkdir()
     partial = begun(tmp_path / "out")
@@ -212,6 +271,7 @@ def test_restart_discards_what_was_written(tmp_path: Path):
     partial.close()
     again = begun_and_closed(tmp_path / "out", restart=True)
     assert again.finished == {} and not (again.folder / "old.txt").exists()
+    assert begun_and_closed(tmp_path / "out").finished == {}, "the old journal is gone"
 
 
 @pytest.mark.parametrize("stage", ["nothing", "lock", "folder", "half a plan", "no folder", "no journal"])
@@ -229,8 +289,9 @@ def test_a_kill_while_it_begins_or_ends_does_no_harm(tmp_path: Path, stage: str)
         write_json(root / "plan.json", PLAN)
     if stage == "no folder":  # it had been renamed, and the model was then moved away
         (root / "journal.jsonl").write_text('{"tensor":"a","coefficients":[]}\n')
+    for _ in range(2):
+        assert begun_and_closed(tmp_path / "out").finished == {}
     partial = begun(tmp_path / "out")
-    assert partial.finished == {}
     write(partial, "a", "b", "c")
     partial.publish()
     assert leftovers(tmp_path / "out") == set()
