@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch import Tensor
 from rlhf_merge import engine
 from rlhf_merge.blocks import MemoryTensor
 from rlhf_merge.config import MergeConfig
-from rlhf_merge.engine import Resources, check_device, merge_tensors, resident_bytes
+from rlhf_merge.engine import Resources, check_device, expected_bytes, merge_tensors, resident_bytes
 from rlhf_merge.errors import MergeError
 from rlhf_merge.plan import TensorJob, job_of, make_plan
 from rlhf_merge.tensor_names import source_names
@@ -169,6 +171,32 @@ def test_a_failure_ends_the_work_and_keeps_what_is_finished():
     assert len(sink.tensors) < 40, "half of the work was not done"
 
 
+def test_a_failure_stops_what_is_at_work_beside_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rlhf_merge.blocks.BLOCK", 10)
+    models = {"a": {"broken": torch.full((3000,), torch.nan), "long": torch.ones(2000)}}
+    begun = threading.Event()
+
+    class Slow(Memory):
+        def write(self, name: str, element: int, values: Tensor) -> None:
+            begun.set()
+            time.sleep(0.01)
+            super().write(name, element, values)
+
+    read = MemoryTensor.read
+
+    def waiting(self: MemoryTensor, start: int, stop: int, out: Tensor) -> None:
+        if self.shape == (3000,):
+            assert begun.wait(60), "the other thread never began"
+        read(self, start, stop, out)
+
+    monkeypatch.setattr(MemoryTensor, "read", waiting)
+    sink = Slow()
+    with pytest.raises(MergeError, match="tensor broken holds nan"):
+        merge_tensors(jobs_of(models, method="linear", models=["a"]), sink, threads=2)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("merge")]
+    assert 1 <= len(sink.pieces) < 100, "of two hundred"
+
+
 @pytest.mark.parametrize("factor", [1.0, -1.0])
 def test_what_float16_cannot_hold_is_refused(factor: float):
     models = {"a": {"w": torch.tensor([1.0, factor * 65504, 3.0])}}
@@ -211,6 +239,7 @@ def test_threads_that_the_memory_allows(workshop: Any, monkeypatch: pytest.Monke
     assert each > 3 * 4 * 2**18, "three inputs and more, a block each"
     monkeypatch.setattr(engine, "resident_bytes", lambda: 276_000_000)  # and 24 MB later on
     monkeypatch.setattr(engine, "processors", lambda: 5)
+    assert [expected_bytes(plan, threads) for threads in (1, 3)] == [300_000_000 + n * each for n in (1, 3)]
     bounds = {300_000_000 + count * each: count for count in (1, 2, 4)} | {10**12: 5}
     for bound, threads in bounds.items():
         assert Resources(max_memory=bound).threads_for(plan) == threads
@@ -226,7 +255,10 @@ def test_threads_that_the_memory_allows(workshop: Any, monkeypatch: pytest.Monke
 
 
 def test_resident_bytes_grows_with_what_is_used():
-    before = resident_bytes()
+    before, pages = resident_bytes(), Path("/proc/self/smaps_rollup")
+    if pages.exists():
+        found = re.search(r"Rss:\s+(\d+) kB", pages.read_text())
+        assert found and abs(before / (int(found[1]) * 1024) - 1) < 0.05
     kept = torch.ones(50_000_000, dtype=torch.uint8)
     assert 40_000_000 < resident_bytes() - before < 200_000_000 and len(kept)
 
