@@ -242,15 +242,20 @@ def modules(only: str | None) -> list[Path]:
     paths = {
         "losses": [*sorted((SOURCE / "losses").glob("[!_]*.py")), SOURCE / "_flat.py"],
         "advantages": [SOURCE / "advantages.py"],
+        "kl_control": [SOURCE / "kl_control.py"],
     }
     return [path for name, group in paths.items() if only in (None, name) for path in group]
 
 
 def tests_of(path: Path) -> list[str]:
     """The tests of a module, those that are about nothing else first."""
-    losses = sorted(set(TESTS.glob("test_losses*.py")) - {TESTS / "test_losses_trl.py"})
+    losses = sorted(set(TESTS.glob("test_losses*.py")) - set(TESTS.glob("test_losses*_trl.py")))
     own = TESTS / f"test_losses_{path.stem}.py"
-    tests = {"advantages": [TESTS / "test_advantages.py"], "_flat": [TESTS / "test_advantages.py", *losses]}
+    tests = {
+        "advantages": [TESTS / "test_advantages.py"],
+        "kl_control": [TESTS / "test_kl_control.py"],
+        "_flat": [TESTS / "test_advantages.py", *losses],
+    }
     return [str(test) for test in tests.get(path.stem, sorted(losses, key=lambda test: test != own))]
 
 
@@ -375,7 +380,7 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--only", choices=["losses", "advantages"], help="the modules to change (default: both)"
+        "--only", choices=["losses", "advantages", "kl_control"], help="the modules to change (default: all)"
     )
     parser.add_argument("--list", action="store_true", help="print the mutants, run nothing")
     options = parser.parse_args(arguments)

@@ -18,9 +18,10 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "bradley_terry": (["chosen_rewards", "rejected_rewards", "margins"], {"center_coefficient": 0.1}),
     "chosen_nll": (["chosen_logps"], {"tokens_per_pair": 2.0}),
     "clipped_policy_loss": (
-        ["logps", "old_logps", "advantages", "weights"],
+        ["logps", "old_logps", "advantages", "weights", "sequence"],
         {"clip_low": 0.2, "clip_high": 0.2},
     ),
+    "corrected_kl": (["logps", "old_logps", "ref_logps", "weights", "sequence"], {}),
     "dpo_loss": (
         ["chosen_logps", "rejected_logps", "ref_chosen_logps", "ref_rejected_logps"],
         {"beta": 0.1, "loss_type": "ipo", "lengths": LENGTHS},
@@ -32,6 +33,7 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "next_token_loss": (["logps", "weights"], {}),
     "outcome_ranking": (["step_scores", "step_owner"], {"how": "mean", "margins": torch.zeros(1)}),
     "pair_calibration": (["chosen_rewards", "rejected_rewards"], {}),
+    "policy_ratio": (["logps", "old_logps", "weights", "sequence"], {}),
     "simpo_loss": (
         ["chosen_logps", "rejected_logps"],
         {"beta": 2.0, "simpo_gamma": 0.5, "lengths": LENGTHS},
@@ -43,7 +45,11 @@ EACH_LOSS = pytest.mark.parametrize("name", CASES)
 
 def _tensors(names: list[str], dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     values = {name: torch.tensor([0.3, -0.8], dtype=dtype) - i for i, name in enumerate(names)}
-    special = {"labels": torch.tensor([True, False]), "step_owner": torch.tensor([0, 1])}
+    special = {
+        "labels": torch.tensor([True, False]),
+        "sequence": torch.tensor([0, 1]),
+        "step_owner": torch.tensor([0, 1]),
+    }
     return {name: special.get(name, value) for name, value in values.items()}
 
 
@@ -55,6 +61,8 @@ def _call(name: str, **changes: Any) -> Any:
 def test_every_loss_is_covered():
     # these take no two tensors that could broadcast
     others = {"aggregate_steps", "calibration_error", "kl_ema", "kto_kl"}
+    # these give no loss and have such tests of their own
+    others |= {"importance_weights", "ratio_statistics", "token_weights"}
     functions = {name for name in losses.__all__ if name.islower()}
     assert functions - others == set(CASES)
 
@@ -113,5 +121,5 @@ def test_results_are_frozen(result):
 
 
 def test_names_are_sorted_and_exist():
-    assert losses.__all__ == sorted(losses.__all__)
+    assert losses.__all__ == sorted(losses.__all__, key=lambda name: (not name.isupper(), name))
     assert all(functools.reduce(getattr, [name], losses) for name in losses.__all__)

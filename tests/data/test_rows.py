@@ -1,5 +1,7 @@
 """Rows become records: accepted spellings, other column names, and what is wrong with bad rows."""
 
+from pathlib import Path
+
 import pytest
 
 from rlhf_data import (
@@ -12,13 +14,17 @@ from rlhf_data import (
     StepwiseRecord,
     TextRecord,
     UserError,
+    load_records,
 )
 from rlhf_data.rows import row_parser
+
+_GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "test-300.jsonl.gz"
 
 _TALK = "\n\nHuman: hi\n\nAssistant:"
 _USER = {"role": "user", "content": "hi"}
 _YES = {"role": "assistant", "content": "yes"}
 _NO = {"role": "assistant", "content": "no"}
+_VERL = {"reward_model": {"style": "rule", "ground_truth": "72"}}
 
 
 def _parse(kind, row, columns=None):
@@ -99,6 +105,53 @@ def _parse(kind, row, columns=None):
             [StepPairRecord("a", ("b",), ("c", "d"), (), (1.0, 0.0))],
         ),
         ("prompt", {"prompt": "a", "solution": 4}, [PromptRecord("a", {"solution": 4})]),
+        ("prompt", {"prompt": [_USER], "answer": "b"}, [PromptRecord([_USER], {"answer": "b"})]),
+        # as in GSM8K
+        ("prompt", {"question": "a", "answer": "b #### 4"}, [PromptRecord("a", {"answer": "b #### 4"})]),
+        ("prompt", {"question": [_USER], "answer": "4"}, [PromptRecord([_USER], {"answer": "4"})]),
+        (
+            "prompt",
+            {"prompt": "p", "question": "a", "answer": "4"},
+            [PromptRecord("p", {"question": "a", "answer": "4"})],
+        ),
+        (
+            "prompt",
+            {"prompt": None, "question": "a", "answer": "4"},
+            [PromptRecord("a", {"prompt": None, "answer": "4"})],
+        ),
+        # as verl writes them
+        (
+            "prompt",
+            {"data_source": "x", "prompt": [_USER], "ability": "maths", **_VERL, "extra_info": {"index": 0}},
+            [
+                PromptRecord(
+                    [_USER],
+                    {
+                        "data_source": "x",
+                        "ability": "maths",
+                        **_VERL,
+                        "extra_info": {"index": 0},
+                        "answer": "72",
+                    },
+                )
+            ],
+        ),
+        (
+            "prompt",
+            {"prompt": "a", **_VERL, "answer": "own"},
+            [PromptRecord("a", {**_VERL, "answer": "own"})],
+        ),
+        ("prompt", {"prompt": "a", **_VERL, "answer": None}, [PromptRecord("a", {**_VERL, "answer": "72"})]),
+        (
+            "prompt",
+            {"prompt": "a", "reward_model": {"style": "model"}},
+            [PromptRecord("a", {"reward_model": {"style": "model"}})],
+        ),
+        (
+            "prompt",
+            {"prompt": "a", "reward_model": "folder"},
+            [PromptRecord("a", {"reward_model": "folder"})],
+        ),
     ],
 )
 def test_accepted_rows(kind, row, records):
@@ -117,6 +170,29 @@ def test_columns_of_other_names():
         row_parser("preference", {"promt": "q"})
     with pytest.raises(UserError, match=r"one of sft, preference, kto, steps, prompt, got 'dpo'"):
         _parse("dpo", {})
+
+
+def test_a_question_about_something_else_is_no_prompt():
+    for column in ("story", "context", "passage", "choices"):
+        with pytest.raises(
+            UserError, match=rf"field prompt: missing; the row has {column}, question, answer"
+        ):
+            _parse("prompt", {column: "x", "question": "a", "answer": "b"})
+    with pytest.raises(UserError, match=r"field prompt: missing; the row has question"):
+        _parse("prompt", {"question": "a"})
+    with pytest.raises(UserError, match=r"field q: missing; the row has question, answer"):
+        _parse("prompt", {"question": "a", "answer": "b"}, {"prompt": "q"})
+    with pytest.raises(UserError, match=r"field question: empty"):
+        _parse("prompt", {"question": " ", "answer": "b"})
+
+
+@pytest.mark.skipif(not _GSM8K.exists(), reason="the shared GSM8K rows are not there")
+def test_rows_of_gsm8k_are_prompts():
+    rows = load_records(str(_GSM8K), "prompt")
+    assert len(rows.records) == 300 and not rows.skipped
+    for record in rows.records:
+        assert set(record.columns) == {"answer"} and "\n#### " in record.columns["answer"]
+    assert rows.records[0].prompt.startswith("Janet\u2019s ducks lay 16 eggs per day.")
 
 
 def test_what_is_meant_for_the_chat_template_is_kept():

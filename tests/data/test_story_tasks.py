@@ -6,7 +6,7 @@ from rlhf_data import StepDataset, StoryWorldConfig, UserError, story_records
 from rlhf_data.story_tasks import StoryKind
 from rlhf_data.story_world import sentence_kind, sentence_place, split_sentences
 
-_KINDS: tuple[StoryKind, ...] = ("sft", "preference", "kto", "steps", "step_pairs")
+_KINDS: tuple[StoryKind, ...] = ("sft", "preference", "kto", "steps", "step_pairs", "prompts")
 
 
 def _story(record):
@@ -85,6 +85,19 @@ def test_pairs_of_solutions_have_one_right_answer():
         assert record.rejected_labels[-1] == 0.0
 
 
+def test_prompts_come_with_what_judges_an_answer():
+    demonstrations = story_records("sft", 100, split="eval", seed=5)
+    for record, shown in zip(
+        story_records("prompts", 100, split="eval", seed=5), demonstrations, strict=True
+    ):
+        assert record.prompt == shown.prompt
+        assert set(record.columns) == {"answer", "choices", "last_place"}
+        assert record.columns["answer"] == _truth(record) == _claim(shown.completion)
+        assert record.columns["last_place"] == sentence_place(split_sentences(_story(record))[-1])
+        assert record.prompt.endswith(f" ? {' | '.join(record.columns['choices'])}\nanswer:")
+        assert record.columns["answer"] in record.columns["choices"]
+
+
 def test_the_world_can_be_chosen(tokenizer):
     config = StoryWorldConfig(num_places=3, num_choices=2, min_sentences=2, max_sentences=2)
     records = story_records("steps", 20, split="train", seed=0, config=config)
@@ -94,5 +107,7 @@ def test_the_world_can_be_chosen(tokenizer):
 
 @pytest.mark.parametrize("kind", ["dpo", ""])
 def test_unknown_kinds(kind):
-    with pytest.raises(UserError, match=f"one of sft, preference, kto, steps, step_pairs, got '{kind}'"):
+    with pytest.raises(
+        UserError, match=f"one of sft, preference, kto, steps, step_pairs, prompts, got '{kind}'"
+    ):
         story_records(kind, 1, split="train", seed=0)

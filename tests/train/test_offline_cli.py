@@ -193,9 +193,9 @@ def test_switches_of_the_engine_run(train: Train, tiny_model_folder: Path) -> No
 
 
 def test_every_method_has_a_command() -> None:
-    from rlhf_train.cli import OFFLINE_METHODS
+    from rlhf_train.cli import OFFLINE_METHODS, ONLINE_METHODS
 
-    assert list(OFFLINE_METHODS) == list(METHODS)
+    assert [*OFFLINE_METHODS, *ONLINE_METHODS] == list(METHODS)
 
 
 def test_the_console_shows_each_text_once_and_no_minus_before_zero(tmp_path: Path) -> None:

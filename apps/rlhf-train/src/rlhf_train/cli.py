@@ -20,9 +20,16 @@ OFFLINE_METHODS = {
     "simpo": "SimPO: preference optimisation on pairs, without a reference.",
     "kto": "KTO: learn from completions that are labelled good or bad.",
 }
-"""What `rlhf_algos.METHODS` trains, with the first line of each command's help."""
+"""Methods of `rlhf_algos.METHODS` that learn from given texts, with the first line of each command's help."""
+
+ONLINE_METHODS = {
+    "ppo": "PPO: learn from rewards of the model's own completions, with a value model.",
+    "grpo": "GRPO: learn from rewards of the model's own completions, each compared with its group.",
+}
+"""Methods that learn from what the model writes itself."""
 
 _BACKENDS = ("rlhf", "trl")
+_STAGES = ("sft", "reward", "ppo")
 _ON_BAD_ROW = ("error", "skip")
 
 
@@ -71,14 +78,15 @@ def _minmax_options() -> list[Any]:
     ]
 
 
-def _offline_command(method: str, summary: str) -> click.Command:
-    """The command of an offline method."""
+def _training_command(method: str, summary: str) -> click.Command:
+    """The command of a method of `rlhf_algos.METHODS`."""
 
     def command(**options: Any) -> None:
-        from rlhf_train.offline import run_offline
+        from rlhf_train.training import run_training
 
-        _exit_cleanly(lambda: run_offline(method, options))
+        _exit_cleanly(lambda: run_training(method, options))
 
+    online = method in ONLINE_METHODS
     options = [
         *settings_options(),
         model_option("--model", "Model to start from.  [default: a tiny one, built now]"),
@@ -97,17 +105,64 @@ def _offline_command(method: str, summary: str) -> click.Command:
             type=click.Choice(_ON_BAD_ROW),
             help="Stop at a row that cannot be used, or skip and count it.  [default: error]",
         ),
-        click.option(
-            "--backend",
-            type=click.Choice(_BACKENDS),
-            help="This engine, or TRL's own trainer on the same data.  [default: rlhf]",
-        ),
+        _reward_option() if online else _backend_option(),
     ]
     help_text = (
         f"{summary}\n\nWithout arguments it trains a tiny model, built now, on rows of the story world; the "
         "run folder it names at the end holds the model, metrics, results and curves."
     )
     return click.command(method, help=help_text)(decorated(command, options))
+
+
+def _rlhf(**options: Any) -> None:
+    """Traditional RLHF: supervised fine-tuning, a reward model, PPO against it; no adversary.
+
+    Without arguments it runs on stories, with the models of `rlhf-train minmax`, whose reward model has a
+    flaw: see what plain RLHF makes of it.
+    """
+    from rlhf_train.rlhf import run_rlhf
+
+    _exit_cleanly(lambda: run_rlhf(options))
+
+
+def _rlhf_options() -> list[Any]:
+    rows = run_options("rlhf", rows="", held_out="", start="the start models", seed=0)
+    return [
+        *settings_options(),
+        model_option("--model", "Model that the first stage starts from.  [default: a tiny one, built now]"),
+        model_option("--reward-model", "Reward model for PPO.  [default: that of the stage reward]"),
+        click.option(
+            "--data", metavar="DIR", help="Folder with sft.jsonl, preference.jsonl and prompts.jsonl."
+        ),
+        click.option("--sft-data", metavar="FILE", help="Rows of the stage sft."),
+        click.option("--preference-data", metavar="FILE", help="Rows of the stage reward."),
+        click.option("--prompt-data", metavar="FILE", help="Rows of the stage ppo."),
+        click.option(
+            "--stage",
+            multiple=True,
+            type=click.Choice(_STAGES),
+            help="Run this stage only; repeatable.  [default: all three]",
+        ),
+        *rows[2:],
+    ]
+
+
+def _backend_option() -> Any:
+    return click.option(
+        "--backend",
+        type=click.Choice(_BACKENDS),
+        help="This engine, or TRL's own trainer on the same data.  [default: rlhf]",
+    )
+
+
+def _reward_option() -> Any:
+    return click.option(
+        "--reward",
+        multiple=True,
+        metavar="SOURCE",
+        help="What completions are worth: a reward model's folder or hub name, pkg.mod:function, a URL, or a "
+        "rule such as number, choice, exact, length, format; repeatable.  [default: the task's own]",
+    )
 
 
 def _exit_cleanly(job: Callable[[], None]) -> None:
@@ -126,5 +181,6 @@ def _exit_cleanly(job: Callable[[], None]) -> None:
 
 
 minmax = main.command("minmax")(decorated(_minmax, _minmax_options()))
-for _method, _summary in OFFLINE_METHODS.items():
-    main.add_command(_offline_command(_method, _summary))
+rlhf = main.command("rlhf")(decorated(_rlhf, _rlhf_options()))
+for _method, _summary in {**OFFLINE_METHODS, **ONLINE_METHODS}.items():
+    main.add_command(_training_command(_method, _summary))

@@ -60,7 +60,7 @@ def resumed_run(options: dict[str, Any], job: str, changing: Sequence[str]) -> R
     Raises:
         UserError: such an option is given, two folders are named, or there is no such run.
     """
-    given = [name for name in changing if not any(options[name] is x for x in (None, False, ()))]
+    given = [name for name in changing if not any(options.get(name) is x for x in (None, False, ()))]
     if given:
         names = ", ".join(_FLAG_OF.get(name, f"--{name.replace('_', '-')}") for name in given)
         raise UserError(

@@ -75,23 +75,47 @@ class TrainingDisplay:
             table.add_row(label, Text(value))
         self.console.print(table)
 
+    def say(self, text: str) -> None:
+        """A line."""
+        self.console.print(Text(text))
+
+    def stage(self, name: str) -> None:
+        """A stage of several begins."""
+        self.console.print(Text(f"stage {name}", "bold"))
+
+    def demo_step(self, stage: str, step: int, total: int, metrics: dict[str, float]) -> None:
+        """A training step of a model that is built now: a line when one is finished."""
+        if step == total:
+            self.console.print(Text(f"built {stage}: {total} steps"))
+
     def show_results(self, results: dict[str, Any], run: RunFolder) -> None:
         """The table of held-out metrics at the start and at the end, the time, and where everything lies."""
+        self.show_table(results)
+        self.show_end(results, run)
+
+    def show_table(self, results: dict[str, Any], *, title: str = "Held-out rows") -> None:
+        """The held-out metrics at the start and at the end, where there are any."""
         columns = [(name, results[name]) for name in ("before", "after") if results.get(name)]
-        if columns:
-            table = Table(title="Held-out rows", title_justify="left", box=box.ROUNDED)
-            table.add_column("")
-            for name, _ in columns:
-                table.add_column({"before": "start", "after": "end"}[name], justify="right")
-            for key in columns[-1][1]:
-                table.add_row(key.removeprefix("eval_"), *(_number(block.get(key)) for _, block in columns))
-            self.console.print(table)
-        spent = results["wall_time"]
-        parts = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in spent.items() if part != "total")
-        self.console.print(f"time: {spent['total']:.1f} s ({parts})")
+        if not columns:
+            return
+        table = Table(title=title, title_justify="left", box=box.ROUNDED)
+        table.add_column("")
+        for name, _ in columns:
+            table.add_column({"before": "start", "after": "end"}[name], justify="right")
+        for key in columns[-1][1]:
+            table.add_row(key.removeprefix("eval_"), *(_number(block.get(key)) for _, block in columns))
+        self.console.print(table)
+
+    def show_end(self, results: dict[str, Any], run: RunFolder) -> None:
+        """The time, and where everything lies."""
+        spent = results.get("wall_time")
+        if spent:
+            parts = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in spent.items() if part != "total")
+            self.console.print(f"time: {spent['total']:.1f} s ({parts})")
         self.console.print(Text(f"written to {run.path}", overflow="fold"))
-        if (run.path / "final").is_dir():
-            self.console.print(Text(f"the trained model: {run.path / 'final'}", overflow="fold"))
+        for final in (run.path / "final", run.path / "ppo" / "final"):
+            if final.is_dir():
+                self.console.print(Text(f"the trained model: {final}", overflow="fold"))
 
 
 class _ConsoleHandler(logging.Handler):

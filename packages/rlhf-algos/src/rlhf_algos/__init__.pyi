@@ -11,6 +11,7 @@ from rlhf_algos.debug import ActivationHistograms as ActivationHistograms
 from rlhf_algos.debug import GradientFlow as GradientFlow
 from rlhf_algos.debug import Sampler as Sampler
 from rlhf_algos.dpo import DPOTrainer as DPOTrainer
+from rlhf_algos.grpo import GRPOTrainer as GRPOTrainer
 from rlhf_algos.job import TrainingJob as TrainingJob
 from rlhf_algos.kto import KTOTrainer as KTOTrainer
 from rlhf_algos.logging import TrainingLogger as TrainingLogger
@@ -24,9 +25,14 @@ from rlhf_algos.method_configs import SimPOConfig as SimPOConfig
 from rlhf_algos.methods import METHODS as METHODS
 from rlhf_algos.methods import Method as Method
 from rlhf_algos.model_card import write_model_card as write_model_card
+from rlhf_algos.online import OnlineTrainer as OnlineTrainer
+from rlhf_algos.online_configs import GRPOConfig as GRPOConfig
+from rlhf_algos.online_configs import OnlineConfig as OnlineConfig
+from rlhf_algos.online_configs import PPOConfig as PPOConfig
 from rlhf_algos.optim import create_optimizer as create_optimizer
 from rlhf_algos.optim import create_scheduler as create_scheduler
 from rlhf_algos.planning import plan_training as plan_training
+from rlhf_algos.ppo import PPOTrainer as PPOTrainer
 from rlhf_algos.prm import PRMTrainer as PRMTrainer
 from rlhf_algos.reference import ReferenceTrainer as ReferenceTrainer
 from rlhf_algos.results import finish_run as finish_run

@@ -2,13 +2,16 @@
 
 Letters: `M` tokens of ragged sequences laid end to end, `B` completions (or critiques), `P` groups of them.
 A group is whatever shares a baseline: the completions of one prompt, the critiques of one answer.  Groups are
-named by an index tensor `(B,)` of any integers, so they may be ragged and lie in any order.
+named by an index tensor `(B,)` of any integers, so they may be ragged and lie in any order.  A reward that is
+NaN was not given: such a completion is left out of baselines and deviations, and its advantage is 0.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,15 +19,29 @@ from torch import Tensor
 from rlhf_algos._flat import check_flat, dense_index
 
 __all__ = [
+    "ADVANTAGES",
     "AdvantageEstimate",
+    "Baseline",
+    "RewardScale",
+    "explained_variance",
     "gae",
+    "group_advantages",
     "group_baseline",
     "group_standardise",
     "leave_one_out",
+    "moments",
+    "overlong_penalty",
     "scale_by_std",
+    "scale_with",
     "standardise",
+    "standardise_with",
     "zero_std_fraction",
 ]
+
+Baseline = Literal["grpo", "rloo"]
+"""What a reward is compared with, see `ADVANTAGES`."""
+RewardScale = Literal["batch", "group", "none"]
+"""Whose standard deviation divides advantages, if any."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +148,48 @@ def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
     return grouped.centred * size / (size - 1).clamp(min=1)
 
 
+def group_advantages(
+    rewards: Tensor,
+    groups: Tensor,
+    *,
+    baseline: Baseline = "grpo",
+    scale_rewards: RewardScale = "group",
+    epsilon: float = 1e-4,
+) -> Tensor:
+    """Rewards minus a baseline of their group, scaled: A_i = (r_i - b_i) / (std + ε).
+
+    std is the unbiased deviation of the rewards of i's group ("group", as in GRPO,
+    https://arxiv.org/abs/2402.03300) or of all rewards ("batch", https://arxiv.org/abs/2508.08221); "none"
+    does not divide (Dr. GRPO, https://arxiv.org/abs/2503.20783).
+
+    Args:
+        rewards: (B,) one per completion; for "batch" those of all processes.
+        groups: (B,) integer index of each completion's group.
+        baseline: a name in `ADVANTAGES`.
+        scale_rewards: whose standard deviation divides.
+        epsilon: added to the standard deviation, > 0, in units of reward; the default is TRL's.
+
+    Returns:
+        (B,); 0 for a group of one or of equal rewards.
+
+    Raises:
+        ValueError: an unknown baseline or scale.
+    """
+    if baseline not in ADVANTAGES:
+        raise ValueError(f"baseline must be one of {', '.join(ADVANTAGES)}, got {baseline!r}")
+    advantages = ADVANTAGES[baseline](rewards, groups)
+    if scale_rewards == "none":
+        return advantages
+    if scale_rewards == "group":
+        grouped = _grouped(rewards, groups)
+        return advantages / (grouped.std[grouped.group] + epsilon)
+    if scale_rewards != "batch":
+        raise ValueError(f"scale_rewards must be batch, group or none, got {scale_rewards!r}")
+    return scale_with(advantages, moments(rewards), epsilon=epsilon)
+
+
 def zero_std_fraction(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Fraction of groups whose rewards are all equal: they give no gradient.
+    """Fraction of groups whose rewards are all equal, or not given: they give no gradient.
 
     Args:
         rewards: (B,) one per completion.
@@ -144,9 +201,11 @@ def zero_std_fraction(rewards: Tensor, groups: Tensor) -> Tensor:
     check_flat(rewards, groups=groups)
     index, counts = dense_index(groups)
     start = torch.zeros_like(counts, dtype=rewards.dtype)
-    low = start.scatter_reduce(0, index, rewards, "amin", include_self=False)
-    high = start.scatter_reduce(0, index, rewards, "amax", include_self=False)
-    return (low == high).float().mean()
+    given = ~rewards.isnan()
+    lowest, highest = torch.where(given, rewards, math.inf), torch.where(given, rewards, -math.inf)
+    low = start.scatter_reduce(0, index, lowest, "amin", include_self=False)
+    high = start.scatter_reduce(0, index, highest, "amax", include_self=False)
+    return (low >= high).float().mean()
 
 
 def scale_by_std(advantages: Tensor, *, epsilon: float = 1e-8) -> Tensor:
@@ -179,10 +238,107 @@ def standardise(advantages: Tensor, *, epsilon: float = 1e-8) -> Tensor:
     return scale_by_std(advantages - advantages.mean(), epsilon=epsilon)
 
 
+@torch.no_grad()
+def moments(values: Tensor) -> Tensor:
+    """Count, sum and sum of squares, from which means and deviations over all processes follow.
+
+    Args:
+        values: (M,); NaN is left out.
+
+    Returns:
+        (3,) in double precision, to be added up over batches and processes.
+    """
+    check_flat(values)
+    given = values[~values.isnan()].double()
+    return torch.stack([torch.ones_like(given).sum(), given.sum(), given.square().sum()])
+
+
+def scale_with(values: Tensor, moments: Tensor, *, epsilon: float = 1e-8) -> Tensor:
+    """Values divided by the standard deviation that moments say, without centring: v_i / (std + ε).
+
+    `scale_by_std` over more than the values at hand.
+
+    Args:
+        values: (M,), any of those that the moments are of.
+        moments: (3,) sum of what `moments` gave.
+        epsilon: added to the unbiased standard deviation, > 0.
+
+    Returns:
+        (M,); signs are kept.  Where the moments are of fewer than two values these are returned as they are.
+    """
+    check_flat(values)
+    _, std = _mean_and_std(moments)
+    return torch.where(moments[0] < 2, values, values / (std + epsilon))
+
+
+def standardise_with(values: Tensor, moments: Tensor, *, epsilon: float = 1e-8) -> Tensor:
+    """Values shifted and scaled by the mean and deviation that moments say: (v_i - mean) / (std + ε).
+
+    `standardise` over more than the values at hand.
+
+    Args:
+        values: (M,), any of those that the moments are of.
+        moments: (3,) sum of what `moments` gave.
+        epsilon: added to the unbiased standard deviation, > 0.
+
+    Returns:
+        (M,); a single value becomes 0.
+    """
+    mean, _ = _mean_and_std(moments)
+    return scale_with(values - mean, moments, epsilon=epsilon)
+
+
+def explained_variance(return_moments: Tensor, error_moments: Tensor) -> Tensor:
+    """Share of the returns' variance that the value function explains: 1 - var(R - V) / var(R).
+
+    Args:
+        return_moments: (3,) sum of what `moments` gave for the returns R.
+        error_moments: (3,) the same for the errors R - V.
+
+    Returns:
+        Scalar <= 1: 1 for a perfect value function, 0 for a constant one; NaN where the returns do not vary.
+    """
+    (_, spread), (_, error) = _mean_and_std(return_moments), _mean_and_std(error_moments)
+    return torch.where(spread > 0, 1 - (error / spread).square(), math.nan)
+
+
+def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int) -> Tensor:
+    """Reward, not above 0, of a completion that comes near or beyond the longest length.
+
+    0 up to max_length - buffer, then falling linearly to -1 at max_length, and -1 beyond it.
+
+    DAPO, https://arxiv.org/abs/2503.14476, eq. 13.
+
+    Args:
+        lengths: (B,) tokens of each completion.
+        max_length: the longest length, in tokens.
+        buffer: tokens over which the penalty grows, from 0 to max_length.
+
+    Returns:
+        (B,) in [-1, 0].
+
+    Raises:
+        ValueError: `buffer` is not in that range.
+    """
+    check_flat(lengths)
+    if not 0 <= buffer <= max_length:
+        raise ValueError(f"buffer must be in [0, {max_length}], got {buffer}")
+    room = (max_length - buffer - lengths).clamp(max=0)
+    return (room / max(buffer, 1)).clamp(min=-1)
+
+
+def _mean_and_std(moments: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean, 0 of no values, and unbiased standard deviation, which fewer than two values do not have."""
+    count, total, squares = moments
+    mean = total / count.clamp(min=1)
+    variance = (squares - total * mean) / (count - 1)
+    return mean, variance.clamp(min=0).sqrt()
+
+
 class _Groups(NamedTuple):
     group: Tensor  # (B,) 0..P-1
-    size: Tensor  # (P,) float
-    centred: Tensor  # (B,)
+    size: Tensor  # (P,) float: rewards that are given
+    centred: Tensor  # (B,), 0 where none is given
 
     @property
     def std(self) -> Tensor:
@@ -194,9 +350,11 @@ class _Groups(NamedTuple):
 def _grouped(rewards: Tensor, groups: Tensor) -> _Groups:
     check_flat(rewards, groups=groups)
     index, counts = dense_index(groups)
-    size = counts.to(rewards.dtype)
-    mean = torch.zeros_like(size).index_add(0, index, rewards) / size
-    return _Groups(group=index, size=size, centred=rewards - mean[index])
+    given = ~rewards.isnan()
+    zeros = torch.zeros_like(counts, dtype=rewards.dtype)
+    size = zeros.index_add(0, index, given.to(rewards.dtype))
+    mean = zeros.index_add(0, index, torch.where(given, rewards, 0.0)) / size
+    return _Groups(group=index, size=size, centred=torch.where(given, rewards - mean[index], 0.0))
 
 
 def _grid(sequence: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
@@ -208,3 +366,10 @@ def _grid(sequence: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
     column[order] = torch.arange(row.numel(), device=row.device) - first[row[order]]
     longest = int(count.max()) if count.numel() else 0
     return row, column, (count.numel(), longest)
+
+
+ADVANTAGES: dict[Baseline, Callable[[Tensor, Tensor], Tensor]] = {
+    "grpo": group_baseline,
+    "rloo": leave_one_out,
+}
+"""Rewards (B,) and groups (B,) to rewards minus a baseline: the group's mean, or the mean of the others."""

@@ -161,6 +161,8 @@ def few_threads_for_a_small_model(model: Any) -> None:
 
 def record_texts(record: Any) -> Iterator[str]:
     """Every text of a record, those of messages one by one."""
+    columns = getattr(record, "columns", {})
+    yield from (value for value in columns.values() if isinstance(value, str))
     names = ("text", "messages", "prompt", "completion", "chosen", "rejected", "completions")
     for value in (getattr(record, name, None) for name in names):
         if isinstance(value, str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -11,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_algos.demo import few_threads_for_a_small_model
-from rlhf_algos.job_data import Rows, build_sets, load_rows, with_skipped
+from rlhf_algos.job_data import Rows, build_sets, demonstrated, load_rows, with_skipped
 from rlhf_algos.job_models import check_machine, longest_sequence, start_model
 from rlhf_algos.methods import METHODS, Method
+from rlhf_algos.online_job import online_parts, tell_findings
 from rlhf_algos.progress import check_best_metric
 from rlhf_algos.results import finish_run
 from rlhf_data import RunFolder, UserError, atomic_write_json
@@ -75,13 +77,17 @@ class TrainingJob(Job):
         clock.lap("loading")
         if resume:
             self._say_where(trainer, trainer.resume())
-        before = self._before(trainer)
-        clock.lap("evaluation")
-        last = trainer.train()
-        clock.lap("training")
-        after = self._after(trainer, last)
-        trainer.save_model(self.run.path / "final")
-        clock.lap("evaluation")
+        with contextlib.closing(trainer):
+            before = self._before(trainer)
+            clock.lap("evaluation")
+            if self.method.online and not resume:
+                tell_findings(trainer, self.run)
+                clock.lap("preflight")
+            last = trainer.train()
+            clock.lap("training")
+            after = self._after(trainer, last)
+            trainer.save_model(self.run.path / "final")
+            clock.lap("evaluation")
         results = {"before": before, "after": after, "wall_time": clock.split(), "resumed": resume}
         results |= {"backend": "rlhf", "data": describe_rows(rows, trainer), "num_tokens": trainer.num_tokens}
         if trainer.parallel.is_main:
@@ -97,7 +103,8 @@ class TrainingJob(Job):
         config, method = self.config, self.method
         check_machine(config)
         rows = load_rows(method, config)
-        model, tokenizer = start_model(method, config, rows.train, base_folder=self.run.path / "base")
+        shown = demonstrated(method, config, rows)
+        model, tokenizer = start_model(method, config, shown, base_folder=self.run.path / "base")
         few_threads_for_a_small_model(model)
         max_length = longest_sequence(model.config, config.max_length)
         train, held_out = build_sets(method, config, rows, tokenizer, max_length=max_length)
@@ -110,6 +117,7 @@ class TrainingJob(Job):
             run=self.run,
             on_step=self._report,
             progress=self.progress,
+            **online_parts(config, model, tokenizer, self.run) if method.online else {},
         )
         self._total = trainer.total_steps
         if trainer.parallel.is_main:
@@ -130,7 +138,8 @@ class TrainingJob(Job):
         if checkpoint is not None:
             trainer.load_checkpoint(checkpoint)
         clock.lap("loading")
-        metrics = trainer.evaluate()
+        with contextlib.closing(trainer):
+            metrics = trainer.evaluate()
         clock.lap("evaluation")
         results = {
             "method": self.name,

@@ -7,15 +7,18 @@ from typing import Any, Literal, Self
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from rlhf_algos.config import TrainerConfig
+from rlhf_algos.online_configs import OnlineConfig
 from rlhf_data import BaseConfig
 
 __all__ = [
+    "TASK_REWARDS",
     "AdapterConfig",
     "DataConfig",
     "EnsembleConfig",
     "HeadConfig",
     "JobConfig",
     "ModelKind",
+    "RewardSourceConfig",
     "StartModelConfig",
     "job_config",
 ]
@@ -150,6 +153,43 @@ class EnsembleConfig(HeadConfig):
         return self
 
 
+TASK_REWARDS = {"story": ("choice",), "arithmetic": ("exact",)}
+"""Embedded tasks of the online methods, and the reward of each where none is given."""
+
+
+class RewardSourceConfig(BaseConfig):
+    """What completions are rewarded by, and the embedded prompts."""
+
+    reward: tuple[str, ...] = ()
+    """Reward functions: model folders or hub names, `pkg.mod:function`, URLs, or rules such as `number`."""
+    task: Literal["story", "arithmetic"] = "story"
+    """Prompts where no file is given: stories with a question, or small sums."""
+
+    @field_validator("reward", mode="before")
+    @classmethod
+    def _one_reward(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _can_be_trained(self) -> Self:
+        settings: Any = self
+        if not self.reward:
+            raise ValueError(
+                "there is no reward; give one with --reward: a model, pkg.mod:function, a URL, or a rule "
+                "such as number or choice"
+            )
+        weights = settings.reward_weights
+        if weights is not None and len(weights) != len(self.reward):
+            raise ValueError(
+                f"reward_weights has {len(weights)} numbers for {len(self.reward)} rewards; give one for each"
+            )
+        if settings.vllm_sync_adapters and not (settings.use_vllm and settings.use_peft):
+            raise ValueError("vllm_sync_adapters hands over adapters; it needs use_vllm and use_peft")
+        if settings.backend != "rlhf":
+            raise ValueError("backend trl is for the offline methods; leave it out")
+        return self
+
+
 _SECTIONS: dict[ModelKind, tuple[type[BaseConfig], ...]] = {
     "policy": (),
     "reward": (EnsembleConfig,),
@@ -167,7 +207,8 @@ def job_config(method: type[TrainerConfig], model: ModelKind) -> Any:
     Returns:
         A subclass of all of them, whose instances a trainer takes as its method's config.
     """
-    bases: Any = (method, *_SECTIONS[model], JobConfig)
+    online = (RewardSourceConfig,) if issubclass(method, OnlineConfig) else ()
+    bases: Any = (*online, method, *_SECTIONS[model], JobConfig)
     name = method.__name__.removesuffix("Config") + "JobConfig"
     namespace = {"__doc__": f"Settings of a {method.__name__} job.", "__module__": __name__}
     return type(name, bases, namespace)

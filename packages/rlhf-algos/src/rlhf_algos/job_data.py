@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_algos.processes import num_processes
 from rlhf_data import UserError
-from rlhf_data.datasets import KTODataset, PreferenceDataset, SFTDataset, StepDataset
+from rlhf_data.arithmetic import arithmetic_records
+from rlhf_data.datasets import GRPODataset, KTODataset, PreferenceDataset, SFTDataset, StepDataset
 from rlhf_data.record_files import load_records
 from rlhf_data.story_tasks import story_records
 from rlhf_data.streaming import (
+    StreamingGRPODataset,
     StreamingKTODataset,
     StreamingPreferenceDataset,
     StreamingSFTDataset,
@@ -24,7 +26,7 @@ from rlhf_data.streaming import (
 if TYPE_CHECKING:
     from rlhf_algos.methods import Method
 
-__all__ = ["Rows", "build_sets", "load_rows", "prompt_key", "split_by_prompt", "with_skipped"]
+__all__ = ["Rows", "build_sets", "demonstrated", "load_rows", "prompt_key", "split_by_prompt", "with_skipped"]
 
 _LOG = logging.getLogger(__name__)
 _SETS: Mapping[str, tuple[Any, Any]] = {
@@ -32,6 +34,7 @@ _SETS: Mapping[str, tuple[Any, Any]] = {
     "preference": (PreferenceDataset, StreamingPreferenceDataset),
     "kto": (KTODataset, StreamingKTODataset),
     "steps": (StepDataset, StreamingStepDataset),
+    "prompt": (GRPODataset, StreamingGRPODataset),
 }
 _SAMPLE_ROWS = 2000
 """Rows of a streamed file that are read to build a tiny model for it."""
@@ -68,11 +71,12 @@ def load_rows(method: Method, config: Any) -> Rows:
         UserError: a file cannot be read, a row is bad, or no row is left to train on.
     """
     if config.train_data is None:
-        train = _stories(method, config.story_rows, "train", config.seed)
-        held_out = _stories(method, config.story_eval_rows, "eval", config.seed)
+        train = _embedded(method, config, config.story_rows, "train")
+        held_out = _embedded(method, config, config.story_eval_rows, "eval")
         if config.subset_size:
             train = train[: config.subset_size]
-        return Rows(train, held_out, "the story world")
+        arithmetic = getattr(config, "task", "story") == "arithmetic"
+        return Rows(train, held_out, "small sums" if arithmetic else "the story world")
     options = {"columns": config.columns, "on_bad_row": config.on_bad_row}
     size = min(config.subset_size or _SAMPLE_ROWS, _SAMPLE_ROWS) if config.streaming else config.subset_size
     train, skipped = _read(config.train_data, method, options, size, report=not config.streaming)
@@ -134,7 +138,7 @@ def build_sets(
         UserError: a row cannot be encoded, or none is left to train on.
     """
     in_memory, streaming = _SETS[method.records]
-    options = {"max_length": max_length, **_set_options(method, config)}
+    options = _set_options(method, config, max_length)
     if rows.streamed:
         read = {"columns": config.columns, "subset_size": config.subset_size, "on_bad_row": config.on_bad_row}
         train = streaming(rows.streamed, tokenizer, **options, **read)
@@ -164,8 +168,21 @@ def with_skipped(rows: Rows, *sets: Any) -> Rows:
     return replace(rows, skipped=rows.skipped + sum(len(getattr(each, "skipped", ())) for each in sets))
 
 
-def _stories(method: Method, count: int, split: Literal["train", "eval"], seed: int) -> list[Any]:
-    """Rows of the story world; of steps, labelled solutions and pairs of solutions in turn."""
+def demonstrated(method: Method, config: Any, rows: Rows) -> Sequence[Any]:
+    """The records that a tiny model is made from: of an embedded task of prompts, right and wrong answers."""
+    if not method.online or config.train_data is not None:
+        return rows.train
+    if config.task == "arithmetic":
+        return arithmetic_records("preference", config.story_rows, split="train", seed=config.seed)
+    return story_records("preference", config.story_rows, split="train", seed=config.seed)
+
+
+def _embedded(method: Method, config: Any, count: int, split: Literal["train", "eval"]) -> list[Any]:
+    """Rows of the embedded task; of steps, labelled solutions and pairs of solutions in turn."""
+    seed = config.seed
+    if method.records == "prompt":
+        make = arithmetic_records if config.task == "arithmetic" else story_records
+        return make("prompts", count, split=split, seed=seed)
     if method.records != "steps":
         return story_records(method.records, count, split=split, seed=seed)
     labelled = story_records("steps", count - count // 2, split=split, seed=seed)
@@ -174,8 +191,25 @@ def _stories(method: Method, count: int, split: Literal["train", "eval"], seed: 
     return mixed + labelled[len(pairs) :]
 
 
-def _set_options(method: Method, config: Any) -> dict[str, Any]:
-    """What the set of a kind of records takes besides `max_length`."""
+def _set_options(method: Method, config: Any, max_length: int | None) -> dict[str, Any]:
+    """What the set of a kind of records takes.
+
+    Raises:
+        UserError: a completion leaves no room for a prompt.
+    """
+    if method.online:
+        room = max_length and max_length - config.max_completion_length
+        if room is not None and room < 1:
+            raise UserError(
+                f"max_completion_length {config.max_completion_length} leaves no room for a prompt in the "
+                f"model's context of {max_length}; lower it"
+            )
+        return {"max_prompt_length": room}
+    return {"max_length": max_length, **_method_options(method, config)}
+
+
+def _method_options(method: Method, config: Any) -> dict[str, Any]:
+    """What is special to the set of a kind of records."""
     if method.records == "sft":
         return {"assistant_only_loss": config.assistant_only_loss}
     if method.records == "preference":

@@ -110,7 +110,7 @@ def start_model(
     else:
         lm, tokenizer = tiny_start(
             records,
-            fine_tuned=method.records != "sft",
+            fine_tuned=method.records != "sft" and not (method.online and config.train_data),
             seed=config.seed,
             separator=getattr(config, "step_separator", "\n"),
             max_length=config.max_length,

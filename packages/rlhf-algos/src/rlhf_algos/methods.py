@@ -1,4 +1,4 @@
-"""The methods of offline training: what each is made of.  `METHODS` has one entry per method."""
+"""The methods of training: what each is made of.  `METHODS` has one entry per method."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_algos.config import TrainerConfig
-from rlhf_algos.job_config import ModelKind, job_config
+from rlhf_algos.job_config import TASK_REWARDS, ModelKind, job_config
 from rlhf_algos.method_configs import (
     DPOConfig,
     KTOConfig,
@@ -18,12 +18,27 @@ from rlhf_algos.method_configs import (
     SFTConfig,
     SimPOConfig,
 )
+from rlhf_algos.online_configs import GRPOConfig, PPOConfig
 
 if TYPE_CHECKING:
     from rlhf_algos.trainer import BaseTrainer
 
 __all__ = ["METHODS", "Method"]
 
+_TINY_ONLINE: Mapping[str, Any] = {
+    "learning_rate": 2e-3,
+    "lr_scheduler_type": "constant",
+    "adam_beta2": 0.95,
+    "max_completion_length": 16,
+    "per_device_train_batch_size": 256,
+}
+_TINY_PPO: Mapping[str, Any] = {
+    **_TINY_ONLINE,
+    "per_device_train_batch_size": 128,
+    "num_generations": 4,
+    "num_ppo_epochs": 2,
+    "vf_coef": 0.5,
+}
 _TINY: Mapping[str, Any] = {
     "learning_rate": 1e-3,
     "lr_scheduler_type": "cosine",
@@ -50,7 +65,7 @@ class Method:
 
     config: type[TrainerConfig]
     trainer: type[BaseTrainer[Any]] | str
-    records: Literal["sft", "preference", "kto", "steps"]
+    records: Literal["sft", "preference", "kto", "steps", "prompt"]
     model: ModelKind = "policy"
     overlong: Literal["truncate", "drop"] = "truncate"
     tiny: Mapping[str, Any] = field(default_factory=lambda: _TINY)
@@ -62,6 +77,11 @@ class Method:
         if isinstance(self.trainer, str):
             return getattr(importlib.import_module("rlhf_algos"), self.trainer)
         return self.trainer
+
+    @property
+    def online(self) -> bool:
+        """Whether it trains on the model's own completions."""
+        return self.records == "prompt"
 
     @cached_property
     def job_config(self) -> Any:
@@ -78,7 +98,11 @@ class Method:
         Raises:
             UserError: an unknown key, or a value that is refused.
         """
-        start = {} if values.get("train_data") else {"num_train_epochs": self.story_epochs}
+        start: dict[str, Any] = {}
+        if not values.get("train_data"):
+            start["num_train_epochs"] = self.story_epochs
+            if self.records == "prompt":
+                start["reward"] = TASK_REWARDS.get(values.get("task") or "story", ())
         if not (values.get("model_name_or_path") or values.get("model_config")):
             start |= self.tiny
         return self.job_config.from_dict({**start, **values}, where=where)
@@ -93,5 +117,7 @@ METHODS: dict[str, Method] = {
     "dpo": Method(DPOConfig, "DPOTrainer", "preference"),
     "simpo": Method(SimPOConfig, "SimPOTrainer", "preference"),
     "kto": Method(KTOConfig, "KTOTrainer", "kto"),
+    "ppo": Method(PPOConfig, "PPOTrainer", "prompt", tiny=_TINY_PPO),
+    "grpo": Method(GRPOConfig, "GRPOTrainer", "prompt", tiny=_TINY_ONLINE),
 }
 """What `rlhf-train <name>` trains."""

@@ -34,7 +34,7 @@ class Observers:
             self._gradients = GradientFlow(trainer.scorer, run, every=config.debug_gradient_flow)
         if config.debug_activations:
             self._activations = ActivationHistograms(trainer.scorer, run, every=config.debug_activations)
-        if config.sample_steps:
+        if config.sample_steps and not trainer.samples_rollouts:
             self._sampler = _sampler(trainer, config.sample_steps)
 
     def before_step(self, step: int) -> None:

@@ -251,11 +251,20 @@ class Parallel:
         """Wait until every process has come here."""
         self.accelerator.wait_for_everyone()
 
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Context in which code outside the wrapped module computes in the training's precision."""
+        half = _HALF.get(self.precision)
+        return torch.autocast(self.device.type, dtype=half, enabled=half is not None)
+
     @contextlib.contextmanager
-    def whole(self, scorer: nn.Module) -> Iterator[None]:
+    def whole(self, scorer: nn.Module, *, everywhere: bool = False) -> Iterator[None]:
         """Within this context the module's parameters are whole, at least on the main process.
 
         All processes must enter it together.
+
+        Args:
+            scorer: the module.
+            everywhere: make them whole on every process.
         """
         if self.deepspeed and self.module is not None:
             import deepspeed
@@ -265,7 +274,7 @@ class Parallel:
         elif self.fsdp and self.module is not None:
             from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            options = StateDictOptions(full_state_dict=True, cpu_offload=not everywhere)
             with _replaced(scorer, get_model_state_dict(scorer, options=options)):
                 yield
         else:

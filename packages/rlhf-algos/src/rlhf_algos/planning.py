@@ -15,13 +15,14 @@ from transformers import (
 
 from rlhf_algos.batching import epoch_order, micro_batches
 from rlhf_algos.demo import CHAT_TEMPLATE, demo_cache, record_texts, tiny_base, tiny_positions, tiny_tokenizer
-from rlhf_algos.job_data import Rows, build_sets, load_rows, with_skipped
+from rlhf_algos.job_data import Rows, build_sets, demonstrated, load_rows, with_skipped
 from rlhf_algos.job_models import check_machine, job_device, longest_sequence, lora_settings
 from rlhf_algos.method_configs import ReferenceConfig
 from rlhf_algos.methods import METHODS, Method
+from rlhf_algos.online_configs import OnlineConfig
 from rlhf_algos.parallel import choose_precision
 from rlhf_algos.processes import num_processes
-from rlhf_data import TokenSequence, ensure_writable_folder
+from rlhf_data import PromptExample, TokenSequence, UserError, ensure_writable_folder
 from rlhf_models import load_tokenizer
 from rlhf_models.adapter_files import adapter_base, is_language_adapter, load_adapter_tokenizer
 from rlhf_models.adapters import apply_lora
@@ -63,15 +64,21 @@ def plan_training(name: str, config: Any) -> dict[str, Any]:
     method = METHODS[name]
     check_machine(config)
     rows = load_rows(method, config)
-    tokenizer, model = _shape(method, config, rows.train)
+    tokenizer, model = _shape(method, config, demonstrated(method, config, rows))
     max_length = longest_sequence(model.config, config.max_length)
     train, held_out = build_sets(method, config, rows, tokenizer, max_length=max_length)
-    step_size = config.per_device_train_batch_size * config.gradient_accumulation_steps * num_processes()
+    step_size = _rows_per_step(method, config)
     per_epoch = math.ceil(len(train) / step_size)
     steps = (
         config.max_steps if config.max_steps > 0 else max(1, math.ceil(config.num_train_epochs * per_epoch))
     )
-    packed, padded, largest, longest = _count_tokens(config, train, step_size, steps)
+    counted = _Completed(train, config) if method.online else train
+    packed, padded, largest, longest = _count_tokens(config, counted, step_size, steps)
+    rows_text = f"{min(step_size, len(train)):,} rows"
+    if method.online:
+        rows_text = (
+            f"{rows_text}, {config.num_generations} completions each, {config.passes} passes over them"
+        )
     device = job_device()
     dtype = next(model.parameters()).dtype
     precision, reason = choose_precision(config, device, dtype)
@@ -81,7 +88,7 @@ def plan_training(name: str, config: Any) -> dict[str, Any]:
             ("method", f"{name}, trained by {'TRL' if config.backend == 'trl' else 'this engine'}"),
             ("model", _model_text(config, model)),
             ("data", _data_text(with_skipped(rows, train, held_out), train, held_out)),
-            ("steps", f"{steps:,} of {min(step_size, len(train)):,} rows ({steps / per_epoch:.3g} epochs)"),
+            ("steps", f"{steps:,} of {rows_text} ({steps / per_epoch:.3g} epochs)"),
             ("tokens per step", f"{packed:,.0f} packed, {padded:,.0f} padded ({padded / packed:.1f}x)"),
             ("tokens in all", f"{packed * steps:,.0f}"),
             ("longest sequence", f"{longest:,} tokens, {limit}"),
@@ -89,7 +96,7 @@ def plan_training(name: str, config: Any) -> dict[str, Any]:
                 "precision",
                 f"{precision if precision != 'no' else str(dtype).removeprefix('torch.')}: {reason}",
             ),
-            (f"memory on {device}", _memory_text(config, model, largest, precision)),
+            (f"memory on {device}", _memory_text(name, config, model, largest, precision)),
         ]
     }
 
@@ -145,6 +152,37 @@ def _count_tokens(
     return packed / measured, padded / measured, largest, longest
 
 
+class _Completed(Sequence[tuple[TokenSequence, ...]]):
+    """Prompts with their completions as long as they may get, no two alike."""
+
+    def __init__(self, prompts: Sequence[PromptExample], config: Any) -> None:
+        self._prompts, self._config = prompts, config
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __getitem__(self, index: Any) -> Any:
+        prompt, length = self._prompts[index].prompt_ids, self._config.max_completion_length
+        return tuple(
+            TokenSequence((*prompt, *(number,) * length), len(prompt))
+            for number in range(-self._config.num_generations, 0)
+        )
+
+
+def _rows_per_step(method: Method, config: Any) -> int:
+    """Rows of a step, over all processes.
+
+    Raises:
+        UserError: the completions of an optimizer step are no whole groups.
+    """
+    if method.online:
+        try:
+            return config.prompts_per_step(num_processes())
+        except ValueError as error:
+            raise UserError(str(error)) from error
+    return config.per_device_train_batch_size * config.gradient_accumulation_steps * num_processes()
+
+
 def _sequences(example: Any) -> Iterator[TokenSequence]:
     """The token sequences of an example of any kind."""
     if isinstance(example, TokenSequence):
@@ -170,13 +208,17 @@ def _data_text(rows: Rows, train: Sequence[Any], held_out: Sequence[Any]) -> str
     return f"{rows.source}: {len(train):,} rows for training, {len(held_out):,} held out{skipped}"
 
 
-def _memory_text(config: Any, model: Any, tokens: int, precision: str) -> str:
+def _memory_text(name: str, config: Any, model: Any, tokens: int, precision: str) -> str:
     use_peft = config.use_peft
     bits = 8 if config.load_in_8bit else 4 if config.load_in_4bit else None
     members = getattr(config, "num_members", 1) if getattr(config, "ensemble", "") == "independent" else 1
     base = model.get_base_model() if use_peft else model
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    has_reference = isinstance(config, ReferenceConfig) and not config.precompute_ref_log_probs
+    has_reference = (
+        METHODS[name].trainer_class.needs_reference(config)
+        if isinstance(config, OnlineConfig)
+        else isinstance(config, ReferenceConfig) and not config.precompute_ref_log_probs
+    )
     weights = members * weight_bytes(base, bits=bits)
     reference = weights if has_reference and not use_peft else 0.0
     moments = _MOMENT_BYTES[config.optim]
@@ -188,5 +230,7 @@ def _memory_text(config: Any, model: Any, tokens: int, precision: str) -> str:
     )
     parts = [("weights", weights), ("reference", reference), ("gradients and moments", state)]
     parts.append(("activations", activations))
+    if getattr(config, "value_model", None) == "separate":
+        parts.append(("value model", weight_bytes(base) + (0 if use_peft else state) + activations))
     total = sum(size for _, size in parts)
     return f"about {format_bytes(total)}: " + ", ".join(f"{n} {format_bytes(x)}" for n, x in parts if x)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from rlhf_algos.checkpoints import load_weights
 from rlhf_algos.logging import TrainingLogger
 from rlhf_algos.observers import Observers
 from rlhf_algos.signals import GracefulStop
@@ -122,13 +121,13 @@ class TrainingEvents:
         if trainer.config.load_best_model_at_end and trainer.state.manager:
             best = trainer.state.manager.best()
             if best is not None:
-                load_weights(trainer.model, best)
+                trainer.load_weights(best)
                 _LOG.info("the weights are those of %s, the best by %s", best.name, trainer.best_metric_name)
 
     def _judge(self, metrics: dict[str, float]) -> bool:
         """Take in an evaluation, if there was one; whether there was."""
         name = self._trainer.best_metric_name
-        if "eval_loss" not in metrics:
+        if not any(key.startswith("eval_") for key in metrics):
             return False
         check_best_metric(name, metrics)
         stop = self._trainer.state.stopping.update(metrics[name])

@@ -19,10 +19,9 @@ from rlhf_algos.scoring import LanguageModelTrainer, LogpsModule
 from rlhf_data import PackedBatch, TokenSequence
 from rlhf_models import TokenLogps
 
-__all__ = ["ReferenceConfig", "ReferenceScorer", "ReferenceTrainer", "disable_dropout"]
+__all__ = ["ReferenceConfig", "ReferenceScorer", "ReferenceTrainer", "adapter_off_is", "disable_dropout"]
 
 _LOG = logging.getLogger(__name__)
-_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 Example = TypeVar("Example", bound=tuple[Any, ...])
 
 
@@ -88,7 +87,7 @@ class ReferenceTrainer(LanguageModelTrainer[Example], Generic[Example]):
             disable_dropout(model)
         self._ref_model = ref_model
         precompute = config.precompute_ref_log_probs
-        if ref_model is None and not precompute and not _adapter_off_is(model):
+        if ref_model is None and not precompute and not adapter_off_is(model):
             _LOG.info("the reference is a frozen copy; precompute_ref_log_probs needs none in memory")
             self._ref_model = copy.deepcopy(model)
         super().__init__(model, config, examples, eval_examples=eval_examples, **options)
@@ -125,7 +124,7 @@ class ReferenceTrainer(LanguageModelTrainer[Example], Generic[Example]):
         Every process scores a share of the rows with the whole model, before anything is wrapped or sharded.
         """
         scorer = LogpsModule(self._ref_model) if self._ref_model is not None else self.scorer
-        fresh = self._ref_model is None and _adapter_off_is(self.model)
+        fresh = self._ref_model is None and adapter_off_is(self.model)
         model = model_hash(scorer.lm, without="lora_" if fresh else None)
         self._ref_model = None
         found = []
@@ -156,7 +155,6 @@ class ReferenceTrainer(LanguageModelTrainer[Example], Generic[Example]):
             return self.reference_sequences(rows[index])
 
         values = torch.zeros(shape, device=self.device)
-        half = _HALF.get(self.parallel.precision)
         was_training = scorer.training
         scorer.to(self.device).eval()
         for start in range(
@@ -165,7 +163,7 @@ class ReferenceTrainer(LanguageModelTrainer[Example], Generic[Example]):
             chunk = range(start, min(start + self.step_size, len(rows)))
             batches = self.micro_batches(chunk, sequences)
             for batch, members in batches:
-                with torch.autocast(self.device.type, dtype=half, enabled=half is not None):
+                with self.parallel.autocast():
                     batch = batch.to(self.device)
                     logps = sequence_sums(scorer(batch).logps, batch)
                 values[members] = logps.view(len(members), -1).float()
@@ -200,7 +198,7 @@ def disable_dropout(model: nn.Module) -> None:
             module.attention_dropout = 0.0
 
 
-def _adapter_off_is(model: Any) -> bool:
+def adapter_off_is(model: Any) -> bool:
     """Whether switching a model's adapters off gives the model as it is now: their update is zero still."""
     if not hasattr(model, "disable_adapter"):
         return False

@@ -17,7 +17,6 @@ from rlhf_algos.checkpoints import (
     CheckpointManager,
     load_optimizer_state,
     load_rng_state,
-    load_weights,
     save_optimizer_state,
     save_rng_state,
 )
@@ -108,7 +107,7 @@ class TrainerState:
                 )
         if trainer.parallel.sharded and trainer._prepared is not None:
             raise ValueError("a sharded trainer takes up a checkpoint before its first step only")
-        load_weights(trainer.model, folder)
+        trainer.load_weights(folder)
         self._schedule = state["scheduler"]
         self.load_schedule()
         trainer.step, trainer.num_tokens = state["step"], state["num_tokens"]

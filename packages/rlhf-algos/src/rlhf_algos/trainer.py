@@ -6,7 +6,6 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -14,14 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_algos.batching import epoch_order, micro_batches
-from rlhf_algos.checkpoints import save_pretrained
+from rlhf_algos.checkpoints import load_weights, save_pretrained
 from rlhf_algos.config import TrainerConfig
 from rlhf_algos.observers import Observers
 from rlhf_algos.optim import create_optimizer, create_scheduler
-from rlhf_algos.outputs import LossOutput, reduce_outputs
+from rlhf_algos.outputs import LossOutput
 from rlhf_algos.parallel import Parallel
 from rlhf_algos.progress import TrainingEvents, check_evaluations
 from rlhf_algos.state import TrainerState
+from rlhf_algos.updates import Share, optimizer_step, reduced, share_of_step
 from rlhf_data import PackedBatch, RunFolder, TokenSequence, UserError, atomic_folder
 from rlhf_models import compile_model
 
@@ -54,6 +54,8 @@ class BaseTrainer(ABC, Generic[Example]):
 
     shown_metrics: ClassVar[tuple[str, ...]] = ("loss",)
     """Metrics in the progress line."""
+    samples_rollouts: ClassVar[bool] = False
+    """Whether the trainer writes `samples.jsonl` itself."""
 
     def __init__(
         self,
@@ -94,7 +96,7 @@ class BaseTrainer(ABC, Generic[Example]):
         self.observers: Observers | None = None
         self.rows: Sequence[int] = ()
         self._prepared: Any = None
-        self._stepper: Any = self.optimizer
+        self.stepper: Any = self.optimizer
 
     @abstractmethod
     def sequences(self, example: Example) -> Sequence[TokenSequence]:
@@ -107,6 +109,10 @@ class BaseTrainer(ABC, Generic[Example]):
     @abstractmethod
     def loss(self, batch: PackedBatch, examples: Sequence[Example]) -> LossOutput:
         """Loss of one micro-batch, on the model's device; its sequences are those of `examples`."""
+
+    def terms(self, batch: PackedBatch, examples: Sequence[Example]) -> int:
+        """`count`, for a method whose terms depend on more of its examples than the batch tells."""
+        return self.count(batch)
 
     def build_scorer(self, model: Any) -> nn.Module:
         """The module that `forward` calls; all use of trained weights must lie inside its `forward`."""
@@ -162,7 +168,7 @@ class BaseTrainer(ABC, Generic[Example]):
         if self.parallel.shard(self.scorer):
             self.optimizer, self.scheduler = self._create_optimizer()
             self.state.load_schedule()
-        self._prepared, self._stepper = self.parallel.prepare(self.scorer, self.optimizer)
+        self._prepared, self.stepper = self.parallel.prepare(self.scorer, self.optimizer)
         self.state.load_optimizer()
 
     def train(self) -> dict[str, float]:
@@ -221,30 +227,12 @@ class BaseTrainer(ABC, Generic[Example]):
         """
         started = time.perf_counter()
         self.prepare()
-        batches, total = self._shares(examples)
-        if self.observers:
-            self.observers.before_step(self.step + 1)
-        outputs = []
-        for number, (batch, members, real) in enumerate(batches, start=1):
-            last = number == len(batches)
-            with self.parallel.accumulating(last=last):
-                output = self.loss(batch.to(self.device), members)
-                self.parallel.backward(output.loss * (real / total), last=last)
-            outputs.append((replace(output, loss=output.loss.detach()), real))
-        if self.observers:
-            self.observers.after_backward(self.step + 1, scale=self.parallel.loss_scale)
-        norm = self.parallel.clip(self.parameters)
-        metrics = self._reduced(outputs, total, {} if norm is None else {"grad_norm": norm})
-        self._check_finite(metrics)
-        metrics["learning_rate"] = self.optimizer.param_groups[0]["lr"]
-        taken, norm = self.parallel.step(self._stepper)
-        if norm is not None:
-            metrics["grad_norm"] = float(norm)
-            self._check_finite(metrics)
+        share = self._share(examples)
+        metrics, taken = optimizer_step(self, share)
         if taken:
             self.scheduler.step()
         self.step += 1
-        self.num_tokens += self._total(sum(batch.num_tokens for batch, _, real in batches if real))
+        self.num_tokens += self._total(sum(batch.num_tokens for batch, _, real in share.batches if real))
         metrics["epoch"] = self.step / self.steps_per_epoch
         metrics["num_tokens"] = self.num_tokens
         metrics["step_time"] = time.perf_counter() - started
@@ -265,11 +253,11 @@ class BaseTrainer(ABC, Generic[Example]):
         outputs, total = [], 0
         for start in range(0, len(self.eval_examples), self.step_size):
             stop = min(start + self.step_size, len(self.eval_examples))
-            batches, terms = self._shares([self.eval_examples[i] for i in range(start, stop)])
-            outputs += [(self.loss(batch.to(self.device), rows), real) for batch, rows, real in batches]
-            total += terms
+            share = self._share([self.eval_examples[i] for i in range(start, stop)])
+            outputs += [(self.loss(batch.to(self.device), rows), real) for batch, rows, real in share.batches]
+            total += share.total
         self.scorer.train(was_training)
-        return {f"eval_{name}": value for name, value in self._reduced(outputs, total).items()}
+        return {f"eval_{name}": value for name, value in reduced(self, outputs, total).items()}
 
     def micro_batches(
         self, examples: Sequence[Any], sequences: Callable[[Any], Sequence[TokenSequence]] | None = None
@@ -298,6 +286,13 @@ class BaseTrainer(ABC, Generic[Example]):
     def save_weights(self, folder: Path) -> None:
         """Write the model, and the tokenizer where there is one, into a folder."""
         save_pretrained(self.model, self.tokenizer, folder)
+
+    def close(self) -> None:
+        """Let go of whatever else than memory the trainer holds."""
+
+    def load_weights(self, folder: Path) -> None:
+        """Put into the model the weights that `save_weights` wrote."""
+        load_weights(self.model, folder)
 
     def save_checkpoint(self, metrics: Mapping[str, float] | None = None) -> None:
         """Write everything resuming needs as `checkpoint-<step>` of the run folder.
@@ -358,40 +353,12 @@ class BaseTrainer(ABC, Generic[Example]):
         )
         return optimizer, scheduler
 
-    def _shares(
-        self, examples: Sequence[Example]
-    ) -> tuple[list[tuple[PackedBatch, list[Example], bool]], int]:
-        """This process's micro-batches of a step, and the terms of the step over all processes.
-
-        Every process gets the same number, because wrapped modules talk to each other in each pass; a
-        process that has fewer repeats one of its own that does not count.
-        """
+    def _share(self, examples: Sequence[Example]) -> Share:
         own = examples[self.parallel.rank :: self.parallel.world_size]
         self.before_step(own)
-        batches = [(batch, rows, True) for batch, rows in self.micro_batches(own)]
-        if self.parallel.world_size == 1:
-            return batches, sum(self.count(batch) for batch, _, _ in batches)
-        counts = torch.tensor([sum(self.count(batch) for batch, _, _ in batches)], device=self.device)
-        total = int(self.parallel.sum(counts))
-        most = int(self.parallel.maximum(torch.tensor([len(batches)], device=self.device)))
-        filler = batches[:1] or [(batch, rows, True) for batch, rows in self.micro_batches(examples[:1])]
-        idle = [(batch, rows, False) for batch, rows, _ in filler[:1]] * (most - len(batches))
-        return idle + batches, total
-
-    def _reduced(
-        self, outputs: list[tuple[LossOutput, bool]], total: int, others: dict[str, Tensor] | None = None
-    ) -> dict[str, float]:
-        parallel = self.parallel
-        return reduce_outputs(outputs, total, add=parallel.sum, maximum=parallel.maximum, others=others)
+        return share_of_step(self, own, lambda: examples[:1])
 
     def _total(self, number: int) -> int:
         if self.parallel.world_size == 1:
             return number
         return int(self.parallel.sum(torch.tensor([number], device=self.device)))
-
-    def _check_finite(self, metrics: dict[str, float]) -> None:
-        skipping = self.parallel.precision == "fp16"  # an overflow only makes the scaled step be skipped
-        names = ("loss",) if skipping else ("loss", "grad_norm")
-        if all(math.isfinite(metrics.get(name, 0.0)) for name in names):
-            return
-        raise UserError(self.state.explain_divergence(metrics))

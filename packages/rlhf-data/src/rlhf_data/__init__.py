@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 _MODULES = {
+    "arithmetic": ("arithmetic_records",),
     "config": ("BaseConfig", "apply_overrides", "load_config_file"),
     "datasets": ("GRPODataset", "KTODataset", "PreferenceDataset", "SFTDataset", "StepDataset"),
     "encoding": ("Encoder",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf_data.errors import UserError
@@ -28,6 +28,8 @@ _OTHER_NAMES = {
     "messages": ("conversations",),
 }
 _EMPTY = "empty completion after the prompt; expected what the model is to say"
+_CONTEXT = ("story", "context", "passage", "choices")
+"""Columns without which a question is no whole prompt."""
 _LABELS = {
     **dict.fromkeys(("desirable", "true", "1"), True),
     **dict.fromkeys(("undesirable", "false", "0"), False),
@@ -174,10 +176,20 @@ def _steps(row: _Row) -> tuple[Record, ...]:
 
 
 def _prompt(row: _Row) -> tuple[Record, ...]:
+    """A prompt; the question of GSM8K's rows is one, and the right answer of verl's becomes a column."""
+    if "prompt" not in row.columns and not row.has("prompt") and _is_question_and_answer(row):
+        row = replace(row, columns={**row.columns, "prompt": "question"})
     prompt = row.said("prompt")
     taken = {row.name("prompt"), "tools", "chat_template_kwargs"}
     others = {name: value for name, value in row.values.items() if name not in taken}
+    judged = others.get("reward_model")
+    if isinstance(judged, Mapping) and judged.get("ground_truth") is not None and not row.has("answer"):
+        others["answer"] = judged["ground_truth"]
     return (PromptRecord(prompt, others, **row.common()),)
+
+
+def _is_question_and_answer(row: _Row) -> bool:
+    return row.has("question", "answer") and not any(row.has(name) for name in _CONTEXT)
 
 
 def _prompt_and_completion(row: _Row) -> tuple[Text, Text]:

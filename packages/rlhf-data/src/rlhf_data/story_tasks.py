@@ -1,4 +1,4 @@
-"""Training records derived from the story world: demonstrations, preferences, labels and reasoned steps.
+"""Training records of the story world: demonstrations, preferences, labels, reasoned steps and prompts.
 
 The right answer to a story is the last observed place. Wrong answers mostly believe the gossip that a story
 ends with, so that telling right from wrong takes reading, not the mere form of an answer.
@@ -14,6 +14,7 @@ from rlhf_data.preferences import (
     CompletionRecord,
     LabelledRecord,
     PreferenceRecord,
+    PromptRecord,
     StepPairRecord,
     StepwiseRecord,
 )
@@ -26,7 +27,7 @@ from rlhf_data.story_world import (
     split_sentences,
 )
 
-StoryKind = Literal["sft", "preference", "kto", "steps", "step_pairs"]
+StoryKind = Literal["sft", "preference", "kto", "steps", "step_pairs", "prompts"]
 
 _ANSWER = QADatasetConfig(prompt_template="{story} {question} {choices}\nanswer:")
 _REASON = QADatasetConfig(prompt_template="{story} {question} {choices}\nreasons:\n")
@@ -52,7 +53,9 @@ def story_records(
         kind: "sft": `CompletionRecord` with the right answer; "preference": `PreferenceRecord`, right against
             wrong; "kto": `LabelledRecord`, half of them right; "steps": `StepwiseRecord`, one step for each
             sentence and one for the answer, labelled 1 where what it claims is true; "step_pairs":
-            `StepPairRecord`, a solution with the right answer against one with a wrong one, labelled too.
+            `StepPairRecord`, a solution with the right answer against one with a wrong one, labelled too;
+            "prompts": `PromptRecord` with the prompts of "sft" and the columns `answer` (the right place),
+            `choices` (a list) and `last_place` (the place that the story's last sentence names).
         n: number of records.
         split: "train" or "eval".
         seed: equal arguments give equal records.
@@ -105,6 +108,15 @@ def _step_pair(story: QARecord, rng: random.Random) -> StepPairRecord:
     )
 
 
+def _prompt(story: QARecord, _: random.Random) -> PromptRecord:
+    columns = {
+        "answer": story.answer_text,
+        "choices": list(story.choices),
+        "last_place": story.extra["last_place"],
+    }
+    return PromptRecord(render_prompt(story, _ANSWER), columns)
+
+
 def _answer(place: str) -> str:
     return f" it is {place} ."
 
@@ -143,4 +155,5 @@ _MAKERS = {
     "kto": _labelled,
     "steps": _stepwise,
     "step_pairs": _step_pair,
+    "prompts": _prompt,
 }

@@ -17,13 +17,13 @@ _MODULES = {
         *("check_prompt_fits", "context_length", "encode_completion", "encode_prompt"),
         *("load_causal_lm", "load_tokenizer"),
     ),
-    "logps": ("hidden_states", "token_logps"),
+    "logps": ("hidden_states", "score_hidden", "token_logps"),
     "policy": ("PolicyModel",),
     "process_reward": ("ProcessRewardModel", "aggregate_step_scores"),
     "reward": ("JudgeModel", "RewardModel", "ScalarModel"),
     "scratch": ("ModelConfig", "build_model", "build_tokenizer", "load_model_config"),
     "tiny": ("build_tiny_llama", "tiny_model", "train_byte_tokenizer"),
-    "value": ("ValueModel",),
+    "value": ("ValueHead", "ValueModel"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -17,6 +17,7 @@ from rlhf_models.loading import encode_prompt as encode_prompt
 from rlhf_models.loading import load_causal_lm as load_causal_lm
 from rlhf_models.loading import load_tokenizer as load_tokenizer
 from rlhf_models.logps import hidden_states as hidden_states
+from rlhf_models.logps import score_hidden as score_hidden
 from rlhf_models.logps import token_logps as token_logps
 from rlhf_models.policy import PolicyModel as PolicyModel
 from rlhf_models.process_reward import ProcessRewardModel as ProcessRewardModel
@@ -31,4 +32,5 @@ from rlhf_models.scratch import load_model_config as load_model_config
 from rlhf_models.tiny import build_tiny_llama as build_tiny_llama
 from rlhf_models.tiny import tiny_model as tiny_model
 from rlhf_models.tiny import train_byte_tokenizer as train_byte_tokenizer
+from rlhf_models.value import ValueHead as ValueHead
 from rlhf_models.value import ValueModel as ValueModel

@@ -123,8 +123,27 @@ def token_logps(
         with_entropy: also return the entropy -Σ p log p of each predicted distribution, with gradients.
         with_stats: also return `entropy`, `correct` and `mean_logits`, without gradients of their own.
     """
+    return score_hidden(
+        model,
+        hidden_states(model, batch),
+        batch,
+        temperature=temperature,
+        with_entropy=with_entropy,
+        with_stats=with_stats,
+    )
+
+
+def score_hidden(
+    model: Any,
+    hidden: torch.Tensor,
+    batch: PackedBatch,
+    *,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    with_stats: bool = False,
+) -> TokenLogps:
+    """What `token_logps` gives, from hidden states (N, hidden) that are there already."""
     positions, rows = batch.score_positions.unique(return_inverse=True)
-    hidden = hidden_states(model, batch)
     positions = pad(positions, (0, rounding(len(positions), hidden)))
     return score_targets(
         model,

@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForTokenClassification
 
-from rlhf_data import PackedBatch
+from rlhf_data import PackedBatch, UserError
 from rlhf_models.adapter_files import is_adapter
-from rlhf_models.classifiers import as_token_classifier
+from rlhf_models.classifiers import as_token_classifier, init_head
 from rlhf_models.loading import load_config
 from rlhf_models.reward import RewardModel
 from rlhf_models.scalar import HeadModel
@@ -49,3 +52,44 @@ class ValueModel(HeadModel):
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """V (M,) in fp32: the value of the state in which each scored token is about to be chosen."""
         return self._head(self._hidden(batch)[batch.score_positions])
+
+
+class ValueHead(nn.Linear):
+    """A value head on the trunk of a policy: V(s) = w · h(s) + b in fp32, w ~ N(0, 1 / (hidden + 1)).
+
+    Args:
+        hidden_size: of the trunk.
+        seed: of the weights; the global random state is left as it was.
+    """
+
+    file_name: ClassVar[str] = "value_head.safetensors"
+
+    def __init__(self, hidden_size: int, *, seed: int = 0) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            super().__init__(hidden_size, 1)
+            init_head(self)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """V (M,) of hidden states (M, hidden)."""
+        return super().forward(input.to(self.weight.dtype))[:, 0].float()
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write `value_head.safetensors` into a folder."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        weights = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
+        save_file(weights, str(Path(folder) / self.file_name))
+
+    def load_weights(self, folder: str | Path) -> None:
+        """Put what `save_pretrained` wrote into this head.
+
+        Raises:
+            UserError: it cannot be read or is of another model.
+        """
+        path = Path(folder) / self.file_name
+        try:
+            self.load_state_dict(load_file(str(path)))
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise UserError(
+                f"{path} does not hold this value head ({error}); resume with the same model"
+            ) from error

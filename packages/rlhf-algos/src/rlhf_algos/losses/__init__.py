@@ -10,23 +10,44 @@ was cut.  Log-probabilities of a sequence are sums over its tokens.
 from __future__ import annotations
 
 from rlhf_algos.losses.calibration import calibration_error, pair_calibration
-from rlhf_algos.losses.kl import kl_k1, kl_k2, kl_k3
+from rlhf_algos.losses.importance import ImportanceMode, ImportanceWeights, importance_weights
+from rlhf_algos.losses.kl import KL_ESTIMATORS, KLEstimator, corrected_kl, kl_k1, kl_k2, kl_k3
 from rlhf_algos.losses.kto import KTOLoss, kl_ema, kto_kl, kto_loss
-from rlhf_algos.losses.policy import PolicyLoss, ValueLoss, clipped_policy_loss, value_loss
+from rlhf_algos.losses.policy import (
+    LOSS_TYPES,
+    LossType,
+    PolicyLoss,
+    RatioStatistics,
+    TokenWeights,
+    ValueLoss,
+    clipped_policy_loss,
+    policy_ratio,
+    ratio_statistics,
+    token_weights,
+    value_loss,
+)
 from rlhf_algos.losses.preference import DPOLossType, PreferenceLoss, chosen_nll, dpo_loss, simpo_loss
 from rlhf_algos.losses.process import StepAggregation, aggregate_steps, outcome_ranking
 from rlhf_algos.losses.rewards import BinaryLoss, PairLoss, binary_cross_entropy, bradley_terry
 from rlhf_algos.losses.tokens import TokenLoss, next_token_loss
 
 __all__ = [
+    "KL_ESTIMATORS",
+    "LOSS_TYPES",
     "BinaryLoss",
     "DPOLossType",
+    "ImportanceMode",
+    "ImportanceWeights",
+    "KLEstimator",
     "KTOLoss",
+    "LossType",
     "PairLoss",
     "PolicyLoss",
     "PreferenceLoss",
+    "RatioStatistics",
     "StepAggregation",
     "TokenLoss",
+    "TokenWeights",
     "ValueLoss",
     "aggregate_steps",
     "binary_cross_entropy",
@@ -34,7 +55,9 @@ __all__ = [
     "calibration_error",
     "chosen_nll",
     "clipped_policy_loss",
+    "corrected_kl",
     "dpo_loss",
+    "importance_weights",
     "kl_ema",
     "kl_k1",
     "kl_k2",
@@ -44,6 +67,9 @@ __all__ = [
     "next_token_loss",
     "outcome_ranking",
     "pair_calibration",
+    "policy_ratio",
+    "ratio_statistics",
     "simpo_loss",
+    "token_weights",
     "value_loss",
 ]

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from rlhf_algos._flat import check_flat
+from rlhf_algos.losses.policy import policy_ratio
 
-__all__ = ["kl_k1", "kl_k2", "kl_k3"]
+__all__ = ["KL_ESTIMATORS", "KLEstimator", "corrected_kl", "kl_k1", "kl_k2", "kl_k3"]
+
+KLEstimator = Literal["k1", "k2", "k3"]
 
 
 def kl_k1(logps: Tensor, ref_logps: Tensor) -> Tensor:
@@ -67,3 +73,39 @@ def kl_k3(logps: Tensor, ref_logps: Tensor) -> Tensor:
     check_flat(logps, ref_logps=ref_logps)
     log_ratio = ref_logps - logps
     return torch.expm1(log_ratio) - log_ratio
+
+
+def corrected_kl(
+    logps: Tensor,
+    old_logps: Tensor,
+    ref_logps: Tensor,
+    *,
+    estimator: KLEstimator = "k3",
+    sequence: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Per-token estimate of KL(π || ref) at tokens sampled from an old policy instead of π.
+
+    π / π_old · k,  k the estimator.  DeepSeek-V3.2, https://arxiv.org/abs/2512.02556.
+
+    Args:
+        logps: (M,) log π of the sampled tokens, <= 0, with gradient.
+        old_logps: (M,) log π of the same tokens under the policy that sampled them, without gradient.
+        ref_logps: (M,) log-probability of the same tokens under the reference, <= 0, without gradient.
+        estimator: a name in `KL_ESTIMATORS`.
+        sequence: as for `policy_ratio`, where the policy loss has one ratio per sequence.
+        weights: as for `policy_ratio`.
+
+    Returns:
+        (M,) nats, for the caller to sum; the gradient is through the ratio too.
+    """
+    ratio = policy_ratio(logps, old_logps, sequence=sequence, weights=weights)
+    return ratio * KL_ESTIMATORS[estimator](logps, ref_logps)
+
+
+KL_ESTIMATORS: dict[KLEstimator, Callable[[Tensor, Tensor], Tensor]] = {
+    "k1": kl_k1,
+    "k2": kl_k2,
+    "k3": kl_k3,
+}
+"""The estimators by name."""

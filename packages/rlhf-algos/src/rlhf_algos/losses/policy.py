@@ -1,15 +1,33 @@
-"""Losses of a policy that samples and of its value function."""
+"""Losses of a policy that samples and of its value function, and what their tokens count."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from rlhf_algos._flat import check_flat, total
+from rlhf_algos._flat import check_flat, dense_index, total
 
-__all__ = ["PolicyLoss", "ValueLoss", "clipped_policy_loss", "value_loss"]
+__all__ = [
+    "LOSS_TYPES",
+    "LossType",
+    "PolicyLoss",
+    "RatioStatistics",
+    "TokenWeights",
+    "ValueLoss",
+    "clipped_policy_loss",
+    "policy_ratio",
+    "ratio_statistics",
+    "token_weights",
+    "value_loss",
+]
+
+LossType = Literal["bnpo", "dapo", "dr_grpo", "grpo"]
+LOSS_TYPES: tuple[LossType, ...] = ("bnpo", "dapo", "dr_grpo", "grpo")
+"""How a loss is averaged over tokens and sequences, see `token_weights`."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +44,72 @@ class PolicyLoss:
 
 
 @dataclass(frozen=True)
+class RatioStatistics:
+    """What the ratios of a batch were: scalars without gradient."""
+
+    count: Tensor
+    """Ratios there are: one per token, or one per sequence."""
+    ratio: Tensor
+    """Their sum."""
+    low: Tensor
+    """How many lie below `1 - clip_low` where the advantage is negative."""
+    high: Tensor
+    """How many lie above `1 + clip_high` where the advantage is positive."""
+    low_min: Tensor
+    """Smallest share of a sequence's ratios that count in `low`; inf without a sequence."""
+    high_max: Tensor
+    """Largest share of a sequence's ratios that count in `high`; -inf without a sequence."""
+
+    @property
+    def region(self) -> Tensor:
+        """How many are clipped at either bound."""
+        return self.low + self.high
+
+
+@dataclass(frozen=True)
+class TokenWeights:
+    """What tokens count in a sum, and what the sum is divided by."""
+
+    weights: Tensor
+    """(Q,) float: what each token of a sequence counts; 0 for a sequence that is masked."""
+    normaliser: Tensor
+    """Scalar integer, to be added up over all sequences of an optimizer step."""
+
+
+@dataclass(frozen=True)
 class ValueLoss:
     """Sums over tokens of a clipped value loss; scalars, only `loss` carries a gradient."""
 
     loss: Tensor
     clipped: Tensor
     """Tokens for which the clipped error was the larger one."""
+
+
+def policy_ratio(
+    logps: Tensor, old_logps: Tensor, *, sequence: Tensor | None = None, weights: Tensor | None = None
+) -> Tensor:
+    """Ratio of the policy's probabilities to the old policy's, of tokens or of whole sequences.
+
+    r_t = exp(logp_t - old_logp_t);  of sequence i: s_i = exp(1/|o_i| Σ_{t in i} (logp_t - old_logp_t))
+
+    GRPO, https://arxiv.org/abs/2402.03300, eq. 3; sequences: GSPO, https://arxiv.org/abs/2507.18071, eq. 7.
+
+    Args:
+        logps: (M,) log π of the sampled tokens, <= 0, with gradient.
+        old_logps: (M,) log π of the same tokens under the policy that sampled them, without gradient.
+        sequence: (M,) integer index of the sequence a token belongs to, for one ratio per sequence; None for
+            one per token.
+        weights: (M,) tokens of weight 0 are left out of a sequence's mean; None leaves out none.
+
+    Returns:
+        (M,) > 0, with gradient; every token of a sequence has the sequence's ratio where `sequence` is given.
+
+    Note:
+        A sequence's ratio is the geometric mean of its tokens' ratios, not the ratio of its probabilities,
+        and it needs all tokens of the sequence in one call.
+    """
+    check_flat(logps, old_logps=old_logps, sequence=sequence, weights=weights)
+    return _log_ratio(logps, old_logps, sequence, weights).exp()
 
 
 def clipped_policy_loss(
@@ -42,37 +120,44 @@ def clipped_policy_loss(
     clip_low: float,
     clip_high: float,
     weights: Tensor | None = None,
+    sequence: Tensor | None = None,
+    delta: float | None = None,
 ) -> PolicyLoss:
     """Clipped surrogate objective of PPO and GRPO, negated, summed over tokens.
 
-    L = -Σ_t w_t · min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t),  r_t = exp(logp_t - old_logp_t)
+    L = -Σ_t w_t · min(min(r_t, delta) A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t),  r_t: `policy_ratio`
 
-    PPO, https://arxiv.org/abs/1707.06347, eq. 7; separate bounds: DAPO, https://arxiv.org/abs/2503.14476.
+    PPO, https://arxiv.org/abs/1707.06347, eq. 7; separate bounds: DAPO, https://arxiv.org/abs/2503.14476;
+    ratios of sequences: GSPO, https://arxiv.org/abs/2507.18071, eq. 5; delta: two-sided clipping of
+    INTELLECT-2, https://arxiv.org/abs/2505.07291.
 
     Args:
         logps: (M,) log π of the sampled tokens, <= 0, with gradient.
         old_logps: (M,) log π of the same tokens under the policy that sampled them, without gradient.
-        advantages: (M,) one per token (a sequence's advantage repeated over its tokens), without gradient.
-        clip_low: how far below 1 the ratio may fall, in [0, 1].
-        clip_high: how far above 1 the ratio may rise, >= 0.
-        weights: (M,) >= 0, what each token counts; None means 1 each. 0 masks a token, 1 / length averages
-            over a sequence.
+        advantages: (M,) one per token (a sequence's advantage repeated over its tokens), without gradient;
+            multiplied by `importance_weights` they correct for another sampler than the old policy.
+        clip_low: how far below 1 the ratio may fall, >= 0; `math.inf` bounds it nowhere.
+        clip_high: how far above 1 the ratio may rise, >= 0; `math.inf` bounds it nowhere.
+        weights: (M,) >= 0, what each token counts, see `token_weights`; None means 1 each. 0 masks a token.
+        sequence: (M,) integer index of the sequence a token belongs to, for one ratio per sequence; None for
+            one per token.
+        delta: bound of the ratio above 1 + clip_high for negative advantages too, > 0; None for none.
 
     Returns:
         Weighted sums over the M tokens.
 
     Note:
-        The minimum bounds the objective only on the side where moving further would raise it: a token with
-        a negative advantage and a large ratio keeps its whole gradient.
+        The minimum bounds the objective only on the side where moving further would raise it: without delta
+        a token with a negative advantage and a large ratio keeps its whole gradient.
     """
-    check_flat(logps, old_logps=old_logps, advantages=advantages, weights=weights)
-    log_ratio = logps - old_logps
-    ratio = log_ratio.exp()
+    check_flat(logps, old_logps=old_logps, advantages=advantages, weights=weights, sequence=sequence)
+    ratio = _log_ratio(logps, old_logps, sequence, weights).exp()
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
+    ratio = ratio if delta is None else ratio.clamp(max=delta)
     per_token = -torch.minimum(ratio * advantages, bounded * advantages)
     with torch.no_grad():
-        low = (ratio < 1 - clip_low) & (advantages < 0)
-        high = (ratio > 1 + clip_high) & (advantages > 0)
+        low, high = _clipped(ratio, advantages, clip_low, clip_high)
+        log_ratio = logps - old_logps
         divergence = torch.expm1(log_ratio) - log_ratio
     return PolicyLoss(
         loss=total(per_token, weights),
@@ -80,6 +165,111 @@ def clipped_policy_loss(
         clipped_high=total(high, weights),
         approx_kl=total(divergence, weights),
     )
+
+
+@torch.no_grad()
+def ratio_statistics(
+    logps: Tensor,
+    old_logps: Tensor,
+    advantages: Tensor,
+    sequence: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    delta: float | None = None,
+    level: Literal["sequence", "token"] = "token",
+) -> RatioStatistics:
+    """Count the ratios that `clipped_policy_loss` clips, whatever its tokens count in the loss.
+
+    TRL's `clip_ratio/low_mean` is low / count, its `clip_ratio/low_min` is low_min, and so on.
+
+    Args:
+        logps: (M,) as for `clipped_policy_loss`, without the tokens that are masked.
+        old_logps: (M,) as there.
+        advantages: (M,) as there.
+        sequence: (M,) integer index of the sequence a token belongs to.
+        clip_low: as there.
+        clip_high: as there.
+        delta: as there.
+        level: whether each token has its ratio or each sequence.
+
+    Returns:
+        Sums over tokens, or over sequences at that level, and extremes over sequences.
+
+    Raises:
+        ValueError: an unknown level.
+    """
+    check_flat(logps, old_logps=old_logps, advantages=advantages, sequence=sequence)
+    if level not in ("token", "sequence"):
+        raise ValueError(f"level must be token or sequence, got {level!r}")
+    index, size = dense_index(sequence)
+    ratio = _log_ratio(logps, old_logps, sequence if level == "sequence" else None, None).exp()
+    bounded = ratio if delta is None else ratio.clamp(max=delta)
+    rows = torch.stack([ratio, *_clipped(bounded, advantages, clip_low, clip_high)])
+    means = rows.new_zeros(3, len(size)).index_add(1, index, rows) / size
+    rows = means if level == "sequence" else rows
+    ratios, low, high = rows.sum(1)
+    bounds = means.new_tensor([[math.inf], [-math.inf]])
+    return RatioStatistics(
+        count=rows.new_ones(rows.shape[1]).sum(),
+        ratio=ratios,
+        low=low,
+        high=high,
+        low_min=torch.cat([means[1], bounds[0]]).amin(),
+        high_max=torch.cat([means[2], bounds[1]]).amax(),
+    )
+
+
+def token_weights(
+    loss_type: LossType,
+    lengths: Tensor,
+    *,
+    max_completion_length: int | None = None,
+    batches: Tensor | None = None,
+) -> TokenWeights:
+    """What tokens count in a policy loss, and what its sum is divided by once.
+
+    - grpo: the mean over sequences of the mean over a sequence's tokens: 1 / |o_i|; divided by the sequences.
+      https://arxiv.org/abs/2402.03300, eq. 3.
+    - dapo: the mean over tokens: 1; divided by the tokens.  https://arxiv.org/abs/2503.14476, eq. 8.
+    - bnpo: the mean over batches of equal size of the mean over a batch's tokens: sequences of the batch over
+      its tokens; divided by the sequences.
+    - dr_grpo: 1; divided by the sequences times the longest length there may be.
+      https://arxiv.org/abs/2503.20783, section 3.2.
+
+    Args:
+        loss_type: one of `LOSS_TYPES`.
+        lengths: (Q,) tokens of each sequence that count; 0 for a sequence that is masked.
+        max_completion_length: tokens that a completion may have; only dr_grpo needs it.
+        batches: (Q,) integer index of the batch that a sequence is averaged in, whole batches of it; only
+            bnpo reads it, None for one batch.
+
+    Returns:
+        Weights (Q,), and the normaliser: to be added up over the step's micro-batches and processes and
+        clamped at 1, for a step of which every token is masked.
+
+    Raises:
+        ValueError: an unknown loss type, or dr_grpo without `max_completion_length`.
+
+    Note:
+        As in TRL, a masked sequence still counts as a sequence in grpo and dr_grpo, and TRL's dapo divides by
+        the tokens of the whole rollout over its optimizer steps, not by each step's own tokens.
+    """
+    check_flat(lengths, batches=batches)
+    ones = (lengths > 0).to(torch.float32)
+    if loss_type == "grpo":
+        return TokenWeights(ones / lengths.clamp(min=1), torch.ones_like(lengths).sum())
+    if loss_type == "dapo":
+        return TokenWeights(ones, lengths.sum())
+    if loss_type == "bnpo":
+        index, size = dense_index(torch.zeros_like(lengths) if batches is None else batches)
+        tokens = torch.zeros_like(size).index_add(0, index, lengths.to(size.dtype))
+        return TokenWeights(ones * (size / tokens.clamp(min=1))[index], size.sum())
+    if loss_type != "dr_grpo":
+        raise ValueError(f"loss_type must be one of {', '.join(LOSS_TYPES)}, got {loss_type!r}")
+    if max_completion_length is None:
+        raise ValueError("dr_grpo divides by max_completion_length; give it")
+    return TokenWeights(ones, torch.ones_like(lengths).sum() * max_completion_length)
 
 
 def value_loss(
@@ -118,3 +308,21 @@ def value_loss(
         loss=total(0.5 * torch.maximum(error, bounded_error), weights),
         clipped=total(bounded_error > error, weights),
     )
+
+
+def _log_ratio(logps: Tensor, old_logps: Tensor, sequence: Tensor | None, weights: Tensor | None) -> Tensor:
+    """(M,) log of the ratio of each token, or of the sequence it belongs to."""
+    log_ratio = logps - old_logps
+    if sequence is None:
+        return log_ratio
+    counted = torch.ones_like(log_ratio) if weights is None else weights != 0
+    index, size = dense_index(sequence)
+    sums = log_ratio.new_zeros(2, len(size)).index_add(1, index, torch.stack([log_ratio * counted, counted]))
+    return (sums[0] / sums[1].clamp(min=1))[index]
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
+    """(M,) each: whether a token has lost its gradient at the lower bound, at the upper one."""
+    low = (ratio < 1 - clip_low) & (advantages < 0)
+    high = (ratio > 1 + clip_high) & (advantages > 0)
+    return low, high

@@ -1,4 +1,4 @@
-"""`rlhf-train sft|reward|prm|dpo|simpo|kto`: from options to a job."""
+"""`rlhf-train sft|reward|prm|dpo|simpo|kto|ppo|grpo`: from options to a job."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ _KEY_OF_OPTION = {
     "subset_size": "subset_size",
     "on_bad_row": "on_bad_row",
     "backend": "backend",
+    "reward": "reward",
 }
 _CHANGES_A_RUN = (*_KEY_OF_OPTION, "config", "overrides", "dry_run")
 
 
-def run_offline(method: str, options: dict[str, Any]) -> None:
+def run_training(method: str, options: dict[str, Any]) -> None:
     """Resolve the settings, open the run folder, and train, evaluate or plan.
 
     Raises:
@@ -56,10 +57,14 @@ def resolve_config(method: str, options: dict[str, Any]) -> Any:
     values = load_config_file(source) if source else {}
     where = str(source) if source else "config"
     values = apply_overrides(_of_method(method, values, where), options["overrides"])
-    given = {key: options[name] for name, key in _KEY_OF_OPTION.items() if options[name] is not None}
+    given = {key: options[name] for name, key in _KEY_OF_OPTION.items() if _is_given(options, name)}
     if options["epochs"] is not None and options["max_steps"] is None:
         values["max_steps"] = -1
     return METHODS[method].resolve(values | given, where=where)
+
+
+def _is_given(options: dict[str, Any], name: str) -> bool:
+    return options.get(name) not in (None, ())
 
 
 def _of_method(method: str, values: dict[str, Any], where: str) -> dict[str, Any]:

@@ -1,0 +1,151 @@
+"""Completions of one step: sampled, scored, counted; what every online method starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_data import PromptExample, TokenSequence
+from rlhf_infer import Rollout
+
+__all__ = ["Completion", "StepTable", "flat", "rollout_metrics"]
+
+_LENGTH, _TRUNCATED, _EOS = 0, 1, 2
+_FACTS = 3
+
+
+@dataclass
+class Completion:
+    """A sampled completion and what it is trained with.
+
+    Args:
+        prompt: what it completes.
+        rollout: how it was sampled.
+        index: its place among the completions of the step, over all processes.
+        text: the completion as its reward functions see it.
+        tokens: (T,) tensors on the CPU, one entry per completion token: `old_logps`, `advantages`, ...
+        weight: what each of its tokens counts in the loss; 0 leaves it out.
+    """
+
+    prompt: PromptExample
+    rollout: Rollout
+    index: int
+    text: Any = ""
+    tokens: dict[str, Tensor] = field(default_factory=dict)
+    weight: float = 1.0
+
+    @property
+    def sequence(self) -> TokenSequence:
+        """Prompt and completion, the completion scored."""
+        ids = (*self.rollout.prompt_ids, *self.rollout.completion_ids)
+        return TokenSequence(ids, len(self.rollout.prompt_ids))
+
+    @property
+    def length(self) -> int:
+        """Tokens of the completion."""
+        return len(self.rollout.completion_ids)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether it was cut off at the longest length."""
+        return self.rollout.finish_reason == "length"
+
+    def facts(self, eos_token_ids: Sequence[int]) -> list[float]:
+        """What the step's table holds of it besides rewards."""
+        ended = bool(self.rollout.completion_ids) and self.rollout.completion_ids[-1] in eos_token_ids
+        return [float(self.length), float(self.truncated), float(ended)]
+
+
+@dataclass(frozen=True)
+class StepTable:
+    """The completions of a step over all processes, in the order of the prompts, those of a prompt together.
+
+    Args:
+        names: F reward functions.
+        rewards: (F, B) of each function, NaN where it does not apply.
+        total: (B,) their weighted sum.
+        facts: (3, B) tokens, whether cut off, whether ended by an end token.
+        num_generations: completions per prompt.
+    """
+
+    names: tuple[str, ...]
+    rewards: Tensor
+    total: Tensor
+    facts: Tensor
+    num_generations: int
+
+    @classmethod
+    def of(cls, names: tuple[str, ...], values: Tensor, num_generations: int) -> StepTable:
+        """From (B, F + 1 + 3) values, one row per completion."""
+        functions = len(names)
+        columns = values.T
+        return cls(names, columns[:functions], columns[functions], columns[functions + 1 :], num_generations)
+
+    @property
+    def groups(self) -> Tensor:
+        """(B,) index of each completion's prompt."""
+        return torch.arange(len(self.total)) // self.num_generations
+
+    @property
+    def lengths(self) -> Tensor:
+        """(B,) tokens of each completion."""
+        return self.facts[_LENGTH]
+
+    @property
+    def truncated(self) -> Tensor:
+        """(B,) bool, cut off at the longest length."""
+        return self.facts[_TRUNCATED] > 0
+
+    @property
+    def ended(self) -> Tensor:
+        """(B,) bool, ended by an end token."""
+        return self.facts[_EOS] > 0
+
+
+def table_row(rewards: Tensor, total: Tensor, facts: Sequence[Sequence[float]]) -> Tensor:
+    """(b, F + 1 + 3) rows of a step's table: rewards (F, b), their sums (b,), facts of each completion."""
+    return torch.cat([rewards.T, total[:, None], torch.tensor(facts).view(len(facts), _FACTS)], 1)
+
+
+def flat(name: str, completions: Sequence[Completion], device: torch.device) -> Tensor:
+    """(M,) the completions' tokens of that name, end to end."""
+    return torch.cat([completion.tokens[name] for completion in completions]).to(device)
+
+
+def spread(values: Sequence[float], completions: Sequence[Completion], device: torch.device) -> Tensor:
+    """(M,) one value per completion, repeated over its tokens."""
+    lengths = torch.tensor([completion.length for completion in completions], dtype=torch.long)
+    return torch.tensor(values, dtype=torch.float32).repeat_interleave(lengths).to(device)
+
+
+def rollout_metrics(table: StepTable) -> dict[str, float]:
+    """Rewards and lengths of a step's completions, under TRL's names.
+
+    `reward` and `reward_std` (within groups, a mean; left out for groups of one), `rewards/<function>/mean`
+    and `/std`, `completions/mean_length`, `min_length`, `max_length`, `clipped_ratio` (cut off),
+    `mean_terminated_length` (of those that were not).
+    """
+    metrics = {"reward": float(table.total.mean())}
+    if table.num_generations > 1:
+        by_prompt = table.total.view(-1, table.num_generations)
+        metrics["reward_std"] = float(by_prompt.std(1).mean())
+        same = (by_prompt == by_prompt[:, :1]).all(1)
+        metrics["frac_reward_zero_std"] = float(same.float().mean())
+    for name, values in zip(table.names, table.rewards, strict=True):
+        known = values[~values.isnan()]
+        if len(known):
+            metrics[f"rewards/{name}/mean"] = float(known.mean())
+        if len(known) > 1:
+            metrics[f"rewards/{name}/std"] = float(known.std())
+    lengths = table.lengths
+    metrics["completions/mean_length"] = float(lengths.mean())
+    metrics["completions/min_length"] = float(lengths.min())
+    metrics["completions/max_length"] = float(lengths.max())
+    metrics["completions/clipped_ratio"] = float(table.truncated.float().mean())
+    if not bool(table.truncated.all()):
+        metrics["completions/mean_terminated_length"] = float(lengths[~table.truncated].mean())
+    return metrics

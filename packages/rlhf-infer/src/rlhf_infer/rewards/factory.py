@@ -1,0 +1,171 @@
+"""Reward functions built from models, rules, verifiable answers, URLs, user code, or a line of text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_data import UserError
+from rlhf_infer.rewards import specs
+from rlhf_infer.rewards.calling import RewardFunction
+from rlhf_infer.rewards.constitutional import ConstitutionalRewardWrapper, Principle
+from rlhf_infer.rewards.rules import FormatReward, LengthReward, NonEmptyReward, RepetitionReward
+from rlhf_infer.rewards.verifiable import ChoiceReward, ExactReward, NumberReward
+
+
+class RewardFunctionFactory:
+    """Builds reward functions; every one has a `name` and can be given to `RewardFunctions`.
+
+    The rules and the verifiable answers are classes of their own, whose arguments are their options.
+    """
+
+    length = LengthReward
+    repetition = RepetitionReward
+    format = FormatReward
+    non_empty = NonEmptyReward
+    number = NumberReward
+    choice = ChoiceReward
+    exact = ExactReward
+
+    @staticmethod
+    def from_spec(
+        spec: str, *, model_options: Mapping[str, Any] | None = None, **options: Any
+    ) -> RewardFunction:
+        """Build what a command line names.
+
+        - a rule: `length:target=20`, `repetition`, `format:pattern=...`, `non_empty`, `choice`, `exact`,
+          `number:tolerance=0.01`; also `model:path=...,k=2`, `remote:url=...,timeout_s=5` and
+          `constitutional:principles=FILE,base=SPEC,judge=PATH`;
+        - `http://...` or `https://...`: a remote scorer;
+        - `pkg.mod:function`, `pkg.mod.function` or `path/to/file.py:function`: code, see `from_function`;
+        - a folder or a name on the hub with a `/`: a reward model or an ensemble.
+
+        A comma separates options only where the name of one follows, so values may hold commas.
+
+        Args:
+            spec: the line.
+            model_options: for the models that it names: `device`, `dtype`, `load_in_8bit`, `load_in_4bit` and
+                `max_tokens`; without use where it names none.
+            **options: further options of what it names, over those in the line.
+
+        Raises:
+            UserError: it names nothing that is known, or an option is unknown, missing or wrong.
+        """
+        return specs.build(spec, _builders(dict(model_options or {})), options)
+
+    @staticmethod
+    def from_function(function: RewardFunction | str, **options: Any) -> RewardFunction:
+        """A Python function as it is, or the one that a dotted path names.
+
+        Modules are looked for in the working directory too, and by a file in its own folder; these are added
+        to the end of Python's path.
+
+        Args:
+            function: a function of any convention, a class that makes one, or the path of either:
+                `pkg.mod:function`, `pkg.mod.function` or `path/to/file.py:function`.
+            **options: keyword arguments that are given to the class, or to every call of the function.
+
+        Raises:
+            UserError: there is no such function, or its module cannot be imported.
+        """
+        return specs.user_function(function, options)
+
+    @staticmethod
+    def from_model(
+        model: Any,
+        *,
+        name: str | None = None,
+        aggregate: Any = "mean_minus_std",
+        k: float | None = None,
+        max_tokens: int | None = None,
+        **load_options: Any,
+    ) -> RewardFunction:
+        """A reward model, or an ensemble of them: mean - k · standard deviation.
+
+        Args:
+            model: a `rlhf_models.RewardModel` or `RewardEnsemble`, a folder with either, or a hub name.
+            name: what metrics call it; None takes the folder's name.
+            aggregate: of an ensemble, see `EnsembleReward`.
+            k: of an ensemble; None for 1.
+            max_tokens: budget in tokens for one forward pass; None for `MAX_TOKENS`.
+            **load_options: `base_model`, `dtype`, `load_in_8bit`, `load_in_4bit` and `device`.
+
+        Raises:
+            UserError: it cannot be loaded, or `k` is given for a single model.
+        """
+        from rlhf_infer.rewards.models import MAX_TOKENS, EnsembleReward, ModelReward
+        from rlhf_models import RewardEnsemble, RewardModel
+        from rlhf_models.ensemble import ENSEMBLE_FILE
+
+        if isinstance(model, str | Path):
+            name = name or Path(model).name or str(model)
+            kind = RewardEnsemble if (Path(model) / ENSEMBLE_FILE).is_file() else RewardModel
+            model = kind.from_pretrained(model, **load_options)
+        elif load_options:
+            raise ValueError(f"{', '.join(load_options)} go with a folder or a hub name, not with a model")
+        budget = MAX_TOKENS if max_tokens is None else max_tokens
+        if isinstance(model, RewardEnsemble):
+            k = 1.0 if k is None else k
+            name = name or "reward_ensemble"
+            return EnsembleReward(model, aggregate=aggregate, k=k, name=name, max_tokens=budget)
+        if k is not None or aggregate != "mean_minus_std":
+            raise UserError(f"reward {name or 'model'}: k and aggregate go with an ensemble; take them out")
+        return ModelReward(model, name=name or "reward_model", max_tokens=budget)
+
+    @staticmethod
+    def remote(url: str, **options: Any) -> RewardFunction:
+        """A scorer behind HTTP; see `RemoteReward` for the options."""
+        from rlhf_infer.rewards.remote import RemoteReward
+
+        return RemoteReward(url, **options)
+
+    @staticmethod
+    def constitutional(
+        base: RewardFunction | None, principles: Sequence[Principle] | str | Path, *, judge: Any = None
+    ) -> RewardFunction:
+        """A reward function with principles beside it; see `ConstitutionalRewardWrapper`.
+
+        Args:
+            base: what is shaped; None for the principles alone.
+            principles: the principles, or the file that holds them.
+            judge: for the file's principles that are only a text.
+
+        Raises:
+            UserError: the file or the principles are wrong.
+        """
+        from rlhf_infer.rewards.principle_files import load_principles
+
+        if isinstance(principles, str | Path):
+            principles = load_principles(principles, judge=judge)
+        return ConstitutionalRewardWrapper(base, principles)
+
+
+def _builders(model_options: dict[str, Any]) -> dict[str, specs.Builder]:
+    """What a line may name, with the types of its options."""
+    factory = RewardFunctionFactory
+    load_options = {key: value for key, value in model_options.items() if key != "max_tokens"}
+
+    def model(**options: Any) -> RewardFunction:
+        return factory.from_model(options.pop("path"), **(model_options | options))
+
+    def constitutional(
+        *, principles: str, base: str | None = None, judge: str | None = None
+    ) -> RewardFunction:
+        from rlhf_infer.rewards.principle_files import load_principle_judge
+
+        built = None if base is None else factory.from_spec(base, model_options=model_options)
+        asked = None if judge is None else load_principle_judge(judge, **load_options)
+        return factory.constitutional(built, principles, judge=asked)
+
+    rules = ("length", "repetition", "format", "non_empty", "number", "choice", "exact")
+    builders = {rule: specs.builder_of(getattr(factory, rule)) for rule in rules}
+    texts = {"path": str, "name": str, "aggregate": str, "dtype": str, "device": str, "base_model": str}
+    builders["model"] = specs.Builder(model, texts | {"k": float, "max_tokens": int}, ("path",))
+    numbers = {"timeout_s": float, "backoff_s": float, "retries": int, "batch_size": int}
+    builders["remote"] = specs.Builder(
+        factory.remote, {"url": str, "protocol": str, "name": str, **numbers, "headers": dict}, ("url",)
+    )
+    kinds = {"principles": str, "base": str, "judge": str}
+    builders["constitutional"] = specs.Builder(constitutional, kinds, ("principles",))
+    return builders

@@ -1,0 +1,315 @@
+"""Several reward functions with weights, called together, and every value they give checked."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from numbers import Real
+from typing import Any
+
+import torch
+
+from rlhf_data import UserError
+from rlhf_data.transcripts import Text
+from rlhf_infer.rewards import loop
+from rlhf_infer.rewards.calling import (
+    Caller,
+    RewardFunction,
+    Samples,
+    caller_of,
+    function_name,
+    stateful_part,
+)
+from rlhf_infer.rewards.checks import checked_rewards, shown
+from rlhf_infer.rewards.texts import sample_name
+
+
+@dataclass(frozen=True)
+class RewardScores:
+    """What F reward functions say of B completions.
+
+    Args:
+        names: F names, all different.
+        rewards: (F, B) fp32 on the CPU, not weighted; NaN where a function is not applicable.
+        total: (B,) fp32, the weighted sum over the functions that are applicable.
+        metrics: what functions logged with `log_metric`, the mean of each.
+        extras: what functions logged with `log_extra`, B values each.
+    """
+
+    names: tuple[str, ...]
+    rewards: torch.Tensor
+    total: torch.Tensor
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    extras: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """One function that is called, and its rows in the scores: several where it has `row_names`."""
+
+    function: RewardFunction
+    call: Caller
+    name: str
+    rows: tuple[str, ...]
+    weights: tuple[float, ...]
+    many: bool
+
+
+class RewardFunctions:
+    """Reward functions with weights: total = Σ_f w_f · r_f over the functions that are applicable.
+
+    A function follows one of the conventions of `rlhf_infer.rewards.calling`. Asynchronous ones run at the
+    same time as each other and as the others. A function may have further attributes: `name`; `state` and
+    `load_state` for what must survive a restart; `row_names` and `row_weights`, if it gives a mapping with
+    one list of rewards per name; `components()`, if it stands for several functions with weights of their
+    own, as `ConstitutionalRewardWrapper` does.
+
+    Args:
+        functions: at least one.
+        weights: one per function; None for 1 each.
+        names: one per function, all different; None takes the functions' own, a second `f` becoming `f_2`.
+
+    Raises:
+        UserError: no function, a wrong number of weights or names, a weight that is not finite, names that
+            repeat, or something that is not callable.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[RewardFunction],
+        *,
+        weights: Sequence[float] | None = None,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        if not functions:
+            raise UserError("there is no reward function; give at least one")
+        weights = _checked_weights(functions, weights)
+        given = _unique(map(function_name, functions)) if names is None else _checked_names(functions, names)
+        self._sources: list[_Source] = []
+        for function, weight, name in zip(functions, weights, given, strict=True):
+            self._sources += _sources(function, weight, name)
+        rows = [row for source in self._sources for row in source.rows]
+        if len(set(rows)) < len(rows):
+            double = next(row for row in rows if rows.count(row) > 1)
+            raise UserError(f"two rewards are called {double!r}; give the reward functions different names")
+        self.names: tuple[str, ...] = tuple(rows)
+        """Names of the rows of the scores."""
+        self.weights: tuple[float, ...] = tuple(w for source in self._sources for w in source.weights)
+        """Weights of the rows."""
+
+    def __call__(
+        self,
+        prompts: Sequence[Text],
+        completions: Sequence[Text],
+        *,
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Sequence[Any]],
+        step: int = 0,
+    ) -> RewardScores:
+        """Score B completions.
+
+        Args:
+            prompts: B texts or message lists.
+            completions: B texts, or message lists after a prompt of messages.
+            completion_ids: B lists of token ids.
+            columns: B values for each further column of the data.
+            step: optimizer steps done, which functions see as `trainer_state.global_step`.
+
+        Raises:
+            UserError: a function raises, or returns a wrong type, a wrong number of rewards, or one that is
+                not finite in fp32; no function is applicable to a completion. Function and sample are named.
+            ValueError: arguments of different lengths.
+        """
+        samples = Samples(prompts, completions, completion_ids, columns, step)
+        return self.score(samples)
+
+    def score(self, samples: Samples) -> RewardScores:
+        """See `__call__`."""
+        _check_lengths(samples)
+        metrics: dict[str, list[float]] = {}
+        extras: dict[str, list[Any]] = {}
+        samples = replace(
+            samples,
+            log_metric=lambda name, value: metrics.setdefault(name, []).append(float(value)),
+            log_extra=lambda name, values: extras.__setitem__(name, list(values)),
+        )
+        rows: list[list[float]] = []
+        for source, result in zip(self._sources, self._results(samples), strict=True):
+            rows += _checked_rows(source, result, samples)
+        rewards = torch.tensor(rows, dtype=torch.float32).view(len(self.names), len(samples.completions))
+        for i, none in enumerate(rewards.isnan().all(0).tolist()):
+            if none:
+                raise UserError(
+                    f"{sample_name(i, samples.completions[i])}: no reward function is applicable, all say "
+                    f"None ({', '.join(self.names)}); add one that is, or leave such rows out of the data"
+                )
+        total = (torch.tensor(self.weights)[:, None] * rewards.nan_to_num(0.0)).sum(0)
+        means = {name: math.fsum(values) / len(values) for name, values in metrics.items()}
+        return RewardScores(self.names, rewards, total, means, extras)
+
+    def state(self) -> dict[str, Any]:
+        """What must survive a restart, as JSON values: the states of the functions that have one, by name."""
+        return {name: function.state() for name, function in self._stateful().items()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Put the functions into a state that `state` gave.
+
+        Raises:
+            UserError: it is the state of other functions.
+        """
+        stateful = self._stateful()
+        if set(state) != set(stateful):
+            raise UserError(
+                f"the saved state is of the reward functions {', '.join(sorted(state)) or '(none)'}, but "
+                f"those with a state are {', '.join(sorted(stateful)) or '(none)'}; give the same --reward "
+                "as before"
+            )
+        for name, function in stateful.items():
+            function.load_state(state[name])
+
+    def _stateful(self) -> dict[str, Any]:
+        found = {source.name: stateful_part(source.function) for source in self._sources}
+        return {name: function for name, function in found.items() if function is not None}
+
+    def _results(self, samples: Samples) -> list[Any]:
+        """What each function returns, asynchronous ones running while the others do."""
+        results: list[Any] = [None] * len(self._sources)
+        futures: dict[int, Future[Any]] = {}
+        # Asynchronous functions first: they then run while this thread is busy with the others.
+        order = sorted(range(len(self._sources)), key=lambda i: not _is_async(self._sources[i].function))
+        try:
+            for i in order:
+                with _named_errors(self._sources[i], samples):
+                    results[i] = self._sources[i].call(samples)
+                if inspect.isawaitable(results[i]):
+                    futures[i] = loop.submit(results[i])
+            for i, future in futures.items():
+                with _named_errors(self._sources[i], samples):
+                    results[i] = future.result()
+        except BaseException:
+            for future in futures.values():
+                future.cancel()
+            raise
+        return results
+
+
+def _sources(function: RewardFunction, weight: float, name: str) -> list[_Source]:
+    """A function as the functions that are called, with their weights."""
+    components = getattr(function, "components", None)
+    if components is not None:
+        return [s for part, w, own in components(name) for s in _sources(part, weight * w, own)]
+    call = caller_of(function, name)
+    rows = getattr(function, "row_names", None)
+    if rows is None:
+        return [_Source(function, call, name, (name,), (weight,), many=False)]
+    weights = tuple(weight * w for w in getattr(function, "row_weights", [1.0] * len(rows)))
+    return [_Source(function, call, name, tuple(rows), weights, many=True)]
+
+
+def _checked_rows(source: _Source, result: Any, samples: Samples) -> list[list[float]]:
+    """One list of B rewards per row, NaN for None."""
+    if not source.many:
+        return [checked_rewards(result, source.name, samples)]
+    if not isinstance(result, Mapping) or set(result) != set(source.rows):
+        raise UserError(
+            f"reward function {source.name} returned {shown(result)}; expected a mapping with the keys "
+            f"{', '.join(source.rows)}"
+        )
+    return [checked_rewards(result[row], row, samples) for row in source.rows]
+
+
+@contextlib.contextmanager
+def _named_errors(source: _Source, samples: Samples) -> Iterator[None]:
+    """Turn what a function raises into a sentence that names it and, where one is at fault, the sample."""
+    try:
+        yield
+    except UserError as error:
+        where = f"reward function {source.name}"
+        if where in str(error):
+            raise
+        raise UserError(f"{where}: {error}") from error
+    except Exception as error:
+        index = _culprit(source, samples)
+        where = f"{len(samples.completions)} samples together" if index is None else ""
+        where = where or sample_name(index or 0, samples.completions[index or 0])
+        raise UserError(
+            f"reward function {source.name}, {where}: raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def _culprit(source: _Source, samples: Samples) -> int | None:
+    """Index of a sample that by itself makes a function raise, by halving; None where only several do."""
+
+    def fails(indices: range) -> bool:
+        try:
+            result = source.call(samples.part(indices))
+            if inspect.isawaitable(result):
+                loop.submit(result).result()
+        except Exception:
+            return True
+        return False
+
+    indices = range(len(samples.completions))
+    if len(indices) == 1:
+        return 0
+    while len(indices) > 1:
+        middle = len(indices) // 2
+        failing = next((half for half in (indices[:middle], indices[middle:]) if fails(half)), None)
+        if failing is None:
+            return None
+        indices = failing
+    return indices[0] if indices else None
+
+
+def _is_async(function: RewardFunction) -> bool:
+    inner: Any = inspect.unwrap(function)
+    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
+
+
+def _check_lengths(samples: Samples) -> None:
+    count = len(samples.completions)
+    lengths = {"prompts": len(samples.prompts)} | {k: len(v) for k, v in samples.columns.items()}
+    if samples.completion_ids is not None:
+        lengths["completion_ids"] = len(samples.completion_ids)
+    wrong = [f"{name} {length}" for name, length in lengths.items() if length != count]
+    if wrong or not count:
+        raise ValueError(f"expected one entry for each of {count} > 0 completions, got {', '.join(wrong)}")
+
+
+def _checked_weights(functions: Sequence[Any], weights: Sequence[float] | None) -> list[float]:
+    if weights is None:
+        return [1.0] * len(functions)
+    if len(weights) != len(functions):
+        raise UserError(
+            f"there are {len(weights)} reward weights for {len(functions)} reward functions; give one for "
+            "each"
+        )
+    for weight in weights:
+        if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight):
+            raise UserError(f"reward weight {weight!r} is not a finite number")
+    return [float(weight) for weight in weights]
+
+
+def _checked_names(functions: Sequence[Any], names: Sequence[str]) -> list[str]:
+    if len(names) != len(functions) or len(set(names)) < len(names):
+        raise UserError(
+            f"the names of {len(functions)} reward functions are {', '.join(names)}; give one for each, "
+            "all different"
+        )
+    return list(names)
+
+
+def _unique(names: Iterator[str]) -> list[str]:
+    """Names of which the second `f` becomes `f_2`, or the next number that is free."""
+    found: list[str] = []
+    for name in names:
+        number, unique = 1, name
+        while unique in found:
+            number += 1
+            unique = f"{name}_{number}"
+        found.append(unique)
+    return found

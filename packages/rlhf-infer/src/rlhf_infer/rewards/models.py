@@ -1,0 +1,133 @@
+"""Reward models and ensembles of them as reward functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rlhf_data import UserError
+from rlhf_data.encoding import Encoder
+from rlhf_data.transcripts import Text
+from rlhf_infer.rewards.texts import sample_name
+from rlhf_models import RewardEnsemble, RewardModel, aggregate_scores, context_length
+from rlhf_models.ensemble import Aggregate
+from rlhf_models.reward import encode_scored
+from rlhf_models.scalar import scores_of
+
+MAX_TOKENS = 16_384
+"""Tokens in one forward pass of a reward model unless another budget is given."""
+
+
+class ModelReward:
+    """A reward model's scores, each completion read after its prompt with the model's own tokenizer.
+
+    Texts are read as the model was trained, see `RewardModel.encode`; messages through the chat template of
+    its tokenizer. Prompts that completions share are computed once.
+
+    Args:
+        model: the model; it is put into eval mode.
+        name: what metrics call it.
+        max_tokens: budget in tokens for one forward pass; None runs all at once.
+    """
+
+    def __init__(
+        self, model: RewardModel, *, name: str = "reward_model", max_tokens: int | None = MAX_TOKENS
+    ) -> None:
+        self.model, self.name, self.max_tokens = model.eval(), name, max_tokens
+
+    def __call__(self, prompts: Sequence[Text], completions: Sequence[Text], **columns: Any) -> list[float]:
+        """Scores of B completions.
+
+        Raises:
+            UserError: a text does not fit the model's context, or messages meet a tokenizer without a chat
+                template; the sample is named.
+        """
+        del columns
+        return _scores(self.model, self.model.model, prompts, completions, self.max_tokens).tolist()
+
+
+class EnsembleReward:
+    """One score from an ensemble of reward models, by default the mean minus k standard deviations.
+
+    What members disagree about is probably not known, and not worth chasing (arXiv:2310.02743). The mean
+    standard deviation is logged as the metric `<name>/disagreement`.
+
+    Args:
+        ensemble: the models; they are put into eval mode.
+        aggregate: see `rlhf_models.aggregate_scores`.
+        k: how many standard deviations are taken off.
+        name: what metrics call it.
+        max_tokens: budget in tokens for one forward pass; None runs all at once.
+
+    Raises:
+        UserError: `k` is negative.
+    """
+
+    def __init__(
+        self,
+        ensemble: RewardEnsemble,
+        *,
+        aggregate: Aggregate = "mean_minus_std",
+        k: float = 1.0,
+        name: str = "reward_ensemble",
+        max_tokens: int | None = MAX_TOKENS,
+    ) -> None:
+        if not k >= 0:
+            raise UserError(f"reward {name}: k is {k}; expected a number >= 0, as disagreement is penalised")
+        if aggregate not in ("mean", "min", "mean_minus_std"):
+            raise UserError(
+                f"reward {name}: aggregate is {aggregate!r}; expected mean, min or mean_minus_std"
+            )
+        self.ensemble, self.k = ensemble.eval(), k
+        self.aggregate: Aggregate = aggregate
+        self.name, self.max_tokens = name, max_tokens
+
+    def __call__(
+        self,
+        prompts: Sequence[Text],
+        completions: Sequence[Text],
+        *,
+        log_metric: Any = None,
+        **columns: Any,
+    ) -> list[float]:
+        """See `ModelReward.__call__`."""
+        del columns
+        scores = _scores(self.ensemble, self.ensemble.reader, prompts, completions, self.max_tokens)
+        if log_metric is not None:
+            log_metric(f"{self.name}/disagreement", float(aggregate_scores(scores, "std").mean()))
+        return aggregate_scores(scores, self.aggregate, k=self.k).tolist()
+
+
+@torch.no_grad()
+def _scores(
+    model: RewardModel | RewardEnsemble,
+    reader: Any,
+    prompts: Sequence[Text],
+    completions: Sequence[Text],
+    max_tokens: int | None,
+) -> torch.Tensor:
+    """Scores (B,) of a model, or (K, B) of an ensemble, fp32 on the CPU."""
+    limit = context_length(reader)
+    sequences = []
+    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        try:
+            ids = _encode(model, prompt, completion)
+        except UserError as error:
+            raise UserError(f"{sample_name(i, completion)}: {error}") from error
+        if not ids or (limit is not None and len(ids) > limit):
+            raise UserError(
+                f"{sample_name(i, completion)}: prompt and completion are {len(ids)} tokens of the reward "
+                f"model's tokenizer; expected 1 to {limit or 'any number'}, the model's context: shorten "
+                "max_completion_length or leave long prompts out"
+            )
+        sequences.append(ids)
+    return scores_of(model, reader, sequences, max_tokens=max_tokens, what="a text to be scored")
+
+
+def _encode(model: RewardModel | RewardEnsemble, prompt: Text, completion: Text) -> list[int]:
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return encode_scored(model.tokenizer, prompt, completion, append_eos=model.append_eos)
+    [ids], _ = Encoder(model.tokenizer).completions(prompt, [completion])
+    return ids

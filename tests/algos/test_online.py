@@ -1,0 +1,321 @@
+"""GRPO and PPO trainers against plain padded computation, and the properties that every trainer has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_algos import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer
+from rlhf_algos.rollouts import Completion
+from rlhf_data import PromptExample, RunFolder, UserError
+from rlhf_infer.rewards import RewardFunctions
+from rlhf_models import LoraSettings, add_adapters, tiny_model, train_byte_tokenizer
+
+TOKENIZER = train_byte_tokenizer(["a story"])
+PROMPTS = [
+    PromptExample(f"prompt {i}", (3 + i, 40, 5, *range(6, 7 + i % 3)), {"odd": i % 2}) for i in range(6)
+]
+COMMON = {"learning_rate": 1e-3, "max_completion_length": 6, "max_steps": 3, "lr_scheduler_type": "constant"}
+GRPO = COMMON | {"num_generations": 4, "per_device_train_batch_size": 8}
+PPO = COMMON | {"per_device_train_batch_size": 6}
+
+
+def lm() -> Any:
+    return tiny_model("llama", vocab_size=len(TOKENIZER), seed=0)
+
+
+def even_tokens(completions: Sequence[str], completion_ids: Sequence[Sequence[int]], **columns: Any) -> Any:
+    """Share of tokens with an even (odd) id."""
+    wanted = columns["odd"]
+    return [
+        sum(token % 2 == odd for token in ids) / len(ids)
+        for ids, odd in zip(completion_ids, wanted, strict=True)
+    ]
+
+
+def grpo(model: Any = None, **settings: Any) -> GRPOTrainer:
+    config = GRPOConfig.from_dict(GRPO | settings)
+    rewards = RewardFunctions([even_tokens])
+    return GRPOTrainer(model or lm(), config, PROMPTS, rewards=rewards, tokenizer=TOKENIZER)
+
+
+def ppo(model: Any = None, **settings: Any) -> PPOTrainer:
+    config = PPOConfig.from_dict(PPO | settings)
+    rewards = RewardFunctions([even_tokens])
+    return PPOTrainer(model or lm(), config, PROMPTS, rewards=rewards, tokenizer=TOKENIZER)
+
+
+def rollout(trainer: Any, prompts: Sequence[PromptExample] = PROMPTS[:2]) -> tuple[list[Completion], Any]:
+    n = trainer.config.num_generations
+    completions, table = trainer.score(prompts, trainer.sample(prompts, n, seed=7), n)
+    trainer.prepare()
+    trainer.assess(completions, table)
+    return completions, table
+
+
+def padded(completions: Sequence[Completion], values: Sequence[Tensor]) -> Tensor:
+    """(B, T) values of completion tokens, zeros after the last one."""
+    longest = max(each.length for each in completions)
+    return torch.stack([torch.nn.functional.pad(row, (0, longest - len(row))) for row in values])
+
+
+def plain_logps(
+    model: Any, completions: Sequence[Completion], temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """(B, T) log-probs and entropies of completion tokens, one plain forward pass for each sequence."""
+    logps, entropies = [], []
+    for each in completions:
+        ids = torch.tensor([[*each.rollout.prompt_ids, *each.rollout.completion_ids]])
+        logits = model(input_ids=ids).logits[0, -each.length - 1 : -1] / temperature
+        every = logits.log_softmax(-1)
+        logps.append(every.gather(1, torch.tensor(each.rollout.completion_ids)[:, None])[:, 0])
+        entropies.append(-(every.exp() * every).sum(-1))
+    return padded(completions, logps), padded(completions, entropies)
+
+
+def gradient(model: Any) -> Tensor:
+    found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "bnpo", "dr_grpo"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_grpo_is_the_padded_loss(loss_type: str, level: str) -> None:
+    """Advantages and loss are written out here with loops and masks, as the papers have them."""
+    trainer = grpo(loss_type=loss_type, importance_sampling_level=level, beta=0.1, temperature=0.7)
+    completions, table = rollout(trainer)
+    model = trainer.model
+    with torch.no_grad():  # a policy that has moved since it sampled
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    batches = list(trainer.micro_batches(completions))
+    total = sum(trainer.terms(batch, rows) for batch, rows in batches)
+    (sum(trainer.loss(batch, rows).loss for batch, rows in batches) / total).backward()
+    ours = gradient(model)
+
+    mask = padded(completions, [torch.ones(each.length) for each in completions])
+    old = padded(completions, [torch.tensor(each.rollout.logps) for each in completions])
+    reference = plain_logps(lm(), completions, 0.7)[0].detach()
+    rewards = table.total.view(-1, 4)
+    advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)).view(
+        -1, 1
+    )
+    logps = plain_logps(model, completions, 0.7)[0]
+    log_ratio = (logps - old) * mask
+    if level == "sequence":
+        log_ratio = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+    ratio = log_ratio.exp()
+    kl = (torch.exp(reference - logps) - (reference - logps) - 1) * ratio
+    per_token = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages) + 0.1 * kl
+    expected = {
+        "grpo": ((per_token * mask).sum(1) / mask.sum(1)).mean(),
+        "dapo": (per_token * mask).sum() / mask.sum(),
+        "bnpo": (per_token * mask).sum() / mask.sum(),
+        "dr_grpo": (per_token * mask).sum() / (len(completions) * 6),
+    }[loss_type]
+    expected.backward()
+    torch.testing.assert_close(ours, gradient(model), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("value_model", ["separate", "shared"])
+def test_ppo_is_the_padded_loss(value_model: str) -> None:
+    """Token rewards, GAE and both losses are written out here with plain loops."""
+    trainer = ppo(
+        value_model=value_model,
+        kl_coef=0.3,
+        missing_eos_penalty=0.5,
+        gamma=0.9,
+        lam=0.8,
+        entropy_coef=0.01,
+        whiten_advantages=False,
+    )
+    completions, table = rollout(trainer, PROMPTS)
+    model, value = trainer.model, trainer.value_model
+    start = [each.tokens["old_values"] for each in completions]
+    with torch.no_grad():
+        for parameter in trainer.parameters:
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    batches = list(trainer.micro_batches(completions))
+    total = sum(trainer.terms(batch, rows) for batch, rows in batches)
+    (sum(trainer.loss(batch, rows).loss for batch, rows in batches) / total).backward()
+    ours = gradient(trainer.scorer)
+
+    reference = plain_logps(lm(), completions)[0].detach()
+    logps, entropy = plain_logps(model, completions)
+    losses = []
+    for i, each in enumerate(completions):
+        length, old = each.length, torch.tensor(each.rollout.logps)
+        rewards = -0.3 * (old - reference[i, :length])
+        ended = each.rollout.completion_ids[-1] == TOKENIZER.eos_token_id
+        rewards[-1] += table.total[i] - (0.0 if ended else 0.5)
+        advantage, advantages = 0.0, [0.0] * length
+        for t in reversed(range(length)):
+            later = float(start[i][t + 1]) if t + 1 < length else 0.0
+            advantage = float(rewards[t]) + 0.9 * later - float(start[i][t]) + 0.9 * 0.8 * advantage
+            advantages[t] = advantage
+        advantages = torch.tensor(advantages)
+        ids = torch.tensor([[*each.rollout.prompt_ids, *each.rollout.completion_ids]])
+        if value_model == "shared":
+            hidden = model.model(input_ids=ids).last_hidden_state[0, -length - 1 : -1]
+            values = hidden @ value.weight[0] + value.bias
+        else:
+            values = value.model(input_ids=ids).logits[0, -length - 1 : -1, 0]
+        ratio = (logps[i, :length] - old).exp()
+        policy = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        returns = advantages + start[i]
+        near = start[i] + (values - start[i]).clamp(-0.2, 0.2)
+        error = 0.5 * torch.maximum((values - returns) ** 2, (near - returns) ** 2)
+        losses.append(policy + 0.1 * error - 0.01 * entropy[i, :length])
+    torch.cat(losses).mean().backward()
+    torch.testing.assert_close(ours, gradient(trainer.scorer), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [grpo, ppo])
+def test_a_step_does_not_depend_on_how_it_is_cut(make: Any) -> None:
+    """One pass over everything, or many of a few tokens each."""
+    found = []
+    for budget in (None, 12):
+        trainer = make(max_tokens_per_batch=budget)
+        metrics = trainer.train_step(PROMPTS[:2] if make is grpo else PROMPTS)
+        found.append((metrics, torch.cat([p.detach().flatten() for p in trainer.parameters])))
+    (whole, weights), (cut, other) = found
+    for name, value in whole.items():
+        if not name.startswith(("time/", "step_time", "num_tokens")):
+            assert cut[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    torch.testing.assert_close(weights, other, rtol=0, atol=5e-5)  # AdamW blows up the last bits
+
+
+def test_the_first_update_has_the_ratio_one() -> None:
+    """Log-probs of the engine are those of the trainer."""
+    metrics = ppo(num_ppo_epochs=1).train_step(PROMPTS)
+    assert metrics["val/ratio"] == pytest.approx(1, abs=1e-5)
+    assert metrics["val/ratio_var"] == pytest.approx(0, abs=1e-5)
+    assert metrics["policy/clipfrac_avg"] == 0
+
+
+@pytest.mark.parametrize("make", [grpo, ppo])
+def test_rewards_rise(make: Any) -> None:
+    """Both methods find out that even tokens pay."""
+    own = {"learning_rate": 3e-2} if make is grpo else {"learning_rate": 1e-2, "kl_coef": 0.0}
+    trainer = make(**own, num_generations=4, per_device_train_batch_size=8)
+    rewards = [trainer.train_step([PROMPTS[0], PROMPTS[2]])["reward"] for _ in range(18)]
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.2
+
+
+def test_updates_end_when_the_policy_has_strayed() -> None:
+    limit = ppo(learning_rate=1e-2, target_kl=1e-4)
+    assert limit.train_step(PROMPTS)["num_updates"] == 2
+    assert ppo(learning_rate=1e-2).train_step(PROMPTS)["num_updates"] == 4
+
+
+def test_masked_completions_do_not_count() -> None:
+    """All completions of six tokens without an end are cut off; with them masked nothing is left to learn."""
+    trainer = grpo(max_completion_length=1, mask_truncated_completions=True)
+    before = [p.detach().clone() for p in trainer.parameters]
+    metrics = trainer.train_step(PROMPTS[:2])
+    assert metrics["completions/clipped_ratio"] == 1
+    assert metrics["loss"] == 0 and metrics["grad_norm"] == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.parameters, strict=True))
+
+
+def test_the_overlong_penalty() -> None:
+    """With a buffer of 6 tokens a completion of 6 tokens loses a whole point, one of 3 half of it."""
+    trainer = grpo(overlong_buffer=6)
+    completions, table = rollout(trainer)
+    penalty = -table.lengths / 6
+    total = table.total + penalty
+    group = total[:4]
+    expected = (group - group.mean()) / (group.std() + 1e-4)
+    for each in completions[:4]:
+        torch.testing.assert_close(each.tokens["advantages"], expected[each.index].expand(each.length))
+
+
+def test_adapters_are_compared_with_the_model_below_them() -> None:
+    model = add_adapters(lm(), ["default"], LoraSettings(lora_r=2), seed=0)
+    trainer = grpo(model, beta=0.1)
+    assert trainer.train_step(PROMPTS[:2])["kl"] == pytest.approx(0, abs=1e-7)
+    assert trainer.train_step(PROMPTS[:2])["kl"] > 1e-7
+    assert all("lora" in name for name, p in trainer.scorer.named_parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("make", [grpo, ppo])
+def test_resuming_is_exact(make: Any, tmp_path: Path) -> None:
+    def train(folder: Path, steps: int, *, resume: bool = False) -> Any:
+        run = RunFolder.create(folder, resume=True)
+        trainer = (
+            make(max_steps=3, save_steps=1, save_total_limit=None, kl_target=1.0, normalize_rewards=True)
+            if make is ppo
+            else make(max_steps=3, save_steps=1, save_total_limit=None, beta=0.1)
+        )
+        trainer.run = run
+        again = type(trainer)(
+            trainer.model, trainer.config, PROMPTS, rewards=trainer.rewards, tokenizer=TOKENIZER, run=run
+        )
+        if resume:
+            assert again.resume() and again.step == 2
+        again.train()
+        again.save_model(folder / "final")
+        return [
+            {k: v for k, v in row.items() if not k.startswith(("time/", "step_time"))}
+            for row in run.read_metrics()
+        ]
+
+    whole = train(tmp_path / "run", 3)
+    weights = (tmp_path / "run" / "final" / "model.safetensors").read_bytes()
+    for name in ("checkpoint-3", "final"):
+        (tmp_path / "run" / name).rename(tmp_path / name)
+    assert train(tmp_path / "run", 3, resume=True) == whole
+    assert (tmp_path / "run" / "final" / "model.safetensors").read_bytes() == weights
+
+
+def test_evaluation_draws_the_same_each_time() -> None:
+    config = GRPOConfig.from_dict(GRPO | {"beta": 0.1})
+    trainer = GRPOTrainer(
+        lm(),
+        config,
+        PROMPTS,
+        eval_examples=PROMPTS,
+        rewards=RewardFunctions([even_tokens]),
+        tokenizer=TOKENIZER,
+    )
+    first = trainer.evaluate()
+    assert first == trainer.evaluate()
+    assert first["eval_rewards/even_tokens/mean"] == first["eval_reward"]
+    assert first["eval_kl"] == pytest.approx(0, abs=1e-6)
+    trainer.train_step(PROMPTS[:2])
+    assert trainer.evaluate()["eval_kl"] != first["eval_kl"]
+
+
+def test_samples_are_kept(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run")
+    config = GRPOConfig.from_dict(GRPO | {"sample_steps": 2, "max_steps": 2})
+    GRPOTrainer(
+        lm(), config, PROMPTS, rewards=RewardFunctions([even_tokens]), tokenizer=TOKENIZER, run=run
+    ).train()
+    lines = [json.loads(line) for line in (run.path / "samples.jsonl").read_text().splitlines()]
+    assert {line["step"] for line in lines} == {2}
+    assert set(lines[0]) == {"step", "prompt", "completion", "finish_reason", "reward", "advantage"}
+
+
+def test_a_group_must_fit_a_step() -> None:
+    with pytest.raises(UserError, match=r"takes 6 completions .* no multiple of num_generations 4"):
+        grpo(per_device_train_batch_size=6)
+
+
+def test_settings_that_contradict_each_other() -> None:
+    for config, settings, part in (
+        (GRPOConfig, {"num_generations": 1}, "a group needs two"),
+        (GRPOConfig, {"epsilon": None, "epsilon_high": 0.3}, "epsilon_high is set without epsilon"),
+        (PPOConfig, {"kl_penalty": "loss"}, "k1 has no gradient"),
+        (PPOConfig, {"kl_coef": 0, "kl_target": 1}, "kl_target adapts kl_coef"),
+        (PPOConfig, {"min_completion_length": 300}, "is above max_completion_length"),
+    ):
+        with pytest.raises(UserError, match=part):
+            config.from_dict(settings)
