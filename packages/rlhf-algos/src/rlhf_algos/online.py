@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rlhf_algos.batching import epoch_order
 from rlhf_algos.online_configs import OnlineConfig
 from rlhf_algos.processes import from_first_process
 from rlhf_algos.reference import ReferenceScorer, adapter_off_is, disable_dropout
-from rlhf_algos.rollouts import Completion, StepTable, flat, rollout_metrics, table_row
+from rlhf_algos.rollouts import Completion, StepTable, flat, keep_tokens, rollout_metrics, table_row
 from rlhf_algos.scoring import LanguageModelTrainer, LogpsModule
-from rlhf_algos.updates import optimizer_step, share_of_step
+from rlhf_algos.updates import combined, optimizer_step, share_of_step
 from rlhf_data import PackedBatch, PromptExample, TokenSequence, UserError, pack
 from rlhf_infer import GenerationEngine, Rollout, SamplingParams, TransformersEngine
 from rlhf_infer.rewards import RewardFunctions
@@ -389,23 +389,3 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
             for each in completions[:_SHOWN]
         ]
         self.run.append_samples(rows)
-
-
-def keep_tokens(name: str, values: Tensor, completions: Sequence[Completion], real: bool) -> None:
-    """Cut (M,) values into those of each completion; values that do not count are dropped."""
-    if not real:
-        return
-    parts = values.detach().cpu().split([completion.length for completion in completions])
-    for completion, part in zip(completions, parts, strict=True):
-        completion.tokens[name] = part
-
-
-def combined(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of several updates as one: means, but minima of names in `min`, maxima of those in `max`."""
-    names = {name: None for each in metrics for name in each}
-    found: dict[str, float] = {}
-    for name in names:
-        values = [each[name] for each in metrics if name in each]
-        how = {"min": min, "max": max}.get(name[-3:], lambda values: sum(values) / len(values))
-        found[name] = how(values)
-    return found

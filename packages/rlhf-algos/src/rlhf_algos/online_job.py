@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 from rlhf_algos.job_models import job_device, lora_settings
@@ -12,11 +13,48 @@ from rlhf_algos.ppo import start_value_model
 from rlhf_data import RunFolder, atomic_write_json
 from rlhf_infer.rewards import RewardFunctionFactory, RewardFunctions
 from rlhf_models import ValueHead, ValueModel
+from rlhf_models.adapter_files import adapter_base, is_adapter
+from rlhf_models.ensemble import ENSEMBLE_FILE
+from rlhf_models.loading import check_weights, load_config
 
-__all__ = ["online_parts", "tell_findings"]
+__all__ = ["check_parts", "online_parts", "tell_findings"]
 
 _LOG = logging.getLogger(__name__)
 _PREFLIGHT = "preflight.json"
+_HOLDS_MODELS = ("model:", "constitutional:")
+"""Lines that name models beside other things."""
+
+
+def check_parts(config: Any) -> None:
+    """Refuse rewards and a value model that cannot be made; models are looked for, not loaded.
+
+    Not covered: models that lines beginning with `model:` or `constitutional:` name, and whether a URL
+    answers.
+
+    Args:
+        config: the job's settings.
+
+    Raises:
+        UserError: one of them is unknown, or not there.
+    """
+    for spec in config.reward:
+        if ":" not in spec and ("/" in spec or Path(spec).is_dir()):
+            _check_model(spec)
+        elif not spec.startswith(_HOLDS_MODELS):
+            RewardFunctionFactory.from_spec(spec)
+    if isinstance(config, PPOConfig) and config.value_model_path:
+        _check_model(config.value_model_path)
+
+
+def _check_model(name: str) -> None:
+    """Refuse a scoring model whose configuration or weights are not there."""
+    if (Path(name) / ENSEMBLE_FILE).is_file():
+        return
+    if is_adapter(name):
+        load_config(adapter_base(name))
+        return
+    load_config(name)
+    check_weights(name)
 
 
 def online_parts(config: Any, model: Any, tokenizer: Any, run: RunFolder) -> dict[str, Any]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
 from rlhf_algos.job import OnStep, TrainingJob
+from rlhf_algos.job_data import load_rows
 from rlhf_algos.methods import METHODS
-from rlhf_data import BaseConfig, RunFolder, UserError
+from rlhf_data import BaseConfig, RunFolder, UserError, atomic_write_json
+from rlhf_data.files import finite, remove_folder
 
 __all__ = ["STAGES", "RLHFConfig", "RLHFOrchestrator", "Stage"]
 
@@ -21,6 +24,7 @@ Stage = Literal["sft", "reward", "ppo"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 _FILES: dict[Stage, str] = {"sft": "sft.jsonl", "reward": "preference.jsonl", "ppo": "prompts.jsonl"}
 """What each stage's rows are called in a folder of data."""
+_CONFIG, _BASE, _EVALUATION = "config.json", "base", "evaluation.json"
 _DATA_KEYS: dict[Stage, str] = {"sft": "sft_data", "reward": "preference_data", "ppo": "prompt_data"}
 
 
@@ -54,27 +58,51 @@ class RLHFConfig(BaseConfig):
     def _stages_in_order(self) -> RLHFConfig:
         if not self.stages or list(self.stages) != [stage for stage in STAGES if stage in self.stages]:
             raise ValueError(f"stages is {list(self.stages)}; expected some of {', '.join(STAGES)}, in order")
-        if "ppo" in self.stages and "reward" not in self.stages and not (self.reward_model or self._named):
-            raise ValueError("the stage ppo alone needs a reward_model; name one")
+        if self.reward_model and "reward" in self.stages:
+            raise ValueError(
+                "reward_model takes the place of what the stage reward trains; leave one of them out"
+            )
+        rewarded = "reward" in self.stages or self.reward_model or self.ppo.get("reward")
+        if "ppo" in self.stages and not rewarded and not self.embedded:
+            raise ValueError("the stage ppo without the stage reward needs a reward_model; name one")
         return self
 
     @property
-    def _named(self) -> bool:
-        """Whether PPO's own section names what it is rewarded by."""
-        return bool(self.ppo.get("reward"))
+    def embedded(self) -> bool:
+        """Whether neither data nor models are given, so that the run is about the embedded stories."""
+        return not (self.model_name_or_path or self.reward_model or self.data or self._has_rows)
+
+    @property
+    def _has_rows(self) -> bool:
+        return any(map(self._own_rows, STAGES))
+
+    def _own_rows(self, stage: Stage) -> str | None:
+        return getattr(self, _DATA_KEYS[stage]) or getattr(self, stage).get("train_data")
 
     def rows_of(self, stage: Stage) -> str | None:
-        """Where the rows of a stage are."""
-        given = getattr(self, _DATA_KEYS[stage])
-        if given or not self.data:
-            return given
-        path = Path(self.data) / _FILES[stage]
-        if not path.exists():
+        """Where the rows of a stage are; None for those of the story world, where no stage is given any.
+
+        Raises:
+            UserError: the folder of data has none, or rows are given to other stages only.
+        """
+        if own := self._own_rows(stage):
+            return own
+        if self.data:
+            if not Path(self.data).is_dir():
+                raise UserError(f"data folder {self.data} does not exist; check the path")
+            path = Path(self.data) / _FILES[stage]
+            if not path.exists():
+                raise UserError(
+                    f"{self.data} has no {_FILES[stage]}, the rows of the stage {stage}; add it, or run "
+                    "other stages with --stage"
+                )
+            return str(path)
+        if self._has_rows:
+            option = f"--{_DATA_KEYS[stage].replace('_', '-')}"
             raise UserError(
-                f"{self.data} has no {_FILES[stage]}, the rows of the stage {stage}; add it or leave the "
-                "stage out"
+                f"the stage {stage} has no rows; give it some with {option}, or run other stages with --stage"
             )
-        return str(path)
+        return None
 
 
 @dataclass
@@ -98,7 +126,6 @@ class RLHFOrchestrator:
     on_stage: Callable[[Stage], None] | None = None
     on_step: OnStep | None = None
     progress: bool | None = False
-    _jobs: dict[Stage, Any] = field(default_factory=dict)
 
     def train(self) -> dict[str, Any]:
         """Run every stage that is not finished; the results of all.
@@ -106,52 +133,77 @@ class RLHFOrchestrator:
         Raises:
             UserError: settings, data or models cannot be used.
         """
-        self.resolved()  # a mistake in a later stage's settings is answered before the first one is run
+        self._check_rows()
         self.run.write_config({"method": "rlhf", **self.config.to_dict()})
         results: dict[str, Any] = {}
         for stage in self.config.stages:
-            folder = RunFolder.create(self.run.path / stage, resume=True)
-            finished = folder.read_results()
-            if finished is not None:
-                _LOG.info("stage %s is finished: %s", stage, folder.path)
-                results[stage] = finished
-                continue
-            if self.on_stage:
-                self.on_stage(stage)
-            job = TrainingJob(
-                stage, self._resolved(stage), folder, on_step=self.on_step, progress=self.progress
-            )
-            results[stage] = job.train(resume=folder.latest_checkpoint() is not None)
+            with self._stage_folder(stage) as folder:
+                finished = folder.read_results()
+                if finished is not None:
+                    _LOG.info("stage %s is finished: %s", stage, folder.path)
+                    results[stage] = finished
+                    continue
+                if self.on_stage:
+                    self.on_stage(stage)
+                begun = (folder.path / _CONFIG).exists()
+                job = TrainingJob(
+                    stage, self._resolved(stage), folder, on_step=self.on_step, progress=self.progress
+                )
+                results[stage] = job.train(resume=begun)
         return self._finish(results)
 
     def evaluate_only(self) -> dict[str, Any]:
-        """Held-out metrics of each stage's last checkpoint, or of its start where it has none.
+        """Held-out metrics of each stage's last checkpoint, or of its start; written to `evaluation.json`.
+
+        Stages without held-out rows, and those whose start is not trained yet, are passed over.
 
         Raises:
             UserError: nothing can be evaluated.
         """
-        results = {}
-        for stage in self.config.stages:
+        found: dict[str, Any] = {}
+        for stage, config in self.resolved().items():
+            checkpoint = RunFolder(self.run.path / stage).latest_checkpoint()
+            if checkpoint is None and not self._startable(stage):
+                _LOG.info("stage %s is not evaluated: an earlier stage has to be trained first", stage)
+                continue
+            if not load_rows(METHODS[stage], config).held_out:
+                _LOG.info("stage %s is not evaluated: it has no held-out rows", stage)
+                continue
             if self.on_stage:
                 self.on_stage(stage)
-            folder = RunFolder.create(self.run.path / stage, resume=True)
-            job = TrainingJob(stage, self._resolved(stage), folder)
-            results[stage] = job.evaluate_only(folder.latest_checkpoint())
+            with self._stage_folder(stage) as folder:
+                found[stage] = TrainingJob(stage, config, folder).evaluate_only(checkpoint)
+        if not found:
+            raise UserError("no stage has held-out rows to evaluate on; give some: --set ppo.eval_data=FILE")
+        if not (self.run.path / _CONFIG).exists():
+            self.run.write_config({"method": "rlhf", **self.config.to_dict()})
+        results = {"method": "rlhf", "stages": found}
+        atomic_write_json(self.run.path / _EVALUATION, finite(results))
         return results
 
     def plannable(self) -> dict[Stage, Any]:
-        """The settings of the stages that a dry run can look at: those that need no earlier stage's model."""
-        found = self.resolved()
-        return {stage: config for stage, config in found.items() if self._startable(stage)}
+        """The settings of each stage for a dry run.
 
-    def _startable(self, stage: Stage) -> bool:
-        start = self._start(stage)
-        return (
-            stage == "sft" or start is None or start == self.config.model_name_or_path or Path(start).is_dir()
-        )
+        A stage that starts from what an earlier one will leave is planned with the model that the first one
+        starts from, and PPO without the reward model that is not trained yet.
+        """
+        found = self.resolved()
+        first = found[self.config.stages[0]]
+        for stage, config in found.items():
+            changes: dict[str, Any] = {}
+            if config.model_name_or_path == self._left_by("sft"):
+                changes |= {"model_name_or_path": first.model_name_or_path, "scratch": first.scratch}
+            if stage == "ppo" and config.reward == (self._left_by("reward"),):
+                changes["reward"] = ()
+            found[stage] = config.model_copy(update=changes)
+        return found
 
     def resolved(self) -> dict[Stage, Any]:
-        """The settings of each stage."""
+        """The settings of each stage.
+
+        Raises:
+            UserError: a key or a value of a section is refused, or a stage has no rows.
+        """
         return {stage: self._resolved(stage) for stage in self.config.stages}
 
     def _resolved(self, stage: Stage) -> Any:
@@ -162,16 +214,60 @@ class RLHFOrchestrator:
         start = self._start(stage)
         if start is not None:
             values.setdefault("model_name_or_path", start)
+            if self._tiny:
+                values = {**METHODS[stage].tiny, **values}
         if stage == "ppo" and not values.get("reward"):
-            trained = self.run.path / "reward" / "final"
-            values["reward"] = (config.reward_model or str(trained),)
+            values["reward"] = (config.reward_model or self._left_by("reward"),)
         return METHODS[stage].resolve(values, where=stage)
+
+    @property
+    def _tiny(self) -> bool:
+        """Whether the first stage starts from the tiny model that is built now."""
+        own = getattr(self.config, self.config.stages[0])
+        return not (
+            self.config.model_name_or_path or own.get("model_name_or_path") or own.get("model_config")
+        )
 
     def _start(self, stage: Stage) -> str | None:
         """The model that a stage starts from."""
         if stage != "sft" and "sft" in self.config.stages:
-            return str(self.run.path / "sft" / "final")
+            return self._left_by("sft")
         return self.config.model_name_or_path
+
+    def _left_by(self, stage: Stage) -> str:
+        return str(self.run.path / stage / "final")
+
+    def _startable(self, stage: Stage) -> bool:
+        """Whether the models that a stage starts from are there."""
+        config = self._resolved(stage)
+        needed = [config.model_name_or_path, *(config.reward if stage == "ppo" else ())]
+        mine = [self._left_by(earlier) for earlier in STAGES]
+        return all(Path(path).is_dir() for path in needed if path in mine)
+
+    def _check_rows(self) -> None:
+        """Read the rows of all stages but the first to run, whose job does: no mistake is to wait for hours.
+
+        Raises:
+            UserError: settings or rows of a stage cannot be used.
+        """
+        unfinished = [
+            (stage, config)
+            for stage, config in self.resolved().items()
+            if RunFolder(self.run.path / stage).read_results() is None
+        ]
+        for stage, config in unfinished[1:]:
+            load_rows(METHODS[stage], config)
+
+    @contextlib.contextmanager
+    def _stage_folder(self, stage: Stage) -> Iterator[RunFolder]:
+        """A stage's folder; it is removed again where the stage is refused before it began."""
+        folder = RunFolder.create(self.run.path / stage, resume=True)
+        try:
+            yield folder
+        except UserError:
+            if all(path.name in (_CONFIG, _BASE) for path in folder.path.iterdir()):
+                remove_folder(folder.path)
+            raise
 
     def _finish(self, results: Mapping[str, Any]) -> dict[str, Any]:
         wall_time = {stage: found["wall_time"]["total"] for stage, found in results.items()}

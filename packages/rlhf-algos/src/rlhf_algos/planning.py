@@ -20,6 +20,7 @@ from rlhf_algos.job_models import check_machine, job_device, longest_sequence, l
 from rlhf_algos.method_configs import ReferenceConfig
 from rlhf_algos.methods import METHODS, Method
 from rlhf_algos.online_configs import OnlineConfig
+from rlhf_algos.online_job import check_parts
 from rlhf_algos.parallel import choose_precision
 from rlhf_algos.processes import num_processes
 from rlhf_data import PromptExample, TokenSequence, UserError, ensure_writable_folder
@@ -63,6 +64,8 @@ def plan_training(name: str, config: Any) -> dict[str, Any]:
     """
     method = METHODS[name]
     check_machine(config)
+    if method.online:
+        check_parts(config)
     rows = load_rows(method, config)
     tokenizer, model = _shape(method, config, demonstrated(method, config, rows))
     max_length = longest_sequence(model.config, config.max_length)
@@ -75,10 +78,11 @@ def plan_training(name: str, config: Any) -> dict[str, Any]:
     counted = _Completed(train, config) if method.online else train
     packed, padded, largest, longest = _count_tokens(config, counted, step_size, steps)
     rows_text = f"{min(step_size, len(train)):,} rows"
+    passes = 1
     if method.online:
-        rows_text = (
-            f"{rows_text}, {config.num_generations} completions each, {config.passes} passes over them"
-        )
+        passes = config.passes
+        each = f"{config.num_generations} completion{'s' if config.num_generations > 1 else ''} each"
+        rows_text = f"{rows_text}, {each}, {passes} pass{'es' if passes > 1 else ''} over them"
     device = job_device()
     dtype = next(model.parameters()).dtype
     precision, reason = choose_precision(config, device, dtype)
@@ -90,7 +94,7 @@ def plan_training(name: str, config: Any) -> dict[str, Any]:
             ("data", _data_text(with_skipped(rows, train, held_out), train, held_out)),
             ("steps", f"{steps:,} of {rows_text} ({steps / per_epoch:.3g} epochs)"),
             ("tokens per step", f"{packed:,.0f} packed, {padded:,.0f} padded ({padded / packed:.1f}x)"),
-            ("tokens in all", f"{packed * steps:,.0f}"),
+            ("tokens in all", f"{packed * steps * passes:,.0f}"),
             ("longest sequence", f"{longest:,} tokens, {limit}"),
             (
                 "precision",

@@ -16,11 +16,11 @@ from rlhf_algos.checkpoints import load_weights
 from rlhf_algos.kl_control import AdaptiveKLController, FixedKLController
 from rlhf_algos.losses import KL_ESTIMATORS, clipped_policy_loss, policy_ratio, value_loss
 from rlhf_algos.mismatch import correct_mismatch
-from rlhf_algos.online import OnlineTrainer, keep_tokens
+from rlhf_algos.online import OnlineTrainer
 from rlhf_algos.online_configs import PPOConfig
 from rlhf_algos.outputs import LossOutput
 from rlhf_algos.ppo_rewards import PPORewards, assess_tokens
-from rlhf_algos.rollouts import Completion, StepTable, flat, spread
+from rlhf_algos.rollouts import Completion, StepTable, flat, keep_tokens, spread
 from rlhf_algos.updates import share_of_step
 from rlhf_data import PackedBatch, PromptExample
 from rlhf_models import ValueHead, ValueModel

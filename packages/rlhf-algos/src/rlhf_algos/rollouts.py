@@ -116,6 +116,15 @@ def flat(name: str, completions: Sequence[Completion], device: torch.device) -> 
     return torch.cat([completion.tokens[name] for completion in completions]).to(device)
 
 
+def keep_tokens(name: str, values: Tensor, completions: Sequence[Completion], real: bool) -> None:
+    """Cut (M,) values into those of each completion; values that do not count are dropped."""
+    if not real:
+        return
+    parts = values.detach().cpu().split([completion.length for completion in completions])
+    for completion, part in zip(completions, parts, strict=True):
+        completion.tokens[name] = part
+
+
 def spread(values: Sequence[float], completions: Sequence[Completion], device: torch.device) -> Tensor:
     """(M,) one value per completion, repeated over its tokens."""
     lengths = torch.tensor([completion.length for completion in completions], dtype=torch.long)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rlhf_algos.outputs import LossOutput
     from rlhf_algos.trainer import BaseTrainer
 
-__all__ = ["MicroBatch", "Share", "optimizer_step", "reduced", "share_of_step"]
+__all__ = ["MicroBatch", "Share", "combined", "optimizer_step", "reduced", "share_of_step"]
 
 
 class MicroBatch(NamedTuple):
@@ -110,6 +110,17 @@ def reduced(
     """Metrics over micro-batches and processes; see `reduce_outputs`."""
     parallel = trainer.parallel
     return reduce_outputs(outputs, total, add=parallel.sum, maximum=parallel.maximum, others=others)
+
+
+def combined(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of several updates as one: means, but minima of names in `min`, maxima of those in `max`."""
+    names = {name: None for each in metrics for name in each}
+    found: dict[str, float] = {}
+    for name in names:
+        values = [each[name] for each in metrics if name in each]
+        how = {"min": min, "max": max}.get(name[-3:], lambda values: sum(values) / len(values))
+        found[name] = how(values)
+    return found
 
 
 def _check_finite(trainer: BaseTrainer[Any], metrics: dict[str, float]) -> None:

@@ -56,12 +56,11 @@ def importance_weights(
     - truncate: min(max(ρ, clip_min), clip_max).
     - mask: ρ where clip_min <= ρ <= clip_max, else 0.
 
-    Truncation: https://fengyao.notion.site/off-policy-rl; masking: IcePop,
-    https://ringtech.notion.site/icepop.
+    Truncation: https://fengyao.notion.site/off-policy-rl; masking: https://ringtech.notion.site/icepop.
 
     Args:
-        logps: (M,) log-probability of the sampled tokens, at the sampling temperature, under the model that
-            is trained, with the weights that the engine had.
+        logps: (M,) log-probability of the sampled tokens under the trainer, with the engine's weights and
+            at its temperature.
         sampling_logps: (M,) the same as the engine that sampled them says; NaN where it does not say: such a
             token counts as equal.
         sequence: (M,) integer index of the sequence a token belongs to.
@@ -76,8 +75,7 @@ def importance_weights(
         ValueError: an unknown mode.
 
     Note:
-        A sequence's ratio is the product over its tokens, so it leaves the bounds the sooner the longer the
-        sequence is; it is not the mean that `policy_ratio` takes.
+        A sequence's ratio is the product over its tokens, not the mean that `policy_ratio` takes.
     """
     check_flat(logps, sampling_logps=sampling_logps, sequence=sequence)
     if mode not in get_args(ImportanceMode):
@@ -85,8 +83,7 @@ def importance_weights(
     level, action = mode.split("_")
     known = ~sampling_logps.isnan()
     difference = torch.where(known, logps - sampling_logps, 0.0)
-    index = None
-    log_ratio = difference
+    log_ratio, index = difference, None
     if level == "sequence":
         index, size = dense_index(sequence)
         log_ratio = difference.new_zeros(len(size)).index_add(0, index, difference)
