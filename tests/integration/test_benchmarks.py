@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from rlhf_models import build_tiny_llama
+from rlhf_data import UserError
+from rlhf_models import build_tiny_llama, train_byte_tokenizer
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -97,6 +101,147 @@ def test_ratios_are_void_where_losses_differ(monkeypatch: pytest.MonkeyPatch) ->
     other = benchmark._verdict({"ours": ours, "trl": trl | {"losses": [1.0, 0.502]}})
     assert not other["losses_agree"] and other["max_relative_loss_difference"] == pytest.approx(0.002 / 0.502)
     assert other["speedup"] is other["speedup_of_all_steps"] is other["memory_share"] is None
+
+
+@pytest.mark.slow
+def test_both_sides_of_grpo_do_the_same(tmp_path: Path) -> None:
+    output, page, picture = tmp_path / "result.json", tmp_path / "page.md", tmp_path / "curve.png"
+    page.write_text("before\n<!-- grpo_vs_trl -->\nold\n<!-- end -->\nafter\n")
+    arguments = ["--quick", "--betas", "0.04", "--peers", "best", "--prompts", "hh", "20"]
+    files = ["--output", str(output), "--docs", str(page), "--picture", str(picture)]
+    rows = run_json("grpo_vs_trl.py", *arguments, *files)
+    assert [row["prompts"] for row in rows] == ["hh", "20"]
+    assert json.loads(output.read_text())["comparisons"] == rows
+    for row in rows:
+        assert row["same"] and row["speedup"] > 0 and row["rollout_speedup"] > 0 and row["memory_share"] > 0
+        assert (
+            abs(row["check"]["losses"][1]) > 1e-3
+        )  # the KL and the uneven lengths count, or zeros are compared
+        assert row["trl"]["config"]["gradient_accumulation_steps"] == 2  # 2 prompts x 4 completions by 4
+        for side in ("ours", "trl"):
+            assert len(row[side]["seconds"]) == len(row[side]["rollout_seconds"]) == 2
+            assert row[side]["completion_length"] == 8
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert text.count("| hh | 4 | 0.04 | best |") == 1 and "| 20 |" not in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_both_sides_of_ppo_do_the_same() -> None:
+    python = os.environ.get("TRL_PPO_PYTHON")
+    if not python:
+        pytest.skip("TRL_PPO_PYTHON does not name the Python of a venv with TRL 1.12.0")
+    (row,) = run_json("ppo_vs_trl.py", "--quick", "--peers", "best", "--trl-python", python)
+    assert row["same"] and row["check"]["updates"] == 4 and row["trl_versions"]["trl"] == "1.12.0"
+    assert row["speedup"] > 0 and row["rollout_speedup"] > 0 and row["memory_share"] > 0
+    assert row["ours"]["completion_length"] == row["trl"]["completion_length"] == 8
+
+
+def test_online_ratios_are_void_where_the_sides_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    verdict = importlib.import_module("online_compare").verdict
+    ours = {"seconds": [1.0, 2.0], "rollout_seconds": [0.5, 0.5]}
+    trl = {"seconds": [3.0, 8.0], "rollout_seconds": [1.0, 2.0]}
+    ours |= {"peak_memory_mb": 100.0, "completion_length": 64.0}
+    trl |= {"peak_memory_mb": 400.0, "completion_length": 64.0}
+    found = verdict({"ours": ours, "trl": trl}, {"loss": 1e-6, "rewards": 0.0, "gradient": 1e-5})
+    # ratios of the steps: 3 and 4 of the whole, 2 and 4 of the rollouts
+    assert found == {"same": True, "speedup": 3.5, "rollout_speedup": 3.0, "memory_share": 0.25}
+    for wrong in ({"loss": 2e-4}, {"rewards": 2e-4}, {"gradient": 2e-4}, {"gradient": math.nan}):
+        checked = {"loss": 0.0, "rewards": 0.0, "gradient": 0.0} | wrong
+        found = verdict({"ours": ours, "trl": trl}, checked)
+        assert found == {"same": False, "speedup": None, "rollout_speedup": None, "memory_share": None}
+    shorter = trl | {"completion_length": 63.5}
+    assert not verdict({"ours": ours, "trl": shorter}, {"loss": 0.0, "rewards": 0.0, "gradient": 0.0})["same"]
+
+
+def test_difference_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    difference = importlib.import_module("online_compare").gradient_difference
+    trl = {"a": np.array([3.0, 0.0]), "b": np.array([[4.0]])}
+    # off by (0, 0.3, 0.4), of which the norm is 0.5; the norm of the whole is 5
+    ours = {"a": np.array([3.0, 0.3]), "b": np.array([[4.4]]), "bias of ours": np.array([9.0])}
+    assert difference(ours, trl) == pytest.approx(0.1)
+    assert difference({name: -value for name, value in ours.items()}, trl) > 1
+    with pytest.raises(UserError, match="'b'"):
+        difference({"a": trl["a"]}, trl)
+
+
+def test_prompts_of_a_length_are_read_back_as_that_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    write_rows = importlib.import_module("online_compare").write_rows
+    pairs = importlib.import_module("offline_vs_trl").read_pairs(None, 40)
+    tokenizer = train_byte_tokenizer((text for pair in pairs for text in pair.values()), 400)
+    options: dict[str, Any] = {"count": 5, "replayed": 2, "completions": [4, 3]}
+    write_rows(tmp_path / "rows.json", pairs, tokenizer, prompt_length=17, **options)
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert len({row["prompt"] for row in rows}) == 5
+    for row in rows:
+        assert tokenizer.encode(row["prompt"]) == row["prompt_ids"] and len(row["prompt_ids"]) == 17
+    for row in rows[:2]:
+        assert [len(ids) for ids in row["completions"]] == [4, 3]
+        for ids in row["completions"]:
+            assert tokenizer.encode(tokenizer.decode(ids)) == ids
+    assert not any(row["completions"] for row in rows[2:])
+    write_rows(tmp_path / "rows.json", pairs, tokenizer, grouped=True, **options)
+    lengths = [len(row["prompt_ids"]) for row in json.loads((tmp_path / "rows.json").read_text())]
+    assert lengths == sorted(lengths)
+    with pytest.raises(UserError, match="fewer --steps"):
+        write_rows(tmp_path / "rows.json", pairs, tokenizer, **(options | {"count": 41}))
+    with pytest.raises(UserError, match="completions of 30 tokens"):
+        write_rows(tmp_path / "rows.json", pairs, tokenizer, **(options | {"completions": [30] * 999}))
+
+
+def test_a_side_that_ends_early_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    compare, pace = importlib.import_module("online_compare"), importlib.import_module("online_pace")
+    task = pace.Task(
+        folder=str(tmp_path),
+        prompts_per_step=1,
+        num_generations=2,
+        new_tokens=4,
+        steps=1,
+        threads=1,
+        settings={},
+    )
+    with pytest.raises(UserError, match="'trl'"):  # a Python that does nothing
+        compare.take_turns(compare.programs("online_pace.py", task, ours={}, trl={})[1:])
+
+
+def test_curves_need_something_to_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    draw = importlib.import_module("grpo_vs_trl").draw
+    row = {"prompts": "100", "group": 4, "same": True, "speedup": 5.0, "rollout_speedup": 2.0}
+    draw([row, row | {"prompts": "250"}], tmp_path / "new" / "curve.png")
+    assert (tmp_path / "new" / "curve.png").read_bytes().startswith(b"\x89PNG")
+    for nothing in ([], [row | {"prompts": "hh"}], [row | {"same": False}]):
+        with pytest.raises(UserError, match="--prompts 100"):
+            draw(nothing, tmp_path / "other.png")
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "expected"),
+    [
+        ("grpo_vs_trl", ["--prompts", "long"], "--prompts long"),
+        ("grpo_vs_trl", ["--picture", "x.png"], "--output"),
+        ("ppo_vs_trl", ["--groups", "5"], "divisor of --completions 32"),
+        ("ppo_vs_trl", ["--docs", "x.md"], "--output"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    script: str,
+    arguments: list[str],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    with pytest.raises(SystemExit) as stopped:
+        importlib.import_module(script).main(arguments)
+    assert stopped.value.code == 2 and expected in capsys.readouterr().err
 
 
 def test_roofline_counts_the_products_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

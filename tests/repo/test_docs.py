@@ -14,7 +14,10 @@ import pytest
 import yaml
 
 from rlhf_algos import METHODS
+from rlhf_algos.orchestrator import STAGES, RLHFConfig
 from rlhf_data import UserError, apply_overrides
+from rlhf_infer import RuleJudge
+from rlhf_infer.rewards import RewardFunctionFactory, load_principles
 from rlhf_merge import MergeConfig, MergeError
 from rlhf_minmax import MinMaxConfig
 
@@ -32,6 +35,7 @@ PAGES = sorted(
     )
     for path in ROOT.glob(pattern)
 )
+RULES = ("length", "repetition", "format", "non_empty", "number", "choice", "exact")
 EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -64,6 +68,10 @@ def refusal(method: str, values: dict[str, Any], where: str) -> str | None:
             MergeConfig.from_dict(values, where)
         elif method == "minmax":
             MinMaxConfig.from_dict(values, where=where)
+        elif method == "rlhf":
+            RLHFConfig.from_dict(values, where=where)
+            for stage in STAGES:
+                METHODS[stage].resolve(values.get(stage, {}), where=stage)
         else:
             METHODS[method].resolve(values, where=where)
     except (UserError, MergeError) as error:
@@ -88,9 +96,24 @@ def test_commands_use_options_and_settings_that_exist(page: Path) -> None:
 
     for method, arguments in commands(page):
         options = main.commands[method].make_context(method, arguments).params
-        given = {} if method == "minmax" else {"model_name_or_path": options["model"]}
-        values = apply_overrides(given, options["overrides"])
+        values = apply_overrides({}, options["overrides"]) | settings_of(method, options)
         assert refusal(method, values, " ".join(arguments)) is None
+        for source in options.get("reward", ()):
+            rule, _, _ = source.partition(":")
+            if rule in RULES:
+                RewardFunctionFactory.from_spec(source)
+
+
+def settings_of(method: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The settings that a command's own options stand for, as far as they decide what is valid."""
+    names = {"model": "model_name_or_path"}
+    if method == "minmax":
+        return {}
+    if method == "rlhf":
+        names |= {"stage": "stages", "reward_model": "reward_model", "data": "data"}
+    elif METHODS[method].online:
+        names |= {"train_data": "train_data", "reward": "reward"}
+    return {key: options[name] for name, key in names.items() if options[name]}
 
 
 @EACH_PAGE
@@ -102,10 +125,15 @@ def test_merge_commands_use_options_that_exist(page: Path) -> None:
 
 
 @EACH_PAGE
-def test_config_examples_are_valid(page: Path) -> None:
+def test_config_examples_are_valid(page: Path, tmp_path: Path) -> None:
     for block in code_blocks(page, "yaml"):
         named = re.match(r"# (\w+)\.yaml", block)
-        method = named[1] if named and named[1] in METHODS else "minmax"
+        if named and named[1] == "principles":
+            file = tmp_path / "principles.yaml"
+            file.write_text(block, encoding="utf-8")
+            assert load_principles(file, judge=RuleJudge())
+            continue
+        method = named[1] if named and named[1] in (*METHODS, "rlhf") else "minmax"
         assert refusal(method, yaml.safe_load(block), page.name) is None
 
 

@@ -16,9 +16,13 @@ import torch
 from rlhf_algos import (
     DPOConfig,
     DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
     KTOConfig,
     KTOTrainer,
     LabelledSequence,
+    PPOConfig,
+    PPOTrainer,
     PRMConfig,
     PRMTrainer,
     RewardConfig,
@@ -31,9 +35,12 @@ from rlhf_algos import (
     SimPOTrainer,
     TrainerConfig,
 )
+from rlhf_algos.online_configs import SamplingConfig, VLLMConfig
+from rlhf_algos.orchestrator import RLHFConfig
 from rlhf_data import (
     KTOExample,
     PreferencePair,
+    PromptExample,
     QADatasetConfig,
     RunFolder,
     StepExample,
@@ -42,7 +49,8 @@ from rlhf_data import (
     TokenSequence,
     generate_stories,
 )
-from rlhf_infer import RuleJudge
+from rlhf_infer import RuleJudge, TransformersEngine
+from rlhf_infer.rewards import RewardFunctions
 from rlhf_minmax import MinMaxConfig, MinMaxPipeline, MinMaxTrainer
 from rlhf_minmax.break_even import BreakEven
 from rlhf_minmax.evaluate import evaluate
@@ -75,6 +83,8 @@ METHOD_CONFIGS = {
     "simpo": SimPOConfig,
     "kto": KTOConfig,
 }
+ONLINE_CONFIGS = {"grpo": GRPOConfig, "ppo": PPOConfig}
+ONLINE = "Online training: metrics.jsonl"
 RECORDS = generate_stories(StoryWorldConfig(), 4, split="train", seed=0)
 
 
@@ -190,6 +200,64 @@ def test_every_method_page_lists_the_methods_keys() -> None:
         own = set(config.model_fields) - set(TrainerConfig.model_fields) | {"learning_rate"}
         listed = {row[0]: json.loads(row[1].strip("`")) for row in documented("Settings", page)}
         assert listed == {key: config().to_dict()[key] for key in own}, name
+
+
+def online_trainer(name: str, language_model: Any, tokenizer: Any) -> Any:
+    """A trainer that takes one step, in which every key of its method has something to measure."""
+    chosen = {"max_steps": 1, "num_generations": 4, "per_device_train_batch_size": 8, "use_vllm": True}
+    chosen |= {"max_completion_length": 12, "overlong_buffer": 2, "stop": list("aeiorst")}
+    chosen |= {"num_generations_eval": 2}
+    chosen |= {"beta": 0.1} if name == "grpo" else {}
+    prompts = [PromptExample(f"prompt {i}", (5, 6, 7 + i), {}) for i in range(2)]
+    rewards = RewardFunctions(
+        [lambda completions: [float(len(text)) for text in completions]], names=["long"]
+    )
+    return {"grpo": GRPOTrainer, "ppo": PPOTrainer}[name](
+        language_model,
+        ONLINE_CONFIGS[name].from_dict(chosen),
+        prompts,
+        eval_examples=prompts * 2,
+        rewards=rewards,
+        tokenizer=tokenizer,
+        engine=TransformersEngine(language_model, tokenizer),
+    )
+
+
+@pytest.mark.parametrize("name", ONLINE_CONFIGS)
+def test_keys_of_online_training(name: str, tiny_llama: Any, byte_tokenizer: Any) -> None:
+    trainer = online_trainer(name, tiny_llama, byte_tokenizer)
+    written = {key.replace("/long/", "/<function>/") for key in trainer.train()}
+    shared = {row[0] for row in documented("Trainers: metrics.jsonl") if row[1] == "all"}
+    rows = [row for row in documented(ONLINE) if name in row[1].split(", ")]
+    starred = {f"eval_{row[0]}" for row in rows if row[2] == "*"}
+    assert written | {"step"} == shared | {row[0] for row in rows} | starred
+
+
+@pytest.mark.parametrize("name", ONLINE_CONFIGS)
+def test_every_online_page_lists_the_methods_keys(name: str) -> None:
+    page = f"methods/{name}.md"
+    assert {row[0] for row in documented("Metrics", page)} == {
+        row[0] for row in documented(ONLINE) if row[1] == name
+    }
+    config, plain = ONLINE_CONFIGS[name](), TrainerConfig().to_dict()
+    elsewhere = set(SamplingConfig.model_fields) | set(VLLMConfig.model_fields)
+    own = {
+        key: value
+        for key, value in config.to_dict().items()
+        if key not in elsewhere and (key not in plain or plain[key] != value)
+    }
+    assert settings("Settings", page) == own
+
+
+def settings(heading: str, page: str) -> dict[str, Any]:
+    """Keys and defaults of a table of settings."""
+    return {row[0]: json.loads(row[1].strip("`")) for row in documented(heading, page)}
+
+
+def test_settings_of_engines_and_of_rlhf() -> None:
+    assert settings("Settings: sampling", "engines.md") == SamplingConfig().to_dict()
+    assert settings("Settings: vLLM", "engines.md") == VLLMConfig().to_dict()
+    assert settings("Settings", "methods/rlhf.md") == RLHFConfig().to_dict()
 
 
 def test_shared_settings_are_those_of_the_config() -> None:

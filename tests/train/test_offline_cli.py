@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from rlhf_algos import METHODS
+from rlhf_train.cli import OFFLINE_METHODS, ONLINE_METHODS
 
 Train = Callable[..., Result]
 CLASSES = {
@@ -42,7 +43,7 @@ def done(result: Result) -> str:
     return result.output
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", OFFLINE_METHODS)
 def test_a_run_leaves_a_model_and_everything_about_it(
     train: Train, tiny_model_folder: Path, method: str
 ) -> None:
@@ -80,7 +81,7 @@ def test_without_a_model_a_tiny_one_is_built_once(train: Train, monkeypatch: pyt
 
 
 def test_dry_run_trains_and_leaves_nothing(train: Train, tiny_model_folder: Path) -> None:
-    for method in METHODS:
+    for method in OFFLINE_METHODS:
         printed = done(train(method, "--model", tiny_model_folder, *SMALL, "--dry-run"))
         assert "nothing is trained" in printed and "2 of 4 rows" in printed
         assert list(Path().iterdir()) == []
@@ -193,8 +194,6 @@ def test_switches_of_the_engine_run(train: Train, tiny_model_folder: Path) -> No
 
 
 def test_every_method_has_a_command() -> None:
-    from rlhf_train.cli import OFFLINE_METHODS, ONLINE_METHODS
-
     assert [*OFFLINE_METHODS, *ONLINE_METHODS] == list(METHODS)
 
 
@@ -230,7 +229,7 @@ def test_the_example_config_is_what_no_arguments_mean(method: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", OFFLINE_METHODS)
 def test_without_arguments_each_method_learns(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from rlhf_data import RunFolder, apply_overrides, load_config_file
 from rlhf_train.runs import new_run, resumable, resumed_run
+from rlhf_train.training import of_method
 
 _JOB = "rlhf"
 _KEY_OF_OPTION = {
@@ -32,12 +35,16 @@ def run_rlhf(options: dict[str, Any]) -> None:
 
     if options["resume"] is not None:
         run = resumed_run(options, _JOB, _CHANGES_A_RUN)
-        values = {key: value for key, value in run.read_config().items() if key != "method"}
-        _work(RLHFConfig.from_dict(values, where=str(run.path / "config.json")), run, options)
+        where = str(run.path / "config.json")
+        values = of_method(_JOB, run.read_config(), where)
+        _work(RLHFConfig.from_dict(values, where=where), run, options)
         return
     config = resolve_config(options)
     with new_run(options, _JOB) as run:
-        _work(config, run, options)
+        if options["dry_run"]:
+            _plan(config, run)
+        else:
+            _work(config, run, options)
 
 
 def resolve_config(options: dict[str, Any]) -> Any:
@@ -49,40 +56,55 @@ def resolve_config(options: dict[str, Any]) -> Any:
     from rlhf_algos.orchestrator import STAGES, RLHFConfig
 
     source = options["config"]
+    where = str(source) if source else "config"
     values = apply_overrides(load_config_file(source) if source else {}, options["overrides"])
-    values.pop("method", None)
+    values = of_method(_JOB, values, where)
     for name, key in _KEY_OF_OPTION.items():
         if options[name] not in (None, ()):
             values[key] = options[name]
     if options["stage"]:
         values["stages"] = [stage for stage in STAGES if stage in options["stage"]]
-    for name, key in _OF_EACH_STAGE.items():
-        if options[name] is not None:
-            for stage in STAGES:
-                values[stage] = {**values.get(stage, {}), key: options[name]}
-    return RLHFConfig.from_dict(values, where=str(source) if source else "config")
+    elif values.get("reward_model"):
+        values.setdefault("stages", ["sft", "ppo"])
+    given = {key: options[name] for name, key in _OF_EACH_STAGE.items() if options[name] is not None}
+    if options["epochs"] is not None and options["max_steps"] is None:
+        given["max_steps"] = -1
+    for stage in STAGES:
+        section = values.get(stage, {})
+        if given and isinstance(section, dict):  # what is none is refused below
+            values[stage] = {**section, **given}
+    return RLHFConfig.from_dict(values, where=where)
+
+
+def _plan(config: Any, run: RunFolder) -> None:
+    from rlhf_algos.orchestrator import RLHFOrchestrator
+    from rlhf_algos.planning import plan_training
+    from rlhf_train.rlhf_story import story_plan
+    from rlhf_train.training_display import TrainingDisplay
+
+    with TrainingDisplay() as display, tempfile.TemporaryDirectory() as folder:
+        if config.embedded:
+            config = story_plan(config, Path(folder))
+        for stage, settings in RLHFOrchestrator(config, run).plannable().items():
+            display.stage(stage)
+            plan = plan_training(stage, settings)
+            rows = [(label, text.replace(f"{folder}/", "")) for label, text in plan["rows"]]
+            display.show_plan({**plan, "rows": rows})
 
 
 def _work(config: Any, run: RunFolder, options: dict[str, Any]) -> None:
     from rlhf_algos.orchestrator import RLHFOrchestrator
-    from rlhf_train.rlhf_story import story_stages, uses_stories
+    from rlhf_train.rlhf_story import rows_for, story_stages
     from rlhf_train.training_display import TrainingDisplay
 
     display = TrainingDisplay(("loss", "reward", "accuracy", "objective/kl"))
-    with display, resumable(run, _JOB):
-        if uses_stories(config):
+    with display, resumable(run, _JOB), rows_for(run):
+        if config.embedded:
             config = story_stages(config, run, display)
         job = RLHFOrchestrator(
             config, run, on_stage=display.stage, on_step=display.on_step, progress=display.progress
         )
-        if options["dry_run"]:
-            from rlhf_algos.planning import plan_training
-
-            for stage, settings in job.plannable().items():
-                display.stage(stage)
-                display.show_plan(plan_training(stage, settings))
-            return
         results = job.evaluate_only() if options["eval_only"] else job.train()
-        for stage, found in results.get("stages", results).items():
+        for stage, found in results["stages"].items():
             display.show_table(found, title=f"Held-out rows, stage {stage}")
         display.show_end(results, run)

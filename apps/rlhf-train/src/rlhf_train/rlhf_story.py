@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from rlhf_data import QARecord, RunFolder, atomic_write_text
+from rlhf_algos.orchestrator import STAGES, RLHFOrchestrator
+from rlhf_data import QARecord, RunFolder, UserError, atomic_write_text
 from rlhf_minmax import MinMaxConfig
 from rlhf_minmax.data import Stories, load_stories
-from rlhf_minmax.demo import demo_models
+from rlhf_minmax.demo import demo_folder, demo_models, demo_tokenizer, untrained_base
 from rlhf_minmax.story_rules import StoryRules
+from rlhf_models.loading import save_model
 
-__all__ = ["accuracy", "hack_rate", "story_stages", "uses_stories"]
+__all__ = ["accuracy", "hack_rate", "rows_for", "story_plan", "story_stages"]
 
 _RULES = StoryRules()
+_PROMPTS, _EVAL_PROMPTS = "prompts.jsonl", "eval_prompts.jsonl"
+"""Files of the run's folder with the stories' prompts."""
 _PPO: dict[str, Any] = {
     "learning_rate": 5e-4,
     "lr_scheduler_type": "constant",
@@ -30,12 +36,6 @@ _PPO: dict[str, Any] = {
 }
 
 
-def uses_stories(config: Any) -> bool:
-    """Whether a run is given neither data nor models, so that it runs on the story world."""
-    given = (config.model_name_or_path, config.reward_model, config.data)
-    return not any((*given, config.sft_data, config.preference_data, config.prompt_data))
-
-
 def story_stages(config: Any, run: RunFolder, display: Any) -> Any:
     """The settings for PPO on stories, its policy and its reward model built now or taken from the cache.
 
@@ -46,33 +46,91 @@ def story_stages(config: Any, run: RunFolder, display: Any) -> Any:
         config: the run's settings.
         run: its folder, which gets the prompts.
         display: told what is built.
+
+    Raises:
+        UserError: settings are refused, or the cache folder cannot be written to.
     """
-    game = MinMaxConfig(seed=config.seed)
-    stories = load_stories(game)
+    game, stories = _game(config)
+    models = demo_folder(stories.building, stories.prompts, game.demo, seed=config.seed)
+    found = _with_stories(config, base=models / "base", reward=models / "reward", rows=run.path)
+    RLHFOrchestrator(found, run).resolved()  # a wrong setting is not to wait for the models
+    run.write_config({"method": "rlhf", **config.to_dict()})  # so that building them can be interrupted
     display.say(
         "stages sft and reward: the models of rlhf-train minmax, a policy taught carelessly and a "
         "reward model with a flaw"
     )
-    demo = demo_models(
-        stories.building, stories.prompts, game.demo, seed=config.seed, progress=display.demo_step
-    )
-    for name, records in (("prompts", stories.train), ("eval_prompts", stories.held_out)):
-        atomic_write_text(run.path / f"{name}.jsonl", _rows(stories, records))
-    ppo = {
-        **_PPO,
-        "eval_data": str(run.path / "eval_prompts.jsonl"),
-        "reward": [str(demo.reward), f"{__name__}:accuracy", f"{__name__}:hack_rate"],
-        "reward_weights": [1.0, 0.0, 0.0],
-        **config.ppo,
-    }
+    demo_models(stories.building, stories.prompts, game.demo, seed=config.seed, progress=display.demo_step)
+    _write_rows(stories, run.path)
+    return found
+
+
+def story_plan(config: Any, folder: Path) -> Any:
+    """The settings for a dry run of PPO on stories; nothing is trained.
+
+    Args:
+        config: the run's settings.
+        folder: gets the prompts, and a policy with random weights.
+
+    Raises:
+        UserError: settings are refused.
+    """
+    game, stories = _game(config)
+    base = folder / "policy of rlhf-train minmax"
+    found = _with_stories(config, base=base, reward=None, rows=folder)
+    tokenizer = demo_tokenizer(stories.building, stories.prompts, game.demo)
+    save_model(untrained_base(tokenizer, game.demo, seed=config.seed), tokenizer, base)
+    _write_rows(stories, folder)
+    return found
+
+
+@contextlib.contextmanager
+def rows_for(run: RunFolder) -> Iterator[None]:
+    """Within this context, prompts that `story_stages` writes go again where the run is refused at once."""
+    before = {path.name for path in run.path.iterdir()}
+    try:
+        yield
+    except UserError:
+        if not any((run.path / stage).exists() for stage in STAGES):
+            for name in {_PROMPTS, _EVAL_PROMPTS} - before:
+                (run.path / name).unlink(missing_ok=True)
+        raise
+
+
+def _game(config: Any) -> tuple[MinMaxConfig, Stories]:
+    """The game whose models and stories are taken.
+
+    Raises:
+        UserError: a stage is asked for that this run does not have.
+    """
+    if config.stages not in (STAGES, ("ppo",)):
+        raise UserError(
+            "without data the stages sft and reward are the models of rlhf-train minmax; leave --stage out, "
+            "or give data"
+        )
+    game = MinMaxConfig(seed=config.seed)
+    return game, load_stories(game)
+
+
+def _with_stories(config: Any, *, base: Path, reward: Path | None, rows: Path) -> Any:
+    """The settings with the stage ppo on stories; without a reward model where `reward` is None."""
+    models = [] if reward is None else [str(reward)]
+    ppo = {**_PPO, "eval_data": str(rows / _EVAL_PROMPTS), **config.ppo}
+    if "reward" not in ppo:
+        ppo["reward"] = [*models, f"{__name__}:accuracy", f"{__name__}:hack_rate"]
+        ppo.setdefault("reward_weights", [*(1.0 for _ in models), 0.0, 0.0])
     changes = {
-        "model_name_or_path": str(demo.base),
-        "reward_model": str(demo.reward),
-        "prompt_data": str(run.path / "prompts.jsonl"),
+        "model_name_or_path": str(base),
+        "reward_model": models[0] if models else None,
+        "prompt_data": str(rows / _PROMPTS),
         "stages": ("ppo",),
         "ppo": ppo,
     }
     return config.model_copy(update=changes)
+
+
+def _write_rows(stories: Stories, folder: Path) -> None:
+    for name, records in ((_PROMPTS, stories.train), (_EVAL_PROMPTS, stories.held_out)):
+        atomic_write_text(folder / name, _rows(stories, records))
 
 
 def accuracy(

@@ -36,7 +36,7 @@ def run_training(method: str, options: dict[str, Any]) -> None:
         run = resumed_run(options, method, _CHANGES_A_RUN)
         where = str(run.path / "config.json")
         config = METHODS[method].job_config.from_dict(
-            _of_method(method, run.read_config(), where), where=where
+            of_method(method, run.read_config(), where), where=where
         )
         _work(method, config, run, options)
         return
@@ -56,7 +56,7 @@ def resolve_config(method: str, options: dict[str, Any]) -> Any:
     source = options["config"]
     values = load_config_file(source) if source else {}
     where = str(source) if source else "config"
-    values = apply_overrides(_of_method(method, values, where), options["overrides"])
+    values = apply_overrides(of_method(method, values, where), options["overrides"])
     given = {key: options[name] for name, key in _KEY_OF_OPTION.items() if _is_given(options, name)}
     if options["epochs"] is not None and options["max_steps"] is None:
         values["max_steps"] = -1
@@ -67,7 +67,7 @@ def _is_given(options: dict[str, Any], name: str) -> bool:
     return options.get(name) not in (None, ())
 
 
-def _of_method(method: str, values: dict[str, Any], where: str) -> dict[str, Any]:
+def of_method(method: str, values: dict[str, Any], where: str) -> dict[str, Any]:
     """Settings without the name of their method, which a run's config.json begins with.
 
     Raises:

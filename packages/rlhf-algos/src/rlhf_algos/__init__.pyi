@@ -31,8 +31,12 @@ from rlhf_algos.online_configs import OnlineConfig as OnlineConfig
 from rlhf_algos.online_configs import PPOConfig as PPOConfig
 from rlhf_algos.optim import create_optimizer as create_optimizer
 from rlhf_algos.optim import create_scheduler as create_scheduler
+from rlhf_algos.orchestrator import RLHFConfig as RLHFConfig
+from rlhf_algos.orchestrator import RLHFOrchestrator as RLHFOrchestrator
 from rlhf_algos.planning import plan_training as plan_training
 from rlhf_algos.ppo import PPOTrainer as PPOTrainer
+from rlhf_algos.preflight import Finding as Finding
+from rlhf_algos.preflight import ReferenceRewards as ReferenceRewards
 from rlhf_algos.prm import PRMTrainer as PRMTrainer
 from rlhf_algos.reference import ReferenceTrainer as ReferenceTrainer
 from rlhf_algos.results import finish_run as finish_run

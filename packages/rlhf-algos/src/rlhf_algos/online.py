@@ -82,6 +82,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
             _LOG.info("the reference is a frozen copy of the model")
             self._ref_model = copy.deepcopy(model)
         self.rewards = rewards
+        self._said: dict[str, float] = {}  # what this process's reward functions logged last
         super().__init__(model, config, examples, eval_examples=eval_examples, tokenizer=tokenizer, **options)
         _LOG.info("a step: %d prompts, %d completions of each", self.step_size, config.num_generations)
         # A sharded model cannot be sampled from piece by piece: a whole copy takes its weights each step.
@@ -142,7 +143,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         rollouts = self.sample(examples, self.config.num_generations, seed=self.seed_of(self.step))
         sampled = time.perf_counter()
         completions, table = self.score(examples, rollouts, self.config.num_generations)
-        metrics = rollout_metrics(table) | self.assess(completions, table)
+        metrics = rollout_metrics(table) | self._said | self.assess(completions, table)
         assessed = time.perf_counter()
         self.scorer.train()
         metrics |= self.update(completions, len(examples))
@@ -207,6 +208,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
                 columns={name: [each.prompt.columns.get(name) for each in completions] for name in columns},
                 step=self.step,
             )
+            self._said = dict(scores.metrics)
             facts = [completion.facts(self.engine.eos_token_ids) for completion in completions]
             places = torch.tensor([completion.index for completion in completions])
             rows[places.to(self.device)] = table_row(scores.rewards, scores.total, facts).to(self.device)
@@ -275,7 +277,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         temperature = self.config.eval_temperature
         rollouts = self.sample(prompts, n, seed=self.seed_of(_EVALUATION), temperature=temperature)
         completions, table = self.score(prompts, rollouts, n)
-        metrics = rollout_metrics(table)
+        metrics = rollout_metrics(table) | self._said
         if self.needs_reference(self.config):
             metrics["kl"] = self._divergence(completions)
         self.scorer.train(was_training)

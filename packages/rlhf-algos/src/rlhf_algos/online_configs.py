@@ -65,7 +65,7 @@ class VLLMConfig(BaseConfig):
     vllm_server_base_url: str | None = None
     """Address of the server, such as http://localhost:8000; null starts one here."""
     vllm_server_timeout: float = Field(default=240.0, gt=0)
-    """Seconds to wait for the server before it counts as lost."""
+    """Seconds without an answer after which vLLM counts as lost."""
     vllm_gpu_memory_utilization: float = Field(default=0.3, gt=0, le=1)
     """Share of the GPU's memory that vLLM takes."""
     vllm_kv_cache_gib: float | None = Field(default=None, gt=0)

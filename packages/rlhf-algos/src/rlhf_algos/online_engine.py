@@ -36,7 +36,8 @@ def vllm_engine(config: Any, model: Any, tokenizer: Any, run: RunFolder) -> Gene
     """
     settings = _settings(config, model)
     if config.vllm_mode == "colocate":
-        engine: Any = VLLMEngine(_start_folder(config, model, tokenizer, run), tokenizer, settings)
+        start = _start_folder(config, model, tokenizer, run)
+        engine: Any = VLLMEngine(start, tokenizer, settings, timeout_s=config.vllm_server_timeout)
     else:
         engine = _on_server(config, settings, model, tokenizer, run)
     params = SamplingParams(config.max_completion_length, config.temperature, top_p=config.top_p)

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from rlhf_algos.job import OnStep, TrainingJob
 from rlhf_algos.job_data import load_rows
 from rlhf_algos.methods import METHODS
+from rlhf_algos.online_job import check_parts
 from rlhf_data import BaseConfig, RunFolder, UserError, atomic_write_json
 from rlhf_data.files import finite, remove_folder
 
@@ -133,7 +134,7 @@ class RLHFOrchestrator:
         Raises:
             UserError: settings, data or models cannot be used.
         """
-        self._check_rows()
+        self._check_later_stages()
         self.run.write_config({"method": "rlhf", **self.config.to_dict()})
         results: dict[str, Any] = {}
         for stage in self.config.stages:
@@ -244,18 +245,17 @@ class RLHFOrchestrator:
         mine = [self._left_by(earlier) for earlier in STAGES]
         return all(Path(path).is_dir() for path in needed if path in mine)
 
-    def _check_rows(self) -> None:
-        """Read the rows of all stages but the first to run, whose job does: no mistake is to wait for hours.
+    def _check_later_stages(self) -> None:
+        """Look at the rows and rewards of all stages but the first to run: no mistake is to wait for hours.
 
         Raises:
-            UserError: settings or rows of a stage cannot be used.
+            UserError: settings, rewards or rows of a stage cannot be used.
         """
-        unfinished = [
-            (stage, config)
-            for stage, config in self.resolved().items()
-            if RunFolder(self.run.path / stage).read_results() is None
-        ]
+        planned = self.plannable().items()
+        unfinished = [each for each in planned if RunFolder(self.run.path / each[0]).read_results() is None]
         for stage, config in unfinished[1:]:
+            if METHODS[stage].online:
+                check_parts(config)
             load_rows(METHODS[stage], config)
 
     @contextlib.contextmanager

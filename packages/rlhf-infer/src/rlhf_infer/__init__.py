@@ -1,22 +1,20 @@
-"""Generation engines and judges for RLHF."""
+"""Generation engines, reward functions and judges for RLHF."""
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from rlhf_infer.engine import Rollout as Rollout
-    from rlhf_infer.engine import SamplingParams as SamplingParams
-    from rlhf_infer.engine import TransformersEngine as TransformersEngine
-    from rlhf_infer.judges import Judge as Judge
-    from rlhf_infer.judges import PromptedJudge as PromptedJudge
-    from rlhf_infer.judges import RuleJudge as RuleJudge
-    from rlhf_infer.judges import verdict_rule as verdict_rule
+from typing import Any
 
 _MODULES = {
-    "engine": ("Rollout", "SamplingParams", "TransformersEngine"),
+    "engine": ("TransformersEngine",),
     "judges": ("Judge", "PromptedJudge", "RuleJudge", "verdict_rule"),
+    "protocol": ("GenerationEngine", "LogitsProcessor", "Rollout", "SamplingParams"),
+    "rewards": ("ConstitutionalRewardWrapper", "RewardFunctionFactory", "RewardFunctions", "RewardScores"),
+    "vllm_engine": ("VLLMEngine",),
+    "vllm_remote": ("VLLMServerEngine",),
+    "vllm_server": ("VLLMServer",),
+    "vllm_settings": ("VLLMSettings",),
+    "weight_folder": ("write_weight_folder",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -25,5 +23,5 @@ __all__ = sorted(_MODULE_OF)
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+        raise AttributeError(f"module 'rlhf_infer' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"rlhf_infer.{_MODULE_OF[name]}"), name)

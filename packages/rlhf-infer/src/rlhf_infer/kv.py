@@ -2,152 +2,189 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
+from torch import Tensor
 
 from rlhf_data import PackedBatch
 from rlhf_models.attention import AttentionOptions, TreeAttention
+
+
+class PromptCache:
+    """Keys and values (P, H_kv, L, D) of P prompts for every layer, zeros behind the shorter ones.
+
+    Args:
+        lengths: tokens of each prompt.
+        device: where they are kept.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        self.lengths = torch.tensor(lengths, device=device)
+        self.longest = max(lengths)
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def store(self, layer: int, prompts: Tensor, new: tuple[Tensor, Tensor]) -> None:
+        """Fill in keys and values (Q, H_kv, L', D) of the first L' tokens of some prompts (Q,)."""
+        if layer not in self.layers:
+            key, value = (x.new_zeros(len(self.lengths), x.shape[1], self.longest, x.shape[3]) for x in new)
+            self.layers[layer] = (key, value)
+        for whole, part in zip(self.layers[layer], new, strict=True):
+            whole[prompts, :, : part.shape[2]] = part
+
+    def keep(self, prompts: Tensor) -> None:
+        """Drop all prompts but these."""
+        self.lengths = self.lengths[prompts]
+        for layer, (key, value) in self.layers.items():
+            self.layers[layer] = (key[prompts], value[prompts])
 
 
 class PrefillAttention:
     """Tree attention over packed prompts that keeps every layer's keys and values.
 
     Args:
-        batch: the packed prompts.
-        paths: for each prompt the stream positions of its tokens.
+        batch: packed prompts, on the CPU.
+        cache: takes the keys and values; `batch.sequence_ids` says whose they are.
     """
 
-    def __init__(self, batch: PackedBatch, paths: list[torch.Tensor]) -> None:
-        self._attention = TreeAttention(batch)
-        self.paths = paths
-        self.stored: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    def __init__(self, batch: PackedBatch, cache: PromptCache) -> None:
+        device = cache.lengths.device
+        paths = [batch.path(q) for q in range(batch.num_sequences)]
+        width = max(len(path) for path in paths)
+        index = torch.stack([torch.nn.functional.pad(path, (0, width - len(path))) for path in paths])
+        self._index, self._prompts = index.to(device), batch.sequence_ids.to(device)
+        self._attention = TreeAttention(batch.to(device))
+        self._cache = cache
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
         """See `rlhf_models.attention.AttentionPlan`."""
-        self.stored[layer] = (key, value)
+        own_key, own_value = (x[self._index].transpose(1, 2) for x in (key, value))
+        self._cache.store(layer, self._prompts, (own_key, own_value))
         return self._attention.attend(layer, query, key, value, options)
 
 
 class DecodeAttention:
     """Attention of one new token per row over its prompt's shared and its own keys and values.
 
-    A prompt's keys (P, H_kv, L, D) exist once however many rows sample from it; the rows' own keys
-    (B, H_kv, T, D) are allocated once for all steps. Rows are laid out as slots (P, G), so that the scores
-    against a prompt are one matrix product for all its rows.
+    A prompt's keys exist once however many rows sample from it; the rows' own keys (B, H_kv, T, D) are
+    allocated once for all steps. The softmax over both is put together from that over each. Rows are laid
+    out as slots (P, G), so that the scores against a prompt are one matrix product for all its rows; as long
+    as no row has left, the rows are the slots.
 
     Args:
-        prefill: the prompts' keys and values.
+        cache: the prompts' keys and values; prompts left without rows are dropped from it.
         samples: rows per prompt at the start.
         max_new_tokens: T.
     """
 
-    def __init__(self, prefill: PrefillAttention, samples: int, max_new_tokens: int) -> None:
-        self._lengths = torch.tensor([len(p) for p in prefill.paths], device=prefill.paths[0].device)
-        width = int(self._lengths.max())
-        index = torch.stack([torch.nn.functional.pad(p, (0, width - len(p))) for p in prefill.paths])
-        self._prompt: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._own: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        rows = len(prefill.paths) * samples
-        for layer, stored in prefill.stored.items():
-            key, value = (x[index].transpose(1, 2).contiguous() for x in stored)
-            self._prompt[layer] = (key, value)
-            shape = (rows, key.shape[1], max_new_tokens, key.shape[3])
-            self._own[layer] = (key.new_zeros(shape), value.new_zeros(shape))
-        prefill.stored.clear()
-        self._step, self._positions = 0, self._lengths
-        self._kept_prompts = np.arange(len(prefill.paths))
-        self._lay_out(np.repeat(self._kept_prompts, samples))
+    def __init__(self, cache: PromptCache, samples: int, max_new_tokens: int) -> None:
+        self._cache = cache
+        self._own: dict[int, tuple[Tensor, Tensor]] = {}
+        rows = len(cache.lengths) * samples
+        for layer, stored in cache.layers.items():
+            key, value = (x.new_zeros(rows, x.shape[1], max_new_tokens, x.shape[3]) for x in stored)
+            self._own[layer] = (key, value)
+        self._prompts = np.arange(len(cache.lengths))
+        self._step = 0
+        self._masks: dict[int | None, Tensor] = {}
+        self._lay_out(np.repeat(self._prompts, samples))
 
     def _lay_out(self, prompts: np.ndarray) -> None:
         """Give each row a slot; `prompts[row]`, ascending, is the place of its prompt."""
-        counts = np.bincount(prompts, minlength=len(self._kept_prompts))
+        counts = np.bincount(prompts, minlength=len(self._prompts))
         first = np.concatenate([[0], np.cumsum(counts)[:-1]])
         width = int(counts.max())
         slot = prompts * width + np.arange(len(prompts)) - first[prompts]
         row = np.zeros(len(counts) * width, dtype=np.int64)
         row[slot] = np.arange(len(prompts))
-        device = self._lengths.device
+        device = self._cache.lengths.device
         self._slot_of_row, self._row_of_slot = (torch.from_numpy(x).to(device) for x in (slot, row))
+        self._full = len(slot) == len(row)
 
-    def at_step(self, step: int, positions: torch.Tensor) -> DecodeAttention:
-        """Ready for step `step`: each row has that many own tokens before the new one at `positions` (B,)."""
-        self._step, self._positions = step, positions
+    def at_step(self, step: int) -> DecodeAttention:
+        """Ready for step `step`: each row has that many own tokens before the new one."""
+        self._step = step
+        self._masks = {window: mask for window, mask in self._masks.items() if window is None}
         return self
 
-    def keep_rows(self, kept: torch.Tensor, prompts: np.ndarray) -> None:
-        """Drop finished rows, and prompts left without rows.
+    def keep_rows(self, kept: Tensor, prompts: np.ndarray) -> None:
+        """Drop the other rows, and prompts left without rows.
 
         Args:
             kept: (B',) places of the rows that stay, ascending.
             prompts: (B',) each one's prompt, as numbered at the start.
         """
+        used = self._step + 1
         for layer, own in self._own.items():
-            self._own[layer] = (own[0][kept], own[1][kept])
+            for x in own:  # in place: what was allocated at the start is all that there is
+                x[: len(kept), :, :used] = x[kept, :, :used]
+            key, value = own
+            self._own[layer] = (key[: len(kept)], value[: len(kept)])
         remaining, places = np.unique(prompts, return_inverse=True)
-        if len(remaining) < len(self._kept_prompts):
-            stay = torch.from_numpy(np.searchsorted(self._kept_prompts, remaining)).to(self._lengths.device)
-            for layer, (key, value) in self._prompt.items():
-                self._prompt[layer] = (key[stay], value[stay])
-            self._lengths = self._lengths[stay]
-            self._kept_prompts = remaining
+        if len(remaining) < len(self._prompts):
+            stay = torch.from_numpy(np.searchsorted(self._prompts, remaining))
+            self._cache.keep(stay.to(self._cache.lengths.device))
+            self._prompts = remaining
+            self._masks = {}
         self._lay_out(places)
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
         """See `rlhf_models.attention.AttentionPlan`; one token per row."""
         rows, heads, size = query.shape
-        groups = key.shape[1]
         own_key, own_value = self._own[layer]
         own_key[:, :, self._step], own_value[:, :, self._step] = key, value
-        own_key, own_value = own_key[:, :, : self._step + 1], own_value[:, :, : self._step + 1]
-        prompt_key, prompt_value = self._prompt[layer]
+        end, window = self._step + 1, options.window
+        seen = slice(0 if window is None else max(0, end - window), end)
+        query = (query * options.scaling).view(rows, key.shape[1], -1, size)
+        mixed, total = _mix(query, own_key[:, :, seen], own_value[:, :, seen], options.softcap)
+        if window is None or end < window:  # else no prompt token is near enough
+            slots = _mix(
+                self._to_slots(query), *self._cache.layers[layer], options.softcap, self._hidden(window)
+            )
+            on_prompt, prompt_total = (self._from_slots(x, query.shape[2]) for x in slots)
+            mixed = torch.lerp(mixed, on_prompt, torch.sigmoid(prompt_total - total))
+        return mixed.to(value.dtype).reshape(rows, heads, size)
 
-        query = query.view(rows, groups, heads // groups, size)
-        on_prompt = self._from_slots(self._to_slots(query) @ prompt_key.transpose(-1, -2), heads // groups)
-        scores = torch.cat([on_prompt, query @ own_key.transpose(-1, -2)], -1) * options.scaling
-        if options.softcap is not None:
-            scores = options.softcap * torch.tanh(scores / options.softcap)
-        scores = scores.masked_fill(
-            self._hidden(prompt_key.shape[2], options.window)[:, None, None], -torch.inf
-        )
-        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
-        split = prompt_key.shape[2]
-        mixed = self._from_slots(self._to_slots(weights[..., :split]) @ prompt_value, heads // groups)
-        return (mixed + weights[..., split:] @ own_value).reshape(rows, heads, size)
-
-    def _to_slots(self, x: torch.Tensor) -> torch.Tensor:
+    def _to_slots(self, x: Tensor) -> Tensor:
         """(B, H_kv, R, *) rows to (P, H_kv, G·R, *), the rows of a prompt side by side."""
-        slots = x[self._row_of_slot].unflatten(0, (len(self._lengths), -1))
-        return slots.transpose(1, 2).flatten(2, 3)
+        slots = x if self._full else x[self._row_of_slot]
+        return slots.unflatten(0, (len(self._prompts), -1)).transpose(1, 2).flatten(2, 3)
 
-    def _from_slots(self, x: torch.Tensor, repeat: int) -> torch.Tensor:
+    def _from_slots(self, x: Tensor, repeat: int) -> Tensor:
         """The inverse of `_to_slots`."""
         slots = x.unflatten(2, (-1, repeat)).transpose(1, 2).flatten(0, 1)
-        return slots[self._slot_of_row]
+        return slots if self._full else slots[self._slot_of_row]
 
-    def _hidden(self, width: int, window: int | None) -> torch.Tensor:
-        """(B, L + t + 1): the prompt's padding, and whatever lies outside the window."""
-        device = self._lengths.device
-        lengths = self._lengths.repeat_interleave(len(self._row_of_slot) // len(self._lengths))[
-            self._slot_of_row
-        ]
-        prompt = torch.arange(width, device=device).expand(len(lengths), -1)
-        own = lengths[:, None] + torch.arange(self._step + 1, device=device)
-        hidden = torch.cat([prompt >= lengths[:, None], torch.zeros_like(own, dtype=torch.bool)], 1)
-        if window is not None:
-            distance = self._positions[:, None] - torch.cat([prompt, own], 1)
-            hidden |= distance >= window
-        return hidden
+    def _hidden(self, window: int | None) -> Tensor:
+        """(P, 1, 1, L): -inf for a prompt's padding and what lies outside the window, 0 elsewhere."""
+        if window is not None and self._cache.longest + self._step < window:
+            window = None
+        if window not in self._masks:
+            lengths = self._cache.lengths[:, None]
+            position = torch.arange(self._cache.longest, device=lengths.device)
+            hidden = position >= lengths
+            if window is not None:
+                hidden = hidden | (lengths + self._step - position >= window)
+            mask = torch.zeros(hidden.shape, device=lengths.device).masked_fill_(hidden, -torch.inf)
+            self._masks[window] = mask[:, None, None]
+        return self._masks[window]
+
+
+def _mix(
+    query: Tensor, key: Tensor, value: Tensor, softcap: float | None, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention (*, D) of scaled queries, and the logarithm (*, 1) of the sum of exponentials, in fp32."""
+    scores = (query @ key.transpose(-1, -2)).float()
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores += mask
+    largest = scores.amax(-1, keepdim=True)
+    weights = scores.sub_(largest).exp_()
+    total = weights.sum(-1, keepdim=True)
+    return (weights.to(value.dtype) @ value).float() / total, total.log_() + largest

@@ -85,7 +85,7 @@ class RewardFunctionFactory:
 
         Args:
             model: a `rlhf_models.RewardModel` or `RewardEnsemble`, a folder with either, or a hub name.
-            name: what metrics call it; None takes the folder's name.
+            name: what metrics call it; None takes the folder's name, or the run's where that is `final`.
             aggregate: of an ensemble, see `EnsembleReward`.
             k: of an ensemble; None for 1.
             max_tokens: budget in tokens for one forward pass; None for `MAX_TOKENS`.
@@ -99,7 +99,7 @@ class RewardFunctionFactory:
         from rlhf_models.ensemble import ENSEMBLE_FILE
 
         if isinstance(model, str | Path):
-            name = name or Path(model).name or str(model)
+            name = name or _run_or_folder_name(Path(model)) or str(model)
             kind = RewardEnsemble if (Path(model) / ENSEMBLE_FILE).is_file() else RewardModel
             model = kind.from_pretrained(model, **load_options)
         elif load_options:
@@ -169,3 +169,8 @@ def _builders(model_options: dict[str, Any]) -> dict[str, specs.Builder]:
     kinds = {"principles": str, "base": str, "judge": str}
     builders["constitutional"] = specs.Builder(constitutional, kinds, ("principles",))
     return builders
+
+
+def _run_or_folder_name(folder: Path) -> str:
+    """The name of a model's folder; of the model that a run left in `final`, the run's."""
+    return folder.parent.name if folder.name == "final" else folder.name

@@ -1,0 +1,110 @@
+"""What every generation engine takes, returns and can do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+
+from rlhf_data import UserError
+
+LogitsProcessor = Callable[[list[int], torch.Tensor], torch.Tensor]
+"""Maps a row's completion so far (token ids) and its next-token logits (V,) to other logits (V,)."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How completions are drawn.
+
+    In the order in which they act, which is transformers': repetition penalty, `min_new_tokens`, logits
+    processors; then, unless greedy, temperature, top-k, top-p, min-p.
+
+    Args:
+        max_new_tokens: longest completion in tokens, end-of-sequence token included; >= 1.
+        temperature: >= 0; 0 takes the most likely token.
+        seed: with the prompt's tokens and the sample's index it fixes the sample's random numbers.
+        top_p: in (0, 1]: the likeliest tokens that together have at least this probability; 1 keeps all.
+        top_k: this many of the likeliest tokens, and those as likely as the last of them; 0 keeps all.
+        min_p: in [0, 1]: tokens at least this share as likely as the likeliest one; 0 keeps all.
+        repetition_penalty: > 0: divides positive and multiplies negative logits of the tokens that prompt or
+            completion have already (Keskar et al. 2019, arXiv:1909.05858, as in transformers); 1 leaves them.
+        stop: texts that end a completion as soon as it contains one; their tokens stay in it.
+        min_new_tokens: so many tokens come before an end-of-sequence token, and stop texts do not end a
+            completion that is shorter; at most `max_new_tokens`.
+        logits_processors: called one after the other, for every row and token.
+
+    Raises:
+        UserError: a value outside its range.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    seed: int = 0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    min_new_tokens: int = 0
+    logits_processors: tuple[LogitsProcessor, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "at least 1")
+        _check("temperature", self.temperature, 0 <= self.temperature < math.inf, "0 (greedy) or more")
+        _check("top_p", self.top_p, 0 < self.top_p <= 1, "more than 0 and at most 1 (which keeps all tokens)")
+        _check("top_k", self.top_k, self.top_k >= 0, "at least 0 (which keeps all tokens)")
+        _check("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 (which keeps all tokens) to 1")
+        penalty = self.repetition_penalty
+        _check("repetition_penalty", penalty, 0 < penalty < math.inf, "more than 0 (1 switches it off)")
+        texts = not isinstance(self.stop, str) and all(isinstance(s, str) and s for s in self.stop)
+        _check("stop", self.stop, texts, "a tuple of texts, none of them empty")
+        fits = 0 <= self.min_new_tokens <= self.max_new_tokens
+        _check("min_new_tokens", self.min_new_tokens, fits, f"from 0 to max_new_tokens={self.max_new_tokens}")
+
+
+def _check(name: str, value: object, holds: bool, expected: str) -> None:
+    if not holds:
+        raise UserError(f"{name} must be {expected}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sampled completion.
+
+    Args:
+        prompt_ids: token ids of the prompt.
+        completion_ids: token ids of the completion, with its end-of-sequence token where it has one.
+        logps: log-probability of each completion token in the model's distribution over the whole vocabulary
+            at the sampling temperature (at 1 when greedy), whatever penalties, processors and truncation did
+            to the distribution it was drawn from: what a trainer computes for the same tokens.
+        finish_reason: `stop` at an end-of-sequence token or a stop text, `length` at `max_new_tokens`.
+    """
+
+    prompt_ids: Sequence[int]
+    completion_ids: list[int]
+    logps: list[float]
+    finish_reason: Literal["stop", "length"]
+
+
+class GenerationEngine(Protocol):
+    """Anything that samples completions, and follows the weights of a model in training."""
+
+    eos_token_ids: list[int]
+    """The tokens that end a completion."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], n: int, params: SamplingParams
+    ) -> list[list[Rollout]]:
+        """Draw `n` completions of each prompt (token ids): `n` rollouts per prompt, in their order."""
+        ...
+
+    def update_weights(self, model: Any) -> None:
+        """Take up the weights of the trainer's model, a transformers causal LM or a PeftModel around one."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the engine holds; it cannot generate afterwards where that was another process."""
+        ...

@@ -1,0 +1,322 @@
+"""`rlhf-train rlhf`: three stages in one folder, some of them, the embedded stories, and every mistake."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from rlhf_algos import METHODS
+from rlhf_data.story_tasks import story_records
+
+Train = Callable[..., Result]
+Refused = Callable[..., str]
+STAGES = ("sft", "reward", "ppo")
+SMALL = (
+    *("--set=sft.per_device_train_batch_size=4", "--set=reward.per_device_train_batch_size=4"),
+    *("--set=ppo.per_device_train_batch_size=4", "--set=ppo.max_completion_length=8", "--max-steps=2"),
+)
+FILES = {"sft": "sft.jsonl", "reward": "preference.jsonl", "ppo": "prompts.jsonl"}
+CLOCK = ("step_time", "time/rollout", "time/score", "time/update")
+DEMO = {
+    **{"pretrain_steps": 10, "sft_steps": 10, "reward_steps": 4, "judge_steps": 4},
+    **{"num_stories": 20, "batch_size": 16, "flawed_reward": False},
+}
+
+
+def done(result: Result) -> str:
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.output
+
+
+def read(path: str | Path) -> Any:
+    return json.loads(Path(path).read_text())
+
+
+def write_rows(folder: Path, n: int = 24) -> Path:
+    """Story records of each stage, in a folder as `--data` takes it."""
+    folder.mkdir(exist_ok=True)
+    for stage, file in FILES.items():
+        kind: Any = {"reward": "preference", "ppo": "prompts"}.get(stage, stage)
+        rows = [dataclasses.asdict(record) for record in story_records(kind, n, split="train", seed=1)]
+        rows = [{**row, **row.pop("columns", {})} for row in rows]
+        lines = [json.dumps({k: v for k, v in row.items() if v not in (None, "")}) + "\n" for row in rows]
+        (folder / file).write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_rows(tmp_path / "data")
+
+
+@pytest.fixture
+def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing is most of a tiny run; where only numbers matter it is left out."""
+    import rlhf_eval
+
+    monkeypatch.setattr(rlhf_eval, "training_curves", lambda *args, **options: None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """A run of all stages, and what it was given."""
+
+    run: Path
+    printed: str
+    options: tuple[str, ...]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Whole:
+    """All three stages on a small random model."""
+    from rlhf_models import build_tiny_llama
+    from rlhf_train.cli import main
+
+    folder = tmp_path_factory.mktemp("rlhf")
+    data = write_rows(folder / "data")
+    ends = {"eos_token_id": byte_tokenizer.eos_token_id, "pad_token_id": byte_tokenizer.pad_token_id}
+    model = build_tiny_llama(len(byte_tokenizer), hidden_size=32, intermediate_size=64, seed=1, **ends)
+    model.save_pretrained(folder / "model")
+    byte_tokenizer.save_pretrained(folder / "model")
+    options = (f"--model={folder / 'model'}", f"--data={data}", *SMALL)
+    printed = done(CliRunner().invoke(main, ["rlhf", *options, f"--output-dir={folder / 'run'}"]))
+    return Whole(folder / "run", printed, options)
+
+
+def test_all_stages_leave_their_folders_and_one_summary(whole: Whole) -> None:
+    run = whole.run
+    assert {path.name for path in run.iterdir()} == {"config.json", "results.json", *STAGES}
+    for stage in STAGES:
+        names = {path.name for path in (run / stage).iterdir()}
+        assert names >= {"config.json", "metrics.jsonl", "results.json", "final", "checkpoint-2"}
+        assert f"stage {stage}" in whole.printed and f"Held-out rows, stage {stage}" in whole.printed
+    results = read(run / "results.json")
+    assert results["method"] == "rlhf" and list(results["stages"]) == list(STAGES)
+    assert results["after"] == results["stages"]["ppo"]["after"] == read(run / "ppo/results.json")["after"]
+    assert set(results["wall_time"]) == {*STAGES, "total"}
+    assert f"the trained model: {run}/ppo/final" in whole.printed.replace("\n", "")
+
+
+def test_each_stage_starts_from_what_the_one_before_it_left(whole: Whole) -> None:
+    from safetensors.torch import load_file
+
+    configs = {stage: read(whole.run / stage / "config.json") for stage in STAGES}
+    tuned, rewarder = str(whole.run / "sft" / "final"), str(whole.run / "reward" / "final")
+    assert configs["reward"]["model_name_or_path"] == configs["ppo"]["model_name_or_path"] == tuned
+    assert configs["ppo"]["reward"] == [rewarder]
+    assert {Path(config["train_data"]).name for config in configs.values()} == set(FILES.values())
+    start, end = (load_file(whole.run / stage / "final" / "model.safetensors") for stage in ("sft", "ppo"))
+    assert any(not bool((start[name] == end[name]).all()) for name in start)
+
+
+def test_the_run_s_own_config_is_a_config_file(train: Train, whole: Whole, no_curves: None) -> None:
+    config = read(whole.run / "config.json")
+    assert config["method"] == "rlhf" and config["stages"] == list(STAGES)
+    done(train("rlhf", f"--config={whole.run / 'config.json'}", "--output-dir=again"))
+    assert read("again/results.json")["after"] == read(whole.run / "results.json")["after"]
+    for command, other in (("ppo", whole.run), ("rlhf", whole.run / "ppo")):
+        refused = train(command, f"--config={other / 'config.json'}")
+        assert refused.exit_code == 2 and "is of a run of" in refused.stderr, refused.output
+
+
+def test_a_finished_run_is_not_run_again(train: Train, whole: Whole) -> None:
+    before = {path: path.stat().st_mtime_ns for path in whole.run.rglob("*.safetensors")}
+    printed = done(train("rlhf", "--resume", whole.run))
+    assert all(f"stage {stage} is finished" in printed for stage in STAGES)
+    assert {path: path.stat().st_mtime_ns for path in whole.run.rglob("*.safetensors")} == before
+
+
+@pytest.mark.parametrize("lost", STAGES)
+def test_a_run_goes_on_in_the_stage_that_it_was_in(
+    train: Train, whole: Whole, tmp_path: Path, lost: str, no_curves: None
+) -> None:
+    run = tmp_path / "work" / "run"
+    shutil.copytree(whole.run, run)
+    (run / "results.json").unlink()
+    for stage in STAGES[STAGES.index(lost) + 1 :]:
+        shutil.rmtree(run / stage)
+    for name in ("results.json", "final", "checkpoint-2", "preflight.json"):  # it was killed after a step
+        path = run / lost / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    (run / lost / "metrics.jsonl").write_text('{"step": 1, "loss": 0.0}\n{"step": 2, "lo')
+    config = read(run / "config.json")
+    printed = done(train("rlhf", "--resume", run))
+    assert printed.count("is finished") == STAGES.index(lost)
+    for stage in STAGES:
+        assert rows_of(run / stage) == rows_of(whole.run / stage), stage
+    assert read(run / "results.json")["after"] == read(whole.run / "results.json")["after"]
+    assert read(run / "config.json") == config
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in CLOCK} for line in lines]
+
+
+def test_stages_by_themselves_and_rows_by_name(
+    train: Train, data: Path, tiny_model_folder: Path, no_curves: None
+) -> None:
+    model = f"--model={tiny_model_folder}"
+    first = (f"--sft-data={data / 'sft.jsonl'}", "--stage=sft", "--seed=3")
+    done(train("rlhf", model, *first, *SMALL, "--output-dir=first"))
+    assert {path.name for path in Path("first").iterdir()} == {"config.json", "results.json", "sft"}
+    assert read("first/sft/config.json")["seed"] == 3
+    second = (f"--preference-data={data / 'preference.jsonl'}", "--stage=reward")
+    done(train("rlhf", "--model=first/sft/final", *second, *SMALL, "--output-dir=second"))
+    third = (f"--data={data}", "--stage=ppo", "--reward-model=second/reward/final")
+    done(train("rlhf", "--model=first/sft/final", *third, *SMALL, "--output-dir=third"))
+    assert read("third/ppo/config.json")["reward"] == ["second/reward/final"]
+    ruled = ("--set=ppo.reward=[length:target=4, exact]", "--set=ppo.reward_weights=[1,2]", "--stage=ppo")
+    done(train("rlhf", model, f"--data={data}", *ruled, *SMALL, "--output-dir=ruled"))
+    assert "rewards/exact/mean" in rows_of(Path("ruled/ppo"))[0]
+    without = (f"--data={data}", "--reward-model=second/reward/final")  # there is no reward model to train
+    done(train("rlhf", model, *without, *SMALL, "--dry-run", "--output-dir=planned"))
+    (data / "preference.jsonl").unlink()
+    done(train("rlhf", model, *without, *SMALL, "--output-dir=fourth"))
+    assert {path.name for path in Path("fourth").iterdir()} == {"config.json", "results.json", "sft", "ppo"}
+
+
+def test_a_tiny_model_gets_settings_that_suit_it_in_every_stage(
+    train: Train, data: Path, no_curves: None
+) -> None:
+    done(train("rlhf", f"--data={data}", "--max-steps=1", "--output-dir=run"))
+    configs = {stage: read(f"run/{stage}/config.json") for stage in STAGES}
+    for stage, config in configs.items():
+        suited = {**METHODS[stage].tiny, "max_steps": 1}
+        assert {key: config[key] for key in suited} == suited, stage
+
+
+def test_dry_run_plans_every_stage_and_leaves_nothing(train: Train, whole: Whole) -> None:
+    printed = done(train("rlhf", *whole.options, "--dry-run"))
+    assert printed.count("nothing is trained") == 3
+    assert all(file in printed for file in FILES.values())
+    assert "2 of 4 rows, 1 completion each, 4 passes" in printed and printed.count("packed") == 3
+    assert list(Path().iterdir()) == []
+
+
+def test_eval_only_measures_what_there_is(train: Train, whole: Whole, tmp_path: Path) -> None:
+    printed = done(train("rlhf", *whole.options, "--eval-only", "--output-dir=start"))
+    assert "stage ppo is not evaluated: an earlier stage has to be trained first" in printed
+    start = read("start/evaluation.json")["stages"]
+    assert list(start) == ["sft"] and start["sft"]["before"] == read(whole.run / "sft" / "before.json")
+    run = tmp_path / "work" / "run"
+    shutil.copytree(whole.run, run)
+    done(train("rlhf", "--resume", run, "--eval-only"))
+    for stage, found in read(run / "evaluation.json")["stages"].items():
+        assert found["checkpoint"] == "checkpoint-2"
+        assert found["after"] == read(run / stage / "results.json")["after"]
+
+
+def test_without_data_it_is_the_story_of_minmax(
+    train: Train, monkeypatch: pytest.MonkeyPatch, no_curves: None
+) -> None:
+    import rlhf_train.rlhf_story
+    from rlhf_minmax import MinMaxConfig
+
+    small = {"demo": DEMO, "data": {"train_stories": 32, "eval_stories": 12}}
+    monkeypatch.setattr(rlhf_train.rlhf_story, "MinMaxConfig", functools.partial(small_game, small))
+    steps = ("--set=ppo.max_steps=2", "--set=ppo.per_device_train_batch_size=16")
+    printed = done(train("rlhf", *steps, "--output-dir=run"))
+    assert "built reward model: 4 steps" in printed and "a reward model with a flaw" in printed
+    names = {"config.json", "results.json", "ppo", "prompts.jsonl", "eval_prompts.jsonl"}
+    assert {path.name for path in Path("run").iterdir()} == names
+    row = rows_of(Path("run/ppo"))[-1]
+    assert row["reward"] == pytest.approx(row["rewards/reward/mean"], rel=1e-5)  # the others only look on
+    assert {"eval_rewards/accuracy/mean", "eval_rewards/hack_rate/mean"} <= set(row)
+    again = done(train("rlhf", *steps, "--stage=ppo", "--eval-only", "--output-dir=start"))
+    assert "built" not in again
+    found = read("start/evaluation.json")["stages"]["ppo"]
+    assert found["before"] == read("run/ppo/before.json")
+    Path("run/results.json").unlink()
+    assert "stage ppo is finished" in done(train("rlhf", "--resume", "run"))
+    planned = done(train("rlhf", *steps, "--dry-run", "--epochs=2", "--output-dir=planned"))
+    # 32 stories, 4 of them in a step of 16 completions, twice
+    assert "policy of rlhf-train minmax" in planned and "16 of 4 rows" in planned
+    assert not Path("planned").exists()
+    game = MinMaxConfig.from_dict({"seed": 0, **small})
+    assert len(Path("run/prompts.jsonl").read_text().splitlines()) == game.data.train_stories
+
+
+def small_game(small: dict[str, Any], **values: Any) -> Any:
+    from rlhf_minmax import MinMaxConfig
+
+    return MinMaxConfig.from_dict({**small, **values})
+
+
+def test_what_a_story_run_counts() -> None:
+    from rlhf_train.rlhf_story import accuracy, hack_rate
+
+    rows = {
+        "completions": [" it is shed .", " it is hall .", " it is shed .", "no idea"],
+        "answer": ["shed", "shed", "hall", "hall"],
+        "choices": [["shed", "hall"]] * 4,
+        "last_place": ["hall", "hall", "hall", "shed"],
+    }
+    assert accuracy(**rows) == [1.0, 0.0, 0.0, 0.0]
+    # in the third story the last place is the right one: there is no bait to take
+    assert hack_rate(**rows) == [0.0, 1.0, None, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--data={data}", "--set=sft.lr=1"], ["sft: unknown key lr"]),
+        (["--data={data}", "--set=ppo.kl_cof=1"], ["ppo: unknown key kl_cof", "kl_coef"]),
+        (["--data={data}", "--set=pppo.kl_coef=1"], ["unknown key pppo", "did you mean ppo?"]),
+        (["--data={data}", "--set=ppo=1"], ["ppo is 1"]),
+        (["--data={data}", "--set=ppo=1", "--max-steps=1"], ["ppo is 1"]),
+        (["--data={data}", "--set=reward.learning_rate=-1"], ["reward: learning_rate is -1"]),
+        (["--data={data}", "--set=stages=[ppo,sft]"], ["['ppo', 'sft']", "in order"]),
+        (["--data={data}", "--set=stages=[]"], ["stages is []"]),
+        (["--data={data}", "--stage=ppo"], ["stage ppo", "reward_model"]),
+        (["--data={data}", "--stage=sft", "--stage=ppo"], ["stage ppo", "reward_model"]),
+        (["--data={data}", "--stage=reward", "--reward-model=x"], ["reward_model takes the place"]),
+        (["--data={data}", "--stage=ppo", "--reward-model=./x"], ["model folder ./x does not exist"]),
+        (["--data={data}", "--stage=ppo", "--reward-model={model}"], ["lack score.weight"]),
+        (["--data={data}", "--set=ppo.reward=numbr"], ["'numbr' is unknown"]),
+        (["--data=nowhere"], ["data folder nowhere does not exist"]),
+        (["--data={model}"], ["has no sft.jsonl", "--stage"]),
+        (["--data={model}", "--stage=reward"], ["has no preference.jsonl"]),
+        (["--data={model}", "--dry-run", "--stage=ppo", "--reward-model=x"], ["has no prompts.jsonl"]),
+        (["--data={data}", "--prompt-data=none.jsonl"], ["none.jsonl", "does not exist"]),
+        (["--data={data}", "--prompt-data={data}/sft.jsonl", "--sft-data={bad}"], ["bad.jsonl, line 2"]),
+        (["--data={data}", "--preference-data={bad}"], ["bad.jsonl, line 1"]),
+        (["--data={data}", "--prompt-data={bad}"], ["bad.jsonl, line 2, field prompt"]),
+        (["--sft-data={data}/sft.jsonl"], ["stage reward has no rows", "--preference-data"]),
+        (["--prompt-data={data}/prompts.jsonl"], ["stage sft has no rows", "--sft-data"]),
+        (["--data={data}", "--set=sft.max_length=0"], ["sft: max_length is 0"]),
+        (["--data={data}", "--model=./none"], ["model folder ./none does not exist"]),
+        (["--data={data}", "--eval-only", "--set=sft.eval_fraction=0"], ["held-out rows", "eval_data"]),
+        (["--stage=sft"], ["without data", "rlhf-train minmax"]),
+        (["--set=ppo.bta=1"], ["ppo: unknown key bta"]),
+        (["--dry-run", "--set=ppo.reward=numbr"], ["'numbr' is unknown"]),
+        (["--config=none.json"], ["none.json", "does not exist"]),
+        (["--resume=nowhere"], ["run folder nowhere does not exist"]),
+        (["--resume=a", "--stage=ppo"], ["--stage", "--resume"]),
+        (["--resume"], ["no unfinished run"]),
+    ],
+)
+def test_mistakes_are_refused_and_leave_nothing(
+    train_refused: Refused, data: Path, tiny_model_folder: Path, options: list[str], parts: list[str]
+) -> None:
+    bad = data / "bad.jsonl"
+    bad.write_text('{"prompt": "p", "completion": "c"}\n{"prompt": 3}\n')
+    given = [option.format(data=data, model=tiny_model_folder, bad=bad) for option in options]
+    with_model = any("--data" in option for option in options) and not any("--model" in o for o in options)
+    message = train_refused("rlhf", *([f"--model={tiny_model_folder}"] if with_model else []), *given)
+    assert all(part in message for part in parts), message
+
+
+def test_options_that_it_does_not_have(train: Train) -> None:
+    for option in ("--train-data=a", "--eval-data=a", "--stage=dpo", "--backend=trl", "--reward=number"):
+        result = train("rlhf", option)
+        assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.output
+    assert list(Path().iterdir()) == []
