@@ -58,6 +58,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         model = {"id": State.base, "root": State.base, "parent": None, "max_model_len": 64}
         config = {
+            "device_config": {"device": "cpu"},
             "model_config": {"logprobs_mode": "raw_logprobs"},
             "parallel_config": {"worker_extension_cls": State.extension},
         }

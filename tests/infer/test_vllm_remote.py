@@ -294,6 +294,17 @@ def test_no_server_is_told(byte_tokenizer: Any) -> None:
         VLLMServerEngine("localhost:8000", byte_tokenizer)
 
 
+def test_a_foreign_server_on_cpus_gets_no_full_weights(
+    engine: VLLMServerEngine, byte_tokenizer: Any, tiny_llama: Any
+) -> None:
+    other = VLLMServerEngine(engine.url, byte_tokenizer)
+    other.update_weights(tiny_llama)  # it runs what `VLLMServer` puts into servers
+    other._exact = False
+    with pytest.raises(UserError, match="runs on CPUs, where vLLM takes up new weights in part only"):
+        other.update_weights(tiny_llama)
+    other.close()
+
+
 def test_exactness_is_known(place: Place, engine: VLLMServerEngine, byte_tokenizer: Any) -> None:
     cut = SamplingParams(4, 0.7, top_p=0.9)
     assert engine.exact_logps(cut)

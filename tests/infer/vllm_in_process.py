@@ -44,7 +44,7 @@ class Interrupted(Exception):
 
 
 def make_model(tokenizer: Any) -> Any:
-    """A random Llama, input and output embeddings tied, with a distribution that is far from flat."""
+    """A random Llama, input and output embeddings tied, with distributions that are far from flat."""
     model = build_tiny_llama(
         len(tokenizer),
         eos_token_id=tokenizer.eos_token_id,
@@ -55,9 +55,9 @@ def make_model(tokenizer: Any) -> Any:
         seed=1,
     )
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
-                parameter.mul_(4.0)
+                parameter.mul_(8.0 if "embed" in name else 12.0)
     return model
 
 
@@ -102,6 +102,17 @@ def mismatch(model: Any, rollouts: Any, temperature: float) -> float:
             expected = token_logps(model, batch, temperature=temperature).logps
         worst = max(worst, float((expected - torch.tensor(rollout.logps)).abs().max()))
     return worst
+
+
+def stop_text(tokenizer: Any, completions: list[list[int]]) -> tuple[str, int, int]:
+    """A new text over two tokens of a completion, which completion that is, and its tokens until then."""
+    for which, tokens in enumerate(completions):
+        for at in range(1, 9):
+            text = tokenizer.decode(tokens[at : at + 2])[1:]
+            new = text and text not in tokenizer.decode(tokens[: at + 1])
+            if new and text.isascii() and text.isprintable():
+                return text, which, at + 2
+    raise AssertionError("no completion has a text to stop at")
 
 
 def follows(engine: Any, model: Any, prompts: list[list[int]]) -> dict[str, Any]:
@@ -149,13 +160,14 @@ def sampling(engine: VLLMEngine, model: Any, tokenizer: Any) -> dict[str, Any]:
     facts["other seed"] = ids(engine.generate(prompts, 3, SamplingParams(12, 1.0, 4))) != ids(
         engine.generate(prompts, 3, SamplingParams(12, 1.0, 3))
     )
-    stop = tokenizer.decode(greedy[1][0][2:4])
+    stop, which, length = stop_text(tokenizer, [tokens for (tokens,) in greedy])
     facts["stops"] = []
-    for least in (0, 3, 4, 5):
-        params = SamplingParams(12, 0.0, stop=(stop,), min_new_tokens=least, repetition_penalty=1.0)
+    for least in (0, length - 1, length, length + 1):
+        params = SamplingParams(12, 0.0, stop=("zzz", stop), min_new_tokens=least)
         found, expected = engine.generate(prompts, 1, params), ours.generate(prompts, 1, params)
         reasons = [[r.finish_reason for group in each for r in group] for each in (found, expected)]
-        facts["stops"].append([ids(found) == ids(expected), reasons[0] == reasons[1], len(found[1][0].logps)])
+        more = len(found[which][0].logps) - length
+        facts["stops"].append([ids(found) == ids(expected), reasons[0] == reasons[1], more])
     end = ids(engine.generate([prompts[2]], 60, SamplingParams(60, 1.0, 2)))[0]
     facts["ends"] = sum(tokens[-1] == tokenizer.eos_token_id for tokens in end)
     facts["long"] = mismatch(

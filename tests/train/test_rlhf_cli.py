@@ -245,6 +245,19 @@ def test_without_data_it_is_the_story_of_minmax(
     assert len(Path("run/prompts.jsonl").read_text().splitlines()) == game.data.train_stories
 
 
+@pytest.mark.slow
+def test_the_story_s_start_is_that_of_minmax(train: Train, tmp_path: Path) -> None:
+    """The models are those that the game starts from: half right, and a reward model that likes the bait."""
+    done(train("rlhf", "--set=ppo.max_steps=2", "--output-dir=run"))
+    before = read("run/ppo/before.json")
+    assert before["eval_rewards/accuracy/mean"] <= 0.75
+    assert before["eval_rewards/hack_rate/mean"] >= 0.2
+    base = Path(read("run/ppo/config.json")["model_name_or_path"])
+    assert base.parent.parent == tmp_path / "cache" / "rlhf" / "demo"
+    planned = done(train("minmax", "--dry-run"))
+    assert base.parent.name in planned.replace("\n", "") or "cached" in planned
+
+
 def small_game(small: dict[str, Any], **values: Any) -> Any:
     from rlhf_minmax import MinMaxConfig
 

@@ -146,6 +146,11 @@ class VLLMServerEngine:
         Raises:
             UserError: the server does not take them, or is lost.
         """
+        if self._on_cpu and not self._exact and self._max_rank is None:
+            raise UserError(
+                f"the vLLM server at {self.url} runs on CPUs, where vLLM takes up new weights in part only; "
+                "start it with rlhf_infer.VLLMServer, or sync LoRA adapters"
+            )
         self._version += 1
         name = f"policy-{self._run}-v{self._version:04d}"
         folder: Path | None = self._sync_folder / name
@@ -209,14 +214,13 @@ class VLLMServerEngine:
             self.eos_token_ids = end_token_ids(base["root"], self._tokenizer)
         except OSError:  # a folder of the server's machine
             self.eos_token_ids = end_token_ids(None, self._tokenizer)
-        self._modes, ours = _MODES, True
+        self._modes, self._exact, self._on_cpu = _MODES, self._server is not None, False
         if self._server is None:
-            ours = False
             with contextlib.suppress(ServerRefused):  # not in development mode
                 config = self._ask("/server_info?config_format=json")["vllm_config"]
                 self._modes = (config["model_config"]["logprobs_mode"],)
-                ours = config["parallel_config"]["worker_extension_cls"].endswith(_EXTENSION)
-        self._exact = ours  # whether it runs our extension
+                self._exact = config["parallel_config"]["worker_extension_cls"].endswith(_EXTENSION)
+                self._on_cpu = config["device_config"]["device"] == "cpu"
         self._prepare()
 
     def _prepare(self) -> None:

@@ -175,9 +175,9 @@ def _plain(module: nn.Module, name: str, tensor: torch.Tensor, prefix: str) -> t
 
 def _dequantised_4bit(weight: Any) -> torch.Tensor:
     """(out, in) in the dtype the layer computes in."""
-    from bitsandbytes.functional import dequantize_4bit
+    from peft.utils.integrations import dequantize_bnb_weight
 
-    return dequantize_4bit(weight.data, weight.quant_state)
+    return dequantize_bnb_weight(weight)
 
 
 def _dequantised_8bit(layer: Any) -> torch.Tensor:
