@@ -1,4 +1,4 @@
-"""Grade-school maths through `rlhf-train grpo|ppo`: real rows, a verifiable reward, a model of random weights.
+"""Grade-school maths through `rlhf-train grpo|ppo`: real rows, a verifiable reward, a random model.
 
 What is looked at is the machinery, and that a run says what it is: one that cannot learn.
 """
@@ -109,7 +109,7 @@ def test_problems_as_conversations(
 def test_long_prompts_and_a_second_reward_that_differs(
     problems: list[dict[str, Any]], run: Run, tmp_path: Path
 ) -> None:
-    """Three worked problems stand before each one; repeating oneself costs a little, so that rewards differ."""
+    """Three worked problems stand before each one; repeating oneself costs a little, so rewards differ."""
     worked = "\n\n".join(f"{row['question']}\n{row['answer']}" for row in problems[-3:])
     path = tmp_path / "worked.jsonl"
     rows = [{"prompt": f"{worked}\n\n{row['question']}\n", "answer": row["answer"]} for row in problems[:16]]

@@ -219,7 +219,6 @@ def test_without_data_it_is_the_story_of_minmax(
     train: Train, monkeypatch: pytest.MonkeyPatch, no_curves: None
 ) -> None:
     import rlhf_train.rlhf_story
-    from rlhf_minmax import MinMaxConfig
 
     small = {"demo": DEMO, "data": {"train_stories": 32, "eval_stories": 12}}
     monkeypatch.setattr(rlhf_train.rlhf_story, "MinMaxConfig", functools.partial(small_game, small))
@@ -241,21 +240,13 @@ def test_without_data_it_is_the_story_of_minmax(
     # 32 stories, 4 of them in a step of 16 completions, twice
     assert "policy of rlhf-train minmax" in planned and "16 of 4 rows" in planned
     assert not Path("planned").exists()
-    game = MinMaxConfig.from_dict({"seed": 0, **small})
-    assert len(Path("run/prompts.jsonl").read_text().splitlines()) == game.data.train_stories
-
-
-@pytest.mark.slow
-def test_the_story_s_start_is_that_of_minmax(train: Train, tmp_path: Path) -> None:
-    """The models are those that the game starts from: half right, and a reward model that likes the bait."""
-    done(train("rlhf", "--set=ppo.max_steps=2", "--output-dir=run"))
-    before = read("run/ppo/before.json")
-    assert before["eval_rewards/accuracy/mean"] <= 0.75
-    assert before["eval_rewards/hack_rate/mean"] >= 0.2
+    assert len(Path("run/prompts.jsonl").read_text().splitlines()) == 32
+    settings = [
+        f"--set={section}.{key}={value}" for section in small for key, value in small[section].items()
+    ]
+    game = done(train("minmax", *settings, "--dry-run"))
     base = Path(read("run/ppo/config.json")["model_name_or_path"])
-    assert base.parent.parent == tmp_path / "cache" / "rlhf" / "demo"
-    planned = done(train("minmax", "--dry-run"))
-    assert base.parent.name in planned.replace("\n", "") or "cached" in planned
+    assert f"cached in {base.parent}" in "".join(game.replace("│", " ").split("\n")).replace("  ", "")
 
 
 def small_game(small: dict[str, Any], **values: Any) -> Any:
