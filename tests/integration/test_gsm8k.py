@@ -109,12 +109,16 @@ def test_problems_as_conversations(
 def test_long_prompts_and_a_second_reward_that_differs(
     problems: list[dict[str, Any]], run: Run, tmp_path: Path
 ) -> None:
-    """Three worked problems stand before each one; repeating oneself costs a little, so rewards differ."""
+    """Three worked problems stand before each one; a length is rewarded a little, so rewards differ."""
     worked = "\n\n".join(f"{row['question']}\n{row['answer']}" for row in problems[-3:])
     path = tmp_path / "worked.jsonl"
     rows = [{"prompt": f"{worked}\n\n{row['question']}\n", "answer": row["answer"]} for row in problems[:16]]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    credit = ("--reward=repetition:ngram_size=1", "--set=reward_weights=[1,0.1]", "--set=eval_fraction=0")
+    credit = (
+        "--reward=length:target=40,unit=characters",
+        "--set=reward_weights=[1,0.1]",
+        "--set=eval_fraction=0",
+    )
     printed = run("grpo", f"--train-data={path}", *credit, "--set=max_completion_length=12")
     assert "are equal" not in printed
     assert any(row["grad_norm"] > 0 for row in lines("metrics.jsonl"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from rlhf_algos.parallel import choose_precision
@@ -87,5 +88,7 @@ def _start_folder(config: Any, model: Any, tokenizer: Any, run: RunFolder) -> st
         return name
     folder = run.path / "base"
     if not folder.is_dir():
-        write_weight_folder(model, folder, tokenizer=tokenizer)
+        apart = model.disable_adapter() if config.vllm_sync_adapters else contextlib.nullcontext()
+        with apart:  # adapters that are handed over by themselves are no part of it
+            write_weight_folder(model, folder, tokenizer=tokenizer)
     return str(folder)
