@@ -115,7 +115,9 @@ def reward_models(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     heads = ("--set=num_members=2", "--set=ensemble=heads")
     for name, settings in (("one", ()), ("two", heads)):
         options = (f"--model={model}", *few, *settings, f"--output-dir={folder / name}-run")
-        done(CliRunner().invoke(main, ["reward", *options]))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("rlhf_eval.training_curves", lambda *args, **options: None)
+            done(CliRunner().invoke(main, ["reward", *options]))
         shutil.move(folder / f"{name}-run" / "final", folder / name)
     return folder
 

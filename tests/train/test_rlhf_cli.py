@@ -87,7 +87,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Whol
     model.save_pretrained(folder / "model")
     byte_tokenizer.save_pretrained(folder / "model")
     options = (f"--model={folder / 'model'}", f"--data={data}", *SMALL)
-    printed = done(CliRunner().invoke(main, ["rlhf", *options, f"--output-dir={folder / 'run'}"]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rlhf_eval.training_curves", lambda *args, **options: None)
+        printed = done(CliRunner().invoke(main, ["rlhf", *options, f"--output-dir={folder / 'run'}"]))
     return Whole(folder / "run", printed, options)
 
 
