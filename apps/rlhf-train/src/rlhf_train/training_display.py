@@ -1,4 +1,4 @@
-"""What a person sees of an offline training: what is done, one line each, progress, and the result."""
+"""What a person sees of a training: what is done, one line each, progress, and the result."""
 
 from __future__ import annotations
 

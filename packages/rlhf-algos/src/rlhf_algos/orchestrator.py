@@ -25,7 +25,9 @@ Stage = Literal["sft", "reward", "ppo"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 _FILES: dict[Stage, str] = {"sft": "sft.jsonl", "reward": "preference.jsonl", "ppo": "prompts.jsonl"}
 """What each stage's rows are called in a folder of data."""
-_CONFIG, _BASE, _EVALUATION = "config.json", "base", "evaluation.json"
+_CONFIG, _EVALUATION = "config.json", "evaluation.json"
+_BEFORE_TRAINING = (_CONFIG, "base", "before.json", "preflight.json")
+"""What a stage's folder holds before the first step."""
 _DATA_KEYS: dict[Stage, str] = {"sft": "sft_data", "reward": "preference_data", "ppo": "prompt_data"}
 
 
@@ -265,7 +267,7 @@ class RLHFOrchestrator:
         try:
             yield folder
         except UserError:
-            if all(path.name in (_CONFIG, _BASE) for path in folder.path.iterdir()):
+            if all(path.name in _BEFORE_TRAINING for path in folder.path.iterdir()):
                 remove_folder(folder.path)
             raise
 
