@@ -14,6 +14,8 @@ from rlhf_train.options import NEWEST
 
 ROOT = "outputs"
 _CONFIG = "config.json"
+_FILES = (_CONFIG, "before.json", "preflight.json")
+"""What is written before the first step."""
 _BASE = "base"
 _FLAG_OF = {"overrides": "--set"}
 
@@ -103,9 +105,10 @@ def checkpoint_to_evaluate(run: RunFolder) -> Path:
 
 def _remove_unstarted(folder: Path, *, keep: bool) -> None:
     """Remove a run folder that holds nothing but what it began with; a folder the user made stays, empty."""
-    if any(path.name not in (_CONFIG, _BASE) for path in folder.iterdir()):
+    if any(path.name not in (*_FILES, _BASE) for path in folder.iterdir()):
         return
-    (folder / _CONFIG).unlink(missing_ok=True)
+    for name in _FILES:
+        (folder / name).unlink(missing_ok=True)
     if (folder / _BASE).exists():
         shutil.rmtree(folder / _BASE)
     if not keep:

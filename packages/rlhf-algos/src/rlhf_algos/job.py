@@ -15,7 +15,8 @@ from rlhf_algos.demo import few_threads_for_a_small_model
 from rlhf_algos.job_data import Rows, build_sets, demonstrated, load_rows, with_skipped
 from rlhf_algos.job_models import check_machine, longest_sequence, start_model
 from rlhf_algos.methods import METHODS, Method
-from rlhf_algos.online_job import online_parts, tell_findings
+from rlhf_algos.online_job import PREFLIGHT, online_parts, tell_findings
+from rlhf_algos.processes import from_first_process
 from rlhf_algos.progress import check_best_metric
 from rlhf_algos.results import finish_run
 from rlhf_data import RunFolder, UserError, atomic_write_json
@@ -80,7 +81,8 @@ class TrainingJob(Job):
         with contextlib.closing(trainer):
             before = self._before(trainer)
             clock.lap("evaluation")
-            if self.method.online and not resume:
+            looked = from_first_process((self.run.path / PREFLIGHT).exists())
+            if self.method.online and not looked:
                 tell_findings(trainer, self.run)
                 clock.lap("preflight")
             last = trainer.train()

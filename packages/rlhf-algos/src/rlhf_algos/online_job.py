@@ -17,10 +17,10 @@ from rlhf_models.adapter_files import adapter_base, is_adapter
 from rlhf_models.ensemble import ENSEMBLE_FILE
 from rlhf_models.loading import check_weights, load_config
 
-__all__ = ["check_parts", "online_parts", "tell_findings"]
+__all__ = ["PREFLIGHT", "check_parts", "online_parts", "tell_findings"]
 
 _LOG = logging.getLogger(__name__)
-_PREFLIGHT = "preflight.json"
+PREFLIGHT = "preflight.json"
 _HOLDS_MODELS = ("model:", "constitutional:")
 """Lines that name models beside other things."""
 
@@ -97,4 +97,4 @@ def tell_findings(trainer: Any, run: RunFolder) -> None:
     for finding in findings:
         _LOG.warning("%s", finding.text)
     rows = [{"level": each.level, "name": each.name, "text": each.text} for each in findings]
-    atomic_write_json(run.path / _PREFLIGHT, rows)
+    atomic_write_json(run.path / PREFLIGHT, rows)

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_BOOK_KEEPING = ("step", "phase", "epoch", "num_tokens", "step_time")
+_BOOK_KEEPING = ("step", "phase", "epoch", "num_tokens", "step_time", "episode", "num_updates")
+_APART = ("eval_", "time/")
+"""What names begin with that get no curve among the steps' own."""
 _LAST = ("grad_norm", "learning_rate")
 _MARKED, _SMOOTHED = 50, 100
 """Fewer points are marked, more are smoothed."""
@@ -28,7 +30,7 @@ def metric_keys(metrics: Rows) -> list[str]:
         metrics: Rows of metrics.jsonl; counters, times and held-out values (`eval_...`) are left out.
     """
     logged = dict.fromkeys(key for row in metrics for key, value in row.items() if _is_number(value))
-    keys = [key for key in logged if key not in _BOOK_KEEPING and not key.startswith("eval_")]
+    keys = [key for key in logged if key not in _BOOK_KEEPING and not key.startswith(_APART)]
     return sorted(keys, key=lambda key: _LAST.index(key) + 1 if key in _LAST else 0)
 
 
