@@ -34,6 +34,7 @@ _TINY_ONLINE: Mapping[str, Any] = {
 }
 _TINY_PPO: Mapping[str, Any] = {
     **_TINY_ONLINE,
+    "learning_rate": 1e-3,
     "per_device_train_batch_size": 128,
     "num_generations": 4,
     "num_ppo_epochs": 2,
