@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["METHODS", "Method"]
 
 _TINY_ONLINE: Mapping[str, Any] = {
-    "learning_rate": 2e-3,
+    "learning_rate": 1e-3,
     "lr_scheduler_type": "constant",
     "adam_beta2": 0.95,
     "max_completion_length": 16,
@@ -34,7 +34,6 @@ _TINY_ONLINE: Mapping[str, Any] = {
 }
 _TINY_PPO: Mapping[str, Any] = {
     **_TINY_ONLINE,
-    "learning_rate": 1e-3,
     "per_device_train_batch_size": 128,
     "num_generations": 4,
     "num_ppo_epochs": 2,
