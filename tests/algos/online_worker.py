@@ -82,8 +82,10 @@ class Recorder(TransformersEngine):
 
     kept: dict[str, list[Any]]
 
-    def generate(self, prompts: Any, n: int, params: SamplingParams) -> list[list[Rollout]]:
-        drawn = super().generate(prompts, n, params)
+    def generate(
+        self, prompts: Any, n: int, params: SamplingParams, *, first: int = 0
+    ) -> list[list[Rollout]]:
+        drawn = super().generate(prompts, n, params, first=first)
         for prompt, group in zip(prompts, drawn, strict=True):
             key = json.dumps([params.seed, list(prompt)])
             self.kept[key] = [[r.completion_ids, r.logps, r.finish_reason] for r in group]
@@ -97,7 +99,9 @@ class Replay:
         self.kept, self.eos_token_ids = kept, [TOKENIZER.eos_token_id]
         self.updates = 0
 
-    def generate(self, prompts: Any, n: int, params: SamplingParams) -> list[list[Rollout]]:
+    def generate(
+        self, prompts: Any, n: int, params: SamplingParams, *, first: int = 0
+    ) -> list[list[Rollout]]:
         found = [self.kept[json.dumps([params.seed, list(prompt)])] for prompt in prompts]
         return [[Rollout(p, *row) for row in rows] for p, rows in zip(prompts, found, strict=True)]
 

@@ -43,7 +43,8 @@ def draw(params: SamplingParams, logits: torch.Tensor, prompts: list[tuple[int, 
     """What a sampler draws of given logits (P·n, V); every row's completion is [7, 8, 9][:step]."""
     n = len(logits) // len(prompts)
     sampler = Sampler(params, EOS, prompts, range(n), vocab_size=logits.shape[1], device=CPU)
-    return sampler.draw(lambda states: states, logits, step, lambda row: [7, 8, 9][:step])
+    drawn = sampler.draw(lambda states: states, logits, step, lambda row: [7, 8, 9][:step])
+    return drawn.tokens, drawn.logps
 
 
 @pytest.mark.parametrize(
@@ -92,9 +93,10 @@ def test_the_whole_order_equals_transformers() -> None:
     sampler = Sampler(params, EOS, [prompt], range(n), vocab_size=40, device=CPU)
     for step, token in enumerate((7, 8, 9)):  # the sampler sees what it drew itself
         forced = torch.full((n, 40), -100.0).index_fill(1, torch.tensor(token), 100.0)
-        tokens, _ = sampler.draw(lambda x: x, forced, step, lambda row: None)
+        tokens = sampler.draw(lambda x: x, forced, step, lambda row: None).tokens
         assert (tokens == token).all()
-    tokens, logps = sampler.draw(lambda states: states, logits, 3, lambda row: [7, 8, 9])
+    drawn = sampler.draw(lambda states: states, logits, 3, lambda row: [7, 8, 9])
+    tokens, logps = drawn.tokens, drawn.logps
     expected = invert(changed.expand(n, -1).log_softmax(-1), uniforms([prompt], range(n), params)[:, 3])
     assert torch.equal(tokens, expected)
     assert len(set(tokens.tolist())) > 3 and not set(tokens.tolist()) & set(EOS)

@@ -87,10 +87,12 @@ class ScriptedEngine:
         del model
         self.tokenizer = tokenizer
 
-    def generate(self, prompts: Sequence[list[int]], n: int, params: Any) -> list[list[Any]]:
+    def generate(
+        self, prompts: Sequence[list[int]], n: int, params: Any, *, first: int = 0
+    ) -> list[list[Any]]:
         """See `TransformersEngine.generate`; every token's log-probability is -0.5."""
         del params
-        return [[self._rollout(prompt, sample) for sample in range(n)] for prompt in prompts]
+        return [[self._rollout(prompt, sample) for sample in range(first, first + n)] for prompt in prompts]
 
     def _rollout(self, prompt: list[int], sample: int) -> Any:
         from rlhf_infer import Rollout

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.functional import pad
 
 from rlhf_data import TokenSequence, UserError, pack
-from rlhf_infer.kv import DecodeAttention, PrefillAttention, PromptCache
+from rlhf_infer.cohort import Cohort, Rows
+from rlhf_infer.kv import DecodeAttention, JoinedAttention, PrefillAttention, PromptCache
 from rlhf_infer.protocol import GenerationEngine as GenerationEngine
 from rlhf_infer.protocol import LogitsProcessor as LogitsProcessor
 from rlhf_infer.protocol import Rollout as Rollout
@@ -21,10 +21,7 @@ from rlhf_infer.sampling import Sampler
 from rlhf_infer.stops import StopTexts
 from rlhf_models.cpu_linear import rounding
 from rlhf_models.head import causal_lm, lm_logits
-from rlhf_models.logps import stream_forward
-
-_ALIVE = 0.75
-"""Share of unfinished rows at which the others leave: until then copying costs more than it saves."""
+from rlhf_models.logps import CHUNK_LOGITS, stream_forward
 
 
 class TransformersEngine:
@@ -81,7 +78,7 @@ class TransformersEngine:
     # inference_mode would mark what the model keeps of a forward pass, and training could not use it.
     @torch.no_grad()
     def generate(
-        self, prompts: Sequence[Sequence[int]], n: int, params: SamplingParams
+        self, prompts: Sequence[Sequence[int]], n: int, params: SamplingParams, *, first: int = 0
     ) -> list[list[Rollout]]:
         """Draw `n` completions of each prompt.
 
@@ -89,6 +86,7 @@ class TransformersEngine:
             prompts: token ids; equal prompts are computed once and get the same samples.
             n: samples per prompt, at least 1.
             params: see `SamplingParams`.
+            first: index of the first sample.
 
         Returns:
             One list of `n` rollouts per prompt, in the order of the prompts.
@@ -99,17 +97,21 @@ class TransformersEngine:
         """
         if n < 1:
             raise ValueError(f"n must be at least 1, got {n}")
-        self._check_lengths(prompts, params.max_new_tokens)
-        if params.stop and (self._stops is None or self._stops.texts != tuple(params.stop)):
-            self._stops = StopTexts(self.tokenizer, params.stop)
+        self.check_lengths(prompts, params.max_new_tokens)
+        samples = range(first, first + n)
         keys = [tuple(map(int, prompt)) for prompt in prompts]
         drawn: dict[tuple[int, ...], list[Rollout]] = {}
-        with _eval_mode(self.model):
+        with eval_mode(self.model):
             for part in self._parts(list(dict.fromkeys(keys)), n, params.max_new_tokens):
-                drawn |= zip(part, self._generate_part(part, n, params), strict=True)
+                drawn |= zip(part, self._generate_part(part, samples, params), strict=True)
         return [drawn[key] for key in keys]
 
-    def _check_lengths(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    def check_lengths(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+        """Refuse prompts that are empty, or do not fit the model's context with their completions.
+
+        Raises:
+            UserError: a prompt is one of these.
+        """
         limit = getattr(causal_lm(self.model).config.get_text_config(), "max_position_embeddings", None)
         for i, prompt in enumerate(prompts):
             if not len(prompt):
@@ -136,19 +138,78 @@ class TransformersEngine:
         return parts
 
     def _generate_part(
-        self, prompts: list[tuple[int, ...]], n: int, params: SamplingParams
+        self, prompts: list[tuple[int, ...]], samples: range, params: SamplingParams
     ) -> list[list[Rollout]]:
         """Prefill prompts and decode their samples, a single prompt's in several rounds if need be."""
-        cache, hidden = self._prefill(prompts)
-        most = (self.max_batch_tokens // len(prompts) - cache.longest) // params.max_new_tokens
+        prefilled = self._prefill(prompts)
+        n = len(samples)
+        most = (self.max_batch_tokens // len(prompts) - prefilled[0].longest) // params.max_new_tokens
         width = math.ceil(n / math.ceil(n / min(max(most, 1), n)))
         groups: list[list[Rollout]] = [[] for _ in prompts]
         for first in range(0, n, width):
-            samples = range(first, min(first + width, n))
-            rows = self._decode(_Rows(prompts, samples, params.max_new_tokens), cache, hidden, params)
-            for group, new in zip(groups, rows.rollouts(), strict=True):
+            cohort = self._cohort(prompts, samples[first : first + width], params, prefilled)
+            while not cohort.finished:
+                self.advance([cohort])
+            for group, new in zip(groups, cohort.rows.rollouts(), strict=True):
                 group += new
         return groups
+
+    @torch.no_grad()
+    def start(
+        self,
+        prompts: list[tuple[int, ...]],
+        samples: range,
+        params: SamplingParams,
+        *,
+        seeds: Sequence[int] | None = None,
+    ) -> Cohort:
+        """Compute prompts, whose samples `advance` then decodes; the model has to be in eval mode.
+
+        Args:
+            prompts: token ids that fit the model's context, also the same several times.
+            samples: indices of the samples.
+            params: how they are drawn.
+            seeds: one per prompt, instead of that of `params`.
+        """
+        return self._cohort(prompts, samples, params, self._prefill(prompts), seeds)
+
+    @torch.no_grad()
+    def advance(self, cohorts: Sequence[Cohort], *, row_sizes: Sequence[int] = ()) -> None:
+        """Draw a token for every row of cohorts that have not finished, and compute it in one pass.
+
+        Args:
+            cohorts: started by this engine, not finished.
+            row_sizes: sizes, ascending, that the pass is padded to, where many different ones would cost.
+        """
+        self._draw(cohorts)
+        going = [cohort for cohort in cohorts if not cohort.finished]
+        if not going:
+            return
+        sizes = [len(cohort.tokens) for cohort in going]
+        extra = next((size for size in row_sizes if size >= sum(sizes)), sum(sizes)) - sum(sizes)
+        if len(going) == 1 and not extra:
+            going[0].hidden = stream_forward(self.model, going[0].tokens, going[0].positions, going[0].plan)
+            return
+        tokens, positions = (
+            pad(torch.cat([getattr(cohort, name) for cohort in going]), (0, extra))
+            for name in ("tokens", "positions")
+        )
+        plan = JoinedAttention([cohort.plan for cohort in going], sizes)
+        hidden = stream_forward(self.model, tokens, positions, plan)
+        for cohort, part in zip(going, hidden[: sum(sizes)].split(sizes), strict=True):
+            cohort.hidden = part
+
+    def _draw(self, cohorts: Sequence[Cohort]) -> None:
+        """Draw the next tokens, from logits that are computed at once where they are not too many."""
+        sizes = [len(cohort.hidden) for cohort in cohorts]
+        vocabulary = causal_lm(self.model).config.get_text_config().vocab_size
+        if len(cohorts) == 1 or sum(sizes) * vocabulary > CHUNK_LOGITS:
+            for cohort in cohorts:
+                cohort.draw(self._head, cohort.hidden)
+            return
+        logits = self._head(torch.cat([cohort.hidden for cohort in cohorts])).split(sizes)
+        for cohort, part in zip(cohorts, logits, strict=True):
+            cohort.draw(lambda states: states, part)
 
     def _prefill(self, prompts: list[tuple[int, ...]]) -> tuple[PromptCache, torch.Tensor]:
         """Run the prompts as packed trees; their keys and values, and each one's last hidden state."""
@@ -163,126 +224,49 @@ class TransformersEngine:
             order.append(batch.sequence_ids)
         return cache, torch.cat(states)[torch.cat(order).argsort().to(lm.device)]
 
-    def _decode(self, rows: _Rows, cache: PromptCache, hidden: torch.Tensor, params: SamplingParams) -> _Rows:
-        """Draw tokens until every row has finished; `hidden` (P, hidden) are the prompts' last states."""
+    def _cohort(
+        self,
+        prompts: list[tuple[int, ...]],
+        samples: range,
+        params: SamplingParams,
+        prefilled: tuple[PromptCache, torch.Tensor],
+        seeds: Sequence[int] | None = None,
+    ) -> Cohort:
+        cache, hidden = prefilled
         sampler = Sampler(
             params,
             self.eos_token_ids,
-            rows.prompts,
-            rows.samples,
+            prompts,
+            samples,
             vocab_size=causal_lm(self.model).config.get_text_config().vocab_size,
             device=hidden.device,
+            seeds=seeds,
         )
-        attention = DecodeAttention(cache, len(rows.samples), params.max_new_tokens)
-        positions = cache.lengths.repeat_interleave(len(rows.samples))
-        hidden = hidden.repeat_interleave(len(rows.samples), 0)
-        for step in range(params.max_new_tokens):
-            tokens, logps = sampler.draw(self._head, hidden, step, rows.completion)
-            rows.add(tokens, logps)
-            self._finish(rows, params)
-            if not rows.alive.any():
-                break
-            if (places := rows.drop_finished()) is not None:
-                kept = torch.from_numpy(places).to(hidden.device)
-                tokens, positions = tokens[kept], positions[kept]
-                sampler.keep(kept)
-                attention.keep_rows(kept, rows.prompt)
-            hidden = stream_forward(self.model, tokens, positions + step, attention.at_step(step))
-        return rows
+        return Cohort(
+            Rows(prompts, samples, params.max_new_tokens),
+            sampler,
+            DecodeAttention(cache, len(samples), params.max_new_tokens),
+            lengths=cache.lengths,
+            hidden=hidden,
+            params=params,
+            ends=self.eos_token_ids,
+            stops=self._stop_texts(params),
+        )
+
+    def _stop_texts(self, params: SamplingParams) -> StopTexts | None:
+        """What finds the stop texts; the last one is kept, for it learns about tokens."""
+        if not params.stop:
+            return None
+        if self._stops is None or self._stops.texts != tuple(params.stop):
+            self._stops = StopTexts(self.tokenizer, params.stop)
+        return self._stops
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         return lm_logits(self.model, hidden)
 
-    def _finish(self, rows: _Rows, params: SamplingParams) -> None:
-        """Finish the rows whose newest token ends them."""
-        newest = rows.tokens[rows.place, rows.length - 1]
-        rows.finish(np.isin(newest, self.eos_token_ids), "stop")
-        if self._stops is not None and params.stop and rows.length >= params.min_new_tokens:
-            ends = np.zeros(len(rows.alive), dtype=bool)
-            for row in np.flatnonzero(rows.alive):
-                completion = rows.tokens[rows.place[row], : rows.length]
-                ends[row] = self._stops.end(rows.prompts[rows.prompt[row]], completion)
-            rows.finish(ends, "stop")
-        if rows.length == params.max_new_tokens:
-            rows.finish(np.ones(len(rows.alive), dtype=bool), "length")
-
-
-class _Rows:
-    """The completions of some samples of P prompts, while and after they are drawn.
-
-    `place` (B,), `prompt` (B,) and `alive` (B,) describe the rows of the batch, finished ones among them:
-    their place among all completions, their prompt's, and whether they are unfinished.
-
-    Args:
-        prompts: the P prompts.
-        samples: indices of the samples drawn of each.
-        max_new_tokens: T.
-    """
-
-    def __init__(self, prompts: list[tuple[int, ...]], samples: range, max_new_tokens: int) -> None:
-        count = len(prompts) * len(samples)
-        self.prompts, self.samples = prompts, samples
-        self.length = 0
-        self.tokens = np.zeros((count, max_new_tokens), dtype=np.int64)
-        self.place = np.arange(count)
-        self.prompt = np.repeat(np.arange(len(prompts)), len(samples))
-        self.alive = np.ones(count, dtype=bool)
-        self._logps = np.zeros((count, max_new_tokens), dtype=np.float32)
-        self._lengths = np.zeros(count, dtype=np.int64)
-        self._reasons: list[Literal["stop", "length"]] = ["length"] * count
-
-    def add(self, tokens: torch.Tensor, logps: torch.Tensor) -> None:
-        """Add a token to every row."""
-        self.tokens[self.place, self.length] = tokens.cpu().numpy()
-        self._logps[self.place, self.length] = logps.cpu().numpy()
-        self.length += 1
-
-    def completion(self, row: int) -> list[int] | None:
-        """The tokens of a row of the batch; None for a finished one."""
-        return self.tokens[self.place[row], : self.length].tolist() if self.alive[row] else None
-
-    def finish(self, ends: np.ndarray, reason: Literal["stop", "length"]) -> None:
-        """Finish the rows marked in `ends` (B,) that are unfinished."""
-        for place in self.place[ends & self.alive]:
-            self._lengths[place], self._reasons[place] = self.length, reason
-        self.alive &= ~ends
-
-    def drop_finished(self) -> np.ndarray | None:
-        """Take finished rows out of the batch if there are enough of them; at least one is unfinished.
-
-        The sizes that the batch then takes are the same however rows finish, so that few occur: some finished
-        rows may stay.
-
-        Returns:
-            The rows (B',) that stay, ascending; None if all do.
-        """
-        rows = len(self.alive)
-        while int(_ALIVE * rows) >= self.alive.sum():
-            rows = int(_ALIVE * rows)
-        if rows == len(self.alive):
-            return None
-        kept = np.sort(np.argsort(~self.alive, kind="stable")[:rows])
-        self.place, self.prompt, self.alive = self.place[kept], self.prompt[kept], self.alive[kept]
-        return kept
-
-    def rollouts(self) -> list[list[Rollout]]:
-        """The finished completions, those of a prompt together."""
-        drawn = [
-            Rollout(prompt, tokens[:length].tolist(), logps[:length].tolist(), reason)
-            for prompt, tokens, logps, length, reason in zip(
-                [prompt for prompt in self.prompts for _ in self.samples],
-                self.tokens,
-                self._logps,
-                self._lengths,
-                self._reasons,
-                strict=True,
-            )
-        ]
-        return [drawn[i : i + len(self.samples)] for i in range(0, len(drawn), len(self.samples))]
-
 
 @contextlib.contextmanager
-def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
+def eval_mode(model: torch.nn.Module) -> Iterator[None]:
     """The model in eval mode, and afterwards each of its parts in the mode it was in."""
     training = [module for module in model.modules() if module.training]
     for module in training:

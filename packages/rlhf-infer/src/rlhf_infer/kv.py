@@ -175,6 +175,36 @@ class DecodeAttention:
         return self._masks[window]
 
 
+class JoinedAttention:
+    """Attention of several plans, each over a part of the stream's tokens.
+
+    Args:
+        plans: what attends in each part.
+        sizes: tokens of each part; tokens behind the last part are padding, and get zeros.
+    """
+
+    def __init__(self, plans: Sequence[DecodeAttention], sizes: Sequence[int]) -> None:
+        self._plans = plans
+        self._slices = []
+        start = 0
+        for size in sizes:
+            self._slices.append(slice(start, start + size))
+            start += size
+        self._end = start
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        """See `rlhf_models.attention.AttentionPlan`."""
+        parts = [
+            plan.attend(layer, query[part], key[part], value[part], options)
+            for plan, part in zip(self._plans, self._slices, strict=True)
+        ]
+        if self._end < len(query):
+            parts.append(query.new_zeros(len(query) - self._end, *parts[0].shape[1:]))
+        return torch.cat(parts)
+
+
 def _mix(
     query: Tensor, key: Tensor, value: Tensor, softcap: float | None, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -35,6 +35,7 @@ class SamplingParams:
         min_new_tokens: so many tokens come before an end-of-sequence token, and stop texts do not end a
             completion that is shorter; at most `max_new_tokens`.
         logits_processors: called one after the other, for every row and token.
+        top_logprobs: so many of the likeliest tokens are reported beside each token drawn.
 
     Raises:
         UserError: a value outside its range.
@@ -50,6 +51,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     min_new_tokens: int = 0
     logits_processors: tuple[LogitsProcessor, ...] = ()
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         _check("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "at least 1")
@@ -63,6 +65,7 @@ class SamplingParams:
         _check("stop", self.stop, texts, "a tuple of texts, none of them empty")
         fits = 0 <= self.min_new_tokens <= self.max_new_tokens
         _check("min_new_tokens", self.min_new_tokens, fits, f"from 0 to max_new_tokens={self.max_new_tokens}")
+        _check("top_logprobs", self.top_logprobs, self.top_logprobs >= 0, "at least 0 (which reports none)")
 
 
 def _check(name: str, value: object, holds: bool, expected: str) -> None:
@@ -81,12 +84,15 @@ class Rollout:
             at the sampling temperature (at 1 when greedy), whatever penalties, processors and truncation did
             to the distribution it was drawn from: what a trainer computes for the same tokens.
         finish_reason: `stop` at an end-of-sequence token or a stop text, `length` at `max_new_tokens`.
+        top_logps: for each completion token the likeliest tokens and their log-probs, likeliest first, as
+            many as `SamplingParams.top_logprobs`; None where none were asked for.
     """
 
     prompt_ids: Sequence[int]
     completion_ids: list[int]
     logps: list[float]
     finish_reason: Literal["stop", "length"]
+    top_logps: list[list[tuple[int, float]]] | None = None
 
 
 class GenerationEngine(Protocol):
@@ -96,9 +102,12 @@ class GenerationEngine(Protocol):
     """The tokens that end a completion."""
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], n: int, params: SamplingParams
+        self, prompts: Sequence[Sequence[int]], n: int, params: SamplingParams, *, first: int = 0
     ) -> list[list[Rollout]]:
-        """Draw `n` completions of each prompt (token ids): `n` rollouts per prompt, in their order."""
+        """Draw `n` completions of each prompt (token ids): `n` rollouts per prompt, in their order.
+
+        They are the samples `first` to `first + n - 1`: four and then four more are those of eight at once.
+        """
         ...
 
     def update_weights(self, model: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,6 +18,23 @@ _NUCLEUS = 256
 """Tokens that are sorted for top-p at first; more only where they have too little probability."""
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """The next tokens of B rows.
+
+    Args:
+        tokens: (B,).
+        logps: (B,) their log-probs, as `Rollout.logps` describes them.
+        top_tokens: (B, K) the likeliest tokens, likeliest first; None where none were asked for.
+        top_logps: (B, K) their log-probs.
+    """
+
+    tokens: Tensor
+    logps: Tensor
+    top_tokens: Tensor | None = None
+    top_logps: Tensor | None = None
+
+
 class Sampler:
     """Draws the next tokens of B rows by inverting cumulative distributions.
 
@@ -27,6 +45,7 @@ class Sampler:
         samples: indices of the samples drawn of each prompt; row p·len(samples) + i is sample samples[i].
         vocab_size: V.
         device: of the logits.
+        seeds: one per prompt; None for `params.seed`.
     """
 
     def __init__(
@@ -38,11 +57,14 @@ class Sampler:
         *,
         vocab_size: int,
         device: torch.device,
+        seeds: Sequence[int] | None = None,
     ) -> None:
         self._params = params
         self._eos = torch.tensor([e for e in eos_token_ids if e < vocab_size], device=device)
         self._rows_per_chunk = max(1, CHUNK_LOGITS // vocab_size)
-        self._uniforms = None if params.temperature == 0 else uniforms(prompts, samples, params).to(device)
+        self._uniforms: Tensor | None = None
+        if params.temperature > 0:
+            self._uniforms = uniforms(prompts, samples, params, seeds).to(device)
         self._seen: Tensor | None = None
         if params.repetition_penalty != 1:
             seen = torch.zeros(len(prompts), vocab_size, dtype=torch.bool)
@@ -61,8 +83,8 @@ class Sampler:
         hidden: Tensor,
         step: int,
         completions: Callable[[int], list[int] | None],
-    ) -> tuple[Tensor, Tensor]:
-        """Next tokens (B,) and their log-probs (B,), as `Rollout.logps` describes them.
+    ) -> Drawn:
+        """The next token of every row.
 
         Args:
             head: maps states to fp32 logits (*, V).
@@ -79,14 +101,14 @@ class Sampler:
                 range(0, len(hidden), self._rows_per_chunk), hidden.split(self._rows_per_chunk), strict=True
             )
         ]
-        tokens, logps = drawn[0] if len(drawn) == 1 else (torch.cat(x) for x in zip(*drawn, strict=True))
+        found = Drawn(*(drawn[0] if len(drawn) == 1 else map(torch.cat, zip(*drawn, strict=True))))
         if self._seen is not None:
-            self._seen.scatter_(1, tokens[:, None], True)
-        return tokens, logps
+            self._seen.scatter_(1, found.tokens[:, None], True)
+        return found
 
     def _draw_chunk(
         self, logits: Tensor, rows: slice, step: int, completions: Callable[[int], list[int] | None]
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         params, greedy = self._params, self._params.temperature == 0
         temperature = 1.0 if greedy else params.temperature
         logps = (logits if temperature == 1 else logits / temperature).log_softmax(-1)
@@ -98,7 +120,11 @@ class Sampler:
             if processed is not logits or params.top_k or params.top_p < 1 or params.min_p:
                 wanted = truncated(processed / temperature, params).log_softmax(-1)
             tokens = invert(wanted, self._uniforms[rows, step])
-        return tokens, logps.gather(-1, tokens[:, None])[:, 0]
+        chosen = tokens, logps.gather(-1, tokens[:, None])[:, 0]
+        if not params.top_logprobs:
+            return chosen
+        likeliest = logps.topk(min(params.top_logprobs, logps.shape[-1]), -1)
+        return *chosen, likeliest.indices, likeliest.values
 
     def _processed(
         self, logits: Tensor, rows: slice, step: int, completions: Callable[[int], list[int] | None]
@@ -168,14 +194,19 @@ def invert(logps: Tensor, uniforms: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, draw, right=True)[:, 0].clamp_(max=logps.shape[-1] - 1)
 
 
-def uniforms(prompts: Sequence[tuple[int, ...]], samples: range, params: SamplingParams) -> Tensor:
+def uniforms(
+    prompts: Sequence[tuple[int, ...]],
+    samples: range,
+    params: SamplingParams,
+    seeds: Sequence[int] | None = None,
+) -> Tensor:
     """(P·n, T) float64 in [0, 1): a hash of (seed, prompt, sample, position), whatever else is in the batch.
 
     SplitMix64 (Steele et al. 2014, https://doi.org/10.1145/2714064.2660195) over a BLAKE2 key per sample.
     """
     keys = []
-    for prompt in prompts:
-        start = hashlib.blake2b(f"({params.seed}, {prompt!r}, ".encode(), digest_size=8)
+    for prompt, seed in zip(prompts, seeds or [params.seed] * len(prompts), strict=True):
+        start = hashlib.blake2b(f"({seed}, {prompt!r}, ".encode(), digest_size=8)
         for sample in samples:
             key = start.copy()
             key.update(f"{sample})".encode())

@@ -23,6 +23,7 @@ from rlhf_infer.vllm_settings import (
     end_token_ids,
     request_fields,
     require_vllm,
+    rollout_from,
     sample_seeds,
     stopped_at_least_length,
 )
@@ -87,7 +88,7 @@ class VLLMEngine:
         self.max_model_len: int = self._llm.llm_engine.model_config.max_model_len
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], n: int, params: SamplingParams
+        self, prompts: Sequence[Sequence[int]], n: int, params: SamplingParams, *, first: int = 0
     ) -> list[list[Rollout]]:
         """Draw `n` completions of each prompt; see `GenerationEngine`.
 
@@ -103,7 +104,7 @@ class VLLMEngine:
         if not prompts:
             return []
         distinct = list(dict.fromkeys(tuple(int(token) for token in prompt) for prompt in prompts))
-        seeds = sample_seeds(params, distinct, n)
+        seeds = sample_seeds(params, distinct, n, first)
         each = len(seeds) // len(distinct)
         fields = request_fields(params, self.eos_token_ids) | {"detokenize": bool(params.stop)}
         watch = StallWatch(self._progress, self.timeout_s)
@@ -116,7 +117,9 @@ class VLLMEngine:
             )
         drawn = {
             prompt: [
-                stopped_at_least_length(_rollout(prompt, output.outputs[0]), params, self._tokenizer)
+                stopped_at_least_length(
+                    rollout_from(prompt, output.outputs[0], params.top_logprobs), params, self._tokenizer
+                )
                 for output in outputs[i * each : (i + 1) * each]
             ]
             for i, prompt in enumerate(distinct)
@@ -229,12 +232,3 @@ def _random_state_kept() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-
-
-def _rollout(prompt: tuple[int, ...], output: Any) -> Rollout:
-    """A rollout of vLLM's output for one sample."""
-    tokens = list(output.token_ids)
-    logps = [entry[token].logprob for token, entry in zip(tokens, output.logprobs, strict=True)]
-    if output.finish_reason not in ("stop", "length"):
-        raise RuntimeError(f"vLLM ended a completion for the reason {output.finish_reason!r}")
-    return Rollout(prompt, tokens, logps, output.finish_reason)

@@ -113,7 +113,7 @@ class VLLMServerEngine:
         self._name = weights_name
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], n: int, params: SamplingParams
+        self, prompts: Sequence[Sequence[int]], n: int, params: SamplingParams, *, first: int = 0
     ) -> list[list[Rollout]]:
         """Draw `n` completions of each prompt; see `GenerationEngine` and `VLLMEngine.generate`.
 
@@ -121,10 +121,15 @@ class VLLMServerEngine:
             UserError: the request cannot be met, or the server is lost and cannot be started again.
         """
         check_requests(prompts, params, self.max_model_len)
+        if params.top_logprobs:
+            raise UserError(
+                "a vLLM server names the likeliest tokens by their texts, not by their ids; set top_logprobs "
+                "to 0, or use vLLM in process"
+            )
         distinct = list(dict.fromkeys(tuple(int(token) for token in prompt) for prompt in prompts))
         if not distinct:
             return []
-        seeds = sample_seeds(params, distinct, n)
+        seeds = sample_seeds(params, distinct, n, first)
         each = len(seeds) // len(distinct)
         fields = request_fields(params, self.eos_token_ids) | {"return_token_ids": True, "model": self._model}
         bodies = [fields | {"prompt": distinct[i // each]} | seed for i, seed in enumerate(seeds)]

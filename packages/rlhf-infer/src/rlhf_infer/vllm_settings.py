@@ -141,7 +141,7 @@ def request_fields(params: SamplingParams, eos_token_ids: Sequence[int]) -> dict
         "spaces_between_special_tokens": False,
         "ignore_eos": True,  # the ids say it all, whatever vLLM's own tokenizer takes for the end
         "stop_token_ids": list(eos_token_ids),
-        "logprobs": 0,
+        "logprobs": params.top_logprobs,
     }
 
 
@@ -151,11 +151,14 @@ def sample_seed(seed: int, prompt: Sequence[int], sample: int) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
 
-def sample_seeds(params: SamplingParams, prompts: Sequence[tuple[int, ...]], n: int) -> list[dict[str, int]]:
+def sample_seeds(
+    params: SamplingParams, prompts: Sequence[tuple[int, ...]], n: int, first: int = 0
+) -> list[dict[str, int]]:
     """What the P·n requests add to `request_fields`, samples of a prompt together; nothing when greedy."""
     if params.temperature == 0:
         return [{} for _ in prompts]
-    return [{"seed": sample_seed(params.seed, prompt, k)} for prompt in prompts for k in range(n)]
+    samples = range(first, first + n)
+    return [{"seed": sample_seed(params.seed, prompt, k)} for prompt in prompts for k in samples]
 
 
 def stopped_at_least_length(rollout: Rollout, params: SamplingParams, tokenizer: Any) -> Rollout:
@@ -166,7 +169,29 @@ def stopped_at_least_length(rollout: Rollout, params: SamplingParams, tokenizer:
     ids = rollout.completion_ids[:length]
     if not StopTexts(tokenizer, params.stop).end(rollout.prompt_ids, ids):
         return rollout
-    return Rollout(rollout.prompt_ids, ids, rollout.logps[:length], "stop")
+    tops = None if rollout.top_logps is None else rollout.top_logps[:length]
+    return Rollout(rollout.prompt_ids, ids, rollout.logps[:length], "stop", tops)
+
+
+def rollout_from(prompt: Sequence[int], output: Any, top_logprobs: int = 0) -> Rollout:
+    """A rollout of vLLM's output for one sample (`CompletionOutput`).
+
+    Raises:
+        RuntimeError: vLLM ended it for another reason than an end or its length.
+    """
+    tokens = list(output.token_ids)
+    logps = [entry[token].logprob for token, entry in zip(tokens, output.logprobs, strict=True)]
+    if output.finish_reason not in ("stop", "length"):
+        raise RuntimeError(f"vLLM ended a completion for the reason {output.finish_reason!r}")
+    tops = None
+    if top_logprobs:
+        tops = [
+            sorted(((token, each.logprob) for token, each in entry.items()), key=lambda pair: -pair[1])[
+                :top_logprobs
+            ]
+            for entry in output.logprobs
+        ]
+    return Rollout(prompt, tokens, logps, output.finish_reason, tops)
 
 
 def returned_logps_are_exact(mode: str, params: SamplingParams) -> bool:

@@ -46,8 +46,11 @@ class ExactSampler:
         logps = scaled.log_softmax(-1)
         output = self._sampler(logits, *args, **kwargs)
         if output.logprobs_tensors is not None:
-            tokens = output.sampled_token_ids.long()
-            output.logprobs_tensors.logprobs[:, :1] = logps.gather(-1, tokens)
+            values = output.logprobs_tensors.logprobs
+            values[:, :1] = logps.gather(-1, output.sampled_token_ids.long())
+            if values.shape[1] > 1:  # the likeliest tokens
+                likeliest = output.logprobs_tensors.logprob_token_ids[:, 1:].long()
+                values[:, 1:] = logps.gather(-1, likeliest)
         return output
 
     def _temperatures(self, batch: Any) -> Any:

@@ -101,6 +101,11 @@ class RewardFunctions:
         self.weights: tuple[float, ...] = tuple(w for source in self._sources for w in source.weights)
         """Weights of the rows."""
 
+    @property
+    def functions(self) -> tuple[RewardFunction, ...]:
+        """The functions that are called."""
+        return tuple(source.function for source in self._sources)
+
     def __call__(
         self,
         prompts: Sequence[Text],

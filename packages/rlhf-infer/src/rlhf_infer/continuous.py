@@ -1,0 +1,234 @@
+"""Requests that come and go while others are being generated, with transformers models."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+
+from rlhf_infer.cohort import Cohort
+from rlhf_infer.engine import TransformersEngine, eval_mode
+from rlhf_infer.protocol import Rollout, SamplingParams
+
+_LOG = logging.getLogger(__name__)
+
+OnToken = Callable[[int, int, float], None]
+"""Told of each token as it comes: the sample's index, the token and its log-prob."""
+
+ROW_SIZES = (*range(1, 9), *range(16, 65, 8), *range(96, 257, 32), *range(320, 1025, 64))
+"""Rows that a forward pass is padded to: each shape costs memory for ever, so that few shall occur."""
+
+
+@dataclass(eq=False)
+class _Request:
+    """Samples of one prompt that somebody waits for."""
+
+    prompt: tuple[int, ...]
+    samples: range
+    params: SamplingParams
+    on_token: OnToken | None
+    result: Future[list[Rollout]] = field(default_factory=Future)
+
+    @property
+    def kind(self) -> tuple[range, SamplingParams]:
+        """What requests must share to be decoded in one cohort; each has a seed of its own."""
+        return self.samples, replace(self.params, seed=0)
+
+
+@dataclass(eq=False)
+class _Running:
+    """A cohort and the requests in it; None for one that was answered or given up."""
+
+    cohort: Cohort
+    requests: list[_Request | None]
+    tokens: int
+
+
+class ContinuousBatcher:
+    """Generates for many callers at a time; each pass decodes whatever is there, requests join at any token.
+
+    A request's samples are those of `TransformersEngine.generate` with the same arguments, up to rounding: a
+    token may differ where two are equally likely.
+
+    Requests start in the order in which they came, as soon as their keys and values fit into the engine's
+    `max_batch_tokens`. A thread of its own does the work; the model must not be used otherwise.
+
+    Args:
+        engine: its model stays in eval mode.
+    """
+
+    def __init__(self, engine: TransformersEngine) -> None:
+        self.engine = engine
+        self._waiting: deque[_Request] = deque()
+        self._running: list[_Running] = []
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="rlhf-generation", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        n: int,
+        params: SamplingParams,
+        *,
+        first: int = 0,
+        on_token: OnToken | None = None,
+    ) -> Future[list[Rollout]]:
+        """Ask for `n` samples of a prompt.
+
+        Args:
+            prompt: token ids.
+            n: samples, at least 1.
+            params: how they are drawn.
+            first: index of the first sample.
+            on_token: called from the batcher's thread; it must be quick.
+
+        Returns:
+            The rollouts, as soon as all have finished. Cancelling it ends the samples at the next token.
+
+        Raises:
+            UserError: the prompt is empty or, with its completions, longer than the model's context.
+            RuntimeError: the batcher is closed.
+        """
+        if n < 1:
+            raise ValueError(f"n must be at least 1, got {n}")
+        self.engine.check_lengths([prompt], params.max_new_tokens)
+        request = _Request(tuple(map(int, prompt)), range(first, first + n), params, on_token)
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("the batcher is closed")
+            self._waiting.append(request)
+            self._changed.notify()
+        return request.result
+
+    @property
+    def running(self) -> int:
+        """Requests that are being generated."""
+        return sum(request is not None for each in list(self._running) for request in each.requests)
+
+    def close(self) -> None:
+        """Give up what is not finished, and end the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with eval_mode(self.engine.model):
+            while self._wait():
+                try:
+                    self._admit()
+                    self._step()
+                except Exception as error:  # whoever waits is told; others may still be served
+                    _LOG.exception("generation failed")
+                    self._give_up(error)
+        with self._changed:
+            self._give_up(RuntimeError("the batcher was closed"))
+
+    def _wait(self) -> bool:
+        """Wait until there is something to do; False when the batcher is closed."""
+        with self._changed:
+            while not (self._closed or self._waiting or self._running):
+                self._changed.wait()
+            return not self._closed
+
+    def _admit(self) -> None:
+        """Start the requests that fit; neighbours of one kind become one cohort."""
+        while batch := self._next_batch():
+            samples, params = batch[0].kind
+            try:
+                cohort = self.engine.start(
+                    [request.prompt for request in batch],
+                    samples,
+                    params,
+                    seeds=[request.params.seed for request in batch],
+                )
+            except Exception as error:
+                _LOG.exception("a prompt could not be computed")
+                for request in batch:
+                    _fail(request, error)
+                continue
+            self._running.append(_Running(cohort, list(batch), self._size(batch)))
+
+    def _next_batch(self) -> list[_Request]:
+        """The requests at the head of the queue that can start together now."""
+        batch: list[_Request] = []
+        held = sum(each.tokens for each in self._running)
+        with self._changed:
+            while self._waiting:
+                request = self._waiting[0]
+                if request.result.cancelled():
+                    self._waiting.popleft()
+                    continue
+                if batch and request.kind != batch[0].kind:
+                    break
+                busy = bool(batch or self._running)
+                if busy and held + self._size([*batch, request]) > self.engine.max_batch_tokens:
+                    break
+                batch.append(self._waiting.popleft())
+        return batch
+
+    @staticmethod
+    def _size(batch: Sequence[_Request]) -> int:
+        """Tokens whose keys and values a cohort allocates."""
+        each = len(batch[0].samples) * batch[0].params.max_new_tokens
+        return len(batch) * (max(len(request.prompt) for request in batch) + each)
+
+    def _step(self) -> None:
+        """Drop what nobody waits for, decode one token of everything else, answer what has finished."""
+        for each in self._running:
+            for prompt, request in enumerate(each.requests):
+                if request is not None and request.result.cancelled():
+                    each.cohort.cancel(prompt)
+                    each.requests[prompt] = None
+        self._running = [each for each in self._running if not each.cohort.finished]
+        if not self._running:
+            return
+        told = [(each, each.cohort.rows.live()) for each in self._running if _is_followed(each)]
+        self.engine.advance([each.cohort for each in self._running], row_sizes=ROW_SIZES)
+        for each, places in told:
+            _tell(each, places)
+        for each in self._running:
+            self._answer(each)
+        self._running = [each for each in self._running if not each.cohort.finished]
+
+    @staticmethod
+    def _answer(each: _Running) -> None:
+        """Hand over the completions of the requests whose samples have all finished."""
+        unfinished = set(each.cohort.rows.prompt[each.cohort.rows.alive].tolist())
+        for prompt, request in enumerate(each.requests):
+            if request is not None and prompt not in unfinished:
+                each.requests[prompt] = None
+                if request.result.set_running_or_notify_cancel():
+                    request.result.set_result(each.cohort.rows.rollouts_of(prompt))
+
+    def _give_up(self, error: Exception) -> None:
+        """Fail all that is running; all that waits too once the batcher is closed."""
+        running, self._running = self._running, []
+        waiting = list(self._waiting) if self._closed else []
+        for request in [*(r for each in running for r in each.requests if r is not None), *waiting]:
+            _fail(request, error)
+
+
+def _fail(request: _Request, error: Exception) -> None:
+    if request.result.set_running_or_notify_cancel():
+        request.result.set_exception(error)
+
+
+def _is_followed(each: _Running) -> bool:
+    return any(request is not None and request.on_token is not None for request in each.requests)
+
+
+def _tell(each: _Running, places: Sequence[int]) -> None:
+    """Tell those who follow of the newest token of the completions that got one."""
+    rows = each.cohort.rows
+    for place in places:
+        request = each.requests[place // len(rows.samples)]
+        if request is not None and request.on_token is not None:
+            sample = rows.samples[place % len(rows.samples)]
+            newest = rows.length - 1
+            request.on_token(sample, int(rows.tokens[place, newest]), float(rows.logps[place, newest]))

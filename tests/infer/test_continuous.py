@@ -1,0 +1,173 @@
+"""Requests that join and leave while others are generated."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_data import UserError
+from rlhf_infer import ContinuousBatcher, SamplingParams, TransformersEngine
+from rlhf_infer.cohort import Cohort
+from rlhf_models.tiny import TINY_ARCHITECTURES, tiny_model
+
+
+class _Tokenizer:
+    eos_token_id = 2
+
+    @staticmethod
+    def decode(ids: list[int], **options: Any) -> str:
+        del options
+        return "".join(chr(97 + i % 26) for i in ids)
+
+
+def lively(name: str = "llama", **fields: Any) -> Any:
+    """A model whose logits are far from even."""
+    model = tiny_model(name, **fields)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4.0)
+    return model
+
+
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [5, 6, 7, 20], [30, 31], [5, 6, 7, 8, 9, 10, 11]]
+
+
+@pytest.mark.parametrize("name", TINY_ARCHITECTURES)
+def test_requests_together_get_what_each_gets_alone(name: str) -> None:
+    engine = TransformersEngine(lively(name), _Tokenizer())
+    asked = [
+        (PROMPTS[0], 3, SamplingParams(12, seed=1)),
+        (PROMPTS[1], 3, SamplingParams(12, seed=2)),  # joins the first one's cohort, with a seed of its own
+        (PROMPTS[2], 2, SamplingParams(5, temperature=0.5, top_p=0.8, stop=("qq", "a"), seed=3)),
+        (PROMPTS[3], 3, SamplingParams(12, seed=9)),  # the first prompt again
+        (PROMPTS[0], 1, SamplingParams(20, temperature=0, repetition_penalty=1.3)),
+    ]
+    expected = [engine.generate([prompt], n, params)[0] for prompt, n, params in asked]
+    batcher = ContinuousBatcher(engine)
+    found = [batcher.submit(prompt, n, params) for prompt, n, params in asked]
+    for own, future in zip(expected, found, strict=True):
+        drawn = future.result()
+        assert [r.completion_ids for r in drawn] == [r.completion_ids for r in own]
+        assert [r.finish_reason for r in drawn] == [r.finish_reason for r in own]
+        for mine, alone in zip(drawn, own, strict=True):
+            assert mine.logps == pytest.approx(alone.logps, abs=1e-5)
+    batcher.close()
+
+
+def test_a_request_joins_while_another_is_generated() -> None:
+    engine = TransformersEngine(lively(max_position_embeddings=512), _Tokenizer())
+    engine.eos_token_ids = [10**6]
+    expected = [engine.generate([PROMPTS[1]], 2, SamplingParams(n, seed=4))[0] for n in (300, 10)]
+    batcher, started = ContinuousBatcher(engine), threading.Event()
+    tokens: list[tuple[int, int]] = []
+
+    def follow(sample: int, token: int, logp: float) -> None:
+        assert logp < 0
+        tokens.append((sample, token))
+        started.set()
+
+    long = batcher.submit(PROMPTS[1], 2, SamplingParams(300, seed=4), on_token=follow)
+    started.wait()
+    short = batcher.submit(PROMPTS[1], 2, SamplingParams(10, seed=4))
+    assert [r.completion_ids for r in short.result()] == [r.completion_ids for r in expected[1]]
+    assert not long.done()
+    assert [r.completion_ids for r in long.result()] == [r.completion_ids for r in expected[0]]
+    for sample, own in enumerate(expected[0]):
+        assert [token for index, token in tokens if index == sample] == own.completion_ids
+    batcher.close()
+
+
+def test_what_nobody_waits_for_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = TransformersEngine(lively(max_position_embeddings=4096), _Tokenizer())
+    engine.eos_token_ids = [10**6]
+    cancelled: list[int] = []
+    cancel = Cohort.cancel
+    monkeypatch.setattr(Cohort, "cancel", lambda self, p: (cancelled.append(p), cancel(self, p))[1])
+    batcher, started = ContinuousBatcher(engine), threading.Event()
+    params = SamplingParams(4000)
+    first = batcher.submit(PROMPTS[0], 2, params, on_token=lambda *_: started.set())
+    started.wait()
+    waiting = batcher.submit(PROMPTS[0], 2, SamplingParams(4001))
+    assert waiting.cancel() and first.cancel()
+    after = batcher.submit(PROMPTS[2], 1, SamplingParams(3, seed=1)).result()
+    assert after == engine.generate([PROMPTS[2]], 1, SamplingParams(3, seed=1))[0]
+    assert cancelled and batcher.running == 0
+    batcher.close()
+
+
+def test_requests_wait_until_their_keys_and_values_fit() -> None:
+    engine = TransformersEngine(lively(max_position_embeddings=512), _Tokenizer(), max_batch_tokens=500)
+    engine.eos_token_ids = [10**6]
+    batcher, started = ContinuousBatcher(engine), threading.Event()
+    first = batcher.submit(PROMPTS[0], 1, SamplingParams(300), on_token=lambda *_: started.set())
+    started.wait()
+    # 7 + 300 tokens are held; 7 + 200 more do not fit, and a request alone always does.
+    second = batcher.submit(PROMPTS[0], 1, SamplingParams(200))
+    second.result()
+    assert first.done()
+    assert len(batcher.submit(PROMPTS[0], 4, SamplingParams(200)).result()) == 4
+    batcher.close()
+
+
+def test_one_request_that_fails_fails_alone() -> None:
+    engine = TransformersEngine(lively(), _Tokenizer())
+    batcher = ContinuousBatcher(engine)
+    with pytest.raises(UserError, match="more than the model's context"):
+        batcher.submit(PROMPTS[0], 1, SamplingParams(100_000))
+    with pytest.raises(UserError, match="has no tokens"):
+        batcher.submit([], 1, SamplingParams(3))
+    with pytest.raises(ValueError, match="at least 1"):
+        batcher.submit(PROMPTS[0], 0, SamplingParams(3))
+    wrong = batcher.submit([5, 10**6], 1, SamplingParams(3))  # no such token
+    assert isinstance(wrong.exception(), IndexError)
+    assert len(batcher.submit(PROMPTS[0], 1, SamplingParams(3)).result()) == 1
+    batcher.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        batcher.submit(PROMPTS[0], 1, SamplingParams(3))
+
+
+def test_closing_gives_up_what_runs() -> None:
+    engine = TransformersEngine(lively(max_position_embeddings=4096), _Tokenizer())
+    engine.eos_token_ids = [10**6]
+    batcher, started = ContinuousBatcher(engine), threading.Event()
+    running = batcher.submit(PROMPTS[0], 2, SamplingParams(4000), on_token=lambda *_: started.set())
+    started.wait()
+    waiting = batcher.submit(PROMPTS[0], 2, SamplingParams(4001))
+    batcher.close()
+    for future in (running, waiting):
+        with pytest.raises(RuntimeError, match="closed"):
+            future.result()
+
+
+def test_later_samples_are_those_of_one_draw() -> None:
+    engine = TransformersEngine(lively(), _Tokenizer())
+    params = SamplingParams(10, seed=5)
+    [together] = engine.generate([PROMPTS[0]], 8, params)
+    parts = [
+        engine.generate([PROMPTS[0]], n, params, first=first)[0] for first, n in ((0, 3), (3, 4), (7, 1))
+    ]
+    found = [rollout for part in parts for rollout in part]
+    assert [r.completion_ids for r in found] == [r.completion_ids for r in together]
+    assert len({tuple(r.completion_ids) for r in found}) > 1
+
+
+def test_likeliest_tokens_are_reported_beside_those_drawn() -> None:
+    model = lively()
+    engine = TransformersEngine(model, _Tokenizer())
+    prompt = PROMPTS[0]
+    [[rollout]] = engine.generate([prompt], 1, SamplingParams(6, temperature=0.7, seed=2, top_logprobs=4))
+    ids = torch.tensor([[*prompt, *rollout.completion_ids]])
+    with torch.no_grad():
+        logps = (model(ids).logits[0, len(prompt) - 1 : -1].float() / 0.7).log_softmax(-1)
+    expected = logps.topk(4)
+    assert rollout.top_logps is not None and len(rollout.top_logps) == len(rollout.completion_ids)
+    for step, tops in enumerate(rollout.top_logps):
+        assert [token for token, _ in tops] == expected.indices[step].tolist()
+        assert [value for _, value in tops] == pytest.approx(expected.values[step].tolist(), abs=1e-4)
+    assert engine.generate([prompt], 1, SamplingParams(6))[0][0].top_logps is None
+    with pytest.raises(UserError, match="top_logprobs must be at least 0"):
+        SamplingParams(6, top_logprobs=-1)
