@@ -104,6 +104,31 @@ def test_ratios_are_void_where_losses_differ(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
+def test_learning_curves(tmp_path: Path) -> None:
+    output, figure = tmp_path / "result.json", tmp_path / "curves.png"
+    arguments = ["--quick", "--seeds", "1", "--output", str(output), "--figure", str(figure)]
+    [result] = run_json("online_learning.py", *arguments)
+    assert result == json.loads(output.read_text()) and figure.read_bytes()[:4] == b"\x89PNG"
+    found = [(run["task"], run["method"], len(run["rewards"])) for run in result["runs"]]
+    assert found == [(task, method, 2) for task in ("story", "arithmetic") for method in ("grpo", "ppo")]
+    assert all(0 <= run["start"] <= 1 and 0 <= run["end"] <= 1 for run in result["runs"])
+
+
+@pytest.mark.slow
+def test_a_server_under_load(tmp_path: Path) -> None:
+    output = tmp_path / "result.json"
+    [result] = run_json("serve.py", "--quick", "--output", str(output))
+    assert result == json.loads(output.read_text())
+    [found] = result["backends"]
+    assert found["throughput"]["share_of_alone"] > 0
+    assert set(found["soak"]["statuses"]) == {"200"} and len(found["soak"]["memory_mb"]) > 1
+    overload = found["overload"]
+    # 4 run and 8 wait at the least; those that come while others finish may be taken too
+    assert 12 <= overload["statuses"]["200"] < 80 and overload["statuses"]["429"] > 0
+    assert sum(overload["statuses"].values()) == overload["requests"] == 80 and overload["served_after"]
+
+
+@pytest.mark.slow
 def test_both_sides_of_grpo_do_the_same(tmp_path: Path) -> None:
     output, page, picture = tmp_path / "result.json", tmp_path / "page.md", tmp_path / "curve.png"
     page.write_text("before\n<!-- grpo_vs_trl -->\nold\n<!-- end -->\nafter\n")

@@ -6,10 +6,18 @@ import importlib
 from typing import Any
 
 _MODULES = {
+    "adaptive": ("AdaptiveComputeAllocator",),
+    "best_of_n": ("BestOfNSampler",),
+    "candidates": ("Candidate", "SamplingCost", "Selected", "Selection", "select"),
+    "continuous": ("ContinuousBatcher",),
     "engine": ("TransformersEngine",),
+    "ensemble_policy": ("EnsemblePolicy",),
     "judges": ("Judge", "PromptedJudge", "RuleJudge", "verdict_rule"),
+    "predictive": ("ScorePopulation",),
     "protocol": ("GenerationEngine", "LogitsProcessor", "Rollout", "SamplingParams"),
     "rewards": ("ConstitutionalRewardWrapper", "RewardFunctionFactory", "RewardFunctions", "RewardScores"),
+    "scorers": ("JudgeReward", "ProcessReward", "load_scorer"),
+    "stopping": ("ConfidenceBasedStopping",),
     "vllm_engine": ("VLLMEngine",),
     "vllm_remote": ("VLLMServerEngine",),
     "vllm_server": ("VLLMServer",),

@@ -1,8 +1,16 @@
+from rlhf_infer.adaptive import AdaptiveComputeAllocator as AdaptiveComputeAllocator
+from rlhf_infer.best_of_n import BestOfNSampler as BestOfNSampler
+from rlhf_infer.candidates import Candidate as Candidate
+from rlhf_infer.candidates import SamplingCost as SamplingCost
+from rlhf_infer.candidates import Selected as Selected
+from rlhf_infer.candidates import select as select
+from rlhf_infer.continuous import ContinuousBatcher as ContinuousBatcher
 from rlhf_infer.engine import TransformersEngine as TransformersEngine
 from rlhf_infer.judges import Judge as Judge
 from rlhf_infer.judges import PromptedJudge as PromptedJudge
 from rlhf_infer.judges import RuleJudge as RuleJudge
 from rlhf_infer.judges import verdict_rule as verdict_rule
+from rlhf_infer.predictive import ScorePopulation as ScorePopulation
 from rlhf_infer.protocol import GenerationEngine as GenerationEngine
 from rlhf_infer.protocol import LogitsProcessor as LogitsProcessor
 from rlhf_infer.protocol import Rollout as Rollout
@@ -11,6 +19,10 @@ from rlhf_infer.rewards import ConstitutionalRewardWrapper as ConstitutionalRewa
 from rlhf_infer.rewards import RewardFunctionFactory as RewardFunctionFactory
 from rlhf_infer.rewards import RewardFunctions as RewardFunctions
 from rlhf_infer.rewards import RewardScores as RewardScores
+from rlhf_infer.scorers import JudgeReward as JudgeReward
+from rlhf_infer.scorers import ProcessReward as ProcessReward
+from rlhf_infer.scorers import load_scorer as load_scorer
+from rlhf_infer.stopping import ConfidenceBasedStopping as ConfidenceBasedStopping
 from rlhf_infer.vllm_engine import VLLMEngine as VLLMEngine
 from rlhf_infer.vllm_remote import VLLMServerEngine as VLLMServerEngine
 from rlhf_infer.vllm_server import VLLMServer as VLLMServer

@@ -1,0 +1,194 @@
+"""The routes of the server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from fastapi import Depends, FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+from rlhf_serve import middleware, page
+from rlhf_serve.clients import ClientLeft, EventStream, attended, within
+from rlhf_serve.errors import draining
+from rlhf_serve.generation import Generating
+from rlhf_serve.keys import KeyRing
+from rlhf_serve.limits import Admission, ConcurrencyLimiter, RateLimiter
+from rlhf_serve.observe import AccessLog, Metrics, record_of
+from rlhf_serve.orders import chat_orders, completion_orders
+from rlhf_serve.responses import Format
+from rlhf_serve.schema import ChatRequest, CompletionRequest
+from rlhf_serve.score_routes import add_scoring
+from rlhf_serve.served import Served
+from rlhf_serve.settings import ServeSettings
+
+try:
+    VERSION = version("rlhf-serve")
+except PackageNotFoundError:  # run from its sources
+    VERSION = "0.0.0"
+
+
+def create_app(served: Served, settings: ServeSettings, keys: KeyRing | None = None) -> FastAPI:
+    """The application; its `state.door` is the queue, which can be closed.
+
+    Args:
+        served: what is served.
+        settings: limits and names.
+        keys: API keys; None or none for an open door.
+    """
+    keys = keys or KeyRing()
+    door = Admission(settings.max_running, settings.max_waiting)
+    build = {
+        "version": VERSION,
+        "backend": served.service.backend.name,
+        "model": served.model,
+        "reward_model": ",".join(served.rewards),
+    }
+    metrics = Metrics(build=build, key_names=keys.names)
+    metrics.watch(door)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        del app
+        yield
+        await served.service.close()
+
+    app = FastAPI(title="rlhf-serve", version=VERSION, docs_url=None, redoc_url=None, lifespan=lifespan)
+    app.state.door = door
+    middleware.install(
+        app,
+        metrics=metrics,
+        access_log=AccessLog(settings.log_prompts),
+        max_body_bytes=settings.max_body_bytes,
+    )
+    guard = _guard(keys, settings)
+    _add_open_routes(app, served, settings, door)
+    _add_models(app, served, guard)
+    _add_generation(app, served, settings, door, guard)
+    add_scoring(app, served, settings, door, guard)
+
+    @app.get("/metrics", dependencies=[guard])
+    async def prometheus(request: Request) -> Response:
+        """Metrics in Prometheus' format."""
+        body, kind = metrics.render(request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": kind})
+
+    return app
+
+
+def _guard(keys: KeyRing, settings: ServeSettings) -> Any:
+    """Lets requests in: their key is known, and within its limits for as long as they last."""
+    rate = None if settings.requests_per_minute is None else RateLimiter(settings.requests_per_minute)
+    at_once = settings.max_concurrent_per_key
+    concurrency = None if at_once is None else ConcurrencyLimiter(at_once)
+
+    async def let_in(request: Request) -> AsyncIterator[None]:
+        name = keys.authenticate(request.headers)
+        record_of(request).key = name
+        if rate is not None:
+            rate.take(name)
+        if concurrency is None:
+            yield
+        else:
+            with concurrency.hold(name):
+                yield
+
+    return Depends(let_in)
+
+
+def _add_open_routes(app: FastAPI, served: Served, settings: ServeSettings, door: Admission) -> None:
+    @app.get("/", include_in_schema=False)
+    async def home() -> Response:
+        return page.response()
+
+    @app.get("/page/info", include_in_schema=False)
+    async def info() -> dict[str, Any]:
+        return {
+            "model": served.model,
+            "reward_model": ", ".join(served.rewards) or None,
+            "default_n": min(settings.n, settings.max_n),
+            "max_n": settings.max_n,
+            "max_tokens": settings.max_tokens,
+            "examples": list(served.examples),
+        }
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """Whether the process answers."""
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> dict[str, str]:
+        """Whether requests are taken; 503 while the server drains."""
+        if door.closed:
+            raise draining()
+        return {"status": "ready"}
+
+    @app.get("/version")
+    async def version_() -> dict[str, str]:
+        """Version of this server."""
+        return {"version": VERSION}
+
+
+def _add_models(app: FastAPI, served: Served, guard: Any) -> None:
+    card = {
+        "id": served.model,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "rlhf",
+        "max_model_len": served.service.backend.max_model_len,
+        "rewards": list(served.rewards),
+    }
+
+    @app.get("/v1/models", dependencies=[guard])
+    async def models() -> dict[str, Any]:
+        """The model that is served."""
+        return {"object": "list", "data": [card]}
+
+    @app.get("/v1/models/{model:path}", dependencies=[guard])
+    async def model(model: str) -> dict[str, Any]:
+        """One model."""
+        served.check_model(model)
+        return card
+
+
+def _add_generation(
+    app: FastAPI, served: Served, settings: ServeSettings, door: Admission, guard: Any
+) -> None:
+    @app.post("/v1/chat/completions", dependencies=[guard])
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        """Answers to a conversation, the best of several candidates."""
+        served.check_model(body.model)
+        orders = chat_orders(body, settings, served.service)
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        style = Format(True, served.model, served.service.texts, logprobs, body.return_candidates)
+        return await _generate(Generating(served.service, orders, style), body, request)
+
+    @app.post("/v1/completions", dependencies=[guard])
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Completions of texts, the best of several candidates each."""
+        served.check_model(body.model)
+        orders = completion_orders(body, settings, served.service)
+        style = Format(False, served.model, served.service.texts, body.logprobs, body.return_candidates)
+        return await _generate(Generating(served.service, orders, style), body, request)
+
+    async def _generate(job: Generating, body: Any, request: Request) -> Response:
+        job.record = record_of(request)
+        if settings.log_prompts:
+            job.record.prompt = served.service.texts.decode(job.orders[0].prompt_ids)
+        place = lambda: job.placed(door)  # noqa: E731
+        if body.stream:
+            with_usage = body.stream_options is not None and body.stream_options.include_usage
+            return EventStream(place, lambda: job.events(settings.request_timeout_s, with_usage))
+
+        async def whole() -> dict[str, Any]:
+            async with within(settings.request_timeout_s), place():
+                return await job.whole()
+
+        try:
+            return JSONResponse(await attended(request.receive, whole()))
+        except ClientLeft:
+            return Response(status_code=499)

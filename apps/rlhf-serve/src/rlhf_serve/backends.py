@@ -1,0 +1,150 @@
+"""What generates for a server: one interface, transformers or vLLM behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from rlhf_data import UserError
+from rlhf_infer import Rollout, SamplingParams, TransformersEngine
+from rlhf_infer.continuous import ContinuousBatcher
+from rlhf_models import PolicyModel, context_length, load_causal_lm, load_tokenizer
+from rlhf_models.adapter_files import is_adapter
+from rlhf_serve.settings import ModelSettings
+
+OnToken = Callable[[int, int, float], None]
+"""Told of each token as it comes: the sample's index, the token and its log-prob."""
+
+
+class Backend(Protocol):
+    """Generates for many requests at a time."""
+
+    name: str
+    tokenizer: Any
+    max_model_len: int
+    """Longest prompt and completion in tokens."""
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        n: int,
+        params: SamplingParams,
+        *,
+        first: int = 0,
+        on_token: OnToken | None = None,
+    ) -> list[Rollout]:
+        """The samples `first` to `first + n - 1` of a prompt; cancelling the call ends them.
+
+        Args:
+            prompt: token ids.
+            n: samples.
+            params: how they are drawn.
+            first: index of the first.
+            on_token: called in the event loop's thread.
+
+        Raises:
+            UserError: the request cannot be met.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Give up what is running."""
+        ...
+
+
+class TransformersBackend:
+    """A transformers model; requests join and leave the batch at any token.
+
+    Args:
+        engine: generates.
+    """
+
+    name = "transformers"
+
+    def __init__(self, engine: TransformersEngine) -> None:
+        self.tokenizer = engine.tokenizer
+        limit = context_length(engine.model)
+        self.max_model_len = limit if limit is not None else 1 << 20
+        self._batcher = ContinuousBatcher(engine)
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        n: int,
+        params: SamplingParams,
+        *,
+        first: int = 0,
+        on_token: OnToken | None = None,
+    ) -> list[Rollout]:
+        """See `Backend.generate`."""
+        hand_over = None
+        if on_token is not None:
+            loop, told = asyncio.get_running_loop(), on_token
+
+            def hand_over(sample: int, token: int, logp: float) -> None:
+                loop.call_soon_threadsafe(told, sample, token, logp)
+
+        # Cancelling the future that is awaited cancels the batcher's, which it looks at before every token.
+        return await asyncio.wrap_future(
+            self._batcher.submit(prompt, n, params, first=first, on_token=hand_over)
+        )
+
+    async def close(self) -> None:
+        """See `Backend.close`."""
+        await asyncio.to_thread(self._batcher.close)
+
+
+def load_backend(settings: ModelSettings, model: str) -> Backend:
+    """The backend that the settings ask for, with its model loaded.
+
+    Args:
+        settings: what is loaded.
+        model: folder or hub name.
+
+    Raises:
+        UserError: the model cannot be loaded, or vLLM is asked for and missing or cannot start.
+    """
+    if wants_vllm(settings):
+        from rlhf_serve.vllm_backend import VLLMBackend
+
+        return VLLMBackend.start(settings, model)
+    return TransformersBackend(load_engine(settings, model))
+
+
+def load_engine(settings: ModelSettings, model: str) -> TransformersEngine:
+    """A transformers engine with its model, or a model under an adapter.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+    device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    options: dict[str, Any] = {"dtype": settings.dtype, "device": device}
+    if is_adapter(model):
+        policy = PolicyModel.from_pretrained(model, **options)
+        lm, tokenizer = policy.model, policy.tokenizer
+    else:
+        lm, tokenizer = load_causal_lm(model, **options), load_tokenizer(model)
+    return TransformersEngine(lm, tokenizer, max_batch_tokens=settings.max_batch_tokens)
+
+
+def wants_vllm(settings: ModelSettings) -> bool:
+    """Whether vLLM generates: where it is asked for, or installed beside a GPU."""
+    if settings.backend != "auto":
+        return settings.backend == "vllm"
+    return torch.cuda.is_available() and importlib.util.find_spec("vllm") is not None
+
+
+def check_backend(settings: ModelSettings) -> None:
+    """Refuse vLLM where it is missing, before anything is loaded.
+
+    Raises:
+        UserError: it is.
+    """
+    if settings.backend == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise UserError(
+            'vLLM is not installed; run `pip install "rlhf-serve[vllm]"`, or use --backend transformers'
+        )

@@ -1,0 +1,230 @@
+"""Best-of-N over a file of prompts, row by row, resumable."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_data import UserError, atomic_write_json, read_rows
+from rlhf_infer import AdaptiveComputeAllocator, BestOfNSampler, ConfidenceBasedStopping, SamplingParams
+from rlhf_infer.answers import extractor
+from rlhf_infer.candidates import SamplingCost, Selected
+from rlhf_serve.backends import load_engine, wants_vllm
+from rlhf_serve.display import Display
+from rlhf_serve.load import Parts, load_parts
+from rlhf_serve.settings import BatchSettings
+from rlhf_serve.texts import Texts, until
+
+_NOT_COMPARED = ("batch_size", "device", "input_path", "max_batch_tokens", "output_path", "overwrite")
+"""Settings that change no completion."""
+
+
+def generate(settings: BatchSettings) -> None:
+    """Write the best completion of every prompt, after those that the output has already.
+
+    Raises:
+        UserError: the input is wrong, the output is of another run, or a model or reward fails.
+    """
+    display = Display()
+    rows = _rows(settings)
+    done = _Output(settings, rows).resume()
+    if done == len(rows):
+        display.say(f"{settings.output_path} has all {done} rows already; --overwrite starts anew")
+        return
+    if done:
+        display.say(f"{settings.output_path} has {done} of {len(rows)} rows; going on")
+    parts = load_parts(settings, display.say, display.building)
+    sampler, close = _sampler(settings, parts)
+    costs = []
+    try:
+        with open(settings.output_path, "ab") as file:
+            for start in range(done, len(rows), settings.batch_size):
+                batch = rows[start : start + settings.batch_size]
+                found = _sample(settings, sampler, batch, start)
+                for row, selected in zip(batch, found, strict=True):
+                    file.write(_line(row, selected, settings))
+                file.flush()
+                os.fsync(file.fileno())
+                costs += [selected.cost for selected in found]
+                display.step("prompts", start + len(batch), len(rows))
+    finally:
+        display.finish()
+        close()
+    display.say(_summary(SamplingCost.total(costs), len(costs), settings.output_path))
+
+
+def _rows(settings: BatchSettings) -> list[dict[str, Any]]:
+    """The rows of the input, each with a prompt."""
+    rows = []
+    for number, row in read_rows(settings.input_path):
+        prompt = row.get("prompt")
+        messages = (
+            isinstance(prompt, list) and bool(prompt) and all(isinstance(each, dict) for each in prompt)
+        )
+        if not (isinstance(prompt, str) and prompt) and not messages:
+            raise UserError(
+                f"{settings.input_path}, row {number}: prompt is {str(prompt)[:60]!r}; expected a text, or "
+                "messages with role and content"
+            )
+        rows.append(row)
+    return rows
+
+
+class _Output:
+    """The output file of a run, and what of it there is.
+
+    Args:
+        settings: of the run.
+        rows: of the input.
+    """
+
+    def __init__(self, settings: BatchSettings, rows: Sequence[dict[str, Any]]) -> None:
+        self.path = Path(settings.output_path)
+        self.marks = self.path.with_name(self.path.name + ".settings.json")
+        self.overwrite, self.rows = settings.overwrite, rows
+        self.settings = {k: v for k, v in settings.to_dict().items() if k not in _NOT_COMPARED}
+
+    def resume(self) -> int:
+        """How many rows it has; an incomplete last line goes.
+
+        Raises:
+            UserError: it is of another input or of other settings, or cannot be written.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.overwrite or not self.path.exists():
+                self.path.write_bytes(b"")
+                atomic_write_json(self.marks, self.settings)
+                return 0
+            lines = self.path.read_bytes().split(b"\n")
+            self._check_settings()
+            self._check_rows(lines[:-1])
+            with open(self.path, "rb+") as file:
+                file.truncate(sum(len(line) + 1 for line in lines[:-1]))
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be written ({error.strerror or error})") from error
+        return len(lines) - 1
+
+    def _check_settings(self) -> None:
+        try:
+            before = json.loads(self.marks.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{self.path} exists, and {self.marks.name} beside it does not say how it was made; choose "
+                "another --output, or --overwrite"
+            ) from error
+        for name, value in self.settings.items():
+            if before.get(name) != value:
+                raise UserError(
+                    f"{self.path} was made with {name}={before.get(name)!r}, now it is {value!r}; give the "
+                    "same settings, another --output, or --overwrite"
+                )
+
+    def _check_rows(self, lines: Sequence[bytes]) -> None:
+        if len(lines) > len(self.rows):
+            raise UserError(
+                f"{self.path} has {len(lines)} rows, the input {len(self.rows)}; choose another --output, or "
+                "--overwrite"
+            )
+        for number, (line, row) in enumerate(zip(lines, self.rows, strict=False), 1):
+            try:
+                same = json.loads(line).get("prompt") == row["prompt"]
+            except (ValueError, AttributeError):
+                same = False
+            if not same:
+                raise UserError(
+                    f"{self.path}, line {number}: the prompt is not that of the input's row; choose another "
+                    "--output, or --overwrite"
+                )
+
+
+def _sampler(settings: BatchSettings, parts: Parts) -> tuple[BestOfNSampler, Any]:
+    """What samples, and what closes it."""
+    if wants_vllm(settings):
+        from rlhf_infer import VLLMEngine
+        from rlhf_models import load_tokenizer
+        from rlhf_serve.vllm_backend import full_model, vllm_settings
+
+        folder, temporary = full_model(parts.model)
+        tokenizer = load_tokenizer(folder)
+        engine: Any = VLLMEngine(folder, tokenizer, vllm_settings(settings))
+
+        def close() -> None:
+            engine.close()
+            if temporary is not None:
+                temporary.cleanup()
+    else:
+        engine = load_engine(settings, parts.model)
+        tokenizer, close = engine.tokenizer, engine.close
+    Texts(tokenizer, parts.chat_template)
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")
+    values = {name: getattr(settings, name) for name in names}
+    params = SamplingParams(settings.max_tokens, seed=settings.sampling_seed, **values)
+    majority = settings.selection == "majority"
+    sampler = BestOfNSampler(
+        engine,
+        parts.rewards,
+        tokenizer,
+        n=settings.n if settings.budget is None else settings.budget,
+        params=params,
+        selection=settings.selection,
+        extract=extractor(settings.answer) if majority else None,
+        stopping=ConfidenceBasedStopping(max_samples=max(4, settings.n)) if settings.stop_early else None,
+        allocator=None if settings.budget is None else _allocator(settings, settings.budget),
+    )
+    return sampler, close
+
+
+def _allocator(settings: BatchSettings, budget: int) -> AdaptiveComputeAllocator:
+    """Shares out so many samples per prompt; the first ones of each take at most half of them."""
+    if budget > settings.n:
+        raise UserError(
+            f"the budget is {budget} samples per prompt and n, the most of one prompt, {settings.n}; lower "
+            "the budget or raise n"
+        )
+    return AdaptiveComputeAllocator(min_samples=max(1, min(4, budget // 2)), max_samples=settings.n)
+
+
+def _sample(
+    settings: BatchSettings, sampler: BestOfNSampler, batch: Sequence[dict[str, Any]], start: int
+) -> list[Selected]:
+    names = sorted({name for row in batch for name in row} - {"prompt"})
+    columns = {name: [row.get(name) for row in batch] for name in names}
+    try:
+        return sampler.sample([row["prompt"] for row in batch], columns)
+    except UserError as error:
+        where = f"{settings.input_path}, rows {start + 1} to {start + len(batch)}"
+        raise UserError(f"{where}: {error}") from error
+
+
+def _line(row: dict[str, Any], selected: Selected, settings: BatchSettings) -> bytes:
+    best, cost = selected.best, selected.cost
+    found = row | {
+        "completion": until(best.text, settings.stop),
+        "score": best.score,
+        "scores": dict(best.scores),
+        "answer_found": best.answer,
+        "finish_reason": best.rollout.finish_reason,
+        "samples": cost.samples,
+        "completion_tokens": cost.completion_tokens,
+    }
+    if settings.keep is not None:
+        found["candidates"] = [
+            {
+                "text": until(each.text, settings.stop),
+                "score": each.score,
+                "finish_reason": each.rollout.finish_reason,
+            }
+            for each in selected.top(settings.keep)
+        ]
+    return json.dumps(found, ensure_ascii=False).encode() + b"\n"
+
+
+def _summary(cost: SamplingCost, prompts: int, path: str) -> str:
+    text = f"{prompts} prompts, {cost.samples} candidates, {cost.completion_tokens} tokens"
+    if cost.saved_samples:
+        text += f"; {cost.saved_share:.0%} of the candidates saved"
+    return f"{text}; written to {path}"

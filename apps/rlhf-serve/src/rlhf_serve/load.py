@@ -1,0 +1,102 @@
+"""From settings to what is served: models loaded, reward functions built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_data import UserError
+from rlhf_infer import RewardFunctions
+from rlhf_infer.scorers import load_scorer
+from rlhf_serve.backends import check_backend, load_backend
+from rlhf_serve.scoring import ScoringQueue, reads_messages
+from rlhf_serve.served import Served
+from rlhf_serve.service import BestOfNService
+from rlhf_serve.settings import ModelSettings, ServeSettings
+from rlhf_serve.texts import Texts
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the settings name.
+
+    Args:
+        model: folder or hub name of the policy.
+        name: what it is called.
+        chat_template: for its tokenizer; None for its own.
+        rewards: reward functions; None without any.
+        examples: prompts for it.
+    """
+
+    model: str
+    name: str
+    chat_template: str | None
+    rewards: RewardFunctions | None
+    examples: tuple[str, ...]
+
+
+def load(settings: ServeSettings, say: Callable[[str], None], progress: Any = None) -> Served:
+    """What the settings ask for, ready to serve.
+
+    Args:
+        settings: of the server.
+        say: told in a sentence what is loaded.
+        progress: told of the demonstration's training, where that has to be built.
+
+    Raises:
+        UserError: a model or a reward cannot be loaded, or settings do not go together.
+    """
+    parts = load_parts(settings, say, progress)
+    backend = load_backend(settings, parts.model)
+    name = settings.served_model_name or parts.name
+    say(f"policy: {parts.model} as {name}, on {backend.name}")
+    texts = Texts(backend.tokenizer, parts.chat_template)
+    scoring, names, messages = None, (), True
+    if parts.rewards is not None:
+        scoring, names = ScoringQueue(parts.rewards), parts.rewards.names
+        messages = reads_messages(parts.rewards.functions)
+    service = BestOfNService(backend, texts, scoring, messages=messages, answer=settings.answer)
+    return Served(service, name, names, parts.examples)
+
+
+def load_parts(settings: ModelSettings, say: Callable[[str], None], progress: Any = None) -> Parts:
+    """The names that the settings give, the demonstration's where they give none, and the rewards.
+
+    Raises:
+        UserError: as `load`.
+    """
+    check_backend(settings)
+    model, lines, examples, name = settings.model, list(settings.reward), (), ""
+    template = _template(settings.chat_template)
+    if model is None:
+        from rlhf_serve.demo import CHAT_TEMPLATE, NAME, demo
+
+        say("model: the embedded demonstration, built once and then cached")
+        built = demo(settings.seed, progress)
+        model, examples, template = str(built.policy), built.examples, template or CHAT_TEMPLATE
+        lines, name = lines or [str(built.reward)], NAME
+    else:
+        name = Path(model).name or model
+    rewards = None
+    if lines:
+        rewards = load_scorer(lines, settings.reward_weights, **_model_options(settings))
+        say(f"reward: {', '.join(rewards.names)}")
+    elif settings.reward_weights is not None:
+        raise UserError("reward_weights are given without a reward; give --reward-model too")
+    return Parts(model, name, template, rewards, examples)
+
+
+def _template(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"the chat template {path} cannot be read ({error}); give a text file") from error
+
+
+def _model_options(settings: ModelSettings) -> dict[str, Any]:
+    options = {"device": settings.device, "dtype": None if settings.dtype == "auto" else settings.dtype}
+    return {key: value for key, value in options.items() if value is not None}

@@ -1,0 +1,187 @@
+"""What stands around every request: id, record, limits on its body, and headers that keep browsers safe."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+
+from fastapi import FastAPI
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rlhf_serve import errors
+from rlhf_serve.observe import OTHER, AccessLog, Metrics, RequestRecord, record_of, status_of
+
+MAX_BODY_BYTES = 4 * 2**20
+BODY_TIMEOUT_S = 30.0
+_DISCARDED, _DISCARD_S = 8, 1.0
+"""Of a refused body so many times the limit, and seconds, are read before the answer."""
+
+_ID = re.compile(r"[!-~]{1,128}")
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+def install(
+    app: FastAPI,
+    *,
+    metrics: Metrics,
+    access_log: AccessLog | None = None,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    body_timeout_s: float = BODY_TIMEOUT_S,
+) -> None:
+    """Put error handlers and all middleware of this module around `app`.
+
+    Args:
+        app: not yet started.
+        metrics: where requests are counted.
+        access_log: where they are logged; None: as `AccessLog()` does it.
+        max_body_bytes: a longer body is refused with 413.
+        body_timeout_s: seconds within which a body has to arrive, else 408.
+    """
+    errors.install(app)
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes, timeout_s=body_timeout_s)
+    app.add_middleware(SecurityHeaders)
+    app.add_middleware(Observed, metrics=metrics, access_log=access_log or AccessLog())
+
+
+class Observed:
+    """Gives every request an id and a record, and counts and logs it when it has ended.
+
+    A request brings its id in the header x-request-id, if that is at most 128 printable ASCII characters
+    without spaces; else it is given one. The response returns it.
+    """
+
+    def __init__(self, app: ASGIApp, *, metrics: Metrics, access_log: AccessLog) -> None:
+        self.app, self.metrics, self.access_log = app, metrics, access_log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the app within."""
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        began = time.perf_counter()
+        record = _new_record(scope)
+        status: int | None = None
+        ended = False
+
+        async def watched_receive() -> Message:
+            message = await receive()
+            if message["type"] == "http.disconnect" and not ended:
+                record.cancelled = True
+            return message
+
+        async def watched_send(message: Message) -> None:
+            nonlocal status, ended
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = record.id
+            await send(message)
+            ended = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+        try:
+            await self.app(scope, watched_receive, watched_send)
+        finally:
+            seconds = time.perf_counter() - began
+            answered = status_of(status, record)
+            route = getattr(scope.get("route"), "path", OTHER)
+            self.metrics.observe(scope["method"], route, answered, seconds, record)
+            self.access_log.write(scope["method"], route, answered, seconds, record)
+
+
+class SecurityHeaders:
+    """Adds the headers that keep a browser from running, framing, sniffing or storing an answer.
+
+    A header that the response brings itself stays, such as the Content-Security-Policy of the page.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the app within."""
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        await self.app(scope, receive, with_headers)
+
+
+class BodyLimit:
+    """Refuses a body that is too long with 413, and one that comes too slowly with 408.
+
+    A body whose Content-Length is too long is refused without being kept, any other as soon as more bytes
+    than allowed have come. Either way the connection is closed.
+
+    Args:
+        app: within.
+        max_bytes: of a body.
+        timeout_s: seconds from the request's headers to its body's last byte.
+    """
+
+    def __init__(self, app: ASGIApp, *, max_bytes: int, timeout_s: float) -> None:
+        self.app, self.max_bytes, self.timeout_s = app, max_bytes, timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the app within."""
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        declared = Headers(scope=scope).get("content-length", "")
+        if declared.isdecimal() and int(declared[:20]) > self.max_bytes:
+            error = errors.body_too_large(self.max_bytes)
+            record_of(scope).error = error.code
+            await self._discard(receive)
+            return await error.response()(scope, receive, send)
+        deadline = asyncio.get_running_loop().time() + self.timeout_s
+        read, whole = 0, False
+
+        async def limited() -> Message:
+            nonlocal read, whole
+            if whole:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise errors.body_timeout(self.timeout_s) from None
+            read += len(message.get("body", b""))
+            whole = not message.get("more_body", False)
+            if read > self.max_bytes:
+                raise errors.body_too_large(self.max_bytes)
+            return message
+
+        await self.app(scope, limited, send)
+
+    async def _discard(self, receive: Receive) -> None:
+        """Read some of a body that is refused: many clients read no answer before they have sent all."""
+        left = _DISCARDED * self.max_bytes
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DISCARD_S):
+                while left > 0:
+                    message = await receive()
+                    left -= len(message.get("body", b""))
+                    if not message.get("more_body", False):
+                        return
+
+
+def _new_record(scope: Scope) -> RequestRecord:
+    """A fresh record for a request, with the id that it brings."""
+    given = Headers(scope=scope).get("x-request-id", "")
+    record = RequestRecord(id=given) if _ID.fullmatch(given) else RequestRecord()
+    scope.setdefault("state", {})["record"] = record
+    return record

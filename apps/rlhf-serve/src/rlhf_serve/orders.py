@@ -1,0 +1,178 @@
+"""From the body of a request to what the service does: defaults, bounds, and what goes together."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf_data import UserError
+from rlhf_data.transcripts import Text
+from rlhf_infer import SamplingParams
+from rlhf_serve.backends import Backend
+from rlhf_serve.errors import invalid_request
+from rlhf_serve.schema import ChatRequest, CompletionRequest, Generation
+from rlhf_serve.service import BestOfNService, Order
+from rlhf_serve.settings import ServeSettings
+from rlhf_serve.texts import checked_messages
+
+_DEFAULT_TOKENS = 256
+_MAX_STOPS, _MAX_STOP_LENGTH = 16, 256
+_SEEDS = 1 << 63
+
+
+def chat_orders(body: ChatRequest, settings: ServeSettings, service: BestOfNService) -> list[Order]:
+    """The one order of a chat request.
+
+    Raises:
+        APIError: 400; the field is named.
+    """
+    messages = checked_messages(body.messages)
+    texts, template = service.texts, body.chat_template_kwargs
+    ids = texts.prompt_ids(messages, template)
+    prompt: Text = messages if service.messages else texts.rendered(messages, template)
+    if body.max_tokens is not None and body.max_completion_tokens is not None:
+        raise invalid_request("give max_tokens or max_completion_tokens, not both", "max_tokens")
+    if body.top_logprobs and not body.logprobs:
+        raise invalid_request("top_logprobs needs logprobs: true", "top_logprobs")
+    limit = body.max_completion_tokens or body.max_tokens
+    return [_order(body, prompt, ids, limit, body.top_logprobs or 0, settings, service)]
+
+
+def completion_orders(
+    body: CompletionRequest, settings: ServeSettings, service: BestOfNService
+) -> list[Order]:
+    """An order for each prompt of a completion request.
+
+    Raises:
+        APIError: 400; the field is named.
+    """
+    prompts = _prompts(body.prompt)
+    if not 1 <= len(prompts) <= settings.max_prompts:
+        raise invalid_request(
+            f"prompt holds {len(prompts)} prompts; expected 1 to {settings.max_prompts}", "prompt"
+        )
+    orders = []
+    vocabulary = len(service.texts.tokenizer)
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            text, ids = prompt, service.texts.prompt_ids(prompt)
+        else:
+            if any(token >= vocabulary for token in prompt):
+                raise invalid_request(
+                    f"prompt has a token id outside the vocabulary of {vocabulary}", "prompt"
+                )
+            text, ids = service.texts.decode(prompt), prompt
+        orders.append(_order(body, text, ids, body.max_tokens, body.logprobs or 0, settings, service))
+    return orders
+
+
+def _prompts(prompt: Any) -> list[str | list[int]]:
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        return [prompt]
+    return list(prompt)
+
+
+def _order(
+    body: Generation,
+    prompt: Text,
+    ids: Sequence[int],
+    max_tokens: int | None,
+    top_logprobs: int,
+    settings: ServeSettings,
+    service: BestOfNService,
+) -> Order:
+    max_new_tokens = _length(len(ids), max_tokens, settings, service.backend)
+    params = _params(body, max_new_tokens, top_logprobs)
+    n, candidates, selection = _counts(body, settings, service.scoring is not None)
+    scored = service.scoring is not None and selection != "none"
+    scored = scored and (candidates > 1 or body.return_candidates or body.best_of is not None)
+    return Order(prompt, tuple(ids), n, candidates, body.budget is not None, selection, scored, params)
+
+
+def _length(prompt: int, asked: int | None, settings: ServeSettings, backend: Backend) -> int:
+    """Longest completion in tokens, after a prompt of so many."""
+    context = backend.max_model_len
+    longest = settings.max_prompt_tokens or context - 1
+    if not 1 <= prompt <= min(longest, context - 1):
+        raise invalid_request(
+            f"the prompt has {prompt} tokens; expected 1 to {min(longest, context - 1)}: shorten it"
+            if prompt
+            else "the prompt is empty; expected at least one token",
+            "prompt",
+        )
+    if asked is None:
+        return min(_DEFAULT_TOKENS, settings.max_tokens, context - prompt)
+    if asked > settings.max_tokens:
+        raise invalid_request(
+            f"max_tokens is {asked}; this server allows up to {settings.max_tokens}", "max_tokens"
+        )
+    if prompt + asked > context:
+        raise invalid_request(
+            f"the prompt has {prompt} tokens and max_tokens is {asked}, together more than the model's "
+            f"context of {context}; shorten the prompt or lower max_tokens",
+            "max_tokens",
+        )
+    return asked
+
+
+def _params(body: Generation, max_new_tokens: int, top_logprobs: int) -> SamplingParams:
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if len(stops) > _MAX_STOPS or not all(0 < len(stop) <= _MAX_STOP_LENGTH for stop in stops):
+        raise invalid_request(
+            f"stop takes up to {_MAX_STOPS} texts of 1 to {_MAX_STOP_LENGTH} characters", "stop"
+        )
+    seed = secrets.randbelow(_SEEDS) if body.seed is None else body.seed % _SEEDS
+    if (body.min_tokens or 0) > max_new_tokens:
+        raise invalid_request(
+            f"min_tokens is {body.min_tokens}; expected at most max_tokens, {max_new_tokens}", "min_tokens"
+        )
+    given = {
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": None if body.top_k is None else max(body.top_k, 0),
+        "min_p": body.min_p,
+        "repetition_penalty": body.repetition_penalty,
+        "min_new_tokens": body.min_tokens,
+    }
+    params = SamplingParams(max_new_tokens, seed=seed, stop=tuple(stops), top_logprobs=top_logprobs)
+    try:
+        return dataclasses.replace(params, **{k: v for k, v in given.items() if v is not None})
+    except UserError as error:
+        raise invalid_request(str(error)) from error
+
+
+def _counts(body: Generation, settings: ServeSettings, scored: bool) -> tuple[int, int, Any]:
+    """Choices, candidates and the rule that ranks them."""
+    n = body.n or 1
+    if body.best_of is not None and body.budget is not None:
+        raise invalid_request("give best_of or budget, not both", "budget")
+    selection = body.selection or ("best" if scored else "none")
+    if selection == "best" and not scored:
+        raise invalid_request(
+            "this server has no reward to select with; use selection majority or none, or start it with "
+            "--reward-model",
+            "selection",
+        )
+    if body.budget is not None and (not scored or selection != "best"):
+        raise invalid_request("budget goes with a server that has a reward, and selection best", "budget")
+    greedy = body.temperature == 0
+    if greedy and (n > 1 or (body.best_of or body.budget or 1) > 1):
+        raise invalid_request(
+            "at temperature 0 all candidates are the same; raise it, or ask for one", "temperature"
+        )
+    default = n if selection == "none" or greedy else max(n, min(settings.n, settings.max_n))
+    candidates = body.budget or body.best_of or default
+    if n > candidates:
+        name = "best_of" if body.best_of is not None else "budget"
+        raise invalid_request(f"n is {n} and {name} is {candidates}; expected n <= {name}", name)
+    if selection == "none" and (candidates != n or body.budget is not None):
+        raise invalid_request(
+            "without selection every candidate comes back; leave best_of and budget out, or select", "best_of"
+        )
+    for name, value in (("n", n), ("best_of", candidates)):
+        if value > settings.max_n:
+            name = "budget" if name == "best_of" and body.budget is not None else name
+            raise invalid_request(f"{name} is {value}; this server allows up to {settings.max_n}", name)
+    return n, candidates, selection

@@ -1,0 +1,75 @@
+"""uvicorn's HTTP/1.1 with errors in OpenAI's format, and an end to heads of requests that never end."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from rlhf_serve.errors import APIError, invalid_request
+
+HEAD_TIMEOUT_S = 15.0
+"""Seconds that a client has for a request's first line and headers."""
+
+
+class HTTPProtocol(H11Protocol):
+    """What `uvicorn.Config(http=...)` takes.
+
+    A request that is no HTTP, or whose head is too long, never reaches the application: it is answered
+    here. A connection that does not bring its first head, or the rest of a later one, within
+    `head_timeout_s` is closed.
+    """
+
+    head_timeout_s = HEAD_TIMEOUT_S
+
+    _head_due: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Begin to wait for the first head."""
+        super().connection_made(transport)
+        self._watch_head()
+
+    def data_received(self, data: bytes) -> None:
+        """Take what has come, and see whether it ends a head or begins one."""
+        super().data_received(data)
+        self._watch_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait for nothing any more."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, unless an answer is under way, and close the connection."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._send(
+                invalid_request("this is no valid HTTP request, or its headers are too long", code="bad_http")
+            )
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.close()
+
+    def _send(self, error: APIError) -> None:
+        response = error.response()
+        headers = [*response.raw_headers, (b"connection", b"close")]
+        for event in (
+            h11.Response(status_code=response.status_code, headers=headers, reason=b"Bad Request"),
+            h11.Data(data=bytes(response.body)),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b"")
+
+    def _watch_head(self) -> None:
+        """Start the clock where a head is awaited, and stop it where one has come."""
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_waiting()
+        elif self._head_due is None:
+            self._head_due = self.loop.call_later(self.head_timeout_s, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self._head_due is not None:
+            self._head_due.cancel()
+            self._head_due = None

@@ -1,0 +1,85 @@
+"""Serving until a signal: listens, answers, drains."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+
+from rlhf_data import UserError
+from rlhf_serve.app import create_app
+from rlhf_serve.display import Display
+from rlhf_serve.keys import ENVIRONMENT, KeyRing
+from rlhf_serve.load import load
+from rlhf_serve.protocol import HTTPProtocol
+from rlhf_serve.settings import ServeSettings
+
+_BACKLOG = 2048
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def serve(settings: ServeSettings) -> None:
+    """Load what the settings name and serve it until SIGTERM or SIGINT.
+
+    Raises:
+        UserError: settings are refused, a model cannot be loaded, or the address cannot be listened on.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("rlhf_serve").setLevel(logging.INFO)
+    display = Display()
+    file = settings.api_keys_file
+    keys = KeyRing.load(file=None if file is None else Path(file))
+    listener = _listen(settings)
+    try:
+        served = load(settings, display.say, display.building)
+        app = create_app(served, settings, keys)
+        listener.listen(_BACKLOG)  # so that whoever reads the address can connect
+        host, port = listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        display.say(f"open http://{shown}:{port}/ for the page, http://{shown}:{port}/v1 for OpenAI clients")
+        if settings.host not in _LOOPBACK and not len(keys):
+            display.say(f"anybody who reaches {host} may use it: set --api-keys-file or {ENVIRONMENT}")
+        server = uvicorn.Server(uvicorn_config(app, settings))
+        # uvicorn handles the signal, and raises it once more when it has drained.
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        server.run(sockets=[listener])
+    finally:
+        listener.close()
+
+
+def uvicorn_config(app: FastAPI, settings: ServeSettings) -> uvicorn.Config:
+    """How uvicorn runs the app: without its own access log, and with time for requests to finish."""
+    return uvicorn.Config(
+        app,
+        http=HTTPProtocol,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
+    )
+
+
+def _listen(settings: ServeSettings) -> socket.socket:
+    """A socket that is bound before models are loaded, so that a taken port is told at once."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        # Named TCP, or asyncio would leave Nagle's algorithm on, which costs 40 ms an answer.
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise UserError(
+            f"{settings.host} port {settings.port} cannot be listened on ({error.strerror or error}); choose "
+            "another --port, or 0 for a free one"
+        ) from error
+    return listener

@@ -1,0 +1,135 @@
+"""Bodies of requests: OpenAI's fields as far as they have a meaning here, and ours."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_validator
+
+WITHOUT_EFFECT = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "user")
+"""Fields that clients send and that change nothing in any server."""
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "echo": (None, False),
+    "frequency_penalty": (None, 0),
+    "function_call": (None, "none"),
+    "functions": (None, []),
+    "logit_bias": (None, {}),
+    "modalities": (None, ["text"]),
+    "parallel_tool_calls": (None, True, False),
+    "presence_penalty": (None, 0),
+    "response_format": (None, {"type": "text"}),
+    "store": (None, False),
+    "suffix": (None, ""),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+}
+"""OpenAI's fields that are not supported, with the values that ask for nothing."""
+
+_INT64 = (1 << 63) - 1
+TokenId = Annotated[StrictInt, Field(ge=0, le=_INT64)]
+Probability = Annotated[float, Field(gt=0, le=1)]
+Selection = Literal["best", "majority", "none"]
+
+
+class Body(BaseModel):
+    """Fields that are not known are refused, with the nearest name that is."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        for name in [name for name in values if name not in cls.model_fields]:
+            if name in _NEUTRAL and values[name] not in _NEUTRAL[name]:
+                raise ValueError(f"{name} is not supported by this server; leave it out")
+            if name not in _NEUTRAL and name not in WITHOUT_EFFECT:
+                near = difflib.get_close_matches(str(name), cls.model_fields, n=1)
+                hint = f"; did you mean {near[0]}?" if near else "; leave it out"
+                raise ValueError(f"{str(name)[:64]!r} is no field of this request{hint}")
+        return {name: value for name, value in values.items() if name in cls.model_fields}
+
+
+class StreamOptions(Body):
+    """OpenAI's `stream_options`."""
+
+    include_usage: StrictBool = False
+    """Send the usage in a last chunk."""
+    include_obfuscation: StrictBool = False
+    """Taken and without effect: chunks are never padded."""
+
+
+class Generation(Body):
+    """What chats and completions share."""
+
+    model: Annotated[str, Field(max_length=512)]
+    """Name of the model, as `/v1/models` lists it."""
+    n: Annotated[StrictInt, Field(ge=1, le=1 << 16)] | None = None
+    """Choices that come back, best first; 1 if null."""
+    best_of: Annotated[StrictInt, Field(ge=1, le=1 << 16)] | None = None
+    """Candidates that are drawn; null for the server's number."""
+    budget: Annotated[StrictInt, Field(ge=1, le=1 << 16)] | None = None
+    """Draw until the best candidate is unlikely to be beaten, and at most so many; instead of `best_of`."""
+    selection: Selection | None = None
+    """`best` by score, `majority` over the candidates' answers, or `none`: as they come."""
+    return_candidates: StrictBool = False
+    """Return all candidates with their scores in `candidates`."""
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    """1 if null; 0 takes the likeliest token, of which there is one candidate only."""
+    top_p: Probability | None = None
+    top_k: Annotated[StrictInt, Field(ge=-1, le=_INT64)] | None = None
+    """0 or -1 keep all tokens."""
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    min_tokens: Annotated[StrictInt, Field(ge=0, le=_INT64)] | None = None
+    max_tokens: Annotated[StrictInt, Field(ge=1, le=_INT64)] | None = None
+    stop: str | list[str] | None = None
+    """At most 16 texts that end a completion; they are no part of it."""
+    seed: Annotated[StrictInt, Field(ge=-_INT64 - 1, le=_INT64)] | None = None
+    """Two requests with the same seed draw the same candidates."""
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+
+
+class ChatRequest(Generation):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=4096)]
+    """Messages with `role` and `content`, a text or a list of `{"type": "text", "text": ...}`."""
+    max_completion_tokens: Annotated[StrictInt, Field(ge=1, le=_INT64)] | None = None
+    """Instead of `max_tokens`."""
+    logprobs: StrictBool | None = None
+    top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Arguments for the chat template."""
+
+
+class CompletionRequest(Generation):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    """A text, token ids, or several of either."""
+    logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
+
+
+class ScoreRequest(Body):
+    """`POST /v1/score`: how good completions are after their prompts."""
+
+    model: Annotated[str, Field(max_length=512)] | None = None
+    text_1: str | list[str]
+    """Prompts; one stands for all completions."""
+    text_2: str | list[str]
+    """Completions."""
+
+
+class RewardRequest(BaseModel):
+    """OpenRLHF's `POST /get_reward`; other fields have no effect."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    query: str | list[str]
+    """Prompt and completion in one text."""
+    prompts: str | list[str] | None = None
+    """The prompts; null reads the query as a completion after an empty prompt."""

@@ -1,0 +1,35 @@
+"""What a server serves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhf_serve.errors import model_not_found
+from rlhf_serve.service import BestOfNService
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a server serves.
+
+    Args:
+        service: draws and scores.
+        model: name of the policy.
+        rewards: names of the rewards.
+        examples: prompts that the page offers.
+    """
+
+    service: BestOfNService
+    model: str
+    rewards: Sequence[str] = ()
+    examples: Sequence[str] = ()
+
+    def check_model(self, name: str) -> None:
+        """Refuse another model's name.
+
+        Raises:
+            APIError: 404.
+        """
+        if name != self.model:
+            raise model_not_found(name, [self.model])

@@ -1,0 +1,120 @@
+"""The settings of a server, and of a run over a file."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rlhf_data import BaseConfig
+
+
+class ModelSettings(BaseConfig):
+    """What is loaded."""
+
+    model: str | None = None
+    """Folder or hub name of the policy; null for the embedded demonstration."""
+    reward: tuple[str, ...] = ()
+    """What scores candidates: lines as `rlhf-train --reward` takes them, process reward models too."""
+    reward_weights: tuple[float, ...] | None = None
+    """One weight per reward; null for 1 each."""
+    n: int = Field(default=8, ge=1)
+    """Candidates drawn for a request that does not say how many."""
+    answer: Literal["text", "marked", "number"] = "text"
+    """What `selection: majority` counts: texts, what they mark as their answer, or the number they give."""
+    backend: Literal["auto", "transformers", "vllm"] = "auto"
+    """What generates; `auto` is vLLM where it is installed and there is a GPU, otherwise transformers."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of the weights."""
+    device: str | None = None
+    """Where models are put; null for the first GPU, or the CPU."""
+    chat_template: str | None = None
+    """File with a chat template, for a tokenizer that has none."""
+    seed: int = Field(default=0, ge=0)
+    """Of the demonstration's models."""
+    max_batch_tokens: int = Field(default=1 << 17, ge=1)
+    """transformers: prompt and completion tokens whose keys and values are held at a time."""
+    gpu_memory_utilization: float = Field(default=0.6, gt=0, le=1)
+    """vLLM: share of the device's memory for weights and cache; reward models need room beside it."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """vLLM: longest prompt and completion; null for the model's context."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """vLLM: devices that the model is spread over."""
+    vllm_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """vLLM: further engine arguments under vLLM's names."""
+
+
+class ServeSettings(ModelSettings):
+    """What is served, and how much of it at a time."""
+
+    served_model_name: str | None = None
+    """What clients call it; null for the folder's name."""
+    host: str = "127.0.0.1"
+    """Address that is listened on; only this machine reaches the default one."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """Port; 0 takes a free one."""
+    max_n: int = Field(default=64, ge=1)
+    """Most candidates that a request may ask for."""
+    max_tokens: int = Field(default=1024, ge=1)
+    """Longest completion that a request may ask for, in tokens; where it asks for none this is cut to 256."""
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """Longest prompt in tokens; null for what the model's context leaves."""
+    max_prompts: int = Field(default=64, ge=1)
+    """Most prompts in one request of `/v1/completions`."""
+    max_scored: int = Field(default=256, ge=1)
+    """Most texts in one request for scores."""
+    max_body_bytes: int = Field(default=4 << 20, ge=1024)
+    """Largest body of a request."""
+    max_running: int = Field(default=64, ge=1)
+    """Requests that are worked on at a time."""
+    max_waiting: int = Field(default=256, ge=0)
+    """Requests that wait for their turn; further ones are answered with 429."""
+    request_timeout_s: float = Field(default=300.0, gt=0)
+    """Seconds after which a request is given up."""
+    drain_timeout_s: float = Field(default=60.0, ge=0)
+    """Seconds that requests have to finish after SIGTERM."""
+    api_keys_file: str | None = None
+    """File with one API key a line, `name key` or `key`."""
+    requests_per_minute: float | None = Field(default=None, gt=0)
+    """Requests that a key may make in a minute; null for any number."""
+    max_concurrent_per_key: int | None = Field(default=None, ge=1)
+    """Requests of a key that are open at a time; null for any number."""
+    log_prompts: bool = False
+    """Whether prompts are written into the log."""
+
+
+class BatchSettings(ModelSettings):
+    """A run over a file of prompts."""
+
+    input_path: str
+    """Rows with `prompt`: JSON lines, JSON, CSV, Parquet or Arrow."""
+    output_path: str
+    """JSON lines, one per row, in the order of the input."""
+    overwrite: bool = False
+    """Start anew where the output exists."""
+    batch_size: int = Field(default=16, ge=1)
+    """Prompts at a time."""
+    keep: int | None = Field(default=None, ge=1)
+    """The best so many candidates are written too; null for none."""
+    selection: Literal["best", "majority"] = "best"
+    """How the winner is chosen."""
+    budget: int | None = Field(default=None, ge=1)
+    """Samples per prompt on average, given where they pay, at most `n`; null for `n` each."""
+    stop_early: bool = False
+    """Stop sampling a prompt whose best will hardly be beaten; `n` is then the most."""
+    max_tokens: int = Field(default=256, ge=1)
+    """Longest completion in tokens."""
+    temperature: float = Field(default=1.0, ge=0)
+    """0 takes the likeliest token."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """The likeliest tokens that together have at least this probability."""
+    top_k: int = Field(default=0, ge=0)
+    """So many of the likeliest tokens; 0 keeps all."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Tokens at least this share as likely as the likeliest one."""
+    repetition_penalty: float = Field(default=1.0, gt=0)
+    """Divides positive and multiplies negative logits of tokens that were there; 1 leaves them."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion."""
+    sampling_seed: int = Field(default=0, ge=0)
+    """Of the samples."""

@@ -1,0 +1,161 @@
+"""Between texts and tokens: prompts, completions without their stop texts, and texts that grow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhf_data import Encoder, UserError
+from rlhf_data.transcripts import Message, Text
+from rlhf_serve.errors import invalid_request
+
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+_ROLES = ("assistant", "developer", "system", "tool", "user")
+
+
+class Texts:
+    """Reads prompts and writes completions with one tokenizer.
+
+    Args:
+        tokenizer: of the policy.
+        chat_template: for a tokenizer that has none; None takes its own.
+    """
+
+    def __init__(self, tokenizer: Any, chat_template: str | None = None) -> None:
+        if chat_template is not None:
+            tokenizer.chat_template = chat_template
+        self.tokenizer = tokenizer
+        self._encoder = Encoder(tokenizer)
+
+    def prompt_ids(self, prompt: Text, template: Mapping[str, Any] | None = None) -> list[int]:
+        """Token ids of a text, or of messages up to where the assistant's answer starts.
+
+        Raises:
+            APIError: 400, where the chat template is missing or refuses the messages.
+        """
+        if not isinstance(prompt, str) and self.tokenizer.chat_template is None:
+            raise invalid_request(
+                "the model's tokenizer has no chat template; use /v1/completions, or start the server with "
+                "--chat-template",
+                "messages",
+            )
+        try:
+            return self._encoder.prompt(prompt, template)
+        except UserError as error:
+            raise invalid_request(str(error), "prompt" if isinstance(prompt, str) else "messages") from error
+
+    def rendered(self, prompt: Text, template: Mapping[str, Any] | None = None) -> str:
+        """The text that a model reads for a prompt."""
+        if isinstance(prompt, str):
+            return prompt
+        return self.tokenizer.apply_chat_template(
+            prompt, tokenize=False, add_generation_prompt=True, **(template or {})
+        )
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, without special tokens."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def completion(self, ids: Sequence[int], stops: Sequence[str]) -> str:
+        """The text of a completion, up to the first of the stop texts."""
+        return until(self.decode(ids), stops)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """What each token adds to the text; joined they are `decode(ids)`."""
+        growing = GrowingText(self, ())
+        pieces = [growing.add(token) for token in ids]
+        if pieces:
+            pieces[-1] += growing.rest()
+        return pieces
+
+
+class GrowingText:
+    """The text of a completion as its tokens come; what may turn out to be a stop text is held back.
+
+    Args:
+        texts: decodes.
+        stops: texts that end the completion.
+    """
+
+    def __init__(self, texts: Texts, stops: Sequence[str]) -> None:
+        self._texts, self._stops = texts, tuple(stops)
+        self._ids: list[int] = []
+        self._start, self._read = 0, 0
+        self._text, self._sent = "", 0
+
+    def add(self, token: int) -> str:
+        """The text that is certain now and was not before."""
+        self._ids.append(token)
+        known = self._texts.decode(self._ids[self._start : self._read])
+        text = self._texts.decode(self._ids[self._start :])
+        if len(text) > len(known) and not text.endswith(_BROKEN):
+            self._text += text[len(known) :]
+            self._start, self._read = self._read, len(self._ids)
+        return self._send(self._certain())
+
+    def rest(self) -> str:
+        """What is left when the completion has ended."""
+        known = self._texts.decode(self._ids[self._start : self._read])
+        self._text += self._texts.decode(self._ids[self._start :])[len(known) :]
+        self._start = self._read = len(self._ids)
+        return self._send(self._end(len(self._text)))
+
+    def _send(self, end: int) -> str:
+        piece = self._text[self._sent : max(end, self._sent)]
+        self._sent += len(piece)
+        return piece
+
+    def _certain(self) -> int:
+        """How far no stop text can begin that is not complete."""
+        end = len(self._text)
+        for stop in self._stops:
+            for length in range(min(len(stop) - 1, len(self._text)), 0, -1):
+                if self._text.endswith(stop[:length]):
+                    end = min(end, len(self._text) - length)
+                    break
+        return self._end(end)
+
+    def _end(self, end: int) -> int:
+        places = [place for place in (self._text.find(stop) for stop in self._stops) if place >= 0]
+        return min([end, *places])
+
+
+def until(text: str, stops: Sequence[str]) -> str:
+    """A text up to the first of the stop texts."""
+    places = [place for place in (text.find(stop) for stop in stops) if place >= 0]
+    return text[: min(places)] if places else text
+
+
+def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Messages with plain texts, as chat templates read them.
+
+    Raises:
+        APIError: 400, for a message without role or text; it is named.
+    """
+    found = []
+    for i, message in enumerate(messages):
+        role = message.get("role")
+        if role not in _ROLES:
+            raise invalid_request(
+                f"messages[{i}].role must be one of {', '.join(_ROLES)}", f"messages[{i}].role"
+            )
+        content = message.get("content")
+        if isinstance(content, list):
+            content = _joined(content, f"messages[{i}].content")
+        if not isinstance(content, str):
+            raise invalid_request(
+                f"messages[{i}].content must be a text, or a list of parts of type text",
+                f"messages[{i}].content",
+            )
+        found.append({**message, "role": "system" if role == "developer" else role, "content": content})
+    return found
+
+
+def _joined(parts: Sequence[Any], where: str) -> str:
+    texts = []
+    for part in parts:
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            raise invalid_request(f"{where} has a part that is no text; only text is understood", where)
+        texts.append(text)
+    return "".join(texts)

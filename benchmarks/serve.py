@@ -1,0 +1,274 @@
+"""`rlhf-serve` under load: best-of-8 with scoring against generating and scoring alone, overhead, overload.
+
+A policy and a reward model of the same size with random weights, fp32. Four measurements:
+
+- `throughput`: requests a second of the server with many clients, times the seconds that a request takes to
+  generate (by the engine alone, all requests in one call; vLLM with its own `n`) plus the seconds it takes to
+  score (by the reward model alone, all in one call). 1 is a server that costs nothing beside both.
+- `overhead`: milliseconds of a request for one unscored completion through HTTP, less those of the engine.
+- `soak`: clients in a closed loop: latencies, errors, and the resident memory over time.
+- `overload`: ten times as many requests as the queue holds, all at once.
+
+Prints JSON. vLLM needs an environment of its own: `--vllm-python`, or VLLM_PYTHON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from offline_vs_trl import HH_DATA, SHAPES, describe, read_pairs
+from online_compare import make_models
+
+from rlhf_data import UserError, atomic_write_json
+
+SOURCES = [
+    str(path) for folder in ("packages", "apps") for path in Path(__file__).parents[1].glob(f"{folder}/*/src")
+]
+MODEL = "policy"
+
+
+@contextmanager
+def server(python: str, backend: str, folder: Path, task: dict[str, Any], *more: str) -> Iterator[Any]:
+    """A server process; gives its URL and its process id."""
+    log = folder / f"{backend}.log"
+    command = [python, "-m", "rlhf_serve", "--port", "0", "--backend", backend, "--dtype", "float32"]
+    command += ["--model", str(folder / MODEL), "--reward-model", str(folder / "reward"), *more]
+    if backend == "vllm":
+        command += ["--set", f"vllm_options={json.dumps(task['vllm'])}"]
+    with open(log, "wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment(python, task))
+    try:
+        while True:
+            if process.poll() is not None:
+                raise UserError(f"the server ended: {log.read_text()[-2000:]}")
+            found = re.search(r"open (http://\S+)/ for the page", log.read_text())
+            if found:
+                break
+            time.sleep(0.1)
+        httpx.get(f"{found[1]}/ready", timeout=60).raise_for_status()
+        yield found[1], process.pid
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+
+
+def environment(python: str, task: dict[str, Any]) -> dict[str, str]:
+    """For another Python the sources; as many threads as the task says."""
+    env = os.environ | {"OMP_NUM_THREADS": str(task["threads"]), "HF_HUB_OFFLINE": "1"}
+    if python != sys.executable:
+        env |= {"PYTHONPATH": os.pathsep.join(SOURCES), "TORCHDYNAMO_DISABLE": "1"}
+        env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    return env
+
+
+def raw_seconds(python: str, backend: str, folder: Path, task: dict[str, Any]) -> dict[str, float]:
+    """What `serve_raw.py` measures."""
+    command = [python, str(Path(__file__).with_name("serve_raw.py")), backend, str(folder)]
+    env = environment(python, task) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"{backend} alone: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+class Load:
+    """Clients of one server.
+
+    Args:
+        url: of the server.
+        task: what is asked for.
+    """
+
+    def __init__(self, url: str, task: dict[str, Any]) -> None:
+        self.url, self.task = url, task
+        self.statuses: Counter[int] = Counter()
+        self.seconds: list[float] = []
+
+    async def ask(self, client: httpx.AsyncClient, prompt: str, best_of: int) -> None:
+        """One request."""
+        body = {"model": MODEL, "prompt": prompt, "best_of": best_of, "max_tokens": self.task["tokens"]}
+        body |= {"min_tokens": self.task["tokens"], "return_candidates": best_of > 1}
+        start = time.perf_counter()
+        answer = await client.post(f"{self.url}/v1/completions", json=body)
+        self.seconds.append(time.perf_counter() - start)
+        self.statuses[answer.status_code] += 1
+        if answer.status_code == 200 and answer.json()["usage"]["candidates"] != best_of:
+            raise UserError("the server drew another number of candidates")
+
+    async def at_once(self, best_of: int) -> float:
+        """All prompts at the same time; seconds until the last answer."""
+        async with httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None)) as client:
+            start = time.perf_counter()
+            await asyncio.gather(*(self.ask(client, p, best_of) for p in self.task["prompts"]))
+            return time.perf_counter() - start
+
+    async def one_by_one(self, count: int) -> float:
+        """Requests for one completion, one after the other; median seconds."""
+        async with httpx.AsyncClient(timeout=None) as client:
+            await self.ask(client, self.task["prompts"][0], 1)
+            self.seconds.clear()
+            for _ in range(count):
+                await self.ask(client, self.task["prompts"][0], 1)
+        return statistics.median(self.seconds)
+
+    async def loop(self, clients: int, seconds: float, best_of: int, pid: int) -> list[float]:
+        """Clients that ask again and again; resident memory in MB, twenty times."""
+        end, memory = time.perf_counter() + seconds, []
+
+        async def one(number: int) -> None:
+            async with httpx.AsyncClient(timeout=None) as client:
+                while time.perf_counter() < end:
+                    prompts = self.task["prompts"]
+                    await self.ask(client, prompts[(number + len(self.seconds)) % len(prompts)], best_of)
+
+        async def watch() -> None:
+            while time.perf_counter() < end:
+                memory.append(resident_mb(pid))
+                await asyncio.sleep(seconds / 20)
+
+        await asyncio.gather(watch(), *(one(i) for i in range(clients)))
+        return memory
+
+
+def resident_mb(pid: int) -> float:
+    """Memory of a process and its children."""
+    total, pids = 0.0, [pid]
+    while pids:
+        one = pids.pop()
+        try:
+            text = Path(f"/proc/{one}/status").read_text()
+            pids += map(int, Path(f"/proc/{one}/task/{one}/children").read_text().split())
+        except OSError:  # it ended meanwhile
+            continue
+        total += int(re.search(r"VmRSS:\s+(\d+)", text)[1]) / 1024  # pyright: ignore
+    return total
+
+
+def percentile(values: list[float], share: float) -> float:
+    """A value that so large a share is below."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def measure(backend: str, folder: Path, task: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """All measurements of a backend."""
+    python = options.vllm_python if backend == "vllm" else sys.executable
+    count = len(task["prompts"])
+    alone = [raw_seconds(python, backend, folder, task)]
+    wide = ["--max-waiting", "1000", "--set", "max_running=256"]
+    with server(python, backend, folder, task, *wide) as (url, pid):
+        load = Load(url, task)
+        asyncio.run(load.at_once(task["n"]))
+        together = [asyncio.run(load.at_once(task["n"])) for _ in range(task["repeats"])]
+        single = asyncio.run(Load(url, task).one_by_one(10 * task["repeats"]))
+        soak = Load(url, task)
+        memory = asyncio.run(soak.loop(options.clients, options.seconds, task["n"], pid))
+    alone.append(raw_seconds(python, backend, folder, task))
+    raw = {name: statistics.median(each[name] for each in alone) for name in alone[0]}
+    per_request = (raw["generate"] + raw["score"]) / count
+    served = count / statistics.median(together)
+    return {
+        "backend": backend,
+        "throughput": {
+            "requests_per_second": served,
+            "alone_requests_per_second": 1 / per_request,
+            "share_of_alone": served * per_request,
+            "generate_seconds_per_request": raw["generate"] / count,
+            "score_seconds_per_request": raw["score"] / count,
+        },
+        "overhead": {
+            "request_ms": 1000 * single,
+            "engine_ms": 1000 * raw["single"],
+            "overhead_ms": 1000 * (single - raw["single"]),
+        },
+        "soak": {
+            "clients": options.clients,
+            "seconds": options.seconds,
+            "requests": len(soak.seconds),
+            "statuses": dict(soak.statuses),
+            "p50_seconds": percentile(soak.seconds, 0.5),
+            "p99_seconds": percentile(soak.seconds, 0.99),
+            "memory_mb": [round(each) for each in memory],
+        },
+        "overload": overload(python, backend, folder, task),
+    }
+
+
+def overload(python: str, backend: str, folder: Path, task: dict[str, Any]) -> dict[str, Any]:
+    """Ten times the queue at once: some are served, the others refused at once."""
+    queue = 8
+    narrow = ["--max-waiting", str(queue), "--set", "max_running=4"]
+    with server(python, backend, folder, task, *narrow) as (url, _):
+        prompts = (task["prompts"] * (10 * queue))[: 10 * queue]
+        load = Load(url, task | {"prompts": prompts})
+        asyncio.run(load.at_once(task["n"]))
+        after = Load(url, task | {"prompts": prompts[:1]})
+        asyncio.run(after.at_once(task["n"]))
+    return {
+        "queue": queue,
+        "requests": len(prompts),
+        "statuses": dict(load.statuses),
+        "served_after": after.statuses[200] == 1,
+    }
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--backends", nargs="+", choices=("transformers", "vllm"), default=["transformers"])
+    parser.add_argument("--vllm-python", default=os.environ.get("VLLM_PYTHON"), help="Python with vLLM")
+    parser.add_argument("--shape", choices=SHAPES, default="9M")
+    parser.add_argument("--requests", type=int, default=32, help="at once, for the throughput (32)")
+    parser.add_argument("--tokens", type=int, default=64, help="of a completion (64)")
+    parser.add_argument("--clients", type=int, default=64, help="of the soak (64)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of the soak (60)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="torch threads (all)")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--output", type=Path, help="write the JSON into this file too")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, seconds")
+    options = parser.parse_args()
+    if options.quick:
+        vars(options).update(shape="tiny", requests=4, tokens=8, clients=4, seconds=1.0, repeats=2)
+    if "vllm" in options.backends and not options.vllm_python:
+        parser.error("--backends vllm needs --vllm-python or VLLM_PYTHON")
+    pairs = read_pairs(None if options.quick else HH_DATA, 300)
+    prompts = [pair["prompt"] for pair in pairs]
+    prompts = [prompt for prompt in prompts if len(prompt) < 600][: options.requests]
+    task = {"prompts": prompts, "n": 8, "tokens": options.tokens, "repeats": options.repeats}
+    task |= {"threads": options.threads}
+    task |= {"vllm": {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30, "max_model_len": 512}}
+    try:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            make_models(folder, options.shape, pairs)
+            (folder / "task.json").write_text(json.dumps(task))
+            found = [measure(backend, folder, task, options) for backend in options.backends]
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    head = {"benchmark": "serve", "shape": options.shape, "requests": len(prompts), "n": 8}
+    results = head | {"tokens": options.tokens, "threads": options.threads} | describe() | {"backends": found}
+    if options.output:
+        atomic_write_json(options.output, results)
+    print(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""What an engine and a reward model take for the requests of `serve.py`, each alone; prints JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf_infer import SamplingParams, TransformersEngine
+from rlhf_infer.rewards.models import ModelReward
+from rlhf_models import RewardModel, load_causal_lm, load_tokenizer
+
+
+def timed(work: Callable[[], Any], repeats: int) -> float:
+    """Median seconds of some calls, after one that warms up."""
+    work()
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def vllm_generator(folder: Path, task: dict[str, Any]) -> Callable[[list[str], int], list[list[str]]]:
+    """Plain vLLM with `n` samples a request, as its users call it."""
+    from vllm import LLM
+    from vllm import SamplingParams as Request  # pyright: ignore[reportMissingImports]
+
+    llm = LLM(str(folder / "policy"), dtype="float32", seed=0, **task["vllm"])
+    tokens = task["tokens"]
+
+    def generate(prompts: list[str], n: int) -> list[list[str]]:
+        request = Request(n=n, max_tokens=tokens, min_tokens=tokens, temperature=1.0, seed=0)
+        outputs = llm.generate(prompts, request, use_tqdm=False)
+        return [[each.text for each in output.outputs] for output in outputs]
+
+    return generate
+
+
+def transformers_generator(folder: Path, task: dict[str, Any]) -> Callable[[list[str], int], list[list[str]]]:
+    """This toolkit's engine on transformers."""
+    tokenizer: Any = load_tokenizer(folder / "policy")
+    engine = TransformersEngine(load_causal_lm(folder / "policy"), tokenizer)
+    tokens = task["tokens"]
+
+    def generate(prompts: list[str], n: int) -> list[list[str]]:
+        params = SamplingParams(tokens, min_new_tokens=tokens)
+        groups = engine.generate([tokenizer(prompt)["input_ids"] for prompt in prompts], n, params)
+        return [
+            [tokenizer.decode(r.completion_ids, skip_special_tokens=True) for r in group] for group in groups
+        ]
+
+    return generate
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("backend", choices=("transformers", "vllm"))
+    parser.add_argument("folder", type=Path)
+    options = parser.parse_args()
+    task = json.loads((options.folder / "task.json").read_text(encoding="utf-8"))
+    torch.set_num_threads(task["threads"])
+    make = vllm_generator if options.backend == "vllm" else transformers_generator
+    generate = make(options.folder, task)
+    prompts, n, repeats = task["prompts"], task["n"], task["repeats"]
+    groups = generate(prompts, n)
+    seconds = {"generate": timed(lambda: generate(prompts, n), repeats)}
+    seconds["single"] = timed(lambda: generate(prompts[:1], 1), 5 * repeats)
+    reward = ModelReward(RewardModel.from_pretrained(options.folder / "reward"))
+    texts = [text for group in groups for text in group]
+    repeated = [prompt for prompt in prompts for _ in range(n)]
+    seconds["score"] = timed(lambda: reward(repeated, texts), repeats)
+    print(json.dumps(seconds))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Ranking candidates by score and by weighted majority, costs, and extracted answers."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+
+from rlhf_data import UserError
+from rlhf_infer import Candidate, Rollout, SamplingCost, Selected, select
+from rlhf_infer.answers import extractor
+
+
+def candidate(index: int, score: float | None, answer: str | None = None, text: str = "") -> Candidate:
+    return Candidate(index, text, Rollout([1], [2, 3], [-0.5, -0.25], "stop"), score, {}, answer)
+
+
+def candidates(*rows: tuple[float | None, str | None]) -> list[Candidate]:
+    return [candidate(i, score, answer) for i, (score, answer) in enumerate(rows)]
+
+
+def test_best_ranks_by_score_then_index_and_puts_what_has_no_score_last() -> None:
+    rows = candidates((1.0, None), (None, None), (3.0, None), (1.0, None), (-2.0, None))
+    assert select(rows, "best") == (2, 0, 3, 4, 1)
+    selected = Selected("why?", rows, select(rows, "best"), SamplingCost())
+    assert selected.best is rows[2] and selected.top(2) == [rows[2], rows[0]] and len(selected.top(9)) == 5
+    # The index decides among equals, not the place.
+    assert select([rows[3], rows[0]], "best") == (1, 0)
+
+
+def test_majority_is_weighted_by_softmax_of_the_scores() -> None:
+    # e^1 + e^1 = 5.44 for a, e^2 = 7.39 for b: b wins although it is alone. With scores 1, 1 and 1.5 it does
+    # not: e^1.5 = 4.48.
+    rows = candidates((1.0, "a"), (1.0, "a"), (2.0, "b"))
+    assert select(rows, "majority") == (2, 0, 1)
+    assert select(candidates((1.0, "a"), (1.0, "a"), (1.5, "b")), "majority") == (0, 1, 2)
+    # Softmax does not change when all scores move, and large ones do not overflow.
+    assert select(candidates((1001.0, "a"), (1001.0, "a"), (1001.5, "b")), "majority") == (0, 1, 2)
+
+
+def test_equal_or_missing_scores_make_a_plain_majority() -> None:
+    answers = ["b", "a", None, "a", "b", "a"]
+    for score in (None, 0.7):
+        assert select(candidates(*((score, x) for x in answers)), "majority") == (1, 3, 5, 0, 4, 2)
+    # Of the answer that wins, the best candidate comes first; one without score or answer has no vote.
+    rows = candidates((0.0, "a"), (0.5, "a"), (0.9, "b"), (None, "b"), (9.0, None))
+    assert select(rows, "majority") == (1, 0, 2, 3, 4)
+    assert select(candidates((1.0, None), (2.0, None)), "majority") == (1, 0)
+
+
+def test_extract_reads_the_texts() -> None:
+    rows = [candidate(i, 0.0, "x", text) for i, text in enumerate(["it is 4", "#### 5", "so 5.0", "none"])]
+    assert select(rows, "majority", extract=extractor("number")) == (1, 2, 0, 3)
+
+
+@pytest.mark.parametrize("selection", ["best", "majority"])
+def test_a_ranking_does_not_depend_on_the_order_of_the_candidates(selection: Any) -> None:
+    rng = random.Random(0)
+    rows = [candidate(i, rng.choice([None, 0.0, 1.0, 1.5]), rng.choice([None, *"abc"])) for i in range(12)]
+    ranked = [rows[place].index for place in select(rows, selection)]
+    shuffled = rng.sample(rows, len(rows))
+    assert [shuffled[place].index for place in select(shuffled, selection)] == ranked
+    assert sorted(ranked) == list(range(12))
+
+
+def test_an_unknown_selection_is_refused() -> None:
+    with pytest.raises(UserError, match="selection is 'worst'; expected one of best, majority"):
+        select([], "worst")  # pyright: ignore[reportArgumentType]
+
+
+def test_confidence_and_costs() -> None:
+    assert candidate(0, None).confidence == pytest.approx(-0.75)
+    total = SamplingCost.total([SamplingCost(4, 10, 20, 30, 12), SamplingCost(8, 5, 40, None, 8)])
+    assert total == SamplingCost(12, 15, 60, 30, 20)
+    assert total.saved_share == pytest.approx(20 / 32)
+    assert SamplingCost.total([]).saved_share == 0 and SamplingCost.total([]).scored_tokens is None
+    assert not math.isnan(SamplingCost(4, saved_samples=-1).saved_share)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "answer"),
+    [
+        ("number", "2 + 2 = 4, the answer is 1,234.50", "2469/2"),
+        ("number", "half of them: 50%", "50%"),
+        ("number", "nobody knows", None),
+        ("marked", "I think <answer> The Shed. </answer>", "the shed"),
+        ("marked", "The Shed.", None),
+        ("text", "<think>kitchen</think> The  Shed.", "the shed"),
+        ("text", " ", None),
+    ],
+)
+def test_answers(name: str, text: str, answer: str | None) -> None:
+    assert extractor(name)(text) == answer
+
+
+def test_an_unknown_extractor_is_refused() -> None:
+    with pytest.raises(UserError, match="extract is 'letter'; expected one of number, marked, text"):
+        extractor("letter")

@@ -1,0 +1,159 @@
+"""`rlhf-serve generate`: rows in, best completions out, resumable."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from rlhf_infer import RewardFunctions
+from rlhf_serve import generate as module
+from rlhf_serve.cli import main
+
+ROWS = [{"prompt": f"where is mary {i} ?", "tag": i} for i in range(7)]
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+def run(folders: Path, rows: Path, output: Path, *more: str, reward: bool = True) -> Result:
+    options = ["--model", str(folders / "policy"), "--max-tokens", "6", "--n", "4", "--batch-size", "2"]
+    options += ["--reward-model", str(folders / "reward")] if reward else []
+    return CliRunner().invoke(
+        main, ["generate", "--input", str(rows), "--output", str(output), *options, *more]
+    )
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_row_gets_its_best_completion(folders: Path, rows: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out" / "best.jsonl"
+    result = run(folders, rows, output, "--top-k-candidates", "3")
+    assert result.exit_code == 0, result.output
+    assert "7 prompts, 28 candidates" in result.stderr
+    found = read(output)
+    assert [(row["prompt"], row["tag"]) for row in found] == [(row["prompt"], row["tag"]) for row in ROWS]
+    for row in found:
+        scores = [each["score"] for each in row["candidates"]]
+        assert len(scores) == 3 and scores == sorted(scores, reverse=True)
+        assert row["score"] == scores[0] == row["scores"]["reward"] and row["samples"] == 4
+        assert row["completion"] == row["candidates"][0]["text"]
+
+
+def test_an_interrupted_run_goes_on_where_it_was(
+    folders: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    assert run(folders, rows, whole).exit_code == 0
+    sample, calls = module._sample, []
+
+    def interrupted(*arguments: Any) -> Any:
+        calls.append(arguments[-1])
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return sample(*arguments)
+
+    monkeypatch.setattr(module, "_sample", interrupted)
+    assert run(folders, rows, output).exit_code == 130
+    monkeypatch.undo()
+    assert len(read(output)) == 4
+    with open(output, "a") as file:
+        file.write('{"prompt": "where is ma')  # a line that was being written
+    drawn: list[int] = []
+    monkeypatch.setattr(module, "_sample", lambda *a: (drawn.append(a[-1]), sample(*a))[1])
+    result = run(folders, rows, output)
+    assert result.exit_code == 0 and "has 4 of 7 rows; going on" in result.stderr
+    assert drawn == [4, 6] and output.read_text() == whole.read_text()
+    assert "has all 7 rows already" in run(folders, rows, output).stderr
+
+
+def test_an_output_of_something_else_is_left_alone(folders: Path, rows: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    assert run(folders, rows, output).exit_code == 0
+    before = output.read_text()
+    other = run(folders, rows, output, "--temperature", "0.5")
+    assert other.exit_code == 2 and "was made with temperature=1.0, now it is 0.5" in other.output
+    rows.write_text(json.dumps({"prompt": "another"}) + "\n" + "\n".join(map(json.dumps, ROWS)))
+    assert "line 1: the prompt is not that of the input's row" in run(folders, rows, output).output
+    foreign = tmp_path / "notes.jsonl"
+    foreign.write_text("mine\n")
+    assert "does not say how it was made" in run(folders, rows, foreign).output
+    assert (output.read_text(), foreign.read_text()) == (before, "mine\n")
+    again = run(folders, rows, output, "--overwrite", "--temperature", "0.5")
+    assert again.exit_code == 0 and len(read(output)) == 8
+
+
+def test_fewer_candidates_where_more_would_not_pay(folders: Path, rows: Path, tmp_path: Path) -> None:
+    budget = run(folders, rows, tmp_path / "budget.jsonl", "--budget", "3")
+    assert budget.exit_code == 0, budget.output
+    drawn = [row["samples"] for row in read(tmp_path / "budget.jsonl")]
+    assert sum(drawn) <= 3 * 7 and max(drawn) <= 4
+    refused = run(folders, rows, tmp_path / "no.jsonl", "--budget", "5")
+    assert refused.exit_code == 2 and "the budget is 5 samples per prompt and n" in refused.output
+    # Nearly greedy: four candidates show that a fifth would be one of them.
+    early = run(
+        *(folders, rows, tmp_path / "early.jsonl"),
+        *("--stop-early", "--temperature", "0.05", "--n", "32"),
+    )
+    assert early.exit_code == 0, early.output
+    assert sum(row["samples"] for row in read(tmp_path / "early.jsonl")) < 32 * 7
+    assert "of the candidates saved" in early.stderr
+
+
+def test_a_majority_needs_no_reward(folders: Path, rows: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    result = run(folders, rows, output, "--selection", "majority", reward=False)
+    assert result.exit_code == 0, result.output
+    assert all(row["score"] is None and row["answer_found"] for row in read(output))
+
+
+def test_stop_texts_are_left_out(folders: Path, rows: Path, tmp_path: Path) -> None:
+    assert run(folders, rows, tmp_path / "a.jsonl").exit_code == 0
+    texts = [row["completion"] for row in read(tmp_path / "a.jsonl")]
+    stop = max("".join(texts), key="".join(texts).count)
+    assert run(folders, rows, tmp_path / "b.jsonl", "--stop", stop).exit_code == 0
+    found = read(tmp_path / "b.jsonl")
+    assert not any(stop in row["completion"] for row in found)
+    assert any(row["finish_reason"] == "stop" for row in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "no rows"),
+        ('{"text": "x"}\n', "row 1: prompt is 'None'; expected a text"),
+        ('{"prompt": "a"}\n{"prompt": ""}\n', "row 2: prompt is ''"),
+        ('{"prompt": 3}\n', "row 1: prompt is '3'"),
+        ("not json\n", "line 1"),
+    ],
+)
+def test_bad_rows_are_named(folders: Path, tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text)
+    result = run(folders, path, tmp_path / "out.jsonl")
+    assert result.exit_code == 2 and says in result.output and "Traceback" not in result.output
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_failing_reward_names_the_rows_and_keeps_what_is_done(
+    folders: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(prompts: Any, completions: Any, tag: list[int]) -> list[float]:
+        if 5 in tag:
+            raise ValueError("no five please")
+        return [float(len(text)) for text in completions]
+
+    monkeypatch.setattr("rlhf_serve.load.load_scorer", lambda *a, **k: RewardFunctions([fails]))
+    result = run(folders, rows, tmp_path / "out.jsonl")
+    assert result.exit_code == 2
+    assert "rows 5 to 6" in result.output and "no five please" in result.output
+    assert len(read(tmp_path / "out.jsonl")) == 4

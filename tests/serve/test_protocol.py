@@ -1,0 +1,93 @@
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request
+
+from rlhf_serve.protocol import HTTPProtocol
+
+
+class Hasty(HTTPProtocol):
+    head_timeout_s = 0.05
+
+
+@contextmanager
+def connected(protocol: type[HTTPProtocol]) -> Iterator[socket.socket]:
+    """A connection to a server that tells how long a body was."""
+    app = FastAPI()
+
+    @app.post("/length")
+    async def length(request: Request) -> int:
+        return len(await request.body())
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        config = uvicorn.Config(
+            app, http=protocol, log_level="critical", h11_max_incomplete_event_size=4096, lifespan="off"
+        )
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            with socket.create_connection(listening.getsockname()) as connection:
+                yield connection
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """What comes until the server closes the connection."""
+    return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",  # TLS on a plain port
+        b"GET / HTTP/one\r\nHost: test\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\nHost: test\r\n\r\n",
+        b"POST /length HTTP/1.1\r\nHost: test\r\nContent-Length: -1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: test\r\nX: " + b"x" * 5000,
+        b"POST /length HTTP/1.1\r\nHost: test\r\nTransfer-Encoding: chunked\r\n\r\nnonsense\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_is_answered_as_an_error(sent: bytes) -> None:
+    with connected(HTTPProtocol) as connection:
+        connection.sendall(sent)
+        head, _, body = read_all(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert b"\r\ncontent-type: application/json" in head
+    assert json.loads(body)["error"]["code"] == "bad_http"
+
+
+def test_a_head_that_never_ends_is_given_up() -> None:
+    with connected(Hasty) as connection:
+        connection.sendall(b"POST /length HTTP/1.1\r\nHost: t")
+        assert read_all(connection) == b""
+    with connected(Hasty) as connection:
+        assert read_all(connection) == b""
+
+
+def test_the_head_of_a_second_request_has_as_long() -> None:
+    with connected(Hasty) as connection:
+        connection.sendall(b"POST /length HTTP/1.1\r\nHost: test\r\nContent-Length: 2\r\n\r\nab")
+        received = b""
+        while not received.endswith(b"\r\n\r\n2"):
+            received += connection.recv(65536)
+        connection.sendall(b"POST /len")
+        assert read_all(connection) == b""
+
+
+def test_a_body_and_its_answer_are_not_part_of_the_head() -> None:
+    with connected(Hasty) as connection:
+        connection.sendall(
+            b"POST /length HTTP/1.1\r\nHost: test\r\nConnection: close\r\nContent-Length: 2\r\n\r\na"
+        )
+        late = threading.Timer(4 * Hasty.head_timeout_s, connection.sendall, [b"b"])
+        late.start()
+        assert read_all(connection).endswith(b"\r\n\r\n2")
+        late.join()

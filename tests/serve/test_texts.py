@@ -1,0 +1,64 @@
+"""Texts that grow token by token, stop texts, and messages."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from rlhf_serve.errors import APIError
+from rlhf_serve.texts import GrowingText, Texts, checked_messages, until
+
+TEXT = "naïve ☃ — Grüße, 你好 🦙🦙 ok"
+
+
+@pytest.fixture
+def texts(byte_tokenizer: Any) -> Texts:
+    return Texts(byte_tokenizer)
+
+
+def test_pieces_join_to_the_text_and_break_no_character(texts: Texts, byte_tokenizer: Any) -> None:
+    ids = byte_tokenizer(TEXT)["input_ids"]
+    assert len(ids) > len(TEXT)  # some characters have several tokens
+    pieces = texts.pieces(ids)
+    assert len(pieces) == len(ids) and "".join(pieces) == TEXT
+    assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
+
+
+def test_a_character_that_is_never_finished_comes_as_decoding_shows_it(
+    texts: Texts, byte_tokenizer: Any
+) -> None:
+    ids = byte_tokenizer("ab🦙")["input_ids"][:-1]
+    assert "".join(texts.pieces(ids)) == texts.decode(ids)
+    assert texts.decode(ids).endswith("\N{REPLACEMENT CHARACTER}")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_streams_is_what_comes_whole(texts: Texts, byte_tokenizer: Any, seed: int) -> None:
+    rng = random.Random(seed)
+    text = "".join(rng.choices("ab. ", k=30))
+    stops = ["".join(rng.choices("ab. ", k=rng.randint(1, 4))) for _ in range(rng.randint(0, 3))]
+    ids = byte_tokenizer(text)["input_ids"]
+    growing = GrowingText(texts, stops)
+    sent = ""
+    for token in ids:
+        sent += growing.add(token)
+        assert until(text, stops).startswith(sent)  # nothing of a stop text is ever sent
+    assert sent + growing.rest() == until(text, stops) == texts.completion(ids, stops)
+
+
+def test_the_first_of_the_stop_texts_counts() -> None:
+    assert until("one two three", ["three", "two"]) == "one "
+    assert until("one", ["two"]) == until("one", []) == "one"
+
+
+def test_messages_become_plain(texts: Texts) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    found = checked_messages([{"role": "developer", "content": "x"}, {"role": "user", "content": parts}])
+    assert found == [{"role": "system", "content": "x"}, {"role": "user", "content": "ab"}]
+    image = {"type": "image_url", "image_url": {"url": "data:"}}
+    with pytest.raises(APIError, match=r"messages\[0\].content has a part that is no text"):
+        checked_messages([{"role": "user", "content": [image]}])
+    with pytest.raises(APIError, match="no chat template"):
+        texts.prompt_ids(found)
