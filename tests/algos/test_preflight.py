@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_algos.preflight import Finding, ReferenceRewards, preflight
+from rlhf_algos.preflight import Finding, ReferenceRewards, preflight, repeated_prompts
 from rlhf_infer import Rollout
 from rlhf_infer.rewards import RewardScores
 
@@ -213,3 +213,14 @@ def test_arguments_that_do_not_fit() -> None:
         check(["ee", "ee"], scores([0.0] * 3))
     with pytest.raises(ValueError, match="groups of one size"):
         check([], scores([0.0] * 3))
+
+
+def test_a_budget_that_repeats_prompts() -> None:
+    prompts = [tuple(range(100)), tuple(range(200, 300))]
+    groups = [[Rollout(p, [k, 500 + k, EOS], [-1.0] * 3, "stop") for k in range(4)] for p in prompts]
+    # Together 2 · (100 + 4 · 3) = 224 tokens; at most 110 hold a prompt and 3 completions, so each prompt is
+    # computed twice: 424 tokens, 1.9 times as many. 112 hold a prompt and all of its completions.
+    [found] = repeated_prompts(groups, 110)
+    assert (found.level, found.name) == ("warning", "repeated_prompts")
+    assert "1.9 times the tokens" in found.text and "raise it to 112" in found.text
+    assert repeated_prompts(groups, 112) == repeated_prompts(groups, None) == []

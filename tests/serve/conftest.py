@@ -200,7 +200,7 @@ def start(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
         if isinstance(server, ThreadServer):
             server.stop()
         elif server.process.poll() is None:
-            server.stop(signal.SIGKILL)
+            server.stop()  # vLLM ends its own processes
 
 
 @pytest.fixture(

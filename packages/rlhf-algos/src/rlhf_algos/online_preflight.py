@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf_algos.batching import epoch_order
-from rlhf_algos.preflight import Finding, ReferenceRewards, preflight
+from rlhf_algos.preflight import Finding, ReferenceRewards, preflight, repeated_prompts
 from rlhf_data import PromptExample
 from rlhf_infer.rewards import RewardScores
 
@@ -45,7 +45,7 @@ def check_first_rollout(trainer: OnlineTrainer) -> list[Finding]:
     scores = _rewards(trainer, [p for p in own for _ in range(config.num_generations)], texts, ids)
     references = _references(trainer, own)
     trainer.rewards.load_state(remembered)
-    return preflight(
+    found = preflight(
         rollouts,
         scores,
         eos_token_ids=trainer.engine.eos_token_ids,
@@ -54,6 +54,7 @@ def check_first_rollout(trainer: OnlineTrainer) -> list[Finding]:
         relative_to_group=trainer.compares_groups,
         mask_truncated=config.mask_truncated_completions,
     )
+    return [*found, *repeated_prompts(rollouts, config.max_tokens_per_batch)]
 
 
 def _rewards(

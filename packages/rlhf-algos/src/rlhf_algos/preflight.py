@@ -12,17 +12,21 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from rlhf_data import TokenSequence, pack
+
 if TYPE_CHECKING:
     from rlhf_infer import Rollout
     from rlhf_infer.rewards import RewardScores
 
-__all__ = ["Finding", "ReferenceRewards", "preflight"]
+__all__ = ["Finding", "ReferenceRewards", "preflight", "repeated_prompts"]
 
 _MANY = 0.5
 """Share of completions or groups from which something is worth a warning."""
 _NOISE = 1e-6
 """Differences of rewards up to this share of their size are rounding of fp32."""
 _LEAST_REFERENCES = 4
+_REPEATED = 1.5
+"""Times the tokens of prompts computed once from which repeating them is worth a warning."""
 _STANDARD_ERRORS = 2.0
 """A mean difference this many standard errors below 0 is no accident."""
 
@@ -101,6 +105,32 @@ def preflight(
         *(_signs(references, total) if references is not None else ()),
     ]
     return sorted(found, key=lambda finding: finding.level != "error")
+
+
+def repeated_prompts(rollouts: Sequence[Sequence[Rollout]], max_tokens: int | None) -> list[Finding]:
+    """Whether a budget for batches makes prompts be computed again and again.
+
+    Args:
+        rollouts: groups of sampled completions, a prompt's in each.
+        max_tokens: `max_tokens_per_batch`.
+    """
+    sequences = [
+        TokenSequence([*rollout.prompt_ids, *rollout.completion_ids], len(rollout.prompt_ids))
+        for group in rollouts
+        for rollout in group
+    ]
+    least, cut = (sum(batch.num_tokens for batch in pack(sequences, budget)) for budget in (None, max_tokens))
+    if cut < _REPEATED * least:
+        return []
+    needed = max(
+        len(group[0].prompt_ids) + sum(len(rollout.completion_ids) for rollout in group) for group in rollouts
+    )
+    text = (
+        f"max_tokens_per_batch {max_tokens} holds few completions beside their prompt, which is computed "
+        f"again for the others: {cut / least:.1f} times the tokens, and as many times the seconds; raise it "
+        f"to {needed} if memory allows"
+    )
+    return [Finding("warning", "repeated_prompts", text)]
 
 
 def _endings(

@@ -12,7 +12,16 @@ from rlhf_data import RunFolder
 
 __all__ = ["finish_run", "versions"]
 
-_PACKAGES = ("rlhf-algos", "rlhf-data", "rlhf-models", "accelerate", "peft", "torch", "transformers")
+_PACKAGES = (
+    "rlhf-algos",
+    "rlhf-data",
+    "rlhf-infer",
+    "rlhf-models",
+    "accelerate",
+    "peft",
+    "torch",
+    "transformers",
+)
 _FINAL = "final"
 
 
