@@ -115,6 +115,20 @@ def test_learning_curves(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_best_of_n(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    output, figure = tmp_path / "result.json", tmp_path / "curves.png"
+    [result] = run_json("best_of_n.py", "--quick", "--output", str(output), "--figure", str(figure))
+    assert result == json.loads(output.read_text()) and figure.read_bytes()[:4] == b"\x89PNG"
+    for run in result["runs"]:
+        for curve in run["curves"].values():
+            means = [point["mean"] for point in curve["reward"]]
+            # The best of more has no lower a reward, for each N is estimated from the same samples.
+            assert means == sorted(means) and len(means) == len(curve["n"])
+            assert all(0 <= point["mean"] <= 1 for point in curve["accuracy"])
+
+
+@pytest.mark.slow
 def test_a_server_under_load(tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     [result] = run_json("serve.py", "--quick", "--output", str(output))

@@ -1,6 +1,7 @@
 import asyncio
 import json
 import logging
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -57,7 +58,7 @@ def build_app() -> FastAPI:
 
     @app.get("/broken-stream")
     async def broken_stream() -> StreamingResponse:
-        async def parts() -> Any:
+        async def parts() -> AsyncIterator[bytes]:
             yield b"first"
             raise ValueError("secret insides")
 

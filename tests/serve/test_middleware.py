@@ -4,7 +4,7 @@ import logging
 import re
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,7 +50,7 @@ def build_app(metrics: Metrics, max_body_bytes: int = 1000, body_timeout_s: floa
 
     @app.get("/stream")
     async def stream() -> StreamingResponse:
-        async def parts() -> Any:
+        async def parts() -> AsyncIterator[bytes]:
             yield b"a"
             yield b"b"
 
@@ -141,12 +141,15 @@ def test_a_body_may_have_just_so_many_bytes() -> None:
     assert response.headers["content-security-policy"] == POLICY
 
 
-def test_a_declared_length_is_refused_before_anything_is_read() -> None:
-    headers = [(b"content-length", b"1001")]
-    sent = run_raw(build_app(Metrics()), [], headers=headers)  # to read would be to wait for ever
+@pytest.mark.parametrize("length", [b"1001", b"9" * 5000])
+def test_a_declared_length_is_refused_without_keeping_the_body(length: bytes) -> None:
+    app, headers = build_app(Metrics()), [(b"content-length", length)]
+    sent = run_raw(app, [part(600), part(1, more=False)], headers=headers)
     assert sent[0]["status"] == 413
-    sent = run_raw(build_app(Metrics()), [], headers=[(b"content-length", b"9" * 5000)])
+    sent = run_raw(app, [part(100_000)], headers=headers)  # to read all would be to wait for ever
     assert sent[0]["status"] == 413
+    waits = [*headers, (b"expect", b"100-continue")]
+    assert run_raw(app, [], headers=waits)[0]["status"] == 413  # to read would be to ask for it
 
 
 @pytest.mark.parametrize("path", ["/length", "/items/a"])

@@ -176,3 +176,23 @@ def test_a_server_without_reward(start: Callable[..., Any]) -> None:
     voted = server.fetch("/v1/completions", SHORT | {"selection": "majority", "best_of": 5})[1]
     assert voted["usage"]["candidates"] == 5
     server.stop()
+
+
+def test_a_server_on_this_machine_answers_to_no_other_name(server: Any) -> None:
+    # A web page whose name leads to 127.0.0.1 could otherwise read what the server answers.
+    status, body, _ = server.fetch("/v1/models", headers={"host": "evil.example:8000"})
+    assert status == 403 and body["error"]["code"] == "wrong_host"
+    for name in ("localhost:1", "127.0.0.1", "[::1]:80"):
+        assert server.fetch("/v1/models", headers={"host": name})[0] == 200
+
+
+def test_nothing_is_read_from_who_has_no_key(start: Callable[..., Any]) -> None:
+    server = start(RLHF_SERVE_API_KEYS=KEY)
+    address = urlsplit(server.url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port)
+    connection.putrequest("POST", "/v1/completions")
+    connection.putheader("content-length", "1000000")
+    connection.endheaders()
+    assert connection.getresponse().status == 401  # though no byte of the body was sent
+    connection.close()
+    server.stop()

@@ -64,6 +64,19 @@ def test_what_is_no_http_is_answered_as_an_error(sent: bytes) -> None:
     assert json.loads(body)["error"]["code"] == "bad_http"
 
 
+def test_a_request_for_a_websocket_is_one_like_any_other() -> None:
+    with connected(HTTPProtocol) as connection:
+        upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+        upgrade += b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+        connection.sendall(
+            b"POST /length HTTP/1.1\r\nHost: test\r\nContent-Length: 1\r\n" + upgrade + b"\r\na"
+        )
+        received = b""
+        while not received.endswith(b"\r\n\r\n1"):
+            received += connection.recv(65536)
+    assert received.startswith(b"HTTP/1.1 200 OK\r\n")
+
+
 def test_a_head_that_never_ends_is_given_up() -> None:
     with connected(Hasty) as connection:
         connection.sendall(b"POST /length HTTP/1.1\r\nHost: t")

@@ -15,7 +15,7 @@ from rlhf_serve import middleware, page
 from rlhf_serve.clients import ClientLeft, EventStream, attended, within
 from rlhf_serve.errors import draining
 from rlhf_serve.generation import Generating
-from rlhf_serve.keys import KeyRing
+from rlhf_serve.keys import ANONYMOUS, KeyRing
 from rlhf_serve.limits import Admission, ConcurrencyLimiter, RateLimiter
 from rlhf_serve.observe import AccessLog, Metrics, record_of
 from rlhf_serve.orders import chat_orders, completion_orders
@@ -25,6 +25,10 @@ from rlhf_serve.score_routes import add_scoring
 from rlhf_serve.served import Served
 from rlhf_serve.settings import ServeSettings
 
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+"""Names of this machine that no other can reach."""
+_OPEN = ("/", "/health", "/page/info", "/ready", "/version")
+"""What is answered without a key."""
 try:
     VERSION = version("rlhf-serve")
 except PackageNotFoundError:  # run from its sources
@@ -63,8 +67,11 @@ def create_app(served: Served, settings: ServeSettings, keys: KeyRing | None = N
         metrics=metrics,
         access_log=AccessLog(settings.log_prompts),
         max_body_bytes=settings.max_body_bytes,
+        keys=keys,
+        open_paths=_OPEN,
+        hosts=LOOPBACK if settings.host in LOOPBACK and not keys else None,
     )
-    guard = _guard(keys, settings)
+    guard = _guard(settings)
     _add_open_routes(app, served, settings, door)
     _add_models(app, served, guard)
     _add_generation(app, served, settings, door, guard)
@@ -79,15 +86,14 @@ def create_app(served: Served, settings: ServeSettings, keys: KeyRing | None = N
     return app
 
 
-def _guard(keys: KeyRing, settings: ServeSettings) -> Any:
-    """Lets requests in: their key is known, and within its limits for as long as they last."""
+def _guard(settings: ServeSettings) -> Any:
+    """Lets requests in whose key is within its limits, for as long as they last."""
     rate = None if settings.requests_per_minute is None else RateLimiter(settings.requests_per_minute)
     at_once = settings.max_concurrent_per_key
     concurrency = None if at_once is None else ConcurrencyLimiter(at_once)
 
     async def let_in(request: Request) -> AsyncIterator[None]:
-        name = keys.authenticate(request.headers)
-        record_of(request).key = name
+        name = record_of(request).key or ANONYMOUS
         if rate is not None:
             rate.take(name)
         if concurrency is None:

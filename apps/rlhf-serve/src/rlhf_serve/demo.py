@@ -39,7 +39,7 @@ def demo(seed: int, progress: Any = None) -> Demo:
     Raises:
         UserError: the cache folder cannot be written to.
     """
-    config = MinMaxConfig(seed=seed, demo=DemoSettings(flawed_reward=False))
+    config = MinMaxConfig(seed=seed, demo=DemoSettings(flawed_reward=False, reward_steps=2000))
     stories = load_stories(config)
     arguments: tuple[Any, ...] = (stories.building, stories.prompts, config.demo)
     cached = demo_folder(*arguments, seed=seed).is_dir()

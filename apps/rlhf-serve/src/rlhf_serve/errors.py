@@ -102,6 +102,14 @@ def model_not_found(name: str, served: Sequence[str]) -> APIError:
     return APIError(404, message, "not_found_error", param="model", code="model_not_found")
 
 
+def wrong_host(host: str) -> APIError:
+    """403: the request addresses the server by a name that it does not have."""
+    message = (
+        f"this server does not answer to the name {_shown(host)}; use its address, or start it with --host"
+    )
+    return APIError(403, message, "permission_error", code="wrong_host")
+
+
 def body_timeout(seconds: float) -> APIError:
     """408: the body did not arrive in time."""
     message = f"the request's body did not arrive within {seconds:g} s; send it faster or send less"

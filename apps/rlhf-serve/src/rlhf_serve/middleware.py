@@ -6,12 +6,15 @@ import asyncio
 import contextlib
 import re
 import time
+from collections.abc import Collection
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rlhf_serve import errors
+from rlhf_serve.keys import KeyRing
 from rlhf_serve.observe import OTHER, AccessLog, Metrics, RequestRecord, record_of, status_of
 
 MAX_BODY_BYTES = 4 * 2**20
@@ -39,6 +42,9 @@ def install(
     access_log: AccessLog | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     body_timeout_s: float = BODY_TIMEOUT_S,
+    keys: KeyRing | None = None,
+    open_paths: Collection[str] = (),
+    hosts: Collection[str] | None = None,
 ) -> None:
     """Put error handlers and all middleware of this module around `app`.
 
@@ -48,9 +54,13 @@ def install(
         access_log: where they are logged; None: as `AccessLog()` does it.
         max_body_bytes: a longer body is refused with 413.
         body_timeout_s: seconds within which a body has to arrive, else 408.
+        keys: API keys; None for an open door.
+        open_paths: what is answered without a key.
+        hosts: names under which the server may be addressed; None for any.
     """
     errors.install(app)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, timeout_s=body_timeout_s)
+    app.add_middleware(Door, keys=keys or KeyRing(), open_paths=open_paths, hosts=hosts)
     app.add_middleware(SecurityHeaders)
     app.add_middleware(Observed, metrics=metrics, access_log=access_log or AccessLog())
 
@@ -122,6 +132,38 @@ class SecurityHeaders:
         await self.app(scope, receive, with_headers)
 
 
+class Door:
+    """Refuses requests without a key, before anything of their body is read.
+
+    Args:
+        app: within.
+        keys: API keys; none let everybody in.
+        open_paths: what is answered without a key.
+        hosts: names that the header Host may have; None for any. A server on the loopback address that
+            answers to other names can be asked by any web page whose name is made to lead there.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, keys: KeyRing, open_paths: Collection[str], hosts: Collection[str] | None
+    ) -> None:
+        self.app, self.keys, self.open_paths, self.hosts = app, keys, open_paths, hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the app within, or answer with 401 or 403."""
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        record, headers = record_of(scope), Headers(scope=scope)
+        try:
+            if self.hosts is not None and _host(headers) not in self.hosts:
+                raise errors.wrong_host(headers.get("host", ""))
+            if scope["path"] not in self.open_paths:
+                record.key = self.keys.authenticate(headers)
+        except errors.APIError as error:
+            record.error = error.code
+            return await error.response()(scope, receive, send)
+        await self.app(scope, receive, send)
+
+
 class BodyLimit:
     """Refuses a body that is too long with 413, and one that comes too slowly with 408.
 
@@ -141,11 +183,13 @@ class BodyLimit:
         """Run the app within."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        declared = Headers(scope=scope).get("content-length", "")
+        headers = Headers(scope=scope)
+        declared = headers.get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > self.max_bytes:
             error = errors.body_too_large(self.max_bytes)
             record_of(scope).error = error.code
-            await self._discard(receive)
+            if "expect" not in headers:  # such a client waits to be asked for its body
+                await self._discard(receive)
             return await error.response()(scope, receive, send)
         deadline = asyncio.get_running_loop().time() + self.timeout_s
         read, whole = 0, False
@@ -177,6 +221,14 @@ class BodyLimit:
                     left -= len(message.get("body", b""))
                     if not message.get("more_body", False):
                         return
+
+
+def _host(headers: Headers) -> str | None:
+    """The name in the header Host, without a port."""
+    try:
+        return urlsplit(f"//{headers.get('host', '')}").hostname
+    except ValueError:
+        return None
 
 
 def _new_record(scope: Scope) -> RequestRecord:

@@ -20,6 +20,8 @@ from rlhf_serve.texts import checked_messages
 _DEFAULT_TOKENS = 256
 _MAX_STOPS, _MAX_STOP_LENGTH = 16, 256
 _SEEDS = 1 << 63
+_LEAST_TEMPERATURE = 0.01
+"""As in vLLM; below it numbers overflow, and completions are those of 0."""
 
 
 def chat_orders(body: ChatRequest, settings: ServeSettings, service: BestOfNService) -> list[Order]:
@@ -127,6 +129,10 @@ def _params(body: Generation, max_new_tokens: int, top_logprobs: int) -> Samplin
     if (body.min_tokens or 0) > max_new_tokens:
         raise invalid_request(
             f"min_tokens is {body.min_tokens}; expected at most max_tokens, {max_new_tokens}", "min_tokens"
+        )
+    if body.temperature is not None and 0 < body.temperature < _LEAST_TEMPERATURE:
+        raise invalid_request(
+            f"temperature is {body.temperature}; expected 0 or at least {_LEAST_TEMPERATURE}", "temperature"
         )
     given = {
         "temperature": body.temperature,

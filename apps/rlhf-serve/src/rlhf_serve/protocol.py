@@ -19,7 +19,7 @@ class HTTPProtocol(H11Protocol):
 
     A request that is no HTTP, or whose head is too long, never reaches the application: it is answered
     here. A connection that does not bring its first head, or the rest of a later one, within
-    `head_timeout_s` is closed.
+    `head_timeout_s` is closed. No request becomes a WebSocket.
     """
 
     head_timeout_s = HEAD_TIMEOUT_S
@@ -61,6 +61,10 @@ class HTTPProtocol(H11Protocol):
             h11.EndOfMessage(),
         ):
             self.transport.write(self.conn.send(event) or b"")
+
+    def _should_upgrade(self) -> bool:
+        """Pass over an `Upgrade` header, as a server may (RFC 9110, 7.8); uvicorn would answer it itself."""
+        return False
 
     def _watch_head(self) -> None:
         """Start the clock where a head is awaited, and stop it where one has come."""

@@ -11,7 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from rlhf_data import UserError
-from rlhf_serve.app import create_app
+from rlhf_serve.app import LOOPBACK, create_app
 from rlhf_serve.display import Display
 from rlhf_serve.keys import ENVIRONMENT, KeyRing
 from rlhf_serve.load import load
@@ -19,7 +19,6 @@ from rlhf_serve.protocol import HTTPProtocol
 from rlhf_serve.settings import ServeSettings
 
 _BACKLOG = 2048
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def serve(settings: ServeSettings) -> None:
@@ -41,7 +40,7 @@ def serve(settings: ServeSettings) -> None:
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         display.say(f"open http://{shown}:{port}/ for the page, http://{shown}:{port}/v1 for OpenAI clients")
-        if settings.host not in _LOOPBACK and not len(keys):
+        if settings.host not in LOOPBACK and not len(keys):
             display.say(f"anybody who reaches {host} may use it: set --api-keys-file or {ENVIRONMENT}")
         server = uvicorn.Server(uvicorn_config(app, settings))
         # uvicorn handles the signal, and raises it once more when it has drained.

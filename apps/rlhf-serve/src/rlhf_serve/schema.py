@@ -5,7 +5,16 @@ from __future__ import annotations
 import difflib
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    field_validator,
+    model_validator,
+)
 
 WITHOUT_EFFECT = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "user")
 """Fields that clients send and that change nothing in any server."""
@@ -26,8 +35,35 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """OpenAI's fields that are not supported, with the values that ask for nothing."""
 
+
+def _encodable(text: str) -> str:
+    """Refuse halves of surrogate pairs, which JSON can spell and no text has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("a text has a lone surrogate; send well-formed Unicode") from None
+    return text
+
+
+def _check_texts(value: Any) -> None:
+    """`_encodable` for all texts within lists and mappings."""
+    if isinstance(value, str):
+        _encodable(value)
+    elif isinstance(value, list):
+        for each in value:
+            _check_texts(each)
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            _encodable(str(key))
+            _check_texts(each)
+
+
 _INT64 = (1 << 63) - 1
 TokenId = Annotated[StrictInt, Field(ge=0, le=_INT64)]
+Utf8 = Annotated[str, AfterValidator(_encodable)]
+# A list of a million wrong items is one error, not a million.
+Utf8s = Annotated[list[Utf8], Field(fail_fast=True)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 Selection = Literal["best", "majority", "none"]
 
@@ -64,7 +100,7 @@ class StreamOptions(Body):
 class Generation(Body):
     """What chats and completions share."""
 
-    model: Annotated[str, Field(max_length=512)]
+    model: Annotated[Utf8, Field(max_length=512)]
     """Name of the model, as `/v1/models` lists it."""
     n: Annotated[StrictInt, Field(ge=1, le=1 << 16)] | None = None
     """Choices that come back, best first; 1 if null."""
@@ -77,7 +113,7 @@ class Generation(Body):
     return_candidates: StrictBool = False
     """Return all candidates with their scores in `candidates`."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    """1 if null; 0 takes the likeliest token, of which there is one candidate only."""
+    """At least 0.01, 1 if null; 0 takes the likeliest token, of which there is one candidate only."""
     top_p: Probability | None = None
     top_k: Annotated[StrictInt, Field(ge=-1, le=_INT64)] | None = None
     """0 or -1 keep all tokens."""
@@ -85,7 +121,7 @@ class Generation(Body):
     repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
     min_tokens: Annotated[StrictInt, Field(ge=0, le=_INT64)] | None = None
     max_tokens: Annotated[StrictInt, Field(ge=1, le=_INT64)] | None = None
-    stop: str | list[str] | None = None
+    stop: Utf8 | Utf8s | None = None
     """At most 16 texts that end a completion; they are no part of it."""
     seed: Annotated[StrictInt, Field(ge=-_INT64 - 1, le=_INT64)] | None = None
     """Two requests with the same seed draw the same candidates."""
@@ -96,7 +132,7 @@ class Generation(Body):
 class ChatRequest(Generation):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=4096, fail_fast=True)]
     """Messages with `role` and `content`, a text or a list of `{"type": "text", "text": ...}`."""
     max_completion_tokens: Annotated[StrictInt, Field(ge=1, le=_INT64)] | None = None
     """Instead of `max_tokens`."""
@@ -105,11 +141,17 @@ class ChatRequest(Generation):
     chat_template_kwargs: dict[str, Any] | None = None
     """Arguments for the chat template."""
 
+    @field_validator("messages", "chat_template_kwargs")
+    @classmethod
+    def _texts(cls, value: Any) -> Any:
+        _check_texts(value)
+        return value
+
 
 class CompletionRequest(Generation):
     """`POST /v1/completions`."""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: Utf8 | Utf8s | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     """A text, token ids, or several of either."""
     logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
 
@@ -117,10 +159,10 @@ class CompletionRequest(Generation):
 class ScoreRequest(Body):
     """`POST /v1/score`: how good completions are after their prompts."""
 
-    model: Annotated[str, Field(max_length=512)] | None = None
-    text_1: str | list[str]
+    model: Annotated[Utf8, Field(max_length=512)] | None = None
+    text_1: Utf8 | Utf8s
     """Prompts; one stands for all completions."""
-    text_2: str | list[str]
+    text_2: Utf8 | Utf8s
     """Completions."""
 
 
@@ -129,7 +171,7 @@ class RewardRequest(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    query: str | list[str]
+    query: Utf8 | Utf8s
     """Prompt and completion in one text."""
-    prompts: str | list[str] | None = None
+    prompts: Utf8 | Utf8s | None = None
     """The prompts; null reads the query as a completion after an empty prompt."""

@@ -3,9 +3,11 @@ from rlhf_infer.best_of_n import BestOfNSampler as BestOfNSampler
 from rlhf_infer.candidates import Candidate as Candidate
 from rlhf_infer.candidates import SamplingCost as SamplingCost
 from rlhf_infer.candidates import Selected as Selected
+from rlhf_infer.candidates import Selection as Selection
 from rlhf_infer.candidates import select as select
 from rlhf_infer.continuous import ContinuousBatcher as ContinuousBatcher
 from rlhf_infer.engine import TransformersEngine as TransformersEngine
+from rlhf_infer.ensemble_policy import EnsemblePolicy as EnsemblePolicy
 from rlhf_infer.judges import Judge as Judge
 from rlhf_infer.judges import PromptedJudge as PromptedJudge
 from rlhf_infer.judges import RuleJudge as RuleJudge

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlhf_data import UserError
 from rlhf_infer.candidates import Extract
-from rlhf_infer.rewards.verifiable import _answer_part, normal_form, read_number
+from rlhf_infer.rewards.verifiable import answer_part, normal_form, read_number
 
 
 def extractor(name: str) -> Extract:
@@ -33,9 +33,9 @@ def number_answer(text: str) -> str | None:
 
 def marked_answer(text: str) -> str | None:
     """What a text marks as its answer; None without a mark, or with nothing behind it."""
-    return normal_form(_answer_part(text, "marked")) or None
+    return normal_form(answer_part(text, "marked")) or None
 
 
 def text_answer(text: str) -> str | None:
     """What a text marks as its answer, or the whole of it without a thought; None for an empty text."""
-    return normal_form(_answer_part(text, "auto")) or None
+    return normal_form(answer_part(text, "auto")) or None

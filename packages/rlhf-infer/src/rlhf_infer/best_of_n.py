@@ -71,7 +71,8 @@ class BestOfNSampler:
         _check(n, params, selection, scorer, extract, stopping, allocator, budget)
         self.engine, self.tokenizer = engine, tokenizer
         self.scorer = _reward_functions(scorer)
-        self.n, self.params, self.selection, self.extract = n, params, selection, extract
+        self.n, self.params, self.extract = n, params, extract
+        self.selection: Selection = selection
         self.stopping = stopping and replace(
             stopping, max_samples=n, min_samples=min(stopping.min_samples, n)
         )

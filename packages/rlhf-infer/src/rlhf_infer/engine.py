@@ -19,6 +19,7 @@ from rlhf_infer.protocol import Rollout as Rollout
 from rlhf_infer.protocol import SamplingParams as SamplingParams
 from rlhf_infer.sampling import Sampler
 from rlhf_infer.stops import StopTexts
+from rlhf_models.attention import AttentionPlan
 from rlhf_models.cpu_linear import rounding
 from rlhf_models.head import causal_lm, lm_logits
 from rlhf_models.logps import CHUNK_LOGITS, stream_forward
@@ -188,14 +189,14 @@ class TransformersEngine:
         sizes = [len(cohort.tokens) for cohort in going]
         extra = next((size for size in row_sizes if size >= sum(sizes)), sum(sizes)) - sum(sizes)
         if len(going) == 1 and not extra:
-            going[0].hidden = stream_forward(self.model, going[0].tokens, going[0].positions, going[0].plan)
+            going[0].hidden = self._forward(going[0].tokens, going[0].positions, going[0].plan)
             return
         tokens, positions = (
             pad(torch.cat([getattr(cohort, name) for cohort in going]), (0, extra))
             for name in ("tokens", "positions")
         )
         plan = JoinedAttention([cohort.plan for cohort in going], sizes)
-        hidden = stream_forward(self.model, tokens, positions, plan)
+        hidden = self._forward(tokens, positions, plan)
         for cohort, part in zip(going, hidden[: sum(sizes)].split(sizes), strict=True):
             cohort.hidden = part
 
@@ -219,7 +220,7 @@ class TransformersEngine:
         for batch in pack([TokenSequence(p, len(p)) for p in prompts], self.max_prefill_tokens):
             extra = rounding(batch.num_tokens, next(lm.parameters()))
             ids, positions = (pad(x, (0, extra)).to(lm.device) for x in (batch.input_ids, batch.position_ids))
-            hidden = stream_forward(self.model, ids, positions, PrefillAttention(batch, cache))
+            hidden = self._forward(ids, positions, PrefillAttention(batch, cache))
             states.append(hidden[batch.last_positions.to(lm.device)])
             order.append(batch.sequence_ids)
         return cache, torch.cat(states)[torch.cat(order).argsort().to(lm.device)]
@@ -260,6 +261,9 @@ class TransformersEngine:
         if self._stops is None or self._stops.texts != tuple(params.stop):
             self._stops = StopTexts(self.tokenizer, params.stop)
         return self._stops
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        return stream_forward(self.model, ids, positions, plan)
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         return lm_logits(self.model, hidden)

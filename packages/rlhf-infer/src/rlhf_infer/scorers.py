@@ -49,7 +49,8 @@ class ProcessReward:
         from rlhf_models.scalar import check_choice
 
         check_choice(f"reward {name}: aggregate", aggregate, get_args(StepAggregate))
-        self.model, self.aggregate, self.name, self.max_tokens = model.eval(), aggregate, name, max_tokens
+        self.model, self.name, self.max_tokens = model.eval(), name, max_tokens
+        self.aggregate: StepAggregate = aggregate
 
     def __call__(self, prompts: Sequence[Text], completions: Sequence[Text], **columns: Any) -> list[float]:
         """Scores of B completions.

@@ -120,7 +120,7 @@ class ChoiceReward:
         # As `qa_from_row` reads data sets of questions about stories; only choices and answer matter here.
         named = {"story": "-", "question": "-", "choices": row[self.choices], "answer": answer}
         record = qa_from_row(named, where=where)
-        return read_choice(_answer_part(text, self.read), record.choices) == record.answer
+        return read_choice(answer_part(text, self.read), record.choices) == record.answer
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class ExactReward:
             raise UserError(
                 f"{where}: column {self.column} is {answer!r}; expected a text or a list of texts"
             )
-        return normal_form(_answer_part(text, self.read)) in {normal_form(str(item)) for item in accepted}
+        return normal_form(answer_part(text, self.read)) in {normal_form(str(item)) for item in accepted}
 
 
 def read_number(text: str, read: Read = "auto") -> Number | None:
@@ -220,7 +220,7 @@ def _named_choices(text: str, forms: Sequence[str]) -> set[int]:
     return found
 
 
-def _answer_part(text: str, read: Read) -> str:
+def answer_part(text: str, read: Read) -> str:
     if read == "whole":
         return text
     if mark := _last_mark(text):
