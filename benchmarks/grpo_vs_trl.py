@@ -135,7 +135,7 @@ def main(arguments: list[str] | None = None) -> None:
     head = {"benchmark": "grpo_vs_trl", "data": "hh-rlhf" if options.data else "synthetic"}
     head |= {
         name: getattr(options, name)
-        for name in ("prompts_per_step", "new_tokens", "threads", "max_tokens_per_batch")
+        for name in ("prompts_per_step", "new_tokens", "threads")
     }
     try:
         with tempfile.TemporaryDirectory() as folder:

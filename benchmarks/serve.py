@@ -242,7 +242,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="of the soak (60)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="torch threads (all)")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--output", type=Path, help="write the JSON into this file too")
+    parser.add_argument("--output", type=Path, help="merge the JSON into this file, by backend")
     parser.add_argument("--quick", action="store_true", help="a tiny model, seconds")
     options = parser.parse_args()
     if options.quick:
@@ -255,18 +255,25 @@ def main() -> None:
     task = {"prompts": prompts, "n": 8, "tokens": options.tokens, "repeats": options.repeats}
     task |= {"threads": options.threads}
     task |= {"vllm": {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30, "max_model_len": 512}}
+    results: dict[str, Any] = {"benchmark": "serve", "shape": options.shape, "requests": len(prompts), "n": 8}
+    results |= {"tokens": options.tokens, "threads": options.threads} | describe() | {"backends": []}
+    if options.output and options.output.exists():
+        results["backends"] = json.loads(options.output.read_text(encoding="utf-8"))["backends"]
     try:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             make_models(folder, options.shape, pairs)
             (folder / "task.json").write_text(json.dumps(task))
-            found = [measure(backend, folder, task, options) for backend in options.backends]
+            for backend in options.backends:
+                found = measure(backend, folder, task, options)
+                results["backends"] = [
+                    *(each for each in results["backends"] if each["backend"] != backend),
+                    found,
+                ]
+                if options.output:
+                    atomic_write_json(options.output, results)
     except UserError as error:
         sys.exit(f"error: {error}")
-    head = {"benchmark": "serve", "shape": options.shape, "requests": len(prompts), "n": 8}
-    results = head | {"tokens": options.tokens, "threads": options.threads} | describe() | {"backends": found}
-    if options.output:
-        atomic_write_json(options.output, results)
     print(json.dumps(results, indent=2))
 
 

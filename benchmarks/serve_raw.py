@@ -37,7 +37,7 @@ def vllm_generator(folder: Path, task: dict[str, Any]) -> Callable[[list[str], i
     tokens = task["tokens"]
 
     def generate(prompts: list[str], n: int) -> list[list[str]]:
-        request = Request(n=n, max_tokens=tokens, min_tokens=tokens, temperature=1.0, seed=0)
+        request = Request(n=n, max_tokens=tokens, min_tokens=tokens, temperature=1.0)
         outputs = llm.generate(prompts, request, use_tqdm=False)
         return [[each.text for each in output.outputs] for output in outputs]
 
