@@ -133,10 +133,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Command line."""
     options = parse(arguments)
     head = {"benchmark": "grpo_vs_trl", "data": "hh-rlhf" if options.data else "synthetic"}
-    head |= {
-        name: getattr(options, name)
-        for name in ("prompts_per_step", "new_tokens", "threads")
-    }
+    head |= {name: getattr(options, name) for name in ("prompts_per_step", "new_tokens", "threads")}
     try:
         with tempfile.TemporaryDirectory() as folder:
             rows = comparisons(options, Path(folder))

@@ -30,7 +30,7 @@ def timed(work: Callable[[], Any], repeats: int) -> float:
 
 def vllm_generator(folder: Path, task: dict[str, Any]) -> Callable[[list[str], int], list[list[str]]]:
     """Plain vLLM with `n` samples a request, as its users call it."""
-    from vllm import LLM
+    from vllm import LLM  # pyright: ignore[reportMissingImports]
     from vllm import SamplingParams as Request  # pyright: ignore[reportMissingImports]
 
     llm = LLM(str(folder / "policy"), dtype="float32", seed=0, **task["vllm"])

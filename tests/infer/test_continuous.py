@@ -171,3 +171,24 @@ def test_likeliest_tokens_are_reported_beside_those_drawn() -> None:
     assert engine.generate([prompt], 1, SamplingParams(6))[0][0].top_logps is None
     with pytest.raises(UserError, match="top_logprobs must be at least 0"):
         SamplingParams(6, top_logprobs=-1)
+
+
+def test_other_work_is_done_in_the_midst_of_generation() -> None:
+    engine = TransformersEngine(lively(max_position_embeddings=4096), _Tokenizer())
+    engine.eos_token_ids = [10**6]
+    batcher, started = ContinuousBatcher(engine), threading.Event()
+    running = batcher.submit(PROMPTS[0], 1, SamplingParams(3000), on_token=lambda *_: started.set())
+    started.wait()
+    assert batcher.run(threading.get_ident) == batcher._thread.ident
+    assert not running.done()
+
+    def fail() -> None:
+        raise LookupError("no such thing")
+
+    with pytest.raises(LookupError, match="no such thing"):
+        batcher.run(fail)
+    assert running.cancel()
+    assert len(batcher.submit(PROMPTS[0], 1, SamplingParams(3)).result()) == 1
+    batcher.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        batcher.run(fail)

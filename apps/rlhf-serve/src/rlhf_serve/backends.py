@@ -35,6 +35,8 @@ class Backend(Protocol):
         params: SamplingParams,
         *,
         first: int = 0,
+        reproducible: bool = True,
+        logps: bool = True,
         on_token: OnToken | None = None,
     ) -> list[Rollout]:
         """The samples `first` to `first + n - 1` of a prompt; cancelling the call ends them.
@@ -44,11 +46,17 @@ class Backend(Protocol):
             n: samples.
             params: how they are drawn.
             first: index of the first.
+            reproducible: whether the same seed has to give the same samples, which may cost time.
+            logps: whether log-probs are needed; without them rollouts may have none.
             on_token: called in the event loop's thread.
 
         Raises:
             UserError: the request cannot be met.
         """
+        ...
+
+    def run_work(self, work: Callable[[], Any]) -> Any:
+        """Do work of another model where it disturbs generation least; not from the event loop's thread."""
         ...
 
     async def close(self) -> None:
@@ -61,15 +69,17 @@ class TransformersBackend:
 
     Args:
         engine: generates.
+        threads: CPU threads that it computes with; None for what torch takes.
     """
 
     name = "transformers"
 
-    def __init__(self, engine: TransformersEngine) -> None:
+    def __init__(self, engine: TransformersEngine, *, threads: int | None = None) -> None:
+        self._on_cpu = engine.model.device.type == "cpu"
         self.tokenizer = engine.tokenizer
         limit = context_length(engine.model)
         self.max_model_len = limit if limit is not None else 1 << 20
-        self._batcher = ContinuousBatcher(engine)
+        self._batcher = ContinuousBatcher(engine, threads=threads)
 
     async def generate(
         self,
@@ -78,32 +88,44 @@ class TransformersBackend:
         params: SamplingParams,
         *,
         first: int = 0,
+        reproducible: bool = True,
+        logps: bool = True,
         on_token: OnToken | None = None,
     ) -> list[Rollout]:
-        """See `Backend.generate`."""
-        hand_over = None
-        if on_token is not None:
-            loop, told = asyncio.get_running_loop(), on_token
-
-            def hand_over(sample: int, token: int, logp: float) -> None:
-                loop.call_soon_threadsafe(told, sample, token, logp)
-
+        """See `Backend.generate`; samples are always reproducible, and have log-probs."""
+        del reproducible, logps
+        hand_over = None if on_token is None else _in_loop(on_token)
         # Cancelling the future that is awaited cancels the batcher's, which it looks at before every token.
         return await asyncio.wrap_future(
             self._batcher.submit(prompt, n, params, first=first, on_token=hand_over)
         )
+
+    def run_work(self, work: Callable[[], Any]) -> Any:
+        """See `Backend.run_work`: on a CPU between two tokens, beside a GPU at once."""
+        return self._batcher.run(work) if self._on_cpu else work()
 
     async def close(self) -> None:
         """See `Backend.close`."""
         await asyncio.to_thread(self._batcher.close)
 
 
-def load_backend(settings: ModelSettings, model: str) -> Backend:
+def _in_loop(function: OnToken) -> OnToken:
+    """The function, called in this event loop's thread."""
+    loop = asyncio.get_running_loop()
+
+    def hand_over(sample: int, token: int, logp: float) -> None:
+        loop.call_soon_threadsafe(function, sample, token, logp)
+
+    return hand_over
+
+
+def load_backend(settings: ModelSettings, model: str, *, threads: int | None = None) -> Backend:
     """The backend that the settings ask for, with its model loaded.
 
     Args:
         settings: what is loaded.
         model: folder or hub name.
+        threads: CPU threads of transformers; None for what torch takes.
 
     Raises:
         UserError: the model cannot be loaded, or vLLM is asked for and missing or cannot start.
@@ -112,7 +134,7 @@ def load_backend(settings: ModelSettings, model: str) -> Backend:
         from rlhf_serve.vllm_backend import VLLMBackend
 
         return VLLMBackend.start(settings, model)
-    return TransformersBackend(load_engine(settings, model))
+    return TransformersBackend(load_engine(settings, model), threads=threads)
 
 
 def load_engine(settings: ModelSettings, model: str) -> TransformersEngine:

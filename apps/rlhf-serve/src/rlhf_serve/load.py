@@ -37,25 +37,33 @@ class Parts:
     examples: tuple[str, ...]
 
 
-def load(settings: ServeSettings, say: Callable[[str], None], progress: Any = None) -> Served:
+def load(
+    settings: ServeSettings,
+    say: Callable[[str], None],
+    progress: Any = None,
+    *,
+    threads: int | None = None,
+) -> Served:
     """What the settings ask for, ready to serve.
 
     Args:
         settings: of the server.
         say: told in a sentence what is loaded.
         progress: told of the demonstration's training, where that has to be built.
+        threads: CPU threads for generating and scoring; None for what torch takes.
 
     Raises:
         UserError: a model or a reward cannot be loaded, or settings do not go together.
     """
     parts = load_parts(settings, say, progress)
-    backend = load_backend(settings, parts.model)
+    backend = load_backend(settings, parts.model, threads=threads)
     name = settings.served_model_name or parts.name
     say(f"policy: {parts.model} as {name}, on {backend.name}")
     texts = Texts(backend.tokenizer, parts.chat_template)
     scoring, names, messages = None, (), True
     if parts.rewards is not None:
-        scoring, names = ScoringQueue(parts.rewards), parts.rewards.names
+        scoring = ScoringQueue(parts.rewards, run=backend.run_work, threads=threads)
+        names = parts.rewards.names
         messages = reads_messages(parts.rewards.functions)
     service = BestOfNService(backend, texts, scoring, messages=messages, answer=settings.answer)
     return Served(service, name, names, parts.examples)

@@ -39,7 +39,8 @@ def chat_orders(body: ChatRequest, settings: ServeSettings, service: BestOfNServ
     if body.top_logprobs and not body.logprobs:
         raise invalid_request("top_logprobs needs logprobs: true", "top_logprobs")
     limit = body.max_completion_tokens or body.max_tokens
-    return [_order(body, prompt, ids, limit, body.top_logprobs or 0, settings, service)]
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return [_order(body, prompt, ids, limit, logprobs, settings, service)]
 
 
 def completion_orders(
@@ -66,7 +67,7 @@ def completion_orders(
                     f"prompt has a token id outside the vocabulary of {vocabulary}", "prompt"
                 )
             text, ids = service.texts.decode(prompt), prompt
-        orders.append(_order(body, text, ids, body.max_tokens, body.logprobs or 0, settings, service))
+        orders.append(_order(body, text, ids, body.max_tokens, body.logprobs, settings, service))
     return orders
 
 
@@ -81,16 +82,28 @@ def _order(
     prompt: Text,
     ids: Sequence[int],
     max_tokens: int | None,
-    top_logprobs: int,
+    logprobs: int | None,
     settings: ServeSettings,
     service: BestOfNService,
 ) -> Order:
     max_new_tokens = _length(len(ids), max_tokens, settings, service.backend)
-    params = _params(body, max_new_tokens, top_logprobs)
+    params = _params(body, max_new_tokens, logprobs or 0)
     n, candidates, selection = _counts(body, settings, service.scoring is not None)
     scored = service.scoring is not None and selection != "none"
     scored = scored and (candidates > 1 or body.return_candidates or body.best_of is not None)
-    return Order(prompt, tuple(ids), n, candidates, body.budget is not None, selection, scored, params)
+    return Order(
+        prompt=prompt,
+        prompt_ids=tuple(ids),
+        n=n,
+        candidates=candidates,
+        adaptive=body.budget is not None,
+        selection=selection,
+        scored=scored,
+        params=params,
+        reproducible=body.seed is not None,
+        # the rule that ends adaptive drawing reads them
+        logps=logprobs is not None or body.budget is not None,
+    )
 
 
 def _length(prompt: int, asked: int | None, settings: ServeSettings, backend: Backend) -> int:

@@ -7,6 +7,7 @@ import signal
 import socket
 from pathlib import Path
 
+import torch
 import uvicorn
 from fastapi import FastAPI
 
@@ -34,7 +35,10 @@ def serve(settings: ServeSettings) -> None:
     keys = KeyRing.load(file=None if file is None else Path(file))
     listener = _listen(settings)
     try:
-        served = load(settings, display.say, display.building)
+        # One pool of threads for all that computes: a second one would take the first one's cores.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        served = load(settings, display.say, display.building, threads=threads)
         app = create_app(served, settings, keys)
         listener.listen(_BACKLOG)  # so that whoever reads the address can connect
         host, port = listener.getsockname()[:2]

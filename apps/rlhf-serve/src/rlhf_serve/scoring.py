@@ -1,4 +1,4 @@
-"""Scores for many requests at a time, in a thread of its own, while others are being generated."""
+"""Scores for many requests at a time, while others are being generated."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from rlhf_data.transcripts import Text
 from rlhf_infer import RewardFunctions
@@ -44,10 +46,20 @@ class ScoringQueue:
     Args:
         rewards: the reward functions.
         max_batch: completions in one call, unless one request alone has more.
+        run: does a piece of work in the thread that it belongs to; None for the queue's own.
+        threads: CPU threads of the queue's own thread; None for what torch takes.
     """
 
-    def __init__(self, rewards: RewardFunctions, *, max_batch: int = 512) -> None:
+    def __init__(
+        self,
+        rewards: RewardFunctions,
+        *,
+        max_batch: int = 512,
+        run: Callable[[Callable[[], Any]], Any] | None = None,
+        threads: int | None = None,
+    ) -> None:
         self.rewards, self.max_batch = rewards, max_batch
+        self._run_work, self._threads = run or (lambda work: work()), threads
         self._waiting: deque[_Job] = deque()
         self._changed = threading.Condition()
         self._closed = False
@@ -86,6 +98,8 @@ class ScoringQueue:
         self._thread.join()
 
     def _run(self) -> None:
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
         while (batch := self._next_batch()) is not None:
             live = [job for job in batch if job.result.set_running_or_notify_cancel()]
             if not live:
@@ -122,11 +136,13 @@ class ScoringQueue:
             job.result.set_exception(error)
 
     def _answer(self, jobs: Sequence[_Job]) -> None:
-        scores = self.rewards(
-            [prompt for job in jobs for prompt in job.prompts],
-            [completion for job in jobs for completion in job.completions],
-            completion_ids=[ids for job in jobs for ids in job.completion_ids],
-            columns={},
+        scores = self._run_work(
+            lambda: self.rewards(
+                [prompt for job in jobs for prompt in job.prompts],
+                [completion for job in jobs for completion in job.completions],
+                completion_ids=[ids for job in jobs for ids in job.completion_ids],
+                columns={},
+            )
         )
         start = 0
         for job in jobs:

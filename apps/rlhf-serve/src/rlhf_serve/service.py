@@ -32,6 +32,8 @@ class Order:
         selection: how choices are ranked.
         scored: whether candidates are scored.
         params: how candidates are drawn.
+        reproducible: whether the same seed has to give the same candidates.
+        logps: whether log-probs of their tokens are needed.
     """
 
     prompt: Text
@@ -42,6 +44,8 @@ class Order:
     selection: Selection
     scored: bool
     params: SamplingParams
+    reproducible: bool
+    logps: bool
 
 
 @dataclass
@@ -147,7 +151,13 @@ class BestOfNService:
     ) -> list[Candidate]:
         start = time.perf_counter()
         rollouts = await self.backend.generate(
-            order.prompt_ids, count, order.params, first=first, on_token=on_token
+            order.prompt_ids,
+            count,
+            order.params,
+            first=first,
+            reproducible=order.reproducible,
+            logps=order.logps,
+            on_token=on_token,
         )
         timing.generate_s += time.perf_counter() - start
         texts = [self.texts.completion(each.completion_ids, order.params.stop) for each in rollouts]

@@ -6,7 +6,7 @@ import asyncio
 import os
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ _ENVIRONMENT = {
 
 
 class VLLMBackend:
-    """Continuous batching by vLLM; every sample is a request of its own, with a seed of its own.
+    """Continuous batching by vLLM.
 
     Args:
         engine: an `AsyncLLM`.
@@ -89,54 +89,70 @@ class VLLMBackend:
         params: SamplingParams,
         *,
         first: int = 0,
+        reproducible: bool = True,
+        logps: bool = True,
         on_token: OnToken | None = None,
     ) -> list[Rollout]:
-        """See `Backend.generate`; greedy samples are computed once."""
+        """See `Backend.generate`; greedy samples are computed once.
+
+        Reproducible samples are requests of their own, with seeds of their own; others are one request.
+        """
         check_requests([prompt], params, self.max_model_len)
-        seeds = sample_seeds(params, [tuple(prompt)], n, first)
+        fields = request_fields(params, self._ends) | {"detokenize": bool(params.stop)}
+        if not logps:
+            fields["logprobs"] = None
+        requests: list[dict[str, int]] = [{"n": n}]
+        if reproducible or params.temperature == 0 or on_token is not None:
+            requests = sample_seeds(params, [tuple(prompt)], n, first)
         tasks = [
-            asyncio.ensure_future(self._sample(prompt, params, seed, first + i, on_token))
-            for i, seed in enumerate(seeds)
+            asyncio.ensure_future(self._request(prompt, params, fields | request, first + i, on_token))
+            for i, request in enumerate(requests)
         ]
         try:
-            found = await asyncio.gather(*tasks)
+            found = [rollout for rollouts in await asyncio.gather(*tasks) for rollout in rollouts]
         except BaseException:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
-        return list(found) * (n // len(found))
+        return found * (n // len(found))
 
-    async def _sample(
+    async def _request(
         self,
         prompt: Sequence[int],
         params: SamplingParams,
-        seed: dict[str, int],
+        fields: dict[str, Any],
         sample: int,
         on_token: OnToken | None,
-    ) -> Rollout:
-        """One sample; the engine drops it when this is cancelled."""
+    ) -> list[Rollout]:
+        """The samples of one request; the engine drops it when this is cancelled."""
         from vllm import SamplingParams as Request  # pyright: ignore[reportMissingImports]
         from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
 
         kind = RequestOutputKind.FINAL_ONLY if on_token is None else RequestOutputKind.CUMULATIVE
-        fields = request_fields(params, self._ends) | seed
-        fields |= {"detokenize": bool(params.stop), "output_kind": kind}
-        outputs = self._engine.generate(
-            {"prompt_token_ids": list(prompt)}, Request(**fields), request_id=uuid.uuid4().hex
+        answers = self._engine.generate(
+            {"prompt_token_ids": list(prompt)},
+            Request(**fields, output_kind=kind),
+            request_id=uuid.uuid4().hex,
         )
-        told, output = 0, None
-        async for result in outputs:
-            output = result.outputs[0]
+        told, outputs = 0, []
+        async for answer in answers:
+            outputs = answer.outputs
             if on_token is not None:
-                for place in range(told, len(output.token_ids)):
-                    token = output.token_ids[place]
-                    on_token(sample, token, output.logprobs[place][token].logprob)
-                told = len(output.token_ids)
-        if output is None:
+                tokens = outputs[0].token_ids
+                for place in range(told, len(tokens)):
+                    on_token(sample, tokens[place], outputs[0].logprobs[place][tokens[place]].logprob)
+                told = len(tokens)
+        if not outputs:
             raise RuntimeError("vLLM ended a request without an answer")
-        rollout = rollout_from(prompt, output, params.top_logprobs)
-        return stopped_at_least_length(rollout, params, self.tokenizer)
+        return [
+            stopped_at_least_length(rollout_from(prompt, each, params.top_logprobs), params, self.tokenizer)
+            for each in sorted(outputs, key=lambda output: output.index)
+        ]
+
+    def run_work(self, work: Callable[[], Any]) -> Any:
+        """See `Backend.run_work`: at once, for vLLM computes in a process of its own."""
+        return work()
 
     async def close(self) -> None:
         """See `Backend.close`."""

@@ -8,6 +8,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
 
 from rlhf_infer.cohort import Cohort
 from rlhf_infer.engine import TransformersEngine, eval_mode
@@ -17,6 +20,8 @@ _LOG = logging.getLogger(__name__)
 
 OnToken = Callable[[int, int, float], None]
 """Told of each token as it comes: the sample's index, the token and its log-prob."""
+
+T = TypeVar("T")
 
 ROW_SIZES = (*range(1, 9), *range(16, 65, 8), *range(96, 257, 32), *range(320, 1025, 64))
 """Rows that a forward pass is padded to: each shape costs memory for ever, so that few shall occur."""
@@ -58,11 +63,14 @@ class ContinuousBatcher:
 
     Args:
         engine: its model stays in eval mode.
+        threads: CPU threads of the batcher's thread; None for what torch takes.
     """
 
-    def __init__(self, engine: TransformersEngine) -> None:
+    def __init__(self, engine: TransformersEngine, *, threads: int | None = None) -> None:
         self.engine = engine
+        self._threads = threads
         self._waiting: deque[_Request] = deque()
+        self._work: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._running: list[_Running] = []
         self._changed = threading.Condition()
         self._closed = False
@@ -105,6 +113,24 @@ class ContinuousBatcher:
             self._changed.notify()
         return request.result
 
+    def run(self, work: Callable[[], T]) -> T:
+        """Do other work in the batcher's thread, between two tokens.
+
+        On CPUs two threads that both compute with many threads each take each other's cores; work that would
+        be done beside generation is done sooner in its midst.
+
+        Raises:
+            RuntimeError: the batcher is closed.
+            Exception: what `work` raises.
+        """
+        result: Future[Any] = Future()
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("the batcher is closed")
+            self._work.append((work, result))
+            self._changed.notify()
+        return result.result()
+
     @property
     def running(self) -> int:
         """Requests that are being generated."""
@@ -118,8 +144,11 @@ class ContinuousBatcher:
         self._thread.join()
 
     def _run(self) -> None:
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
         with eval_mode(self.engine.model):
             while self._wait():
+                self._do_work()
                 try:
                     self._admit()
                     self._step()
@@ -132,9 +161,19 @@ class ContinuousBatcher:
     def _wait(self) -> bool:
         """Wait until there is something to do; False when the batcher is closed."""
         with self._changed:
-            while not (self._closed or self._waiting or self._running):
+            while not (self._closed or self._waiting or self._running or self._work):
                 self._changed.wait()
             return not self._closed
+
+    def _do_work(self) -> None:
+        """Do what others have brought, one piece before each token."""
+        if not self._work:
+            return
+        work, result = self._work.popleft()
+        try:
+            result.set_result(work())
+        except Exception as error:
+            result.set_exception(error)
 
     def _admit(self) -> None:
         """Start the requests that fit; neighbours of one kind become one cohort."""
@@ -210,6 +249,8 @@ class ContinuousBatcher:
         """Fail all that is running; all that waits too once the batcher is closed."""
         running, self._running = self._running, []
         waiting = list(self._waiting) if self._closed else []
+        for _, result in self._work if self._closed else ():
+            result.set_exception(error)
         for request in [*(r for each in running for r in each.requests if r is not None), *waiting]:
             _fail(request, error)
 

@@ -174,13 +174,14 @@ def stopped_at_least_length(rollout: Rollout, params: SamplingParams, tokenizer:
 
 
 def rollout_from(prompt: Sequence[int], output: Any, top_logprobs: int = 0) -> Rollout:
-    """A rollout of vLLM's output for one sample (`CompletionOutput`).
+    """A rollout of vLLM's output for one sample (`CompletionOutput`), without log-probs where it has none.
 
     Raises:
         RuntimeError: vLLM ended it for another reason than an end or its length.
     """
     tokens = list(output.token_ids)
-    logps = [entry[token].logprob for token, entry in zip(tokens, output.logprobs, strict=True)]
+    entries = output.logprobs or []
+    logps = [entry[token].logprob for token, entry in zip(tokens, entries, strict=bool(entries))]
     if output.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM ended a completion for the reason {output.finish_reason!r}")
     tops = None
@@ -189,7 +190,7 @@ def rollout_from(prompt: Sequence[int], output: Any, top_logprobs: int = 0) -> R
             sorted(((token, each.logprob) for token, each in entry.items()), key=lambda pair: -pair[1])[
                 :top_logprobs
             ]
-            for entry in output.logprobs
+            for entry in entries
         ]
     return Rollout(prompt, tokens, logps, output.finish_reason, tops)
 

@@ -221,6 +221,7 @@ def _named_choices(text: str, forms: Sequence[str]) -> set[int]:
 
 
 def answer_part(text: str, read: Read) -> str:
+    """The part of a text that holds its answer; empty where `read` asks for a mark and there is none."""
     if read == "whole":
         return text
     if mark := _last_mark(text):
