@@ -99,7 +99,7 @@ class VLLMBackend:
         """
         check_requests([prompt], params, self.max_model_len)
         fields = request_fields(params, self._ends) | {"detokenize": bool(params.stop)}
-        if not logps:
+        if not logps and on_token is None:
             fields["logprobs"] = None
         requests: list[dict[str, int]] = [{"n": n}]
         if reproducible or params.temperature == 0 or on_token is not None:
