@@ -172,6 +172,21 @@ def test_log_probs_of_tokens_and_of_others(server: Any) -> None:
     assert found["text_offset"][:2] == [0, len(found["tokens"][0])]
 
 
+def test_log_probs_are_those_at_the_sampling_temperature(server: Any) -> None:
+    def first_token(temperature: float) -> dict[str, float]:
+        fields = {"model": MODEL, "prompt": "where", "max_tokens": 1, "best_of": 1, "logprobs": 3}
+        _, body, _ = server.fetch("/v1/completions", {**fields, "seed": 1, "temperature": temperature})
+        [tops] = body["choices"][0]["logprobs"]["top_logprobs"]
+        return dict(sorted(tops.items(), key=lambda item: -item[1])[:3])
+
+    warm, cool = first_token(1.0), first_token(0.5)
+    assert list(warm) == list(cool)
+    # log p_i - log p_j = (z_i - z_j) / T: half the temperature doubles the distances.
+    likeliest = next(iter(warm))
+    for token in warm:
+        assert cool[token] - cool[likeliest] == pytest.approx(2 * (warm[token] - warm[likeliest]), abs=1e-3)
+
+
 def test_completions_of_texts_and_of_tokens(client: Any, byte_tokenizer: Any) -> None:
     options: dict[str, Any] = {"model": MODEL, "max_tokens": 6, "seed": 3}
     texts = ["mary went to", "ball moved to the shed ."]

@@ -5,19 +5,38 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from rlhf_data import UserError
 from rlhf_infer import Rollout, SamplingParams, TransformersEngine
-from rlhf_infer.continuous import ContinuousBatcher
+from rlhf_infer.continuous import ContinuousBatcher, OnToken
 from rlhf_models import PolicyModel, context_length, load_causal_lm, load_tokenizer
 from rlhf_models.adapter_files import is_adapter
 from rlhf_serve.settings import ModelSettings
 
-OnToken = Callable[[int, int, float], None]
-"""Told of each token as it comes: the sample's index, the token and its log-prob."""
+
+@dataclass(frozen=True)
+class Draw:
+    """Samples of one prompt that a backend is asked for.
+
+    Args:
+        prompt: token ids.
+        n: samples.
+        params: how they are drawn.
+        first: index of the first.
+        reproducible: whether the same seed has to give the same samples, which may cost time.
+        logps: whether log-probs are needed; without them rollouts may have none.
+    """
+
+    prompt: Sequence[int]
+    n: int
+    params: SamplingParams
+    first: int = 0
+    reproducible: bool = True
+    logps: bool = True
 
 
 class Backend(Protocol):
@@ -28,26 +47,11 @@ class Backend(Protocol):
     max_model_len: int
     """Longest prompt and completion in tokens."""
 
-    async def generate(
-        self,
-        prompt: Sequence[int],
-        n: int,
-        params: SamplingParams,
-        *,
-        first: int = 0,
-        reproducible: bool = True,
-        logps: bool = True,
-        on_token: OnToken | None = None,
-    ) -> list[Rollout]:
+    async def generate(self, draw: Draw, on_token: OnToken | None = None) -> list[Rollout]:
         """The samples `first` to `first + n - 1` of a prompt; cancelling the call ends them.
 
         Args:
-            prompt: token ids.
-            n: samples.
-            params: how they are drawn.
-            first: index of the first.
-            reproducible: whether the same seed has to give the same samples, which may cost time.
-            logps: whether log-probs are needed; without them rollouts may have none.
+            draw: what is asked for.
             on_token: called in the event loop's thread.
 
         Raises:
@@ -81,23 +85,12 @@ class TransformersBackend:
         self.max_model_len = limit if limit is not None else 1 << 20
         self._batcher = ContinuousBatcher(engine, threads=threads)
 
-    async def generate(
-        self,
-        prompt: Sequence[int],
-        n: int,
-        params: SamplingParams,
-        *,
-        first: int = 0,
-        reproducible: bool = True,
-        logps: bool = True,
-        on_token: OnToken | None = None,
-    ) -> list[Rollout]:
+    async def generate(self, draw: Draw, on_token: OnToken | None = None) -> list[Rollout]:
         """See `Backend.generate`; samples are always reproducible, and have log-probs."""
-        del reproducible, logps
         hand_over = None if on_token is None else _in_loop(on_token)
         # Cancelling the future that is awaited cancels the batcher's, which it looks at before every token.
         return await asyncio.wrap_future(
-            self._batcher.submit(prompt, n, params, first=first, on_token=hand_over)
+            self._batcher.submit(draw.prompt, draw.n, draw.params, first=draw.first, on_token=hand_over)
         )
 
     def run_work(self, work: Callable[[], Any]) -> Any:
@@ -113,8 +106,8 @@ def _in_loop(function: OnToken) -> OnToken:
     """The function, called in this event loop's thread."""
     loop = asyncio.get_running_loop()
 
-    def hand_over(sample: int, token: int, logp: float) -> None:
-        loop.call_soon_threadsafe(function, sample, token, logp)
+    def hand_over(sample: int, token: int) -> None:
+        loop.call_soon_threadsafe(function, sample, token)
 
     return hand_over
 

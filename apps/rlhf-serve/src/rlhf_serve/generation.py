@@ -92,7 +92,7 @@ class Generating:
             self._fail(queue, invalid_request(str(error)))
         except TimeoutError:
             self._fail(queue, timed_out(timeout_s))
-        except Exception:
+        except Exception:  # the response has begun: its reader is told here or never
             logger.exception("request %s failed", self.record.id)
             self._fail(queue, internal_error(self.record.id))
         queue.put_nowait(None)
@@ -113,8 +113,8 @@ class Generating:
         """A single candidate, token by token as it comes."""
         growing = GrowingText(self.service.texts, order.params.stop)
 
-        def on_token(sample: int, token: int, logp: float) -> None:
-            del sample, logp
+        def on_token(sample: int, token: int) -> None:
+            del sample
             if piece := growing.add(token):
                 queue.put_nowait(self.style.piece(head, 0, piece))
 

@@ -12,8 +12,9 @@ from rlhf_data.transcripts import Text
 from rlhf_infer import SamplingParams
 from rlhf_infer.answers import extractor
 from rlhf_infer.candidates import Candidate, select
+from rlhf_infer.continuous import OnToken
 from rlhf_infer.stopping import ConfidenceBasedStopping
-from rlhf_serve.backends import Backend, OnToken
+from rlhf_serve.backends import Backend, Draw
 from rlhf_serve.schema import Selection
 from rlhf_serve.scoring import ScoringQueue
 from rlhf_serve.texts import Texts
@@ -150,15 +151,8 @@ class BestOfNService:
         self, order: Order, first: int, count: int, timing: Timing, on_token: OnToken | None
     ) -> list[Candidate]:
         start = time.perf_counter()
-        rollouts = await self.backend.generate(
-            order.prompt_ids,
-            count,
-            order.params,
-            first=first,
-            reproducible=order.reproducible,
-            logps=order.logps,
-            on_token=on_token,
-        )
+        draw = Draw(order.prompt_ids, count, order.params, first, order.reproducible, order.logps)
+        rollouts = await self.backend.generate(draw, on_token)
         timing.generate_s += time.perf_counter() - start
         texts = [self.texts.completion(each.completion_ids, order.params.stop) for each in rollouts]
         answers = [self._extract(text) if order.selection == "majority" else None for text in texts]

@@ -12,6 +12,7 @@ from typing import Any
 
 from rlhf_data import UserError
 from rlhf_infer import Rollout, SamplingParams
+from rlhf_infer.continuous import OnToken
 from rlhf_infer.vllm_settings import (
     VLLMSettings,
     check_requests,
@@ -20,21 +21,15 @@ from rlhf_infer.vllm_settings import (
     require_vllm,
     rollout_from,
     sample_seeds,
+    set_environment,
     stopped_at_least_length,
 )
 from rlhf_infer.vllm_worker import platform_arguments
 from rlhf_infer.weight_folder import write_weight_folder
 from rlhf_models import PolicyModel, load_tokenizer
 from rlhf_models.adapter_files import is_adapter
-from rlhf_serve.backends import OnToken
+from rlhf_serve.backends import Draw
 from rlhf_serve.settings import ModelSettings
-
-_ENVIRONMENT = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-}
-"""No telemetry, the other threads left alone, few messages; what the user has set stays."""
 
 
 class VLLMBackend:
@@ -53,6 +48,7 @@ class VLLMBackend:
         self.tokenizer = tokenizer
         self.max_model_len: int = engine.model_config.max_model_len
         self._engine, self._ends, self._folder = engine, eos_token_ids, folder
+        self._exact_logps = False
 
     @classmethod
     def start(cls, settings: ModelSettings, model: str) -> VLLMBackend:
@@ -66,46 +62,42 @@ class VLLMBackend:
             UserError: vLLM is missing or cannot start.
         """
         require_vllm()
-        for name, value in _ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+        set_environment()
+        if settings.tensor_parallel_size == 1:
+            # On CPUs vLLM would compute in a further process, and wait for it busily on cores that it needs.
+            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
         from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
 
         model, folder = full_model(model)
         tokenizer = load_tokenizer(model)
-        arguments = (
-            platform_arguments(model, settings.max_model_len) | vllm_settings(settings).engine_arguments()
-        )
+        arguments = platform_arguments(model, settings.max_model_len)
+        arguments["worker_extension_cls"] = "rlhf_infer.vllm_worker.WorkerExtension"
+        arguments |= vllm_settings(settings).engine_arguments()
         try:
             engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **arguments))
         except (OSError, RuntimeError, TypeError, ValueError) as error:
             raise UserError(f"vLLM cannot start with {model}: {error}") from error
         return cls(engine, tokenizer, end_token_ids(model, tokenizer), folder)
 
-    async def generate(
-        self,
-        prompt: Sequence[int],
-        n: int,
-        params: SamplingParams,
-        *,
-        first: int = 0,
-        reproducible: bool = True,
-        logps: bool = True,
-        on_token: OnToken | None = None,
-    ) -> list[Rollout]:
+    async def generate(self, draw: Draw, on_token: OnToken | None = None) -> list[Rollout]:
         """See `Backend.generate`; greedy samples are computed once.
 
         Reproducible samples are requests of their own, with seeds of their own; others are one request.
         """
+        params, prompt = draw.params, tuple(draw.prompt)
         check_requests([prompt], params, self.max_model_len)
+        if not self._exact_logps:
+            await self._engine.collective_rpc("return_exact_logps")
+            self._exact_logps = True
         fields = request_fields(params, self._ends) | {"detokenize": bool(params.stop)}
-        if not logps and on_token is None:
+        if not draw.logps:
             fields["logprobs"] = None
-        requests: list[dict[str, int]] = [{"n": n}]
-        if reproducible or params.temperature == 0 or on_token is not None:
-            requests = sample_seeds(params, [tuple(prompt)], n, first)
+        requests: list[dict[str, int]] = [{"n": draw.n}]
+        if draw.reproducible or params.temperature == 0 or on_token is not None:
+            requests = sample_seeds(params, [prompt], draw.n, draw.first)
         tasks = [
-            asyncio.ensure_future(self._request(prompt, params, fields | request, first + i, on_token))
+            asyncio.ensure_future(self._request(prompt, params, fields | request, draw.first + i, on_token))
             for i, request in enumerate(requests)
         ]
         try:
@@ -115,7 +107,7 @@ class VLLMBackend:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
-        return found * (n // len(found))
+        return found * (draw.n // len(found))
 
     async def _request(
         self,
@@ -139,10 +131,9 @@ class VLLMBackend:
         async for answer in answers:
             outputs = answer.outputs
             if on_token is not None:
-                tokens = outputs[0].token_ids
-                for place in range(told, len(tokens)):
-                    on_token(sample, tokens[place], outputs[0].logprobs[place][tokens[place]].logprob)
-                told = len(tokens)
+                for token in outputs[0].token_ids[told:]:
+                    on_token(sample, token)
+                told = len(outputs[0].token_ids)
         if not outputs:
             raise RuntimeError("vLLM ended a request without an answer")
         return [

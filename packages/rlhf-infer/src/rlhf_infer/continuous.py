@@ -18,8 +18,8 @@ from rlhf_infer.protocol import Rollout, SamplingParams
 
 _LOG = logging.getLogger(__name__)
 
-OnToken = Callable[[int, int, float], None]
-"""Told of each token as it comes: the sample's index, the token and its log-prob."""
+OnToken = Callable[[int, int], None]
+"""Told of each token as it comes: the sample's index and the token."""
 
 T = TypeVar("T")
 
@@ -272,4 +272,4 @@ def _tell(each: _Running, places: Sequence[int]) -> None:
         if request is not None and request.on_token is not None:
             sample = rows.samples[place % len(rows.samples)]
             newest = rows.length - 1
-            request.on_token(sample, int(rows.tokens[place, newest]), float(rows.logps[place, newest]))
+            request.on_token(sample, int(rows.tokens[place, newest]))

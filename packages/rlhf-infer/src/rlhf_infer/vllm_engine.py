@@ -25,18 +25,12 @@ from rlhf_infer.vllm_settings import (
     require_vllm,
     rollout_from,
     sample_seeds,
+    set_environment,
     stopped_at_least_length,
 )
 from rlhf_infer.vllm_watch import StallWatch
 from rlhf_infer.vllm_worker import platform_arguments
 from rlhf_infer.weight_folder import policy_tensors, write_adapter_folder, write_weight_folder
-
-_ENVIRONMENT = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-}
-"""No telemetry, the trainer's threads left alone, few messages; what the user has set stays."""
 
 
 class VLLMEngine:
@@ -208,8 +202,7 @@ class VLLMEngine:
 def _start(model: str, settings: VLLMSettings) -> Any:
     """A vLLM `LLM` in this process, with exact log-probs."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    set_environment()
     from vllm import LLM  # pyright: ignore[reportMissingImports]
 
     arguments = platform_arguments(model, settings.max_model_len) | settings.engine_arguments()

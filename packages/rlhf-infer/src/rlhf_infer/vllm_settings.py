@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -67,6 +68,13 @@ def require_vllm() -> None:
     """Raise a UserError where vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise UserError(INSTALL)
+
+
+def set_environment() -> None:
+    """No telemetry, this process's other threads left alone, few messages; what the user has set stays."""
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 
 def end_token_ids(model: str | None, tokenizer: Any) -> list[int]:

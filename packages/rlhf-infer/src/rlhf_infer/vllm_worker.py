@@ -41,6 +41,8 @@ class ExactSampler:
     def __call__(self, logits: Any, *args: Any, **kwargs: Any) -> Any:
         """Sample; `logits` (B, V) may be changed in place."""
         batch = args[0] if args else kwargs["sampling_metadata"]
+        if getattr(batch, "max_num_logprobs", 0) is None:  # nobody asks for any
+            return self._sampler(logits, *args, **kwargs)
         temperature = self._temperatures(batch)
         scaled = logits.float() if temperature is None else logits.float() / temperature
         logps = scaled.log_softmax(-1)
