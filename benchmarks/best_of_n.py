@@ -164,22 +164,18 @@ def end_to_end(
 ) -> dict[str, Any]:
     """The sampler itself on held-out prompts: fixed, stopping and allocation; samples, seconds, accuracy."""
     rule = ConfidenceBasedStopping(**chosen["stopping"])
-    settings: dict[str, dict[str, Any]] = {
-        "fixed": {"n": n},
-        "stopping": {"n": rule.max_samples, "stopping": rule},
-        "allocation": {
-            "n": n,
-            "allocator": AdaptiveComputeAllocator(
-                chosen["allocation"]["min_samples"], chosen["allocation"]["max_samples"]
-            ),
-            "budget": round(chosen["allocation"]["mean"] * len(prompts)),
-        },
+    shares = chosen["allocation"]
+    allocator = AdaptiveComputeAllocator(shares["min_samples"], shares["max_samples"])
+    settings: dict[str, tuple[int, Any, int | None]] = {
+        "fixed": (n, None, None),
+        "stopping": (rule.max_samples, rule, None),
+        "allocation": (n, allocator, round(shares["mean"] * len(prompts))),
     }
     found = {}
-    for kind, own in settings.items():
-        sampler = _sampler(base, {"sound": reward}, seed=1, **own)
+    for kind, (samples, adaptive, budget) in settings.items():
+        sampler = _sampler(base, {"sound": reward}, seed=1, n=samples, adaptive=adaptive)
         started = time.perf_counter()
-        results = sampler.sample(prompts)
+        results = sampler.sample(prompts, budget=budget)
         right = [
             float(_RULES.claim(record, selected.best.text) == record.answer_text)
             for record, selected in zip(records, results, strict=True)

@@ -76,7 +76,7 @@ def _pair_row(record: PreferenceRecord) -> dict[str, Any]:
     return {"prompt": record.prompt, "chosen": record.chosen, "rejected": record.rejected}
 
 
-def _check_supervised(prepared, examples) -> None:
+def _assert_supervised(prepared, examples) -> None:
     assert len(prepared) == len(examples)
     for row, example in zip(prepared, examples, strict=True):
         assert row["input_ids"] == example.input_ids
@@ -86,7 +86,7 @@ def _check_supervised(prepared, examples) -> None:
         assert row["labels"][1:] == labels[1:]  # the first token is never predicted
 
 
-def _check_pairs(prepared, examples) -> None:
+def _assert_pairs(prepared, examples) -> None:
     assert len(prepared) == len(examples)
     for row, pair in zip(prepared, examples, strict=True):
         for name, sequence in (("chosen", pair.chosen), ("rejected", pair.rejected)):
@@ -100,19 +100,19 @@ def test_supervised_transcripts(records, hh_tokenizer):
         [CompletionRecord(r.prompt, r.chosen) for r in records], hh_tokenizer, max_length=_MAX_LENGTH
     )
     assert 0 < ours.dropped < _ROWS / 2
-    _check_supervised(_prepare("SFTTrainer", rows, hh_tokenizer), ours)
+    _assert_supervised(_prepare("SFTTrainer", rows, hh_tokenizer), ours)
 
 
 def test_supervised_texts(records, hh_tokenizer):
     texts = [f"{record.prompt}{record.chosen}" for record in records]
     ours = SFTDataset([TextRecord(text) for text in texts], hh_tokenizer, max_length=_MAX_LENGTH)
-    _check_supervised(_prepare("SFTTrainer", [{"text": text} for text in texts], hh_tokenizer), ours)
+    _assert_supervised(_prepare("SFTTrainer", [{"text": text} for text in texts], hh_tokenizer), ours)
 
 
 def test_preferences_for_dpo(records, hh_tokenizer):
     ours = PreferenceDataset(records, hh_tokenizer, max_length=_MAX_LENGTH)
     assert 0 < ours.dropped < _ROWS / 2
-    _check_pairs(_prepare("DPOTrainer", [_pair_row(r) for r in records], hh_tokenizer), ours)
+    _assert_pairs(_prepare("DPOTrainer", [_pair_row(r) for r in records], hh_tokenizer), ours)
 
 
 def test_preferences_for_reward_models(records, hh_tokenizer):
@@ -147,14 +147,14 @@ def test_conversations(with_template, assistant_only):
     ours = SFTDataset(
         [ConversationRecord(talk) for talk in _TALKS], tokenizer, assistant_only_loss=assistant_only
     )
-    _check_supervised(_prepare("SFTTrainer", rows, tokenizer, assistant_only_loss=assistant_only), ours)
+    _assert_supervised(_prepare("SFTTrainer", rows, tokenizer, assistant_only_loss=assistant_only), ours)
     rows = [{"prompt": talk[:-1], "completion": talk[-1:]} for talk in _TALKS]
     ours = SFTDataset(
         [CompletionRecord(talk[:-1], talk[-1:]) for talk in _TALKS],
         tokenizer,
         assistant_only_loss=assistant_only,
     )
-    _check_supervised(_prepare("SFTTrainer", rows, tokenizer, assistant_only_loss=assistant_only), ours)
+    _assert_supervised(_prepare("SFTTrainer", rows, tokenizer, assistant_only_loss=assistant_only), ours)
 
 
 @pytest.mark.parametrize("template", ["plain", "counting"])
@@ -163,7 +163,7 @@ def test_preferences_and_labels_in_messages(with_template, template):
     other = [{"role": "assistant", "content": "no way"}]
     records = [PreferenceRecord(talk[:-1], talk[-1:], other) for talk in _TALKS]
     ours = PreferenceDataset(records, tokenizer, max_length=_MAX_LENGTH)
-    _check_pairs(_prepare("DPOTrainer", [_pair_row(r) for r in records], tokenizer), ours)
+    _assert_pairs(_prepare("DPOTrainer", [_pair_row(r) for r in records], tokenizer), ours)
 
     rows = [{"prompt": talk[:-1], "completion": talk[-1:], "label": True} for talk in _TALKS]
     prepared = _prepare("KTOTrainer", rows, tokenizer, per_device_train_batch_size=2)
@@ -177,4 +177,4 @@ def test_merging_borders(tokenizer):
     records = [PreferenceRecord("ma", "ry went", " b"), PreferenceRecord("where is ma", "ry went", "ry ?")]
     ours = PreferenceDataset(records, tokenizer, max_length=_MAX_LENGTH)
     assert ours.builder.encoder.moved_starts == 2
-    _check_pairs(_prepare("DPOTrainer", [_pair_row(r) for r in records], copy.deepcopy(tokenizer)), ours)
+    _assert_pairs(_prepare("DPOTrainer", [_pair_row(r) for r in records], copy.deepcopy(tokenizer)), ours)

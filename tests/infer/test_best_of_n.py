@@ -86,21 +86,21 @@ def test_rounds_that_never_stop_are_one_draw(engine: TransformersEngine, reward:
     scorer = RewardFunctionFactory.from_model(reward)
     whole = sampler(engine, scorer).sample(PROMPTS)
     never = ConfidenceBasedStopping(min_samples=2, batch=3, probability=0.0)
-    rounds = sampler(engine, scorer, stopping=never).sample(PROMPTS)
+    rounds = sampler(engine, scorer, adaptive=never).sample(PROMPTS)
     assert seen(rounds) == seen(whole)
     for ours, theirs in zip(rounds, whole, strict=True):
         for a, b in zip(ours.candidates, theirs.candidates, strict=True):
             assert a.score == pytest.approx(b.score, abs=1e-5)
     # A budget of equal shares too, whatever the order in which it is given out.
     equal = AdaptiveComputeAllocator(min_samples=3, max_samples=8, batch=5)
-    given = sampler(engine, scorer, allocator=equal).sample(PROMPTS)
+    given = sampler(engine, scorer, adaptive=equal).sample(PROMPTS)
     assert seen(given) == seen(whole)
 
 
 def test_stopping_leaves_prompts_early(engine: TransformersEngine) -> None:
     rule = ConfidenceBasedStopping(min_samples=4, batch=2, probability=0.4, highest=3.0)
     whole = sampler(engine, letters, n=16).sample(PROMPTS)
-    stopped = sampler(engine, letters, n=16, stopping=rule).sample(PROMPTS)
+    stopped = sampler(engine, letters, n=16, adaptive=rule).sample(PROMPTS)
     drawn = [s.cost.samples for s in stopped]
     assert min(drawn) < 16 and len(set(drawn)) > 1
     for ours, theirs in zip(stopped, whole, strict=True):
@@ -118,8 +118,8 @@ def test_an_allocator_spends_its_budget_where_scores_spread(engine: Transformers
         scores = [float(sum(map(ord, text)) % 97) for text in completions]
         return [90.0 if prompt == "so" else s for prompt, s in zip(prompts, scores, strict=True)]
 
-    results = sampler(engine, flat_for_so, allocator=AdaptiveComputeAllocator(batch=4), budget=40).sample(
-        PROMPTS
+    results = sampler(engine, flat_for_so, adaptive=AdaptiveComputeAllocator(batch=4)).sample(
+        PROMPTS, budget=40
     )
     counts = [s.cost.samples for s in results]
     assert sum(counts) == 40 and counts[-1] == min(counts) == 4
@@ -142,7 +142,7 @@ def test_costs_and_repeated_completions(engine: TransformersEngine) -> None:
     length = len(engine.tokenizer("so")["input_ids"])
     assert selected.cost == SamplingCost(8, length, 8, length + len(distinct), 0)
     rule = ConfidenceBasedStopping(min_samples=4, batch=4, probability=0.0)
-    (rounds,) = sampler(engine, counted, params=params, stopping=rule).sample(["so"])
+    (rounds,) = sampler(engine, counted, params=params, adaptive=rule).sample(["so"])
     assert rounds.cost.prompt_tokens == 2 * length and sum(map(len, calls[1:])) == len(distinct)
 
 
@@ -198,14 +198,9 @@ def test_a_majority_needs_no_scorer(engine: TransformersEngine) -> None:
         ({"n": 0}, "n is 0"),
         ({"params": SamplingParams(6, temperature=0)}, "temperature is 0"),
         ({"selection": "majority"}, "selection majority needs extract"),
-        ({"budget": 9}, "a budget is shared out by an allocator"),
-        (
-            {"stopping": ConfidenceBasedStopping(), "allocator": AdaptiveComputeAllocator()},
-            "give one of them",
-        ),
         ({"selection": "first"}, "selection is 'first'"),
         (
-            {"selection": "majority", "extract": str, "stopping": ConfidenceBasedStopping()},
+            {"selection": "majority", "extract": str, "adaptive": ConfidenceBasedStopping()},
             "decides no majority",
         ),
     ],
@@ -215,6 +210,12 @@ def test_settings_that_do_not_go_together(engine: TransformersEngine, settings: 
         sampler(engine, letters, **settings)
     with pytest.raises(UserError, match="there is no scorer"):
         sampler(engine, None)
+
+
+def test_a_budget_goes_with_an_allocator_only(engine: TransformersEngine) -> None:
+    for adaptive in (None, ConfidenceBasedStopping()):
+        with pytest.raises(UserError, match="a budget is shared out by an allocator"):
+            sampler(engine, letters, adaptive=adaptive).sample(PROMPTS, budget=9)
 
 
 def test_a_scorer_that_fails_is_named(engine: TransformersEngine) -> None:

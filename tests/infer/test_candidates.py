@@ -11,6 +11,7 @@ import pytest
 from rlhf_data import UserError
 from rlhf_infer import Candidate, Rollout, SamplingCost, Selected, select
 from rlhf_infer.answers import extractor
+from rlhf_infer.candidates import answer_weights
 
 
 def candidate(index: int, score: float | None, answer: str | None = None, text: str = "") -> Candidate:
@@ -48,6 +49,11 @@ def test_equal_or_missing_scores_make_a_plain_majority() -> None:
     rows = candidates((0.0, "a"), (0.5, "a"), (0.9, "b"), (None, "b"), (9.0, None))
     assert select(rows, "majority") == (1, 0, 2, 3, 4)
     assert select(candidates((1.0, None), (2.0, None)), "majority") == (1, 0)
+
+
+def test_weights_add_up_for_each_answer() -> None:
+    found = answer_weights(["b", None, "a", "b"], [0.25, 4.0, 0.5, 0.125])
+    assert list(found.items()) == [("b", 0.375), ("a", 0.5)]
 
 
 def test_extract_reads_the_texts() -> None:

@@ -9,7 +9,7 @@ import torch
 from rlhf_data import TokenSequence, pack
 from rlhf_infer import GenerationEngine, SamplingParams, TransformersEngine
 from rlhf_infer.kv import DecodeAttention
-from rlhf_models import tiny_model, token_logps, train_byte_tokenizer
+from rlhf_models import token_logps, train_byte_tokenizer
 from rlhf_models.logps import stream_forward
 
 
@@ -20,16 +20,6 @@ class _Eos:
 def prompts_of(*lengths: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(3, 300, (n,), generator=generator).tolist() for n in lengths]
-
-
-def lively_model(name: str = "llama", **fields: Any) -> Any:
-    """A model whose logits are far from even."""
-    model = tiny_model(name, **fields)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(4.0)
-    return model
 
 
 @pytest.fixture
@@ -45,7 +35,9 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return made
 
 
-def test_each_prompt_is_prefilled_once_in_pieces_of_the_budget(passes: list[tuple[str, int]]) -> None:
+def test_each_prompt_is_prefilled_once_in_pieces_of_the_budget(
+    passes: list[tuple[str, int]], lively_model: Any
+) -> None:
     first, second, third = prompts_of(30, 8, 8)
     first[0], third[0] = 3, 4  # prompts are taken in the order of their tokens
     prompts = [first + second, third, first + third, first + second]  # 54 distinct tokens
@@ -59,7 +51,9 @@ def test_each_prompt_is_prefilled_once_in_pieces_of_the_budget(passes: list[tupl
     assert sorted(passes) == [("prefill", 8), ("prefill", 38), ("prefill", 38)]
 
 
-def test_the_budget_for_keys_and_values_holds_within_a_prompt_too(passes: list[tuple[str, int]]) -> None:
+def test_the_budget_for_keys_and_values_holds_within_a_prompt_too(
+    passes: list[tuple[str, int]], lively_model: Any
+) -> None:
     prompts, params = prompts_of(10, 12), SamplingParams(10, seed=1)
     engine = TransformersEngine(lively_model(), _Eos, max_batch_tokens=60)
     engine.eos_token_ids = [10**6]  # none ends
@@ -73,7 +67,7 @@ def test_the_budget_for_keys_and_values_holds_within_a_prompt_too(passes: list[t
     assert [size for kind, size in passes if kind == "decode"] == [6] * 9
 
 
-def test_finished_rows_leave_in_few_steps(passes: list[tuple[str, int]]) -> None:
+def test_finished_rows_leave_in_few_steps(passes: list[tuple[str, int]], lively_model: Any) -> None:
     engine = TransformersEngine(lively_model(), _Eos)
     engine.eos_token_ids = list(range(2, 30))
     groups = engine.generate(prompts_of(5, 6, 7, 8), 8, SamplingParams(40, 1.5, 0))
@@ -86,7 +80,9 @@ def test_finished_rows_leave_in_few_steps(passes: list[tuple[str, int]]) -> None
     assert set(rows) <= {32, 24, 18, 13, 9, 6, 4, 3, 2, 1} and len(set(rows)) > 5
 
 
-def test_keys_and_values_stay_where_they_were_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_and_values_stay_where_they_were_allocated(
+    monkeypatch: pytest.MonkeyPatch, lively_model: Any
+) -> None:
     kept: list[tuple[set[int], set[int]]] = []
 
     class Recording(DecodeAttention):
@@ -104,7 +100,7 @@ def test_keys_and_values_stay_where_they_were_allocated(monkeypatch: pytest.Monk
     assert len(kept) > 4 and all(before == after for before, after in kept)
 
 
-def test_dropout_is_off_and_every_part_gets_its_mode_back() -> None:
+def test_dropout_is_off_and_every_part_gets_its_mode_back(lively_model: Any) -> None:
     model = lively_model("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
     prompts, params = prompts_of(5, 9), SamplingParams(6, seed=2)
     expected = TransformersEngine(model, _Eos).generate(prompts, 3, params)
@@ -122,7 +118,7 @@ def test_dropout_is_off_and_every_part_gets_its_mode_back() -> None:
     assert [module.training for module in model.modules()] == modes
 
 
-def test_training_goes_on_after_generation() -> None:
+def test_training_goes_on_after_generation(lively_model: Any) -> None:
     # Dynamic rotary embeddings keep frequencies from the last forward pass in the model.
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     model = lively_model(rope_parameters=rope, max_position_embeddings=16).train()
@@ -134,7 +130,7 @@ def test_training_goes_on_after_generation() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_it_is_an_engine_that_shares_its_model() -> None:
+def test_it_is_an_engine_that_shares_its_model(lively_model: Any) -> None:
     model = lively_model()
     engine: GenerationEngine = TransformersEngine(model, _Eos)
     prompts, params = prompts_of(5, 9), SamplingParams(6)
@@ -149,7 +145,7 @@ def test_it_is_an_engine_that_shares_its_model() -> None:
     engine.close()
 
 
-def test_logits_processors_see_each_unfinished_rows_own_completion() -> None:
+def test_logits_processors_see_each_unfinished_rows_own_completion(lively_model: Any) -> None:
     seen: list[list[int]] = []
 
     def alternate(completion: list[int], logits: torch.Tensor) -> torch.Tensor:
@@ -173,7 +169,7 @@ def test_logits_processors_see_each_unfinished_rows_own_completion() -> None:
     assert sorted(seen) == sorted(expected) and len({len(ids) for ids in completions}) > 2
 
 
-def test_stop_texts_end_completions_and_stay_in_them() -> None:
+def test_stop_texts_end_completions_and_stay_in_them(lively_model: Any) -> None:
     tokenizer: Any = train_byte_tokenizer(["ab"], 259)
     letters = {i: tokenizer.decode([i]) for i in range(3, 259)}
 

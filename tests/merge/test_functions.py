@@ -37,68 +37,68 @@ def at(degrees: float, length: float = 1.0) -> Tensor:
     return torch.tensor([math.cos(math.radians(degrees)), math.sin(math.radians(degrees))]) * length
 
 
-def close(found: Tensor, expected: Tensor) -> None:
+def assert_close(found: Tensor, expected: Tensor) -> None:
     assert found.shape == expected.shape
     assert torch.allclose(found.double(), expected.double(), rtol=2e-6, atol=2e-7), f"{found} {expected}"
 
 
 def test_linear():
     a, b = vector(1, 2), vector(3, -4)
-    close(linear([a, b]), vector(2, -1))
+    assert_close(linear([a, b]), vector(2, -1))
     # (1·1 + 3·3)/4 and (1·2 - 3·4)/4
-    close(linear([a, b], [1, 3]), vector(2.5, -2.5))
-    close(linear([a, b], [1, 3], normalize=False), vector(10, -10))
+    assert_close(linear([a, b], [1, 3]), vector(2.5, -2.5))
+    assert_close(linear([a, b], [1, 3], normalize=False), vector(10, -10))
     # (2·1 - 3)/1 and (2·2 + 4)/1
-    close(linear([a, b], [2, -1]), vector(-1, 8))
+    assert_close(linear([a, b], [2, -1]), vector(-1, 8))
 
 
 def test_task_arithmetic():
     # τ = (1, -1) and (3, 1): 1 + 2(0.5·1 - 0.25·3) and 1 + 2(-0.5 - 0.25)
     base, models = vector(1, 1), [vector(2, 0), vector(4, 2)]
-    close(task_arithmetic(base, models, [0.5, -0.25], lambda_=2), vector(0.5, -0.5))
+    assert_close(task_arithmetic(base, models, [0.5, -0.25], lambda_=2), vector(0.5, -0.5))
     # divided by 0.5 - 0.25
-    close(task_arithmetic(base, models, [0.5, -0.25], lambda_=2, normalize=True), vector(-1, -5))
-    close(task_arithmetic(base, models), vector(5, 1))
+    assert_close(task_arithmetic(base, models, [0.5, -0.25], lambda_=2, normalize=True), vector(-1, -5))
+    assert_close(task_arithmetic(base, models), vector(5, 1))
 
 
 def test_ties():
     # Half of four elements: τ̂₁ = (4, -3, 0, 0), τ̂₂ = (0, -5, 2, 0); with weights 1 and 0.5 the signs are
     # those of (4, -5.5, 1, 0). The means of what agrees are 4/1, -(3 + 2.5)/1.5, 1/0.5.
     models = [BASE + vector(4, -3, 1, -0.5), BASE + vector(-1, -5, 2, 0.1)]
-    close(ties(BASE, models, [1, 0.5], 0.5), vector(14, 10 - 11 / 3, 12, 10))
-    close(ties(BASE, models, [1, 0.5], 0.5, lambda_=-0.5), vector(8, 10 + 11 / 6, 9, 10))
-    close(ties(BASE, models, [1, 0.5], 0.5, normalize=False), vector(14, 4.5, 11, 10))
+    assert_close(ties(BASE, models, [1, 0.5], 0.5), vector(14, 10 - 11 / 3, 12, 10))
+    assert_close(ties(BASE, models, [1, 0.5], 0.5, lambda_=-0.5), vector(8, 10 + 11 / 6, 9, 10))
+    assert_close(ties(BASE, models, [1, 0.5], 0.5, normalize=False), vector(14, 4.5, 11, 10))
     # A density for each: all of the first, (4, -3, 1, -0.5), and one of the second, (0, -5, 0, 0).
-    close(ties(BASE, models, [1, 0.5], [1, 0.25]), vector(14, 10 - 11 / 3, 11, 9.5))
+    assert_close(ties(BASE, models, [1, 0.5], [1, 0.25]), vector(14, 10 - 11 / 3, 11, 9.5))
 
 
 def test_ties_elects_by_mass_or_by_count():
     # 5 - 2 - 2 > 0, but one plus stands against two minuses.
     base, models = vector(1), [vector(6), vector(-1), vector(-1)]
-    close(ties(base, models), vector(6))
-    close(ties(base, models, sign="count"), vector(-1))
+    assert_close(ties(base, models), vector(6))
+    assert_close(ties(base, models, sign="count"), vector(-1))
     # Weights are part of the mass, 3 - 2·2 < 0, and not of the count, which is a tie.
     models = [vector(4), vector(-1)]
-    close(ties(base, models, [1, 2]), vector(-1))
-    close(ties(base, models, [1, 2], sign="count"), vector(1))
+    assert_close(ties(base, models, [1, 2]), vector(-1))
+    assert_close(ties(base, models, [1, 2], sign="count"), vector(1))
 
 
 def test_ties_keeps_the_base_where_no_sign_wins():
     base, models = vector(1, 2), [vector(4, 7), vector(-2, 2)]
-    close(ties(base, models), vector(1, 7))  # +3 and -3; +5 and 0
-    close(ties(base, models, sign="count"), vector(1, 7))
+    assert_close(ties(base, models), vector(1, 7))  # +3 and -3; +5 and 0
+    assert_close(ties(base, models, sign="count"), vector(1, 7))
 
 
 def test_ties_divides_by_the_sizes_of_negative_weights():
     # 0.6·1 and -0.5·-2 are both plus: (0.6 + 1.0)/(0.6 + 0.5); divided by 0.6 - 0.5 it would be 16.
-    close(ties(vector(0), [vector(1), vector(-2)], [0.6, -0.5]), vector(1.6 / 1.1))
+    assert_close(ties(vector(0), [vector(1), vector(-2)], [0.6, -0.5]), vector(1.6 / 1.1))
 
 
 def test_ties_keeps_equal_magnitudes_together():
     model = vector(1, -1, 0.5, 1)
     for density in (0.25, 0.5, 0.75):  # one, two or three elements: there are three that are the largest
-        close(ties(torch.zeros(4), [model], density=density), vector(1, -1, 0, 1))
-    close(ties(torch.zeros(4), [model], density=1), model)
+        assert_close(ties(torch.zeros(4), [model], density=density), vector(1, -1, 0, 1))
+    assert_close(ties(torch.zeros(4), [model], density=1), model)
 
 
 @pytest.mark.parametrize(("density", "kept"), [(0.01, 1), (0.6, 1), (2 / 3, 2), (0.99, 2), (1, 3)])
@@ -133,11 +133,11 @@ def test_dare_is_right_on_average():
 
 def test_dare_adds_or_elects():
     base, models = vector(0, 0), [vector(2, 1), vector(-1, 3)]
-    close(dare(base, models), vector(1, 4))
-    close(dare(base, models, lambda_=-2), vector(-2, -8))
-    close(dare(base, models, [1, 3], normalize=True), vector(-0.25, 2.5))
-    close(dare(base, models, sign="mass"), vector(2, 4))  # not normalised unless asked for
-    close(dare(base, models, sign="mass", normalize=True), vector(2, 2))
+    assert_close(dare(base, models), vector(1, 4))
+    assert_close(dare(base, models, lambda_=-2), vector(-2, -8))
+    assert_close(dare(base, models, [1, 3], normalize=True), vector(-0.25, 2.5))
+    assert_close(dare(base, models, sign="mass"), vector(2, 4))  # not normalised unless asked for
+    assert_close(dare(base, models, sign="mass", normalize=True), vector(2, 2))
 
 
 def test_della_keeps_by_rank_in_the_row():
@@ -147,7 +147,7 @@ def test_della_keeps_by_rank_in_the_row():
     for column, levels in enumerate([52429, 13107, 39322, 26214]):
         kept = result[:, column] != 0
         scaled = result[:, column][kept]
-        close(scaled, (rows[:1, column] * 65536 / levels).expand_as(scaled))
+        assert_close(scaled, (rows[:1, column] * 65536 / levels).expand_as(scaled))
         assert abs(kept.double().mean() - levels / 65536) < 0.018  # five of sqrt(0.25/20000)
     plain = della(torch.zeros(20_000, 4), [rows], density=0.5, epsilon=0.3, sign=None, rescale=False)
     assert torch.equal(plain, rows * (result != 0))
@@ -155,9 +155,9 @@ def test_della_keeps_by_rank_in_the_row():
 
 def test_della_elects_unless_told_not_to():
     base, models = vector(0, 0), [vector(2, 1), vector(-1, 3)]
-    close(della(base, models), vector(2, 2))  # density 1 keeps all: the means of those that agree
-    close(della(base, models, sign="count"), vector(0, 2))
-    close(della(base, models, sign=None), vector(1, 4))
+    assert_close(della(base, models), vector(2, 2))  # density 1 keeps all: the means of those that agree
+    assert_close(della(base, models, sign="count"), vector(0, 2))
+    assert_close(della(base, models, sign=None), vector(1, 4))
 
 
 def test_della_of_one_column_has_the_density():
@@ -170,18 +170,18 @@ def test_della_of_one_column_has_the_density():
 def test_breadcrumbs():
     model = vector(5, -4, 3, -2, 1)
     # Two of five, without the largest one; then without the three largest, though 4 of 5 are asked for.
-    close(breadcrumbs(torch.zeros(5), [model], 2.0, 0.4, 0.2), vector(0, -8, 6, 0, 0))
-    close(breadcrumbs(torch.zeros(5), [model], 1.0, 0.4, 0.8), vector(0, 0, 0, -2, 1))
-    close(breadcrumbs(torch.zeros(5), [model], 1.0, 0.4, 0.0), vector(5, -4, 0, 0, 0))
+    assert_close(breadcrumbs(torch.zeros(5), [model], 2.0, 0.4, 0.2), vector(0, -8, 6, 0, 0))
+    assert_close(breadcrumbs(torch.zeros(5), [model], 1.0, 0.4, 0.8), vector(0, 0, 0, -2, 1))
+    assert_close(breadcrumbs(torch.zeros(5), [model], 1.0, 0.4, 0.0), vector(5, -4, 0, 0, 0))
     # ⌊0.39·5⌋ = 1 element is dropped; where all are to be kept, none is.
-    close(breadcrumbs(torch.zeros(5), [model], 1.0, 0.2, 0.39), vector(0, -4, 0, 0, 0))
-    close(breadcrumbs(torch.zeros(5), [model], 1.0, 1.0, 0.9), model)
+    assert_close(breadcrumbs(torch.zeros(5), [model], 1.0, 0.2, 0.39), vector(0, -4, 0, 0, 0))
+    assert_close(breadcrumbs(torch.zeros(5), [model], 1.0, 1.0, 0.9), model)
 
 
 def test_breadcrumbs_with_signs():
     # Kept are (0, -3, 2) and (5, 3, 0): -3 and 3 are a tie.
     models = [vector(9, -3, 2), vector(5, 3, 8)]
-    close(
+    assert_close(
         breadcrumbs(torch.zeros(3), models, density=2 / 3, gamma=1 / 3, sign="mass", lambda_=2),
         vector(10, 0, 4),
     )
@@ -190,22 +190,22 @@ def test_breadcrumbs_with_signs():
 @pytest.mark.parametrize(("first", "second", "t", "expected"), [(0, 90, 0.25, 22.5), (0, 60, 1 / 3, 20)])
 @pytest.mark.parametrize("turn", [0, 100, 200])
 def test_slerp_turns_unit_vectors(first: float, second: float, t: float, expected: float, turn: float):
-    close(slerp(at(first + turn), at(second + turn), t), at(expected + turn))
-    close(slerp(at(second + turn), at(first + turn), 1 - t), at(expected + turn))
+    assert_close(slerp(at(first + turn), at(second + turn), t), at(expected + turn))
+    assert_close(slerp(at(second + turn), at(first + turn), 1 - t), at(expected + turn))
 
 
 def test_slerp_of_other_lengths_and_an_obtuse_angle():
     # sin 45°/sin 90° of each.
-    close(slerp(vector(2, 0), vector(0, 1)), vector(2, 1) * math.sqrt(0.5))
+    assert_close(slerp(vector(2, 0), vector(0, 1)), vector(2, 1) * math.sqrt(0.5))
     # θ = 120°, t = 1/4: sin 90°/sin 120° of the first, sin 30°/sin 120° of the second.
     expected = (at(0, 3) * 1 + at(120, 5) * 0.5) / math.sin(math.radians(120))
-    close(slerp(at(0, 3), at(120, 5), 0.25), expected)
+    assert_close(slerp(at(0, 3), at(120, 5), 0.25), expected)
 
 
 @pytest.mark.parametrize("t", [0.0, 0.25, 1.0])
 @pytest.mark.parametrize("first", [vector(3, 3), vector(-1, -1), vector(0, 0)])
 def test_slerp_takes_a_straight_line_where_there_is_no_arc(first: Tensor, t: float):
-    close(slerp(first, vector(1, 1), t), first * (1 - t) + vector(1, 1) * t)
+    assert_close(slerp(first, vector(1, 1), t), first * (1 - t) + vector(1, 1) * t)
 
 
 def test_slerp_is_straight_from_a_cosine_of_0_9995_on():
@@ -217,22 +217,22 @@ def test_slerp_is_straight_from_a_cosine_of_0_9995_on():
 
 def test_spherical_mean():
     # Of two, SLERP's direction at the mean length: (2 + 4)/2, and (3·2 + 4)/4 at 90°·1/4.
-    close(spherical_mean([at(0, 2), at(90, 4)]), at(45, 3))
-    close(spherical_mean([at(0, 2), at(90, 4)], [3, 1]), at(22.5, 2.5))
-    close(spherical_mean([at(0), at(120), at(60)]), at(60))
-    close(spherical_mean(list(torch.eye(3))), torch.full((3,), math.sqrt(1 / 3)))
+    assert_close(spherical_mean([at(0, 2), at(90, 4)]), at(45, 3))
+    assert_close(spherical_mean([at(0, 2), at(90, 4)], [3, 1]), at(22.5, 2.5))
+    assert_close(spherical_mean([at(0), at(120), at(60)]), at(60))
+    assert_close(spherical_mean(list(torch.eye(3))), torch.full((3,), math.sqrt(1 / 3)))
     # The mean of angles on a circle, not of vectors: (0 + 0 + 90)/3.
-    close(spherical_mean([at(0), at(0), at(90)], max_iter=50, tol=1e-9), at(30))
-    close(spherical_mean([*[at(0)] * 5, at(150)], max_iter=99, tol=1e-9), at(25))
+    assert_close(spherical_mean([at(0), at(0), at(90)], max_iter=50, tol=1e-9), at(30))
+    assert_close(spherical_mean([*[at(0)] * 5, at(150)], max_iter=99, tol=1e-9), at(25))
 
 
 def test_spherical_mean_leaves_out_what_has_no_direction_or_weight():
     # The zero tensor still counts in the mean length.
-    close(spherical_mean([vector(2, 0), vector(0, 0)]), vector(1, 0))
-    close(spherical_mean([vector(2, 0), vector(0, 5)], [1, 0]), vector(2, 0))
-    close(spherical_mean([vector(0, 0), vector(0, 0)]), vector(0, 0))
+    assert_close(spherical_mean([vector(2, 0), vector(0, 0)]), vector(1, 0))
+    assert_close(spherical_mean([vector(2, 0), vector(0, 5)], [1, 0]), vector(2, 0))
+    assert_close(spherical_mean([vector(0, 0), vector(0, 0)]), vector(0, 0))
     # Opposite directions have every mean; it is the first one's.
-    close(spherical_mean([vector(2, 0), vector(-2, 0)]), vector(2, 0))
+    assert_close(spherical_mean([vector(2, 0), vector(-2, 0)]), vector(2, 0))
 
 
 @pytest.mark.parametrize("count", [3, 5])
@@ -275,12 +275,12 @@ def test_spherical_mean_balances_the_angles(count: int):
 )
 def test_model_stock(models: list[Tensor], expected: Tensor):
     base = vector(1, -2)
-    close(model_stock(base, [base + model for model in models]), base + expected)
+    assert_close(model_stock(base, [base + model for model in models]), base + expected)
 
 
 def test_nearswap():
     base = vector(1, 1, 1, 1)
-    close(nearswap(base, base + vector(0.5, -0.5, 2, -3), 1), base + vector(0.5, -0.5, 1, -1))
+    assert_close(nearswap(base, base + vector(0.5, -0.5, 2, -3), 1), base + vector(0.5, -0.5, 1, -1))
     assert torch.equal(nearswap(base, vector(5, 5, 5, 5), 0), base)
 
 

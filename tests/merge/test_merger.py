@@ -80,7 +80,7 @@ def config_of(method: str, paths: tuple[str, str, str]) -> dict[str, Any]:
     return {"method": method, "models": models, **needed, **CASES[method][0]}
 
 
-def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
@@ -99,10 +99,10 @@ def test_files_are_merged_as_tensors_are(workshop: Any, method: str):
     models = [a] if len(config["models"]) == 1 else [a, b]
     expected = {name: CASES[method][1](name, base[name], [model[name] for model in models]) for name in base}
     found = workshop.load(result.folder)
-    equal(found, expected)
+    assert_equal(found, expected)
     assert any(not torch.equal(found[name], base[name]) for name in base)
     states = dict(zip(paths, (base, a, b), strict=True))
-    equal(ModelMerger(config).merge_state_dicts(states), expected)
+    assert_equal(ModelMerger(config).merge_state_dicts(states), expected)
 
 
 @pytest.mark.parametrize("method", ["ties", "dare_ties", "della", "slerp", "linear"])
@@ -113,7 +113,7 @@ def test_threads_memory_and_shards_do_not_matter(workshop: Any, method: str, mon
     one = ModelMerger(config, resources=Resources(threads=1)).merge(workshop.root / "one")
     other = ModelMerger(config, resources=Resources(threads=4, max_memory=10**11), max_shard_size=1500)
     many = other.merge(workshop.root / "many")
-    equal(workshop.load(many.folder), workshop.load(one.folder))
+    assert_equal(workshop.load(many.folder), workshop.load(one.folder))
     assert many.coefficients == one.coefficients
     index = json.loads((many.folder / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
@@ -129,7 +129,7 @@ def test_models_in_shards_and_pickles(workshop: Any):
     torch.save(workshop.load(b), workshop.root / "pickled" / "pytorch_model.bin")
     models = [sharded, str(workshop.root / "pickled")]
     found = ModelMerger(config | {"base": base, "models": models}).merge(workshop.root / "two")
-    equal(workshop.load(found.folder), workshop.load(expected.folder))
+    assert_equal(workshop.load(found.folder), workshop.load(expected.folder))
 
 
 def test_what_is_written_beside_the_weights(workshop: Any):
@@ -187,7 +187,7 @@ def test_a_failure_leaves_no_result_and_can_be_repaired(workshop: Any, kind: str
     result = ModelMerger({"method": "task_arithmetic", "base": base, "models": [a]}).merge(
         workshop.root / "out"
     )
-    equal(workshop.load(result.folder), tensors)
+    assert_equal(workshop.load(result.folder), tensors)
 
 
 def test_a_mistake_is_found_before_anything_is_written(workshop: Any):
@@ -219,7 +219,7 @@ def test_configs_are_values_files_or_objects(workshop: Any):
     mergers += [ModelMerger(mergers[0].config), ModelMerger(workshop.root / "m.json")]
     results = [merger.merge(workshop.root / f"out{i}") for i, merger in enumerate(mergers)]
     for result in results[1:]:
-        equal(workshop.load(result.folder), workshop.load(results[0].folder))
+        assert_equal(workshop.load(result.folder), workshop.load(results[0].folder))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -271,7 +271,7 @@ def test_lora_adapters_are_merged_into_their_base(workshop: Any):
         found = workshop.load(ModelMerger(config).merge(out).folder)
         # Half of B A, scaled by alpha/r = 3.
         assert torch.allclose(found.pop(QUERY), base[QUERY] + 0.5 * 3 * up @ down, atol=1e-6)
-        equal(found, {name: tensor for name, tensor in base.items() if name != QUERY})
+        assert_equal(found, {name: tensor for name, tensor in base.items() if name != QUERY})
 
 
 @pytest.mark.parametrize("order", ["untied first", "tied first"])
@@ -340,7 +340,7 @@ def test_layer_wise_interpolation_keeps_equal_models_and_integers():
     generator = torch.Generator().manual_seed(0)
     state = {"layers.0.w": torch.randn(50, generator=generator).bfloat16(), "ids": torch.arange(4)}
     result = layer_wise_interpolation(state, state, 0.3)
-    equal(result, state)
+    assert_equal(result, state)
     assert result["ids"] is not state["ids"]
 
 

@@ -79,7 +79,7 @@ def inputs(
     return base.to(dtype), [model.to(dtype) for model in models]
 
 
-def close(found: Tensor, expected: Tensor, tolerance: float = 1e-6) -> None:
+def assert_close(found: Tensor, expected: Tensor, tolerance: float = 1e-6) -> None:
     """Within a tolerance of the largest magnitude."""
     worst = float((found.double() - expected.double()).abs().max())
     assert worst <= tolerance * float(expected.abs().max()), worst
@@ -122,14 +122,14 @@ def test_the_order_of_the_models_does_not_matter(name: str):
     merge = ORDERLESS[name]
     for order in permutations(range(3)):
         weights = [WEIGHTS[i] for i in order]
-        close(merge(base, [models[i] for i in order], weights), merge(base, models, WEIGHTS))
+        assert_close(merge(base, [models[i] for i in order], weights), merge(base, models, WEIGHTS))
         found = merge(small[0], [small[1][i] for i in order], weights)
         assert float((found == merge(*small, WEIGHTS)).double().mean()) > 0.99
 
 
 def test_slerp_backwards_is_slerp():
     _, models = inputs()
-    close(slerp(models[0], models[1], 0.3), slerp(models[1], models[0], 0.7))
+    assert_close(slerp(models[0], models[1], 0.3), slerp(models[1], models[0], 0.7))
 
 
 def test_random_masks_go_by_place():
@@ -165,9 +165,9 @@ def test_ties_of_density_1_is_task_arithmetic_where_signs_agree(sign: Literal["m
     direction = torch.sign(models[0] - base)
     agreeing = [base + direction * (model - base).abs() for model in models]
     summed = ties(base, agreeing, WEIGHTS, normalize=False, lambda_=0.5, sign=sign)
-    close(summed, task_arithmetic(base, agreeing, WEIGHTS, lambda_=0.5), 1e-15)
+    assert_close(summed, task_arithmetic(base, agreeing, WEIGHTS, lambda_=0.5), 1e-15)
     mean = ties(base, agreeing, WEIGHTS, sign=sign)
-    close(mean, task_arithmetic(base, agreeing, WEIGHTS, normalize=True), 1e-15)
+    assert_close(mean, task_arithmetic(base, agreeing, WEIGHTS, normalize=True), 1e-15)
 
 
 def test_ties_of_density_1_differs_from_task_arithmetic_where_signs_conflict():
@@ -204,7 +204,7 @@ def test_lambda_scales_the_change():
     base, models = inputs(torch.float64)
     for merge in (task_arithmetic, ties, dare, della, breadcrumbs):
         one, three = merge(base, models, lambda_=1.0), merge(base, models, lambda_=-3.0)
-        close(three - base, -3 * (one - base), 1e-14)
+        assert_close(three - base, -3 * (one - base), 1e-14)
         assert float((one - base).abs().max()) > 0.1
 
 
@@ -228,7 +228,7 @@ def test_the_block_length_does_not_matter(name: str, size: int, monkeypatch: pyt
     whole = ALL[name](base, models)
     monkeypatch.setattr(blocks, "BLOCK", size)
     if name in ANGLES:
-        close(ALL[name](base, models), whole, 1e-6)
+        assert_close(ALL[name](base, models), whole, 1e-6)
     else:
         assert torch.equal(ALL[name](base, models), whole)
 
@@ -240,7 +240,7 @@ def test_tensors_of_several_blocks(name: str):
     found = ALL[name](base, models)
     # DELLA's probabilities may be rounded to another multiple of 1/65536.
     tolerance = 1e-4 if name.startswith("della") else 2e-6
-    close(found, ALL[name](base.double(), [model.double() for model in models]), tolerance)
+    assert_close(found, ALL[name](base.double(), [model.double() for model in models]), tolerance)
     piece = slice(500, 600)
     if name in ("linear", "nearswap") or name.startswith("task"):
         parts = ALL[name](base[piece], [model[piece] for model in models])

@@ -99,6 +99,8 @@ def test_fewer_candidates_where_more_would_not_pay(folders: Path, rows: Path, tm
     assert sum(drawn) <= 3 * 7 and max(drawn) <= 4
     refused = run(folders, rows, tmp_path / "no.jsonl", "--budget", "5")
     assert refused.exit_code == 2 and "the budget is 5 samples per prompt and n" in refused.output
+    both = run(folders, rows, tmp_path / "both.jsonl", "--budget", "3", "--stop-early")
+    assert both.exit_code == 2 and "stop_early and budget both decide" in both.output
     # Nearly greedy: four candidates show that a fifth would be one of them.
     early = run(
         *(folders, rows, tmp_path / "early.jsonl"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -185,7 +186,7 @@ def _add_generation(
         job.record = record_of(request)
         if settings.log_prompts:
             job.record.prompt = served.service.texts.decode(job.orders[0].prompt_ids)
-        place = lambda: job.placed(door)  # noqa: E731
+        place = partial(job.placed, door)
         if body.stream:
             with_usage = body.stream_options is not None and body.stream_options.include_usage
             return EventStream(place, lambda: job.events(settings.request_timeout_s, with_usage))

@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from rlhf_data import exit_cleanly
+
 _BACKENDS = ("auto", "transformers", "vllm")
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _ANSWERS = ("text", "marked", "number")
@@ -94,7 +96,7 @@ def _serve(context: click.Context, **options: Any) -> None:
 
         serve(settings_of(options))
 
-    _exit_cleanly(job)
+    exit_cleanly(job)
 
 
 def _generate(**options: Any) -> None:
@@ -110,7 +112,7 @@ def _generate(**options: Any) -> None:
 
         generate(batch_settings_of(options))
 
-    _exit_cleanly(job)
+    exit_cleanly(job)
 
 
 def _generate_options() -> list[Decorator]:
@@ -147,20 +149,6 @@ def _generate_options() -> list[Decorator]:
         click.option("--batch-size", type=click.IntRange(min=1), help="Prompts at a time.  [default: 16]"),
         click.option("--overwrite", is_flag=True, help="Start anew where the output exists."),
     ]
-
-
-def _exit_cleanly(job: Callable[[], None]) -> None:
-    """Run a job; a user's mistake becomes one sentence and exit code 2, Ctrl-C 130."""
-    from rlhf_data import UserError
-
-    try:
-        job()
-    except UserError as error:
-        click.echo(f"Error: {error}", err=True)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        click.echo("Stopped", err=True)
-        sys.exit(130)
 
 
 main = click.group(

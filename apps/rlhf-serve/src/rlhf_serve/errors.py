@@ -255,7 +255,7 @@ class LastResort:
 
         try:
             await self.app(scope, receive, watched)
-        except Exception:
+        except Exception:  # whatever went wrong, the client gets an answer and the log the traceback
             record = record_of(scope)
             record.error = "internal_error"
             logger.exception("request %s failed", record.id)

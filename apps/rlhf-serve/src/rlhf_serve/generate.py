@@ -16,7 +16,7 @@ from rlhf_serve.backends import load_engine, wants_vllm
 from rlhf_serve.display import Display
 from rlhf_serve.load import Parts, load_parts
 from rlhf_serve.settings import BatchSettings
-from rlhf_serve.texts import Texts, until
+from rlhf_serve.texts import give_template, until
 
 _NOT_COMPARED = ("batch_size", "device", "input_path", "max_batch_tokens", "output_path", "overwrite")
 """Settings that change no completion."""
@@ -95,7 +95,7 @@ class _Output:
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if self.overwrite or not self.path.exists():
+            if self.overwrite or not self.path.exists() or not self.path.stat().st_size:
                 self.path.write_bytes(b"")
                 atomic_write_json(self.marks, self.settings)
                 return 0
@@ -159,7 +159,7 @@ def _sampler(settings: BatchSettings, parts: Parts) -> tuple[BestOfNSampler, Any
     else:
         engine = load_engine(settings, parts.model)
         tokenizer, close = engine.tokenizer, engine.close
-    Texts(tokenizer, parts.chat_template)
+    give_template(tokenizer, parts.chat_template)
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")
     values = {name: getattr(settings, name) for name in names}
     params = SamplingParams(settings.max_tokens, seed=settings.sampling_seed, **values)
@@ -172,14 +172,18 @@ def _sampler(settings: BatchSettings, parts: Parts) -> tuple[BestOfNSampler, Any
         params=params,
         selection=settings.selection,
         extract=extractor(settings.answer) if majority else None,
-        stopping=ConfidenceBasedStopping(max_samples=max(4, settings.n)) if settings.stop_early else None,
-        allocator=None if settings.budget is None else _allocator(settings, settings.budget),
+        adaptive=_adaptive(settings),
     )
     return sampler, close
 
 
-def _allocator(settings: BatchSettings, budget: int) -> AdaptiveComputeAllocator:
-    """Shares out so many samples per prompt; the first ones of each take at most half of them."""
+def _adaptive(settings: BatchSettings) -> ConfidenceBasedStopping | AdaptiveComputeAllocator | None:
+    """What decides how many candidates are drawn; first ones take at most half of a budget."""
+    budget = settings.budget
+    if budget is None:
+        return ConfidenceBasedStopping(max_samples=max(4, settings.n)) if settings.stop_early else None
+    if settings.stop_early:
+        raise UserError("stop_early and budget both decide how much is sampled; give one of them")
     if budget > settings.n:
         raise UserError(
             f"the budget is {budget} samples per prompt and n, the most of one prompt, {settings.n}; lower "

@@ -15,7 +15,7 @@ from rlhf_serve.scoring import ScoringQueue, reads_messages
 from rlhf_serve.served import Served
 from rlhf_serve.service import BestOfNService
 from rlhf_serve.settings import ModelSettings, ServeSettings
-from rlhf_serve.texts import Texts
+from rlhf_serve.texts import Texts, give_template
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,15 @@ def load(
     backend = load_backend(settings, parts.model, threads=threads)
     name = settings.served_model_name or parts.name
     say(f"policy: {parts.model} as {name}, on {backend.name}")
-    texts = Texts(backend.tokenizer, parts.chat_template)
+    give_template(backend.tokenizer, parts.chat_template)
     scoring, names, messages = None, (), True
     if parts.rewards is not None:
         scoring = ScoringQueue(parts.rewards, run=backend.run_work, threads=threads)
         names = parts.rewards.names
         messages = reads_messages(parts.rewards.functions)
-    service = BestOfNService(backend, texts, scoring, messages=messages, answer=settings.answer)
+    service = BestOfNService(
+        backend, Texts(backend.tokenizer), scoring, messages=messages, answer=settings.answer
+    )
     return Served(service, name, names, parts.examples)
 
 

@@ -101,17 +101,8 @@ class ScoringQueue:
         if self._threads is not None:
             torch.set_num_threads(self._threads)
         while (batch := self._next_batch()) is not None:
-            live = [job for job in batch if job.result.set_running_or_notify_cancel()]
-            if not live:
-                continue
-            try:
-                self._answer(live)
-            except Exception as error:
-                if len(live) == 1:
-                    live[0].result.set_exception(error)
-                    continue
-                for job in live:  # one request's mistake is not the others'
-                    self._answer_alone(job)
+            if live := [job for job in batch if job.result.set_running_or_notify_cancel()]:
+                self._settle(live)
 
     def _next_batch(self) -> list[_Job] | None:
         """Everything that waits, up to the limit; None when the queue is closed."""
@@ -129,11 +120,16 @@ class ScoringQueue:
                 size += len(batch[-1].completions)
             return batch
 
-    def _answer_alone(self, job: _Job) -> None:
+    def _settle(self, jobs: Sequence[_Job]) -> None:
+        """Answer jobs together or, where that fails, each alone: one request's mistake is not the others'."""
         try:
-            self._answer([job])
+            self._answer(jobs)
         except Exception as error:
-            job.result.set_exception(error)
+            if len(jobs) == 1:
+                jobs[0].result.set_exception(error)
+                return
+            for job in jobs:
+                self._settle([job])
 
     def _answer(self, jobs: Sequence[_Job]) -> None:
         scores = self._run_work(

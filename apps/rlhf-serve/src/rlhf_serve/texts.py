@@ -18,12 +18,9 @@ class Texts:
 
     Args:
         tokenizer: of the policy.
-        chat_template: for a tokenizer that has none; None takes its own.
     """
 
-    def __init__(self, tokenizer: Any, chat_template: str | None = None) -> None:
-        if chat_template is not None:
-            tokenizer.chat_template = chat_template
+    def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._encoder = Encoder(tokenizer)
 
@@ -67,6 +64,12 @@ class Texts:
         if pieces:
             pieces[-1] += growing.rest()
         return pieces
+
+
+def give_template(tokenizer: Any, template: str | None) -> None:
+    """Have a tokenizer use a chat template; None leaves it its own."""
+    if template is not None:
+        tokenizer.chat_template = template
 
 
 class GrowingText:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import click
 
+from rlhf_data import exit_cleanly
 from rlhf_train.options import decorated, model_option, run_options, settings_options
 
 OFFLINE_METHODS = {
@@ -31,6 +32,8 @@ ONLINE_METHODS = {
 _BACKENDS = ("rlhf", "trl")
 _STAGES = ("sft", "reward", "ppo")
 _ON_BAD_ROW = ("error", "skip")
+
+_exit_cleanly = partial(exit_cleanly, stopped="Stopped; nothing was begun")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -163,21 +166,6 @@ def _reward_option() -> Any:
         help="What completions are worth: a reward model's folder or hub name, pkg.mod:function, a URL, or a "
         "rule such as number, choice, exact, length, format; repeatable.  [default: the task's own]",
     )
-
-
-def _exit_cleanly(job: Callable[[], None]) -> None:
-    """Run a job; a user's mistake becomes one sentence and exit code 2, Ctrl-C 130 and SIGTERM 143."""
-    from rlhf_data import UserError
-
-    try:
-        job()
-    except UserError as error:
-        click.echo(f"Error: {error}", err=True)
-        sys.exit(2)
-    except KeyboardInterrupt as stop:
-        notes = getattr(stop, "__notes__", ["nothing was begun"])
-        click.echo(f"Stopped; {'; '.join(notes)}", err=True)
-        sys.exit(getattr(stop, "exit_code", 130))
 
 
 minmax = main.command("minmax")(decorated(_minmax, _minmax_options()))

@@ -10,7 +10,7 @@ _MODULES = {
     "config": ("BaseConfig", "apply_overrides", "load_config_file"),
     "datasets": ("GRPODataset", "KTODataset", "PreferenceDataset", "SFTDataset", "StepDataset"),
     "encoding": ("Encoder",),
-    "errors": ("UserError",),
+    "errors": ("UserError", "exit_cleanly"),
     "examples": ("KTOExample", "PreferencePair", "PromptExample", "StepExample", "StepPair"),
     "files": (
         *("atomic_folder", "atomic_write_json", "atomic_write_text", "ensure_writable_folder", "json_hash"),

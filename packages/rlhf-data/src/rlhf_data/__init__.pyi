@@ -9,6 +9,7 @@ from rlhf_data.datasets import SFTDataset as SFTDataset
 from rlhf_data.datasets import StepDataset as StepDataset
 from rlhf_data.encoding import Encoder as Encoder
 from rlhf_data.errors import UserError as UserError
+from rlhf_data.errors import exit_cleanly as exit_cleanly
 from rlhf_data.examples import KTOExample as KTOExample
 from rlhf_data.examples import PreferencePair as PreferencePair
 from rlhf_data.examples import PromptExample as PromptExample

@@ -1,4 +1,9 @@
-"""The error type for mistakes a user can fix."""
+"""The error type for mistakes a user can fix, and how command lines end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
 
 
 class UserError(Exception):
@@ -6,3 +11,25 @@ class UserError(Exception):
 
     Command lines print the message without a traceback and exit with code 2.
     """
+
+
+def exit_cleanly(job: Callable[[], None], *, stopped: str = "Stopped") -> None:
+    """Run a command's job; a user's mistake becomes one sentence and exit code 2, Ctrl-C 130.
+
+    Args:
+        job: what the command does. The notes of a `KeyboardInterrupt` from it are printed, and its
+            `exit_code`, such as 143 after SIGTERM, is the process's.
+        stopped: printed where there are no notes.
+
+    Raises:
+        SystemExit: the job did not come to its end.
+    """
+    try:
+        job()
+    except UserError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt as stop:
+        notes = getattr(stop, "__notes__", ())
+        print(f"Stopped; {'; '.join(notes)}" if notes else stopped, file=sys.stderr)
+        sys.exit(getattr(stop, "exit_code", 130))

@@ -28,9 +28,9 @@ from rlhf_infer.stopping import ConfidenceBasedStopping
 class BestOfNSampler:
     """Draws `n` completions of each prompt with any engine and ranks them.
 
-    Without `stopping` and `allocator` all are drawn in one call of the engine and scored in one call of the
-    reward functions, so that samples share their prompts in both. With `stopping` they come in rounds, and a
-    prompt leaves once its best is unlikely to be beaten. With `allocator` a budget over all prompts goes
+    Unless `adaptive` is given all are drawn in one call of the engine and scored in one call of the reward
+    functions, so that samples share their prompts in both. With a stopping rule they come in rounds, and a
+    prompt leaves once its best is unlikely to be beaten. With an allocator a budget over all prompts goes
     where it pays. A prompt's samples are the same whatever the rounds: sample i has the same random numbers.
 
     Completions of a prompt that are the same token by token are scored once.
@@ -41,20 +41,19 @@ class BestOfNSampler:
             with a plain majority.
         tokenizer: of the policy; it encodes prompts as training encodes them, messages through its chat
             template, and decodes completions without special tokens.
-        n: samples of a prompt; with `stopping` the most of one (its `max_samples` does not count here), with
-            `allocator` the mean.
+        n: samples of a prompt; with a stopping rule the most of one (its `max_samples` does not count here),
+            with an allocator the mean.
         params: how to sample.
         selection: see `select`.
         extract: for "majority", see `select`; it also fills `Candidate.answer`.
-        stopping: ends a prompt's sampling early.
-        allocator: shares out the budget.
-        budget: samples over all prompts of a call, for the allocator; None for `n` per prompt.
+        adaptive: ends a prompt's sampling early, or shares out a budget among the prompts; None draws `n` of
+            each.
 
     Raises:
         UserError: settings that do not go together.
     """
 
-    def __init__(  # noqa: PLR0913 - each is a choice of its own
+    def __init__(
         self,
         engine: GenerationEngine,
         scorer: RewardFunctions | RewardFunction | Sequence[RewardFunction] | None,
@@ -64,37 +63,43 @@ class BestOfNSampler:
         params: SamplingParams,
         selection: Selection = "best",
         extract: Extract | None = None,
-        stopping: ConfidenceBasedStopping | None = None,
-        allocator: AdaptiveComputeAllocator | None = None,
-        budget: int | None = None,
+        adaptive: ConfidenceBasedStopping | AdaptiveComputeAllocator | None = None,
     ) -> None:
-        _check(n, params, selection, scorer, extract, stopping, allocator, budget)
+        _check(n, params, selection, scorer, extract, adaptive)
         self.engine, self.tokenizer = engine, tokenizer
         self.scorer = _reward_functions(scorer)
         self.n, self.params, self.extract = n, params, extract
         self.selection: Selection = selection
-        self.stopping = stopping and replace(
-            stopping, max_samples=n, min_samples=min(stopping.min_samples, n)
-        )
-        self.allocator, self.budget = allocator, budget
+        if isinstance(adaptive, ConfidenceBasedStopping):
+            adaptive = replace(adaptive, max_samples=n, min_samples=min(adaptive.min_samples, n))
+        self.adaptive = adaptive
         self._encoder = Encoder(tokenizer)
 
     def sample(
-        self, prompts: Sequence[Text], columns: Mapping[str, Sequence[Any]] | None = None
+        self,
+        prompts: Sequence[Text],
+        columns: Mapping[str, Sequence[Any]] | None = None,
+        *,
+        budget: int | None = None,
     ) -> list[Selected]:
         """Draw, score and rank candidates of each prompt.
 
         Args:
             prompts: texts or message lists.
             columns: for the reward functions, one value per prompt for each further column.
+            budget: samples over all prompts, for an allocator; None for `n` per prompt.
 
         Returns:
             One result per prompt, in their order.
 
         Raises:
-            UserError: columns of another length, a prompt that does not fit the model, or a reward function
-                that failed.
+            UserError: a budget without an allocator, columns of another length, a prompt that does not fit
+                the model, or a reward function that failed.
         """
+        if budget is not None and not isinstance(self.adaptive, AdaptiveComputeAllocator):
+            raise UserError(
+                "a budget is shared out by an allocator; make the sampler with one, or leave budget out"
+            )
         columns = dict(columns or {})
         for name, values in columns.items():
             if len(values) != len(prompts):
@@ -107,20 +112,20 @@ class BestOfNSampler:
             )
             for i, prompt in enumerate(prompts)
         ]
-        while any(counts := self._next_counts(searches)):
+        budget = self.n * len(prompts) if budget is None else budget
+        while any(counts := self._next_counts(searches, budget)):
             self._draw(searches, counts)
             self._score([search for search, count in zip(searches, counts, strict=True) if count])
         return [self._selected(search) for search in searches]
 
-    def _next_counts(self, searches: Sequence[_Search]) -> list[int]:
+    def _next_counts(self, searches: Sequence[_Search], budget: int) -> list[int]:
         """How many more samples each prompt gets now; all 0 at the end."""
-        if self.stopping is not None:
-            return [search.next_samples(self.stopping) for search in searches]
-        if self.allocator is None:
+        if self.adaptive is None:
             return [self.n - len(search.candidates) for search in searches]
-        budget = self.n * len(searches) if self.budget is None else self.budget
+        if isinstance(self.adaptive, ConfidenceBasedStopping):
+            return [search.next_samples(self.adaptive) for search in searches]
         spent = sum(len(search.candidates) for search in searches)
-        return self.allocator.next_samples(
+        return self.adaptive.next_samples(
             [search.scores for search in searches],
             budget - spent,
             [search.confidences for search in searches],
@@ -247,9 +252,7 @@ def _check(
     selection: str,
     scorer: Any,
     extract: Extract | None,
-    stopping: ConfidenceBasedStopping | None,
-    allocator: AdaptiveComputeAllocator | None,
-    budget: int | None,
+    adaptive: ConfidenceBasedStopping | AdaptiveComputeAllocator | None,
 ) -> None:
     check_selection(selection)
     if n < 1:
@@ -258,19 +261,15 @@ def _check(
         raise UserError(
             f"temperature is 0, so that all n={n} samples of a prompt are the same; raise it, or set n to 1"
         )
-    if scorer is None and (selection == "best" or stopping is not None or allocator is not None):
+    if scorer is None and (selection == "best" or adaptive is not None):
         raise UserError(
-            "there is no scorer to tell which candidate is best; give one, or take selection majority, and "
-            "neither stopping nor allocator"
+            "there is no scorer to tell which candidate is best; give one, or take selection majority and "
+            "draw a fixed number of samples"
         )
     if selection == "majority" and extract is None:
         raise UserError("selection majority needs extract, which finds the answer in a completion; give one")
-    if selection == "majority" and (stopping is not None or allocator is not None):
+    if selection == "majority" and adaptive is not None:
         raise UserError(
-            "stopping and allocator judge by the best score, which decides no majority; take selection best, "
-            "or leave them out"
+            "adaptive sampling judges by the best score, which decides no majority; take selection best, or "
+            "draw a fixed number of samples"
         )
-    if stopping is not None and allocator is not None:
-        raise UserError("stopping and allocator both decide how much is sampled; give one of them")
-    if budget is not None and allocator is None:
-        raise UserError("a budget is shared out by an allocator; give one, or set n")

@@ -142,11 +142,7 @@ def select(
     if selection == "majority":
         answers = [c.answer if extract is None else extract(c.text) for c in candidates]
         weights = _votes(candidates)
-    totals = {
-        answer: math.fsum(w for w, own in zip(weights, answers, strict=True) if own == answer)
-        for answer in answers
-        if answer is not None
-    }
+    totals = answer_weights(answers, weights)
 
     def rank(place: int) -> tuple[float, float, int]:
         answer, score = answers[place], candidates[place].score
@@ -154,6 +150,20 @@ def select(
         return -weight, math.inf if score is None else -score, candidates[place].index
 
     return tuple(sorted(range(len(candidates)), key=rank))
+
+
+def answer_weights(answers: Sequence[str | None], weights: Sequence[float]) -> dict[str, float]:
+    """The weight that speaks for each answer, in the order in which they first come.
+
+    Args:
+        answers: of each voter; None is no vote.
+        weights: one of each voter.
+    """
+    return {
+        answer: math.fsum(w for w, own in zip(weights, answers, strict=True) if own == answer)
+        for answer in answers
+        if answer is not None
+    }
 
 
 def check_selection(selection: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from rlhf_data import UserError
-from rlhf_infer.candidates import Extract
+from rlhf_infer.candidates import Extract, answer_weights
 from rlhf_infer.engine import TransformersEngine, eval_mode
 from rlhf_infer.protocol import GenerationEngine, Rollout, SamplingParams
 from rlhf_models.attention import AttentionOptions, AttentionPlan
@@ -111,11 +111,7 @@ class _Vote:
 
     def _winner(self, rollouts: Sequence[Rollout]) -> Rollout:
         answers = [self._answer(rollout) for rollout in rollouts]
-        totals = {
-            answer: math.fsum(w for w, own in zip(self._weights, answers, strict=True) if own == answer)
-            for answer in answers
-            if answer is not None
-        }
+        totals = answer_weights(answers, self._weights)
         return rollouts[answers.index(max(totals, key=totals.__getitem__)) if totals else 0]
 
     def _answer(self, rollout: Rollout) -> str | None:

@@ -1,0 +1,44 @@
+"""How command lines end."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlhf_data import UserError, exit_cleanly
+
+
+class Terminated(KeyboardInterrupt):
+    exit_code = 143
+
+
+def noted() -> KeyboardInterrupt:
+    stop = Terminated()
+    stop.add_note("step 3 is saved")
+    stop.add_note("continue with: again")
+    return stop
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (UserError("n is 0; give 1"), 2, "Error: n is 0; give 1\n"),
+        (KeyboardInterrupt(), 130, "nothing was done\n"),
+        (Terminated(), 143, "nothing was done\n"),
+        (noted(), 143, "Stopped; step 3 is saved; continue with: again\n"),
+    ],
+)
+def test_what_stops_a_job_is_one_sentence_and_an_exit_code(
+    error: BaseException, code: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def job() -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as left:
+        exit_cleanly(job, stopped="nothing was done")
+    assert left.value.code == code and capsys.readouterr() == ("", says)
+
+
+def test_a_job_that_comes_to_its_end_and_a_mistake_of_ours_pass() -> None:
+    exit_cleanly(lambda: None)
+    with pytest.raises(ZeroDivisionError):
+        exit_cleanly(lambda: print(1 / 0))
