@@ -7,11 +7,13 @@ from typing import Any
 
 _MODULES = {
     "adaptive": ("AdaptiveComputeAllocator",),
+    "api_judge": ("APIJudge", "APIUsage"),
     "best_of_n": ("BestOfNSampler",),
     "candidates": ("Candidate", "SamplingCost", "Selected", "Selection", "select"),
     "continuous": ("ContinuousBatcher",),
     "engine": ("TransformersEngine",),
     "ensemble_policy": ("EnsemblePolicy",),
+    "judge_settings": ("APISettings",),
     "judges": ("Judge", "PromptedJudge", "RuleJudge", "verdict_rule"),
     "predictive": ("ScorePopulation",),
     "protocol": ("GenerationEngine", "LogitsProcessor", "Rollout", "SamplingParams"),

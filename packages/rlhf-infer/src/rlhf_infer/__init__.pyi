@@ -1,4 +1,6 @@
 from rlhf_infer.adaptive import AdaptiveComputeAllocator as AdaptiveComputeAllocator
+from rlhf_infer.api_judge import APIJudge as APIJudge
+from rlhf_infer.api_judge import APIUsage as APIUsage
 from rlhf_infer.best_of_n import BestOfNSampler as BestOfNSampler
 from rlhf_infer.candidates import Candidate as Candidate
 from rlhf_infer.candidates import SamplingCost as SamplingCost
@@ -8,6 +10,7 @@ from rlhf_infer.candidates import select as select
 from rlhf_infer.continuous import ContinuousBatcher as ContinuousBatcher
 from rlhf_infer.engine import TransformersEngine as TransformersEngine
 from rlhf_infer.ensemble_policy import EnsemblePolicy as EnsemblePolicy
+from rlhf_infer.judge_settings import APISettings as APISettings
 from rlhf_infer.judges import Judge as Judge
 from rlhf_infer.judges import PromptedJudge as PromptedJudge
 from rlhf_infer.judges import RuleJudge as RuleJudge

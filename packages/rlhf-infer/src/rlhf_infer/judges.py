@@ -5,22 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from numbers import Real
-from string import Formatter
 from typing import Any, Protocol
 
 import torch
 
 from rlhf_data import TokenSequence, UserError, pack
+from rlhf_infer.judge_settings import JUDGE_TEMPLATE, checked_template
 from rlhf_models.head import causal_lm
 from rlhf_models.loading import check_prompt_fits, encode_completion, encode_prompt
 from rlhf_models.logps import token_logps
 
-JUDGE_TEMPLATE = (
-    "Question: {question}\nAnswer: {answer}\nCritique: {critique}\nIs the answer true? Reply yes or no:"
-)
-"""What a prompted judge is asked unless it is given a template of its own."""
-
-_FIELDS = ("question", "answer", "critique")
 _VERDICT = re.compile(r"\b(not )?(right|wrong)\b", re.IGNORECASE)
 
 
@@ -76,7 +70,7 @@ class PromptedJudge:
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        self.template = _checked_template(template)
+        self.template = checked_template(template)
         self.no_critique = no_critique
         self.max_tokens = max_tokens
         yes, no = ([x] if isinstance(x, str) else list(x) for x in (yes, no))
@@ -163,19 +157,6 @@ def verdict_rule(question: str, answer: str, critique: str | None) -> float:
         return 0.5
     negated, word = verdicts[-1]
     return float((word.lower() == "right") != bool(negated))
-
-
-def _checked_template(template: str) -> str:
-    try:
-        fields = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
-    except ValueError as error:
-        raise UserError(f"the judge's template is malformed: {error}; write a literal brace twice") from error
-    if not fields <= set(_FIELDS):
-        raise UserError(
-            f"the judge's template has the field {{{min(fields - set(_FIELDS))}}}; "
-            f"expected only {', '.join(f'{{{name}}}' for name in _FIELDS)}; write a literal brace twice"
-        )
-    return template
 
 
 def _check_spellings(texts: list[str], spellings: list[list[int]]) -> None:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
-import ipaddress
 import json
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from rlhf_data import UserError
 from rlhf_data.transcripts import Text
+from rlhf_infer.http_post import Poster, Refused, Unavailable
 from rlhf_infer.rewards.texts import text_of
 
 Protocol = Literal["auto", "openrlhf", "columns"]
@@ -23,18 +19,15 @@ the last only where the data have such a column; "columns": `{"prompts": [...], 
 "auto" is "openrlhf" where the URL's path ends with `/get_reward`, else "columns"."""
 
 _LABELS = ("labels", "label", "answer")
-_TOO_MANY = 429
 _NOT_COLUMNS = ("completion_ids", "trainer_state", "log_metric", "log_extra")
-_SHOWN = 200
-"""Characters of an answer that messages show."""
 
 
 class RemoteReward:
     """Asks a scorer over HTTP; an asynchronous reward function.
 
-    A request is tried again after a broken connection, a timeout, and the statuses 429 and 500 to 599, with
-    pauses of `backoff_s`, 2 `backoff_s`, 4 `backoff_s` and so on. Scorers on this machine are asked
-    without a proxy; redirections are not followed.
+    A request is tried again after the failures that may pass (see `Poster.post`), with pauses of `backoff_s`,
+    2 `backoff_s`, 4 `backoff_s` and so on. Scorers on this machine are asked without a proxy; redirections
+    are not followed.
 
     Args:
         url: `http://` or `https://`.
@@ -62,7 +55,7 @@ class RemoteReward:
         headers: Mapping[str, str] | None = None,
         name: str = "remote",
     ) -> None:
-        parts = _checked_url(url)
+        self._poster = Poster(url, what="reward URL", timeout_s=timeout_s, headers=headers)
         if protocol not in get_args(Protocol):
             raise UserError(
                 f"reward {url}: protocol is {protocol!r}; expected one of {', '.join(get_args(Protocol))}"
@@ -75,13 +68,8 @@ class RemoteReward:
         self.url, self.timeout_s, self.retries, self.backoff_s = url, timeout_s, retries, backoff_s
         self.batch_size, self.name = batch_size, name
         if protocol == "auto":
-            protocol = "openrlhf" if parts.path.rstrip("/").endswith("/get_reward") else "columns"
+            protocol = "openrlhf" if self._poster.path.rstrip("/").endswith("/get_reward") else "columns"
         self.protocol: Protocol = protocol
-        self._headers = {"Content-Type": "application/json", **(headers or {})}
-        handlers: list[Any] = [_NoRedirection()]
-        if _is_local(parts.hostname or ""):
-            handlers.append(urllib.request.ProxyHandler({}))
-        self._opener = urllib.request.build_opener(*handlers)
 
     async def __call__(
         self, prompts: Sequence[Text], completions: Sequence[Text], **columns: Any
@@ -129,7 +117,7 @@ class RemoteReward:
             try:
                 answer = await asyncio.to_thread(self._post, body)
                 break
-            except _Unavailable as error:
+            except Unavailable as error:
                 if attempt == self.retries:
                     raise UserError(
                         f"{self.url} gave no rewards in {attempt + 1} tries, the last one: {error}; check "
@@ -139,29 +127,18 @@ class RemoteReward:
         return self._rewards(answer, count)
 
     def _post(self, body: bytes) -> bytes:
-        request = urllib.request.Request(self.url, data=body, headers=self._headers, method="POST")
         try:
-            with self._opener.open(request, timeout=self.timeout_s) as response:
-                return response.read()
-        except urllib.error.HTTPError as error:
-            with error:
-                said = _shown(error.read())
-            text = f"status {error.code} {error.reason}, {said}"
-            if error.code == _TOO_MANY or error.code >= 500:
-                raise _Unavailable(text) from error
-            raise UserError(f"{self.url} refuses the request: {text}; check URL and protocol") from error
-        except (OSError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", error)
-            if isinstance(reason, TimeoutError):
-                reason = f"no answer in {self.timeout_s:g} seconds"
-            raise _Unavailable(str(reason) or type(error).__name__) from error
+            return self._poster.post(body)
+        except Refused as error:
+            raise UserError(f"{self.url} refuses the request: {error}; check URL and protocol") from error
 
     def _rewards(self, answer: bytes, count: int) -> list[float | None]:
         try:
             rewards = json.loads(answer)["rewards"]
         except (ValueError, TypeError, KeyError) as error:
+            said = self._poster.shown(answer)
             raise UserError(
-                f'{self.url} answered {_shown(answer)}; expected JSON such as {{"rewards": [0.5, null]}}'
+                f'{self.url} answered {said}; expected JSON such as {{"rewards": [0.5, null]}}'
             ) from error
         if not isinstance(rewards, list) or len(rewards) != count:
             size = len(rewards) if isinstance(rewards, list) else f"a {type(rewards).__name__} of"
@@ -169,42 +146,3 @@ class RemoteReward:
                 f"{self.url} answered {size} rewards for {count} completions; expected one for each"
             )
         return rewards
-
-
-class _Unavailable(Exception):
-    """A try that failed for a reason that may pass."""
-
-
-class _NoRedirection(urllib.request.HTTPRedirectHandler):
-    """Redirections become errors: urllib would follow them with a GET, without the completions."""
-
-    def redirect_request(self, *args: Any, **options: Any) -> None:
-        """Follow none."""
-        del args, options
-
-
-def _checked_url(url: str) -> urllib.parse.SplitResult:
-    try:
-        parts = urllib.parse.urlsplit(url)
-        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError as error:
-        raise UserError(f"reward URL {url!r} cannot be read: {error}") from error
-    if not known:
-        raise UserError(f"reward URL {url!r} is none; expected http://HOST:PORT/PATH or https://...")
-    if parts.username is not None:
-        raise UserError(
-            f"the reward URL with host {parts.hostname} holds a user name; give headers with Authorization"
-        )
-    return parts
-
-
-def _is_local(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
-
-
-def _shown(answer: bytes) -> str:
-    text = answer.decode("utf-8", errors="replace")
-    return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")
