@@ -133,6 +133,16 @@ def test_everything_recorded_is_shown(run):
     for key in BLOCK:
         assert key in page.text
     assert page.tags.count("figure") == 4
+    assert "The run recorded no findings." in page.text
+    assert "The metrics of this run name no constraints." in page.text
+    for missing in (
+        "policy accuracy against the monitor's, the reward of a held-out reward model",
+        "KL to the reference, Entropy, Clip fraction, Gradient norm, Updates done, Truncated share, "
+        "Update ratio, Time scale",
+        "the monitor's calibration, cross-play, exploitability",
+    ):
+        assert f"Not measured on this run: {missing}." in page.text
+    assert "minmax/exploitability" not in page.text
     assert "\n  kept   spaces\r\n<eos>" + EVIL in page.text
 
 
@@ -145,6 +155,31 @@ def test_run_text_is_escaped(run):
         SAMPLES
     )  # advice, reason, version, prompt, story, critiques
     assert "lone surrogate \\ud800" in page.text
+
+
+def test_findings_constraints_and_measures_on_request_are_shown(run):
+    findings = [{"step": 12, "text": "lower it: " + EVIL}, {"step": 40, "text": "raise it"}]
+    after = {**BLOCK, "minmax/exploitability": 0.375, "minmax/hacking_gap": -0.125}
+    run.write_results({**RESULTS, "after": after, "findings": findings})
+    thresholds = {"policy": {"kl": {"threshold": 0.875}, "length": None}}
+    run.write_config({"constraint": {"threshold": 0.05}, "constraints": thresholds})
+    for name, value in (("truthfulness", 1.375), ("policy_kl", 2.625), ("odd<b>", None)):
+        row = {f"dual/{name}/lambda": value, f"constraint/{name}/violation_ema": 0.4375}
+        run.append_metrics({"phase": "minmax", "step": 3, **row})
+    _, page = render(run)
+    assert f"Step 12 lower it: {EVIL}Step 40 raise it" in page.text
+    for row in ("truthfulness0.0501.3750.438", "policy_kl0.8752.6250.438", "odd<b>––0.438"):
+        assert row in page.text
+    for row in ("minmax/exploitability––0.375", "minmax/hacking_gap––−0.125"):
+        assert row in page.text
+    assert "minmax/heldout_reward" not in page.text
+    assert page.tags.count("figure") == 4 + 3 + 1  # one per constraint, and the bar of the end
+
+
+def test_doctor_without_findings(run):
+    run.write_results({**RESULTS, "findings": []})
+    _, page = render(run)
+    assert "Nothing: no signal was dead" in page.text
 
 
 def test_nothing_is_loaded_from_outside(run):

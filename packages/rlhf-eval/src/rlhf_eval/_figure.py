@@ -1,4 +1,4 @@
-"""What every figure shares: colours, style, lines from metric rows, legends, files.
+"""What every figure shares: colours, style, lines from metric rows, legends, files, panels of a page.
 
 matplotlib is imported when the first figure is drawn. Figures are drawn by its Agg and SVG backends
 directly, so no display is needed and no global pyplot state is touched.
@@ -6,9 +6,11 @@ directly, so no display is needed and no global pyplot state is touched.
 
 from __future__ import annotations
 
+import io
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +24,33 @@ Rows = Sequence[dict[str, Any]]
 
 # Okabe & Ito's palette, distinguishable with every common form of colour blindness.
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#007E5C", "#A3507F", "#666666"
+PAPER, _INK, _GRID = "#FFFFFF", "#1C2430", "#E4E4E4"
+_ON_DARK = {
+    BLUE: "#56B4E9",
+    ORANGE: "#F08A3C",
+    GREEN: "#3CC69B",
+    PURPLE: "#DA8FBA",
+    GREY: "#A3ABB8",
+    PAPER: "#12161D",
+    _INK: "#E6E9EE",
+    _GRID: "#303743",
+}
+"""What each colour of a panel becomes where the reader prefers dark pages."""
+_COLOR_STEPS = 32
 _STYLE: dict[Any, Any] = {
     "font.size": 12,
+    "text.color": _INK,
+    "axes.labelcolor": _INK,
+    "axes.edgecolor": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
     "axes.titlesize": 13,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
-    "grid.color": "#E4E4E4",
+    "grid.color": _GRID,
     "axes.axisbelow": True,
     "legend.frameon": False,
     "legend.fontsize": 10.5,
@@ -39,11 +59,70 @@ _STYLE: dict[Any, Any] = {
 }
 
 
+@dataclass(frozen=True)
+class Panel:
+    """One figure of a page: title and caption are text, `svg` is a document."""
+
+    title: str
+    caption: str
+    svg: str
+
+
+def make_panel(
+    title: str,
+    caption: str,
+    draw: Callable[[Axes], None],
+    *,
+    width: float = 5.2,
+    height: float = 3.7,
+) -> Panel:
+    """Draw one figure for pages that arrange figures by screen width.
+
+    Text is drawn as outlines, so that it looks the same everywhere, the background is left out, and the
+    module's colours are lighter ones where the reader prefers dark pages.
+
+    Args:
+        title: Of the panel; the figure itself has none.
+        caption: What it shows, in a sentence or two.
+        draw: Draws on the axes it is given.
+        width: In inches.
+        height: In inches.
+    """
+    with styled():
+        figure = new_figure(width, height)
+        draw(figure.add_subplot(1, 1, 1))
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    return Panel(title, caption, _for_light_and_dark(buffer.getvalue().decode("utf-8")))
+
+
+def _for_light_and_dark(svg: str) -> str:
+    names = {light.lower(): f"--c{index}" for index, light in enumerate(_ON_DARK)}
+    for light, name in names.items():
+        svg = svg.replace(light, f"var({name})")
+    light, dark = (
+        "".join(f"{name}:{color};" for name, color in zip(names.values(), colors, strict=True))
+        for colors in (_ON_DARK.keys(), _ON_DARK.values())
+    )
+    rules = f":root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}"
+    return svg.replace("<defs>", f"<defs><style>{rules}</style>", 1)
+
+
 def draw_line(axes: Axes, rows: Rows, key: str, **style: Any) -> None:
-    """Draw a metric over the steps; nothing where no row has it."""
+    """Draw a metric over the steps, a dot where there is one value only; nothing where no row has it."""
     points = pairs(rows, "step", key)
     if points:
+        if len(points) == 1:
+            style.setdefault("marker", ".")
         axes.plot(*columns_of(points), **style)
+
+
+def step_axis(axes: Axes) -> None:
+    """Label the axis of the steps, which are whole numbers."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
 
 
 def add_legend(axes: Axes, *, columns: int, handles: list[Any] | None = None) -> None:
@@ -64,10 +143,29 @@ def add_legend(axes: Axes, *, columns: int, handles: list[Any] | None = None) ->
         )
 
 
+def finite(value: Any) -> float | None:
+    """A number; None for anything that is none or is not finite."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def add_colorbar(axes: Axes, drawn: Any, label: str) -> None:
+    """Explain the colours of what was drawn, in whole steps so that no raster image is needed."""
+    drawn.set_cmap(drawn.get_cmap().resampled(_COLOR_STEPS))
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    bar = figure.colorbar(drawn, ax=axes, label=label)
+    assert bar.solids is not None
+    bar.solids.set_edgecolor("face")
+
+
 def value_of(row: dict[str, Any], key: str) -> float | None:
     """A metric of a row; None where it is missing, null or not finite."""
-    value = row.get(key)
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    return finite(row.get(key))
+
+
+def of_phase(metrics: Rows, phase: str) -> Rows:
+    """The rows of `plain` or of `minmax`."""
+    return [row for row in metrics if row.get("phase") == phase]
 
 
 def pairs(rows: Rows, x_key: str, y_key: str) -> list[tuple[float, float]]:

@@ -12,14 +12,17 @@ from collections.abc import Sequence
 from typing import Any
 
 _STYLE = """
-:root { color-scheme: light; --ink: #1c2430; --soft: #5a6472; --line: #dfe3e8; --panel: #f6f7f9;
-  --good: #00694e; --good-bg: #e6f4ee; --bad: #a83400; --bad-bg: #fcece4; --blue: #0072b2; --orange: #d55e00;
-  --grey: #666; }
+:root { color-scheme: light dark; --paper: #fff; --ink: #1c2430; --soft: #5a6472; --line: #dfe3e8;
+  --panel: #f6f7f9; --good: #00694e; --good-bg: #e6f4ee; --bad: #a83400; --bad-bg: #fcece4; --blue: #0072b2;
+  --orange: #d55e00; --grey: #666; --mark: #fff0b3; --mark-line: #b98900; }
+@media (prefers-color-scheme: dark) { :root { --paper: #12161d; --ink: #e6e9ee; --soft: #a3abb8;
+  --line: #303743; --panel: #1a2029; --good: #5fd3a8; --good-bg: #12302a; --bad: #ff9d76; --bad-bg: #3a1f17;
+  --blue: #56b4e9; --orange: #f08a3c; --grey: #a3abb8; --mark: #4a3d0c; --mark-line: #e5b93c; } }
 * { box-sizing: border-box; }
 html { -webkit-text-size-adjust: 100%; }
-body { margin: 0; background: #fff; color: var(--ink);
+body { margin: 0; background: var(--paper); color: var(--ink);
   font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-main { max-width: 1100px; margin: 0 auto; padding: 24px 20px 64px; }
+main { max-width: 1100px; margin: 0 auto; padding: 24px 20px 64px; overflow-wrap: break-word; }
 h1 { font-size: 1.8rem; line-height: 1.2; margin: 0 0 4px; }
 h2 { font-size: 1.25rem; margin: 44px 0 12px; padding-bottom: 6px; border-bottom: 1px solid var(--line); }
 h3 { font-size: 1rem; margin: 20px 0 6px; }
@@ -35,6 +38,8 @@ thead th { color: var(--soft); font-size: .85rem; font-weight: 600; white-space:
 tbody th { font-weight: 500; }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .grid { display: grid; gap: 16px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); }
+.grid.small { grid-template-columns: repeat(auto-fit, minmax(min(100%, 300px), 1fr)); }
+.grid > div { min-width: 0; }
 .tiles { display: grid; gap: 12px; grid-template-columns: repeat(3, 1fr); margin: 20px 0; }
 .tile { background: var(--panel); border-radius: 8px; border-top: 4px solid var(--grey); padding: 12px 16px; }
 .tile.plain { border-color: var(--orange); } .tile.minmax { border-color: var(--blue); }
@@ -47,17 +52,21 @@ figcaption { font-size: .85rem; }
 .card { border: 1px solid var(--line); border-radius: 8px; padding: 14px 18px; margin: 0 0 18px; }
 .story { font-size: 1.05rem; }
 .choices { list-style: none; display: flex; flex-wrap: wrap; gap: 8px; padding: 0; margin: 10px 0 14px; }
-.choices li { border: 1px solid var(--line); border-radius: 999px; padding: 1px 12px; }
+.choices li { min-width: 0; border: 1px solid var(--line); border-radius: 999px; padding: 1px 12px; }
 .choices .gold { border-color: var(--good); background: var(--good-bg); color: var(--good);
   font-weight: 600; }
-.turns { display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 260px), 1fr)); }
+.turns { display: grid; gap: 10px; }
 .turn { border-left: 4px solid var(--grey); background: var(--panel); border-radius: 0 8px 8px 0;
-  padding: 10px 14px; }
+  padding: 10px 14px; min-width: 0; }
 .turn.good { border-color: var(--good); background: var(--good-bg); }
 .turn.bad { border-color: var(--bad); background: var(--bad-bg); }
 .turn h4 { margin: 0; font-size: .95rem; }
-dl { margin: 8px 0 0; display: grid; grid-template-columns: auto 1fr; gap: 3px 12px; }
-dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
+dl { margin: 6px 0 0; display: flex; flex-wrap: wrap; gap: 3px 24px; }
+dl div { display: flex; gap: 8px; min-width: 0; }
+dt { color: var(--soft); } dd { margin: 0; min-width: 0; overflow-wrap: anywhere; }
+mark { background: var(--mark); color: inherit; border-bottom: 2px solid var(--mark-line); }
+sup { color: var(--soft); line-height: 0; margin-left: 1px; }
+.findings { padding-left: 1.2em; max-width: 80ch; } .findings li { margin: 6px 0; }
 .good-text { color: var(--good); font-weight: 600; } .bad-text { color: var(--bad); font-weight: 600; }
 pre { background: var(--panel); border: 1px solid var(--line); border-radius: 8px; padding: 12px 14px;
   margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.5; }
@@ -86,6 +95,11 @@ def text(value: Any) -> str:
     """
     readable = str(value).encode("utf-8", "backslashreplace").decode("utf-8")
     return html.escape(readable, quote=True).replace("\r", "&#13;")
+
+
+def breakable(key: str) -> str:
+    """Return the name of a metric as HTML that may break after its slashes and underscores."""
+    return text(key).replace("/", "/<wbr>").replace("_", "_<wbr>")
 
 
 def number(value: Any, digits: int = 3) -> str:

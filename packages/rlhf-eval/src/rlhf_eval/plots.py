@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +12,19 @@ from rlhf_eval._figure import (
     GREEN,
     GREY,
     ORANGE,
+    PAPER,
     PURPLE,
+    Panel,
     Rows,
     add_legend,
     columns_of,
     draw_line,
+    make_panel,
     new_figure,
+    of_phase,
     pairs,
     save_png,
+    step_axis,
     styled,
     value_of,
 )
@@ -46,40 +51,62 @@ def minmax_figure(metrics: Rows, results: dict[str, Any], path: str | Path) -> N
     """
     with styled():
         figure = new_figure(11.2, 8.6)
-        for index, (title, draw) in enumerate(_PANELS.values()):
+        for index, (title, _, draw) in enumerate(_PANELS):
             axes = figure.add_subplot(2, 2, index + 1)
             draw(axes, metrics, results)
             axes.set_title(title)
         save_png(figure, path)
 
 
-def minmax_panel_svgs(metrics: Rows, results: dict[str, Any]) -> dict[str, str]:
+def minmax_panels(metrics: Rows, results: dict[str, Any]) -> list[Panel]:
     """Draw the panels of `minmax_figure` one by one, for pages that arrange them by screen width.
 
     Args:
         metrics: Rows of metrics.jsonl.
         results: The content of results.json.
-
-    Returns:
-        Panel title -> SVG document, text drawn as outlines so that it looks the same everywhere.
     """
-    with styled():
-        return {title: _panel_svg(draw, metrics, results) for title, draw in _PANELS.values()}
+    return [
+        make_panel(title, caption, partial(draw, metrics=metrics, results=results))
+        for title, caption, draw in _PANELS
+    ]
 
 
-def _panel_svg(
-    draw: Callable[[Axes, Rows, dict[str, Any]], None], metrics: Rows, results: dict[str, Any]
-) -> str:
-    figure = new_figure(5.2, 3.7)
-    draw(figure.add_subplot(1, 1, 1), metrics, results)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return buffer.getvalue().decode("utf-8")
+def draw_multiplier(
+    axes: Axes, rows: Rows, *, multiplier: str, violation: str, threshold: float | None = None
+) -> None:
+    """Draw a multiplier (left axis) and its constraint's smoothed violation (right axis) over the steps.
+
+    Args:
+        axes: Where to draw.
+        rows: Rows of metrics.jsonl.
+        multiplier: Key of λ.
+        violation: Key of the smoothed violation.
+        threshold: Of the violation; None where it is not known.
+    """
+    draw_line(axes, rows, multiplier, color=PURPLE, label="λ (left)")
+    axes.set_ylim(bottom=0)
+    axes.tick_params(axis="y", colors=PURPLE)
+    step_axis(axes)
+    right = axes.twinx()
+    right.grid(False)
+    right.spines["right"].set_visible(True)
+    right.tick_params(axis="y", colors=GREEN)
+    if threshold is not None:
+        right.axhline(threshold, color=GREEN, linewidth=1, linestyle="--", label=f"threshold {threshold:g}")
+    draw_line(right, rows, violation, color=GREEN, linestyle=":", label="violation, smoothed (right)")
+    right.set_ylim(bottom=0)
+    handles = [line for side in (axes, right) for line in side.get_legend_handles_labels()[0]]
+    add_legend(axes, columns=2, handles=handles)
+
+
+def held_out_prefix(rows: Rows, key: str) -> str | None:
+    """What stands before a metric of held-out scorers in the rows: nothing, or `eval/`; None without it."""
+    return next((prefix for prefix in ("", "eval/") if pairs(rows, "step", prefix + key)), None)
 
 
 def _policy_panel(axes: Axes, metrics: Rows, results: dict[str, Any]) -> None:
     for phase, block, label, color in _ARMS:
-        rows = _phase(metrics, phase)
+        rows = of_phase(metrics, phase)
         draw_line(axes, rows, "policy/accuracy", color=color, label=f"accuracy, {label}")
         draw_line(axes, rows, "policy/hack_rate", color=color, linestyle=":", label=f"hack rate, {label}")
         draw_line(axes, rows, "eval/policy/accuracy", color=color, linestyle="none", marker="o", markersize=5)
@@ -95,8 +122,9 @@ def _policy_panel(axes: Axes, metrics: Rows, results: dict[str, Any]) -> None:
 def _trade_panel(axes: Axes, metrics: Rows, results: dict[str, Any]) -> None:
     keys = ("policy/reward_score", "policy/accuracy")
     for phase, _, _, color in _ARMS:
-        points = pairs(_phase(metrics, phase), *keys)
+        points = pairs(of_phase(metrics, phase), *keys)
         axes.plot(*columns_of(points), color=color, alpha=0.45, linewidth=1.2, marker=".", markersize=4)
+    _held_out_crosses(axes, of_phase(metrics, "minmax"))
     marks = (
         ("before", "start", GREY, "s"),
         ("plain", "plain RLHF", ORANGE, "X"),
@@ -110,19 +138,28 @@ def _trade_panel(axes: Axes, metrics: Rows, results: dict[str, Any]) -> None:
                 color=color,
                 marker=marker,
                 markersize=12,
-                markeredgecolor="white",
+                markeredgecolor=PAPER,
                 linestyle="none",
                 label=label,
                 zorder=4,
             )
-    _unit_axis(axes)
+    axes.set_ylim(-0.03, 1.03)
     axes.set_xlabel("reward-model score")
     axes.set_ylabel("true accuracy")
-    add_legend(axes, columns=3)
+    add_legend(axes, columns=2)
+
+
+def _held_out_crosses(axes: Axes, rows: Rows) -> None:
+    prefix = held_out_prefix(rows, "minmax/heldout_reward")
+    if prefix is not None:
+        points = pairs(rows, f"{prefix}minmax/heldout_reward", f"{prefix}policy/accuracy")
+        axes.plot(
+            *columns_of(points), color=GREEN, marker="x", linestyle="none", label="MinMax, held-out reward"
+        )
 
 
 def _monitor_panel(axes: Axes, metrics: Rows, results: dict[str, Any]) -> None:
-    rows = _phase(metrics, "minmax")
+    rows = of_phase(metrics, "minmax")
     drawn = (
         ("monitor/verdict_balanced_accuracy", "verdicts (balanced accuracy)", BLUE, "-"),
         ("monitor/evidence_valid_rate", "evidence valid", GREEN, ":"),
@@ -137,34 +174,35 @@ def _monitor_panel(axes: Axes, metrics: Rows, results: dict[str, Any]) -> None:
 
 
 def _dual_panel(axes: Axes, metrics: Rows, results: dict[str, Any]) -> None:
-    rows = _phase(metrics, "minmax")
-    draw_line(axes, rows, "dual/lambda", color=PURPLE, label="λ (left)")
-    axes.set_ylim(bottom=0)
-    axes.tick_params(axis="y", colors=PURPLE)
-    axes.set_xlabel("step")
-    right = axes.twinx()
-    right.grid(False)
-    right.spines["right"].set_visible(True)
-    right.tick_params(axis="y", colors=GREEN)
-    draw_line(
-        right,
-        rows,
-        "constraint/violation_ema",
-        color=GREEN,
-        linestyle=":",
-        label="violation, smoothed (right)",
-    )
-    right.set_ylim(bottom=0)
-    handles = [line for side in (axes, right) for line in side.get_legend_handles_labels()[0]]
-    add_legend(axes, columns=2, handles=handles)
+    del results
+    rows = of_phase(metrics, "minmax")
+    draw_multiplier(axes, rows, multiplier="dual/lambda", violation="constraint/violation_ema")
 
 
-_PANELS: dict[str, tuple[str, Callable[[Axes, Rows, dict[str, Any]], None]]] = {
-    "policy": ("Policy: accuracy and hack rate", _policy_panel),
-    "trade": ("Reward score against truth", _trade_panel),
-    "monitor": ("Monitor", _monitor_panel),
-    "dual": ("Multiplier λ and violation", _dual_panel),
-}
+_PANELS: tuple[tuple[str, str, Callable[..., None]], ...] = (
+    (
+        "Policy: accuracy and hack rate",
+        "Lines: answers sampled during training. Dots: greedy answers on held-out rows.",
+        _policy_panel,
+    ),
+    (
+        "Reward score against truth",
+        "Each dot is a training step, the large marks are held-out evaluations. To the right and down: the "
+        "reward model is being fooled. Crosses, where there are any, show a reward model that nobody is "
+        "trained on.",
+        _trade_panel,
+    ),
+    (
+        "Monitor",
+        "Lines: critiques written during training. Large marks: held-out evaluation at the end.",
+        _monitor_panel,
+    ),
+    (
+        "Multiplier λ and violation",
+        "λ rises while the smoothed violation is above its limit and falls below it.",
+        _dual_panel,
+    ),
+)
 
 
 def _final_mark(axes: Axes, rows: Rows, block: dict[str, Any] | None, key: str, color: str) -> None:
@@ -182,8 +220,4 @@ def _label_marks(axes: Axes, label: str) -> None:
 
 def _unit_axis(axes: Axes) -> None:
     axes.set_ylim(-0.03, 1.03)
-    axes.set_xlabel("step")
-
-
-def _phase(metrics: Rows, phase: str) -> Rows:
-    return [row for row in metrics if row.get("phase") == phase]
+    step_axis(axes)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data import RunFolder, UserError, atomic_write_text, read_rows
+from rlhf_eval import _report_figures as figures
 from rlhf_eval._exchanges import exchange_cards
-from rlhf_eval._html import number, page, section, svg_figure, table, text, verbatim
-from rlhf_eval.plots import minmax_panel_svgs
+from rlhf_eval._html import breakable, number, page, section, table, text, verbatim
 
 _BLOCKS = (("before", "Start", "start"), ("plain", "Plain RLHF", "plain"), ("after", "MinMax", "minmax"))
 _HEADLINE = (
@@ -25,6 +25,13 @@ _HEADLINE = (
     ("dual/lambda", "Multiplier λ"),
     ("minmax/value", "Game value"),
 )
+_MEASURED_ON_REQUEST = (
+    ("minmax/exploitability", "Exploitability ↓"),
+    ("minmax/heldout_reward", "Held-out reward model's score ↑"),
+    ("minmax/heldout_judge", "Held-out judge's score ↑"),
+    ("minmax/hacking_gap", "Hacking gap ↓"),
+)
+"""Rows of the headline table that are shown where a block has them."""
 _BREAK_EVEN = (
     ("delta_reward", "Reward model's gap ΔR: the flaw's gain over the truth"),
     ("delta_judge_start", "Judge's gap ΔJ, critiques of the start"),
@@ -33,13 +40,6 @@ _BREAK_EVEN = (
     ("break_even_truthful", "Break-even w_judge, truthful critiques"),
     ("w_judge", "w_judge of this run"),
     ("w_reward", "w_reward of this run"),
-)
-_CAPTIONS = (
-    "Lines: answers sampled during training. Dots: greedy answers on held-out rows.",
-    "Each dot is a training step, the large marks are held-out evaluations. To the right and down: the "
-    "reward model is being fooled.",
-    "Lines: critiques written during training. Large marks: held-out evaluation at the end.",
-    "λ rises while the smoothed violation is above its limit and falls below it.",
 )
 _WALL = (
     ("demo", "Demo models", "#999999"),
@@ -58,10 +58,11 @@ def run_metrics(run_folder: RunFolder) -> list[dict[str, Any]]:
 def write_minmax_report(run_folder: RunFolder, path: str | Path) -> None:
     """Write the report of a finished MinMax run as one HTML file.
 
-    The file holds its style and its figures and loads nothing; all text of the run is escaped. It shows the
-    headline metrics, the figures, sample exchanges, the break-even check, the prompts as the models saw
+    The file holds its style and its figures and loads nothing; all text of the run is escaped. It shows what
+    the run's doctor found, the headline metrics, the figures of training, of both players, of every
+    constraint and of the outcome, sample exchanges, the break-even check, the prompts as the models saw
     them, the device plan, the wall time, the config and the versions; a part the run did not record is
-    marked as missing.
+    named as missing.
 
     Args:
         run_folder: A run with results.json; its config.json, metrics.jsonl and samples.jsonl are used.
@@ -77,16 +78,21 @@ def write_minmax_report(run_folder: RunFolder, path: str | Path) -> None:
             "finish it with --resume before reporting on it"
         )
     samples = _read_samples(run_folder.path / "samples.jsonl")
+    metrics, config = run_metrics(run_folder), run_folder.read_config()
     parts = [
         _header(run_folder.path.name, results),
+        section("What the doctor said", _findings(results.get("findings"))),
         section("Start, plain RLHF and MinMax", _headline(results)),
-        section("Training", _figures(run_metrics(run_folder), results)),
+        section("Training", figures.training(metrics, results)),
+        section("Both players, step by step", figures.players(metrics)),
+        section("Constraints", figures.constraints(metrics, config)),
+        section("How sound the outcome is", figures.outcome(metrics, results)),
         section("Sample exchanges", exchange_cards(samples, limit=_MAX_EXCHANGES)),
         section("Break-even check", _break_even(results.get("break_even") or {})),
         section("Prompts as the models saw them", _prompts(results.get("prompts") or [])),
         section("Device plan", _device_plan(results.get("device_plan") or [])),
         section("Wall time", _wall_time(results.get("wall_time") or {})),
-        section("Config", _config(run_folder.read_config())),
+        section("Config", _config(config)),
         section("Versions", _versions(results.get("versions") or {})),
     ]
     atomic_write_text(path, page(f"MinMax RLHF: {run_folder.path.name}", "".join(parts)))
@@ -118,14 +124,27 @@ def _tile(title: str, kind: str, block: dict[str, Any] | None) -> str:
 _TILE_FACTS = (("policy/hack_rate", "hack rate"), ("policy/reward_score", "reward score"))
 
 
+def _findings(findings: Sequence[dict[str, Any]] | None) -> str:
+    if findings is None:
+        return '<p class="soft">The run recorded no findings.</p>'
+    if not findings:
+        return "<p>Nothing: no signal was dead and no multiplier stuck.</p>"
+    items = "".join(
+        f"<li><b>Step {text(each.get('step', '–'))}</b> {text(each.get('text', ''))}</li>"
+        for each in findings
+    )
+    return f'<ul class="findings">{items}</ul>'
+
+
 def _headline(results: dict[str, Any]) -> str:
-    blocks = [results.get(block) for block, _, _ in _BLOCKS]
+    blocks = [results.get(block) or {} for block, _, _ in _BLOCKS]
+    measured = [row for row in _MEASURED_ON_REQUEST if any(row[0] in block for block in blocks)]
     rows = [
         [
-            f'{text(label)}<span class="key">{_breakable(key)}</span>',
-            *(number((block or {}).get(key)) for block in blocks),
+            f'{text(label)}<span class="key">{breakable(key)}</span>',
+            *(number(block.get(key)) for block in blocks),
         ]
-        for key, label in _HEADLINE
+        for key, label in (*_HEADLINE, *measured)
     ]
     skipped = "" if results.get("plain") else " Plain RLHF was not run."
     note = (
@@ -135,18 +154,6 @@ def _headline(results: dict[str, Any]) -> str:
     return (
         table(["", *(title for _, title, _ in _BLOCKS)], rows, numeric=True) + f'<p class="soft">{note}</p>'
     )
-
-
-def _breakable(key: str) -> str:
-    return text(key).replace("/", "/<wbr>").replace("_", "_<wbr>")
-
-
-def _figures(metrics: Sequence[dict[str, Any]], results: dict[str, Any]) -> str:
-    figures = [
-        f"<div><h3>{text(title)}</h3>{svg_figure(svg, caption)}</div>"
-        for (title, svg), caption in zip(minmax_panel_svgs(metrics, results).items(), _CAPTIONS, strict=True)
-    ]
-    return f'<div class="grid">{"".join(figures)}</div>'
 
 
 def _break_even(check: dict[str, Any]) -> str:

@@ -1,0 +1,99 @@
+"""The figures of the report, in sections; each names what the run did not measure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhf_eval._figure import Panel, Rows
+from rlhf_eval._html import breakable, number, svg_figure, table, text
+from rlhf_eval._outcome import calibration_panel, cross_play_panel, exploitability_panels, hacking_panel
+from rlhf_eval._trajectories import constraint_names, constraint_panels, phase_panel, player_panels
+from rlhf_eval.plots import minmax_panels
+
+_TRUTHFULNESS = "truthfulness"
+"""The constraint whose threshold stands in the config's section `constraint`."""
+_CONSTRAINT_FACTS = (
+    ("dual/{}/lambda", "λ"),
+    ("constraint/{}/violation_ema", "Violation"),
+)
+
+
+def training(metrics: Rows, results: dict[str, Any]) -> str:
+    """The panels of `minmax_figure`, the path of both players, and the held-out reward, HTML."""
+    extra = {
+        "policy accuracy against the monitor's": phase_panel(metrics),
+        "the reward of a held-out reward model": hacking_panel(metrics),
+    }
+    return _grid([*minmax_panels(metrics, results), *_drawn(extra)]) + _missing(extra)
+
+
+def players(metrics: Rows) -> str:
+    """Both players over the steps, HTML."""
+    panels = player_panels(metrics)
+    return _grid(_drawn(panels), small=True) + _missing(panels)
+
+
+def constraints(metrics: Rows, config: dict[str, Any]) -> str:
+    """Every constraint the rows name: where it ended, and its multiplier over the steps, HTML.
+
+    Args:
+        metrics: Rows of metrics.jsonl.
+        config: The resolved config, for the thresholds.
+    """
+    names = constraint_names(metrics)
+    if not names:
+        return '<p class="soft">The metrics of this run name no constraints.</p>'
+    thresholds = _thresholds(config)
+    last = {key: value for row in metrics if row.get("phase") == "minmax" for key, value in row.items()}
+    rows = [
+        [
+            f"<code>{breakable(name)}</code>",
+            number(thresholds.get(name)),
+            *(number(last.get(key.format(name))) for key, _ in _CONSTRAINT_FACTS),
+        ]
+        for name in names
+    ]
+    head = ["At the end", "Limit", *(title for _, title in _CONSTRAINT_FACTS)]
+    note = "The violation is the smoothed one, which moves λ."
+    return (
+        table(head, rows, numeric=True)
+        + f'<p class="soft">{note}</p>'
+        + _grid(constraint_panels(metrics, thresholds), small=True)
+    )
+
+
+def outcome(metrics: Rows, results: dict[str, Any]) -> str:
+    """Calibration, exploitability and cross-play, HTML."""
+    exploitability = exploitability_panels(metrics, results)
+    others = {
+        "the monitor's calibration": calibration_panel(results),
+        "cross-play": cross_play_panel(results),
+    }
+    unmeasured = others | {"exploitability": next(iter(exploitability), None)}
+    return _grid([*exploitability, *_drawn(others)]) + _missing(unmeasured)
+
+
+def _thresholds(config: dict[str, Any]) -> dict[str, float | None]:
+    """The threshold of each constraint by its name in metrics: `truthfulness`, `<player>_<constraint>`."""
+    found = {_TRUTHFULNESS: (config.get("constraint") or {}).get("threshold")}
+    for player, section in (config.get("constraints") or {}).items():
+        for name, settings in section.items():
+            found[f"{player}_{name}"] = (settings or {}).get("threshold")
+    return found
+
+
+def _drawn(panels: Mapping[str, Panel | None]) -> list[Panel]:
+    return [panel for panel in panels.values() if panel is not None]
+
+
+def _grid(panels: Sequence[Panel], *, small: bool = False) -> str:
+    figures = "".join(
+        f"<div><h3>{text(panel.title)}</h3>{svg_figure(panel.svg, panel.caption)}</div>" for panel in panels
+    )
+    return f'<div class="grid{" small" if small else ""}">{figures}</div>' if panels else ""
+
+
+def _missing(panels: Mapping[str, Panel | None]) -> str:
+    names = [name for name, panel in panels.items() if panel is None]
+    return f'<p class="soft">Not measured on this run: {text(", ".join(names))}.</p>' if names else ""

@@ -1,0 +1,22 @@
+"""Axes of panels, to be looked at before they become SVG documents."""
+
+import pytest
+from matplotlib.figure import Figure
+
+from rlhf_eval import _outcome, _trajectories
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Title -> the axes of each panel that is made; the panel itself becomes its title."""
+    found = {}
+
+    def remember(title, caption, draw, **size):
+        figure = Figure()
+        draw(figure.subplots())
+        found[title] = figure.axes
+        return title
+
+    for module in (_outcome, _trajectories):
+        monkeypatch.setattr(module, "make_panel", remember)
+    return found
