@@ -182,7 +182,7 @@ def test_a_killed_run_resumes_to_the_same_end(tmp_path, make_config, demo_cache,
     assert_same_run(job.run, whole)
 
 
-@pytest.mark.parametrize("where", ["measure_scales", "evaluate"])
+@pytest.mark.parametrize("where", ["measure_scales", "measure_game"])
 def test_a_run_killed_during_the_pre_flight_check_resumes(
     tmp_path, make_config, demo_cache, whole, where, monkeypatch, no_figures
 ):

@@ -8,8 +8,9 @@ import torch
 
 from rlhf_data import TokenSequence, UserError, pack
 from rlhf_infer import Rollout
-from rlhf_minmax.optimizer import DualPPOOptimizer, PlayerOptimizer, critique_rates
+from rlhf_minmax.optimizer import DualPPOOptimizer, critique_rates
 from rlhf_minmax.pipeline import Answer, CritiqueSample, MinMaxOutput
+from rlhf_minmax.player_optimizer import PlayerOptimizer
 from rlhf_minmax.texts import Critique
 
 FULL = ("policy_model.use_lora=false", "monitor_model.use_lora=false")
@@ -40,9 +41,10 @@ def logps(player, rollouts):
 
 
 def player_optimizer(pipeline, **changes):
-    temperature = pipeline.config.policy_model.temperature
-    settings = {"learning_rate": 3e-3, "temperature": temperature, "config": pipeline.config} | changes
-    return PlayerOptimizer(pipeline.players.policy, **settings)
+    config = pipeline.config
+    return PlayerOptimizer(
+        pipeline.players.policy, config.policy_model, config, **({"learning_rate": 3e-3} | changes)
+    )
 
 
 @each_kind

@@ -1,10 +1,14 @@
 """How records are put to the players and the judge."""
 
+import copy
+
 import pytest
 
 from rlhf_data import QADatasetConfig, QARecord, UserError
+from rlhf_data.transcripts import common_prefix
 from rlhf_minmax import MinMaxConfig
-from rlhf_minmax.prompts import Prompts
+from rlhf_minmax.config import PlayerConfig
+from rlhf_minmax.prompts import Prompts, prompt_ids
 from rlhf_minmax.texts import TextRules
 
 RECORD = QARecord("Tom {saw} a cat.", "What?", ("cat", "dog"), 0)
@@ -56,3 +60,40 @@ def test_the_fingerprint_tells_prompts_apart():
 def test_a_template_that_cannot_be_filled_is_refused(player, template):
     with pytest.raises(UserError, match="prompt_template"):
         MinMaxConfig.from_dict({player: {"prompt_template": template}})
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture
+def chat_tokenizer(byte_tokenizer):
+    tokenizer = copy.deepcopy(byte_tokenizer)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def test_a_chat_model_reads_a_users_message(chat_tokenizer, byte_tokenizer):
+    for chat in (None, True):
+        ids = prompt_ids(chat_tokenizer, "where is mary ?", PlayerConfig(chat=chat))
+        assert chat_tokenizer.decode(ids) == "<user>where is mary ?<assistant>"
+    plain = prompt_ids(byte_tokenizer, "where is mary ?", PlayerConfig())
+    assert prompt_ids(chat_tokenizer, "where is mary ?", PlayerConfig(chat=False)) == plain
+    assert byte_tokenizer.decode(plain) == "where is mary ?"
+
+
+def test_both_chat_prompts_share_the_story(chat_tokenizer):
+    prompts = Prompts(QADatasetConfig(), TextRules())
+    policy, monitor = (
+        prompt_ids(chat_tokenizer, text, PlayerConfig())
+        for text in (prompts.policy(RECORD), prompts.monitor(RECORD, " the shed"))
+    )
+    shared = common_prefix(policy, monitor)
+    assert RECORD.story in chat_tokenizer.decode(policy[:shared])
+
+
+def test_chat_without_a_template_is_refused(byte_tokenizer):
+    with pytest.raises(UserError, match="no chat template"):
+        prompt_ids(byte_tokenizer, "where ?", PlayerConfig(chat=True))

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rlhf_minmax.duals import DualSettings as DualSettings
     from rlhf_minmax.duals import DualState as DualState
     from rlhf_minmax.duals import update_multiplier as update_multiplier
-    from rlhf_minmax.job import Events as Events
+    from rlhf_minmax.events import Events as Events
     from rlhf_minmax.job import MinMaxJob as MinMaxJob
     from rlhf_minmax.optimizer import DualPPOOptimizer as DualPPOOptimizer
     from rlhf_minmax.pipeline import MinMaxOutput as MinMaxOutput
@@ -24,7 +24,8 @@ _MODULES = {
     "config": ("MinMaxConfig",),
     "demo": ("demo_models",),
     "duals": ("DualSettings", "DualState", "update_multiplier"),
-    "job": ("Events", "MinMaxJob"),
+    "events": ("Events",),
+    "job": ("MinMaxJob",),
     "optimizer": ("DualPPOOptimizer",),
     "pipeline": ("MinMaxOutput", "MinMaxPipeline"),
     "texts": ("Critique", "parse_critique"),

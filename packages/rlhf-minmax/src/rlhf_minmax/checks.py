@@ -10,13 +10,15 @@ import torch
 from transformers import PreTrainedConfig
 
 from rlhf_data import QARecord, UserError, render_prompt
-from rlhf_infer.judges import JUDGE_TEMPLATE
 from rlhf_minmax.config import MinMaxConfig
 from rlhf_minmax.data import Stories
 from rlhf_minmax.demo import demo_tokenizer, untrained_base
 from rlhf_minmax.demo_texts import answer_text, critique_text
+from rlhf_minmax.doctor import config_findings
 from rlhf_minmax.players import check_players
-from rlhf_minmax.scorers import needs_demo
+from rlhf_minmax.prompts import prompt_ids, uses_chat
+from rlhf_minmax.scorer_config import JudgeConfig, RewardModelConfig
+from rlhf_minmax.scorers import check_scorers, needs_demo, scorer_sections
 from rlhf_models import (
     DeviceManager,
     check_prompt_fits,
@@ -93,30 +95,24 @@ def check_run(config: MinMaxConfig, stories: Stories, devices: DeviceManager) ->
         UserError: the models or the texts cannot be used.
     """
     check_players(config, devices)
+    check_scorers(config)
     models = inspect_models(config, stories)
     ruler = Ruler(config, stories, models)
-    training, count = config.training, len(stories.train)
-    warnings = [training.time_scale_warning(), *ruler.warnings()]
-    if training.monitor_warmup_steps >= training.num_steps(count):
-        warnings.append(
-            f"all {training.num_steps(count)} steps are the monitor's warm-up, so the policy never learns; "
-            f"lower training.monitor_warmup_steps {training.monitor_warmup_steps} or train longer"
-        )
-    return Checked(models, ruler.longest(), [warning for warning in warnings if warning])
+    warnings = [*config_findings(config, len(stories.train)), *ruler.warnings()]
+    return Checked(models, ruler.longest(), warnings)
 
 
 def inspect_models(config: MinMaxConfig, stories: Stories) -> dict[str, ModelInfo]:
     """Config and tokenizer of every role's model; those of the demonstration are made without training.
 
-    A judge that is a rule has no model and no entry.
+    A judge that is a rule or behind an API has no model here and no entry.
 
     Raises:
         UserError: a model is missing, lacks its weights, is of the wrong kind, does not fit its tokenizer, or
             cannot be quantised here.
     """
-    sections = {"policy": config.policy_model, "monitor": config.monitor_model, "reward": config.reward_model}
-    if config.judge_model.kind != "rule":
-        sections["judge"] = config.judge_model
+    scorers = scorer_sections(config)
+    sections = {"policy": config.policy_model, "monitor": config.monitor_model, **scorers}
     known: dict[str | None, ModelInfo] = {}
     if needs_demo(config):
         known[None] = _demo_info(config, stories)
@@ -127,7 +123,7 @@ def inspect_models(config: MinMaxConfig, stories: Stories) -> dict[str, ModelInf
             known[name] = _read_info(str(name))
         infos[role] = known[name]
         if name is not None:
-            scores = role == "reward" or (role == "judge" and config.judge_model.kind == "head")
+            scores = role in scorers and getattr(section, "kind", "head") == "head"
             _check_kind(role, infos[role], scores=scores)
         quantization_config(section.load_in_8bit, getattr(section, "load_in_4bit", False))
     return infos
@@ -179,12 +175,17 @@ class Ruler:
 
     def policy_prompt(self, record: QARecord, role: str = "policy") -> list[int]:
         """Token ids of the policy's prompt, as a role's tokenizer reads it."""
-        return encode_prompt(self.models[role].tokenizer, self.stories.prompts.policy(record))
+        tokenizer, text = self.models[role].tokenizer, self.stories.prompts.policy(record)
+        if role != "policy":
+            return encode_prompt(tokenizer, text)
+        return prompt_ids(tokenizer, text, self.config.policy_model)
 
     def monitor_prompt(self, record: QARecord, answer: list[int]) -> list[int]:
         """Token ids of the monitor's prompt about an answer that is given in token ids."""
         tokenizer, prompts = self.models["monitor"].tokenizer, self.stories.prompts
         text = render_prompt(record, prompts.dataset)
+        if uses_chat(tokenizer, self.config.monitor_model):
+            return prompt_ids(tokenizer, prompts.monitor(record, ""), self.config.monitor_model) + answer
         ids: list[int] = []
         for literal, field, _, _ in string.Formatter().parse(prompts.monitor_template):
             for piece in (literal, text if field == "prompt" else ""):
@@ -212,14 +213,19 @@ class Ruler:
         answer = self.answer_length(record, role)
         if role == "monitor":
             return len(self.monitor_prompt(record, [0] * answer)) + critique
-        if role == "reward":
-            return len(self.policy_prompt(record, "reward")) + answer
-        if self.config.judge_model.kind == "head":
-            text = self.stories.prompts.judge(record.question, "")
+        scorer = scorer_sections(self.config)[role]
+        if isinstance(scorer, RewardModelConfig):
+            return len(self.policy_prompt(record, role)) + answer
+        return self._judge_prompt(role, scorer, record) + answer + critique
+
+    def _judge_prompt(self, role: str, judge: JudgeConfig, record: QARecord) -> int:
+        """Tokens of what a judge reads beside answer and critique."""
+        if judge.kind == "head":
+            text, reply = self.stories.prompts.judge(record.question, ""), 0
         else:
-            text = JUDGE_TEMPLATE.format(question=record.question, answer="", critique="")
-            critique += _SPELLING
-        return len(encode_prompt(self.models["judge"].tokenizer, text)) + answer + critique
+            text = judge.question_template.format(question=record.question, answer="", critique="")
+            reply = _SPELLING
+        return len(encode_prompt(self.models[role].tokenizer, text)) + reply
 
     def longest(self) -> list[LongestText]:
         """The longest text of every role, over training and held-out stories; each must fit its context.

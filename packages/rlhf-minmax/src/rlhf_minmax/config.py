@@ -9,9 +9,13 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from rlhf_data import BaseConfig, QADatasetConfig, StoryWorldConfig
-from rlhf_minmax.duals import DualRule
+from rlhf_minmax.constraint_config import ConstraintConfig, ConstraintsConfig, GuardConfig
+from rlhf_minmax.schedule import PoolConfig, ScheduleConfig
+from rlhf_minmax.scorer_config import HeldOutConfig, JudgeConfig, RewardModelConfig
 
-_TIME_SCALE_LIMIT = 10
+Baseline = Literal["group", "leave_one_out", "batch", "critic"]
+StepRule = Literal["plain", "optimistic", "extragradient"]
+TIME_SCALE_LIMIT = 10
 
 
 class PlayerConfig(BaseConfig):
@@ -39,6 +43,32 @@ class PlayerConfig(BaseConfig):
     """Longest completion in tokens; a longer one counts as truncated."""
     gradient_checkpointing: bool = False
     """Recompute layers in the backward pass to save memory."""
+    baseline: Baseline = "group"
+    """What a reward is compared with: its group's mean, the others' in it, the batch's, or a critic."""
+    lam: float = Field(default=0.95, ge=0, le=1)
+    """With a critic: λ of the generalised advantage."""
+    vf_coef: float = Field(default=0.1, gt=0)
+    """With a critic: weight of the value loss."""
+    epsilon: float | None = Field(default=None, gt=0, lt=1)
+    """Clip range of the probability ratio; null takes game.epsilon."""
+    beta: float | None = Field(default=None, ge=0)
+    """Weight of the k3 KL to the reference; null takes game.beta."""
+    target_kl: float | None = Field(default=None, gt=0)
+    """KL to the sampling policy at which updates on one batch stop; null takes game.target_kl."""
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of AdamW's moments; the second is short, since rewards drift."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decoupled weight decay."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls over the run's steps."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the learning rate rises."""
+    step_rule: StepRule = "plain"
+    """How a gradient becomes a step: plain, optimistic or extragradient."""
+    average_decay: float | None = Field(default=None, gt=0, lt=1)
+    """Decay per step of an average of the weights, evaluated and saved beside them; null keeps none."""
+    chat: bool | None = None
+    """Put prompts as a user's message into the tokenizer's chat template; null where it has one."""
     prompt_template: str | None = None
     """Prompt with {prompt} (the monitor's also with {answer}); null takes the built-in one."""
 
@@ -51,32 +81,11 @@ class PlayerConfig(BaseConfig):
         return self
 
 
-class RewardModelConfig(BaseConfig):
-    """The reward model: a sequence classifier with one label."""
+class MonitorConfig(PlayerConfig):
+    """The monitor, whose critiques are longer than answers."""
 
-    model_name: str | None = None
-    """Folder or hub name; null builds one from the training rows."""
-    load_in_8bit: bool = False
-    """Quantise its weights to 8 bits."""
-
-
-class JudgeConfig(BaseConfig):
-    """Who says how likely an answer is to be true, given the question, the answer and a critique."""
-
-    kind: Literal["head", "prompted", "rule"] = "head"
-    """`head`: a trained classifier; `prompted`: a model asked yes or no; `rule`: reads the verdict."""
-    model_name: str | None = None
-    """Folder or hub name; null builds a `head` from the training rows."""
-    load_in_8bit: bool = False
-    """Quantise its weights to 8 bits."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.kind == "prompted" and self.model_name is None:
-            raise ValueError("a prompted judge needs model_name, a causal language model")
-        if self.kind == "rule" and self.model_name is not None:
-            raise ValueError("a judge of kind rule has no model; leave model_name out or choose another kind")
-        return self
+    max_new_tokens: int = Field(default=24, ge=1)
+    """Longest critique in tokens; a longer one counts as truncated."""
 
 
 class DataConfig(BaseConfig):
@@ -105,8 +114,8 @@ class TrainingConfig(BaseConfig):
     """AdamW learning rate of the policy."""
     monitor_learning_rate: float = Field(default=3e-3, gt=0)
     """AdamW learning rate of the monitor."""
-    monitor_updates_per_policy: int = Field(default=5, ge=1)
-    """Inner updates of the monitor on one batch of critiques; fewer where the KL stop ends them."""
+    monitor_updates_per_policy: int = Field(default=5, ge=0)
+    """Inner updates of the monitor on one batch of critiques, fewer where the KL stop ends them; 0 freezes it."""
     policy_updates: int = Field(default=2, ge=1)
     """Updates of the policy on one batch of answers."""
     monitor_warmup_steps: int = Field(default=8, ge=0)
@@ -153,7 +162,7 @@ class TrainingConfig(BaseConfig):
         Two time scales (arXiv:1706.08500) let the monitor follow the policy; too far apart, one stands still.
         """
         ratio = self.time_scale_ratio
-        if 1 / _TIME_SCALE_LIMIT <= ratio <= _TIME_SCALE_LIMIT:
+        if ratio == 0 or 1 / TIME_SCALE_LIMIT <= ratio <= TIME_SCALE_LIMIT:
             return None
         fast, slow = ("monitor", "policy") if ratio > 1 else ("policy", "monitor")
         return (
@@ -170,8 +179,8 @@ class GameConfig(BaseConfig):
     """Answers per story (N)."""
     num_critiques: int = Field(default=4, ge=2)
     """Critiques per criticised answer (K) when the monitor learns."""
-    policy_critiques: int = Field(default=2, ge=1)
-    """Critiques per answer, from the updated monitor, that the policy's reward averages over."""
+    policy_critiques: int = Field(default=2, ge=0)
+    """Critiques per answer, from the updated monitor, that the policy's reward averages over; 0 for none."""
     tampered_fraction: float = Field(default=0.5, ge=0, le=1)
     """Made-up answers, right and wrong, that the monitor criticises besides, per story."""
     w_reward: float = Field(default=1.0, ge=0)
@@ -190,35 +199,6 @@ class GameConfig(BaseConfig):
     """Weight of the k3 KL to the reference in the loss of both players."""
     target_kl: float = Field(default=0.05, gt=0)
     """Updates on one batch stop when the mean KL to the sampling policy, in nats per token, exceeds this."""
-
-
-class ConstraintConfig(BaseConfig):
-    """The monitor's truthfulness constraint and its multiplier."""
-
-    measure: Literal["balanced_accuracy", "accuracy", "brier"] = "balanced_accuracy"
-    """What counts: errors balanced over right and wrong answers, plain errors, or the Brier score."""
-    check_evidence: bool = True
-    """Whether evidence that is not in the story, or contradicts the verdict, is a full violation."""
-    threshold: float = Field(default=0.05, ge=0, le=1)
-    """Violation that is tolerated."""
-    rule: DualRule = "log"
-    """How λ moves: see docs/minmax.md."""
-    step_size: float = Field(default=0.5, gt=0)
-    """Step size of λ."""
-    smoothing: float = Field(default=0.5, gt=0, le=1)
-    """Weight of the newest violation in its moving average."""
-    lambda_min: float = Field(default=0.05, ge=0)
-    """Smallest λ."""
-    lambda_max: float = Field(default=20.0, gt=0)
-    """Largest λ."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.lambda_min >= self.lambda_max:
-            raise ValueError(f"lambda_min {self.lambda_min} must be below lambda_max {self.lambda_max}")
-        if self.rule in ("multiplicative", "log") and self.lambda_min == 0:
-            raise ValueError(f"rule {self.rule} cannot leave 0; set lambda_min above 0")
-        return self
 
 
 class DemoSettings(BaseConfig):
@@ -248,17 +228,28 @@ class DemoSettings(BaseConfig):
     """Whether the reward model's annotators like the place named last, true or not (story world only)."""
 
 
+class DiagnosticsConfig(BaseConfig):
+    """Measurements that cost rollouts of their own."""
+
+    exploitability_stories: int = Field(default=64, ge=0)
+    """Held-out stories on which exploitability is estimated by best of N and worst of K; 0 leaves it out."""
+    best_response_updates: int = Field(default=0, ge=0)
+    """Updates of each player in the best-response probes at the end; 0 leaves them out."""
+
+
 class MinMaxConfig(BaseConfig):
     """Everything a MinMax run depends on."""
 
     policy_model: PlayerConfig = PlayerConfig()
     """The player that answers."""
-    monitor_model: PlayerConfig = PlayerConfig(max_new_tokens=24)
+    monitor_model: MonitorConfig = MonitorConfig()
     """The player that criticises."""
     reward_model: RewardModelConfig = RewardModelConfig()
     """Who scores answers."""
     judge_model: JudgeConfig = JudgeConfig()
     """Who scores answers with critiques."""
+    held_out: HeldOutConfig = HeldOutConfig()
+    """Scorers that measure and never train."""
     data: DataConfig = DataConfig()
     """Training and held-out stories."""
     training: TrainingConfig = TrainingConfig()
@@ -267,6 +258,16 @@ class MinMaxConfig(BaseConfig):
     """Rewards and the policy-gradient step."""
     constraint: ConstraintConfig = ConstraintConfig()
     """Truthfulness and its multiplier."""
+    constraints: ConstraintsConfig = ConstraintsConfig()
+    """Further constraints on both players, each with its multiplier."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """Whose turn it is, and for how many updates."""
+    pool: PoolConfig = PoolConfig()
+    """Past players as opponents."""
+    diagnostics: DiagnosticsConfig = DiagnosticsConfig()
+    """What is measured besides, at the start, at the end and with every evaluation."""
+    guards: GuardConfig = GuardConfig()
+    """When the monitor is put back to where it was good."""
     demo: DemoSettings = DemoSettings()
     """The models built on the spot."""
     devices: dict[str, str] = Field(default_factory=dict)
@@ -284,7 +285,7 @@ class MinMaxConfig(BaseConfig):
 
     @field_validator("monitor_model")
     @classmethod
-    def _monitor_template(cls, player: PlayerConfig) -> PlayerConfig:
+    def _monitor_template(cls, player: MonitorConfig) -> MonitorConfig:
         _check_template(player.prompt_template, ("prompt", "answer"))
         return player
 

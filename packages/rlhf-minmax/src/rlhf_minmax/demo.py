@@ -70,11 +70,12 @@ RECIPE = 6
 
 @dataclass(frozen=True)
 class DemoModels:
-    """The folders of the built models, in Hugging Face format."""
+    """The folders of the built models, in Hugging Face format; a held-out reward model only where wanted."""
 
     base: Path
     reward: Path
     judge: Path
+    held_out_reward: Path | None = None
 
 
 def default_cache_folder() -> Path:
@@ -107,8 +108,8 @@ def demo_models(
     folder = demo_folder(records, prompts, settings, seed=seed, cache_folder=cache_folder)
     if rebuild or not folder.is_dir():
         ensure_writable_folder(folder.parent)
-        with atomic_folder(folder) as temporary, _one_thread():
-            _Builder(records, prompts, settings, seed, progress).build(temporary)
+        with atomic_folder(folder) as temporary, one_thread():
+            DemoBuilder(records, prompts, settings, seed, progress).build(temporary)
     return DemoModels(folder / "base", folder / "reward", folder / "judge")
 
 
@@ -160,7 +161,7 @@ def untrained_base(tokenizer: Any, settings: DemoSettings, *, seed: int) -> PreT
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Models this small lose time to a second thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -170,7 +171,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class _Builder:
+class DemoBuilder:
     """One build: tokenizer, base (pre-training, then sloppy demonstrations), reward model, judge."""
 
     def __init__(
@@ -196,7 +197,7 @@ class _Builder:
         self._pretrain(base)
         self._fine_tune(base)
         save_model(base, self.tokenizer, folder / "base")
-        reward = self._train_reward(base)
+        reward = self.train_reward(base)
         reward.save_pretrained(folder / "reward")
         judge = self._train_judge(base)
         judge.save_pretrained(folder / "judge")
@@ -268,7 +269,7 @@ class _Builder:
             )
         self._train(SFTTrainer, base, "base: sloppy demonstrations", examples, SFTConfig, 1e-3)
 
-    def _train_reward(self, base: PreTrainedModel) -> RewardModel:
+    def train_reward(self, base: PreTrainedModel) -> RewardModel:
         """Preferences of annotators who, where flawed, like the place named last.
 
         Small reward models miss that feature now and then; one that hardly likes it is trained again from

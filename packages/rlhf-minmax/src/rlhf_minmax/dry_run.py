@@ -7,19 +7,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_data import QARecord, TokenSequence, ensure_writable_folder, pack
+from rlhf_infer.api_judge import NUMBER_TOKENS
 from rlhf_minmax.checks import LongestText, ModelInfo, Ruler, check_run
 from rlhf_minmax.config import MinMaxConfig
 from rlhf_minmax.data import Stories, load_stories
 from rlhf_minmax.demo import demo_folder
 from rlhf_minmax.demo_texts import answer_text
-from rlhf_minmax.job import device_rows
+from rlhf_minmax.events import device_rows
 from rlhf_minmax.memory import Memory, estimate_memory
+from rlhf_minmax.scorer_config import JudgeConfig
 from rlhf_minmax.scorers import needs_demo
 from rlhf_models import DeviceManager, encode_completion
 from rlhf_models.memory import format_bytes
 
 ENGINE_TOKENS = 1 << 18
 """Tokens whose keys and values the generation engine holds at a time."""
+_ASKED_IN_EVALUATION = 3
+"""Requests per held-out story: the policy's answer, and a made-up one with a critique and without."""
+_ASKED_OF_PROBE = 5
+"""Requests per probe story: one for the score's scale, four for the break-even check."""
+_CHARACTERS_PER_TOKEN = 4
+"""Of English text in the tokenizers that APIs use, by the rule of thumb that their vendors state."""
 _DUMMY_TOKENS = 256
 """Token ids that stand for completions; the first one differs between the samples of a prompt."""
 
@@ -71,6 +79,7 @@ def plan_run(config: MinMaxConfig) -> dict[str, Any]:
         *_model_rows(config, stories, checked.models),
         *_size_rows(config, stories),
         *_token_rows(config, stories, streams),
+        *_request_rows(config, stories),
         *(_length_row(text) for text in checked.longest),
         ("time scales, monitor : policy", f"{config.training.time_scale_ratio:.2g} : 1 (rate x updates)"),
         *(_memory_row(part) for part in memory),
@@ -121,6 +130,13 @@ def _num_tampered(config: MinMaxConfig, stories: Stories) -> int:
     return min(round(config.game.tampered_fraction * size), size)
 
 
+def _num_critiques(config: MinMaxConfig, stories: Stories) -> tuple[int, int]:
+    """Critiques per step that train the monitor, and fresh ones in the policy's reward."""
+    game, size = config.game, _step_size(config, stories)
+    judged = (size + _num_tampered(config, stories)) * game.num_critiques
+    return judged, size * game.num_generations * game.policy_critiques
+
+
 def _stream(sequences: Sequence[TokenSequence], budget: int) -> Stream:
     sizes = [batch.num_tokens for batch in pack(sequences, budget)]
     longest = max(len(sequence.input_ids) for sequence in sequences)
@@ -148,8 +164,16 @@ def _model_rows(
         (f"{role} model", f"{info.config.model_type}, {info.name or 'built from the training rows'}")
         for role, info in models.items()
     ]
-    if config.judge_model.kind == "rule":
-        rows.append(("judge", "a rule: reads the verdict word"))
+    rows += [
+        (
+            role,
+            "a rule: reads the verdict word"
+            if judge.kind == "rule"
+            else f"{judge.model_name} at {judge.base_url}",
+        )
+        for role, judge in _judges(config).items()
+        if judge.kind in ("rule", "api")
+    ]
     if needs_demo(config):
         folder = demo_folder(stories.building, stories.prompts, config.demo, seed=config.seed)
         if not folder.is_dir():
@@ -163,8 +187,7 @@ def _size_rows(config: MinMaxConfig, stories: Stories) -> list[tuple[str, str]]:
     train, held_out = len(stories.train), len(stories.held_out)
     steps = training.num_steps(train)
     plain = f" after {training.num_steps(train, adversary=False)} of plain RLHF" if config.baseline else ""
-    judged = (size + _num_tampered(config, stories)) * game.num_critiques
-    fresh = size * game.num_generations * game.policy_critiques
+    judged, fresh = _num_critiques(config, stories)
     return [
         ("stories", f"{train:,} for training, {held_out:,} held out"),
         (
@@ -193,6 +216,45 @@ def _token_rows(config: MinMaxConfig, stories: Stories, streams: dict[str, Strea
         ("tokens per step", f"at most {policy + monitor:,} in all updates"),
         ("tokens in all", f"at most {total:,}"),
     ]
+
+
+def _judges(config: MinMaxConfig) -> dict[str, JudgeConfig]:
+    held_out = config.held_out.judge
+    return {"judge": config.judge_model} | ({"held-out judge": held_out} if held_out else {})
+
+
+def _request_rows(config: MinMaxConfig, stories: Stories) -> list[tuple[str, str]]:
+    """What judges behind an API are asked, were no text met twice."""
+    training, count = config.training, len(stories.train)
+    steps, learning = training.num_steps(count), training.num_steps(count, adversary=False)
+    judged, fresh = _num_critiques(config, stories)
+    judged += judged // config.game.num_critiques  # the same answers without a critique
+    evaluations = 2 + config.baseline + steps // (training.eval_steps or steps + 1)
+    evaluated, probed = evaluations * len(stories.held_out), min(config.data.probe_stories, count)
+    besides = _ASKED_IN_EVALUATION * evaluated + _ASKED_OF_PROBE * probed
+    requests = {
+        "judge": (judged + fresh, steps * judged + learning * fresh + besides),
+        "held-out judge": (0, evaluated + probed),
+    }
+    return [
+        (
+            f"{role} requests",
+            f"about {requests[role][0]:,} per step, {requests[role][1]:,} in all"
+            + _cost(judge, config, stories, requests[role][1]),
+        )
+        for role, judge in _judges(config).items()
+        if judge.kind == "api"
+    ]
+
+
+def _cost(judge: JudgeConfig, config: MinMaxConfig, stories: Stories, requests: int) -> str:
+    """What some requests cost with completions of `max_new_tokens`; empty without prices."""
+    questions = sum(len(record.question) for record in stories.train) / len(stories.train)
+    prompt = (len(judge.question_template) + questions) / _CHARACTERS_PER_TOKEN
+    prompt += config.policy_model.max_new_tokens + config.monitor_model.max_new_tokens
+    reply = 1 if judge.answer == "logprobs" else NUMBER_TOKENS
+    cost = judge.cost(requests * prompt, requests * reply)
+    return "" if cost is None else f", for about {cost:.3g} (in the currency of the prices)"
 
 
 def _length_row(text: LongestText) -> tuple[str, str]:

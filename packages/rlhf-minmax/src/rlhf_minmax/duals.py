@@ -1,4 +1,4 @@
-"""How the multiplier of a constraint moves: dual ascent by four rules, as pure functions of numbers."""
+"""How a constraint's multiplier moves: not at all, or by one of four rules of dual ascent."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-DualRule = Literal["multiplicative", "additive", "log", "pid"]
+DualRule = Literal["fixed", "multiplicative", "additive", "log", "pid"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class DualSettings:
         maximum: largest multiplier.
         derivative_gain: D gain of `pid`, relative to α.
         proportional_gain: P gain of `pid`, relative to α.
+        warmup_steps: first updates in which the violation is smoothed but the multiplier stays.
     """
 
     rule: DualRule
@@ -32,6 +33,7 @@ class DualSettings:
     maximum: float = 20.0
     proportional_gain: float = 1.0
     derivative_gain: float = 0.5
+    warmup_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,21 @@ class DualState:
         multiplier: λ.
         violation_ema: smoothed violation; None before the first.
         integral: accumulated excess violation of `pid`.
+        updates: steps so far.
+        violated: of them those whose smoothed violation was above the threshold.
+        cumulative: Σ max(0, v - ε) of the measured violations.
+        met: whether the smoothed violation was ever at or below the threshold.
+        overshoot: largest excess of the smoothed violation since then; 0 before.
     """
 
     multiplier: float
     violation_ema: float | None = None
     integral: float = 0.0
+    updates: int = 0
+    violated: int = 0
+    cumulative: float = 0.0
+    met: bool = False
+    overshoot: float = 0.0
 
     def saturated(self, settings: DualSettings) -> bool:
         """Whether λ lies at one of its bounds."""
@@ -58,6 +70,7 @@ def update_multiplier(state: DualState, violation: float, settings: DualSettings
 
     v̄ ← (1 - s) v̄ + s v, then with e = v̄ - ε:
 
+    - `fixed`: λ stays.
     - `multiplicative`: λ ← λ (1 + α) if e > 0 else λ (1 - α); blind to the size of the violation.
     - `additive`: λ ← λ + α e (gradient ascent on the Lagrangian; RCPO, https://arxiv.org/abs/1805.11074).
     - `log`: λ ← λ exp(α e) (exponentiated gradient ascent; Safe RLHF, https://arxiv.org/abs/2310.12773,
@@ -76,7 +89,9 @@ def update_multiplier(state: DualState, violation: float, settings: DualSettings
     smoothed = before + settings.smoothing * (violation - before)
     excess = smoothed - settings.threshold
     multiplier, integral = state.multiplier, state.integral
-    if settings.rule == "multiplicative":
+    if settings.rule == "fixed" or state.updates < settings.warmup_steps:
+        pass
+    elif settings.rule == "multiplicative":
         multiplier *= 1 + settings.step_size if excess > 0 else 1 - settings.step_size
     elif settings.rule == "additive":
         multiplier += settings.step_size * excess
@@ -88,5 +103,14 @@ def update_multiplier(state: DualState, violation: float, settings: DualSettings
         multiplier = settings.step_size * (
             settings.proportional_gain * excess + integral + settings.derivative_gain * rise
         )
-    bounded = min(max(multiplier, settings.minimum), settings.maximum)
-    return replace(state, multiplier=bounded, violation_ema=smoothed, integral=integral)
+    return replace(
+        state,
+        multiplier=min(max(multiplier, settings.minimum), settings.maximum),
+        violation_ema=smoothed,
+        integral=integral,
+        updates=state.updates + 1,
+        violated=state.violated + (excess > 0),
+        cumulative=state.cumulative + max(0.0, violation - settings.threshold),
+        met=state.met or excess <= 0,
+        overshoot=max(state.overshoot, excess) if state.met else 0.0,
+    )

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import platform
-import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from rlhf_data import QARecord, RunFolder, UserError, atomic_write_json
+from rlhf_data import RunFolder, UserError, atomic_write_json
 from rlhf_eval import minmax_figure, training_curves, write_minmax_report
 from rlhf_eval.report import run_metrics
 from rlhf_minmax.break_even import BreakEven, measure_break_even, measure_scales
@@ -22,12 +18,24 @@ from rlhf_minmax.checks import check_run
 from rlhf_minmax.config import MinMaxConfig
 from rlhf_minmax.data import Stories, load_stories
 from rlhf_minmax.demo import DemoModels, demo_models
-from rlhf_minmax.evaluate import Metrics, evaluate, sample_exchanges
+from rlhf_minmax.demo_held_out import with_held_out_reward
+from rlhf_minmax.evaluate import Metrics, sample_exchanges
+from rlhf_minmax.events import Clock, Events, device_rows, versions
+from rlhf_minmax.held_out import measure_held_out_scales
+from rlhf_minmax.measurement import best_responses, calibration, findings, measure_game, past_against_past
 from rlhf_minmax.pipeline import MinMaxPipeline, Scale
 from rlhf_minmax.players import Players, load_players
-from rlhf_minmax.scorers import load_judge, load_reward_model, needs_demo
+from rlhf_minmax.prompts import prompt_ids
+from rlhf_minmax.scorers import (
+    HeldOut,
+    load_held_out,
+    load_judge,
+    load_reward_model,
+    needs_demo,
+    needs_held_out_reward,
+)
 from rlhf_minmax.trainer import MinMaxTrainer
-from rlhf_models import DeviceManager, PolicyModel, encode_prompt
+from rlhf_models import DeviceManager
 
 _PREFLIGHT, _REPORT = "preflight.json", "report.html"
 _TINY_PARAMETERS = 5_000_000
@@ -44,62 +52,15 @@ _CURVES = (
     "policy/entropy",
     "monitor/entropy",
 )
-_PACKAGES = (
-    "rlhf-minmax",
-    "rlhf-algos",
-    "rlhf-infer",
-    "rlhf-models",
-    "rlhf-data",
-    "torch",
-    "transformers",
-    "peft",
-)
 
 
-class Events:
-    """What a run tells its observer; every method may be overridden."""
+@dataclass(frozen=True)
+class Game:
+    """The game, the scorers that are kept out of it, and the models built for it."""
 
-    def device_plan(self, rows: list[dict[str, str]]) -> None:
-        """Role, device, dtype and reason of every model."""
-
-    def warning(self, text: str) -> None:
-        """Something is allowed but probably not meant; told before anything is built."""
-
-    def demo_step(self, stage: str, step: int, total: int, metrics: dict[str, float]) -> None:
-        """A training step of a demonstration model."""
-
-    def break_even(self, check: BreakEven) -> None:
-        """The pre-flight check."""
-
-    def phase(self, name: str, start: int, total: int) -> None:
-        """`plain` or `minmax` begins, at a step (above 0 when resumed)."""
-
-    def step(self, phase: str, step: int, total: int, metrics: Metrics) -> None:
-        """A step of `plain` or `minmax`."""
-
-    def evaluated(self, block: str, metrics: Metrics) -> None:
-        """A held-out evaluation: `before`, `plain` or `after`."""
-
-
-@dataclass
-class Clock:
-    """Seconds spent on each part of a run."""
-
-    seconds: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(("demo", "plain", "game", "evaluation"), 0.0)
-    )
-    started: float = field(default_factory=time.perf_counter)
-    _mark: float = field(default_factory=time.perf_counter)
-
-    def lap(self, part: str) -> None:
-        """Book the time since the last call on a part."""
-        now = time.perf_counter()
-        self.seconds[part] += now - self._mark
-        self._mark = now
-
-    def split(self) -> dict[str, float]:
-        """Seconds by part, and in all."""
-        return {**self.seconds, "total": time.perf_counter() - self.started}
+    pipeline: MinMaxPipeline
+    held_out: HeldOut
+    demo: DemoModels | None
 
 
 @dataclass
@@ -132,37 +93,43 @@ class MinMaxJob:
         clock = Clock()
         stories, devices = self._check()
         self.run.write_config(self.config.to_dict())
-        pipeline, demo = self._build(stories, devices, clock)
-        pipeline, check, before = self._preflight(pipeline, stories, clock)
+        game = self._build(stories, devices, clock)
+        game, check, before = self._preflight(game, stories, clock)
+        pipeline = game.pipeline
         samples = sample_exchanges(
             pipeline, stories.held_out[:_NUM_SAMPLES], pipeline.players.policy, "start"
         )
         plain = None
         if pipeline.players.plain is not None:
-            plain = self._play_plain(pipeline, stories, clock, resume=resume, samples=samples)
-        trainer = self._trainer(pipeline, stories, self.run, adversary=True, resume=resume)
+            plain = self._play_plain(game, stories, clock, resume=resume, samples=samples)
+        trainer = self._trainer(game, stories, self.run, adversary=True, resume=resume)
         trainer.train()
         clock.lap("game")
-        after = self._measure(pipeline, stories.held_out, pipeline.players.policy, trainer)
+        after = self._measure(game, stories, trainer)
+        table = past_against_past(pipeline, trainer.pools, stories.held_out)
+        after |= table.to_metrics() if table else {}
         samples += sample_exchanges(
             pipeline, stories.held_out[:_NUM_SAMPLES], pipeline.players.policy, "minmax"
         )
         clock.lap("evaluation")
         self.events.evaluated("after", after)
-        for role, player in {"policy": pipeline.players.policy, "monitor": pipeline.players.monitor}.items():
-            player.save_pretrained(self.run.path / "final" / role)
+        self._save_players(pipeline.players, "final")
         self.run.write_samples(samples)
         results = {
             "before": before,
             "plain": plain,
             "after": after,
+            "after_average": self._averaged(game, stories, trainer),
+            "cross_play": table and asdict(table),
+            "best_response": best_responses(pipeline, trainer.optimizer.dual.multiplier, stories),
+            "findings": findings(self.run.read_metrics()),
             "break_even": check.to_dict(),
             "device_plan": device_rows(devices),
             "wall_time": clock.split(),
             "num_tokens": trainer.num_tokens,
             "steps": trainer.step,
             "resumed": resume,
-            "models": self._model_names(demo),
+            "models": self._model_names(game.demo),
             "prompts": self._prompts_as_seen(pipeline, stories),
             "versions": versions(),
         }
@@ -176,13 +143,12 @@ class MinMaxJob:
         """
         clock = Clock()
         stories, devices = self._check()
-        pipeline, _ = self._build(stories, devices, clock)
-        pipeline, _, before = self._preflight(pipeline, stories, clock)
+        game, _, before = self._preflight(self._build(stories, devices, clock), stories, clock)
         results: dict[str, Any] = {"checkpoint": None, "before": before, "plain": None, "after": None}
         if checkpoint is not None:
-            trainer = MinMaxTrainer(pipeline, self.config, stories.train, run=self.run)
+            trainer = MinMaxTrainer(game.pipeline, self.config, stories.train, run=self.run)
             trainer.load_checkpoint(checkpoint)
-            after = self._measure(pipeline, stories.held_out, pipeline.players.policy, trainer)
+            after = self._measure(game, stories, trainer)
             self.events.evaluated("after", after)
             results |= {"checkpoint": checkpoint.name, "after": after}
         clock.lap("evaluation")
@@ -200,9 +166,7 @@ class MinMaxJob:
             self.events.warning(warning)
         return stories, devices
 
-    def _build(
-        self, stories: Stories, devices: DeviceManager, clock: Clock
-    ) -> tuple[MinMaxPipeline, DemoModels | None]:
+    def _build(self, stories: Stories, devices: DeviceManager, clock: Clock) -> Game:
         demo = None
         if needs_demo(self.config):
             demo = demo_models(
@@ -214,6 +178,15 @@ class MinMaxJob:
                 rebuild=self.rebuild_demo,
                 progress=self.events.demo_step,
             )
+            if needs_held_out_reward(self.config):
+                demo = with_held_out_reward(
+                    demo,
+                    stories.building,
+                    stories.prompts,
+                    self.config.demo,
+                    seed=self.config.seed,
+                    progress=self.events.demo_step,
+                )
         players = load_players(self.config, str(demo.base) if demo else None, devices)
         if devices.device("policy").type == "cpu" and _num_parameters(players) < _TINY_PARAMETERS:
             torch.set_num_threads(1)
@@ -224,44 +197,56 @@ class MinMaxJob:
             stories.prompts,
             self.config,
         )
+        held_out = load_held_out(self.config, demo, devices, stories.prompts)
         clock.lap("demo")
-        return pipeline, demo
+        return Game(pipeline, held_out, demo)
 
     def _preflight(
-        self, pipeline: MinMaxPipeline, stories: Stories, clock: Clock
-    ) -> tuple[MinMaxPipeline, BreakEven, Metrics]:
+        self, game: Game, stories: Stories, clock: Clock
+    ) -> tuple[Game, BreakEven, dict[str, Any]]:
         """Fix score scales and the judge's weight, evaluate the start; taken from the folder when resumed."""
         path = self.run.path / _PREFLIGHT
         if not path.exists():
-            probe = stories.train[: self.config.data.probe_stories]
-            pipeline = measure_scales(pipeline, probe, seed=self.config.seed)
-            check = measure_break_even(pipeline, probe, seed=self.config.seed)
+            probe, seed = stories.train[: self.config.data.probe_stories], self.config.seed
+            pipeline = measure_scales(game.pipeline, probe, seed=seed)
+            check = measure_break_even(pipeline, probe, seed=seed)
             pipeline = replace(pipeline, w_judge=check.w_judge)
-            before = evaluate(pipeline, stories.held_out, pipeline.players.policy)
+            held_out = measure_held_out_scales(game.held_out, pipeline, probe, seed=seed)
+            before: dict[str, Any] = dict(
+                measure_game(pipeline, stories.held_out, pipeline.players.policy, held_out)
+            )
             before |= {"dual/lambda": self.config.training.constraint_penalty_lambda}
+            before |= {"monitor/calibration": calibration(pipeline, stories.held_out)}
             scales = {
                 "reward_scale": asdict(pipeline.reward_scale),
                 "judge_scale": asdict(pipeline.judge_scale),
+                "held_out_reward_scale": asdict(held_out.reward_scale),
+                "held_out_judge_scale": asdict(held_out.judge_scale),
             }
             atomic_write_json(path, {**scales, "break_even": check.to_dict(), "before": before})
         saved = json.loads(path.read_text(encoding="utf-8"))
         check = BreakEven(**saved["break_even"])
         pipeline = replace(
-            pipeline,
+            game.pipeline,
             reward_scale=Scale(**saved["reward_scale"]),
             judge_scale=Scale(**saved["judge_scale"]),
             w_judge=check.w_judge,
+        )
+        held_out = replace(
+            game.held_out,
+            reward_scale=Scale(**saved["held_out_reward_scale"]),
+            judge_scale=Scale(**saved["held_out_judge_scale"]),
         )
         clock.lap("evaluation")
         self.events.break_even(check)
         self.events.evaluated("before", saved["before"])
         for warning in _form_warnings(saved["before"]):
             self.events.warning(warning)
-        return pipeline, check, saved["before"]
+        return Game(pipeline, held_out, game.demo), check, saved["before"]
 
     def _play_plain(
         self,
-        pipeline: MinMaxPipeline,
+        game: Game,
         stories: Stories,
         clock: Clock,
         *,
@@ -269,53 +254,69 @@ class MinMaxJob:
         samples: list[dict[str, Any]],
     ) -> Metrics:
         """Train the baseline's policy on the reward model alone, and measure it."""
-        policy = pipeline.players.plain
+        policy = game.pipeline.players.plain
         assert policy is not None
-        alone = replace(pipeline, players=replace(pipeline.players, policy=policy))
+        alone = replace(game.pipeline, players=replace(game.pipeline.players, policy=policy))
         folder = RunFolder.create(self.run.path / "plain", resume=True)
-        trainer = self._trainer(alone, stories, folder, adversary=False, resume=resume)
+        trainer = self._trainer(
+            replace(game, pipeline=alone), stories, folder, adversary=False, resume=resume
+        )
         trainer.train()
         clock.lap("plain")
-        metrics = evaluate(alone, stories.held_out, policy) | {"dual/lambda": None}
+        metrics = measure_game(alone, stories.held_out, policy, game.held_out) | {"dual/lambda": None}
         samples += sample_exchanges(alone, stories.held_out[:_NUM_SAMPLES], policy, "plain")
         clock.lap("evaluation")
         self.events.evaluated("plain", metrics)
         return metrics
 
     def _trainer(
-        self, pipeline: MinMaxPipeline, stories: Stories, run: RunFolder, *, adversary: bool, resume: bool
+        self, game: Game, stories: Stories, run: RunFolder, *, adversary: bool, resume: bool
     ) -> MinMaxTrainer:
         phase = "minmax" if adversary else "plain"
         trainer = MinMaxTrainer(
-            pipeline,
+            game.pipeline,
             self.config,
             stories.train,
             stories.held_out,
             run=run,
             adversary=adversary,
-            on_step=lambda step, total, metrics: self.events.step(phase, step, total, metrics),
+            held_out=game.held_out,
+            on_step=lambda step, total, metrics: self._stepped(phase, step, total, metrics),
         )
         if resume:
             trainer.resume()
         self.events.phase(phase, trainer.step, trainer.total_steps)
         return trainer
 
-    def _measure(
-        self,
-        pipeline: MinMaxPipeline,
-        records: Sequence[QARecord],
-        policy: PolicyModel,
-        trainer: MinMaxTrainer,
-    ) -> Metrics:
-        dual = trainer.optimizer.dual
-        return evaluate(pipeline, records, policy) | {
+    def _stepped(self, phase: str, step: int, total: int, metrics: dict[str, Any]) -> None:
+        for text in metrics.get("findings", ()):
+            self.events.warning(f"step {step}: {text}")
+        self.events.step(phase, step, total, metrics)
+
+    def _measure(self, game: Game, stories: Stories, trainer: MinMaxTrainer) -> dict[str, Any]:
+        dual, pipeline = trainer.optimizer.dual, game.pipeline
+        metrics = measure_game(pipeline, stories.held_out, pipeline.players.policy, game.held_out)
+        return metrics | {
             "constraint/violation_ema": dual.violation_ema,
             "dual/lambda": dual.multiplier,
+            "monitor/calibration": calibration(pipeline, stories.held_out),
         }
+
+    def _averaged(self, game: Game, stories: Stories, trainer: MinMaxTrainer) -> dict[str, Any] | None:
+        """Measure and save the players with averaged weights; None where none are kept."""
+        if not trainer.optimizer.keeps_averages:
+            return None
+        with trainer.optimizer.averaged():
+            self._save_players(game.pipeline.players, "final_average")
+            return self._measure(game, stories, trainer)
+
+    def _save_players(self, players: Players, folder: str) -> None:
+        for role, player in {"policy": players.policy, "monitor": players.monitor}.items():
+            player.save_pretrained(self.run.path / folder / role)
 
     def _model_names(self, demo: DemoModels | None) -> dict[str, str | None]:
         config = self.config
-        built = {name: str(path) for name, path in asdict(demo).items()} if demo else {}
+        built = {name: str(path) for name, path in asdict(demo).items() if path} if demo else {}
         rule = config.judge_model.kind == "rule"
         return {
             "policy": config.policy_model.model_name or built.get("base"),
@@ -328,13 +329,18 @@ class MinMaxJob:
         """The first held-out story's prompts, decoded from the token ids the players get."""
         record, players = stories.held_out[0], pipeline.players
         answer = pipeline.answer(players.policy, [record], 1, seed=0, greedy=True)[0]
-        texts = {
-            "policy": (players.policy.tokenizer, stories.prompts.policy(record)),
-            "monitor": (players.monitor.tokenizer, stories.prompts.monitor(record, answer.text)),
-        }
+        roles = (
+            ("policy", players.policy, self.config.policy_model, stories.prompts.policy(record)),
+            (
+                "monitor",
+                players.monitor,
+                self.config.monitor_model,
+                stories.prompts.monitor(record, answer.text),
+            ),
+        )
         return [
-            {"role": role, "text": tokenizer.decode(encode_prompt(tokenizer, text))}
-            for role, (tokenizer, text) in texts.items()
+            {"role": role, "text": player.tokenizer.decode(prompt_ids(player.tokenizer, text, settings))}
+            for role, player, settings, text in roles
         ]
 
     def _publish(self, results: dict[str, Any]) -> None:
@@ -354,16 +360,6 @@ class MinMaxJob:
             )
         write_minmax_report(self.run, report)
         return results
-
-
-def device_rows(devices: DeviceManager) -> list[dict[str, str]]:
-    """The device plan as rows."""
-    return [dict(zip(("role", "device", "dtype", "reason"), row, strict=True)) for row in devices.table()]
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages a run's numbers depend on."""
-    return {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}
 
 
 def _form_warnings(before: Metrics) -> list[str]:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf_minmax.checks import ModelInfo
 from rlhf_minmax.config import MinMaxConfig, PlayerConfig
 from rlhf_minmax.players import PLAIN, backbone_settings, lora_settings, share_backbone
+from rlhf_minmax.scorers import scorer_sections
 from rlhf_models import DeviceManager, add_adapters
 from rlhf_models.memory import activation_bytes, weight_bytes
 
@@ -75,10 +76,11 @@ def estimate_memory(
         place = (devices.device(role), devices.dtype(role))
         tokens = {"pass_tokens": pass_tokens, "cache_tokens": cache_tokens}
         parts.append(_trained(player, models[role], names, place, **tokens))
-    for role, section in (("reward", config.reward_model), ("judge", config.judge_model)):
+    for role, section in scorer_sections(config).items():
         if role in models:
-            causal = role == "judge" and config.judge_model.kind == "prompted"
-            place = (devices.device(role), devices.dtype(role))
+            causal = getattr(section, "kind", "head") == "prompted"
+            on = role.removeprefix("held-out ")
+            place = (devices.device(on), devices.dtype(on))
             bits = 8 if section.load_in_8bit else None
             parts.append(_scorer(models[role], place, causal=causal, bits=bits))
     return _by_device(parts)

@@ -2,271 +2,353 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlhf_algos import create_optimizer, load_optimizer_state, save_optimizer_state
-from rlhf_algos.advantages import group_baseline, scale_by_std, zero_std_fraction
-from rlhf_algos.losses import clipped_policy_loss, kl_k3
-from rlhf_data import PackedBatch, TokenSequence, UserError, pack
-from rlhf_infer import Rollout
+from rlhf_algos.advantages import group_baseline, zero_std_fraction
 from rlhf_minmax.config import MinMaxConfig
-from rlhf_minmax.duals import DualSettings, DualState, update_multiplier
+from rlhf_minmax.constraints import TRUTHFULNESS, Controller, flags, length_violations, penalties
+from rlhf_minmax.duals import DualState
+from rlhf_minmax.guards import MonitorGuard, collapse
 from rlhf_minmax.pipeline import Answer, CritiqueSample, MinMaxOutput, MinMaxPipeline
-from rlhf_models import PolicyModel
+from rlhf_minmax.player_optimizer import PlayerOptimizer, sequence_advantages
+from rlhf_minmax.pool import Member, playing
+from rlhf_minmax.schedule import Turn, next_turn, smoothed
 
-ADAM_BETAS = (0.9, 0.95)
-"""Decay rates of AdamW's moments; the second is short, since rewards drift."""
-
-
-@dataclass(frozen=True)
-class _Scored:
-    """A packed batch of rollouts with what stays fixed over its updates, all (M,)."""
-
-    batch: PackedBatch
-    old_logps: Tensor
-    ref_logps: Tensor
-    advantages: Tensor
-
-
-class PlayerOptimizer:
-    """Clipped policy-gradient updates of one player on stored rollouts.
-
-    Args:
-        player: whose parameters are trained; they are listed here, once.
-        learning_rate: of AdamW.
-        temperature: of the sampling.
-        config: clip range, KL weight and stop, gradient norm, token budget.
-    """
-
-    def __init__(
-        self, player: PolicyModel, *, learning_rate: float, temperature: float, config: MinMaxConfig
-    ) -> None:
-        self.player, self.temperature = player, temperature
-        self.game, self.training = config.game, config.training
-        self.parameters = player.parameters()
-        self.optimizer = create_optimizer(self.parameters, learning_rate=learning_rate, betas=ADAM_BETAS)
-
-    def update(self, rollouts: Sequence[Rollout], advantages: Tensor, *, updates: int) -> dict[str, float]:
-        """Up to `updates` AdamW steps on one batch, fewer when the KL to the sampling policy gets too large.
-
-        Args:
-            rollouts: B sampled completions with their sampling log-probs.
-            advantages: (B,).
-            updates: most steps.
-
-        Returns:
-            `loss`, `kl` (k3 to the reference, per token), `approx_kl` (to the sampling policy, after the last
-            step measured), `clip_fraction`, `grad_norm`, `entropy`, `updates` done, `num_tokens` computed.
-
-        Raises:
-            UserError: the loss or its gradient is not finite.
-        """
-        scored = self._prepare(rollouts, advantages)
-        total = sum(len(part.old_logps) for part in scored)
-        metrics: dict[str, float] = {}
-        model = self.player.model.train()
-        try:
-            for done in range(updates):
-                measured = self._gradient(scored, total)
-                if done and measured["approx_kl"] > self.game.target_kl:
-                    self.optimizer.zero_grad(set_to_none=True)
-                    metrics["approx_kl"] = measured["approx_kl"]
-                    break
-                self.optimizer.step()
-                self.optimizer.zero_grad(set_to_none=True)
-                metrics = {**measured, "updates": done + 1}
-        finally:
-            model.eval()
-        return metrics | {
-            "num_tokens": sum(part.batch.num_tokens for part in scored) * int(metrics["updates"])
-        }
-
-    def _prepare(self, rollouts: Sequence[Rollout], advantages: Tensor) -> list[_Scored]:
-        sequences = [TokenSequence([*r.prompt_ids, *r.completion_ids], len(r.prompt_ids)) for r in rollouts]
-        parts = []
-        for batch in pack(sequences, self.training.max_tokens_per_batch):
-            members = batch.sequence_ids
-            old = torch.tensor([logp for i in members.tolist() for logp in rollouts[i].logps])
-            spread = advantages[members][batch.score_sequence].to(self.player.device)
-            batch = batch.to(self.player.device)
-            ref = self.player.ref_logps(batch, temperature=self.temperature)
-            parts.append(_Scored(batch, old.to(self.player.device), ref, spread))
-        return parts
-
-    def _gradient(self, scored: list[_Scored], total: int) -> dict[str, float]:
-        """Gradient of the mean loss over all tokens, clipped, and what was measured on the way."""
-        sums = torch.zeros(5, device=self.player.device)
-        with self.player.active():
-            for part in scored:
-                result = self.player.logps(part.batch, temperature=self.temperature, with_entropy=True)
-                policy = clipped_policy_loss(
-                    result.logps,
-                    part.old_logps,
-                    part.advantages,
-                    clip_low=self.game.epsilon,
-                    clip_high=self.game.epsilon,
-                )
-                divergence = kl_k3(result.logps, part.ref_logps).sum()
-                loss = policy.loss + self.game.beta * divergence
-                (loss / total).backward()
-                assert result.entropy is not None
-                clipped = policy.clipped_low + policy.clipped_high
-                sums += torch.stack(
-                    [loss, divergence, policy.approx_kl, clipped, result.entropy.sum()]
-                ).detach()
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.training.max_grad_norm)
-        loss, kl, approx_kl, clipped, entropy = (sums / total).tolist()
-        if not torch.isfinite(norm) or not torch.isfinite(sums).all():
-            raise UserError(
-                f"a player's loss became {loss} with gradient norm {float(norm)}; lower its learning rate"
-            )
-        return {
-            "loss": loss,
-            "kl": kl,
-            "approx_kl": approx_kl,
-            "clip_fraction": clipped,
-            "entropy": entropy,
-            "grad_norm": float(norm),
-        }
+Metrics = dict[str, float | None]
+_FRESH = 500_000
+"""Seeds of a step's further batches of critiques are so far apart."""
 
 
 class DualPPOOptimizer:
-    """Monitor inner updates, policy outer update, dual ascent on λ.
+    """Monitor inner updates, policy outer update, dual ascent on every multiplier.
 
     The monitor's reward for critique j of answer i is -w_judge · J_ij - λ · v_ij - penalty; the reward
     model's score does not depend on the critique and cancels in the baseline, the mean over the answer's K
     critiques. The policy's reward is w_reward · R_i + w_judge · mean_k J_ik - penalty with fresh critiques of
-    the updated monitor; its baseline is the mean over the story's N answers.
+    the updated monitor; its baseline is the mean over the story's N answers. Further constraints take
+    λ_c · v_c off either reward; the policy's KL constraint adds its λ to the weight of the KL in the loss.
 
     Args:
         pipeline: makes fresh critiques for the policy's reward.
         config: the run's settings.
         adversary: whether there is a monitor; without one the policy is trained on the reward model alone.
+        total_steps: of the run, for schedules of learning rates.
     """
 
-    def __init__(self, pipeline: MinMaxPipeline, config: MinMaxConfig, *, adversary: bool = True) -> None:
+    def __init__(
+        self,
+        pipeline: MinMaxPipeline,
+        config: MinMaxConfig,
+        *,
+        adversary: bool = True,
+        total_steps: int = 1,
+    ) -> None:
         self.pipeline, self.config = pipeline, config
+        training, players = config.training, pipeline.players
         self.policy = PlayerOptimizer(
-            pipeline.players.policy,
-            learning_rate=config.training.policy_learning_rate,
-            temperature=config.policy_model.temperature,
-            config=config,
+            players.policy,
+            config.policy_model,
+            config,
+            learning_rate=training.policy_learning_rate,
+            total_steps=total_steps,
         )
+        self.policy_constraints = _controllers("policy", config.constraints.policy)
         self.monitor: PlayerOptimizer | None = None
+        self.monitor_constraints: dict[str, Controller] = {}
+        self.guard: MonitorGuard | None = None
+        self.balanced_accuracy: float | None = None
+        self._truth = Controller(
+            TRUTHFULNESS, config.constraint.dual_settings(), training.constraint_penalty_lambda
+        )
         if adversary:
             self.monitor = PlayerOptimizer(
-                pipeline.players.monitor,
-                learning_rate=config.training.monitor_learning_rate,
-                temperature=config.monitor_model.temperature,
-                config=config,
+                players.monitor,
+                config.monitor_model,
+                config,
+                learning_rate=training.monitor_learning_rate,
+                total_steps=total_steps,
             )
-        self.dual_settings = dual_settings(config)
-        start = config.training.constraint_penalty_lambda
-        self.dual = DualState(start, integral=start / config.constraint.step_size)
+            self.monitor_constraints = _controllers("monitor", config.constraints.monitor)
+            self.guard = MonitorGuard(config.guards, self.monitor.parameters)
 
-    def step(self, output: MinMaxOutput, *, seed: int, policy_learns: bool = True) -> dict[str, float]:
+    @property
+    def dual(self) -> DualState:
+        """The truthfulness constraint's multiplier and what its rule remembers."""
+        return self._truth.state
+
+    def step(
+        self,
+        output: MinMaxOutput,
+        *,
+        seed: int,
+        policy_learns: bool = True,
+        past_monitor: Member | None = None,
+    ) -> Metrics:
         """One round of both players on one forward pass.
 
         Args:
             output: the pass.
-            seed: of the fresh critiques.
+            seed: of fresh critiques.
             policy_learns: false during the monitor's warm-up.
+            past_monitor: whose critiques pay the policy in place of the monitor's.
 
         Returns:
-            Metrics under `monitor/`, `policy/`, `dual/` and `constraint/`.
+            Metrics under `monitor/`, `policy/`, `dual/`, `constraint/`, `dynamics/` and `guard/`.
         """
-        metrics = self.monitor_step(output)
+        turn = self._turn(output, in_warmup=not policy_learns)
+        metrics: Metrics = {"dynamics/balanced_accuracy_ema": self.balanced_accuracy}
+        if turn.monitor_updates:
+            metrics |= self.monitor_step(output, updates=turn.monitor_updates, seed=seed)
         metrics |= self.dual_step(float(output.weighted_violation.mean()))
-        if policy_learns:
-            fresh = self.pipeline.criticise(
-                output.records, output.answers, self.config.game.policy_critiques, seed=seed + 2
-            )
-            judged = self.pipeline.judge_scores(output.records, output.answers, fresh)
-            mean = judged.view(len(output.answers), -1).mean(1)
-            rewards = self.config.game.w_reward * output.rewards + self.pipeline.w_judge * mean
-            metrics |= self.policy_step(output.answers, rewards)
+        if turn.monitor_updates:
+            metrics |= self._guarded(output, metrics)
+        if turn.policy_learns:
+            judged = self._judged(output, seed, past_monitor)
+            parts = self.config.game.w_reward * output.rewards, self.pipeline.w_judge * judged
+            stories = torch.tensor([answer.story for answer in output.answers])
+            metrics["policy/reward_to_judge_spread"] = spread_ratio(*parts, stories)
+            metrics["policy/judged_value"] = float((parts[0] + parts[1]).mean())
+            metrics |= self.policy_step(output.answers, parts[0] + parts[1])
         return metrics
 
-    def monitor_step(self, output: MinMaxOutput) -> dict[str, float]:
-        """Inner updates of the monitor on the critiques of one pass."""
+    def _judged(self, output: MinMaxOutput, seed: int, past_monitor: Member | None) -> Tensor:
+        """(A,) judge scores of the policy's answers, the mean over fresh critiques or without any."""
+        records, answers, count = output.records, output.answers, self.config.game.policy_critiques
+        if count == 0:
+            return self.pipeline.bare_judge_scores(records, answers)
+        with self._critic(past_monitor):
+            fresh = self.pipeline.criticise(records, answers, count, seed=seed + 2)
+        return self.pipeline.judge_scores(records, answers, fresh).view(len(answers), -1).mean(1)
+
+    def _critic(self, past_monitor: Member | None) -> AbstractContextManager[object]:
+        """The monitor as it is, or as it was."""
+        if past_monitor is None:
+            return nullcontext()
+        return playing(self.pipeline.players.monitor, past_monitor)
+
+    def begin_step(self, step: int) -> dict[str, float]:
+        """Set both players' learning rates for a step counted from 0; the rates and their ratio."""
+        rates = {"policy/learning_rate": self.policy.begin_step(step)}
+        if self.monitor is not None:
+            rates["monitor/learning_rate"] = self.monitor.begin_step(step)
+            if rates["policy/learning_rate"] > 0:
+                rates["dynamics/lr_ratio"] = rates["monitor/learning_rate"] / rates["policy/learning_rate"]
+        return rates
+
+    def _turn(self, output: MinMaxOutput, *, in_warmup: bool) -> Turn:
+        schedule = self.config.schedule
+        slander, miss = verdict_errors(output.critiques, output.labels)
+        errors = [rate for rate in (slander, miss) if rate is not None]
+        accuracy = 1 - sum(errors) / len(errors)
+        self.balanced_accuracy = smoothed(self.balanced_accuracy, accuracy, schedule.smoothing)
+        updates = self.config.training.monitor_updates_per_policy
+        return next_turn(schedule, self.balanced_accuracy, monitor_updates=updates, in_warmup=in_warmup)
+
+    def monitor_step(self, output: MinMaxOutput, *, updates: int | None = None, seed: int = 0) -> Metrics:
+        """Inner updates of the monitor: on the critiques of one pass, or each on critiques of its own.
+
+        Args:
+            output: the pass.
+            updates: most updates; None for `monitor_updates_per_policy`.
+            seed: of fresh critiques, which `schedule.monitor_refresh: resample` draws for all but the first.
+        """
+        updates = updates or self.config.training.monitor_updates_per_policy
+        metrics = self._monitor_update(
+            output, updates if self.config.schedule.monitor_refresh == "reuse" else 1
+        )
+        if self.config.schedule.monitor_refresh == "resample":
+            for i in range(1, updates):
+                fresh = self.pipeline.criticise_again(output, seed=seed + _FRESH * i)
+                newest = self._monitor_update(fresh, 1)
+                sums = {name: metrics[name] + newest[name] for name in ("updates", "num_tokens")}
+                metrics = newest | sums
+        metrics |= self._move(self.monitor_constraints, self._monitor_violations(output.critiques))
+        return {name if "/" in name else f"monitor/{name}": value for name, value in metrics.items()}
+
+    def _monitor_update(self, output: MinMaxOutput, updates: int) -> dict[str, Any]:
         assert self.monitor is not None
-        game = self.config.game
-        unparsable = torch.tensor([c.parsed is None for c in output.critiques]).float()
+        critiques = output.critiques
+        unparsable = flags([critique.parsed is None for critique in critiques])
         rewards = (
             -self.pipeline.w_judge * output.judge_scores
             - self.dual.multiplier * output.weighted_violation
-            - game.unparsable_critique_penalty * unparsable
+            - self.config.game.unparsable_critique_penalty * unparsable
+            - penalties(self.monitor_constraints, self._monitor_violations(critiques), len(critiques))
         )
-        groups = torch.tensor([c.answer for c in output.critiques])
+        groups = torch.tensor([critique.answer for critique in critiques])
+        spread = spread_ratio(
+            self.dual.multiplier * output.weighted_violation,
+            self.pipeline.w_judge * output.judge_scores,
+            groups,
+        )
         metrics = self.monitor.update(
-            [critique.rollout for critique in output.critiques],
-            scale_by_std(group_baseline(rewards, groups)),
-            updates=self.config.training.monitor_updates_per_policy,
+            [critique.rollout for critique in critiques],
+            sequence_advantages(rewards, groups, self.config.monitor_model.baseline),
+            updates=updates,
         )
-        metrics["frac_groups_zero_std"] = float(zero_std_fraction(rewards, groups))
-        return {f"monitor/{name}": value for name, value in metrics.items()}
+        share = float(zero_std_fraction(rewards, groups))
+        return metrics | {"frac_groups_zero_std": share, "truth_to_judge_spread": spread}
+
+    def _monitor_violations(self, critiques: Sequence[CritiqueSample]) -> dict[str, Tensor]:
+        limit = self.config.monitor_model.max_new_tokens
+        measures = {
+            "monitor_length": lambda: length_violations([c.rollout for c in critiques], limit),
+            "monitor_format": lambda: flags([c.parsed is None for c in critiques]),
+            "monitor_evidence": lambda: flags([not c.evidence_valid for c in critiques]),
+        }
+        return {name: measures[name]() for name in self.monitor_constraints}
 
     def dual_step(self, violation: float) -> dict[str, float]:
-        """Move λ by the violation measured on the batch."""
-        self.dual = update_multiplier(self.dual, violation, self.dual_settings)
-        assert self.dual.violation_ema is not None
-        return {
-            "constraint/violation": violation,
-            "constraint/violation_ema": self.dual.violation_ema,
-            "dual/lambda": self.dual.multiplier,
-            "dual/saturated": float(self.dual.saturated(self.dual_settings)),
+        """Move truthfulness' λ by the violation measured on the batch."""
+        metrics = self._truth.update(violation)
+        short = {
+            "constraint/violation": f"constraint/{TRUTHFULNESS}/violation",
+            "constraint/violation_ema": f"constraint/{TRUTHFULNESS}/violation_ema",
+            "dual/lambda": f"dual/{TRUTHFULNESS}/lambda",
+            "dual/saturated": f"dual/{TRUTHFULNESS}/saturated",
         }
+        return {name: metrics[long] for name, long in short.items()} | metrics
+
+    @staticmethod
+    def _move(controllers: Mapping[str, Controller], violations: Mapping[str, Tensor]) -> dict[str, float]:
+        """Move the multipliers whose violations were measured."""
+        metrics: dict[str, float] = {}
+        for name, measured in violations.items():
+            metrics |= controllers[name].update(float(measured.mean()))
+        return metrics
+
+    def _guarded(self, output: MinMaxOutput, metrics: Metrics) -> dict[str, float]:
+        """Keep a good monitor, put a collapsed one back; `guard/collapsed` and `guard/rollbacks`."""
+        assert self.guard is not None and self.dual.violation_ema is not None
+        threshold = self.config.constraint.threshold
+        slander, miss = verdict_errors(output.critiques, output.labels)
+        sign = collapse(
+            self.config.guards,
+            slander=slander,
+            miss=miss,
+            zero_std=metrics.get("monitor/frac_groups_zero_std") or 0.0,
+            excess=self.dual.violation_ema - threshold,
+            saturated=self.dual.multiplier >= self.config.constraint.lambda_max,
+        )
+        if not self.guard.is_worse(self.dual.violation_ema):
+            sign = None
+        collapsed = self.guard.observe(sign)
+        if collapsed and self.config.guards.rollback:
+            state = self.guard.roll_back()
+            assert self.monitor is not None
+            self.monitor.forget()
+            if state is not None:
+                self._truth.load(state)
+        elif sign is None:
+            self.guard.remember(self.dual.violation_ema, threshold, self._truth.to_dict())
+        return {"guard/collapsed": float(sign is not None), "guard/rollbacks": float(self.guard.rollbacks)}
 
     def policy_step(self, answers: Sequence[Answer], rewards: Tensor) -> dict[str, float]:
         """Update of the policy on the answers of one pass."""
-        rewards = rewards - self.config.game.unparsable_answer_penalty * torch.tensor(
+        violations = self._policy_violations(answers)
+        rewards = rewards - self.config.game.unparsable_answer_penalty * flags(
             [answer.claim is None for answer in answers]
         )
+        rewards = rewards - penalties(self.policy_constraints, violations, len(answers))
         groups = torch.tensor([answer.story for answer in answers])
         rollouts = [answer.rollout for answer in answers if answer.rollout is not None]
+        kl = self.policy_constraints.get("policy_kl")
+        if kl is not None:
+            self.policy.kl_multiplier = kl.state.multiplier
         metrics = self.policy.update(
             rollouts,
-            scale_by_std(group_baseline(rewards, groups)),
+            sequence_advantages(rewards, groups, self.config.policy_model.baseline),
             updates=self.config.training.policy_updates,
         )
+        if kl is not None:
+            violations["policy_kl"] = torch.tensor(metrics["kl_start"])
         metrics["frac_groups_zero_std"] = float(zero_std_fraction(rewards, groups))
-        return {f"policy/{name}": value for name, value in metrics.items()}
+        metrics = {f"policy/{name}": value for name, value in metrics.items()}
+        return metrics | self._move(self.policy_constraints, violations)
 
-    def save(self, folder: Path) -> dict[str, float | None]:
-        """Write the players' optimizer states into a folder; the dual state, for the trainer's JSON."""
-        save_optimizer_state(self.policy.optimizer, folder / "policy_optimizer.safetensors")
-        if self.monitor is not None:
-            save_optimizer_state(self.monitor.optimizer, folder / "monitor_optimizer.safetensors")
+    def _policy_violations(self, answers: Sequence[Answer]) -> dict[str, Tensor]:
+        limit = self.config.policy_model.max_new_tokens
+        measures = {
+            "policy_length": lambda: length_violations([a.rollout for a in answers if a.rollout], limit),
+            "policy_refusal": lambda: flags([answer.claim is None for answer in answers]),
+        }
+        return {name: measures[name]() for name in self.policy_constraints if name in measures}
+
+    @property
+    def keeps_averages(self) -> bool:
+        """Whether a player keeps an average of its weights."""
+        return any(player and player.average for player in (self.policy, self.monitor))
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Both players with their averaged weights, where they keep any."""
+        with ExitStack() as stack:
+            for player in (self.policy, self.monitor):
+                if player is not None:
+                    stack.enter_context(player.averaged())
+            yield
+
+    def save(self, folder: Path) -> dict[str, Any]:
+        """Write the players' optimizer states into a folder; everything else, for the trainer's JSON."""
+        self.policy.save(folder, "policy")
+        if self.monitor is not None and self.guard is not None:
+            self.monitor.save(folder, "monitor")
+            if self.guard.tensors():
+                save_file(self.guard.tensors(), str(folder / "good_monitor.safetensors"))
         return {
-            "multiplier": self.dual.multiplier,
-            "violation_ema": self.dual.violation_ema,
-            "integral": self.dual.integral,
+            "controllers": {each.name: each.to_dict() for each in self._all_controllers()},
+            "guard": self.guard and self.guard.to_dict(),
+            "balanced_accuracy": self.balanced_accuracy,
         }
 
-    def load(self, folder: Path, dual: dict[str, float | None]) -> None:
+    def load(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Take up what `save` wrote."""
-        load_optimizer_state(self.policy.optimizer, folder / "policy_optimizer.safetensors")
-        if self.monitor is not None:
-            load_optimizer_state(self.monitor.optimizer, folder / "monitor_optimizer.safetensors")
-        self.dual = replace(self.dual, **dual)
+        self.policy.load(folder, "policy")
+        if self.monitor is not None and self.guard is not None:
+            self.monitor.load(folder, "monitor")
+            path = folder / "good_monitor.safetensors"
+            self.guard.load(state["guard"], load_file(str(path)) if path.exists() else {})
+        for controller in self._all_controllers():
+            controller.load(state["controllers"][controller.name])
+        self.balanced_accuracy = state["balanced_accuracy"]
+
+    def _all_controllers(self) -> list[Controller]:
+        return [self._truth, *self.monitor_constraints.values(), *self.policy_constraints.values()]
 
 
-def dual_settings(config: MinMaxConfig) -> DualSettings:
-    """The dual controller's constants from the run's settings."""
-    constraint = config.constraint
-    return DualSettings(
-        rule=constraint.rule,
-        threshold=constraint.threshold,
-        step_size=constraint.step_size,
-        smoothing=constraint.smoothing,
-        minimum=constraint.lambda_min,
-        maximum=constraint.lambda_max,
-    )
+def verdict_errors(critiques: Sequence[CritiqueSample], labels: Tensor) -> tuple[float | None, float | None]:
+    """Shares of right answers not called right, and of wrong ones not called wrong; None without any such.
+
+    An unparsable critique errs about everything.
+    """
+    said = [c.parsed.verdict if c.parsed else None for c in critiques]
+    rates = []
+    for label, verdict in ((True, "right"), (False, "wrong")):
+        of_class = [each for each, own in zip(said, labels.tolist(), strict=True) if own is label]
+        rates.append(sum(each != verdict for each in of_class) / len(of_class) if of_class else None)
+    return rates[0], rates[1]
+
+
+def spread_ratio(first: Tensor, second: Tensor, groups: Tensor) -> float | None:
+    """How much more one part of a reward spreads within groups than another: ratio of their deviations there.
+
+    Args:
+        first: (B,) one part.
+        second: (B,) the other.
+        groups: (B,) index of each completion's group.
+
+    Returns:
+        None where the second does not spread.
+    """
+    a, b = (float(group_baseline(part, groups).square().mean().sqrt()) for part in (first, second))
+    return a / b if b > 0 else None
 
 
 def critique_rates(critiques: Sequence[CritiqueSample]) -> dict[str, float]:
@@ -276,4 +358,14 @@ def critique_rates(critiques: Sequence[CritiqueSample]) -> dict[str, float]:
         "monitor/parse_rate": sum(c.parsed is not None for c in critiques) / count,
         "monitor/evidence_valid_rate": sum(c.evidence_valid for c in critiques) / count,
         "monitor/truncated_rate": sum(c.rollout.finish_reason == "length" for c in critiques) / count,
+    }
+
+
+def _controllers(role: str, section: Any) -> dict[str, Controller]:
+    """The controllers of a section's constraints that are on, by `<role>_<constraint>`."""
+    configs = {name: getattr(section, name) for name in type(section).model_fields}
+    return {
+        f"{role}_{name}": Controller.of(f"{role}_{name}", config)
+        for name, config in configs.items()
+        if config is not None
     }

@@ -17,9 +17,10 @@ from rlhf_minmax.config import MinMaxConfig
 from rlhf_minmax.constraint import violations, weighted_violations
 from rlhf_minmax.demo_texts import answer_text
 from rlhf_minmax.players import Players
-from rlhf_minmax.prompts import Prompts
+from rlhf_minmax.pool import Member, playing
+from rlhf_minmax.prompts import Prompts, prompt_ids
 from rlhf_minmax.texts import Critique, evidence_in_story, parse_critique
-from rlhf_models import PolicyModel, encode_completion, encode_prompt
+from rlhf_models import PolicyModel, encode_completion
 
 
 class Scorer(Protocol):
@@ -154,20 +155,47 @@ class MinMaxPipeline:
     reward_scale: Scale = field(default_factory=Scale)
     judge_scale: Scale = field(default_factory=Scale)
 
-    def forward_pass(self, batch: Sequence[QARecord], *, seed: int) -> MinMaxOutput:
+    def forward_pass(
+        self, batch: Sequence[QARecord], *, seed: int, past_policy: Member | None = None
+    ) -> MinMaxOutput:
         """Answer, criticise, score: the monitor's batch of one step, and the policy's answers.
 
         Args:
             batch: S stories.
             seed: of the sampling and of the made-up answers.
+            past_policy: whose answers are criticised in place of the policy's own, one per story.
         """
         game, rng = self.config.game, random.Random(seed)
         answers = self.answer(self.players.policy, batch, game.num_generations, seed=seed)
         rewards = self.rewards(batch, answers)
         first = list(range(0, len(answers), game.num_generations))
-        made_up = self._made_up(batch, [answers[i].correct for i in first], rng)
-        judged = [answers[i] for i in first] + made_up
-        judged_rewards = torch.cat([rewards[first], self.rewards(batch, made_up)])
+        sampled, sampled_rewards = [answers[i] for i in first], rewards[first]
+        if past_policy is not None:
+            with playing(self.players.policy, past_policy) as player:
+                sampled = self.answer(player, batch, 1, seed=seed)
+            sampled_rewards = self.rewards(batch, sampled)
+        made_up = self._made_up(batch, [answer.correct for answer in sampled], rng)
+        judged = sampled + made_up
+        judged_rewards = torch.cat([sampled_rewards, self.rewards(batch, made_up)])
+        return self._criticised(batch, answers, rewards, judged, judged_rewards, seed=seed)
+
+    def criticise_again(self, output: MinMaxOutput, *, seed: int) -> MinMaxOutput:
+        """A pass with fresh critiques of the same answers."""
+        return self._criticised(
+            output.records, output.answers, output.rewards, output.judged, output.judged_rewards, seed=seed
+        )
+
+    def _criticised(
+        self,
+        batch: Sequence[QARecord],
+        answers: list[Answer],
+        rewards: Tensor,
+        judged: list[Answer],
+        judged_rewards: Tensor,
+        *,
+        seed: int,
+    ) -> MinMaxOutput:
+        game = self.config.game
         critiques = self.criticise(batch, judged, game.num_critiques, seed=seed)
         judge_scores = self.judge_scores(batch, judged, critiques)
         of = torch.tensor([c.answer for c in critiques])
@@ -241,6 +269,14 @@ class MinMaxPipeline:
         )
         return self.judge_scale(scores)
 
+    def bare_judge_scores(self, batch: Sequence[QARecord], answers: Sequence[Answer]) -> Tensor:
+        """(A,) standardised judge scores of answers without a critique; equal ones are judged once."""
+        asked = [(batch[answer.story].question, answer.text) for answer in answers]
+        place = {pair: index for index, pair in enumerate(dict.fromkeys(asked))}
+        questions, texts = [question for question, _ in place], [text for _, text in place]
+        scores = self.judge.score(questions, texts, [None] * len(place))
+        return self.judge_scale(scores)[torch.tensor([place[pair] for pair in asked])]
+
     def violation(self, critiques: Sequence[CritiqueSample], labels: Tensor) -> tuple[Tensor, Tensor]:
         """(C,) violations of critiques, plain and as the constraint counts them."""
         measure = self.config.constraint.measure
@@ -277,7 +313,7 @@ class MinMaxPipeline:
     def _generate(
         self, player: PolicyModel, prompts: list[str], n: int, seed: int, greedy: bool, config: Any
     ) -> list[list[Rollout]]:
-        ids = [encode_prompt(player.tokenizer, prompt) for prompt in prompts]
+        ids = [prompt_ids(player.tokenizer, prompt, config) for prompt in prompts]
         params = SamplingParams(config.max_new_tokens, 0.0 if greedy else config.temperature, seed)
         with player.active() as model:
             return TransformersEngine(model, player.tokenizer).generate(ids, n, params)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from rlhf_data import QADatasetConfig, QARecord, render_prompt
+from rlhf_data import QADatasetConfig, QARecord, UserError, render_prompt
+from rlhf_data.encoding import Encoder
+from rlhf_minmax.config import PlayerConfig
 from rlhf_minmax.texts import MONITOR_TEMPLATE, POLICY_TEMPLATE, TextRules
+from rlhf_models import encode_prompt
 
 
 @dataclass(frozen=True)
@@ -49,3 +53,29 @@ class Prompts:
             self.policy_template,
             self.monitor_template,
         ]
+
+
+def prompt_ids(tokenizer: Any, text: str, player: PlayerConfig) -> list[int]:
+    """Token ids of a player's prompt: as plain text, or as a user's message that waits for the answer.
+
+    Raises:
+        UserError: a chat template is asked for and missing, or fails.
+    """
+    if not uses_chat(tokenizer, player):
+        return encode_prompt(tokenizer, text)
+    return Encoder(tokenizer).prompt([{"role": "user", "content": text}])
+
+
+def uses_chat(tokenizer: Any, player: PlayerConfig) -> bool:
+    """Whether a player's prompts go through its chat template.
+
+    Raises:
+        UserError: it is asked for and there is none.
+    """
+    has_template = getattr(tokenizer, "chat_template", None) is not None
+    if player.chat and not has_template:
+        raise UserError(
+            "chat is true for a player whose tokenizer has no chat template; set chat false, or take an "
+            "instruction-tuned model"
+        )
+    return has_template if player.chat is None else player.chat

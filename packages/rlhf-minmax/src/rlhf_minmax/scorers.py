@@ -1,16 +1,22 @@
-"""The reward model and the judge of a run."""
+"""The reward models and the judges of a run: those that train, and those that are held out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from torch import Tensor
 
-from rlhf_infer import PromptedJudge, RuleJudge
+from rlhf_data import UserError
+from rlhf_infer import APIJudge, PromptedJudge, RuleJudge
+from rlhf_infer.api_judge import api_key
 from rlhf_infer.judges import Judge
 from rlhf_minmax.config import MinMaxConfig
-from rlhf_minmax.demo import DemoModels
+from rlhf_minmax.demo import DemoModels, default_cache_folder
+from rlhf_minmax.pipeline import Scale, Scorer
 from rlhf_minmax.prompts import Prompts
+from rlhf_minmax.scorer_config import JudgeConfig, RewardModelConfig
 from rlhf_models import DeviceManager, JudgeModel, RewardModel, load_causal_lm, load_tokenizer
 
 
@@ -35,20 +41,30 @@ class HeadJudge:
         return self.model.score(prompts, texts, max_tokens=self.max_tokens)
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """Scorers that are never trained on.
+
+    Args:
+        reward_model: scores answers; None where there is none.
+        judge: scores answers with critiques; None where there is none.
+        reward_scale: standardises the reward model's scores.
+        judge_scale: standardises the judge's scores.
+    """
+
+    reward_model: Scorer | None
+    judge: Judge | None
+    reward_scale: Scale = field(default_factory=Scale)
+    judge_scale: Scale = field(default_factory=Scale)
+
+
 def load_reward_model(config: MinMaxConfig, demo: DemoModels | None, devices: DeviceManager) -> RewardModel:
     """The configured reward model, or the demonstration's.
 
     Raises:
         UserError: it cannot be loaded, or is no model with one score.
     """
-    name = config.reward_model.model_name or (demo and demo.reward)
-    assert name is not None, "a run without a reward model needs the demonstration's"
-    return RewardModel.from_pretrained(
-        name,
-        dtype=devices.dtype("reward"),
-        load_in_8bit=config.reward_model.load_in_8bit,
-        device=devices.device("reward"),
-    )
+    return _load_reward_model(config.reward_model, demo and demo.reward, devices)
 
 
 def load_judge(
@@ -57,24 +73,124 @@ def load_judge(
     """The configured judge, or the demonstration's.
 
     Raises:
-        UserError: its model cannot be loaded, or is of the wrong kind.
+        UserError: its model cannot be loaded, or is of the wrong kind; or there is no API key.
     """
-    judge, budget = config.judge_model, config.training.max_tokens_per_batch
+    return _load_judge(config.judge_model, config, demo, devices, prompts)
+
+
+def load_held_out(
+    config: MinMaxConfig, demo: DemoModels | None, devices: DeviceManager, prompts: Prompts
+) -> HeldOut:
+    """The configured held-out scorers, on the devices of those that train.
+
+    Args:
+        config: the run's settings.
+        demo: the demonstration's models, from `with_held_out_reward` where `needs_held_out_reward`.
+        devices: which role runs where.
+        prompts: how question and answer are put to a judge with a head.
+
+    Raises:
+        UserError: one is a scorer that trains, or cannot be loaded.
+    """
+    check_scorers(config)
+    reward, judge = config.held_out.reward_model, config.held_out.judge
+    return HeldOut(
+        None if reward is None else _load_reward_model(reward, demo and demo.held_out_reward, devices),
+        None if judge is None else _load_judge(judge, config, demo, devices, prompts),
+    )
+
+
+def check_scorers(config: MinMaxConfig) -> None:
+    """Refuse held-out scorers that train, and judges behind an API whose key is missing.
+
+    Raises:
+        UserError: which scorer, and what to do.
+    """
+    reward, judge = config.held_out.reward_model, config.held_out.judge
+    trains = config.reward_model.model_name
+    if (
+        reward
+        and trains
+        and reward.model_name
+        and Path(trains).resolve() == Path(reward.model_name).resolve()
+    ):
+        raise UserError(
+            f"held_out.reward_model is {trains}, as reward_model is: what trains the policy cannot be held "
+            "out; name another reward model"
+        )
+    if judge and judge.identity == config.judge_model.identity:
+        raise UserError(
+            f"held_out.judge is the judge of the game (kind {judge.kind}, model {judge.model_name}): what "
+            "trains the players cannot be held out; choose another kind or model"
+        )
+    for each in (config.judge_model, judge):
+        if each is not None and each.kind == "api":
+            api_key(each.api_key_env)
+
+
+def scorer_sections(config: MinMaxConfig) -> dict[str, RewardModelConfig | JudgeConfig]:
+    """The scorers that have a model on this machine, by role; rules and APIs have none."""
+    sections = {
+        "reward": config.reward_model,
+        "judge": config.judge_model,
+        "held-out reward": config.held_out.reward_model,
+        "held-out judge": config.held_out.judge,
+    }
+    return {
+        role: section
+        for role, section in sections.items()
+        if section is not None and getattr(section, "kind", None) not in ("rule", "api")
+    }
+
+
+def needs_demo(config: MinMaxConfig) -> bool:
+    """Whether a run leaves any model to the demonstration."""
+    scorers = scorer_sections(config).values()
+    sections = (config.policy_model, config.monitor_model, *scorers)
+    return any(section.model_name is None for section in sections)
+
+
+def needs_held_out_reward(config: MinMaxConfig) -> bool:
+    """Whether a held-out reward model is left to the demonstration."""
+    held_out = config.held_out.reward_model
+    return held_out is not None and held_out.model_name is None
+
+
+def _load_reward_model(reward: RewardModelConfig, built: Path | None, devices: DeviceManager) -> RewardModel:
+    name = reward.model_name or built
+    assert name is not None, "a run without a reward model needs the demonstration's"
+    return RewardModel.from_pretrained(
+        name,
+        dtype=devices.dtype("reward"),
+        load_in_8bit=reward.load_in_8bit,
+        device=devices.device("reward"),
+    )
+
+
+def _load_judge(
+    judge: JudgeConfig,
+    config: MinMaxConfig,
+    demo: DemoModels | None,
+    devices: DeviceManager,
+    prompts: Prompts,
+) -> Judge:
+    budget = config.training.max_tokens_per_batch
     if judge.kind == "rule":
         return RuleJudge()
+    if judge.kind == "api":
+        return _api_judge(judge)
     name = judge.model_name or (demo and demo.judge)
     assert name is not None, "a run without a judge needs the demonstration's"
     placement = {"dtype": devices.dtype("judge"), "device": devices.device("judge")}
     if judge.kind == "prompted":
         model = load_causal_lm(name, load_in_8bit=judge.load_in_8bit, **placement)
-        return PromptedJudge(model, load_tokenizer(name), max_tokens=budget)
+        tokenizer = load_tokenizer(name)
+        return PromptedJudge(model, tokenizer, template=judge.question_template, max_tokens=budget)
     head = JudgeModel.from_pretrained(name, load_in_8bit=judge.load_in_8bit, **placement)
     return HeadJudge(head, prompts, max_tokens=budget)
 
 
-def needs_demo(config: MinMaxConfig) -> bool:
-    """Whether a run leaves any model to the demonstration."""
-    players = (config.policy_model.model_name, config.monitor_model.model_name)
-    judge = config.judge_model
-    no_judge = judge.kind == "head" and judge.model_name is None
-    return None in players or config.reward_model.model_name is None or no_judge
+def _api_judge(judge: JudgeConfig) -> APIJudge:
+    assert judge.base_url is not None and judge.model_name is not None, "JudgeConfig demands both"
+    cache = default_cache_folder().parent / "judge" if judge.cache else None
+    return APIJudge(judge.base_url, judge.model_name, judge, template=judge.template, cache_folder=cache)

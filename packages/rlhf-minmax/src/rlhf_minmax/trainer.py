@@ -13,9 +13,14 @@ import torch
 from rlhf_algos import CheckpointManager, load_weights
 from rlhf_data import QARecord, RunFolder, UserError, json_hash
 from rlhf_minmax.config import MinMaxConfig
-from rlhf_minmax.evaluate import Metrics, answer_metrics, batch_metrics, evaluate
+from rlhf_minmax.doctor import Doctor
+from rlhf_minmax.dynamics import Dynamics
+from rlhf_minmax.evaluate import Metrics, answer_metrics, batch_metrics
+from rlhf_minmax.measurement import measure_game
+from rlhf_minmax.opponents import OpponentPools
 from rlhf_minmax.optimizer import DualPPOOptimizer
 from rlhf_minmax.pipeline import MinMaxPipeline
+from rlhf_minmax.scorers import HeldOut
 from rlhf_models import PolicyModel
 
 StepCallback = Callable[[int, int, Metrics], None]
@@ -35,6 +40,7 @@ class MinMaxTrainer:
         eval_records: held-out stories for `training.eval_steps`.
         run: where metrics and checkpoints go; None keeps nothing.
         adversary: false trains the policy on the reward model alone: plain RLHF.
+        held_out: scorers for evaluations on the way, which are never trained on.
         on_step: told of every step.
     """
 
@@ -47,6 +53,7 @@ class MinMaxTrainer:
         *,
         run: RunFolder | None = None,
         adversary: bool = True,
+        held_out: HeldOut | None = None,
         on_step: StepCallback | None = None,
     ) -> None:
         if not records:
@@ -54,9 +61,12 @@ class MinMaxTrainer:
         self.pipeline, self.config, self.run = pipeline, config, run
         self.records, self.eval_records = list(records), list(eval_records)
         self.adversary, self.on_step = adversary, on_step
-        self.optimizer = DualPPOOptimizer(pipeline, config, adversary=adversary)
+        self.held_out = held_out
+        self.optimizer = DualPPOOptimizer(pipeline, config, adversary=adversary, total_steps=self.total_steps)
         self.step = 0
         self.num_tokens = 0
+        self.dynamics, self.doctor = Dynamics(), Doctor(config)
+        self.pools = OpponentPools(config.pool, config.seed)
         limit = config.training.save_total_limit
         self.checkpoints = CheckpointManager(run, keep=limit) if run else None
 
@@ -71,8 +81,9 @@ class MinMaxTrainer:
             metrics = self.train_step()
             last = self.step == self.total_steps
             if self.eval_records and self.adversary and _due(self.step, self.config.training.eval_steps):
-                held_out = evaluate(self.pipeline, self.eval_records, self.pipeline.players.policy)
-                metrics |= {f"eval/{name}": value for name, value in held_out.items()}
+                policy = self.pipeline.players.policy
+                found = measure_game(self.pipeline, self.eval_records, policy, self.held_out)
+                metrics |= {f"eval/{name}": value for name, value in found.items()}
             if self.run:
                 self.run.append_metrics(metrics)
             if self.checkpoints and (last or _due(self.step, self.config.training.save_steps)):
@@ -81,12 +92,18 @@ class MinMaxTrainer:
                 self.on_step(self.step, self.total_steps, metrics)
 
     def train_step(self) -> Metrics:
-        """One step of both players on the next stories; its metrics."""
+        """One step of both players on the next stories; its metrics, and `findings` in words, if any."""
         started = time.perf_counter()
         batch = self._next_batch()
         seed = self.config.seed * 1_000_003 + 10 * self.step
         torch.manual_seed(seed)
+        rates = self.optimizer.begin_step(self.step)
         metrics = self._game_step(batch, seed) if self.adversary else self._plain_step(batch, seed)
+        metrics |= rates
+        if self.adversary:
+            metrics |= self.dynamics.update(metrics)
+            findings = self._findings(metrics)
+            metrics |= {"findings": findings} if findings else {}
         self.step += 1
         self.num_tokens += int(metrics.pop("num_tokens"))
         training = self.config.training
@@ -95,17 +112,29 @@ class MinMaxTrainer:
             "step": self.step,
             "epoch": self.step / training.num_steps_per_epoch(len(self.records)),
             "loss": metrics.get("policy/loss", metrics.get("monitor/loss")),
-            "learning_rate": training.policy_learning_rate,
+            "learning_rate": rates["policy/learning_rate"],
             "grad_norm": metrics.get("policy/grad_norm", metrics.get("monitor/grad_norm")),
             "num_tokens": self.num_tokens,
         }
         return head | metrics | {"step_time": time.perf_counter() - started}
 
+    def _findings(self, metrics: dict[str, Any]) -> list[str]:
+        """In words: a rollback, a time scale that strayed, what the run doctor finds."""
+        told = [self.dynamics.rollback_warning(metrics), self.dynamics.time_scale_warning()]
+        return [text for text in [*told, *self.doctor.look(metrics)] if text]
+
     def _game_step(self, batch: list[QARecord], seed: int) -> dict[str, Any]:
-        output = self.pipeline.forward_pass(batch, seed=seed)
+        opponents = self.pools.choose(self.step)
+        output = self.pipeline.forward_pass(batch, seed=seed, past_policy=opponents.policy)
         learns = self.step >= self.config.training.monitor_warmup_steps
-        metrics: dict[str, Any] = dict(batch_metrics(output))
-        metrics |= self.optimizer.step(output, seed=seed, policy_learns=learns)
+        bare = self.pipeline.bare_judge_scores(output.records, output.judged)
+        metrics: dict[str, Any] = dict(batch_metrics(output, bare))
+        metrics |= self.optimizer.step(
+            output, seed=seed, policy_learns=learns, past_monitor=opponents.monitor
+        )
+        if self.config.pool.every is not None:
+            metrics |= self.pools.note(opponents, metrics)
+            self.pools.take_in(self.step + 1, self.pipeline.players)
         return _join_tokens(metrics)
 
     def _plain_step(self, batch: list[QARecord], seed: int) -> dict[str, Any]:
@@ -132,6 +161,9 @@ class MinMaxTrainer:
             for name, player in self._trained_players().items():
                 player.save_pretrained(folder / name)
             state["dual"] = self.optimizer.save(folder)
+            if self.pools.policies.members:
+                self.pools.save(folder)
+            state["dynamics"], state["doctor"] = self.dynamics.to_dict(), self.doctor.to_dict()
 
     def resume(self) -> bool:
         """Take up the newest complete checkpoint of the run folder; whether there was one.
@@ -158,6 +190,10 @@ class MinMaxTrainer:
         for name, player in self._trained_players().items():
             restore_player(player, folder / name)
         self.optimizer.load(folder, state["dual"])
+        if (folder / "past_policies").is_dir():
+            self.pools.load(folder)
+        self.dynamics = Dynamics(**state["dynamics"])
+        self.doctor = Doctor(self.config, state["doctor"])
         self.step, self.num_tokens = state["step"], state["num_tokens"]
 
     def _data_hash(self) -> str:

@@ -1,0 +1,92 @@
+"""The constraints of a run: what each measures of a batch, its multiplier, and what it costs a player."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_infer import Rollout
+from rlhf_minmax.constraint_config import ControllerConfig
+from rlhf_minmax.duals import DualSettings, DualState, update_multiplier
+
+TRUTHFULNESS = "truthfulness"
+"""The monitor's constraint that short metric names, `dual/lambda` and `constraint/violation`, mean."""
+
+
+class Controller:
+    """One constraint's multiplier, moved by dual ascent.
+
+    Args:
+        name: of the constraint, in metrics.
+        settings: rule and constants.
+        start: multiplier at the start.
+    """
+
+    def __init__(self, name: str, settings: DualSettings, start: float) -> None:
+        self.name, self.settings = name, settings
+        self.state = DualState(start, integral=start / settings.step_size)
+
+    @classmethod
+    def of(cls, name: str, config: ControllerConfig) -> Controller:
+        """The controller that a config section describes."""
+        return cls(name, config.dual_settings(), config.start)
+
+    def update(self, violation: float) -> dict[str, float]:
+        """Move the multiplier by a measured violation; what is known of the constraint then."""
+        self.state = update_multiplier(self.state, violation, self.settings)
+        return self.metrics(violation)
+
+    def metrics(self, violation: float) -> dict[str, float]:
+        """`constraint/<name>/...` and `dual/<name>/...`."""
+        state = self.state
+        assert state.violation_ema is not None
+        values = {
+            "constraint/{}/violation": violation,
+            "constraint/{}/violation_ema": state.violation_ema,
+            "constraint/{}/fraction": state.violated / state.updates,
+            "constraint/{}/cumulative": state.cumulative,
+            "constraint/{}/overshoot": state.overshoot,
+            "dual/{}/lambda": state.multiplier,
+            "dual/{}/saturated": float(state.saturated(self.settings)),
+        }
+        if state.multiplier > 0:
+            values["dual/{}/log_lambda"] = math.log(state.multiplier)
+        return {name.format(self.name): value for name, value in values.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The state, for a checkpoint."""
+        return asdict(self.state)
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take up what `to_dict` gave."""
+        self.state = DualState(**state)
+
+
+def length_violations(rollouts: Sequence[Rollout], limit: int) -> Tensor:
+    """(B,) length of each completion as a share of the longest allowed: tokens / `max_new_tokens`."""
+    return torch.tensor([len(rollout.completion_ids) / limit for rollout in rollouts])
+
+
+def flags(values: Sequence[bool]) -> Tensor:
+    """(B,) 1 where a completion violates, else 0."""
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def penalties(controllers: Mapping[str, Controller], violations: Mapping[str, Tensor], count: int) -> Tensor:
+    """(B,) what constraints take off the rewards: Σ_c λ_c v_ic.
+
+    Args:
+        controllers: by name; those without an entry in `violations` cost nothing here.
+        violations: (B,) each, by name.
+        count: B.
+    """
+    total = torch.zeros(count)
+    for name, controller in controllers.items():
+        if name in violations:
+            total += controller.state.multiplier * violations[name]
+    return total

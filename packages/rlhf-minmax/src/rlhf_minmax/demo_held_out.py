@@ -1,0 +1,46 @@
+"""A held-out reward model for the demonstration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rlhf_data import QARecord, atomic_folder
+from rlhf_minmax.config import DemoSettings
+from rlhf_minmax.demo import DemoBuilder, DemoModels, one_thread
+from rlhf_minmax.demo_texts import Progress
+from rlhf_minmax.prompts import Prompts
+from rlhf_models import load_causal_lm
+
+_SEED_STEP = 1000
+"""Added to the run's seed: other pairs, another order, another head."""
+
+
+def with_held_out_reward(
+    demo: DemoModels,
+    records: Sequence[QARecord],
+    prompts: Prompts,
+    settings: DemoSettings,
+    *,
+    seed: int,
+    progress: Progress | None = None,
+) -> DemoModels:
+    """The demonstration's models and a held-out reward model, cached beside them or built now.
+
+    It has the base's trunk, another seed than the trained one's, and annotators without the planted flaw.
+
+    Args:
+        demo: what `demo_models` gave for the same records, prompts, settings and seed.
+        records: training records.
+        prompts: how records are put to the players.
+        settings: sizes and lengths.
+        seed: the run's.
+        progress: told of every training step.
+    """
+    folder = demo.base.parent / "held_out_reward"
+    if not folder.is_dir():
+        honest = settings.model_copy(update={"flawed_reward": False})
+        with atomic_folder(folder) as temporary, one_thread():
+            builder = DemoBuilder(records, prompts, honest, seed + _SEED_STEP, progress)
+            builder.train_reward(load_causal_lm(demo.base)).save_pretrained(temporary)
+    return replace(demo, held_out_reward=folder)

@@ -1,0 +1,275 @@
+"""Clipped policy-gradient updates of one player on its own rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rlhf_algos import create_optimizer, load_optimizer_state, save_optimizer_state
+from rlhf_algos.advantages import gae, group_baseline, leave_one_out, scale_by_std
+from rlhf_algos.losses import clipped_policy_loss, kl_k3, value_loss
+from rlhf_algos.optim import learning_rate_factor
+from rlhf_data import PackedBatch, TokenSequence, UserError, pack
+from rlhf_infer import Rollout
+from rlhf_minmax.config import Baseline, MinMaxConfig, PlayerConfig
+from rlhf_minmax.saddle import GameStep, IterateAverage
+from rlhf_models import PolicyModel, TokenLogps, ValueHead, hidden_states, score_hidden
+
+_VALUE_CLIP = 0.2
+"""How far a value may move from that at sampling before its loss is clipped, as in TRL's PPO."""
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """A packed batch of rollouts with what stays fixed over its updates, all (M,)."""
+
+    batch: PackedBatch
+    old_logps: Tensor
+    ref_logps: Tensor
+    advantages: Tensor
+    old_values: Tensor | None = None
+    returns: Tensor | None = None
+
+
+def sequence_advantages(rewards: Tensor, groups: Tensor, baseline: Baseline) -> Tensor:
+    """(B,) rewards minus their baseline, divided by the batch's deviation.
+
+    Args:
+        rewards: (B,).
+        groups: (B,) index of each completion's group.
+        baseline: `group` the group's mean, `leave_one_out` the mean of the others in it, `batch` the mean of
+            all; `critic` none here, since values are subtracted token by token: the rewards come back.
+    """
+    if baseline == "critic":
+        return rewards
+    if baseline == "batch":
+        return scale_by_std(rewards - rewards.mean())
+    centred = group_baseline if baseline == "group" else leave_one_out
+    return scale_by_std(centred(rewards, groups))
+
+
+class PlayerOptimizer:
+    """Updates of one player.
+
+    Args:
+        player: whose parameters are trained; they are listed here, once.
+        settings: the player's own: temperature, clip range, KL, optimizer.
+        config: the run's, where the player has none of its own.
+        learning_rate: of AdamW, at its highest.
+        total_steps: of the run, for the schedule of the learning rate.
+    """
+
+    def __init__(
+        self,
+        player: PolicyModel,
+        settings: PlayerConfig,
+        config: MinMaxConfig,
+        *,
+        learning_rate: float,
+        total_steps: int = 1,
+    ) -> None:
+        game, training = config.game, config.training
+        self.player, self.settings = player, settings
+        self.epsilon = game.epsilon if settings.epsilon is None else settings.epsilon
+        self.beta = game.beta if settings.beta is None else settings.beta
+        self.target_kl = game.target_kl if settings.target_kl is None else settings.target_kl
+        self.max_grad_norm, self.max_tokens = training.max_grad_norm, training.max_tokens_per_batch
+        self.learning_rate, self.total_steps = learning_rate, total_steps
+        self.kl_multiplier = 0.0
+        self.parameters: list[torch.nn.Parameter] = list(player.parameters())
+        self.critic = _critic(player, config.seed) if settings.baseline == "critic" else None
+        trained = [*self.parameters, *(self.critic.parameters() if self.critic else ())]
+        self.optimizer = create_optimizer(
+            trained,
+            learning_rate=learning_rate,
+            betas=settings.adam_betas,
+            weight_decay=settings.weight_decay,
+        )
+        self._trained = trained
+        self._step = GameStep(trained, self.optimizer, settings.step_rule)
+        decay = settings.average_decay
+        self.average = None if decay is None else IterateAverage(self.parameters, decay)
+
+    def begin_step(self, step: int) -> float:
+        """Set the learning rate of a step counted from 0, and return it."""
+        settings = self.settings
+        rate = self.learning_rate * learning_rate_factor(
+            step,
+            schedule=settings.lr_scheduler_type,
+            total_steps=self.total_steps,
+            warmup_steps=settings.warmup_steps,
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def update(self, rollouts: Sequence[Rollout], advantages: Tensor, *, updates: int) -> dict[str, float]:
+        """Up to `updates` AdamW steps on one batch, fewer when the KL to the sampling policy gets too large.
+
+        Args:
+            rollouts: B sampled completions with their sampling log-probs.
+            advantages: (B,) as `sequence_advantages` gives them; rewards for a player with a critic.
+            updates: most steps.
+
+        Returns:
+            `loss`, `kl` (k3 to the reference, per token), `kl_start` (the same before the first step),
+            `sampling_kl` (k3 to the log-probs at sampling, before the first step; 0 but for rounding),
+            `approx_kl` (to the sampling policy, after the last step measured), `clip_fraction`, `grad_norm`,
+            `entropy`, with a critic `value_loss`; `updates` done, `num_tokens` computed.
+
+        Raises:
+            UserError: the loss or its gradient is not finite.
+        """
+        scored = self._prepare(rollouts, advantages)
+        total = sum(len(part.old_logps) for part in scored)
+        metrics: dict[str, float] = {}
+        first: dict[str, float] = {}
+        model = self.player.model.train()
+        try:
+            for done in range(updates):
+                measured = self._gradient(scored, total)
+                if not done:
+                    first = {"kl_start": measured["kl"], "sampling_kl": abs(measured["approx_kl"])}
+                if done and measured["approx_kl"] > self.target_kl:
+                    self.optimizer.zero_grad(set_to_none=True)
+                    metrics["approx_kl"] = measured["approx_kl"]
+                    break
+                self._step(lambda: self._gradient(scored, total))
+                metrics = {**measured, **first, "updates": done + 1}
+        finally:
+            model.eval()
+        if self.average is not None:
+            self.average.update()
+        passes = int(metrics["updates"]) * (2 if self.settings.step_rule == "extragradient" else 1)
+        return metrics | {"num_tokens": sum(part.batch.num_tokens for part in scored) * passes}
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """The player with its averaged weights, if an average is kept; else as it is."""
+        return nullcontext() if self.average is None else self.average.applied()
+
+    def _prepare(self, rollouts: Sequence[Rollout], advantages: Tensor) -> list[_Scored]:
+        sequences = [TokenSequence([*r.prompt_ids, *r.completion_ids], len(r.prompt_ids)) for r in rollouts]
+        parts = []
+        for batch in pack(sequences, self.max_tokens):
+            members = batch.sequence_ids
+            old = torch.tensor([logp for i in members.tolist() for logp in rollouts[i].logps])
+            spread = advantages[members][batch.score_sequence].to(self.player.device)
+            batch = batch.to(self.player.device)
+            ref = self.player.ref_logps(batch, temperature=self.settings.temperature)
+            parts.append(_Scored(batch, old.to(self.player.device), ref, spread))
+        return parts if self.critic is None else self._with_values(parts)
+
+    def _with_values(self, parts: Sequence[_Scored]) -> list[_Scored]:
+        """The parts with values, and with generalised advantages of a reward at the last token, whitened."""
+        found = []
+        for part in parts:
+            with torch.no_grad(), self.player.active():
+                _, values = self._score(part.batch)
+            assert values is not None
+            sequence = part.batch.score_sequence
+            last = torch.ones_like(sequence, dtype=torch.bool)
+            last[:-1] = sequence[1:] != sequence[:-1]
+            estimate = gae(
+                torch.where(last, part.advantages, 0.0), values, sequence, gamma=1.0, lam=self.settings.lam
+            )
+            found.append(
+                _Scored(
+                    part.batch, part.old_logps, part.ref_logps, estimate.advantages, values, estimate.returns
+                )
+            )
+        every = torch.cat([part.advantages for part in found])
+        mean, std = every.mean(), every.std().clamp(min=1e-6)
+        return [
+            _Scored(p.batch, p.old_logps, p.ref_logps, (p.advantages - mean) / std, p.old_values, p.returns)
+            for p in found
+        ]
+
+    def _score(self, batch: PackedBatch) -> tuple[TokenLogps, Tensor | None]:
+        """Log-probs with entropies, and values where there is a critic; the trunk runs once for both."""
+        options = {"temperature": self.settings.temperature, "with_entropy": True}
+        if self.critic is None:
+            return self.player.logps(batch, **options), None
+        hidden = hidden_states(self.player.model, batch)
+        values = self.critic(hidden[batch.score_positions])
+        return score_hidden(self.player.model, hidden, batch, **options), values
+
+    def _gradient(self, scored: list[_Scored], total: int) -> dict[str, float]:
+        """Gradient of the mean loss over all tokens, clipped, and what was measured on the way."""
+        sums = torch.zeros(6, device=self.player.device)
+        with self.player.active():
+            for part in scored:
+                result, values = self._score(part.batch)
+                policy = clipped_policy_loss(
+                    result.logps,
+                    part.old_logps,
+                    part.advantages,
+                    clip_low=self.epsilon,
+                    clip_high=self.epsilon,
+                )
+                divergence = kl_k3(result.logps, part.ref_logps).sum()
+                loss = policy.loss + (self.beta + self.kl_multiplier) * divergence
+                error = torch.zeros((), device=self.player.device)
+                if values is not None and part.old_values is not None and part.returns is not None:
+                    error = value_loss(values, part.old_values, part.returns, clip_range=_VALUE_CLIP).loss
+                    loss = loss + self.settings.vf_coef * error
+                (loss / total).backward()
+                assert result.entropy is not None
+                clipped = policy.clipped_low + policy.clipped_high
+                sums += torch.stack(
+                    [loss, divergence, policy.approx_kl, clipped, result.entropy.sum(), error]
+                ).detach()
+        norm = torch.nn.utils.clip_grad_norm_(self._trained, self.max_grad_norm)
+        loss, kl, approx_kl, clipped, entropy, error = (sums / total).tolist()
+        if not torch.isfinite(norm) or not torch.isfinite(sums).all():
+            raise UserError(
+                f"a player's loss became {loss} with gradient norm {float(norm)}; lower its learning rate"
+            )
+        measured = {
+            "loss": loss,
+            "kl": kl,
+            "approx_kl": approx_kl,
+            "clip_fraction": clipped,
+            "entropy": entropy,
+            "grad_norm": float(norm),
+        }
+        return measured if self.critic is None else measured | {"value_loss": error}
+
+    def save(self, folder: Path, role: str) -> None:
+        """Write the optimizer's state, and what steps, average and critic remember, into a folder."""
+        save_optimizer_state(self.optimizer, folder / f"{role}_optimizer.safetensors")
+        tensors = self._step.state()
+        if self.average is not None:
+            tensors |= self.average.state()
+        if self.critic is not None:
+            tensors |= {f"critic.{name}": value for name, value in self.critic.state_dict().items()}
+        if tensors:
+            path = folder / f"{role}_memory.safetensors"
+            save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, str(path))
+
+    def load(self, folder: Path, role: str) -> None:
+        """Take up what `save` wrote."""
+        load_optimizer_state(self.optimizer, folder / f"{role}_optimizer.safetensors")
+        path = folder / f"{role}_memory.safetensors"
+        tensors = load_file(str(path)) if path.exists() else {}
+        self._step.load_state(tensors)
+        if self.average is not None:
+            self.average.load_state(tensors)
+        if self.critic is not None:
+            self.critic.load_state_dict(
+                {name: tensors[f"critic.{name}"] for name in self.critic.state_dict()}
+            )
+
+    def forget(self) -> None:
+        """Drop the optimizer's moments, which belong to weights that have been put back."""
+        self.optimizer.state.clear()
+        self._step.load_state({})
+
+
+def _critic(player: PolicyModel, seed: int) -> ValueHead:
+    return ValueHead(player.model.config.get_text_config().hidden_size, seed=seed).to(player.device)

@@ -1,0 +1,97 @@
+"""Whose turn it is: how many updates each player makes in a step, and when one of them stands still."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from rlhf_data import BaseConfig
+
+
+class ScheduleConfig(BaseConfig):
+    """How updates are shared out between the players."""
+
+    rule: Literal["fixed", "adaptive"] = "fixed"
+    """`fixed`: `monitor_updates_per_policy` in every step; `adaptive`: more while the monitor is losing."""
+    monitor_target: float = Field(default=0.9, gt=0.5, lt=1)
+    """Balanced accuracy at which an adaptive schedule makes `monitor_updates_per_policy` updates."""
+    max_monitor_updates: int = Field(default=10, ge=1)
+    """Most updates of the monitor in a step of an adaptive schedule."""
+    freeze_monitor_above: float | None = Field(default=None, gt=0.5, le=1)
+    """The monitor stands still while its balanced accuracy is above this; null never."""
+    freeze_policy_below: float | None = Field(default=None, ge=0.5, lt=1)
+    """The policy stands still while the monitor's balanced accuracy is below this; null never."""
+    monitor_refresh: Literal["reuse", "resample"] = "reuse"
+    """Whether the monitor's updates in a step share one batch of critiques, or each gets fresh ones."""
+    smoothing: float = Field(default=0.5, gt=0, le=1)
+    """Weight of the newest balanced accuracy in the moving average that decides."""
+
+    @model_validator(mode="after")
+    def _gates_leave_room(self) -> Self:
+        low, high = self.freeze_policy_below, self.freeze_monitor_above
+        if low is not None and high is not None and low >= high:
+            raise ValueError(
+                f"freeze_policy_below {low} must be below freeze_monitor_above {high}: between the two both "
+                "players would stand still for ever"
+            )
+        return self
+
+
+class PoolConfig(BaseConfig):
+    """Past players that the present ones meet now and then."""
+
+    every: int | None = Field(default=None, ge=1)
+    """Take both players into their pools every so many steps; null keeps no pools."""
+    size: int = Field(default=8, ge=2)
+    """Most members of a pool."""
+    sampling: Literal["latest", "uniform", "prioritised"] = "uniform"
+    """Who is met: the newest member, any, or rather those that are hard to beat."""
+    share: float = Field(default=0.25, ge=0, le=1)
+    """Share of the steps in which a player meets a member instead of the present opponent."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a step does.
+
+    Args:
+        monitor_updates: most updates of the monitor; 0 freezes it.
+        policy_learns: whether the policy is updated.
+    """
+
+    monitor_updates: int
+    policy_learns: bool
+
+
+def next_turn(
+    config: ScheduleConfig, accuracy: float, *, monitor_updates: int, in_warmup: bool = False
+) -> Turn:
+    """Share out the updates of a step.
+
+    An adaptive schedule trains the side that is losing: the monitor makes k · (1 - a) / (1 - target) updates,
+    rounded, at least 1 and at most `max_monitor_updates`, for a smoothed balanced accuracy a. It makes k
+    where its error is that of the target, and twice as many where it errs twice as often.
+
+    Args:
+        config: the schedule.
+        accuracy: smoothed balanced accuracy of the monitor's verdicts.
+        monitor_updates: k, `monitor_updates_per_policy`; 0 for a monitor that is never trained.
+        in_warmup: whether only the monitor learns anyway; it is never frozen then.
+    """
+    updates = monitor_updates
+    if config.rule == "adaptive" and updates:
+        share = (1 - accuracy) / (1 - config.monitor_target)
+        updates = min(max(round(monitor_updates * share), 1), config.max_monitor_updates)
+    if in_warmup:
+        return Turn(updates, policy_learns=False)
+    if config.freeze_monitor_above is not None and accuracy > config.freeze_monitor_above:
+        updates = 0
+    frozen = config.freeze_policy_below is not None and accuracy < config.freeze_policy_below
+    return Turn(updates, policy_learns=not frozen)
+
+
+def smoothed(before: float | None, newest: float, weight: float) -> float:
+    """Exponential moving average: before + weight · (newest - before), starting at the first value."""
+    return newest if before is None else before + weight * (newest - before)

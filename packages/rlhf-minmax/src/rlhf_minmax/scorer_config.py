@@ -1,0 +1,82 @@
+"""The settings of a MinMax run's scorers: reward model, judge, and those kept out of training."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import model_validator
+
+from rlhf_data import BaseConfig
+from rlhf_infer import APISettings
+from rlhf_infer.judge_settings import checked_template
+
+_FIELDS_OF = {
+    "head": {"model_name", "load_in_8bit"},
+    "prompted": {"model_name", "load_in_8bit", "template"},
+    "rule": set[str](),
+    "api": {"model_name", "template", "base_url", "cache", *APISettings.model_fields},
+}
+"""What each kind of judge reads beside `kind`."""
+
+
+class RewardModelConfig(BaseConfig):
+    """The reward model: a sequence classifier with one label."""
+
+    model_name: str | None = None
+    """Folder or hub name; null builds one from the training rows."""
+    load_in_8bit: bool = False
+    """Quantise its weights to 8 bits."""
+
+
+class JudgeConfig(APISettings):
+    """Who says how likely an answer is to be true, given the question, the answer and a critique.
+
+    The fields of `APISettings` are those of kind `api`.
+    """
+
+    kind: Literal["head", "prompted", "rule", "api"] = "head"
+    """`head`: classifier; `prompted`: model asked yes or no; `rule`: reads the verdict; `api`: a server."""
+    model_name: str | None = None
+    """Folder or hub name, or the name at the API; null builds a `head` from the training rows."""
+    load_in_8bit: bool = False
+    """Quantise its weights to 8 bits."""
+    template: str | None = None
+    """Of `prompted` and `api`: text with {question}, {answer}, {critique}; null takes the built-in one."""
+    base_url: str | None = None
+    """What `/chat/completions` is appended to, such as https://api.openai.com/v1."""
+    cache: bool = True
+    """Keep the API's replies in the user's cache folder, so that no text is paid for twice."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.kind == "prompted" and self.model_name is None:
+            raise ValueError("a prompted judge needs model_name, a causal language model")
+        if self.kind == "api" and (self.model_name is None or self.base_url is None):
+            raise ValueError("a judge of kind api needs base_url and model_name, the model's name there")
+        for name, field in type(self).model_fields.items():
+            if name != "kind" and name not in _FIELDS_OF[self.kind] and getattr(self, name) != field.default:
+                raise ValueError(
+                    f"a judge of kind {self.kind} has no {name}; leave {name} out or choose another kind"
+                )
+        if self.template is not None:
+            checked_template(self.template)
+        return self
+
+    @property
+    def question_template(self) -> str:
+        """What `prompted` and `api` ask: the template given, or the built-in one."""
+        return self.default_template if self.template is None else self.template
+
+    @property
+    def identity(self) -> tuple[str, str | None, str | None]:
+        """What tells this judge from another one: kind, model and server."""
+        return self.kind, self.model_name, self.base_url
+
+
+class HeldOutConfig(BaseConfig):
+    """Scorers that are never trained on, to tell a better policy from one that fools its scorers."""
+
+    reward_model: RewardModelConfig | None = None
+    """Another reward model; without a name one without the planted flaw is built; null for none."""
+    judge: JudgeConfig | None = None
+    """Another judge; null for none."""

@@ -1,0 +1,103 @@
+"""The run doctor: which signal is dead, said once, in time, and with the setting to change."""
+
+import pytest
+
+from rlhf_minmax.config import MinMaxConfig
+from rlhf_minmax.doctor import FIRST_STEPS, Doctor, config_findings
+
+CONFIG = MinMaxConfig()
+
+
+def findings(rows, config=CONFIG):
+    doctor = Doctor(config)
+    return [text for row in rows for text in doctor.look(row)]
+
+
+@pytest.mark.parametrize(
+    ("key", "good", "bad", "setting"),
+    [
+        ("monitor/truncated_rate", 0.5, 0.6, "monitor_model.max_new_tokens"),
+        ("monitor/parse_rate", 0.5, 0.4, "monitor_model.prompt_template"),
+        ("policy/truncated_rate", 0.5, 0.6, "policy_model.max_new_tokens"),
+        ("policy/parse_rate", 0.5, 0.4, "policy_model.prompt_template"),
+        ("monitor/frac_groups_zero_std", 0.9, 0.95, "game.num_critiques"),
+        ("policy/frac_groups_zero_std", 0.9, 0.95, "game.num_generations"),
+        ("monitor/label_base_rate", 0.9, 0.95, "game.tampered_fraction"),
+        ("monitor/label_base_rate", 0.1, 0.05, "game.tampered_fraction"),
+        ("monitor/sampling_kl", 0.02, 0.03, "temperature"),
+        ("policy/sampling_kl", 0.02, 0.03, "temperature"),
+        ("policy/reward_to_judge_spread", 20.0, 21.0, "game.w_judge"),
+        ("policy/reward_to_judge_spread", 0.05, 0.04, "game.w_judge"),
+        ("monitor/truth_to_judge_spread", 20.0, 21.0, "constraint.lambda_max"),
+    ],
+)
+def test_each_sign_is_told_once_after_the_first_steps(key, good, bad, setting):
+    assert findings([{key: good}] * (2 * FIRST_STEPS)) == []
+    assert findings([{key: bad}] * (FIRST_STEPS - 1)) == []
+    told = findings([{key: bad}] * (2 * FIRST_STEPS))
+    assert len(told) == 1 and setting in told[0]
+
+
+def test_the_mean_of_the_first_steps_counts():
+    key = "monitor/truncated_rate"
+    assert findings([{key: value} for value in (1.0, 0.0, 1.0, 0.0)]) == []
+    assert len(findings([{key: value} for value in (1.0, 0.0, 1.0, 0.4)])) == 1
+    assert findings([{key: value} for value in (0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0)]) == []
+    # Steps in which a signal was not measured are no steps of it.
+    assert len(findings([{key: 1.0}, {}, {key: None}, *[{key: 1.0}] * (FIRST_STEPS - 1)])) == 1
+
+
+def saturated(name, violation, value=1.0):
+    return {f"dual/{name}/saturated": value, f"constraint/{name}/violation_ema": violation}
+
+
+def test_a_multiplier_at_its_bound_under_violation():
+    assert findings([saturated("truthfulness", 0.2)] * 7) == []
+    [told] = findings([saturated("truthfulness", 0.2)] * 20)
+    assert "raise constraint.lambda_max" in told
+    assert findings([saturated("truthfulness", 0.01)] * 20) == []
+    broken = [saturated("truthfulness", 0.2)] * 7 + [saturated("truthfulness", 0.2, 0.0)]
+    assert findings(broken * 3) == []
+
+
+def test_a_further_constraints_multiplier_is_named_by_its_section():
+    config = MinMaxConfig.from_dict({"constraints": {"policy": {"length": {"threshold": 0.5}}}})
+    assert findings([saturated("policy_length", 0.4)] * 20, config) == []
+    [told] = findings([saturated("policy_length", 0.6)] * 20, config)
+    assert "constraints.policy.length.lambda_max" in told
+
+
+def test_a_resumed_doctor_goes_on():
+    rows = [{"policy/parse_rate": 0.1, **saturated("truthfulness", 0.2)}] * 12
+    whole = Doctor(CONFIG)
+    expected = [whole.look(row) for row in rows]
+    doctor, found = Doctor(CONFIG), []
+    for row in rows:
+        found.append(doctor.look(row))
+        doctor = Doctor(CONFIG, doctor.to_dict())
+    assert found == expected and sum(map(len, found)) == 2
+
+
+@pytest.mark.parametrize(
+    ("section", "text"),
+    [
+        ({"training": {"monitor_learning_rate": 1.0}}, "times as far per step"),
+        ({"training": {"monitor_warmup_steps": 500}}, "never learns"),
+        ({"game": {"tampered_fraction": 0}}, "tampered_fraction is 0"),
+        ({"policy_model": {"lora_dropout": 0.1}}, "policy_model.lora_dropout 0.1"),
+        (
+            {
+                "training": {"constraint_penalty_lambda": 0},
+                "constraint": {"rule": "fixed", "lambda_min": 0},
+            },
+            "slander pays",
+        ),
+    ],
+)
+def test_settings_that_cannot_work(section, text):
+    [told] = config_findings(MinMaxConfig.from_dict(section), 2048)
+    assert text in told
+
+
+def test_the_defaults_are_sound():
+    assert config_findings(CONFIG, 2048) == []
