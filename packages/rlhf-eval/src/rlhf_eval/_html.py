@@ -38,7 +38,7 @@ thead th { color: var(--soft); font-size: .85rem; font-weight: 600; white-space:
 tbody th { font-weight: 500; }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .grid { display: grid; gap: 16px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); }
-.grid.small { grid-template-columns: repeat(auto-fit, minmax(min(100%, 300px), 1fr)); }
+.grid.small { grid-template-columns: repeat(auto-fill, minmax(min(100%, 300px), 1fr)); }
 .grid > div { min-width: 0; }
 .tiles { display: grid; gap: 12px; grid-template-columns: repeat(3, 1fr); margin: 20px 0; }
 .tile { background: var(--panel); border-radius: 8px; border-top: 4px solid var(--grey); padding: 12px 16px; }

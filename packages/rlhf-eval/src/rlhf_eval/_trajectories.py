@@ -110,7 +110,11 @@ def _draw_lines(axes: Axes, *, lines: Sequence[_Line], log: bool, bounds: Sequen
     for bound in bounds:
         axes.axhline(bound, color=GREY, linewidth=1, linestyle="--")
     if log:
+        from matplotlib.ticker import LogLocator, NullFormatter
+
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     else:
         axes.set_ylim(bottom=0)

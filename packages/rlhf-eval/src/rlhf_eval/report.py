@@ -138,7 +138,7 @@ def _findings(findings: Sequence[dict[str, Any]] | None) -> str:
 
 def _headline(results: dict[str, Any]) -> str:
     blocks = [results.get(block) or {} for block, _, _ in _BLOCKS]
-    measured = [row for row in _MEASURED_ON_REQUEST if any(row[0] in block for block in blocks)]
+    measured = [row for row in _MEASURED_ON_REQUEST if any(block.get(row[0]) is not None for block in blocks)]
     rows = [
         [
             f'{text(label)}<span class="key">{breakable(key)}</span>',
