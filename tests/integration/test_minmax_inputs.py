@@ -281,3 +281,25 @@ def test_the_configs_are_what_they_say(name: str) -> None:
 def keys_of(values: dict[str, Any], prefix: str = "") -> set[str]:
     inner = (keys_of(v, f"{prefix}{k}.") for k, v in values.items() if isinstance(v, dict))
     return {f"{prefix}{key}" for key in values}.union(*inner)
+
+
+def test_the_instruct_config_plays_a_chat_model(run: Run, model_folder: Callable[[str], Path]) -> None:
+    from rlhf_models import RewardModel, load_causal_lm, load_tokenizer
+
+    plain = model_folder("llama")
+    chat, reward = plain.with_name("chat"), plain.with_name("chat-reward")
+    shutil.copytree(plain, chat)
+    tokenizer = load_tokenizer(chat)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    tokenizer.save_pretrained(chat)
+    RewardModel.from_backbone(load_causal_lm(plain), load_tokenizer(plain), seed=0).save_pretrained(reward)
+    models = ("--model", chat, "--reward-model", reward, "--judge-model", plain)
+    folder = run("run", "--config", ROOT / "configs" / "minmax_instruct.yaml", *models, steps=2)
+    prompts = {prompt["role"]: prompt["text"] for prompt in results_of(folder)["prompts"]}
+    start = f"<user>{held_out().story}\n{held_out().question}\n"
+    assert prompts["policy"].startswith(start) and prompts["monitor"].startswith(start)
+    assert prompts["policy"].endswith("Answer with one of the choices and nothing else.<assistant>")
+    assert prompts["monitor"].endswith("Mary went to the shed. so wrong<assistant>")

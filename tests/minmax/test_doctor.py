@@ -85,10 +85,11 @@ def test_a_resumed_doctor_goes_on():
         ({"training": {"monitor_warmup_steps": 500}}, "never learns"),
         ({"game": {"tampered_fraction": 0}}, "tampered_fraction is 0"),
         ({"policy_model": {"lora_dropout": 0.1}}, "policy_model.lora_dropout 0.1"),
+        ({"monitor_model": {"step_rule": "optimistic"}}, "set monitor_model.adam_betas to [0, 0.95]"),
         (
             {
                 "training": {"constraint_penalty_lambda": 0},
-                "constraint": {"rule": "fixed", "lambda_min": 0},
+                "constraint": {"rule": "fixed"},
             },
             "slander pays",
         ),
@@ -101,3 +102,5 @@ def test_settings_that_cannot_work(section, text):
 
 def test_the_defaults_are_sound():
     assert config_findings(CONFIG, 2048) == []
+    calm = {"policy_model": {"step_rule": "optimistic", "adam_betas": [0, 0.95]}}
+    assert config_findings(MinMaxConfig.from_dict(calm), 2048) == []

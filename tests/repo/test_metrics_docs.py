@@ -53,9 +53,14 @@ from rlhf_infer import RuleJudge, TransformersEngine
 from rlhf_infer.rewards import RewardFunctions
 from rlhf_minmax import MinMaxConfig, MinMaxPipeline, MinMaxTrainer
 from rlhf_minmax.break_even import BreakEven
-from rlhf_minmax.evaluate import evaluate
+from rlhf_minmax.cross_play import cross_play
+from rlhf_minmax.doctor import FIRST_STEPS
+from rlhf_minmax.exploitability import BestResponse, Exploitability
+from rlhf_minmax.measurement import measure_game
 from rlhf_minmax.players import Players
+from rlhf_minmax.pool import Member
 from rlhf_minmax.prompts import Prompts
+from rlhf_minmax.scorers import HeldOut
 from rlhf_minmax.story_rules import StoryRules
 from rlhf_models import (
     AdapterSet,
@@ -69,12 +74,23 @@ from rlhf_models import (
 ROOT = Path(__file__).parents[2]
 CONFIG = MinMaxConfig.from_dict(
     {
-        "policy_model": {"max_new_tokens": 3},
-        "monitor_model": {"max_new_tokens": 3},
-        "training": {"batch_size": 2, "max_steps": 2, "monitor_warmup_steps": 1, "eval_steps": 2},
+        "policy_model": {"max_new_tokens": 3, "baseline": "critic"},
+        "monitor_model": {"max_new_tokens": 3, "baseline": "critic"},
+        "training": {
+            "batch_size": 2,
+            "max_steps": FIRST_STEPS + 1,
+            "monitor_warmup_steps": 1,
+            "eval_steps": FIRST_STEPS,
+        },
         "game": {"num_generations": 2, "num_critiques": 2, "policy_critiques": 1},
+        "constraints": {
+            "monitor": {"length": {}, "format": {}, "evidence": {}},
+            "policy": {"kl": {}, "length": {}, "refusal": {}},
+        },
+        "pool": {"every": 1, "share": 1},
     }
 )
+"""A game with everything on that adds keys, long enough for the run doctor to find something."""
 METHOD_CONFIGS = {
     "sft": SFTConfig,
     "reward": RewardConfig,
@@ -127,18 +143,43 @@ def pipeline(tiny_llama: Any, byte_tokenizer: Any) -> MinMaxPipeline:
     )
 
 
+def keys_of(heading: str) -> set[str]:
+    return {row[0] for row in documented(heading)}
+
+
 def test_keys_of_the_game(pipeline: MinMaxPipeline, tmp_path: Path) -> None:
     written: set[str] = set()
+    held_out = HeldOut(LengthReward(), RuleJudge())
     for adversary in (True, False):
         run = RunFolder.create(tmp_path / str(adversary))
-        MinMaxTrainer(pipeline, CONFIG, RECORDS, RECORDS, run=run, adversary=adversary).train()
+        MinMaxTrainer(
+            pipeline, CONFIG, RECORDS, RECORDS, run=run, adversary=adversary, held_out=held_out
+        ).train()
         written |= {key for row in run.read_metrics() for key in row}
     of_step = {key for key in written if not key.startswith("eval/")}
-    assert of_step == {row[0] for row in documented("The game: metrics.jsonl")}
+    of_one = re.compile(r"(constraint|dual)/(\w+)/")
+    general = {of_one.sub(r"\1/<name>/", key) for key in of_step}
+    assert general == keys_of("The game: metrics.jsonl") | keys_of("The game: constraints and dynamics")
+    names = {match[2] for match in map(of_one.match, of_step) if match}
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert all(f"`{name}`" in text for name in names)
     blocks, _, _ = results_tables()
     starred = {row[0] for row in blocks if row[1:2] == ["*"]}
-    assert set(evaluate(pipeline, RECORDS, pipeline.players.policy)) == starred
+    assert set(measure_game(pipeline, RECORDS, pipeline.players.policy, held_out)) == starred
     assert written - of_step == {f"eval/{key}" for key in starred}
+
+
+def test_keys_of_how_good_the_players_are(pipeline: MinMaxPipeline) -> None:
+    past = [Member.of(1, player) for player in (pipeline.players.policy, pipeline.players.monitor)]
+    table = cross_play(pipeline, past[:1], past[1:], RECORDS).to_metrics()
+    crossed = {re.sub(r"1_1$", "<i>_<j>", re.sub(r"/1$", "/<i>", key)) for key in table}
+    probed = {key for role in ("policy", "monitor") for key in BestResponse(role, 0.0, 0.0, 0.0).to_metrics()}
+    blocks = {row[0] for row in results_tables()[0]}
+    measured = set(Exploitability(0.0, 0.0, 0.0).to_metrics()) | {
+        key for key in blocks if re.match(r"minmax/(heldout|hacking)", key)
+    }
+    assert keys_of("The game: how good the players are") == crossed | probed | measured
+    assert crossed | measured <= blocks
 
 
 def test_keys_of_results() -> None:

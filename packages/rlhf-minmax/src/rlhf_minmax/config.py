@@ -115,7 +115,7 @@ class TrainingConfig(BaseConfig):
     monitor_learning_rate: float = Field(default=3e-3, gt=0)
     """AdamW learning rate of the monitor."""
     monitor_updates_per_policy: int = Field(default=5, ge=0)
-    """Inner updates of the monitor on one batch of critiques, fewer where the KL stop ends them; 0 freezes it."""
+    """Most inner updates of the monitor on a batch of critiques; the KL stop may end them; 0 freezes it."""
     policy_updates: int = Field(default=2, ge=1)
     """Updates of the policy on one batch of answers."""
     monitor_warmup_steps: int = Field(default=8, ge=0)

@@ -61,8 +61,10 @@ class DualState:
     overshoot: float = 0.0
 
     def saturated(self, settings: DualSettings) -> bool:
-        """Whether λ lies at one of its bounds."""
-        return self.multiplier <= settings.minimum or self.multiplier >= settings.maximum
+        """Whether λ lies at one of its bounds; a fixed one has none."""
+        return settings.rule != "fixed" and (
+            self.multiplier <= settings.minimum or self.multiplier >= settings.maximum
+        )
 
 
 def update_multiplier(state: DualState, violation: float, settings: DualSettings) -> DualState:
@@ -70,7 +72,7 @@ def update_multiplier(state: DualState, violation: float, settings: DualSettings
 
     v̄ ← (1 - s) v̄ + s v, then with e = v̄ - ε:
 
-    - `fixed`: λ stays.
+    - `fixed`: λ stays, whatever its bounds.
     - `multiplicative`: λ ← λ (1 + α) if e > 0 else λ (1 - α); blind to the size of the violation.
     - `additive`: λ ← λ + α e (gradient ascent on the Lagrangian; RCPO, https://arxiv.org/abs/1805.11074).
     - `log`: λ ← λ exp(α e) (exponentiated gradient ascent; Safe RLHF, https://arxiv.org/abs/2310.12773,
@@ -103,9 +105,11 @@ def update_multiplier(state: DualState, violation: float, settings: DualSettings
         multiplier = settings.step_size * (
             settings.proportional_gain * excess + integral + settings.derivative_gain * rise
         )
+    if settings.rule != "fixed":
+        multiplier = min(max(multiplier, settings.minimum), settings.maximum)
     return replace(
         state,
-        multiplier=min(max(multiplier, settings.minimum), settings.maximum),
+        multiplier=multiplier,
         violation_ema=smoothed,
         integral=integral,
         updates=state.updates + 1,

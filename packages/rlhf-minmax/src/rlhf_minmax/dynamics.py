@@ -40,15 +40,12 @@ class Dynamics:
 
         Args:
             metrics: of the step: `monitor/updates`, `policy/updates` where it learned, both learning rates
-            and
-                `minmax/value`.
+                and `minmax/value`.
 
         Returns:
             `dynamics/update_ratio` (monitor's updates per update of the policy in this step, None where it
-            did
-            not learn), `dynamics/time_scale` (learning rate x updates, monitor to policy, over the run so
-            far)
-            and `dynamics/oscillation` (of the last values of the game).
+            did not learn), `dynamics/time_scale` (learning rate x updates, monitor to policy, over the run so
+            far) and `dynamics/oscillation` (of the last values of the game).
         """
         self.values = [*self.values, float(metrics["minmax/value"])][-_WINDOW:]
         found: dict[str, float | None] = {"dynamics/oscillation": oscillation(self.values)}

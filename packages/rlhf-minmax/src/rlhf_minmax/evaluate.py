@@ -128,7 +128,7 @@ def batch_metrics(output: MinMaxOutput, bare: Tensor | None = None) -> Metrics:
 
     Args:
         output: the pass, with J criticised answers.
-        bare: (J,) `pipeline.bare_judge_scores` of `output.judged`; None leaves the effects of critiques unknown.
+        bare: (J,) `pipeline.bare_judge_scores` of `output.judged`; None leaves critiques' effects unknown.
     """
     nothing = torch.zeros(0)
     effects = effect_metrics(nothing, nothing, nothing.bool())

@@ -69,8 +69,6 @@ class MonitorGuard:
 
     def remember(self, violation_ema: float, threshold: float, dual: dict[str, Any]) -> None:
         """Keep the monitor that `observe` was told of last, if it is good, together with its dual state."""
-        if not self.config.rollback:
-            return
         if violation_ema <= threshold or self.lowest is None or violation_ema < self.lowest:
             self.lowest = violation_ema
             self._good, self._good_state = self._measured, dual

@@ -37,14 +37,14 @@ class OpponentPools:
         self.policies = OpponentPool(config.size, config.sampling)
         self.monitors = OpponentPool(config.size, config.sampling)
 
-    def choose(self, step: int) -> Opponents:
-        """Whom the players meet in a step."""
+    def choose(self, step: int, *, policy_learns: bool = True) -> Opponents:
+        """Whom the players meet in a step; a policy that does not learn meets nobody."""
         rng = random.Random(self.seed * 1_000_003 + step)
         chosen = [
             pool.sample(rng) if rng.random() < self.config.share and pool.members else None
             for pool in (self.policies, self.monitors)
         ]
-        return Opponents(*chosen)
+        return Opponents(chosen[0], chosen[1] if policy_learns else None)
 
     def note(self, opponents: Opponents, metrics: dict[str, float | None]) -> dict[str, float | None]:
         """Record what the players made of past opponents; `pool/...` metrics of the step.

@@ -120,12 +120,8 @@ class DualPPOOptimizer:
 
     def _judged(self, output: MinMaxOutput, seed: int, past_monitor: Member | None) -> Tensor:
         """(A,) judge scores of the policy's answers, the mean over fresh critiques or without any."""
-        records, answers, count = output.records, output.answers, self.config.game.policy_critiques
-        if count == 0:
-            return self.pipeline.bare_judge_scores(records, answers)
         with self._critic(past_monitor):
-            fresh = self.pipeline.criticise(records, answers, count, seed=seed + 2)
-        return self.pipeline.judge_scores(records, answers, fresh).view(len(answers), -1).mean(1)
+            return self.pipeline.policy_judge_scores(output.records, output.answers, seed=seed + 2)
 
     def _critic(self, past_monitor: Member | None) -> AbstractContextManager[object]:
         """The monitor as it is, or as it was."""
@@ -141,6 +137,12 @@ class DualPPOOptimizer:
             if rates["policy/learning_rate"] > 0:
                 rates["dynamics/lr_ratio"] = rates["monitor/learning_rate"] / rates["policy/learning_rate"]
         return rates
+
+    def end_step(self) -> None:
+        """Take both players' weights into their averages."""
+        self.policy.end_step()
+        if self.monitor is not None:
+            self.monitor.end_step()
 
     def _turn(self, output: MinMaxOutput, *, in_warmup: bool) -> Turn:
         schedule = self.config.schedule

@@ -269,6 +269,16 @@ class MinMaxPipeline:
         )
         return self.judge_scale(scores)
 
+    def policy_judge_scores(
+        self, batch: Sequence[QARecord], answers: Sequence[Answer], *, seed: int
+    ) -> Tensor:
+        """(A,) what the policy is paid for by the judge: the mean over fresh critiques, or without any."""
+        count = self.config.game.policy_critiques
+        if count == 0:
+            return self.bare_judge_scores(batch, answers)
+        critiques = self.criticise(batch, answers, count, seed=seed)
+        return self.judge_scores(batch, answers, critiques).view(len(answers), -1).mean(1)
+
     def bare_judge_scores(self, batch: Sequence[QARecord], answers: Sequence[Answer]) -> Tensor:
         """(A,) standardised judge scores of answers without a critique; equal ones are judged once."""
         asked = [(batch[answer.story].question, answer.text) for answer in answers]

@@ -144,10 +144,13 @@ class PlayerOptimizer:
                 metrics = {**measured, **first, "updates": done + 1}
         finally:
             model.eval()
-        if self.average is not None:
-            self.average.update()
         passes = int(metrics["updates"]) * (2 if self.settings.step_rule == "extragradient" else 1)
         return metrics | {"num_tokens": sum(part.batch.num_tokens for part in scored) * passes}
+
+    def end_step(self) -> None:
+        """Take the weights as they are after a step into their average."""
+        if self.average is not None:
+            self.average.update()
 
     def averaged(self) -> AbstractContextManager[None]:
         """The player with its averaged weights, if an average is kept; else as it is."""

@@ -99,6 +99,7 @@ class MinMaxTrainer:
         torch.manual_seed(seed)
         rates = self.optimizer.begin_step(self.step)
         metrics = self._game_step(batch, seed) if self.adversary else self._plain_step(batch, seed)
+        self.optimizer.end_step()
         metrics |= rates
         if self.adversary:
             metrics |= self.dynamics.update(metrics)
@@ -124,9 +125,9 @@ class MinMaxTrainer:
         return [text for text in [*told, *self.doctor.look(metrics)] if text]
 
     def _game_step(self, batch: list[QARecord], seed: int) -> dict[str, Any]:
-        opponents = self.pools.choose(self.step)
-        output = self.pipeline.forward_pass(batch, seed=seed, past_policy=opponents.policy)
         learns = self.step >= self.config.training.monitor_warmup_steps
+        opponents = self.pools.choose(self.step, policy_learns=learns)
+        output = self.pipeline.forward_pass(batch, seed=seed, past_policy=opponents.policy)
         bare = self.pipeline.bare_judge_scores(output.records, output.judged)
         metrics: dict[str, Any] = dict(batch_metrics(output, bare))
         metrics |= self.optimizer.step(
