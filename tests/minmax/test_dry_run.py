@@ -243,7 +243,7 @@ def test_memory_of_activations() -> None:
 
 def test_names_that_must_agree() -> None:
     from rlhf_infer import TransformersEngine
-    from rlhf_minmax.config import ConstraintConfig
+    from rlhf_minmax.constraint_config import ConstraintConfig
 
     default = inspect.signature(TransformersEngine.__init__).parameters["max_batch_tokens"].default
     assert default == ENGINE_TOKENS

@@ -42,9 +42,8 @@ def logps(player, rollouts):
 
 def player_optimizer(pipeline, **changes):
     config = pipeline.config
-    return PlayerOptimizer(
-        pipeline.players.policy, config.policy_model, config, **({"learning_rate": 3e-3} | changes)
-    )
+    settings: dict[str, Any] = {"learning_rate": 3e-3} | changes
+    return PlayerOptimizer(pipeline.players.policy, config.policy_model, config, **settings)
 
 
 @each_kind

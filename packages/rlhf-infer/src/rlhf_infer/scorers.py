@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from rlhf_data import UserError
 from rlhf_data.transcripts import Text
-from rlhf_infer.judges import JUDGE_TEMPLATE, Judge
+from rlhf_infer.judge_settings import JUDGE_TEMPLATE
+from rlhf_infer.judges import Judge, PromptedJudge
 from rlhf_infer.rewards import specs
 from rlhf_infer.rewards.calling import RewardFunction
 from rlhf_infer.rewards.factory import RewardFunctionFactory
@@ -183,7 +184,6 @@ def _judge_reward(
     template: str = JUDGE_TEMPLATE,
     **own: Any,
 ) -> JudgeReward:
-    from rlhf_infer.judges import PromptedJudge
     from rlhf_infer.rewards.models import MAX_TOKENS
     from rlhf_models import load_causal_lm, load_tokenizer
 

@@ -203,8 +203,8 @@ def config_findings(config: MinMaxConfig, num_stories: int) -> list[str]:
         player = getattr(config, f"{role}_model")
         if player.step_rule == "optimistic" and player.adam_betas[0] > 0:
             found.append(
-                f"{role}_model.step_rule is optimistic with a momentum of {player.adam_betas[0]}, which undoes "
-                f"it (docs/minmax.md, steps for games); set {role}_model.adam_betas to [0, 0.95]"
+                f"{role}_model.step_rule is optimistic with a momentum of {player.adam_betas[0]}, which "
+                f"undoes it (docs/minmax.md, steps for games); set {role}_model.adam_betas to [0, 0.95]"
             )
         if player.lora_dropout > 0:
             found.append(

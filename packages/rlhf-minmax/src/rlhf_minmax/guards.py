@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rlhf_minmax.constraint_config import GuardConfig
+from rlhf_minmax.parameters import copies, fill
 
 _WORSE = 0.1
 """Smoothed violation by which the last good monitor must have been better."""
@@ -89,18 +89,14 @@ class MonitorGuard:
 
     def roll_back(self) -> dict[str, Any] | None:
         """Put the last good monitor back; its dual state, None where there was no good one but the start."""
-        with torch.no_grad():
-            for parameter, value in zip(self.parameters, self._good, strict=True):
-                parameter.copy_(value)
+        fill(self.parameters, self._good)
         self._newest = self._good
         self.collapsed_steps = 0
         self.rollbacks += 1
         return self._good_state
 
     def _copy(self) -> list[Tensor]:
-        if not self.config.rollback:
-            return []
-        return [parameter.detach().cpu().clone() for parameter in self.parameters]
+        return copies(self.parameters, "cpu") if self.config.rollback else []
 
     def tensors(self) -> dict[str, Tensor]:
         """The last good monitor, for a checkpoint."""

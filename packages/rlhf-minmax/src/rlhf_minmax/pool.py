@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlhf_data import UserError, atomic_folder
+from rlhf_minmax.parameters import copies, fill
 from rlhf_models import PolicyModel
 
 OpponentSampling = Literal["latest", "uniform", "prioritised"]
@@ -37,7 +38,7 @@ class Member:
     @classmethod
     def of(cls, step: int, player: PolicyModel) -> Member:
         """Snapshot a player."""
-        return cls(step, tuple(map(_copy, player.parameters())))
+        return cls(step, tuple(copies(player.parameters(), "cpu")))
 
 
 @contextlib.contextmanager
@@ -55,12 +56,12 @@ def playing(player: PolicyModel, member: Member) -> Iterator[PolicyModel]:
             f"the snapshot of step {member.step} is of other parameters than the player's; "
             "use the model and the LoRA settings it was made with"
         )
-    own = [parameter.detach().clone() for parameter in parameters]
-    _fill(parameters, member.parameters)
+    own = copies(parameters)
+    fill(parameters, member.parameters)
     try:
         yield player
     finally:
-        _fill(parameters, own)
+        fill(parameters, own)
 
 
 class OpponentPool:
@@ -181,13 +182,3 @@ def priorities(payoffs: Sequence[float | None]) -> list[float]:
         1.0 if payoff is None else float(torch.sigmoid(torch.tensor((mean - payoff) / deviation))) ** 2
         for payoff in payoffs
     ]
-
-
-def _copy(parameter: Tensor) -> Tensor:
-    return parameter.detach().cpu().clone(memory_format=torch.contiguous_format)
-
-
-@torch.no_grad()
-def _fill(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    for parameter, value in zip(parameters, values, strict=True):
-        parameter.copy_(value)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from rlhf_minmax.config import StepRule
+from rlhf_minmax.parameters import copies, fill
 
 
 class GameStep:
@@ -51,11 +52,11 @@ class GameStep:
         if self.rule == "optimistic":
             self._extrapolate()
         elif self.rule == "extragradient":
-            start = [parameter.detach().clone() for parameter in self.parameters]
+            start = copies(self.parameters)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             gradient()
-            _copy(start, self.parameters)
+            fill(self.parameters, start)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -103,12 +104,12 @@ class IterateAverage:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """The parameters are their averages while this lasts; afterwards what they were, bit for bit."""
-        own = [parameter.detach().clone() for parameter in self.parameters]
-        _copy(self.values, self.parameters)
+        own = copies(self.parameters)
+        fill(self.parameters, self.values)
         try:
             yield
         finally:
-            _copy(own, self.parameters)
+            fill(self.parameters, own)
 
     def state(self) -> dict[str, Tensor]:
         """The average, for a checkpoint."""
@@ -118,12 +119,6 @@ class IterateAverage:
         """Take up what `state` gave."""
         for i, value in enumerate(self.values):
             value.copy_(state[f"average.{i}"])
-
-
-def _copy(values: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
-    with torch.no_grad():
-        for value, parameter in zip(values, parameters, strict=True):
-            parameter.copy_(value)
 
 
 def _gradient(parameter: Tensor) -> Tensor:

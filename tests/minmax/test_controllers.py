@@ -1,0 +1,397 @@
+"""Constraints with multipliers of their own, from metrics to advantages; baselines, critiques, gates."""
+
+import copy
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_data import TokenSequence, UserError, pack
+from rlhf_infer import Rollout
+from rlhf_minmax.config import MinMaxConfig
+from rlhf_minmax.constraint_config import ControllerConfig
+from rlhf_minmax.constraints import Controller, flags, length_violations, penalties
+from rlhf_minmax.optimizer import DualPPOOptimizer
+from rlhf_minmax.pipeline import Answer, CritiqueSample, MinMaxOutput
+from rlhf_minmax.player_optimizer import PlayerOptimizer, sequence_advantages
+from rlhf_minmax.texts import Critique
+from rlhf_models import PolicyModel
+
+CONSTRAINTS = (
+    "constraints.monitor.length.start=1",
+    "constraints.monitor.format.start=2",
+    "constraints.monitor.evidence.start=3",
+    "constraints.policy.length.start=2",
+    "constraints.policy.refusal.start=4",
+    "constraints.policy.kl.start=0.5",
+)
+
+
+def controller(name="c", **settings):
+    return Controller.of(name, ControllerConfig(**settings))
+
+
+def test_metrics_by_hand():
+    # ε = 0.1, s = 0.5, additive with α = 1 from λ = 1.
+    # v:   0.3  0.0   0.4     0.0
+    # v̄:   0.3  0.15  0.275   0.1375
+    # e:   0.2  0.05  0.175   0.0375
+    # Σ max(0, v - ε): 0.2, 0.2, 0.5, 0.5. λ: 1.2, 1.25, 1.425, 1.4625. v̄ was never within ε: no overshoot.
+    found = controller("refusal", threshold=0.1, rule="additive", step_size=1.0)
+    metrics = {}
+    for violation in (0.3, 0.0, 0.4, 0.0):
+        metrics = found.update(violation)
+    assert metrics == pytest.approx(
+        {
+            "constraint/refusal/violation": 0.0,
+            "constraint/refusal/violation_ema": 0.1375,
+            "constraint/refusal/fraction": 1.0,
+            "constraint/refusal/cumulative": 0.5,
+            "constraint/refusal/overshoot": 0.0,
+            "dual/refusal/lambda": 1.4625,
+            "dual/refusal/saturated": 0.0,
+            "dual/refusal/log_lambda": math.log(1.4625),
+        }
+    )
+    # v̄ = 0.06875 is within; then 0.484375 and 0.3421875: two more of seven above, overshoot 0.384375.
+    for violation in (0.0, 0.9, 0.2):
+        metrics = found.update(violation)
+    assert metrics["constraint/refusal/fraction"] == pytest.approx(6 / 7)
+    assert metrics["constraint/refusal/overshoot"] == pytest.approx(0.384375)
+    assert metrics["constraint/refusal/cumulative"] == pytest.approx(0.5 + 0.8 + 0.1)
+
+
+def test_a_violation_at_the_threshold_is_none():
+    metrics = controller(threshold=0.25, rule="additive").update(0.25)
+    assert metrics["constraint/c/fraction"] == metrics["constraint/c/cumulative"] == 0
+    assert metrics["dual/c/lambda"] == 1.0
+
+
+def test_in_the_warm_up_only_the_average_moves():
+    found = controller(rule="additive", step_size=1.0, threshold=0.1, warmup_steps=2)
+    metrics = [found.update(violation) for violation in (0.5, 0.3, 0.3)]
+    # v̄ = 0.5, 0.4, 0.35; the third moves λ by 0.25.
+    assert [each["dual/c/lambda"] for each in metrics] == pytest.approx([1.0, 1.0, 1.25])
+    assert metrics[1]["constraint/c/violation_ema"] == pytest.approx(0.4)
+    assert metrics[1]["constraint/c/fraction"] == 1
+
+
+def test_pid_does_not_sum_up_in_the_warm_up():
+    found = controller(rule="pid", warmup_steps=3, threshold=0.1)
+    for _ in range(3):
+        found.update(0.9)
+    # λ = α (e + Σ) with Σ = λ0 / α + e and no rise: 0.5 · (0.8 + 2 + 0.8).
+    assert found.update(0.9)["dual/c/lambda"] == pytest.approx(1.8)
+
+
+def test_a_fixed_multiplier_stays_and_is_measured():
+    found = controller(rule="fixed", start=3.0)
+    metrics = {}
+    for _ in range(4):
+        metrics = found.update(0.45)
+    assert metrics["dual/c/lambda"] == 3.0
+    assert metrics["constraint/c/cumulative"] == pytest.approx(1.6) and metrics["constraint/c/fraction"] == 1
+
+
+def test_a_multiplier_at_a_bound_is_told_and_zero_has_no_logarithm():
+    low = controller(rule="additive", start=0.1, lambda_min=0.0, step_size=10.0, threshold=0.5)
+    metrics = low.update(0.0)
+    assert metrics["dual/c/lambda"] == 0 and metrics["dual/c/saturated"] == 1
+    assert "dual/c/log_lambda" not in metrics
+    assert controller(start=19.9, step_size=5.0).update(1.0)["dual/c/saturated"] == 1
+    assert controller().update(0.5)["dual/c/saturated"] == 0
+
+
+@pytest.mark.parametrize("rule", ["multiplicative", "log"])
+def test_rules_that_cannot_leave_zero_are_refused_it(rule):
+    with pytest.raises(UserError, match="cannot leave 0; set lambda_min above 0"):
+        ControllerConfig.from_dict({"rule": rule, "lambda_min": 0})
+
+
+def test_bounds_that_leave_no_room_are_refused():
+    with pytest.raises(UserError, match=r"lambda_min 3\.0 must be below lambda_max 3\.0"):
+        ControllerConfig.from_dict({"lambda_min": 3, "lambda_max": 3})
+
+
+@pytest.mark.parametrize("rule", ["fixed", "multiplicative", "additive", "log", "pid"])
+def test_state_goes_through_json(rule):
+    found, other = controller(rule=rule), controller(rule=rule, start=9.0)
+    for violation in (0.4, 0.01, 0.3):
+        found.update(violation)
+    other.load(json.loads(json.dumps(found.to_dict())))
+    assert other.state == found.state
+    assert other.update(0.2) == found.update(0.2)
+
+
+def test_length_violations_and_penalties_by_hand():
+    rollouts = [Rollout([1, 1, 1], [2] * count, [0.0] * count, "stop") for count in (1, 4, 8)]
+    lengths = length_violations(rollouts, 8)
+    assert lengths.tolist() == [0.125, 0.5, 1.0]
+    controllers = {
+        "length": controller(start=2.0),
+        "refusal": controller(start=3.0),
+        "kl": controller(start=9.0),
+    }
+    found = penalties(controllers, {"length": lengths, "refusal": flags([True, False, False])}, 3)
+    # 2 · 0.125 + 3, 2 · 0.5, 2 · 1; the KL is not measured by completion and costs no reward.
+    assert found.tolist() == [3.25, 1.0, 2.0]
+    assert penalties({}, {}, 2).tolist() == [0.0, 0.0]
+
+
+class Recorder:
+    """Takes the place of a player's optimizer and notes what it is given."""
+
+    kl_multiplier = 0.0
+
+    def __init__(self):
+        self.calls = []
+
+    def update(self, rollouts, advantages, *, updates):
+        self.rollouts, self.advantages, self.updates = rollouts, advantages, updates
+        self.calls.append(([r.completion_ids for r in rollouts], updates))
+        return {"num_tokens": 10, "updates": updates, "kl_start": 0.25}
+
+
+def recorded(make_game, *overrides):
+    pipeline, stories = make_game(*overrides)
+    optimizer: Any = DualPPOOptimizer(pipeline, pipeline.config)
+    optimizer.monitor, optimizer.policy = Recorder(), Recorder()
+    return optimizer, stories
+
+
+def rollout(length):
+    return Rollout([1], [2] * length, [0.0] * length, "stop")
+
+
+def critique(answer, length, parsed, evidence_valid):
+    said = Critique("a b", "right", None) if parsed else None
+    return CritiqueSample(answer, "", said, evidence_valid, evidence_valid, 1.0, rollout(length))
+
+
+def made_output():
+    """Two answers with two critiques each that differ only in what constraints look at."""
+    return MinMaxOutput(
+        records=[],
+        answers=[],
+        rewards=torch.zeros(2),
+        judged=[],
+        judged_rewards=torch.zeros(2),
+        critiques=[
+            critique(0, 3, True, True),
+            critique(0, 6, True, True),
+            critique(1, 12, False, False),
+            critique(1, 6, True, False),
+        ],
+        judge_scores=torch.zeros(4),
+        combined=torch.zeros(4),
+        labels=torch.ones(4, dtype=torch.bool),
+        violation=torch.zeros(4),
+        weighted_violation=torch.zeros(4),
+    )
+
+
+def moved(start, violation):
+    """λ of the default rule after its first violation: λ exp(0.5 (v - 0.05))."""
+    return pytest.approx(start * math.exp(0.5 * (violation - 0.05)))
+
+
+def test_every_constraint_on_critiques_takes_its_share_of_the_reward(make_game):
+    optimizer, _ = recorded(make_game, *CONSTRAINTS, "game.unparsable_critique_penalty=0")
+    metrics = optimizer.monitor_step(made_output())
+    # Length 3, 6, 12, 6 of 12: -1 · (1/4, 1/2, 1, 1/2); form -2 · (0, 0, 1, 0); evidence -3 · (0, 0, 1, 1):
+    # -0.25, -0.5 | -6, -3.5; minus -0.375 | -4.75: 0.125, -0.125, -1.25, 1.25; over the batch's deviation
+    # √(3.15625 / 3) = 1.025711.
+    expected = torch.tensor([0.125, -0.125, -1.25, 1.25]) / 1.025711
+    torch.testing.assert_close(optimizer.monitor.advantages, expected, rtol=0, atol=1e-5)
+    # Means: length 2.25 / 4, format 1 / 4, evidence 1 / 2.
+    for name, start, mean in (("length", 1, 0.5625), ("format", 2, 0.25), ("evidence", 3, 0.5)):
+        assert metrics[f"constraint/monitor_{name}/violation"] == mean
+        assert metrics[f"dual/monitor_{name}/lambda"] == moved(start, mean)
+    # The next critiques pay the new prices; the policy's constraints have not moved.
+    assert optimizer.monitor_constraints["monitor_format"].state.multiplier > 2
+    assert {each.state.multiplier for each in optimizer.policy_constraints.values()} == {2, 4, 0.5}
+
+
+def test_every_constraint_on_answers_takes_its_share_of_the_reward(make_game):
+    optimizer, _ = recorded(make_game, *CONSTRAINTS, "game.unparsable_answer_penalty=0")
+    rows = [(0, "a", 2), (0, None, 4), (1, "a", 8), (1, "b", 4)]
+    answers = [Answer(story, "", claim, False, None, rollout(length)) for story, claim, length in rows]
+    metrics = optimizer.policy_step(answers, torch.ones(4))
+    # Length of 8: 1 - 2 · (1/4, 1/2, 1, 1/2), refusal -4 · (0, 1, 0, 0): 0.5, -4 | -1, 0; minus -1.75 | -0.5:
+    # 2.25, -2.25, -0.5, 0.5; over √(10.625 / 3) = 1.881932.
+    expected = torch.tensor([2.25, -2.25, -0.5, 0.5]) / 1.881932
+    torch.testing.assert_close(optimizer.policy.advantages, expected, rtol=0, atol=1e-5)
+    # The KL costs no reward: its λ was handed to the loss, and moves by the KL before the updates.
+    assert optimizer.policy.kl_multiplier == 0.5
+    for name, start, mean in (("length", 2, 0.5625), ("refusal", 4, 0.25), ("kl", 0.5, 0.25)):
+        assert metrics[f"constraint/policy_{name}/violation"] == mean
+        assert metrics[f"dual/policy_{name}/lambda"] == moved(start, mean)
+    optimizer.policy_step(answers, torch.ones(4))
+    assert optimizer.policy.kl_multiplier == moved(0.5, 0.25)
+
+
+def test_without_constraints_there_is_nothing_to_pay(make_game):
+    optimizer, _ = recorded(make_game)
+    metrics = optimizer.monitor_step(made_output())
+    assert not any(name.startswith(("constraint/", "dual/")) for name in metrics)
+    assert optimizer.policy_constraints == {} and optimizer.monitor_constraints == {}
+
+
+def test_multipliers_of_all_constraints_are_saved_and_taken_up(make_game, tmp_path):
+    pipeline, stories = make_game(*CONSTRAINTS)
+    optimizer, other = (DualPPOOptimizer(pipeline, pipeline.config) for _ in range(2))
+    optimizer.step(pipeline.forward_pass(stories.train[:4], seed=0), seed=0)
+    state = json.loads(json.dumps(optimizer.save(tmp_path)))
+    other.load(tmp_path, state)
+    assert set(state["controllers"]) == {
+        "truthfulness",
+        *(f"monitor_{name}" for name in ("length", "format", "evidence")),
+        *(f"policy_{name}" for name in ("kl", "length", "refusal")),
+    }
+    assert all(each["updates"] == 1 for each in state["controllers"].values())
+    for mine, its in (
+        (other.policy_constraints, optimizer.policy_constraints),
+        (other.monitor_constraints, optimizer.monitor_constraints),
+    ):
+        assert {name: each.state for name, each in mine.items()} == {
+            name: each.state for name, each in its.items()
+        }
+    assert other.balanced_accuracy == optimizer.balanced_accuracy
+
+
+# Rewards 1, 3 | 5, 7, 9. group: -1, 1 | -2, 0, 2. leave_one_out: 1 - 3, 3 - 1 | 5 - 8, 7 - 7, 9 - 6.
+# batch, mean 5: -4, -2, 0, 2, 4. Each over its deviation, of n - 1: √(10/4), √(26/4), √(40/4).
+@pytest.mark.parametrize(
+    ("baseline", "centred", "variance"),
+    [
+        ("group", [-1, 1, -2, 0, 2], 2.5),
+        ("leave_one_out", [-2, 2, -3, 0, 3], 6.5),
+        ("batch", [-4, -2, 0, 2, 4], 10.0),
+        ("critic", [1, 3, 5, 7, 9], 1.0),
+    ],
+)
+def test_baselines_by_hand(baseline, centred, variance):
+    rewards, groups = torch.tensor([1.0, 3.0, 5.0, 7.0, 9.0]), torch.tensor([0, 0, 1, 1, 1])
+    expected = torch.tensor(centred) / variance**0.5
+    torch.testing.assert_close(sequence_advantages(rewards, groups, baseline), expected)
+
+
+@pytest.fixture
+def make_player(tiny_llama, byte_tokenizer):
+    """Makes a `PlayerOptimizer` of a fresh tiny model, from settings of the player."""
+
+    def make(**settings):
+        fields = {"policy_model": settings, "game": {"target_kl": 100.0}}
+        config = MinMaxConfig.from_dict(fields)
+        reference = copy.deepcopy(tiny_llama).requires_grad_(False)
+        player = PolicyModel(copy.deepcopy(tiny_llama), byte_tokenizer, reference=reference)
+        return PlayerOptimizer(player, config.policy_model, config, learning_rate=3e-3)
+
+    return make
+
+
+def logps(player, completions):
+    """Log-probs of the tokens of completions of one prompt, a list for each."""
+    sequences = [TokenSequence([5, 6, *tokens], 2) for tokens in completions]
+    (batch,) = pack(sequences)
+    with torch.no_grad():
+        found = player.logps(batch).logps
+    members = batch.sequence_ids[batch.score_sequence].tolist()
+    rows = [[] for _ in completions]
+    for member, logp in zip(members, found.tolist(), strict=True):
+        rows[member].append(logp)
+    return rows
+
+
+COMPLETIONS = [[7, 8], [9], [10, 11, 12], [9, 8]]
+
+
+@pytest.mark.parametrize("baseline", ["leave_one_out", "batch", "critic"])
+def test_a_rewarded_completion_gets_likelier_under_every_baseline(make_player, baseline):
+    optimizer = make_player(baseline=baseline)
+    before = logps(optimizer.player, COMPLETIONS)
+    rewards = torch.tensor([3.0, 0.0, -3.0, 0.0])
+    for _ in range(4):
+        rows = logps(optimizer.player, COMPLETIONS)
+        rollouts = [Rollout([5, 6], t, own, "stop") for t, own in zip(COMPLETIONS, rows, strict=True)]
+        advantages = sequence_advantages(rewards, torch.zeros(4, dtype=torch.long), baseline)
+        optimizer.update(rollouts, advantages, updates=2)
+    after = logps(optimizer.player, COMPLETIONS)
+    gain = [sum(now) - sum(then) for now, then in zip(after, before, strict=True)]
+    assert gain[0] > 0 > gain[2]
+    assert gain[0] > max(gain[1:])
+
+
+def test_a_critic_learns_what_completions_are_worth(make_player):
+    optimizer = make_player(baseline="critic", vf_coef=1.0)
+    rows = logps(optimizer.player, COMPLETIONS)
+    rollouts = [Rollout([5, 6], t, own, "stop") for t, own in zip(COMPLETIONS, rows, strict=True)]
+    losses = [optimizer.update(rollouts, torch.full((4,), 2.0), updates=1)["value_loss"] for _ in range(40)]
+    assert losses[-1] < 0.2 * losses[0]
+    assert all(later < earlier for earlier, later in zip(losses[::10], losses[10::10], strict=False))
+    assert "value_loss" not in make_player().update(rollouts, torch.ones(4), updates=1)
+
+
+def test_the_kl_constraint_adds_to_the_weight_of_the_kl(make_player):
+    weights, kls = [], []
+    for beta, multiplier in ((0.1, 0.4), (0.5, 0.0), (0.1, 0.0)):
+        optimizer = make_player(beta=beta)
+        optimizer.kl_multiplier = multiplier
+        rows = logps(optimizer.player, COMPLETIONS)
+        rollouts = [Rollout([5, 6], t, own, "stop") for t, own in zip(COMPLETIONS, rows, strict=True)]
+        metrics = optimizer.update(rollouts, torch.tensor([3.0, 0.0, -3.0, 0.0]), updates=8)
+        assert metrics["kl_start"] == pytest.approx(0, abs=1e-6)
+        weights.append([parameter.detach().clone() for parameter in optimizer.parameters])
+        kls.append(metrics["kl"])
+    for mine, its in zip(weights[0], weights[1], strict=True):
+        torch.testing.assert_close(mine, its, rtol=0, atol=1e-6)
+    assert 0 < kls[0] < 0.9 * kls[2]
+
+
+@pytest.mark.parametrize("refresh", ["reuse", "resample"])
+def test_the_monitors_updates_may_get_fresh_critiques_each(make_game, refresh):
+    optimizer, stories = recorded(
+        make_game, f"schedule.monitor_refresh={refresh}", "training.monitor_updates_per_policy=3"
+    )
+    output = optimizer.pipeline.forward_pass(stories.train[:4], seed=0)
+    metrics = optimizer.monitor_step(output, seed=7)
+    drawn = [completions for completions, _ in optimizer.monitor.calls]
+    own = [each.rollout.completion_ids for each in output.critiques]
+    assert drawn[0] == own
+    assert metrics["monitor/updates"] == 3
+    if refresh == "reuse":
+        assert [updates for _, updates in optimizer.monitor.calls] == [3]
+        assert metrics["monitor/num_tokens"] == 10
+        return
+    assert [updates for _, updates in optimizer.monitor.calls] == [1, 1, 1]
+    assert metrics["monitor/num_tokens"] == 30
+    assert len(drawn[1]) == len(own) and drawn[1] != own and drawn[2] not in (own, drawn[1])
+    again, _ = recorded(
+        make_game, "schedule.monitor_refresh=resample", "training.monitor_updates_per_policy=3"
+    )
+    again.monitor_step(output, seed=7)
+    assert [completions for completions, _ in again.monitor.calls] == drawn
+
+
+@pytest.mark.parametrize(
+    ("gate", "accuracy", "frozen"),
+    [
+        ("schedule.freeze_policy_below=0.9", 0.5, "policy"),
+        ("schedule.freeze_monitor_above=0.8", 1.0, "monitor"),
+    ],
+)
+def test_a_gate_leaves_its_players_weights_alone(make_game, gate, accuracy, frozen):
+    pipeline, stories = make_game(gate, "schedule.smoothing=0.001")
+    optimizer = DualPPOOptimizer(pipeline, pipeline.config)
+    optimizer.balanced_accuracy = accuracy  # the newest hardly counts
+    players = {"policy": pipeline.players.policy, "monitor": pipeline.players.monitor}
+    before = {name: [p.detach().clone() for p in each.parameters()] for name, each in players.items()}
+    metrics = optimizer.step(pipeline.forward_pass(stories.train[:4], seed=0), seed=0)
+    for name, each in players.items():
+        still = all(torch.equal(a, b) for a, b in zip(before[name], each.parameters(), strict=True))
+        assert still == (name == frozen)
+        assert (f"{name}/updates" in metrics) == (name != frozen)
+    # λ moves all the same.
+    assert optimizer.dual.updates == 1

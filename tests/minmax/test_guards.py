@@ -1,0 +1,200 @@
+"""A monitor that collapsed is found and put back; each sign of collapse, and its absence."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_minmax.constraint_config import GuardConfig
+from rlhf_minmax.guards import MonitorGuard, collapse
+from rlhf_minmax.optimizer import DualPPOOptimizer
+
+CONFIG = GuardConfig()
+WELL: dict[str, Any] = {"slander": 0.1, "miss": 0.1, "zero_std": 0.0, "excess": 0.3, "saturated": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"slander": 0.95}, "calls 95% of right answers wrong with its multiplier at the cap"),
+        ({"miss": 1.0}, "calls 100% of wrong answers right with its multiplier at the cap"),
+        ({"miss": 1.0, "slander": None}, "calls 100% of wrong answers right"),
+        ({"zero_std": 0.95, "saturated": False}, "95% of the groups of critiques have no spread"),
+    ],
+)
+def test_each_sign_of_collapse(changes, words):
+    assert words in (collapse(CONFIG, **(WELL | changes)) or "")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"slander": None, "miss": None},
+        {"slander": 0.94, "miss": 0.94, "zero_std": 0.9},
+        {"slander": 1.0, "saturated": False},
+        {"slander": 1.0, "miss": 1.0, "zero_std": 1.0, "excess": 0.0},
+        {"slander": 1.0, "miss": 1.0, "zero_std": 1.0, "excess": -0.1},
+    ],
+    ids=["well", "no labels", "just below", "below the cap", "at the threshold", "truthful"],
+)
+def test_without_a_sign(changes):
+    assert collapse(CONFIG, **(WELL | changes)) is None
+
+
+def test_thresholds_are_settings():
+    strict = GuardConfig(one_sided_rate=0.6, zero_std_share=0.2)
+    bad: dict[str, Any] = WELL | {"slander": 0.6}
+    assert collapse(strict, **bad) is not None
+    flat: dict[str, Any] = WELL | {"zero_std": 0.3}
+    assert collapse(strict, **flat) is not None
+
+
+class Monitor:
+    """One weight that counts the steps taken, under a guard."""
+
+    def __init__(self, **settings):
+        self.weight = torch.zeros(2, dtype=torch.bfloat16)
+        self.guard = MonitorGuard(GuardConfig(**settings), [self.weight])
+
+    def step(self, violation, sign=None):
+        """Critiques of the weight as it is have a violation; then it is updated, and the guard is told."""
+        self.weight += 1
+        collapsed = self.guard.observe(sign)
+        if sign is None:
+            self.guard.remember(violation, 0.05, {"multiplier": violation})
+        return collapsed
+
+    def back(self):
+        state = self.guard.roll_back()
+        return self.weight.tolist(), state
+
+
+def test_patience_counts_steps_in_a_row():
+    guard = MonitorGuard(GuardConfig(patience=3), [torch.zeros(1)])
+    signs = ["a", "b", None, "a", "a", "a", "a", None, "a"]
+    assert [guard.observe(sign) for sign in signs] == [False] * 5 + [True, True] + [False] * 2
+
+
+def test_what_is_put_back_wrote_the_good_critiques():
+    """Its updates on them may be what ruined it."""
+    monitor = Monitor()
+    monitor.step(0.01)
+    monitor.step(0.5, "collapsed")
+    assert monitor.back() == ([0, 0], {"multiplier": 0.01})
+
+
+def test_only_good_monitors_are_remembered():
+    monitor = Monitor()
+    # (violation, weight that would be put back): above the threshold the lowest so far is good, below it any.
+    for violation, good in ((0.5, 0), (0.6, 0), (0.4, 2), (0.01, 3), (0.04, 4), (0.06, 4), (0.03, 6)):
+        monitor.step(violation)
+        own = monitor.weight.clone()
+        kept = [value.tolist() for value in monitor.guard.tensors().values()]
+        assert kept == [[good, good]]
+        assert torch.equal(monitor.weight, own)
+
+
+def test_a_monitor_that_looks_collapsed_is_not_remembered():
+    monitor = Monitor()
+    monitor.step(0.2)
+    monitor.step(0.1, "collapsed")
+    assert monitor.back()[0] == [0, 0]
+
+
+def test_going_back_must_help():
+    monitor = Monitor()
+    assert not monitor.guard.is_worse(1.0)
+    monitor.step(0.3)
+    assert not monitor.guard.is_worse(0.35) and monitor.guard.is_worse(0.45)
+
+
+def test_a_monitor_is_put_back_bit_for_bit_and_goes_on_from_there():
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(3, generator=generator), torch.randn(4, generator=generator).bfloat16()]
+    guard = MonitorGuard(GuardConfig(patience=1), weights)
+    guard.observe(None)
+    guard.remember(0.01, 0.05, {"multiplier": 2.0})
+    good = [weight.clone() for weight in weights]
+    for weight in weights:
+        weight.mul_(-3)
+    assert guard.observe("collapsed")
+    assert guard.roll_back() == {"multiplier": 2.0}
+    assert all(torch.equal(a, b) for a, b in zip(weights, good, strict=True))
+    assert (guard.rollbacks, guard.collapsed_steps) == (1, 0)
+    # The monitor that was put back writes the next critiques, so it is the one to be kept for them.
+    for weight in weights:
+        weight.add_(1)
+    guard.observe(None)
+    guard.remember(0.02, 0.05, {})
+    assert all(torch.equal(a, b) for a, b in zip(guard.tensors().values(), good, strict=True))
+
+
+def test_without_a_good_monitor_the_start_is_put_back():
+    monitor = Monitor()
+    monitor.step(0.9, "collapsed")
+    assert monitor.back() == ([0, 0], None)
+
+
+def test_state_goes_through_a_checkpoint():
+    monitor, other = Monitor(), Monitor()
+    for violation, sign in ((0.2, None), (0.02, None), (0.9, "collapsed"), (0.9, "collapsed")):
+        monitor.step(violation, sign)
+    tensors = {name: value.clone() for name, value in monitor.guard.tensors().items()}
+    assert set(tensors) == {"good.0"}
+    other.weight.copy_(monitor.weight)
+    other.guard.load(json.loads(json.dumps(monitor.guard.to_dict())), tensors)
+    assert other.guard.to_dict() == monitor.guard.to_dict()
+    # The next critiques are the checkpoint's monitor's, 4.
+    assert not monitor.step(0.01) and not other.step(0.01)
+    assert monitor.back() == other.back() == ([4, 4], {"multiplier": 0.01})
+
+
+def test_without_rollback_collapse_is_counted_and_no_weights_are_kept():
+    monitor = Monitor(rollback=False, patience=2)
+    assert [monitor.step(0.01), monitor.step(0.9, "a"), monitor.step(0.9, "a")] == [False, False, True]
+    assert monitor.guard.tensors() == {}
+    kept = {"collapsed_steps": 2, "rollbacks": 0, "lowest": 0.01, "dual": {"multiplier": 0.01}}
+    assert monitor.guard.to_dict() == kept and monitor.guard.is_worse(0.9)
+
+
+def game_of(make_game, *overrides):
+    """A real optimizer with a truthful and a collapsed pass of its monitor."""
+    pipeline, stories = make_game(
+        "guards.patience=1", "constraint.lambda_max=5", "schedule.monitor_refresh=reuse", *overrides
+    )
+    output = pipeline.forward_pass(stories.train[:4], seed=0)
+    zeros = torch.zeros_like(output.weighted_violation)
+    silent = [replace(each, parsed=None) for each in output.critiques]
+    truthful = replace(output, weighted_violation=zeros)
+    collapsed = replace(output, weighted_violation=zeros + 1, critiques=silent)
+    return DualPPOOptimizer(pipeline, pipeline.config), truthful, collapsed
+
+
+def test_the_real_monitor_is_put_back_with_its_multiplier(make_game):
+    optimizer, truthful, collapsed = game_of(make_game)
+    assert optimizer.monitor is not None
+    start = [parameter.detach().clone() for parameter in optimizer.monitor.parameters]
+    metrics = optimizer.step(truthful, seed=0, policy_learns=False)
+    assert (metrics["guard/collapsed"], metrics["guard/rollbacks"]) == (0, 0)
+    dual = optimizer.dual
+    moved = [parameter.detach().clone() for parameter in optimizer.monitor.parameters]
+    assert not all(torch.equal(a, b) for a, b in zip(moved, start, strict=True))
+    # v̄ = 0.5, e = 0.45: λ = 5 · exp(-0.025 + 0.225) is cut to its cap, 5; no critique says anything.
+    metrics = optimizer.step(collapsed, seed=1, policy_learns=False)
+    assert (metrics["guard/collapsed"], metrics["guard/rollbacks"]) == (1, 1)
+    assert metrics["dual/lambda"] == 5 and optimizer.dual == dual
+    now = optimizer.monitor.parameters
+    assert all(torch.equal(a, b) for a, b in zip(now, start, strict=True))
+    assert not optimizer.monitor.optimizer.state
+
+
+def test_without_rollback_the_real_monitor_goes_on(make_game):
+    optimizer, truthful, collapsed = game_of(make_game, "guards.rollback=false")
+    optimizer.step(truthful, seed=0, policy_learns=False)
+    for _ in range(2):
+        metrics = optimizer.step(collapsed, seed=1, policy_learns=False)
+    assert metrics["guard/rollbacks"] == 0
+    assert optimizer.monitor is not None and optimizer.monitor.optimizer.state
