@@ -133,6 +133,7 @@ def pennies(
         for each, own, spoken, reward in zip(players, said, tokens, (payoff, -payoff), strict=True):
             rollouts = [Rollout([0], [token], [math.log(own[token])], "stop") for token in spoken.tolist()]
             each.update(rollouts, sequence_advantages(reward, together, "batch"), updates=1)
+            each.end_step()
     return distances
 
 

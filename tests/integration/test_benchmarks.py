@@ -129,6 +129,30 @@ def test_best_of_n(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+def test_games_with_known_solutions(tmp_path: Path) -> None:
+    output, figure = tmp_path / "result.json", tmp_path / "games.png"
+    arguments = ["--steps", "20", "--seeds", "0", "--output", str(output), "--figure", str(figure)]
+    [result] = run_json("saddle_games.py", *arguments)
+    assert result == json.loads(output.read_text()) and figure.read_bytes()[:4] == b"\x89PNG"
+    plain, joint = (result["bilinear"]["distances"][rule] for rule in ("plain", "extragradient, together"))
+    assert plain == sorted(plain) and joint == sorted(joint, reverse=True)
+
+
+@pytest.mark.slow
+def test_arms_of_the_proof(tmp_path: Path) -> None:
+    output, figure = tmp_path / "result.json", tmp_path / "arms.png"
+    arguments = ["--quick", "--seeds", "1", "--arms", "frozen", "judge", "frozen_1.4", "minmax_1.4"]
+    arguments += ["--work", str(tmp_path / "work"), "--output", str(output), "--picture", str(figure)]
+    [result] = run_json("minmax_vs_plain.py", *arguments)
+    assert result == json.loads(output.read_text()) and figure.read_bytes()[:4] == b"\x89PNG"
+    assert set(result["arms"]) == {"start", "plain", "minmax", "frozen", "judge", "frozen_1.4", "minmax_1.4"}
+    assert all(0 <= arm["accuracy"]["mean"] <= 1 for arm in result["arms"].values())
+    # A monitor that is never trained stays what it was, whatever the policy does.
+    arms = result["arms"]
+    assert arms["frozen"]["monitor"] == arms["judge"]["monitor"] == arms["start"]["monitor"]
+
+
+@pytest.mark.slow
 def test_a_server_under_load(tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     [result] = run_json("serve.py", "--quick", "--output", str(output))

@@ -46,6 +46,16 @@ def test_a_satisfied_constraint_lowers_the_multiplier(rule, expected):
     assert state.multiplier == pytest.approx(expected)
 
 
+def test_the_integral_does_not_wind_up_at_the_cap():
+    bounds = settings("pid", maximum=3.0, smoothing=1.0)
+    state = DualState(1.0, integral=2.0)
+    for _ in range(100):
+        state = update_multiplier(state, 1.0, bounds)
+    # Σ stops at 3 / 0.5 = 6; then e = -0.05 gives λ = 0.5·(-0.05 + 5.95) = 2.95, below the cap at once.
+    assert (state.multiplier, state.integral) == (3.0, 6.0)
+    assert update_multiplier(state, 0.0, bounds).multiplier == pytest.approx(2.95)
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_the_multiplier_stays_within_its_bounds(rule):
     bounds = settings(rule, step_size=0.9, minimum=0.5, maximum=3.0, smoothing=1.0)

@@ -255,11 +255,13 @@ def test_a_player_goes_on_from_a_checkpoint_as_if_nothing_had_happened(
 
     whole = player(start)
     whole.update(rollouts, torch.tensor([1.0, -1.0]), updates=2)
+    whole.end_step()
     whole.save(tmp_path, "policy")
     rest = player(whole.player.model.state_dict())
     rest.load(tmp_path, "policy")
     for each in (whole, rest):
         each.update(rollouts, torch.tensor([0.5, -2.0]), updates=2)
+        each.end_step()
     for name in ("parameters", "_trained"):
         mine, its = getattr(rest, name), getattr(whole, name)
         assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True)), name
