@@ -65,6 +65,7 @@ for first in (1, 3):
 """
 
 
+@pytest.mark.slow
 def test_wandb_offline_stays_in_the_run_folder(tmp_path):
     home, run = tmp_path / "home", tmp_path / "dpo-20250101"
     home.mkdir()

@@ -20,6 +20,7 @@ from rlhf_models import build_tiny_llama, train_byte_tokenizer
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
+@pytest.mark.slow
 def test_packed_scoring_compares_the_same_work(tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     command = [

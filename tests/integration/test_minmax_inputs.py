@@ -125,7 +125,7 @@ def test_rows_alone(run: Run) -> None:
     assert metrics_of(again) == metrics_of(folder)  # the baseline leaves the game as it is
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "qwen2"])
+@pytest.mark.parametrize("architecture", [pytest.param("gpt2", marks=pytest.mark.slow), "qwen2"])
 def test_a_model_of_the_users_own(run: Run, model_folder: Callable[[str], Path], architecture: str) -> None:
     model = model_folder(architecture)
     folder = run("run", "--model", model, "--no-baseline")
@@ -135,6 +135,7 @@ def test_a_model_of_the_users_own(run: Run, model_folder: Callable[[str], Path],
         assert (folder / "final" / role / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_two_models_a_prompted_judge_and_full_training(run: Run, model_folder: Callable[[str], Path]) -> None:
     policy, monitor = model_folder("gpt2"), model_folder("qwen2")
     judge = ("--set=judge_model.kind=prompted", "--judge-model", policy)
@@ -156,6 +157,7 @@ def test_two_models_a_prompted_judge_and_full_training(run: Run, model_folder: C
     assert results_of(mixed)["models"]["judge"] == "rule"
 
 
+@pytest.mark.slow
 def test_reward_and_judge_folders(run: Run, model_folder: Callable[[str], Path], tmp_path: Path) -> None:
     from rlhf_models import JudgeModel, RewardModel, load_causal_lm, load_tokenizer
 
@@ -170,6 +172,7 @@ def test_reward_and_judge_folders(run: Run, model_folder: Callable[[str], Path],
     assert models["reward"] == str(tmp_path / "reward") and models["judge"] == str(tmp_path / "judge")
 
 
+@pytest.mark.slow
 def test_seeds(run: Run) -> None:
     one, same, other = (
         run(name, "--no-baseline", "--seed", seed) for name, seed in (("one", 7), ("same", 7), ("other", 8))
@@ -187,6 +190,7 @@ def test_epochs(run: Run) -> None:
     assert results_of(folder)["steps"] == -(-per_epoch // 2) == len(metrics_of(folder))
 
 
+@pytest.mark.slow
 def test_evaluation_alone(run: Run, tmp_path: Path) -> None:
     from rlhf_train.cli import main
 
@@ -202,6 +206,7 @@ def test_evaluation_alone(run: Run, tmp_path: Path) -> None:
     assert evaluation["after"] == results_of(trained)["after"]
 
 
+@pytest.mark.slow
 def test_resume_alone_finds_the_newest_unfinished_run(run: Run, tmp_path: Path) -> None:
     from rlhf_train.cli import main
 
@@ -244,6 +249,7 @@ def test_a_dry_run_leaves_nothing(run: Run, tmp_path: Path) -> None:
     assert not folder.exists() and list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_example_config_in_8_bits(run: Run, gpt2_hub_cache: Path) -> None:
     """The file as it stands, `gpt2` from the hub's cache; only the stories are made few and short."""
     few = ("--set=data.train_stories=8", "--set=data.story_world.max_sentences=3")

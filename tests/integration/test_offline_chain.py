@@ -38,7 +38,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return call
 
 
-@pytest.mark.parametrize("file", ["model_config.yaml", "model_config_llama.yaml"])
+@pytest.mark.parametrize(
+    "file", ["model_config.yaml", pytest.param("model_config_llama.yaml", marks=pytest.mark.slow)]
+)
 def test_from_random_weights_to_preferences(run: Run, file: str) -> None:
     shape = yaml.safe_load((CONFIGS / file).read_text()) | TINY
     shape["num_key_value_heads"] = 2 if "num_key_value_heads" in shape else None
@@ -58,7 +60,7 @@ def test_from_random_weights_to_preferences(run: Run, file: str) -> None:
     assert AutoPeftModelForCausalLM.from_pretrained("lora/final").peft_config["default"].r == 16
 
 
-@pytest.mark.parametrize("backend", ["rlhf", "trl"])
+@pytest.mark.parametrize("backend", ["rlhf", pytest.param("trl", marks=pytest.mark.slow)])
 def test_from_adapters_to_adapters(run: Run, backend: str) -> None:
     Path("shape.yaml").write_text(yaml.safe_dump({"architecture": "llama", **TINY}))
     lora, by = "--set=use_peft=true", f"--backend={backend}"

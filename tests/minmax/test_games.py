@@ -15,7 +15,7 @@ from rlhf_minmax.saddle import GameStep
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 START = math.sqrt(2) * (1 / (1 + math.exp(-1.5)) - 0.5)
 """Distance to (1/2, 1/2) where both players' logits are 3/4 and -3/4."""
-each_seed = pytest.mark.parametrize("seed", [0, 1, 2])
+each_seed = pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2))])
 
 
 @pytest.fixture
