@@ -158,10 +158,10 @@ class DualPPOOptimizer:
 
         Args:
             output: the pass.
-            updates: most updates; None for `monitor_updates_per_policy`.
+            updates: most updates; None for `monitor_updates_per_policy`, or 1 where that freezes it.
             seed: of fresh critiques, which `schedule.monitor_refresh: resample` draws for all but the first.
         """
-        updates = updates or self.config.training.monitor_updates_per_policy
+        updates = updates or max(1, self.config.training.monitor_updates_per_policy)
         metrics = self._monitor_update(
             output, updates if self.config.schedule.monitor_refresh == "reuse" else 1
         )
