@@ -162,6 +162,7 @@ def test_a_killed_server_is_started_again_and_gives_the_same(
     assert engine.restarts == 1
 
 
+@pytest.mark.slow
 def test_a_stopped_server_is_started_again_after_the_time_limit(
     place: Place, engine: VLLMServerEngine
 ) -> None:
@@ -192,6 +193,7 @@ def test_a_server_that_ends_each_time_is_given_up_with_its_log(engine: VLLMServe
     assert engine.restarts == 3
 
 
+@pytest.mark.slow
 def test_a_server_of_somebody_else_is_not_started_again(place: Place, byte_tokenizer: Any) -> None:
     with place.server() as server:
         engine = VLLMServerEngine(server.url, byte_tokenizer, timeout_s=1.0)

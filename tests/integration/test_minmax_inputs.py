@@ -183,6 +183,7 @@ def test_seeds(run: Run) -> None:
     assert results_of(one)["before"] != results_of(other)["before"]
 
 
+@pytest.mark.slow
 def test_epochs(run: Run) -> None:
     stories = len([record for record in load_qa(STORIES) if split_of(record.story) == "train"])
     folder = run("run", "--epochs", 0.5, "--no-baseline", "--set=training.batch_size=4", steps=None)

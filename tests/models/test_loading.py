@@ -65,6 +65,7 @@ def test_a_hub_name_loads_from_the_cache_when_offline(gpt2_hub_cache, capfd):
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 2
 
 
+@pytest.mark.slow
 def test_a_cached_hub_name_asks_no_hub_and_prints_nothing(gpt2_hub_cache, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # each request would fail and say so

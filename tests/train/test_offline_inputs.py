@@ -59,6 +59,7 @@ def write_formats(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
+@pytest.mark.slow
 def test_every_format_gives_the_same_training(train: Train, tmp_path: Path, tiny_model_folder: Path) -> None:
     found = []
     for path in write_formats(tmp_path):
@@ -89,6 +90,7 @@ def test_other_column_names_and_message_lists(train: Train, tmp_path: Path, tiny
         assert len(losses(method)) == 2
 
 
+@pytest.mark.slow
 def test_a_streamed_file_trains_as_one_in_memory(
     train: Train, tmp_path: Path, tiny_model_folder: Path
 ) -> None:

@@ -46,12 +46,14 @@ def done(result: Result) -> str:
     ("method", "settings"),
     [
         ("sft", ["warmup_steps=2", "lr_scheduler_type=constant"]),
-        ("reward", ["center_rewards_coefficient=0.1"]),
-        ("dpo", []),
-        ("dpo", ["loss_type=ipo", "use_peft=true", "gradient_accumulation_steps=2"]),
+        pytest.param("reward", ["center_rewards_coefficient=0.1"], marks=pytest.mark.slow),
+        pytest.param("dpo", [], marks=pytest.mark.slow),
+        pytest.param(
+            "dpo", ["loss_type=ipo", "use_peft=true", "gradient_accumulation_steps=2"], marks=pytest.mark.slow
+        ),
         ("dpo", ["loss_type=robust", "label_smoothing=0.1", "precompute_ref_log_probs=true"]),
-        ("kto", ["desirable_weight=1.3"]),
-        ("simpo", ["simpo_gamma=0.7"]),
+        pytest.param("kto", ["desirable_weight=1.3"], marks=pytest.mark.slow),
+        pytest.param("simpo", ["simpo_gamma=0.7"], marks=pytest.mark.slow),
     ],
 )
 def test_both_backends_log_the_same(

@@ -77,8 +77,8 @@ def update_multiplier(state: DualState, violation: float, settings: DualSettings
     - `additive`: λ ← λ + α e (gradient ascent on the Lagrangian; RCPO, https://arxiv.org/abs/1805.11074).
     - `log`: λ ← λ exp(α e) (exponentiated gradient ascent; Safe RLHF, https://arxiv.org/abs/2310.12773,
       eq. 31, ascends ln λ too, with a further factor λ in the step).
-    - `pid`: λ ← α (P e + Σe + D max(0, v̄ - v̄_before)) (https://arxiv.org/abs/2007.03964, algorithm 2), Σe kept
-      within [0, λ_max / α], so that a multiplier at its cap comes down as soon as the constraint holds.
+    - `pid`: λ ← α (P e + Σe + D max(0, v̄ - v̄_before)) (https://arxiv.org/abs/2007.03964, algorithm 2), Σe
+      kept within [0, λ_max / α], so that a multiplier at its cap comes down as soon as the constraint holds.
 
     Args:
         state: the multiplier before.
