@@ -111,6 +111,8 @@ class MinMaxJob:
         samples += sample_exchanges(
             pipeline, stories.held_out[:_NUM_SAMPLES], pipeline.players.policy, "minmax"
         )
+        averaged = self._averaged(game, stories, trainer)
+        responses = best_responses(pipeline, trainer.optimizer.dual.multiplier, stories)
         clock.lap("evaluation")
         self.events.evaluated("after", after)
         self._save_players(pipeline.players, "final")
@@ -119,9 +121,9 @@ class MinMaxJob:
             "before": before,
             "plain": plain,
             "after": after,
-            "after_average": self._averaged(game, stories, trainer),
+            "after_average": averaged,
             "cross_play": table and asdict(table),
-            "best_response": best_responses(pipeline, trainer.optimizer.dual.multiplier, stories),
+            "best_response": responses,
             "findings": findings(self.run.read_metrics()),
             "break_even": check.to_dict(),
             "device_plan": device_rows(devices),

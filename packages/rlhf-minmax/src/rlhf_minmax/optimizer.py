@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -51,32 +51,29 @@ class DualPPOOptimizer:
         total_steps: int = 1,
     ) -> None:
         self.pipeline, self.config = pipeline, config
-        training, players = config.training, pipeline.players
-        self.policy = PlayerOptimizer(
-            players.policy,
-            config.policy_model,
-            config,
-            learning_rate=training.policy_learning_rate,
-            total_steps=total_steps,
-        )
+        self.policy = self._player("policy", total_steps)
         self.policy_constraints = _controllers("policy", config.constraints.policy)
         self.monitor: PlayerOptimizer | None = None
         self.monitor_constraints: dict[str, Controller] = {}
         self.guard: MonitorGuard | None = None
         self.balanced_accuracy: float | None = None
         self._truth = Controller(
-            TRUTHFULNESS, config.constraint.dual_settings(), training.constraint_penalty_lambda
+            TRUTHFULNESS, config.constraint.dual_settings(), config.training.constraint_penalty_lambda
         )
         if adversary:
-            self.monitor = PlayerOptimizer(
-                players.monitor,
-                config.monitor_model,
-                config,
-                learning_rate=training.monitor_learning_rate,
-                total_steps=total_steps,
-            )
+            self.monitor = self._player("monitor", total_steps)
             self.monitor_constraints = _controllers("monitor", config.constraints.monitor)
             self.guard = MonitorGuard(config.guards, self.monitor.parameters)
+
+    def _player(self, role: Literal["policy", "monitor"], total_steps: int) -> PlayerOptimizer:
+        config = self.config
+        return PlayerOptimizer(
+            getattr(self.pipeline.players, role),
+            getattr(config, f"{role}_model"),
+            config,
+            learning_rate=getattr(config.training, f"{role}_learning_rate"),
+            total_steps=total_steps,
+        )
 
     @property
     def dual(self) -> DualState:
