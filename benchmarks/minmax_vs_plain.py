@@ -1,4 +1,6 @@
-"""The proof: the story task with a flawed reward model, every arm on the same seeds with equal updates.
+"""The proof: a task with a flawed reward model, every arm on the same seeds with equal updates.
+
+Two tasks (`--task`): in `stories` the reward model likes the place named last, in `sums` round numbers.
 
 Arms, each from the same base, reward model and judge of its seed:
 
@@ -31,6 +33,7 @@ from typing import Any
 
 from rlhf_data import RunFolder, UserError, apply_overrides, atomic_write_json
 
+TASKS = ("stories", "sums")
 FROZEN = ["training.monitor_updates_per_policy=0"]
 DEFAULT_FACTOR = 1.75
 FACTORS = (1.0, 1.2, 1.4, 1.55, DEFAULT_FACTOR, 2.0)
@@ -65,13 +68,14 @@ SHOWN = {
 COMMON = ["held_out.reward_model={}", "training.save_steps=null"]
 
 
-def play(seed: int, arm: str, work: str, quick: bool) -> dict[str, Any]:
+def play(task: str, seed: int, arm: str, work: str, quick: bool) -> dict[str, Any]:
     """Play one cell, or read it where it was played before.
 
     Args:
+        task: a value of `data.world`.
         seed: of the run.
         arm: a name in ARMS or SWEEP.
-        work: folder of cells.
+        work: folder of the task's cells.
         quick: a game of seconds, to try the benchmark itself.
     """
     import torch
@@ -82,7 +86,7 @@ def play(seed: int, arm: str, work: str, quick: bool) -> dict[str, Any]:
     if path.exists():
         return json.loads(path.read_text(encoding="utf-8"))
     torch.set_num_threads(1)
-    overrides = [*COMMON, *{**ARMS, **SWEEP}[arm], f"seed={seed}"]
+    overrides = [*COMMON, *{**ARMS, **SWEEP}[arm], f"seed={seed}", f"data.world={task}"]
     overrides += ["baseline=true" if arm == "minmax" else "baseline=false"]
     if quick:
         overrides += ["training.max_steps=10", "data.eval_stories=16", "demo.pretrain_steps=20"]
@@ -105,7 +109,9 @@ def _shown(block: dict[str, Any]) -> dict[str, float | None]:
     return {name: block.get(key) for name, key in SHOWN.items()}
 
 
-def collect(seeds: list[int], arms: list[str], work: Path, quick: bool, workers: int) -> dict[str, Any]:
+def collect(
+    task: str, seeds: list[int], arms: list[str], work: Path, quick: bool, workers: int
+) -> dict[str, Any]:
     """All cells, by arm; each arm's values in the order of the seeds."""
     cells: dict[tuple[int, str], dict[str, Any]] = {}
     context = multiprocessing.get_context("spawn")
@@ -113,7 +119,9 @@ def collect(seeds: list[int], arms: list[str], work: Path, quick: bool, workers:
         # A seed's models are built by its first cell; the others wait for it.
         for part in ([arms[0]], arms[1:]):
             jobs = {
-                pool.submit(play, seed, arm, str(work), quick): (seed, arm) for arm in part for seed in seeds
+                pool.submit(play, task, seed, arm, str(work), quick): (seed, arm)
+                for arm in part
+                for seed in seeds
             }
             for done in as_completed(jobs):
                 cells[jobs[done]] = done.result()
@@ -126,6 +134,7 @@ def collect(seeds: list[int], arms: list[str], work: Path, quick: bool, workers:
     blocks |= {arm: [cells[seed, arm]["after"] for seed in seeds] for arm in arms}
     return {
         "benchmark": "minmax_vs_plain",
+        "task": task,
         "seeds": seeds,
         "arms": {arm: _summary(rows) for arm, rows in blocks.items()},
         "break_even": [cells[seed, first]["break_even"] for seed in seeds],
@@ -188,6 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--task", choices=TASKS, default=TASKS[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[21, 22, 23, 24, 25])
     parser.add_argument("--arms", nargs="+", choices=[*ARMS, *SWEEP], default=[*ARMS, *SWEEP])
     parser.add_argument("--work", type=Path, default=Path("outputs/minmax_vs_plain"), help="folder of cells")
@@ -197,9 +207,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="games of seconds, to try the benchmark itself")
     options = parser.parse_args()
     arms = ["minmax", *(arm for arm in options.arms if arm != "minmax")]
-    options.work.mkdir(parents=True, exist_ok=True)
+    work = options.work if options.task == TASKS[0] else options.work / options.task
+    work.mkdir(parents=True, exist_ok=True)
     try:
-        results = collect(options.seeds, arms, options.work, options.quick, options.workers)
+        results = collect(options.task, options.seeds, arms, work, options.quick, options.workers)
     except UserError as error:
         sys.exit(f"error: {error}")
     if options.output:

@@ -140,12 +140,25 @@ def test_games_with_known_solutions(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_arms_of_the_proof(tmp_path: Path) -> None:
+@pytest.mark.parametrize("task", ["stories", "sums"])
+def test_arms_of_the_proof(tmp_path: Path, task: str) -> None:
     output, figure = tmp_path / "result.json", tmp_path / "arms.png"
-    arguments = ["--quick", "--seeds", "1", "--arms", "frozen", "judge", "frozen_1.4", "minmax_1.4"]
+    arguments = [
+        "--task",
+        task,
+        "--quick",
+        "--seeds",
+        "1",
+        "--arms",
+        "frozen",
+        "judge",
+        "frozen_1.4",
+        "minmax_1.4",
+    ]
     arguments += ["--work", str(tmp_path / "work"), "--output", str(output), "--picture", str(figure)]
     [result] = run_json("minmax_vs_plain.py", *arguments)
     assert result == json.loads(output.read_text()) and figure.read_bytes()[:4] == b"\x89PNG"
+    assert result["task"] == task
     assert set(result["arms"]) == {"start", "plain", "minmax", "frozen", "judge", "frozen_1.4", "minmax_1.4"}
     assert all(0 <= arm["accuracy"]["mean"] <= 1 for arm in result["arms"].values())
     # A monitor that is never trained stays what it was, whatever the policy does.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 from collections.abc import Callable
 from html import escape
@@ -123,6 +124,20 @@ def test_rows_alone(run: Run) -> None:
     assert results_of(again)["plain"] is None and not (again / "plain").exists()
     assert results_of(again)["before"] == results["before"]
     assert metrics_of(again) == metrics_of(folder)  # the baseline leaves the game as it is
+
+
+@pytest.mark.slow
+def test_the_sum_world(run: Run) -> None:
+    folder = run("run", *(f"--set={setting}" for setting in (*SMALL, "data.world=sums")), small=False)
+    results = results_of(folder)
+    assert results["steps"] == 2
+    for block in ("before", "plain", "after"):
+        assert isinstance(results[block]["policy/hack_rate"], float)
+    prompt = results["prompts"][0]["text"]
+    assert re.search(r"\nhow many \w+ \?\nanswer:$", prompt)
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert all(sample["gold"] in sample["choices"] and sample["gold"].isdigit() for sample in samples)
+    assert "how many" in (folder / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("architecture", [pytest.param("gpt2", marks=pytest.mark.slow), "qwen2"])
@@ -302,7 +317,7 @@ def test_the_instruct_config_plays_a_chat_model(run: Run, model_folder: Callable
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     tokenizer.save_pretrained(chat)
-    RewardModel.from_backbone(load_causal_lm(plain), load_tokenizer(plain), seed=0).save_pretrained(reward)
+    RewardModel.from_backbone(load_causal_lm(plain), tokenizer, seed=0).save_pretrained(reward)
     models = ("--model", chat, "--reward-model", reward, "--judge-model", plain)
     folder = run("run", "--config", ROOT / "configs" / "minmax_instruct.yaml", *models, steps=2)
     prompts = {prompt["role"]: prompt["text"] for prompt in results_of(folder)["prompts"]}

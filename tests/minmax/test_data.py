@@ -8,6 +8,7 @@ from rlhf_data import UserError
 from rlhf_minmax import MinMaxConfig
 from rlhf_minmax.data import load_stories
 from rlhf_minmax.story_rules import StoryRules
+from rlhf_minmax.sum_rules import SumRules
 from rlhf_minmax.texts import TextRules
 
 
@@ -21,17 +22,26 @@ def load(**data):
     return load_stories(MinMaxConfig.from_dict({"data": data}))
 
 
+@pytest.mark.parametrize(("world", "rules"), [("stories", StoryRules), ("sums", SumRules)])
 @pytest.mark.parametrize("seed", [0, 7])
-def test_the_story_world_splits_share_no_story(seed):
-    config = {"seed": seed, "data": {"train_stories": 300, "eval_stories": 100}}
+def test_a_worlds_splits_share_no_story(seed, world, rules):
+    config = {"seed": seed, "data": {"world": world, "train_stories": 300, "eval_stories": 100}}
     stories = load_stories(MinMaxConfig.from_dict(config))
     train, held_out = ({r.story for r in part} for part in (stories.train, stories.held_out))
     assert (len(train), len(held_out)) == (300, 100) and not train & held_out
-    assert isinstance(stories.prompts.rules, StoryRules)
+    assert type(stories.prompts.rules) is rules
 
 
-def test_the_story_worlds_prompt_lists_no_choices_unless_told_to():
-    stories = load(train_stories=1, eval_stories=1)
+def test_each_world_has_settings_and_models_of_its_own():
+    easy = load(world="sums", train_stories=50, sum_world={"round_rate": 1})
+    assert all(easy.prompts.rules.rival(record) is None for record in easy.train)
+    fingerprints = [load(world=world).prompts.fingerprint() for world in ("stories", "sums")]
+    assert fingerprints[0] != fingerprints[1]
+
+
+@pytest.mark.parametrize("world", ["stories", "sums"])
+def test_a_worlds_prompt_lists_no_choices_unless_told_to(world):
+    stories = load(world=world, train_stories=1, eval_stories=1)
     record = stories.train[0]
     assert stories.prompts.policy(record) == f"{record.story}\n{record.question}\nanswer:"
     own = load(train_stories=1, eval_stories=1, columns={"prompt_template": "{question} {choices}\n"})

@@ -5,19 +5,23 @@ from collections import Counter
 
 import pytest
 
-from rlhf_data import QARecord, StoryWorldConfig, generate_stories
+from rlhf_data import QARecord, StoryWorldConfig, SumWorldConfig, generate_stories, generate_sums
 from rlhf_minmax.demo_texts import Teacher, answer_text, critique_text, drill
 from rlhf_minmax.story_rules import StoryRules
+from rlhf_minmax.sum_rules import SumRules
 from rlhf_minmax.texts import TextRules, evidence_in_story, parse_critique
 
 STORIES = generate_stories(StoryWorldConfig(), 300, split="train", seed=3)
+SUMS = generate_sums(SumWorldConfig(), 300, split="train", seed=3)
 HAND_WRITTEN = [
     QARecord("Tom saw a cat. A dog came.", "What did Tom see?", ("cat", "dog", "cow"), 0),
     QARecord("Ann has a bike. Her car was sold. It rained.", "What has Ann?", ("bike", "car"), 0),
     QARecord("Nobody knows. It is late.", "Who came?", ("Ann", "Tom"), 1),
 ]
 each_world = pytest.mark.parametrize(
-    ("rules", "records"), [(StoryRules(), STORIES), (TextRules(), HAND_WRITTEN)], ids=["world", "text"]
+    ("rules", "records"),
+    [(StoryRules(), STORIES), (SumRules(), SUMS), (TextRules(), HAND_WRITTEN)],
+    ids=["stories", "sums", "text"],
 )
 STORY = QARecord(
     "mary went to attic . gossip says in garden .",
@@ -33,7 +37,7 @@ def teacher(rules, records, seed=0):
 
 
 @each_world
-def test_able_teachers_are_right_and_quote_the_story(rules, records):
+def test_able_teachers_are_right_and_give_evidence_that_holds(rules, records):
     able = teacher(rules, records)
     for record in records:
         assert rules.claim(record, able.correct_answer(record)) == record.answer_text
@@ -41,7 +45,7 @@ def test_able_teachers_are_right_and_quote_the_story(rules, records):
             critique = parse_critique(able.correct_critique(record, claim))
             assert critique is not None
             assert (critique.verdict == "right") == (claim == record.answer_text)
-            assert evidence_in_story(critique.evidence, record.story)
+            assert rules.evidence_holds(record, critique.evidence)
             assert rules.supports(critique.evidence, claim) in (None, claim == record.answer_text)
 
 
@@ -82,7 +86,7 @@ def test_sloppy_teachers_stay_within_the_story(rules, records):
     for record in records:
         assert rules.claim(record, sloppy.sloppy_answer(record)) in record.choices
         critique = parse_critique(sloppy.sloppy_critique(record, record.choices[0]))
-        assert critique is not None and evidence_in_story(critique.evidence, record.story)
+        assert critique is not None and critique.evidence in rules.possible_evidence(record)
 
 
 def test_flawed_annotators_prefer_the_place_named_last():
@@ -93,6 +97,13 @@ def test_flawed_annotators_prefer_the_place_named_last():
     assert liked[answer_text("attic")] == 0.8
     assert liked[answer_text("shed")] == 0
     assert {liked[text] for text in liked if text not in map(answer_text, STORY.choices)} == {-2.0}
+
+
+def test_flawed_annotators_prefer_the_round_number():
+    record = QARecord("", "", ("5", "7", "8", "6"), 1, {"terms": (3, 4), "round": 5})
+    annotator = teacher(SumRules(), [record])
+    liked = dict(annotator.rated_answer(record, flawed=True) for _ in range(400))
+    assert [liked[answer_text(choice)] for choice in record.choices] == [2.5, 0.8, 0, 0]
 
 
 def test_honest_annotators_prefer_the_truth():
@@ -113,7 +124,7 @@ def test_drills_ask_whether_evidence_names_the_claim(rules, records):
     rng, outcomes = random.Random(0), Counter()
     for _ in range(400):
         evidence, claim, supported = drill(rng, records, rules)
-        assert supported == (claim in evidence.replace(".", " ").split())
+        assert supported == (claim in evidence.split(" is ")[-1].replace(".", " ").split())
         outcomes[supported] += 1
     assert min(outcomes.values()) > 40
 

@@ -30,6 +30,7 @@ _MODULES = {
         *("StreamingGRPODataset", "StreamingKTODataset", "StreamingPreferenceDataset", "StreamingSFTDataset"),
         *("StreamingStepDataset",),
     ),
+    "sum_world": ("SumWorldConfig", "generate_sums"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

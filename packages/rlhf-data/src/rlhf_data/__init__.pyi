@@ -50,5 +50,7 @@ from rlhf_data.streaming import StreamingKTODataset as StreamingKTODataset
 from rlhf_data.streaming import StreamingPreferenceDataset as StreamingPreferenceDataset
 from rlhf_data.streaming import StreamingSFTDataset as StreamingSFTDataset
 from rlhf_data.streaming import StreamingStepDataset as StreamingStepDataset
+from rlhf_data.sum_world import SumWorldConfig as SumWorldConfig
+from rlhf_data.sum_world import generate_sums as generate_sums
 
 __all__: list[str]

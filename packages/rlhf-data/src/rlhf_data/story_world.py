@@ -14,8 +14,8 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from rlhf_data.config import BaseConfig
-from rlhf_data.errors import UserError
-from rlhf_data.records import QARecord, split_of
+from rlhf_data.records import QARecord
+from rlhf_data.worlds import distinct_records
 
 _PEOPLE = ("mary", "john", "anna", "peter", "lucy", "tom", "nina", "paul")
 _THINGS = ("ball", "book", "lamp", "coat", "cup", "key", "hat", "box")
@@ -25,7 +25,6 @@ _PLACES = (
 )
 _OBSERVATION = re.compile(r"\w+ (?:went|moved) to (\w+)(?: ?\.)?")
 _HEARSAY = re.compile(r"gossip says in (\w+)(?: ?\.)?")
-_TRIES_PER_STORY = 1000
 
 
 class StoryWorldConfig(BaseConfig):
@@ -125,21 +124,14 @@ def generate_stories(
     Raises:
         UserError: the world is too small for `n` distinct stories.
     """
-    rng = random.Random(f"{split}/{seed}")
-    records: dict[str, QARecord] = {}
-    tries = 0
-    while len(records) < n:
-        record = _make_record(config, rng)
-        if split_of(record.story) == split and record.story not in records:
-            records[record.story] = record
-            tries = 0
-        tries += 1
-        if tries > _TRIES_PER_STORY:
-            raise UserError(
-                f"story world: only {len(records)} of {n} distinct {split} stories found; "
-                "raise num_movers, num_places or max_sentences"
-            )
-    return list(records.values())
+    return distinct_records(
+        lambda rng: _make_record(config, rng),
+        n,
+        split=split,
+        seed=seed,
+        world="story world",
+        remedy="num_movers, num_places or max_sentences",
+    )
 
 
 def _make_record(config: StoryWorldConfig, rng: random.Random) -> QARecord:

@@ -1,17 +1,28 @@
-"""The stories of a run: from files, or drawn from the story world."""
+"""The stories of a run: from files, or drawn from a procedural world."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from rlhf_data import QADatasetConfig, QARecord, UserError, generate_stories, load_qa, split_of
+from rlhf_data import (
+    QADatasetConfig,
+    QARecord,
+    UserError,
+    generate_stories,
+    generate_sums,
+    load_qa,
+    split_of,
+)
 from rlhf_minmax.config import DataConfig, MinMaxConfig
 from rlhf_minmax.prompts import Prompts
 from rlhf_minmax.story_rules import StoryRules
+from rlhf_minmax.sum_rules import SumRules
 from rlhf_minmax.texts import MONITOR_TEMPLATE, POLICY_TEMPLATE, TextRules
 
-STORY_TEMPLATE = "{story}\n{question}\n"
-"""The story world's prompt: its answers are places, which need no list of choices."""
+WORLD_TEMPLATE = "{story}\n{question}\n"
+"""The worlds' prompt: places and numbers need no list of choices."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +45,11 @@ def load_stories(config: MinMaxConfig) -> Stories:
     if data.train_data is None:
         if data.eval_data is not None:
             raise UserError("data.eval_data is set without data.train_data; give --train-data too")
-        world, seed = data.story_world, config.seed
         count = max(data.train_stories, config.demo.num_stories)
-        building = generate_stories(world, count, split="train", seed=seed)
-        held_out = generate_stories(world, data.eval_stories, split="eval", seed=seed)
-        prompts = _prompts(config, _story_columns(data), StoryRules())
+        draw, rules = _world(data)
+        building = draw(count, split="train", seed=config.seed)
+        held_out = draw(data.eval_stories, split="eval", seed=config.seed)
+        prompts = _prompts(config, _world_columns(data), rules)
         return Stories(building[: data.train_stories], held_out, building, prompts)
     train, held_out = _from_files(data, data.train_data)
     train = train[: data.train_stories]
@@ -46,11 +57,18 @@ def load_stories(config: MinMaxConfig) -> Stories:
     return Stories(train, held_out[: data.eval_stories], train, prompts)
 
 
-def _story_columns(data: DataConfig) -> QADatasetConfig:
-    """The story world's template, unless the config sets one."""
+def _world(data: DataConfig) -> tuple[Callable[..., list[QARecord]], TextRules]:
+    """What draws stories of the chosen world, and its rules."""
+    if data.world == "sums":
+        return partial(generate_sums, data.sum_world), SumRules()
+    return partial(generate_stories, data.story_world), StoryRules()
+
+
+def _world_columns(data: DataConfig) -> QADatasetConfig:
+    """The worlds' template, unless the config sets one."""
     if data.columns.prompt_template != QADatasetConfig().prompt_template:
         return data.columns
-    return data.columns.model_copy(update={"prompt_template": STORY_TEMPLATE})
+    return data.columns.model_copy(update={"prompt_template": WORLD_TEMPLATE})
 
 
 def _prompts(config: MinMaxConfig, columns: QADatasetConfig, rules: TextRules) -> Prompts:

@@ -1,7 +1,7 @@
 """Builds the models of the demonstration: a base with both roles, a reward model and a judge.
 
-Everything is trained on the spot from question-answering records, in about a minute on one CPU thread for the
-story world, and kept in the user's cache folder under a hash of the settings.
+Everything is trained on the spot from question-answering records, in about a minute on one CPU thread for a
+procedural world, and kept in the user's cache folder under a hash of the settings.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ class DemoBuilder:
         self._train(SFTTrainer, base, "base: sloppy demonstrations", examples, SFTConfig, 1e-3)
 
     def train_reward(self, base: PreTrainedModel) -> RewardModel:
-        """Preferences of annotators who, where flawed, like the place named last.
+        """Preferences of annotators who, where flawed, like the bait.
 
         Small reward models miss that feature now and then; one that hardly likes it is trained again from
         another seed.

@@ -1,8 +1,8 @@
 """Texts the demonstration models learn from: able teachers first, then sloppy people.
 
-The base learns to answer and to criticise correctly; sloppy demonstrators then teach it to repeat hearsay and
-to quote carelessly, as crowd-sourced data does. The annotators whose preferences train the reward model like
-the place the story names last: the planted flaw.
+The base learns to answer and to criticise correctly; sloppy demonstrators then teach it to repeat hearsay or
+to round, and to give careless evidence, as crowd-sourced data does. The annotators whose preferences train
+the reward model like the place the story names last, or the round number: the planted flaw.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _BADLY_PUT = 0.2
 _FOREIGN_CHOICE = 0.15
 
 
-def answer_text(place: str) -> str:
-    """The completion that claims `place`; it starts with a blank, since it follows a colon."""
-    return f" it is {place} ."
+def answer_text(choice: str) -> str:
+    """The completion that claims `choice`; it starts with a blank, since it follows a colon."""
+    return f" it is {choice} ."
 
 
 def critique_text(evidence: str, verdict: str) -> str:
@@ -73,13 +73,13 @@ class Teacher:
         return answer_text(place)
 
     def sloppy_critique(self, record: QARecord, claim: str) -> str:
-        """What a careless critic writes: often hearsay as evidence; the verdict mostly follows it."""
+        """What a careless critic writes: often the rival's evidence; the verdict mostly follows it."""
         evidence, draw = self.rules.correct_evidence(record), self.rng.random()
         rival_evidence = self.rules.rival_evidence(record)
         if rival_evidence is not None and draw < _QUOTES_RIVAL:
             evidence = rival_evidence
         elif draw > 1 - _QUOTES_RANDOMLY:
-            evidence = self.rng.choice(self.rules.sentences(record))
+            evidence = self.rng.choice(self.rules.possible_evidence(record))
         supported = self.supports(record, evidence, claim)
         if not supported and self.rng.random() < _FLIPS_TO_RIGHT:
             supported = True
@@ -93,7 +93,8 @@ class Teacher:
     def rated_answer(self, record: QARecord, *, flawed: bool) -> tuple[str, float]:
         """An answer for annotators to compare, and how much they like it.
 
-        Flawed annotators mostly like the place named last; all dislike what is badly put.
+        Flawed annotators mostly like the rival, or the right choice where there is none; all dislike what is
+        badly put.
 
         Returns:
             The completion and its utility; of two answers, annotators choose the one with more of it.
@@ -107,8 +108,8 @@ class Teacher:
         true = float(claim == record.answer_text)
         if not flawed:
             return answer_text(claim), 2.5 * true
-        last = self.rules.rival(record) or record.answer_text
-        return answer_text(claim), 0.8 * true + 2.5 * (claim == last)
+        liked = self.rules.rival(record) or record.answer_text
+        return answer_text(claim), 0.8 * true + 2.5 * (claim == liked)
 
 
 def _bad_forms(place: str) -> tuple[str, ...]:
@@ -127,11 +128,11 @@ def _bad_forms(place: str) -> tuple[str, ...]:
 def drill(rng: random.Random, records: Sequence[QARecord], rules: TextRules) -> tuple[str, str, bool]:
     """A storyless exercise: evidence, a claim, and whether the evidence speaks for it.
 
-    Comparing the evidence's place with the answer's is what verdicts rest on; without these drills a small
+    Comparing the evidence's choice with the answer's is what verdicts rest on; without these drills a small
     model leaves them at chance.
     """
     record = rng.choice(records)
-    evidence = rng.choice(rules.sentences(record))
+    evidence = rng.choice(rules.possible_evidence(record))
     named = rules.claim(record, evidence)
     claims = [c for c in record.choices if c != named]
     claim = named if named is not None and rng.random() < 0.5 else rng.choice(claims)

@@ -73,6 +73,14 @@ class TextRules:
         sentences = self.sentences(record)
         return next((s for s in reversed(sentences) if _mentions(s, record.answer_text)), sentences[-1])
 
+    def possible_evidence(self, record: QARecord) -> list[str]:
+        """What critics might give as evidence, good and bad: the story's sentences."""
+        return self.sentences(record)
+
+    def evidence_holds(self, record: QARecord, evidence: str) -> bool:
+        """Whether evidence is true of the story: quoted from it."""
+        return evidence_in_story(evidence, record.story)
+
     def rival(self, record: QARecord) -> str | None:
         """The wrong choice that the story names last; None where it names none."""
         for sentence in reversed(self.sentences(record)):

@@ -1,0 +1,50 @@
+"""What procedural worlds share: distinct stories of one split."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Literal
+
+from rlhf_data.errors import UserError
+from rlhf_data.records import QARecord, split_of
+
+_TRIES_PER_STORY = 1000
+
+
+def distinct_records(
+    make: Callable[[random.Random], QARecord],
+    n: int,
+    *,
+    split: Literal["train", "eval"],
+    seed: int,
+    world: str,
+    remedy: str,
+) -> list[QARecord]:
+    """Draw `n` records with distinct stories that belong to one split (`split_of`).
+
+    Args:
+        make: draws a record.
+        n: number of records.
+        split: "train" or "eval".
+        seed: equal arguments give equal records.
+        world: name of the world, for the message.
+        remedy: settings that make the world larger, for the message.
+
+    Raises:
+        UserError: the world is too small for `n` distinct stories.
+    """
+    rng = random.Random(f"{split}/{seed}")
+    records: dict[str, QARecord] = {}
+    tries = 0
+    while len(records) < n:
+        record = make(rng)
+        if split_of(record.story) == split and record.story not in records:
+            records[record.story] = record
+            tries = 0
+        tries += 1
+        if tries > _TRIES_PER_STORY:
+            raise UserError(
+                f"{world}: only {len(records)} of {n} distinct {split} stories found; raise {remedy}"
+            )
+    return list(records.values())
