@@ -120,6 +120,40 @@ def test_saved_adapters_load_here_and_in_plain_peft(tmp_path):
     torch.testing.assert_close(token_logps(plain, BATCH).logps, wanted)
 
 
+@pytest.mark.parametrize("targets", [None, ("q_proj", "v_proj")])
+def test_a_frozen_adapter_leaves_the_others_as_they_are(targets, tmp_path):
+    other = make_set(seed=9, lora_dropout=0.5)
+    shift(other, "policy", 0.05)
+    other.save("policy", tmp_path / "other")
+    adapters = make_set(lora_target_modules=targets)
+    shift(adapters, "policy", 0.02)
+    before = {name: logps(adapters, name) for name in (None, "policy", "monitor")}
+    listed = {name: [id(p) for p in adapters.parameters(name)] for name in adapters.names}
+    with adapters.use("monitor"):
+        state = torch.get_rng_state()
+        adapters.add_frozen("guest", tmp_path / "other")
+        assert torch.equal(torch.get_rng_state(), state)
+        assert adapters.active == "monitor" == adapters.model.active_adapter
+    assert adapters.names == ("policy", "monitor", "guest") and adapters.parameters("guest") == []
+    torch.testing.assert_close(logps(adapters, "guest"), logps(other, "policy"))  # its dropout does not act
+    for name, wanted in before.items():
+        assert torch.equal(logps(adapters, name), wanted)
+    assert {name: [id(p) for p in adapters.parameters(name)] for name in listed} == listed
+    assert all(p.requires_grad for name in listed for p in adapters.parameters(name))
+    guest = [p for name, p in adapters.model.named_parameters() if ".guest." in name]
+    assert guest and not any(p.requires_grad for p in guest)
+    logps(adapters, "policy").sum().backward()
+    assert all(p.grad is None for p in guest)
+
+
+def test_a_frozen_adapter_that_does_not_fit_is_refused(tmp_path):
+    make_set("gpt2").save("policy", tmp_path / "gpt2")
+    with pytest.raises(UserError, match="does not fit this model"):
+        make_set("llama").add_frozen("guest", tmp_path / "gpt2")
+    with pytest.raises(UserError, match="has no readable adapter_config"):
+        make_set("llama").add_frozen("guest", tmp_path / "nowhere")
+
+
 def test_saving_twice_replaces(tmp_path):
     adapters = make_set()
     adapters.save("policy", tmp_path / "a")

@@ -20,6 +20,8 @@ from rlhf_models import (
     load_causal_lm,
     tiny_model,
 )
+from rlhf_models.adapters import AdapterSet, add_adapters
+from rlhf_models.classifiers import head_of, share_trunk
 from rlhf_models.reward import read_positions
 from rlhf_models.tiny import TINY_ARCHITECTURES
 
@@ -125,6 +127,39 @@ def test_saving_and_loading_keeps_every_bit_and_prints_nothing(
     assert [id(p) for p in other.parameters()] == parameters
 
 
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"load_in_8bit": True}])
+@pytest.mark.parametrize("head", ["linear", "mlp"])
+def test_a_classifier_on_a_shared_trunk_is_the_same_model(options, head, tiny_model_folder, tmp_path):
+    model = RewardModel.from_language_model(tiny_model_folder, head=head, seed=3).add_lora(LORA)
+    train(model, learning_rate=0.1)
+    model.append_eos = True
+    model.save_pretrained(tmp_path / "rm")
+    own = RewardModel.from_pretrained(tmp_path / "rm", **options)
+    backbone: Any = load_causal_lm(tiny_model_folder, **options)
+    adapters = AdapterSet(add_adapters(backbone, ["policy"], LORA))
+    adapters.add_frozen("reward", tmp_path / "rm")
+    kinds = [type(module) for module in adapters.model.modules()]
+    state = torch.get_rng_state()
+    classifier, tokenizer = share_trunk(AutoModelForSequenceClassification, backbone, tmp_path / "rm")
+    shared = RewardModel(classifier, tokenizer)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert shared.model.base_model is backbone.base_model and shared.append_eos
+    assert kinds == [type(module) for module in adapters.model.modules()]  # no layer changes its library
+    assert head_of(classifier) is not head_of(own.model) and not any(
+        parameter.requires_grad for parameter in head_of(classifier).parameters()
+    )
+    with adapters.use("reward"):
+        torch.testing.assert_close(shared.score(PROMPTS, COMPLETIONS), own.score(PROMPTS, COMPLETIONS))
+    assert (shared.score(PROMPTS, COMPLETIONS) - own.score(PROMPTS, COMPLETIONS)).abs().max() > 1e-3
+
+
+def test_a_shared_trunk_wants_a_head_of_one_output(tiny_model_folder, tmp_path):
+    backbone: Any = load_causal_lm(tiny_model_folder)
+    AdapterSet(add_adapters(backbone, ["policy"], LORA)).save("policy", tmp_path / "lm")
+    with pytest.raises(UserError, match="lm brings no head that fits its model"):
+        share_trunk(AutoModelForSequenceClassification, backbone, tmp_path / "lm")
+
+
 def test_a_lora_reward_model_loads_in_plain_peft(tiny_model_folder, tmp_path):
     model = RewardModel.from_language_model(tiny_model_folder).add_lora(LORA)
     frozen = [p for name, p in model.named_parameters() if not p.requires_grad and "score" not in name]
@@ -186,10 +221,20 @@ def test_texts_are_read_as_in_training_where_the_model_says_so(byte_tokenizer):
     assert expected[-1] == byte_tokenizer.eos_token_id
 
 
-def test_messages_need_a_model_that_was_trained_on_them(byte_tokenizer):
-    messages: Any = [{"role": "user", "content": "hi"}]
-    with pytest.raises(UserError, match="is a list of messages"):
-        make(RewardModel, byte_tokenizer).encode(messages, "hello")
+def test_messages_go_through_the_chat_template(byte_tokenizer, chat_tokenizer):
+    asked: Any = [{"role": "user", "content": "hi"}]
+    said: Any = [{"role": "assistant", "content": "ho"}]
+    model = make(RewardModel, chat_tokenizer)
+    ids = chat_tokenizer.apply_chat_template([*asked, *said], tokenize=True, return_dict=False)
+    assert model.encode(asked, said) == ids
+    assert chat_tokenizer.decode(ids) == "<user>hi<assistant>ho"
+    with torch.no_grad():
+        expected = model.model(input_ids=torch.tensor([ids])).logits[0, 0]
+    torch.testing.assert_close(model.score([asked], [said])[0], expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(UserError, match="write prompt and completion alike"):
+        model.encode(asked, "ho")
+    with pytest.raises(UserError, match="no chat template"):
+        make(RewardModel, byte_tokenizer).encode(asked, said)
 
 
 def test_where_the_end_token_is_padding_the_score_is_read_where_transformers_reads_it(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +13,19 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf_minmax.checks import ModelInfo
 from rlhf_minmax.config import MinMaxConfig, PlayerConfig
 from rlhf_minmax.players import PLAIN, backbone_settings, lora_settings, share_backbone
-from rlhf_minmax.scorers import scorer_sections
+from rlhf_minmax.scorers import scorer_hosts, scorer_sections
 from rlhf_models import DeviceManager, add_adapters
+from rlhf_models.adapter_files import adapter_shapes
 from rlhf_models.memory import activation_bytes, weight_bytes
 
-_ADAPTER_BYTES = 16
-"""Per adapter parameter: fp32 weight, gradient and two Adam moments."""
+_TRAINED_BYTES = 16
+"""Per parameter of an adapter or a critic: fp32 weight, gradient and two Adam moments."""
+_COPY_BYTES = 4
+"""Per copied parameter, gradient or average, and per parameter of a scorer's adapter: fp32."""
+_GUARDED = 3
+"""Copies of the monitor that its guard keeps: the last good one, the measured one and the newest."""
+_STEP_COPIES = {"plain": 0, "optimistic": 2, "extragradient": 1}
+"""What a step keeps: the gradients of this step and the one before, or the point it looked ahead from."""
 
 
 @dataclass(frozen=True)
@@ -27,19 +35,21 @@ class Memory:
     Args:
         device: where.
         weights: parameters, frozen ones and references included.
-        training: gradients and Adam moments, and the adapters themselves.
+        training: gradients and Adam moments, and the adapters and critics themselves.
         activations: what one forward and backward pass keeps, or one generation's keys and values.
+        copies: of trained parameters or their gradients, that guard, pools, averages and steps keep.
     """
 
     device: torch.device
     weights: float
     training: float = 0.0
     activations: float = 0.0
+    copies: float = 0.0
 
     @property
     def total(self) -> float:
         """All bytes."""
-        return self.weights + self.training + self.activations
+        return self.weights + self.training + self.activations + self.copies
 
 
 def estimate_memory(
@@ -54,11 +64,16 @@ def estimate_memory(
 
     - Weights: parameters x bytes of their dtype; quantised linear layers 1 byte (8 bits) or 0.516 (4 bits).
     - Adapters: 16 bytes a parameter (fp32 weight, gradient, two moments). Full training, in fp32: a gradient
-      and two moments per player, and one frozen reference per model.
+      and two moments per player, and one frozen reference per model. Critics: 16 bytes for hidden + 1.
+    - Scorers that are adapters on a player's backbone: 4 bytes a parameter, and no weights of their own.
+    - Copies in fp32 of a player's P trained parameters: P for an average, P for an extragradient step, 2 P
+      for an optimistic one; on the CPU 3 P of the monitor for `guards.rollback`, and `pool.size` times P of
+      both players for the pools.
     - Activations of a training pass: see `rlhf_models.memory.activation_bytes`.
     - Keys and values of a generation: tokens held at a time x layers x 2 x key-value width.
 
-    Not covered: CUDA's context, Python and its libraries, and what `activation_bytes` leaves out.
+    Not covered: CUDA's context, Python and its libraries, the second optimizer of a best-response probe,
+    and what `activation_bytes` leaves out.
 
     Args:
         config: the run's settings.
@@ -67,23 +82,21 @@ def estimate_memory(
         pass_tokens: tokens of the largest training pass.
         cache_tokens: prompt and completion tokens whose keys and values are held at a time.
     """
-    parts = []
     policies = ["policy", PLAIN] if config.baseline else ["policy"]
     players = [("policy", config.policy_model, policies), ("monitor", config.monitor_model, ["monitor"])]
     if share_backbone(config):
         players = [("policy", backbone_settings(config), [*policies, "monitor"])]
+    parts: list[Memory] = []
+    counts: dict[str, int] = {}
     for role, player, names in players:
         place = (devices.device(role), devices.dtype(role))
         tokens = {"pass_tokens": pass_tokens, "cache_tokens": cache_tokens}
-        parts.append(_trained(player, models[role], names, place, **tokens))
-    for role, section in scorer_sections(config).items():
-        if role in models:
-            causal = getattr(section, "kind", "head") == "prompted"
-            on = role.removeprefix("held-out ")
-            place = (devices.device(on), devices.dtype(on))
-            bits = 8 if section.load_in_8bit else None
-            parts.append(_scorer(models[role], place, causal=causal, bits=bits))
-    return _by_device(parts)
+        part, count = _trained(player, models[role], names, place, **tokens)
+        parts.append(part)
+        counts |= dict.fromkeys(names, count)
+    for role, player in (("policy", config.policy_model), ("monitor", config.monitor_model)):
+        parts.append(_remembered(player, models[role], counts[role], devices.device(role)))
+    return _by_device([*parts, _copies_on_cpu(config, counts), *_scorers(config, models, devices)])
 
 
 def _by_device(parts: Sequence[Memory]) -> list[Memory]:
@@ -95,8 +108,9 @@ def _by_device(parts: Sequence[Memory]) -> list[Memory]:
             before.weights + part.weights,
             before.training + part.training,
             max(before.activations, part.activations),
+            before.copies + part.copies,
         )
-    return list(total.values())
+    return [part for part in total.values() if part.total]
 
 
 def _trained(
@@ -107,8 +121,8 @@ def _trained(
     *,
     pass_tokens: int,
     cache_tokens: int,
-) -> Memory:
-    """One loaded model and the players on it: adapters of it, or full copies with one reference."""
+) -> tuple[Memory, int]:
+    """One loaded model and the players on it, adapters or full copies; and how much each of them trains."""
     device, dtype = placement
     if not player.use_lora:
         dtype = torch.float32
@@ -117,27 +131,54 @@ def _trained(
         weights = weight_bytes(model, bits=8 if player.load_in_8bit else 4 if player.load_in_4bit else None)
         if player.use_lora:
             adapted = add_adapters(model, names, lora_settings(player))
-            count = sum(p.numel() for name, p in adapted.named_parameters() if ".lora_" in name)
-            training = float(_ADAPTER_BYTES * count)
+            count = sum(p.numel() for name, p in adapted.named_parameters() if ".lora_" in name) // len(names)
+            training = float(_TRAINED_BYTES * count * len(names))
         else:
+            count = sum(p.numel() for p in model.parameters())
             training = 3.0 * weights * len(names)
             weights *= len(names) + 1
     text = info.config.get_text_config()
     training_pass = activation_bytes(
         text, pass_tokens, dtype.itemsize, checkpointing=player.gradient_checkpointing
     )
-    return Memory(
-        device, weights, training, max(training_pass, _cache_bytes(text, cache_tokens, dtype.itemsize))
-    )
+    cache = _cache_bytes(text, cache_tokens, dtype.itemsize)
+    return Memory(device, weights, training, max(training_pass, cache)), count
 
 
-def _scorer(
-    info: ModelInfo, placement: tuple[torch.device, torch.dtype], *, causal: bool, bits: int | None
-) -> Memory:
-    device, dtype = placement
-    auto_class: Any = AutoModelForCausalLM if causal else AutoModelForSequenceClassification
-    with torch.device("meta"):
-        return Memory(device, weight_bytes(auto_class.from_config(info.config, dtype=dtype), bits=bits))
+def _remembered(player: PlayerConfig, info: ModelInfo, count: int, device: torch.device) -> Memory:
+    """What a player that trains `count` parameters keeps besides: critic, step rule, average."""
+    hidden = info.config.get_text_config().hidden_size
+    critic = _TRAINED_BYTES * (hidden + 1) if player.baseline == "critic" else 0
+    copies = _STEP_COPIES[player.step_rule] + (player.average_decay is not None)
+    return Memory(device, 0.0, critic, copies=_COPY_BYTES * count * copies)
+
+
+def _copies_on_cpu(config: MinMaxConfig, counts: Mapping[str, int]) -> Memory:
+    """Past players: the guard's monitors, and both pools when they are full."""
+    guarded = _GUARDED * counts["monitor"] if config.guards.rollback else 0
+    pooled = config.pool.size * (counts["policy"] + counts["monitor"]) if config.pool.every else 0
+    return Memory(torch.device("cpu"), 0.0, copies=_COPY_BYTES * (guarded + pooled))
+
+
+def _scorers(config: MinMaxConfig, models: dict[str, ModelInfo], devices: DeviceManager) -> list[Memory]:
+    """Scorers with a model here: as adapters on a player's backbone, or with weights of their own."""
+    hosts, parts = scorer_hosts(config, devices), []
+    for role, section in scorer_sections(config).items():
+        if role not in models:
+            continue
+        info, on = models[role], role.removeprefix("held-out ")
+        weights = 0.0
+        if role not in hosts:
+            causal = getattr(section, "kind", "head") == "prompted"
+            auto_class: Any = AutoModelForCausalLM if causal else AutoModelForSequenceClassification
+            with torch.device("meta"):
+                model = auto_class.from_config(info.config, dtype=devices.dtype(on))
+            weights = weight_bytes(model, bits=8 if section.load_in_8bit else None)
+        if info.adapter is not None:
+            shapes = adapter_shapes(info.adapter).values()
+            weights += _COPY_BYTES * sum(math.prod(shape) for shape in shapes)
+        parts.append(Memory(devices.device(on), weights))
+    return parts
 
 
 def _cache_bytes(config: PreTrainedConfig, tokens: int, itemsize: int) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from peft import (
     get_peft_model_state_dict,
     set_peft_model_state_dict,
 )
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -49,13 +51,49 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, *, adapter: str = "
     return peft_model.eval()
 
 
-def load_adapter_weights(model: PeftModel, folder: str | Path, *, adapter: str = "default") -> None:
+def add_saved_adapter(
+    model: PeftModel, folder: str | Path, *, adapter: str, without: Sequence[str] = ()
+) -> None:
+    """Put a saved LoRA adapter beside those that a model has; peft then changes which one is trainable.
+
+    Args:
+        model: what the adapter was trained on, with other adapters; it is changed in place.
+        folder: what `save_adapter`, peft or TRL wrote.
+        adapter: name the adapter gets.
+        without: names of modules, such as a classifier's head, that the adapter brings and the model lacks.
+
+    Raises:
+        UserError: a file is missing or unreadable, the adapter is no LoRA adapter or of another shape.
+    """
+    config = adapter_config(folder)
+    config.modules_to_save = config.exclude_modules = None
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model.add_adapter(adapter, config)
+    except ValueError as error:
+        raise UserError(f"adapter folder {folder} does not fit this model: {error}") from error
+    load_adapter_weights(model, folder, adapter=adapter, without=without)
+
+
+def load_adapter_weights(
+    model: PeftModel, folder: str | Path, *, adapter: str = "default", without: Sequence[str] = ()
+) -> None:
     """Read a saved adapter's weights into an adapter that the model has, whose parameters stay in place.
+
+    Args:
+        model: the model.
+        folder: what `save_adapter`, peft or TRL wrote.
+        adapter: name of the model's adapter.
+        without: names of modules whose weights in the folder are passed over.
 
     Raises:
         UserError: a file is missing or unreadable, or the adapter is of another shape.
     """
-    saved = _read_weights(Path(folder))
+    saved = {
+        name: tensor
+        for name, tensor in adapter_tensors(folder).items()
+        if not any(part in without for part in name.split("."))
+    }
     own = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
     differing = set(saved) ^ set(own) | {k for k in set(saved) & set(own) if saved[k].shape != own[k].shape}
     if differing:
@@ -147,22 +185,35 @@ def adapter_base(folder: str | Path) -> str:
     return base
 
 
-def adapter_tensors(folder: str | Path) -> list[str]:
-    """Names of the tensors of a saved adapter.
+def adapter_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
+    """The tensors of a saved adapter by name.
 
     Raises:
         UserError: the file is missing or unreadable.
     """
-    return list(_read_weights(Path(folder)))
+    with _weights_file(folder) as path:
+        return load_file(path)
 
 
-def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    path = folder / ADAPTER_WEIGHTS
+def adapter_shapes(folder: str | Path) -> dict[str, list[int]]:
+    """Shapes of a saved adapter's tensors by name, read from the file's header.
+
+    Raises:
+        UserError: the file is missing or unreadable.
+    """
+    with _weights_file(folder) as path, safe_open(path, framework="pt") as file:
+        return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+
+
+@contextlib.contextmanager
+def _weights_file(folder: str | Path) -> Iterator[Path]:
+    """The file of an adapter's weights, with what goes wrong while it is read told in a sentence."""
+    path = Path(folder) / ADAPTER_WEIGHTS
     if not path.is_file():
         raise UserError(
             f"adapter folder {folder} has no {ADAPTER_WEIGHTS}; expected an adapter saved by peft"
         )
     try:
-        return load_file(path)
+        yield path
     except (OSError, SafetensorError) as error:
         raise UserError(f"adapter weights {path} cannot be read: {error}") from error

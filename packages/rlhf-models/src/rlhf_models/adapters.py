@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_data import BaseConfig, UserError
-from rlhf_models.adapter_files import load_adapter_weights, save_adapter
+from rlhf_models.adapter_files import add_saved_adapter, load_adapter_weights, save_adapter
 
 SCALAR_HEADS = ("score", "classifier")
 """Names that transformers gives to the heads of sequence and token classifiers."""
@@ -83,6 +83,7 @@ class AdapterSet:
 
     The parameters of each adapter are listed once, here, and stay trainable at all times, whichever adapter
     is active: peft's own switch freezes the others, which neither optimizers nor sharded parameters bear.
+    Those of adapters that `add_frozen` brings are never trainable and not listed.
     With gradient checkpointing, the backward pass belongs inside `use` as well, for it runs layers again.
 
     Args:
@@ -92,11 +93,8 @@ class AdapterSet:
     def __init__(self, model: PeftModel) -> None:
         self.model = model
         self._parameters = {name: _adapter_parameters(model, name) for name in model.peft_config}
-        for parameters in self._parameters.values():
-            for parameter in parameters:
-                parameter.requires_grad_(True)
-        switched = (BaseTunerLayer, AuxiliaryTrainingWrapper)
-        self._layers: list[Any] = [module for module in model.modules() if isinstance(module, switched)]
+        self._layers: list[Any] = []
+        self._settle()
         self._active: str | None = None
         self._activate(str(model.active_adapter))
 
@@ -111,8 +109,28 @@ class AdapterSet:
         return self._active
 
     def parameters(self, name: str) -> list[nn.Parameter]:
-        """The parameters of one adapter, always the same objects in the same order."""
+        """The trained parameters of one adapter, always the same objects in the same order."""
         return list(self._parameters[name])
+
+    def add_frozen(self, name: str, folder: str | Path) -> None:
+        """Put a saved adapter beside the others, to be used and never trained; they stay as they are.
+
+        A head that it brings, as the adapter of a classifier does, is left out: see `share_trunk`.
+
+        Args:
+            name: a new name, without dots.
+            folder: what `save_adapter`, peft or TRL wrote.
+
+        Raises:
+            UserError: the adapter cannot be read or does not fit the model.
+        """
+        add_saved_adapter(self.model, folder, adapter=name, without=SCALAR_HEADS)
+        self._parameters[name] = []
+        for parameter in _adapter_parameters(self.model, name):
+            parameter.requires_grad_(False)
+        self._settle()
+        self._activate(self._active)
+        self.model.train(self.model.training)
 
     @contextlib.contextmanager
     def use(self, name: str | None) -> Iterator[PeftModel]:
@@ -137,6 +155,13 @@ class AdapterSet:
     def load(self, name: str, folder: str | Path) -> None:
         """Read one adapter's weights into the parameters listed here; see `load_adapter_weights`."""
         load_adapter_weights(self.model, folder, adapter=name)
+
+    def _settle(self) -> None:
+        """Undo what peft does to all adapters when one is added, and list the layers that switch."""
+        for parameter in itertools.chain.from_iterable(self._parameters.values()):
+            parameter.requires_grad_(True)
+        switched = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+        self._layers = [module for module in self.model.modules() if isinstance(module, switched)]
 
     def _activate(self, name: str | None) -> None:
         for layer in self._layers:

@@ -19,7 +19,15 @@ from transformers import AutoModelForTokenClassification, PreTrainedConfig, PreT
 from transformers.utils.hub import cached_file
 
 from rlhf_data import UserError, atomic_folder
-from rlhf_models.adapter_files import adapter_base, adapter_tensors, is_adapter, load_adapter, save_adapter
+from rlhf_models.adapter_files import (
+    adapter_base,
+    adapter_shapes,
+    adapter_tensors,
+    is_adapter,
+    load_adapter,
+    load_adapter_tokenizer,
+    save_adapter,
+)
 from rlhf_models.adapters import SCALAR_HEADS
 from rlhf_models.loading import load_config, load_model, load_tokenizer, save_model
 from rlhf_models.quantization import quantization_config
@@ -131,12 +139,11 @@ def load_classifier(
     """
     adapted = is_adapter(name_or_path)
     base = (base_model or adapter_base(name_or_path)) if adapted else name_or_path
-    has_tokenizer = not adapted or (Path(name_or_path) / "tokenizer_config.json").is_file()
-    tokenizer: Any = load_tokenizer(name_or_path if has_tokenizer else base)
+    tokenizer: Any = load_adapter_tokenizer(name_or_path, base) if adapted else load_tokenizer(name_or_path)
     config = load_config(base)
     own = _own_entries(name_or_path) if adapted else {}
     if adapted:
-        new_head = own.get("score_head", "linear") if _brings_head(name_or_path) else None
+        new_head = own.get("score_head", "linear") if brings_head(name_or_path) else None
     stored = stored_head(config)
     if stored is None and new_head is not None:
         _set_outputs(config, outputs, tokenizer.pad_token_id)
@@ -144,6 +151,51 @@ def load_classifier(
     for entry, value in own.items():
         setattr(model.config, entry, value)
     return (load_adapter(model, name_or_path, adapter=adapter) if adapted else model), tokenizer
+
+
+def share_trunk(auto_class: Any, causal_lm: PreTrainedModel, folder: str | Path) -> tuple[Any, Any]:
+    """A frozen classifier on the trunk of a language model, the same object, under a saved adapter's head.
+
+    The adapter itself is put on the trunk by `AdapterSet.add_frozen`, and has to be in use whenever the
+    classifier runs. The head is in the trunk's dtype, as that of a classifier loaded by itself.
+
+    Args:
+        auto_class: see `build_classifier`.
+        causal_lm: what the adapter was trained on, quantised or not, with adapters or without.
+        folder: of an adapter that `save_classifier`, peft or TRL wrote, with a head of one output.
+
+    Returns:
+        The transformers classifier and the adapter's tokenizer.
+
+    Raises:
+        UserError: the adapter cannot be read, or brings no head that fits the trunk.
+    """
+    tokenizer = load_adapter_tokenizer(folder, adapter_base(folder))
+    config = type(causal_lm.config).from_dict(causal_lm.config.to_dict())
+    _set_outputs(config, 1, tokenizer.pad_token_id)
+    for entry, value in _own_entries(folder).items():
+        setattr(config, entry, value)
+    named = ((name.split("."), tensor) for name, tensor in adapter_tensors(folder).items())
+    tensors = {
+        ".".join(parts[parts.index(head) + 1 :]): tensor
+        for parts, tensor in named
+        for head in SCALAR_HEADS
+        if head in parts
+    }
+    with torch.device("meta"):  # nothing is allocated, and no random number drawn
+        attention = causal_lm.config._attn_implementation
+        model = auto_class.from_config(config, dtype=causal_lm.dtype, attn_implementation=attention)
+        width = head_of(model).in_features
+        two_layers = getattr(config, "score_head", "linear") == "mlp"
+        head = MLPHead(width) if two_layers else nn.Linear(width, 1, bias="bias" in tensors)
+    try:
+        head.load_state_dict(tensors, assign=True)
+    except RuntimeError as error:
+        raise UserError(f"adapter folder {folder} brings no head that fits its model: {error}") from error
+    setattr(model, model.base_model_prefix, causal_lm.base_model)
+    setattr(model, _head_name(model), head.to(causal_lm.device, causal_lm.dtype).requires_grad_(False))
+    model.name_or_path = causal_lm.name_or_path
+    return model.eval(), tokenizer
 
 
 def save_classifier(model: Any, tokenizer: Any, folder: str | Path, *, adapter: str = "default") -> None:
@@ -255,8 +307,13 @@ def _own_entries(folder: str | Path) -> dict[str, Any]:
     return {entry: getattr(config, entry) for entry in _OWN_ENTRIES if hasattr(config, entry)}
 
 
-def _brings_head(folder: str | Path) -> bool:
-    return any(f".{head}." in name for head in SCALAR_HEADS for name in adapter_tensors(folder))
+def brings_head(folder: str | Path) -> bool:
+    """Whether a saved adapter is of a classifier, whose head it brings.
+
+    Raises:
+        UserError: its file is missing or unreadable.
+    """
+    return any(f".{head}." in name for head in SCALAR_HEADS for name in adapter_shapes(folder))
 
 
 def stored_head(config: PreTrainedConfig) -> Head | None:

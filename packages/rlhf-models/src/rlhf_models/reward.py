@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from rlhf_data import PackedBatch, UserError
+from rlhf_data import PackedBatch
 from rlhf_data.encoding import Encoder
 from rlhf_data.transcripts import Text
 from rlhf_models.loading import encode_completion, encode_prompt
@@ -28,8 +28,8 @@ class ScalarModel(HeadModel):
     def append_eos(self) -> bool:
         """Whether `encode` reads texts as `rlhf_data.PreferenceDataset` does; stored with the model.
 
-        Then prompt and completion are read as one text, which ends with the end token, and both may be
-        chat messages. Set it on a model that was trained on such a data set, and so on one that TRL trained.
+        Then prompt and completion are read as one text, which ends with the end token. Set it on a model
+        that was trained on such a data set, and so on one that TRL trained.
         """
         return bool(getattr(self.config, "append_eos", False))
 
@@ -79,10 +79,12 @@ class ScalarModel(HeadModel):
     def encode(self, prompt: Text, completion: Text) -> list[int]:
         """Token ids of a prompt and its completion.
 
-        They are tokenised apart and no end token is added, unless `append_eos` says otherwise.
+        Texts are tokenised apart and no end token is added, unless `append_eos` says otherwise. Messages go
+        through the tokenizer's chat template, which ends a conversation as it likes.
 
         Raises:
-            UserError: messages without `append_eos`, or a text that the tokenizer has no tokens for.
+            UserError: a text beside messages, messages without a chat template, or a text that the tokenizer
+                has no tokens for.
         """
         return encode_scored(self.tokenizer, prompt, completion, append_eos=self.append_eos)
 
@@ -103,14 +105,10 @@ class JudgeModel(ScalarModel):
 
 def encode_scored(tokenizer: Any, prompt: Text, completion: Text, *, append_eos: bool) -> list[int]:
     """Token ids of a text to be scored; see `ScalarModel.encode`."""
-    if append_eos:
-        [ids], _ = Encoder(tokenizer).completions(prompt, [completion])
-        return ids
-    if not isinstance(prompt, str) or not isinstance(completion, str):
-        raise UserError(
-            "a prompt or completion is a list of messages, which only a model with append_eos reads"
-        )
-    return encode_prompt(tokenizer, prompt) + encode_completion(tokenizer, completion)
+    if isinstance(prompt, str) and isinstance(completion, str) and not append_eos:
+        return encode_prompt(tokenizer, prompt) + encode_completion(tokenizer, completion)
+    [ids], _ = Encoder(tokenizer).completions(prompt, [completion])
+    return ids
 
 
 def read_positions(batch: PackedBatch, config: Any, tokenizer: Any) -> torch.Tensor:
