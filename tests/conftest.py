@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -42,6 +43,17 @@ def byte_tokenizer() -> Any:
     from rlhf_models import train_byte_tokenizer
 
     return train_byte_tokenizer(TEXTS, vocab_size=300)
+
+
+@pytest.fixture
+def chat_tokenizer(byte_tokenizer: Any) -> Any:
+    """`byte_tokenizer` with a chat template."""
+    tokenizer = copy.deepcopy(byte_tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    return tokenizer
 
 
 @pytest.fixture

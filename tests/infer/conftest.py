@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,3 +26,12 @@ def lively_model() -> Callable[..., Any]:
         return model
 
     return build
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module `judge_server`, with its key in the environment."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    server = importlib.import_module("judge_server")
+    monkeypatch.setenv("OPENAI_API_KEY", server.KEY)
+    return server

@@ -27,12 +27,47 @@ SETTINGS = {
     "training": {"batch_size": 4, "max_steps": 3, "monitor_warmup_steps": 1, "save_steps": 1},
     "game": {"num_generations": 3, "num_critiques": 3},
 }
+EVERYTHING = (
+    "policy_model.baseline=critic",
+    "policy_model.step_rule=optimistic",
+    "policy_model.average_decay=0.9",
+    "policy_model.lr_scheduler_type=linear",
+    "policy_model.warmup_steps=2",
+    "monitor_model.baseline=leave_one_out",
+    "monitor_model.step_rule=extragradient",
+    "monitor_model.average_decay=0.5",
+    "monitor_model.lr_scheduler_type=cosine",
+    "constraint.rule=pid",
+    "constraint.warmup_steps=1",
+    "constraints.monitor.length.threshold=0.2",
+    "constraints.monitor.format.rule=additive",
+    "constraints.monitor.evidence.rule=multiplicative",
+    "constraints.policy.kl.threshold=0.001",
+    "constraints.policy.length.rule=fixed",
+    "constraints.policy.refusal.rule=pid",
+    "schedule.rule=adaptive",
+    "schedule.monitor_refresh=resample",
+    "schedule.freeze_monitor_above=0.8",
+    "pool.every=1",
+    "pool.share=0.8",
+    "pool.size=2",
+    "pool.sampling=prioritised",
+    "guards.patience=2",
+    "guards.zero_std_share=0.1",
+)
+"""Every controller, pool, average and memory that a checkpoint has to hold."""
 
 
 @pytest.fixture(scope="session")
 def demo_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the tiny models are kept for the session."""
     return tmp_path_factory.mktemp("demo")
+
+
+@pytest.fixture(scope="session")
+def everything() -> tuple[str, ...]:
+    """Overrides that switch on every controller, pool, average and memory."""
+    return EVERYTHING
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,5 @@
 """How records are put to the players and the judge."""
 
-import copy
-
 import pytest
 
 from rlhf_data import QADatasetConfig, QARecord, UserError
@@ -60,19 +58,6 @@ def test_the_fingerprint_tells_prompts_apart():
 def test_a_template_that_cannot_be_filled_is_refused(player, template):
     with pytest.raises(UserError, match="prompt_template"):
         MinMaxConfig.from_dict({player: {"prompt_template": template}})
-
-
-TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
-@pytest.fixture
-def chat_tokenizer(byte_tokenizer):
-    tokenizer = copy.deepcopy(byte_tokenizer)
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
 
 
 def test_a_chat_model_reads_a_users_message(chat_tokenizer, byte_tokenizer):

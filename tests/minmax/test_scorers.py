@@ -145,15 +145,22 @@ def test_requests_and_cost_of_a_dry_run() -> None:
 
     A step: (4 sampled + 2 made-up answers) x 4 critiques + these 6 answers without one = 30, and 4 x 4 x 2
     = 32 for the policy. In all 5 x 30 + 3 x 32 = 246, and 3 requests for each of 8 stories in 3 evaluations
-    (start, plain, end), 72, and 5 for each probe story, 100: 418.
+    (start, plain, end), 72, and 5 for each probe story, 100: 418. Exploitability asks for 4 answers x 4
+    critiques of each of these stories besides, 128 in every evaluation: 802.
     """
     sizes = ("training.monitor_warmup_steps=2", "data.probe_stories=50")
     rows = dict(plan_run(make(*API, *sizes))["rows"])
     assert rows["judge"] == "m at http://127.0.0.1:1/v1"
-    assert rows["judge requests"] == "about 62 per step, 418 in all"
+    assert rows["judge requests"] == "about 62 per step, 802 in all"
+    sizes = (*sizes, "diagnostics.exploitability_stories=0")
+    assert dict(plan_run(make(*API, *sizes))["rows"])["judge requests"].endswith("418 in all")
     # With an evaluation at steps 2 and 4: 2 x 24 more; without the baseline one evaluation, 24, less.
     evaluated = ("training.eval_steps=2", "baseline=false")
     assert dict(plan_run(make(*API, *sizes, *evaluated))["rows"])["judge requests"].endswith("442 in all")
+    # An average of the weights is evaluated once more: 24. Probes of 2 rounds each ask for 24 critiques (the
+    # monitor's round) and 32 (the policy's), and for 4 critiques of every held-out story: 112 + 32.
+    probes = ("diagnostics.best_response_updates=2", "monitor_model.average_decay=0.9")
+    assert dict(plan_run(make(*API, *sizes, *probes))["rows"])["judge requests"].endswith("586 in all")
     # 418 completion tokens at 1000 per million: 0.418.
     priced = ("judge_model.prompt_price=0", "judge_model.completion_price=1000")
     rows = dict(plan_run(make(*API, *sizes, *priced))["rows"])

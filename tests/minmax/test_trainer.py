@@ -10,39 +10,14 @@ from rlhf_minmax import MinMaxTrainer
 
 DROPOUT = ("policy_model.lora_dropout=0.2", "monitor_model.lora_dropout=0.2")
 FULL = ("policy_model.use_lora=false", "monitor_model.use_lora=false")
-EVERYTHING = (
-    "policy_model.baseline=critic",
-    "policy_model.step_rule=optimistic",
-    "policy_model.average_decay=0.9",
-    "policy_model.lr_scheduler_type=linear",
-    "policy_model.warmup_steps=2",
-    "monitor_model.baseline=leave_one_out",
-    "monitor_model.step_rule=extragradient",
-    "monitor_model.average_decay=0.5",
-    "monitor_model.lr_scheduler_type=cosine",
-    "constraint.rule=pid",
-    "constraint.warmup_steps=1",
-    "constraints.monitor.length.threshold=0.2",
-    "constraints.monitor.format.rule=additive",
-    "constraints.monitor.evidence.rule=multiplicative",
-    "constraints.policy.kl.threshold=0.001",
-    "constraints.policy.length.rule=fixed",
-    "constraints.policy.refusal.rule=pid",
-    "schedule.rule=adaptive",
-    "schedule.monitor_refresh=resample",
-    "schedule.freeze_monitor_above=0.8",
-    "pool.every=1",
-    "pool.share=0.8",
-    "pool.size=2",
-    "pool.sampling=prioritised",
-    "guards.patience=2",
-    "guards.zero_std_share=0.1",
-)
-"""Every controller, pool, average and memory that a checkpoint has to hold."""
 SMALL = ("training.max_steps=4", "training.batch_size=2", "game.num_generations=2", "game.num_critiques=2")
 each_kind = pytest.mark.parametrize("kind", [DROPOUT, FULL], ids=["lora", "full"])
-each_run = pytest.mark.parametrize("kind", [DROPOUT, FULL, EVERYTHING], ids=["lora", "full", "everything"])
 each_game = pytest.mark.parametrize("adversary", [True, False], ids=["game", "plain"])
+
+
+@pytest.fixture(params=["lora", "full", "everything"])
+def run_kind(request, everything):
+    return {"lora": DROPOUT, "full": FULL, "everything": everything}[request.param]
 
 
 class Killed(Exception):
@@ -84,9 +59,8 @@ def equal(a, b):
 
 
 @each_game
-@each_run
-def test_killed_after_every_step_and_resumed_equals_uninterrupted(make_game, tmp_path, kind, adversary):
-    settings = {"adversary": adversary}
+def test_killed_after_every_step_and_resumed_equals_uninterrupted(make_game, tmp_path, run_kind, adversary):
+    kind, settings = run_kind, {"adversary": adversary}
     whole = trainer_of(make_game, tmp_path / "whole", *kind, **settings)
     start = weights(whole)
     whole.train()

@@ -21,14 +21,13 @@ import torch
 from rlhf_data import UserError, json_hash
 from rlhf_infer.http_post import Poster, Refused, Unavailable
 from rlhf_infer.judge_cache import JudgeCache
-from rlhf_infer.judge_settings import APISettings, checked_template
+from rlhf_infer.judge_settings import APISettings, checked_template, fill
 
 NUMBER_TOKENS = 8
 """Most tokens of a reply that states a number; some tokenizers spend one per digit and one on each blank."""
 _TOP_LOGPROBS = 20
 """Alternatives asked for at the first token: the most that OpenAI's API gives."""
 _ASKS = 2
-_SEED = 0
 _LONGEST_PAUSE_S = 60.0
 """Where doubled pauses stop growing."""
 _LONGEST_WAIT_S = 600.0
@@ -66,8 +65,10 @@ class APIJudge:
     them counts 0. `number`: the model states P(true) in per cent (verbalised probability of Lin et al. 2022,
     arXiv:2205.14334).
 
-    Blind: each text stands alone in its request, and the texts of a call are sent in a shuffled order. Equal
-    texts are asked once; with a cache, once for all.
+    Blind: a request holds one filled template and nothing of who wrote what, not even the blanks around it.
+    The texts of a call are sent in an order that is drawn anew for every call, and that depends on `seed` and
+    on what the texts are, not on how the caller sorted them. Equal texts are asked once; with a cache, once
+    for all. Not covered: what a text says of its author, and when a call is made.
 
     A request is repeated after the failures that may pass (see `Poster.post`), with pauses that double from
     `backoff_s`, each shortened by up to a half at random, and never shorter than the server's `Retry-After`.
@@ -81,6 +82,7 @@ class APIJudge:
         no_critique: stands for a critique that is None.
         backoff_s: seconds before the first repetition.
         cache_folder: where replies are kept, for any number of processes; None keeps none.
+        seed: of the order in which texts are sent, and of pauses; scores do not depend on it.
 
     Raises:
         UserError: no such URL, no key in the environment, a template with another field, or a folder that
@@ -97,6 +99,7 @@ class APIJudge:
         no_critique: str = "none",
         backoff_s: float = 1.0,
         cache_folder: Path | None = None,
+        seed: int = 0,
     ) -> None:
         self.base_url, self.model = base_url.rstrip("/"), model
         self.settings = settings = settings or APISettings()
@@ -111,7 +114,7 @@ class APIJudge:
         self._read = _yes_or_no if settings.answer == "logprobs" else _per_cent
         self._limit = TokenBucket(settings.requests_per_minute)
         self._cache = JudgeCache(cache_folder) if cache_folder is not None else None
-        self._rng = random.Random(_SEED)
+        self._order, self._pauses = random.Random(seed), random.Random(seed)
         self._lock = threading.Lock()
         counted = ("requests", "retries", "cached", "prompt_tokens", "completion_tokens")
         self._count: dict[str, int] = dict.fromkeys(counted, 0)
@@ -132,14 +135,12 @@ class APIJudge:
             UserError: the server refuses a request, stays unavailable, or does not reply as asked.
         """
         texts = [
-            self.template.format(
-                question=question, answer=answer, critique=self.no_critique if critique is None else critique
-            )
+            fill(self.template, question, answer, critique, no_critique=self.no_critique)
             for question, answer, critique in zip(questions, answers, critiques, strict=True)
         ]
         found = self._look_up(set(texts))
-        wanted = [text for text in dict.fromkeys(texts) if text not in found]
-        self._rng.shuffle(wanted)
+        wanted = sorted(set(texts) - found.keys())
+        self._order.shuffle(wanted)
         found |= self._ask_all(wanted)
         return torch.tensor([found[text] for text in texts], dtype=torch.float32)
 
@@ -219,7 +220,7 @@ class APIJudge:
                 "the limits of the account"
             ) from error
         pause = min(self.backoff_s * 2**attempt, _LONGEST_PAUSE_S)
-        return max(asked, pause * (1 - self._rng.random() / 2))
+        return max(asked, pause * (1 - self._pauses.random() / 2))
 
     def _unusable(self, reply: bytes) -> str:
         said = _reading(lambda choice: choice["message"]["content"], reply)

@@ -76,3 +76,19 @@ def checked_template(template: str) -> str:
             f"expected only {', '.join(f'{{{name}}}' for name in _FIELDS)}; write a literal brace twice"
         )
     return template
+
+
+def fill(template: str, question: str, answer: str, critique: str | None, *, no_critique: str) -> str:
+    """What a judge is asked about one answer, without the blanks around answer and critique.
+
+    Texts that a model sampled, and texts that were written for it, often differ in just these.
+
+    Args:
+        template: see `checked_template`.
+        question: the question.
+        answer: the answer.
+        critique: of the answer; None where there is none.
+        no_critique: stands for None.
+    """
+    said = no_critique if critique is None else critique.strip()
+    return template.format(question=question, answer=answer.strip(), critique=said)

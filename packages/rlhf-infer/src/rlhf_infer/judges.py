@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from rlhf_data import TokenSequence, UserError, pack
-from rlhf_infer.judge_settings import JUDGE_TEMPLATE, checked_template
+from rlhf_infer.judge_settings import JUDGE_TEMPLATE, checked_template, fill
 from rlhf_models.head import causal_lm
 from rlhf_models.loading import check_prompt_fits, encode_completion, encode_prompt
 from rlhf_models.logps import token_logps
@@ -41,8 +41,9 @@ class PromptedJudge:
     """A language model that is asked, and whose next-token probabilities are read.
 
     P(true) = Σ π(y | x) / (Σ π(y | x) + Σ π(n | x)) over the spellings y of yes and n of no, x being the
-    filled template (P(True) of Kadavath et al. 2022, arXiv:2207.05221). A spelling may have several tokens; a
-    prompt is computed once for all spellings, and what prompts share is computed once too.
+    filled template (P(True) of Kadavath et al. 2022, arXiv:2207.05221), without the blanks around answer and
+    critique. A spelling may have several tokens; a prompt is computed once for all spellings, and what
+    prompts share is computed once too.
 
     Args:
         model: a transformers causal LM, or a PeftModel around one.
@@ -89,10 +90,8 @@ class PromptedJudge:
         """
         sequences = []
         for question, answer, critique in zip(questions, answers, critiques, strict=True):
-            critique = self.no_critique if critique is None else critique
-            prompt = encode_prompt(
-                self.tokenizer, self.template.format(question=question, answer=answer, critique=critique)
-            )
+            text = fill(self.template, question, answer, critique, no_critique=self.no_critique)
+            prompt = encode_prompt(self.tokenizer, text)
             sequences += [TokenSequence(prompt + spelling, len(prompt)) for spelling in self._spellings]
         logps = self._seq_logps(sequences).view(-1, len(self._spellings))
         yes, no = logps[:, self._is_yes].logsumexp(1), logps[:, ~self._is_yes].logsumexp(1)

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from rlhf_data import QARecord, UserError, render_prompt
+from rlhf_minmax.chat_reward import as_chat, reads_chat
 from rlhf_minmax.config import MinMaxConfig
 from rlhf_minmax.data import Stories
 from rlhf_minmax.demo import demo_tokenizer, untrained_base
@@ -18,7 +19,8 @@ from rlhf_minmax.doctor import config_findings
 from rlhf_minmax.players import check_players
 from rlhf_minmax.prompts import prompt_ids, uses_chat
 from rlhf_minmax.scorer_config import JudgeConfig, RewardModelConfig
-from rlhf_minmax.scorers import check_scorers, needs_demo, scorer_sections
+from rlhf_minmax.scorers import check_scorers, needs_demo, scorer_hosts, scorer_sections
+from rlhf_minmax.shared_scorers import Host
 from rlhf_models import (
     DeviceManager,
     check_prompt_fits,
@@ -27,8 +29,11 @@ from rlhf_models import (
     encode_prompt,
     load_tokenizer,
 )
+from rlhf_models.adapter_files import adapter_base, is_adapter, load_adapter_tokenizer
+from rlhf_models.classifiers import brings_head
 from rlhf_models.loading import check_tokenizer_fits, check_weights, load_config
 from rlhf_models.quantization import quantization_config
+from rlhf_models.reward import encode_scored
 
 _SHOWN = 40
 """Characters of a story that stand for it in messages."""
@@ -42,13 +47,18 @@ class ModelInfo:
 
     Args:
         name: folder or hub name; None for one of the demonstration's, which may not be built yet.
-        config: its transformers config.
+        config: its transformers config; of an adapter, that of the model it was trained on.
         tokenizer: its tokenizer.
     """
 
     name: str | None
     config: PreTrainedConfig
     tokenizer: Any
+
+    @property
+    def adapter(self) -> str | None:
+        """Its folder, if it is an adapter: only scorers are."""
+        return self.name if self.name is not None and is_adapter(self.name) else None
 
 
 @dataclass(frozen=True)
@@ -75,11 +85,13 @@ class Checked:
     Args:
         models: config and tokenizer of every role's model.
         longest: the longest text of every role.
+        hosts: scorers that are adapters on a player's backbone, with that player.
         warnings: what is allowed but probably not meant, one sentence each.
     """
 
     models: dict[str, ModelInfo]
     longest: list[LongestText]
+    hosts: dict[str, Host]
     warnings: list[str]
 
 
@@ -97,9 +109,10 @@ def check_run(config: MinMaxConfig, stories: Stories, devices: DeviceManager) ->
     check_players(config, devices)
     check_scorers(config)
     models = inspect_models(config, stories)
+    hosts = scorer_hosts(config, devices)
     ruler = Ruler(config, stories, models)
     warnings = [*config_findings(config, len(stories.train)), *ruler.warnings()]
-    return Checked(models, ruler.longest(), warnings)
+    return Checked(models, ruler.longest(), hosts, warnings)
 
 
 def inspect_models(config: MinMaxConfig, stories: Stories) -> dict[str, ModelInfo]:
@@ -119,11 +132,11 @@ def inspect_models(config: MinMaxConfig, stories: Stories) -> dict[str, ModelInf
     infos = {}
     for role, section in sections.items():
         name = section.model_name
+        scores = role in scorers and getattr(section, "kind", "head") == "head"
         if name not in known:
-            known[name] = _read_info(str(name))
+            known[name] = _read_info(str(name), may_be_adapter=scores)
         infos[role] = known[name]
         if name is not None:
-            scores = role in scorers and getattr(section, "kind", "head") == "head"
             _check_kind(role, infos[role], scores=scores)
         quantization_config(section.load_in_8bit, getattr(section, "load_in_4bit", False))
     return infos
@@ -136,16 +149,22 @@ def _demo_info(config: MinMaxConfig, stories: Stories) -> ModelInfo:
     return ModelInfo(None, base.config, tokenizer)
 
 
-def _read_info(name: str) -> ModelInfo:
-    config = load_config(name)
-    check_weights(name)
-    tokenizer = load_tokenizer(name)
+def _read_info(name: str, *, may_be_adapter: bool) -> ModelInfo:
+    adapted = may_be_adapter and is_adapter(name)
+    base = adapter_base(name) if adapted else name
+    config = load_config(base)
+    if adapted:
+        config.num_labels = 1
+    check_weights(base)
+    tokenizer = load_adapter_tokenizer(name, base) if adapted else load_tokenizer(name)
     check_tokenizer_fits(config, tokenizer)
     return ModelInfo(name, config, tokenizer)
 
 
 def _check_kind(role: str, info: ModelInfo, *, scores: bool) -> None:
     """Refuse a language model where a score is wanted, and the other way round."""
+    if info.adapter is not None and brings_head(info.adapter):
+        return
     kind = (info.config.architectures or ["model of unknown kind"])[0]
     is_classifier = kind.endswith("Classification")
     if scores and not (is_classifier and info.config.num_labels == 1):
@@ -215,8 +234,16 @@ class Ruler:
             return len(self.monitor_prompt(record, [0] * answer)) + critique
         scorer = scorer_sections(self.config)[role]
         if isinstance(scorer, RewardModelConfig):
-            return len(self.policy_prompt(record, role)) + answer
+            return len(self._reward_prompt(role, scorer, record)) + answer
         return self._judge_prompt(role, scorer, record) + answer + critique
+
+    def _reward_prompt(self, role: str, reward: RewardModelConfig, record: QARecord) -> list[int]:
+        """Token ids of what a reward model reads beside the answer."""
+        tokenizer = self.models[role].tokenizer
+        chats = uses_chat(self.models["policy"].tokenizer, self.config.policy_model)
+        if not reads_chat(reward, tokenizer, policy_chats=chats):
+            return self.policy_prompt(record, role)
+        return encode_scored(tokenizer, *as_chat(self.stories.prompts.policy(record), ""), append_eos=False)
 
     def _judge_prompt(self, role: str, judge: JudgeConfig, record: QARecord) -> int:
         """Tokens of what a judge reads beside answer and critique."""

@@ -11,7 +11,7 @@ from rlhf_infer import APISettings
 from rlhf_infer.judge_settings import checked_template
 
 _FIELDS_OF = {
-    "head": {"model_name", "load_in_8bit"},
+    "head": {"model_name", "load_in_8bit", "share_backbone"},
     "prompted": {"model_name", "load_in_8bit", "template"},
     "rule": set[str](),
     "api": {"model_name", "template", "base_url", "cache", *APISettings.model_fields},
@@ -26,6 +26,10 @@ class RewardModelConfig(BaseConfig):
     """Folder or hub name; null builds one from the training rows."""
     load_in_8bit: bool = False
     """Quantise its weights to 8 bits."""
+    share_backbone: bool | None = None
+    """Run it as an adapter on the players' backbone; null where it is an adapter of their model."""
+    chat: bool | None = None
+    """Put prompt and answer into its tokenizer's chat template; null where it and the policy have one."""
 
 
 class JudgeConfig(APISettings):
@@ -40,6 +44,8 @@ class JudgeConfig(APISettings):
     """Folder or hub name, or the name at the API; null builds a `head` from the training rows."""
     load_in_8bit: bool = False
     """Quantise its weights to 8 bits."""
+    share_backbone: bool | None = None
+    """Of `head`: run it as an adapter on the players' backbone; null where it is one of their model."""
     template: str | None = None
     """Of `prompted` and `api`: text with {question}, {answer}, {critique}; null takes the built-in one."""
     base_url: str | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -12,24 +13,34 @@ from rlhf_data import UserError
 from rlhf_infer import APIJudge, PromptedJudge, RuleJudge
 from rlhf_infer.api_judge import api_key
 from rlhf_infer.judges import Judge
+from rlhf_minmax.chat_reward import reading
 from rlhf_minmax.config import MinMaxConfig
 from rlhf_minmax.demo import DemoModels, default_cache_folder
 from rlhf_minmax.pipeline import Scale, Scorer
+from rlhf_minmax.players import Players
 from rlhf_minmax.prompts import Prompts
 from rlhf_minmax.scorer_config import JudgeConfig, RewardModelConfig
-from rlhf_models import DeviceManager, JudgeModel, RewardModel, load_causal_lm, load_tokenizer
+from rlhf_minmax.shared_scorers import Host, SharedScorer, load_shared, scorer_host
+from rlhf_models import (
+    DeviceManager,
+    JudgeModel,
+    RewardModel,
+    ScalarModel,
+    load_causal_lm,
+    load_tokenizer,
+)
 
 
 class HeadJudge:
     """A trained judge with a scalar head, behind the judge's protocol.
 
     Args:
-        model: gives P(true) of a critique after a prompt.
+        model: gives P(true) of a critique after a prompt, as `JudgeModel.score` does.
         prompts: how question and answer are put to it.
         max_tokens: tokens in one forward pass.
     """
 
-    def __init__(self, model: JudgeModel, prompts: Prompts, *, max_tokens: int) -> None:
+    def __init__(self, model: Scorer, prompts: Prompts, *, max_tokens: int) -> None:
         self.model, self.prompts, self.max_tokens = model, prompts, max_tokens
 
     def score(
@@ -58,28 +69,51 @@ class HeldOut:
     judge_scale: Scale = field(default_factory=Scale)
 
 
-def load_reward_model(config: MinMaxConfig, demo: DemoModels | None, devices: DeviceManager) -> RewardModel:
+def load_reward_model(
+    config: MinMaxConfig, demo: DemoModels | None, devices: DeviceManager, players: Players | None = None
+) -> Scorer:
     """The configured reward model, or the demonstration's.
+
+    Args:
+        config: the run's settings.
+        demo: the demonstration's models.
+        devices: which role runs where.
+        players: on whose backbone it may be an adapter, see `scorer_host`; None gives it a model of its own.
 
     Raises:
         UserError: it cannot be loaded, or is no model with one score.
     """
-    return _load_reward_model(config.reward_model, demo and demo.reward, devices)
+    return _Loader(config, demo, devices, players).reward_model("reward", demo and demo.reward)
 
 
 def load_judge(
-    config: MinMaxConfig, demo: DemoModels | None, devices: DeviceManager, prompts: Prompts
+    config: MinMaxConfig,
+    demo: DemoModels | None,
+    devices: DeviceManager,
+    prompts: Prompts,
+    players: Players | None = None,
 ) -> Judge:
     """The configured judge, or the demonstration's.
+
+    Args:
+        config: the run's settings.
+        demo: the demonstration's models.
+        devices: which role runs where.
+        prompts: how question and answer are put to a judge with a head.
+        players: see `load_reward_model`.
 
     Raises:
         UserError: its model cannot be loaded, or is of the wrong kind; or there is no API key.
     """
-    return _load_judge(config.judge_model, config, demo, devices, prompts)
+    return _Loader(config, demo, devices, players).judge("judge", config.judge_model, prompts)
 
 
 def load_held_out(
-    config: MinMaxConfig, demo: DemoModels | None, devices: DeviceManager, prompts: Prompts
+    config: MinMaxConfig,
+    demo: DemoModels | None,
+    devices: DeviceManager,
+    prompts: Prompts,
+    players: Players | None = None,
 ) -> HeldOut:
     """The configured held-out scorers, on the devices of those that train.
 
@@ -88,15 +122,17 @@ def load_held_out(
         demo: the demonstration's models, from `with_held_out_reward` where `needs_held_out_reward`.
         devices: which role runs where.
         prompts: how question and answer are put to a judge with a head.
+        players: see `load_reward_model`.
 
     Raises:
         UserError: one is a scorer that trains, or cannot be loaded.
     """
     check_scorers(config)
     reward, judge = config.held_out.reward_model, config.held_out.judge
+    loader = _Loader(config, demo, devices, players)
     return HeldOut(
-        None if reward is None else _load_reward_model(reward, demo and demo.held_out_reward, devices),
-        None if judge is None else _load_judge(judge, config, demo, devices, prompts),
+        None if reward is None else loader.reward_model("held-out reward", demo and demo.held_out_reward),
+        None if judge is None else loader.judge("held-out judge", judge, prompts),
     )
 
 
@@ -143,6 +179,19 @@ def scorer_sections(config: MinMaxConfig) -> dict[str, RewardModelConfig | Judge
     }
 
 
+def scorer_hosts(config: MinMaxConfig, devices: DeviceManager) -> dict[str, Host]:
+    """The scorers that are adapters on a player's backbone, by role, with that player; see `scorer_host`.
+
+    Raises:
+        UserError: a scorer is to be one and cannot be.
+    """
+    hosts: dict[str, Host] = {}
+    for role, section in scorer_sections(config).items():
+        if host := scorer_host(role, section, config, devices):
+            hosts[role] = host
+    return hosts
+
+
 def needs_demo(config: MinMaxConfig) -> bool:
     """Whether a run leaves any model to the demonstration."""
     scorers = scorer_sections(config).values()
@@ -156,41 +205,55 @@ def needs_held_out_reward(config: MinMaxConfig) -> bool:
     return held_out is not None and held_out.model_name is None
 
 
-def _load_reward_model(reward: RewardModelConfig, built: Path | None, devices: DeviceManager) -> RewardModel:
-    name = reward.model_name or built
-    assert name is not None, "a run without a reward model needs the demonstration's"
-    return RewardModel.from_pretrained(
-        name,
-        dtype=devices.dtype("reward"),
-        load_in_8bit=reward.load_in_8bit,
-        device=devices.device("reward"),
-    )
+@dataclass(frozen=True)
+class _Loader:
+    """Loads scorers by role; see `load_reward_model`."""
+
+    config: MinMaxConfig
+    demo: DemoModels | None
+    devices: DeviceManager
+    players: Players | None
+
+    def reward_model(self, role: str, built: Path | None) -> Scorer:
+        section = scorer_sections(self.config)[role]
+        assert isinstance(section, RewardModelConfig), f"{role} is no reward model"
+        return reading(self._classifier(RewardModel, role, built), section, self.config)
+
+    def judge(self, role: str, judge: JudgeConfig, prompts: Prompts) -> Judge:
+        budget = self.config.training.max_tokens_per_batch
+        if judge.kind == "rule":
+            return RuleJudge()
+        if judge.kind == "api":
+            return _api_judge(judge, seed=self.config.seed)
+        if judge.kind == "prompted":
+            assert judge.model_name is not None, "JudgeConfig demands it"
+            model = load_causal_lm(judge.model_name, load_in_8bit=judge.load_in_8bit, **self._place("judge"))
+            tokenizer = load_tokenizer(judge.model_name)
+            return PromptedJudge(model, tokenizer, template=judge.question_template, max_tokens=budget)
+        head = self._classifier(JudgeModel, role, self.demo and self.demo.judge)
+        return HeadJudge(head, prompts, max_tokens=budget)
+
+    def _classifier(
+        self, kind: type[ScalarModel], role: str, built: Path | None
+    ) -> ScalarModel | SharedScorer:
+        section = scorer_sections(self.config)[role]
+        name = section.model_name or built
+        assert name is not None, f"a run without a {role} model needs the demonstration's"
+        host = scorer_host(role, section, self.config, self.devices) if self.players else None
+        if self.players and host:
+            return load_shared(
+                kind, name, getattr(self.players, host), role.replace(" ", "_").replace("-", "_")
+            )
+        place = self._place(role.removeprefix("held-out "))
+        return kind.from_pretrained(name, load_in_8bit=section.load_in_8bit, **place)
+
+    def _place(self, role: str) -> dict[str, Any]:
+        return {"dtype": self.devices.dtype(role), "device": self.devices.device(role)}
 
 
-def _load_judge(
-    judge: JudgeConfig,
-    config: MinMaxConfig,
-    demo: DemoModels | None,
-    devices: DeviceManager,
-    prompts: Prompts,
-) -> Judge:
-    budget = config.training.max_tokens_per_batch
-    if judge.kind == "rule":
-        return RuleJudge()
-    if judge.kind == "api":
-        return _api_judge(judge)
-    name = judge.model_name or (demo and demo.judge)
-    assert name is not None, "a run without a judge needs the demonstration's"
-    placement = {"dtype": devices.dtype("judge"), "device": devices.device("judge")}
-    if judge.kind == "prompted":
-        model = load_causal_lm(name, load_in_8bit=judge.load_in_8bit, **placement)
-        tokenizer = load_tokenizer(name)
-        return PromptedJudge(model, tokenizer, template=judge.question_template, max_tokens=budget)
-    head = JudgeModel.from_pretrained(name, load_in_8bit=judge.load_in_8bit, **placement)
-    return HeadJudge(head, prompts, max_tokens=budget)
-
-
-def _api_judge(judge: JudgeConfig) -> APIJudge:
+def _api_judge(judge: JudgeConfig, *, seed: int) -> APIJudge:
     assert judge.base_url is not None and judge.model_name is not None, "JudgeConfig demands both"
     cache = default_cache_folder().parent / "judge" if judge.cache else None
-    return APIJudge(judge.base_url, judge.model_name, judge, template=judge.template, cache_folder=cache)
+    return APIJudge(
+        judge.base_url, judge.model_name, judge, template=judge.template, cache_folder=cache, seed=seed
+    )

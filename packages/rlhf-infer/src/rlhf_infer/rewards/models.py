@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from rlhf_data import UserError
-from rlhf_data.encoding import Encoder
 from rlhf_data.transcripts import Text
 from rlhf_infer.rewards.texts import sample_name
 from rlhf_models import RewardEnsemble, RewardModel, aggregate_scores, context_length
@@ -113,7 +112,7 @@ def _scores(
     sequences = []
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         try:
-            ids = _encode(model, prompt, completion)
+            ids = encode_scored(model.tokenizer, prompt, completion, append_eos=model.append_eos)
         except UserError as error:
             raise UserError(f"{sample_name(i, completion)}: {error}") from error
         if not ids or (limit is not None and len(ids) > limit):
@@ -124,10 +123,3 @@ def _scores(
             )
         sequences.append(ids)
     return scores_of(model, reader, sequences, max_tokens=max_tokens, what="a text to be scored")
-
-
-def _encode(model: RewardModel | RewardEnsemble, prompt: Text, completion: Text) -> list[int]:
-    if isinstance(prompt, str) and isinstance(completion, str):
-        return encode_scored(model.tokenizer, prompt, completion, append_eos=model.append_eos)
-    [ids], _ = Encoder(model.tokenizer).completions(prompt, [completion])
-    return ids
