@@ -182,6 +182,66 @@ def info(config: Any) -> ModelInfo:
     return ModelInfo(None, config, None)
 
 
+def count(text: str) -> int:
+    """The number in a row such as "at most 1,234 in all updates"."""
+    return int(text.removeprefix("at most ").split()[0].replace(",", ""))
+
+
+def test_tokens_of_all_updates() -> None:
+    """m and p tokens of an update, k = 3 updates of the monitor, 2 of the policy, 5 steps, 2 for warm-up.
+
+    In all 5 x 3 m + 3 x 2 p, the policy's again for the baseline.
+    """
+    sizes = ("training.monitor_warmup_steps=2", "training.monitor_updates_per_policy=3")
+
+    def rows(*overrides: str) -> dict[str, Any]:
+        found = plan(*sizes, "baseline=false", *overrides)
+        return found | {role: count(found[f"{role} tokens per update"]) for role in ("policy", "monitor")}
+
+    found = rows()
+    p, m = found["policy"], found["monitor"]
+    assert (count(found["tokens per step"]), count(found["tokens in all"])) == (3 * m + 2 * p, 15 * m + 6 * p)
+    assert count(rows("baseline=true")["tokens in all"]) == 15 * m + 12 * p
+    # An adaptive schedule makes up to 10 updates; an extragradient step computes everything twice.
+    assert count(rows("schedule.rule=adaptive")["tokens in all"]) == 50 * m + 6 * p
+    assert count(rows("monitor_model.step_rule=extragradient")["tokens per step"]) == 6 * m + 2 * p
+    assert count(rows("policy_model.step_rule=extragradient")["tokens in all"]) == 15 * m + 12 * p
+    # A frozen monitor is trained in probes only, once in each of 4 rounds; the policy twice.
+    assert "tokens of best-response probes" not in found
+    frozen = rows("training.monitor_updates_per_policy=0", "diagnostics.best_response_updates=4")
+    assert count(frozen["tokens of best-response probes"]) == 4 * (m + 2 * p)
+    assert count(frozen["tokens in all"]) == 6 * p + 4 * (m + 2 * p)
+    adaptive = rows("schedule.rule=adaptive", "diagnostics.best_response_updates=4")
+    assert count(adaptive["tokens of best-response probes"]) == 4 * (3 * m + 2 * p)
+
+
+def test_exploitability_is_told() -> None:
+    """5 of 8 held-out stories with 4 answers and 3 critiques of each; at start, end and step 3 of 5."""
+    sizes = ("diagnostics.exploitability_stories=5", "game.num_critiques=3", "training.eval_steps=3")
+    rows = plan(*sizes, "baseline=false")
+    assert rows["exploitability"] == "20 answers and 60 critiques in each of 3 evaluations"
+    assert plan(*sizes)["exploitability"].endswith("4 evaluations")
+    assert plan(*sizes, "policy_model.average_decay=0.5")["exploitability"].endswith("5 evaluations")
+    assert plan("diagnostics.exploitability_stories=64")["exploitability"].startswith("32 answers and 128 ")
+    assert "exploitability" not in plan("diagnostics.exploitability_stories=0")
+
+
+def test_keys_and_values_of_exploitability(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 stories x 4 answers x 9 critiques are more at a time than anything in a step of 4 stories."""
+    import rlhf_minmax.dry_run
+
+    given: list[int] = []
+
+    def estimate(*_: Any, cache_tokens: int, **__: Any) -> list[Any]:
+        given.append(cache_tokens)
+        return []
+
+    monkeypatch.setattr(rlhf_minmax.dry_run, "estimate_memory", estimate)
+    rows = plan("game.num_critiques=9", "data.probe_stories=4")
+    longest = count(rows["longest monitor text"])
+    assert given == [8 * 4 * 9 * longest]
+
+
 def memory(config: MinMaxConfig, model: Any, **tokens: int) -> Any:
     models = {"policy": info(model.config), "monitor": info(model.config)}
     (found,) = estimate_memory(
@@ -210,6 +270,66 @@ def test_memory_of_full_training() -> None:
     full = make("policy_model.use_lora=false", "monitor_model.use_lora=false")
     found = memory(full, model)
     assert (found.weights, found.training) == (5 * weights, 9 * weights)
+
+
+def trained(model: Any, rank: int = 16) -> int:
+    """Parameters of one adapter."""
+    from rlhf_models import LoraSettings, add_adapters
+
+    adapted = add_adapters(model, ["policy"], LoraSettings(lora_r=rank))
+    return sum(p.numel() for name, p in adapted.named_parameters() if "lora_" in name)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "copies"),
+    [
+        ((), 3),  # the guard's monitors: last good, measured, newest
+        (("guards.rollback=false",), 0),
+        (("guards.rollback=false", "policy_model.average_decay=0.9"), 1),
+        (("guards.rollback=false", "monitor_model.step_rule=extragradient"), 1),
+        (("policy_model.step_rule=optimistic", "monitor_model.average_decay=0.9"), 3 + 2 + 1),
+        (("guards.rollback=false", "pool.every=5", "pool.size=7"), 2 * 7),
+    ],
+)
+def test_memory_of_copies(overrides: tuple[str, ...], copies: int) -> None:
+    """4 bytes for each parameter of an adapter and each copy; whole models likewise."""
+    found = memory(make(*overrides), tiny_model("llama"))
+    assert found.copies == 4 * trained(tiny_model("llama")) * copies
+    assert found.total == found.weights + found.training + found.activations + found.copies
+    full = ("policy_model.use_lora=false", "monitor_model.use_lora=false")
+    model = tiny_model("qwen2")
+    parameters = sum(p.numel() for p in model.parameters())
+    assert memory(make(*overrides, *full), model).copies == 4 * parameters * copies
+
+
+def test_memory_of_a_critic() -> None:
+    """w and b on hidden states of 32: 33 parameters of 16 bytes, for each player that has one."""
+    plain, model = memory(make(), tiny_model("llama")).training, tiny_model("llama")
+    assert memory(make("policy_model.baseline=critic"), model).training == plain + 16 * 33
+    both = ("policy_model.baseline=critic", "monitor_model.baseline=critic")
+    assert memory(make(*both), tiny_model("llama")).training == plain + 2 * 16 * 33
+
+
+def test_past_players_are_kept_on_the_cpu() -> None:
+    """Players on a GPU: guard and pools are on the CPU, an average is where its player is."""
+
+    class OnGPU(DeviceManager):
+        def device(self, role: str) -> torch.device:
+            return torch.device("cuda:0")
+
+    model = tiny_model("llama")
+    models = {"policy": info(model.config), "monitor": info(model.config)}
+    size, sizes = 4 * trained(tiny_model("llama")), {"pass_tokens": 0, "cache_tokens": 0}
+    config = make("policy_model.average_decay=0.9", "pool.every=5", "pool.size=2")
+    gpu, cpu = estimate_memory(config, models, OnGPU({}), **sizes)
+    assert (gpu.device.type, gpu.copies, cpu.device.type) == ("cuda", size, "cpu")
+    assert cpu.copies == cpu.total == (3 + 2 * 2) * size
+    (alone,) = estimate_memory(make("guards.rollback=false"), models, OnGPU({}), **sizes)
+    assert alone.device.type == "cuda" and alone.copies == 0
+    assert (
+        ", copies " in plan()["memory on cpu"]
+        and "copies" not in plan("guards.rollback=false")["memory on cpu"]
+    )
 
 
 def test_memory_of_quantised_weights() -> None:

@@ -188,7 +188,7 @@ def test_the_real_monitor_is_put_back_with_its_multiplier(make_game):
     assert metrics["dual/lambda"] == 5 and optimizer.dual == dual
     now = optimizer.monitor.parameters
     assert all(torch.equal(a, b) for a, b in zip(now, start, strict=True))
-    assert not optimizer.monitor.optimizer.state
+    assert not optimizer.monitor.stepper.optimizer.state
 
 
 def test_without_rollback_the_real_monitor_goes_on(make_game):
@@ -197,4 +197,4 @@ def test_without_rollback_the_real_monitor_goes_on(make_game):
     for _ in range(2):
         metrics = optimizer.step(collapsed, seed=1, policy_learns=False)
     assert (metrics["guard/collapsed"], metrics["guard/rollbacks"]) == (1, 0)
-    assert optimizer.monitor is not None and optimizer.monitor.optimizer.state
+    assert optimizer.monitor is not None and optimizer.monitor.stepper.optimizer.state

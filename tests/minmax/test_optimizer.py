@@ -81,7 +81,7 @@ def test_cutting_by_tokens_changes_nothing(make_game):
         rollouts = sampled(pipeline, stories)
         optimizer = player_optimizer(pipeline)
         seen = []
-        optimizer.optimizer.register_step_pre_hook(
+        optimizer.stepper.optimizer.register_step_pre_hook(
             lambda *_, o=optimizer, s=seen: s.append(
                 [p.grad.clone() for p in o.parameters if p.grad is not None]
             )
@@ -310,9 +310,9 @@ def test_states_are_saved_and_taken_up(make_game, tmp_path):
     assert other.dual == optimizer.dual
     for mine, its in ((other.policy, optimizer.policy), (other.monitor, optimizer.monitor)):
         for a, b in zip(mine.parameters, its.parameters, strict=True):
-            assert mine.optimizer.state[a].keys() == its.optimizer.state[b].keys()
-            for key, value in its.optimizer.state[b].items():
-                assert torch.equal(mine.optimizer.state[a][key], value)
+            assert mine.stepper.optimizer.state[a].keys() == its.stepper.optimizer.state[b].keys()
+            for key, value in its.stepper.optimizer.state[b].items():
+                assert torch.equal(mine.stepper.optimizer.state[a][key], value)
 
 
 def test_rates_of_critiques():

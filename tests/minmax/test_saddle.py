@@ -262,9 +262,8 @@ def test_a_player_goes_on_from_a_checkpoint_as_if_nothing_had_happened(
     for each in (whole, rest):
         each.update(rollouts, torch.tensor([0.5, -2.0]), updates=2)
         each.end_step()
-    for name in ("parameters", "_trained"):
-        mine, its = getattr(rest, name), getattr(whole, name)
-        assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True)), name
+    for mine, its in ((rest.parameters, whole.parameters), (rest.stepper.trained, whole.stepper.trained)):
+        assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
     assert rest.average is not None and whole.average is not None
     with rest.averaged(), whole.averaged():
         assert all(torch.equal(a, b) for a, b in zip(rest.parameters, whole.parameters, strict=True))

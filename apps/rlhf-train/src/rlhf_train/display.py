@@ -57,10 +57,16 @@ def make_console() -> Console:
 
 
 class ConsoleEvents(Events):
-    """Prints a run to the console: a live bar with metrics on a terminal, a line now and then elsewhere."""
+    """Prints a run to the console: a live bar with metrics on a terminal, a line now and then elsewhere.
 
-    def __init__(self, console: Console | None = None) -> None:
+    Args:
+        console: where to; None makes one.
+        quiet: print nothing, as all processes but the first do.
+    """
+
+    def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
         self.console = console or make_console()
+        self.console.quiet = quiet
         self._live = Live(console=self.console, transient=True, refresh_per_second=8)
         self._stage: _Stage | None = None
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlhf_algos.processes import is_first_process
 from rlhf_data import RunFolder, UserError, apply_overrides, load_config_file
 from rlhf_minmax import MinMaxConfig
-from rlhf_train.runs import checkpoint_to_evaluate, new_run, resumable, resumed_run
+from rlhf_train.runs import checkpoint_to_evaluate, resumable, resumed_run, run_of_all
 
 _JOB = "minmax"
 _KEY_OF_OPTION = {
@@ -34,14 +35,16 @@ def run_minmax(options: dict[str, Any]) -> None:
         _play(config, run, options)
         return
     config = resolve_config(options)
-    with new_run(options, _JOB) as run:
-        if options["dry_run"]:
-            from rlhf_minmax.dry_run import plan_run
-            from rlhf_train.display import show_plan
-
-            show_plan(plan_run(config))
-        else:
+    with run_of_all(options, _JOB) as run:
+        if not options["dry_run"]:
             _play(config, run, options)
+            return
+        from rlhf_minmax.dry_run import plan_run
+        from rlhf_train.display import show_plan
+
+        plan = plan_run(config)
+        if is_first_process():
+            show_plan(plan)
 
 
 def resolve_config(options: dict[str, Any]) -> MinMaxConfig:
@@ -78,7 +81,7 @@ def _play(config: MinMaxConfig, run: RunFolder, options: dict[str, Any]) -> None
     from rlhf_minmax import MinMaxJob  # late, so that mistakes in the settings are answered at once
     from rlhf_train.display import ConsoleEvents
 
-    events = ConsoleEvents()
+    events = ConsoleEvents(quiet=not is_first_process())
     job = MinMaxJob(config, run, events, rebuild_demo=options["rebuild_demo"])
     resume = options["resume"] is not None
     with events, resumable(run, _JOB):

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from rlhf_algos.processes import from_first_process, is_first_process
 from rlhf_data import RunFolder, UserError
 from rlhf_data.run_folder import newest_unfinished
 from rlhf_train.options import NEWEST
@@ -49,6 +50,17 @@ def new_run(options: dict[str, Any], job: str) -> Iterator[RunFolder]:
             if named is None:
                 with suppress(OSError):  # where earlier runs lie in it
                     Path(ROOT).rmdir()
+
+
+@contextmanager
+def run_of_all(options: dict[str, Any], job: str) -> Iterator[RunFolder]:
+    """The new run's folder, which the first process makes; see `new_run`."""
+    if is_first_process():
+        with new_run(options, job) as run:
+            from_first_process(str(run.path))
+            yield run
+    else:
+        yield RunFolder(from_first_process(None))
 
 
 def resumed_run(options: dict[str, Any], job: str, changing: Sequence[str]) -> RunFolder:

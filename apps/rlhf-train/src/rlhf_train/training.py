@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 from rlhf_algos.methods import METHODS
-from rlhf_algos.processes import from_first_process, is_first_process
+from rlhf_algos.processes import is_first_process
 from rlhf_data import RunFolder, UserError, apply_overrides, load_config_file
-from rlhf_train.runs import checkpoint_to_evaluate, new_run, resumable, resumed_run
+from rlhf_train.runs import checkpoint_to_evaluate, resumable, resumed_run, run_of_all
 
 _KEY_OF_OPTION = {
     "model": "model_name_or_path",
@@ -41,7 +39,7 @@ def run_training(method: str, options: dict[str, Any]) -> None:
         _work(method, config, run, options)
         return
     config = resolve_config(method, options)
-    with _run_of_all(options, method) as run:
+    with run_of_all(options, method) as run:
         _work(method, config, run, options)
 
 
@@ -77,17 +75,6 @@ def of_method(method: str, values: dict[str, Any], where: str) -> dict[str, Any]
     if named != method:
         raise UserError(f"{where} is of a run of {named}; call rlhf-train {named} with it")
     return {key: value for key, value in values.items() if key != "method"}
-
-
-@contextlib.contextmanager
-def _run_of_all(options: dict[str, Any], method: str) -> Iterator[RunFolder]:
-    """The new run's folder, which the first process makes."""
-    if is_first_process():
-        with new_run(options, method) as run:
-            from_first_process(str(run.path))
-            yield run
-    else:
-        yield RunFolder(from_first_process(None))
 
 
 def _work(method: str, config: Any, run: RunFolder, options: dict[str, Any]) -> None:

@@ -256,6 +256,12 @@ class Parallel:
         half = _HALF.get(self.precision)
         return torch.autocast(self.device.type, dtype=half, enabled=half is not None)
 
+    def whole_parameters(self, parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
+        """Within this context parameters that DeepSpeed shards are whole; all processes must enter it."""
+        import deepspeed
+
+        return deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=None)
+
     @contextlib.contextmanager
     def whole(self, scorer: nn.Module, *, everywhere: bool = False) -> Iterator[None]:
         """Within this context the module's parameters are whole, at least on the main process.
@@ -267,9 +273,7 @@ class Parallel:
             everywhere: make them whole on every process.
         """
         if self.deepspeed and self.module is not None:
-            import deepspeed
-
-            with deepspeed.zero.GatheredParameters(list(scorer.parameters()), modifier_rank=None):
+            with self.whole_parameters(list(scorer.parameters())):
                 yield
         elif self.fsdp and self.module is not None:
             from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict

@@ -8,7 +8,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_data import BaseConfig, QADatasetConfig, StoryWorldConfig
+from rlhf_data import BaseConfig, QADatasetConfig, StoryWorldConfig, SumWorldConfig
 from rlhf_minmax.constraint_config import ConstraintConfig, ConstraintsConfig, GuardConfig
 from rlhf_minmax.schedule import PoolConfig, ScheduleConfig
 from rlhf_minmax.scorer_config import HeldOutConfig, JudgeConfig, RewardModelConfig
@@ -89,16 +89,20 @@ class MonitorConfig(PlayerConfig):
 
 
 class DataConfig(BaseConfig):
-    """Where stories come from: files of question-answering rows, or the story world."""
+    """Where stories come from: files of question-answering rows, or a procedural world."""
 
     train_data: str | None = None
-    """File of training rows (.json, .jsonl, .jsonl.gz, .csv, .parquet); null takes the story world."""
+    """File of training rows (.json, .jsonl, .jsonl.gz, .csv, .parquet); null draws from `world`."""
     eval_data: str | None = None
     """File of held-out rows; null holds out the rows of train_data whose text hashes to 0-2 of 10."""
     columns: QADatasetConfig = QADatasetConfig()
     """Columns of the rows, and the template that turns a row into a prompt."""
+    world: Literal["stories", "sums"] = "stories"
+    """The world that stories are drawn from: where somebody is, or how many there are."""
     story_world: StoryWorldConfig = StoryWorldConfig()
-    """The world that stories are drawn from."""
+    """The world of `stories`."""
+    sum_world: SumWorldConfig = SumWorldConfig()
+    """The world of `sums`."""
     train_stories: int = Field(default=2048, ge=1)
     """Stories drawn for training; of a file, the most rows used."""
     eval_stories: int = Field(default=512, ge=1)
@@ -138,6 +142,8 @@ class TrainingConfig(BaseConfig):
     """Write a checkpoint every so many steps; null only at the end."""
     save_total_limit: int = Field(default=2, ge=1)
     """Checkpoints kept, the newest."""
+    deepspeed: str | None = None
+    """JSON file of DeepSpeed settings (ZeRO-1, 2, or 3 for players trained in full); run under torchrun."""
 
     def num_steps(self, num_stories: int, *, adversary: bool = True) -> int:
         """Steps of a run; without a monitor, as many as the policy learns in after the monitor's warm-up."""
@@ -225,7 +231,8 @@ class DemoSettings(BaseConfig):
     num_stories: int = Field(default=4096, ge=1)
     """Stories of the world that the models are built from, the game's among them; of a file, its rows."""
     flawed_reward: bool = True
-    """Whether the reward model's annotators like the place named last, true or not (story world only)."""
+    """Whether the reward model's annotators like the bait of a world, true or not: the place named last, or
+    the nearest round number."""
 
 
 class DiagnosticsConfig(BaseConfig):

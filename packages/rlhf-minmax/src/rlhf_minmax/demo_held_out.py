@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from rlhf_data import QARecord, atomic_folder
 from rlhf_minmax.config import DemoSettings
@@ -37,10 +38,15 @@ def with_held_out_reward(
         seed: the run's.
         progress: told of every training step.
     """
-    folder = demo.base.parent / "held_out_reward"
+    folder = held_out_folder(demo.base.parent)
     if not folder.is_dir():
         honest = settings.model_copy(update={"flawed_reward": False})
         with atomic_folder(folder) as temporary, one_thread():
             builder = DemoBuilder(records, prompts, honest, seed + _SEED_STEP, progress)
             builder.train_reward(load_causal_lm(demo.base)).save_pretrained(temporary)
     return replace(demo, held_out_reward=folder)
+
+
+def held_out_folder(demo: Path) -> Path:
+    """Where the held-out reward model of a folder of demonstration models is kept."""
+    return demo / "held_out_reward"

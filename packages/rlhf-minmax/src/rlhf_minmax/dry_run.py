@@ -8,16 +8,19 @@ from typing import Any
 
 from rlhf_data import QARecord, TokenSequence, ensure_writable_folder, pack
 from rlhf_infer.api_judge import NUMBER_TOKENS
-from rlhf_minmax.checks import LongestText, ModelInfo, Ruler, check_run
-from rlhf_minmax.config import MinMaxConfig
+from rlhf_minmax.checks import Checked, LongestText, ModelInfo, Ruler, check_run
+from rlhf_minmax.config import MinMaxConfig, PlayerConfig
 from rlhf_minmax.data import Stories, load_stories
 from rlhf_minmax.demo import demo_folder
 from rlhf_minmax.demo_texts import answer_text
 from rlhf_minmax.events import device_rows
 from rlhf_minmax.memory import Memory, estimate_memory
+from rlhf_minmax.players import share_backbone
 from rlhf_minmax.scorer_config import JudgeConfig
 from rlhf_minmax.scorers import needs_demo
-from rlhf_models import DeviceManager, encode_completion
+from rlhf_minmax.shared_scorers import Host
+from rlhf_minmax.together import check_processes, plan_devices
+from rlhf_models import encode_completion
 from rlhf_models.memory import format_bytes
 
 ENGINE_TOKENS = 1 << 18
@@ -26,6 +29,8 @@ _ASKED_IN_EVALUATION = 3
 """Requests per held-out story: the policy's answer, and a made-up one with a critique and without."""
 _ASKED_OF_PROBE = 5
 """Requests per probe story: one for the score's scale, four for the break-even check."""
+_ASKED_OF_RESPONSE = 4
+"""Requests per held-out story of both best-response probes: before and after each."""
 _CHARACTERS_PER_TOKEN = 4
 """Of English text in the tokenizers that APIs use, by the rule of thumb that their vendors state."""
 _DUMMY_TOKENS = 256
@@ -65,7 +70,8 @@ def plan_run(config: MinMaxConfig) -> dict[str, Any]:
         UserError: data, devices, models, texts or the cache folder cannot be used.
     """
     stories = load_stories(config)
-    devices = DeviceManager(config.devices)
+    check_processes(config)
+    devices = plan_devices(config)
     checked = check_run(config, stories, devices)
     streams = step_streams(config, stories, Ruler(config, stories, checked.models))
     memory = estimate_memory(
@@ -76,7 +82,7 @@ def plan_run(config: MinMaxConfig) -> dict[str, Any]:
         cache_tokens=_cache_tokens(config, stories, checked.longest),
     )
     rows = [
-        *_model_rows(config, stories, checked.models),
+        *_model_rows(config, stories, checked),
         *_size_rows(config, stories),
         *_token_rows(config, stories, streams),
         *_request_rows(config, stories),
@@ -137,6 +143,19 @@ def _num_critiques(config: MinMaxConfig, stories: Stories) -> tuple[int, int]:
     return judged, size * game.num_generations * game.policy_critiques
 
 
+def _num_exploited(config: MinMaxConfig, stories: Stories) -> int:
+    """Held-out stories on which every evaluation measures exploitability."""
+    return min(config.diagnostics.exploitability_stories, len(stories.held_out))
+
+
+def _num_evaluations(config: MinMaxConfig, stories: Stories) -> int:
+    """At the start, at the end, of the plain policy, of averaged players, and on the way."""
+    training = config.training
+    steps = training.num_steps(len(stories.train))
+    averages = any(p.average_decay is not None for p in (config.policy_model, config.monitor_model))
+    return 2 + config.baseline + averages + steps // (training.eval_steps or steps + 1)
+
+
 def _stream(sequences: Sequence[TokenSequence], budget: int) -> Stream:
     sizes = [batch.num_tokens for batch in pack(sequences, budget)]
     longest = max(len(sequence.input_ids) for sequence in sequences)
@@ -151,18 +170,21 @@ def _cache_tokens(config: MinMaxConfig, stories: Stories, longest: list[LongestT
         size * game.num_generations,
         (size + _num_tampered(config, stories)) * game.num_critiques,
         size * game.num_generations * game.policy_critiques,
+        _num_exploited(config, stories) * game.num_generations * game.num_critiques,
         len(stories.held_out),
         config.data.probe_stories,
     )
     return min(max(samples) * text, ENGINE_TOKENS)
 
 
-def _model_rows(
-    config: MinMaxConfig, stories: Stories, models: dict[str, ModelInfo]
-) -> list[tuple[str, str]]:
+def _model_rows(config: MinMaxConfig, stories: Stories, checked: Checked) -> list[tuple[str, str]]:
     rows = [
-        (f"{role} model", f"{info.config.model_type}, {info.name or 'built from the training rows'}")
-        for role, info in models.items()
+        (
+            f"{role} model",
+            f"{info.config.model_type}, {info.name or 'built from the training rows'}"
+            + _where(config, info, checked.hosts.get(role)),
+        )
+        for role, info in checked.models.items()
     ]
     rows += [
         (
@@ -180,6 +202,14 @@ def _model_rows(
             ensure_writable_folder(folder.parent)
         rows.append(("built models", f"cached in {folder}" if folder.is_dir() else "to be built first"))
     return rows
+
+
+def _where(config: MinMaxConfig, info: ModelInfo, host: Host | None) -> str:
+    """What an adapter of a scorer runs on."""
+    if host is not None:
+        owners = "players'" if share_backbone(config) else f"{host}'s"
+        return f": adapter on the {owners} backbone"
+    return ": adapter on a backbone of its own" if info.adapter is not None else ""
 
 
 def _size_rows(config: MinMaxConfig, stories: Stories) -> list[tuple[str, str]]:
@@ -200,11 +230,15 @@ def _size_rows(config: MinMaxConfig, stories: Stories) -> list[tuple[str, str]]:
 
 
 def _token_rows(config: MinMaxConfig, stories: Stories, streams: dict[str, Stream]) -> list[tuple[str, str]]:
-    training, count = config.training, len(stories.train)
-    policy = streams["policy"].packed * training.policy_updates
-    monitor = streams["monitor"].packed * training.monitor_updates_per_policy
+    training, schedule, count = config.training, config.schedule, len(stories.train)
+    policy = _pass_tokens(config.policy_model, streams["policy"]) * training.policy_updates
+    once = _pass_tokens(config.monitor_model, streams["monitor"])
+    updates = training.monitor_updates_per_policy
+    adaptive = schedule.rule == "adaptive" and updates > 0
+    monitor = once * (schedule.max_monitor_updates if adaptive else updates)
     steps, learning = training.num_steps(count), training.num_steps(count, adversary=False)
-    total = steps * monitor + learning * policy * (2 if config.baseline else 1)
+    probes = config.diagnostics.best_response_updates * (once * max(1, updates) + policy)
+    total = steps * monitor + learning * policy * (2 if config.baseline else 1) + probes
     return [
         *(
             (
@@ -214,8 +248,24 @@ def _token_rows(config: MinMaxConfig, stories: Stories, streams: dict[str, Strea
             for role, stream in streams.items()
         ),
         ("tokens per step", f"at most {policy + monitor:,} in all updates"),
+        *([("tokens of best-response probes", f"at most {probes:,}")] if probes else []),
         ("tokens in all", f"at most {total:,}"),
+        *_exploitability_row(config, stories),
     ]
+
+
+def _pass_tokens(player: PlayerConfig, stream: Stream) -> int:
+    """Tokens of one update: an extragradient step computes everything twice."""
+    return stream.packed * (2 if player.step_rule == "extragradient" else 1)
+
+
+def _exploitability_row(config: MinMaxConfig, stories: Stories) -> list[tuple[str, str]]:
+    """What exploitability costs: samples of its own."""
+    answers = _num_exploited(config, stories) * config.game.num_generations
+    critiques = answers * config.game.num_critiques
+    evaluations = _num_evaluations(config, stories)
+    text = f"{answers:,} answers and {critiques:,} critiques in each of {evaluations:,} evaluations"
+    return [("exploitability", text)] if answers else []
 
 
 def _judges(config: MinMaxConfig) -> dict[str, JudgeConfig]:
@@ -225,13 +275,16 @@ def _judges(config: MinMaxConfig) -> dict[str, JudgeConfig]:
 
 def _request_rows(config: MinMaxConfig, stories: Stories) -> list[tuple[str, str]]:
     """What judges behind an API are asked, were no text met twice."""
-    training, count = config.training, len(stories.train)
+    training, game, count = config.training, config.game, len(stories.train)
     steps, learning = training.num_steps(count), training.num_steps(count, adversary=False)
-    judged, fresh = _num_critiques(config, stories)
-    judged += judged // config.game.num_critiques  # the same answers without a critique
-    evaluations = 2 + config.baseline + steps // (training.eval_steps or steps + 1)
+    critiques, fresh = _num_critiques(config, stories)
+    judged = critiques + critiques // game.num_critiques  # the same answers without a critique
+    evaluations = _num_evaluations(config, stories)
     evaluated, probed = evaluations * len(stories.held_out), min(config.data.probe_stories, count)
-    besides = _ASKED_IN_EVALUATION * evaluated + _ASKED_OF_PROBE * probed
+    exploited = _num_exploited(config, stories) * game.num_generations * game.num_critiques
+    besides = _ASKED_IN_EVALUATION * evaluated + _ASKED_OF_PROBE * probed + evaluations * exploited
+    if rounds := config.diagnostics.best_response_updates:
+        besides += rounds * (critiques + fresh) + _ASKED_OF_RESPONSE * len(stories.held_out)
     requests = {
         "judge": (judged + fresh, steps * judged + learning * fresh + besides),
         "held-out judge": (0, evaluated + probed),
@@ -264,6 +317,7 @@ def _length_row(text: LongestText) -> tuple[str, str]:
 
 def _memory_row(memory: Memory) -> tuple[str, str]:
     parts = f"weights {format_bytes(memory.weights)}, training state {format_bytes(memory.training)}"
+    copies = f", copies {format_bytes(memory.copies)}" if memory.copies else ""
     return f"memory on {memory.device}", (
-        f"about {format_bytes(memory.total)}: {parts}, activations {format_bytes(memory.activations)}"
+        f"about {format_bytes(memory.total)}: {parts}, activations {format_bytes(memory.activations)}{copies}"
     )

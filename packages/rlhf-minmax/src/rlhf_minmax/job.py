@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
+from rlhf_algos.processes import from_first_process, is_first_process, wait_for_all
 from rlhf_data import RunFolder, UserError, atomic_write_json
 from rlhf_eval import minmax_figure, training_curves, write_minmax_report
 from rlhf_eval.report import run_metrics
@@ -33,6 +33,13 @@ from rlhf_minmax.scorers import (
     load_reward_model,
     needs_demo,
     needs_held_out_reward,
+)
+from rlhf_minmax.together import (
+    check_built,
+    check_processes,
+    held_out_together,
+    plan_devices,
+    shared_out,
 )
 from rlhf_minmax.trainer import MinMaxTrainer
 from rlhf_models import DeviceManager
@@ -92,13 +99,13 @@ class MinMaxJob:
             return self._finish_report(finished)
         clock = Clock()
         stories, devices = self._check()
-        self.run.write_config(self.config.to_dict())
+        if is_first_process():
+            self.run.write_config(self.config.to_dict())
         game = self._build(stories, devices, clock)
         game, check, before = self._preflight(game, stories, clock)
         pipeline = game.pipeline
-        samples = sample_exchanges(
-            pipeline, stories.held_out[:_NUM_SAMPLES], pipeline.players.policy, "start"
-        )
+        shown = stories.held_out[:_NUM_SAMPLES]
+        samples = sample_exchanges(pipeline, shown, pipeline.players.policy, "start")
         plain = None
         if pipeline.players.plain is not None:
             plain = self._play_plain(game, stories, clock, resume=resume, samples=samples)
@@ -108,15 +115,14 @@ class MinMaxJob:
         after = self._measure(game, stories, trainer)
         table = past_against_past(pipeline, trainer.pools, stories.held_out)
         after |= table.to_metrics() if table else {}
-        samples += sample_exchanges(
-            pipeline, stories.held_out[:_NUM_SAMPLES], pipeline.players.policy, "minmax"
-        )
+        samples += sample_exchanges(pipeline, shown, pipeline.players.policy, "minmax")
         averaged = self._averaged(game, stories, trainer)
         responses = best_responses(pipeline, trainer.optimizer.dual.multiplier, stories)
         clock.lap("evaluation")
         self.events.evaluated("after", after)
-        self._save_players(pipeline.players, "final")
-        self.run.write_samples(samples)
+        if is_first_process():
+            self._save_players(pipeline.players, "final")
+            self.run.write_samples(samples)
         results = {
             "before": before,
             "plain": plain,
@@ -135,7 +141,8 @@ class MinMaxJob:
             "prompts": self._prompts_as_seen(pipeline, stories),
             "versions": versions(),
         }
-        self._publish(results)
+        if is_first_process():
+            self._publish(results)
         return results
 
     def evaluate_only(self, *, checkpoint: Path | None = None) -> dict[str, Any]:
@@ -155,13 +162,15 @@ class MinMaxJob:
             results |= {"checkpoint": checkpoint.name, "after": after}
         clock.lap("evaluation")
         results |= {"device_plan": device_rows(devices), "wall_time": clock.split(), "versions": versions()}
-        atomic_write_json(self.run.path / "evaluation.json", results)
+        if is_first_process():
+            atomic_write_json(self.run.path / "evaluation.json", results)
         return results
 
     def _check(self) -> tuple[Stories, DeviceManager]:
         """Read the data and check the models and texts, before anything is written or built."""
         stories = load_stories(self.config)
-        devices = DeviceManager(self.config.devices)
+        check_processes(self.config)
+        devices = plan_devices(self.config)
         checked = check_run(self.config, stories, devices)
         self.events.device_plan(device_rows(devices))
         for warning in checked.warnings:
@@ -171,6 +180,7 @@ class MinMaxJob:
     def _build(self, stories: Stories, devices: DeviceManager, clock: Clock) -> Game:
         demo = None
         if needs_demo(self.config):
+            check_built(self.config, stories, self.cache_folder)
             demo = demo_models(
                 stories.building,
                 stories.prompts,
@@ -194,12 +204,15 @@ class MinMaxJob:
             torch.set_num_threads(1)
         pipeline = MinMaxPipeline(
             players,
-            load_reward_model(self.config, demo, devices),
-            load_judge(self.config, demo, devices, stories.prompts),
+            shared_out(load_reward_model(self.config, demo, devices, players)),
+            shared_out(
+                load_judge(self.config, demo, devices, stories.prompts, players), self.config.judge_model
+            ),
             stories.prompts,
             self.config,
         )
-        held_out = load_held_out(self.config, demo, devices, stories.prompts)
+        held_out = load_held_out(self.config, demo, devices, stories.prompts, players)
+        held_out = held_out_together(held_out, self.config.held_out.judge)
         clock.lap("demo")
         return Game(pipeline, held_out, demo)
 
@@ -208,7 +221,7 @@ class MinMaxJob:
     ) -> tuple[Game, BreakEven, dict[str, Any]]:
         """Fix score scales and the judge's weight, evaluate the start; taken from the folder when resumed."""
         path = self.run.path / _PREFLIGHT
-        if not path.exists():
+        if not from_first_process(path.exists()):
             probe, seed = stories.train[: self.config.data.probe_stories], self.config.seed
             pipeline = measure_scales(game.pipeline, probe, seed=seed)
             check = measure_break_even(pipeline, probe, seed=seed)
@@ -225,7 +238,9 @@ class MinMaxJob:
                 "held_out_reward_scale": asdict(held_out.reward_scale),
                 "held_out_judge_scale": asdict(held_out.judge_scale),
             }
-            atomic_write_json(path, {**scales, "break_even": check.to_dict(), "before": before})
+            if is_first_process():
+                atomic_write_json(path, {**scales, "break_even": check.to_dict(), "before": before})
+            wait_for_all()
         saved = json.loads(path.read_text(encoding="utf-8"))
         check = BreakEven(**saved["break_even"])
         pipeline = replace(
@@ -259,7 +274,10 @@ class MinMaxJob:
         policy = game.pipeline.players.plain
         assert policy is not None
         alone = replace(game.pipeline, players=replace(game.pipeline.players, policy=policy))
-        folder = RunFolder.create(self.run.path / "plain", resume=True)
+        folder = RunFolder(self.run.path / "plain")
+        if is_first_process():
+            RunFolder.create(folder.path, resume=True)
+        wait_for_all()
         trainer = self._trainer(
             replace(game, pipeline=alone), stories, folder, adversary=False, resume=resume
         )
@@ -309,7 +327,8 @@ class MinMaxJob:
         if not trainer.optimizer.keeps_averages:
             return None
         with trainer.optimizer.averaged():
-            self._save_players(game.pipeline.players, "final_average")
+            if is_first_process():
+                self._save_players(game.pipeline.players, "final_average")
             return self._measure(game, stories, trainer)
 
     def _save_players(self, players: Players, folder: str) -> None:
@@ -360,7 +379,8 @@ class MinMaxJob:
             raise UserError(
                 f"{self.run.path} holds a finished run; start a new one with another --output-dir"
             )
-        write_minmax_report(self.run, report)
+        if is_first_process():
+            write_minmax_report(self.run, report)
         return results
 
 
@@ -376,5 +396,4 @@ def _form_warnings(before: Metrics) -> list[str]:
 
 
 def _num_parameters(players: Players) -> int:
-    model: PreTrainedModel = players.policy.model
-    return sum(parameter.numel() for parameter in model.parameters())
+    return sum(parameter.numel() for parameter in players.policy.model.parameters())

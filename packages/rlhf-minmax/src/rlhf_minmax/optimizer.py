@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlhf_algos.advantages import group_baseline, zero_std_fraction
+from rlhf_algos.processes import is_first_process
 from rlhf_minmax.config import MinMaxConfig
 from rlhf_minmax.constraints import TRUTHFULNESS, Controller, flags, length_violations, penalties
 from rlhf_minmax.duals import DualState
@@ -295,11 +296,14 @@ class DualPPOOptimizer:
             yield
 
     def save(self, folder: Path) -> dict[str, Any]:
-        """Write the players' optimizer states into a folder; everything else, for the trainer's JSON."""
+        """Write the players' optimizer states into a folder; everything else, for the trainer's JSON.
+
+        Every process must call it.
+        """
         self.policy.save(folder, "policy")
         if self.monitor is not None and self.guard is not None:
             self.monitor.save(folder, "monitor")
-            if self.guard.tensors():
+            if self.guard.tensors() and is_first_process():
                 save_file(self.guard.tensors(), str(folder / "good_monitor.safetensors"))
         return {
             "controllers": {each.name: each.to_dict() for each in self._all_controllers()},

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from rlhf_algos.processes import gathered, own_part
 from rlhf_data import QARecord
 from rlhf_infer import Rollout, SamplingParams, TransformersEngine
 from rlhf_infer.judges import Judge
@@ -19,7 +20,7 @@ from rlhf_minmax.demo_texts import answer_text
 from rlhf_minmax.players import Players
 from rlhf_minmax.pool import Member, playing
 from rlhf_minmax.prompts import Prompts, prompt_ids
-from rlhf_minmax.texts import Critique, evidence_in_story, parse_critique
+from rlhf_minmax.texts import Critique, parse_critique
 from rlhf_models import PolicyModel, encode_completion
 
 
@@ -80,7 +81,7 @@ class CritiqueSample:
         answer: index of the answer.
         text: the completion's text.
         parsed: what the strict parser read; None when it broke the form.
-        evidence_valid: whether the evidence is quoted from the story.
+        evidence_valid: whether the evidence holds: quoted from the story, or right by the data set's rules.
         grounded: evidence valid, and not at odds with the verdict where the data set has a rule.
         confidence: probability the monitor gave to its verdict: stated, else that of the verdict's tokens.
         rollout: how it was sampled.
@@ -134,6 +135,8 @@ class MinMaxOutput:
 @dataclass
 class MinMaxPipeline:
     """The players, the reward model and the judge, put together.
+
+    Several processes write a part of the answers and critiques each, and all of them get the whole.
 
     Args:
         players: policy and monitor.
@@ -323,10 +326,10 @@ class MinMaxPipeline:
     def _generate(
         self, player: PolicyModel, prompts: list[str], n: int, seed: int, greedy: bool, config: Any
     ) -> list[list[Rollout]]:
-        ids = [prompt_ids(player.tokenizer, prompt, config) for prompt in prompts]
+        ids = [prompt_ids(player.tokenizer, prompt, config) for prompt in own_part(prompts)]
         params = SamplingParams(config.max_new_tokens, 0.0 if greedy else config.temperature, seed)
         with player.active() as model:
-            return TransformersEngine(model, player.tokenizer).generate(ids, n, params)
+            return gathered(TransformersEngine(model, player.tokenizer).generate(ids, n, params))
 
     def _read_critique(
         self, record: QARecord, answer: Answer, index: int, text: str, rollout: Rollout
@@ -334,7 +337,7 @@ class MinMaxPipeline:
         parsed = parse_critique(text) if rollout.finish_reason == "stop" else None
         if parsed is None:
             return CritiqueSample(index, text, None, False, False, 0.5, rollout)
-        valid = evidence_in_story(parsed.evidence, record.story)
+        valid = self.prompts.rules.evidence_holds(record, parsed.evidence)
         supports = self.prompts.rules.supports(parsed.evidence, answer.claim)
         agrees = supports is None or supports == (parsed.verdict == "right")
         confidence = parsed.confidence

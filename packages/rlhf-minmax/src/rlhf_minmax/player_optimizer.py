@@ -2,39 +2,48 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlhf_algos import create_optimizer, load_optimizer_state, save_optimizer_state
 from rlhf_algos.advantages import gae, group_baseline, leave_one_out, scale_by_std
 from rlhf_algos.losses import clipped_policy_loss, kl_k3, value_loss
 from rlhf_algos.optim import learning_rate_factor
+from rlhf_algos.processes import gathered, is_first_process, own_part, summed
 from rlhf_data import PackedBatch, TokenSequence, UserError, pack
 from rlhf_infer import Rollout
 from rlhf_minmax.config import Baseline, MinMaxConfig, PlayerConfig
-from rlhf_minmax.saddle import GameStep, IterateAverage
-from rlhf_models import PolicyModel, TokenLogps, ValueHead, hidden_states, score_hidden
+from rlhf_minmax.saddle import IterateAverage
+from rlhf_minmax.stepping import PlayerScorer, ReplicatedStepper, Stepper, ZeroStepper
+from rlhf_models import PolicyModel, ValueHead
 
+_MEASURED = ("loss", "kl", "approx_kl", "clip_fraction", "entropy", "value_loss")
 _VALUE_CLIP = 0.2
 """How far a value may move from that at sampling before its loss is clipped, as in TRL's PPO."""
 
 
 @dataclass(frozen=True)
 class _Scored:
-    """A packed batch of rollouts with what stays fixed over its updates, all (M,)."""
+    """A packed batch of rollouts with what stays fixed over its updates, all (M,); of weight 0 if idle."""
 
     batch: PackedBatch
     old_logps: Tensor
     ref_logps: Tensor
     advantages: Tensor
+    weight: float = 1.0
     old_values: Tensor | None = None
     returns: Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that count."""
+        return self.batch.num_tokens if self.weight else 0
 
 
 def sequence_advantages(rewards: Tensor, groups: Tensor, baseline: Baseline) -> Tensor:
@@ -55,7 +64,7 @@ def sequence_advantages(rewards: Tensor, groups: Tensor, baseline: Baseline) -> 
 
 
 class PlayerOptimizer:
-    """Updates of one player.
+    """Updates of one player, each on the rollouts of all processes.
 
     Args:
         player: whose parameters are trained; they are listed here, once.
@@ -84,17 +93,31 @@ class PlayerOptimizer:
         self.kl_multiplier = 0.0
         self.parameters: list[torch.nn.Parameter] = list(player.parameters())
         self.critic = _critic(player, config.seed) if settings.baseline == "critic" else None
-        trained = [*self.parameters, *(self.critic.parameters() if self.critic else ())]
-        self.optimizer = create_optimizer(
-            trained,
-            learning_rate=learning_rate,
-            betas=settings.adam_betas,
-            weight_decay=settings.weight_decay,
-        )
-        self._trained = trained
-        self._step = GameStep(trained, self.optimizer, settings.step_rule)
+        self.stepper = self._stepper(training.deepspeed)
         decay = settings.average_decay
         self.average = None if decay is None else IterateAverage(self.parameters, decay)
+
+    def _stepper(self, deepspeed: str | None) -> Stepper:
+        settings = self.settings
+        adamw = {
+            "learning_rate": self.learning_rate,
+            "betas": settings.adam_betas,
+            "weight_decay": settings.weight_decay,
+        }
+        if deepspeed is not None:
+            return ZeroStepper(
+                self.player,
+                self.critic,
+                settings.temperature,
+                deepspeed,
+                adamw,
+                max_grad_norm=self.max_grad_norm,
+            )
+        trained = [*self.parameters, *(self.critic.parameters() if self.critic else ())]
+        scorer = PlayerScorer(self.player, self.critic, settings.temperature)
+        return ReplicatedStepper(
+            scorer, trained, adamw, rule=settings.step_rule, max_grad_norm=self.max_grad_norm
+        )
 
     def begin_step(self, step: int) -> float:
         """Set the learning rate of a step counted from 0, and return it."""
@@ -105,8 +128,7 @@ class PlayerOptimizer:
             total_steps=self.total_steps,
             warmup_steps=settings.warmup_steps,
         )
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        self.stepper.set_learning_rate(rate)
         return rate
 
     def update(self, rollouts: Sequence[Rollout], advantages: Tensor, *, updates: int) -> dict[str, float]:
@@ -127,25 +149,30 @@ class PlayerOptimizer:
             UserError: the loss or its gradient is not finite.
         """
         scored = self._prepare(rollouts, advantages)
-        total = sum(len(part.old_logps) for part in scored)
+        total = sum(len(rollout.logps) for rollout in rollouts)
         metrics: dict[str, float] = {}
         first: dict[str, float] = {}
-        model = self.player.model.train()
+        self.stepper.train(True)
         try:
             for done in range(updates):
-                measured = self._gradient(scored, total)
+                looks_first = done > 0 and self.stepper.lock_step
+                measured = self._pass(scored, total) if looks_first else self._gradient(scored, total)
                 if not done:
                     first = {"kl_start": measured["kl"], "sampling_kl": abs(measured["approx_kl"])}
                 if done and measured["approx_kl"] > self.target_kl:
-                    self.optimizer.zero_grad(set_to_none=True)
+                    self.stepper.drop()
                     metrics["approx_kl"] = measured["approx_kl"]
                     break
-                self._step(lambda: self._gradient(scored, total))
+                if looks_first:
+                    measured = self._gradient(scored, total)
+                norm = self.stepper.step(lambda: self._gradient(scored, total))
+                if norm is not None:
+                    measured = _finite(measured | {"grad_norm": float(norm)})
                 metrics = {**measured, **first, "updates": done + 1}
         finally:
-            model.eval()
+            self.stepper.train(False)
         passes = int(metrics["updates"]) * (2 if self.settings.step_rule == "extragradient" else 1)
-        return metrics | {"num_tokens": sum(part.batch.num_tokens for part in scored) * passes}
+        return metrics | {"num_tokens": sum(gathered([part.num_tokens for part in scored])) * passes}
 
     def end_step(self) -> None:
         """Take the weights as they are after a step into their average."""
@@ -157,23 +184,32 @@ class PlayerOptimizer:
         return nullcontext() if self.average is None else self.average.applied()
 
     def _prepare(self, rollouts: Sequence[Rollout], advantages: Tensor) -> list[_Scored]:
+        """This process's rollouts in packed batches, with idle ones where processes keep in step."""
+        own = list(own_part(range(len(rollouts))))
+        parts = self._packed([rollouts[i] for i in own], advantages[own], 1.0)
+        if self.stepper.lock_step:
+            idle = max(gathered([len(parts)])) - len(parts)
+            parts = self._packed(rollouts[:1], advantages[:1], 0.0) * idle + parts
+        return parts if self.critic is None else self._with_values(parts)
+
+    def _packed(self, rollouts: Sequence[Rollout], advantages: Tensor, weight: float) -> list[_Scored]:
         sequences = [TokenSequence([*r.prompt_ids, *r.completion_ids], len(r.prompt_ids)) for r in rollouts]
         parts = []
-        for batch in pack(sequences, self.max_tokens):
+        for batch in pack(sequences, self.max_tokens) if sequences else ():
             members = batch.sequence_ids
             old = torch.tensor([logp for i in members.tolist() for logp in rollouts[i].logps])
             spread = advantages[members][batch.score_sequence].to(self.player.device)
             batch = batch.to(self.player.device)
             ref = self.player.ref_logps(batch, temperature=self.settings.temperature)
-            parts.append(_Scored(batch, old.to(self.player.device), ref, spread))
-        return parts if self.critic is None else self._with_values(parts)
+            parts.append(_Scored(batch, old.to(self.player.device), ref, spread, weight))
+        return parts
 
     def _with_values(self, parts: Sequence[_Scored]) -> list[_Scored]:
         """The parts with values, and with generalised advantages of a reward at the last token, whitened."""
         found = []
         for part in parts:
             with torch.no_grad(), self.player.active():
-                _, values = self._score(part.batch)
+                _, values = self.stepper.scores(part.batch)
             assert values is not None
             sequence = part.batch.score_sequence
             last = torch.ones_like(sequence, dtype=torch.bool)
@@ -182,32 +218,24 @@ class PlayerOptimizer:
                 torch.where(last, part.advantages, 0.0), values, sequence, gamma=1.0, lam=self.settings.lam
             )
             found.append(
-                _Scored(
-                    part.batch, part.old_logps, part.ref_logps, estimate.advantages, values, estimate.returns
-                )
+                replace(part, advantages=estimate.advantages, old_values=values, returns=estimate.returns)
             )
-        every = torch.cat([part.advantages for part in found])
-        mean, std = every.mean(), every.std().clamp(min=1e-6)
-        return [
-            _Scored(p.batch, p.old_logps, p.ref_logps, (p.advantages - mean) / std, p.old_values, p.returns)
-            for p in found
-        ]
-
-    def _score(self, batch: PackedBatch) -> tuple[TokenLogps, Tensor | None]:
-        """Log-probs with entropies, and values where there is a critic; the trunk runs once for both."""
-        options = {"temperature": self.settings.temperature, "with_entropy": True}
-        if self.critic is None:
-            return self.player.logps(batch, **options), None
-        hidden = hidden_states(self.player.model, batch)
-        values = self.critic(hidden[batch.score_positions])
-        return score_hidden(self.player.model, hidden, batch, **options), values
+        every = torch.tensor(gathered([a for part in found if part.weight for a in part.advantages.tolist()]))
+        mean, std = float(every.mean()), float(every.std().clamp(min=1e-6))
+        return [replace(part, advantages=(part.advantages - mean) / std) for part in found]
 
     def _gradient(self, scored: list[_Scored], total: int) -> dict[str, float]:
-        """Gradient of the mean loss over all tokens, clipped, and what was measured on the way."""
+        """Gradient of the mean loss over all processes' tokens, clipped, and what was measured on the way."""
+        measured = self._pass(scored, total, learns=True)
+        norm = self.stepper.norm()
+        return _finite(measured if norm is None else measured | {"grad_norm": float(norm)})
+
+    def _pass(self, scored: list[_Scored], total: int, *, learns: bool = False) -> dict[str, float]:
+        """The loss and its companions, means over the tokens of all processes; with gradients on request."""
         sums = torch.zeros(6, device=self.player.device)
-        with self.player.active():
-            for part in scored:
-                result, values = self._score(part.batch)
+        with self.player.active(), torch.set_grad_enabled(learns):
+            for number, part in enumerate(scored, start=1):
+                result, values = self.stepper.scores(part.batch)
                 policy = clipped_policy_loss(
                     result.logps,
                     part.old_logps,
@@ -221,46 +249,39 @@ class PlayerOptimizer:
                 if values is not None and part.old_values is not None and part.returns is not None:
                     error = value_loss(values, part.old_values, part.returns, clip_range=_VALUE_CLIP).loss
                     loss = loss + self.settings.vf_coef * error
-                (loss / total).backward()
+                if learns:
+                    self.stepper.backward(loss / total * part.weight, last=number == len(scored))
                 assert result.entropy is not None
                 clipped = policy.clipped_low + policy.clipped_high
-                sums += torch.stack(
-                    [loss, divergence, policy.approx_kl, clipped, result.entropy.sum(), error]
-                ).detach()
-        norm = torch.nn.utils.clip_grad_norm_(self._trained, self.max_grad_norm)
-        loss, kl, approx_kl, clipped, entropy, error = (sums / total).tolist()
-        if not torch.isfinite(norm) or not torch.isfinite(sums).all():
-            raise UserError(
-                f"a player's loss became {loss} with gradient norm {float(norm)}; lower its learning rate"
-            )
-        measured = {
-            "loss": loss,
-            "kl": kl,
-            "approx_kl": approx_kl,
-            "clip_fraction": clipped,
-            "entropy": entropy,
-            "grad_norm": float(norm),
-        }
-        return measured if self.critic is None else measured | {"value_loss": error}
+                parts = [loss, divergence, policy.approx_kl, clipped, result.entropy.sum(), error]
+                sums += part.weight * torch.stack(parts).detach()
+        means = (summed(sums) / total).tolist()
+        measured: dict[str, float] = dict(zip(_MEASURED, means, strict=True))
+        if self.critic is None:
+            del measured["value_loss"]
+        return measured
 
     def save(self, folder: Path, role: str) -> None:
-        """Write the optimizer's state, and what steps, average and critic remember, into a folder."""
-        save_optimizer_state(self.optimizer, folder / f"{role}_optimizer.safetensors")
-        tensors = self._step.state()
+        """Write the optimizer's state, and what steps, average and critic remember, into a folder.
+
+        Every process must call it.
+        """
+        self.stepper.save(folder, role)
+        tensors = self.stepper.state()
         if self.average is not None:
             tensors |= self.average.state()
         if self.critic is not None:
             tensors |= {f"critic.{name}": value for name, value in self.critic.state_dict().items()}
-        if tensors:
+        if tensors and is_first_process():
             path = folder / f"{role}_memory.safetensors"
             save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, str(path))
 
     def load(self, folder: Path, role: str) -> None:
         """Take up what `save` wrote."""
-        load_optimizer_state(self.optimizer, folder / f"{role}_optimizer.safetensors")
+        self.stepper.load(folder, role)
         path = folder / f"{role}_memory.safetensors"
         tensors = load_file(str(path)) if path.exists() else {}
-        self._step.load_state(tensors)
+        self.stepper.load_state(tensors)
         if self.average is not None:
             self.average.load_state(tensors)
         if self.critic is not None:
@@ -269,9 +290,17 @@ class PlayerOptimizer:
             )
 
     def forget(self) -> None:
-        """Drop the optimizer's moments, which belong to weights that have been put back."""
-        self.optimizer.state.clear()
-        self._step.load_state({})
+        """Drop the optimizer's moments, which belong to weights other than those that have been put back."""
+        self.stepper.weights_replaced()
+
+
+def _finite(measured: dict[str, float]) -> dict[str, float]:
+    """What was measured, if all of it is finite; what is not is refused."""
+    if all(map(math.isfinite, measured.values())):
+        return measured
+    norm = measured.get("grad_norm")
+    shown = "" if norm is None else f" with gradient norm {norm}"
+    raise UserError(f"a player's loss became {measured['loss']}{shown}; lower its learning rate")
 
 
 def _critic(player: PolicyModel, seed: int) -> ValueHead:

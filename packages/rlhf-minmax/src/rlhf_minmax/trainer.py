@@ -5,12 +5,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rlhf_algos import CheckpointManager, load_weights
+from rlhf_algos.processes import (
+    from_first_process,
+    is_first_process,
+    num_processes,
+    process_number,
+    wait_for_all,
+)
 from rlhf_data import QARecord, RunFolder, UserError, json_hash
 from rlhf_minmax.config import MinMaxConfig
 from rlhf_minmax.doctor import Doctor
@@ -69,6 +77,7 @@ class MinMaxTrainer:
         self.pools = OpponentPools(config.pool, config.seed)
         limit = config.training.save_total_limit
         self.checkpoints = CheckpointManager(run, keep=limit) if run else None
+        self.writes = is_first_process()
 
     @property
     def total_steps(self) -> int:
@@ -84,7 +93,7 @@ class MinMaxTrainer:
                 policy = self.pipeline.players.policy
                 found = measure_game(self.pipeline, self.eval_records, policy, self.held_out)
                 metrics |= {f"eval/{name}": value for name, value in found.items()}
-            if self.run:
+            if self.run and self.writes:
                 self.run.append_metrics(metrics)
             if self.checkpoints and (last or _due(self.step, self.config.training.save_steps)):
                 self.save_checkpoint()
@@ -96,7 +105,7 @@ class MinMaxTrainer:
         started = time.perf_counter()
         batch = self._next_batch()
         seed = self.config.seed * 1_000_003 + 10 * self.step
-        torch.manual_seed(seed)
+        torch.manual_seed(seed + process_number())
         rates = self.optimizer.begin_step(self.step)
         metrics = self._game_step(batch, seed) if self.adversary else self._plain_step(batch, seed)
         self.optimizer.end_step()
@@ -155,16 +164,27 @@ class MinMaxTrainer:
         return [self.records[i] for i in order[at * size : (at + 1) * size]]
 
     def save_checkpoint(self) -> None:
-        """Write everything resuming needs as `checkpoint-<step>` of the run folder."""
+        """Write everything resuming needs as `checkpoint-<step>` of the run folder; all processes call it."""
         assert self.checkpoints is not None
-        state: dict[str, Any] = {"num_tokens": self.num_tokens, "data": self._data_hash()}
-        with self.checkpoints.writing(self.step, state) as folder:
-            for name, player in self._trained_players().items():
-                player.save_pretrained(folder / name)
+        state: dict[str, Any] = {
+            "num_tokens": self.num_tokens,
+            "data": self._data_hash(),
+            "num_processes": num_processes(),
+            "dynamics": self.dynamics.to_dict(),
+            "doctor": self.doctor.to_dict(),
+        }
+        with ExitStack() as stack:
+            folder = Path()
+            if self.writes:
+                folder = stack.enter_context(self.checkpoints.writing(self.step, state))
+                for name, player in self._trained_players().items():
+                    player.save_pretrained(folder / name)
+                if self.pools.policies.members:
+                    self.pools.save(folder)
+            folder = Path(from_first_process(str(folder)))
             state["dual"] = self.optimizer.save(folder)
-            if self.pools.policies.members:
-                self.pools.save(folder)
-            state["dynamics"], state["doctor"] = self.dynamics.to_dict(), self.doctor.to_dict()
+            wait_for_all()
+        wait_for_all()
 
     def resume(self) -> bool:
         """Take up the newest complete checkpoint of the run folder; whether there was one.
@@ -176,7 +196,9 @@ class MinMaxTrainer:
         latest = self.checkpoints.latest()
         if latest is not None:
             self.load_checkpoint(latest)
-        self.run.truncate_metrics(self.step)
+        wait_for_all()
+        if self.writes:
+            self.run.truncate_metrics(self.step)
         return latest is not None
 
     def load_checkpoint(self, folder: Path) -> None:
@@ -188,6 +210,12 @@ class MinMaxTrainer:
         state = CheckpointManager.read_state(folder)
         if state["data"] != self._data_hash():
             raise UserError(f"{folder} was written with other training stories; resume with the same data")
+        count = state["num_processes"]
+        if self.config.training.deepspeed and count != num_processes():
+            raise UserError(
+                f"{folder} holds the DeepSpeed state of {count} processes, there are {num_processes()} now; "
+                "resume with as many"
+            )
         for name, player in self._trained_players().items():
             restore_player(player, folder / name)
         self.optimizer.load(folder, state["dual"])
