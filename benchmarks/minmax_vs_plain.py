@@ -12,7 +12,7 @@ Arms, each from the same base, reward model and judge of its seed:
 - `no_constraint`, `batch_baseline`, `one_update`: MinMax without the truthfulness constraint, with one
   baseline for the whole batch, with one update of the monitor per step.
 - `rule_<name>`: MinMax with another rule for the multiplier.
-- `frozen_<k>`, `minmax_<k>`: the judge's weight at k times that break-even.
+- `frozen_<k>`, `minmax_<k>`: the judge's weight at k times that break-even, but never below the reward's.
 
 In every arm the policy makes as many updates on as many answers. Metrics are greedy, on 512 held-out stories
 that nothing was chosen on; the held-out reward model is trained on other pairs, without the flaw, and trains
@@ -183,7 +183,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
             color=color,
             label="trained monitor" if name == "minmax" else "frozen monitor",
         )
-    right.set_xlabel("judge's weight, in break-evens with truthful critiques")
+    right.set_xlabel("game.break_even_factor: judge's weight in break-evens, at least w_reward")
     right.set_ylabel("true accuracy")
     right.set_ylim(0, 1.02)
     right.legend(frameon=False)

@@ -17,9 +17,10 @@ from rlhf_minmax.checks import ModelInfo, Ruler, check_run, inspect_models
 from rlhf_minmax.constraint import ConstraintMeasure
 from rlhf_minmax.data import load_stories
 from rlhf_minmax.dry_run import ENGINE_TOKENS, plan_run, step_streams
-from rlhf_minmax.memory import estimate_memory
+from rlhf_minmax.memory import estimate_memory, state_bytes
 from rlhf_models import DeviceManager, tiny_model
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 TINY = ("data.train_stories=20", "data.eval_stories=8", "training.batch_size=4", "demo.num_stories=20")
 
 
@@ -270,6 +271,28 @@ def test_memory_of_full_training() -> None:
     full = make("policy_model.use_lora=false", "monitor_model.use_lora=false")
     found = memory(full, model)
     assert (found.weights, found.training) == (5 * weights, 9 * weights)
+
+
+@pytest.mark.parametrize(
+    ("stage", "processes", "expected"),
+    [
+        (None, 8, 12),  # gradient 4, moments 8
+        (1, 8, 4 + 12 / 8),  # the gradient whole; moments and DeepSpeed's copy sharded
+        (2, 8, 16 / 8),
+        (2, 1, 16),
+        (3, 8, 20 / 8),  # a sharded weight besides, for the player itself stays whole
+    ],
+)
+def test_bytes_of_the_training_state(stage: int | None, processes: int, expected: float) -> None:
+    assert state_bytes(stage, processes) == expected
+
+
+def test_memory_of_a_sharded_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three adapters in 4 processes with ZeRO-2: 16 / 4 bytes a parameter, and 4 for the weight."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    zero = f"training.deepspeed={CONFIGS / 'zero2.json'}"
+    found = memory(make(zero), tiny_model("llama"))
+    assert found.training == 3 * (4 + 16 / 4) * trained(tiny_model("llama"))
 
 
 def trained(model: Any, rank: int = 16) -> int:

@@ -10,16 +10,18 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 
+from rlhf_algos.processes import num_processes
 from rlhf_minmax.checks import ModelInfo
 from rlhf_minmax.config import MinMaxConfig, PlayerConfig
 from rlhf_minmax.players import PLAIN, backbone_settings, lora_settings, share_backbone
 from rlhf_minmax.scorers import scorer_hosts, scorer_sections
+from rlhf_minmax.stepping import zero_stage
 from rlhf_models import DeviceManager, add_adapters
 from rlhf_models.adapter_files import adapter_shapes
 from rlhf_models.memory import activation_bytes, weight_bytes
 
-_TRAINED_BYTES = 16
-"""Per parameter of an adapter or a critic: fp32 weight, gradient and two Adam moments."""
+_WEIGHT_BYTES = 4
+"""Per parameter of an adapter or a critic: fp32."""
 _COPY_BYTES = 4
 """Per copied parameter, gradient or average, and per parameter of a scorer's adapter: fp32."""
 _GUARDED = 3
@@ -63,8 +65,8 @@ def estimate_memory(
     """Memory by device: weights + gradients and moments + the largest of all activations there.
 
     - Weights: parameters x bytes of their dtype; quantised linear layers 1 byte (8 bits) or 0.516 (4 bits).
-    - Adapters: 16 bytes a parameter (fp32 weight, gradient, two moments). Full training, in fp32: a gradient
-      and two moments per player, and one frozen reference per model. Critics: 16 bytes for hidden + 1.
+    - Adapters: 4 bytes a parameter, fp32, and `state_bytes`. Full training, in fp32: `state_bytes` per
+      player, and one frozen reference per model. Critics: as adapters, hidden + 1 parameters.
     - Scorers that are adapters on a player's backbone: 4 bytes a parameter, and no weights of their own.
     - Copies in fp32 of a player's P trained parameters: P for an average, P for an extragradient step, 2 P
       for an optimistic one; on the CPU 3 P of the monitor for `guards.rollback`, and `pool.size` times P of
@@ -82,6 +84,8 @@ def estimate_memory(
         pass_tokens: tokens of the largest training pass.
         cache_tokens: prompt and completion tokens whose keys and values are held at a time.
     """
+    path = config.training.deepspeed
+    state = state_bytes(None if path is None else zero_stage(path), num_processes())
     policies = ["policy", PLAIN] if config.baseline else ["policy"]
     players = [("policy", config.policy_model, policies), ("monitor", config.monitor_model, ["monitor"])]
     if share_backbone(config):
@@ -91,12 +95,29 @@ def estimate_memory(
     for role, player, names in players:
         place = (devices.device(role), devices.dtype(role))
         tokens = {"pass_tokens": pass_tokens, "cache_tokens": cache_tokens}
-        part, count = _trained(player, models[role], names, place, **tokens)
+        part, count = _trained(player, models[role], names, place, state=state, **tokens)
         parts.append(part)
         counts |= dict.fromkeys(names, count)
     for role, player in (("policy", config.policy_model), ("monitor", config.monitor_model)):
-        parts.append(_remembered(player, models[role], counts[role], devices.device(role)))
+        parts.append(_remembered(player, models[role], counts[role], devices.device(role), state))
     return _by_device([*parts, _copies_on_cpu(config, counts), *_scorers(config, models, devices)])
+
+
+def state_bytes(stage: int | None, processes: int) -> float:
+    """Bytes per trained parameter of a process beside the weight, all fp32.
+
+    A gradient and two Adam moments, 12; DeepSpeed keeps a copy of the weights besides and shards, by its
+    stage (ZeRO, arXiv:1910.02054), 1: moments and copy, 2: gradients too, 3: the trained weights too, the
+    player itself staying whole.
+
+    Args:
+        stage: of ZeRO; None without DeepSpeed.
+        processes: among which is sharded.
+    """
+    if stage is None:
+        return 12.0
+    whole, sharded = {1: (4.0, 12.0), 2: (0.0, 16.0), 3: (0.0, 20.0)}.get(stage, (16.0, 0.0))
+    return whole + sharded / processes
 
 
 def _by_device(parts: Sequence[Memory]) -> list[Memory]:
@@ -119,6 +140,7 @@ def _trained(
     names: list[str],
     placement: tuple[torch.device, torch.dtype],
     *,
+    state: float,
     pass_tokens: int,
     cache_tokens: int,
 ) -> tuple[Memory, int]:
@@ -132,10 +154,10 @@ def _trained(
         if player.use_lora:
             adapted = add_adapters(model, names, lora_settings(player))
             count = sum(p.numel() for name, p in adapted.named_parameters() if ".lora_" in name) // len(names)
-            training = float(_TRAINED_BYTES * count * len(names))
+            training = (_WEIGHT_BYTES + state) * count * len(names)
         else:
             count = sum(p.numel() for p in model.parameters())
-            training = 3.0 * weights * len(names)
+            training = state * count * len(names)
             weights *= len(names) + 1
     text = info.config.get_text_config()
     training_pass = activation_bytes(
@@ -145,10 +167,12 @@ def _trained(
     return Memory(device, weights, training, max(training_pass, cache)), count
 
 
-def _remembered(player: PlayerConfig, info: ModelInfo, count: int, device: torch.device) -> Memory:
+def _remembered(
+    player: PlayerConfig, info: ModelInfo, count: int, device: torch.device, state: float
+) -> Memory:
     """What a player that trains `count` parameters keeps besides: critic, step rule, average."""
     hidden = info.config.get_text_config().hidden_size
-    critic = _TRAINED_BYTES * (hidden + 1) if player.baseline == "critic" else 0
+    critic = (_WEIGHT_BYTES + state) * (hidden + 1) if player.baseline == "critic" else 0.0
     copies = _STEP_COPIES[player.step_rule] + (player.average_decay is not None)
     return Memory(device, 0.0, critic, copies=_COPY_BYTES * count * copies)
 
