@@ -19,6 +19,7 @@ from rlhf_minmax.data import load_stories
 
 ROOT = Path(__file__).parents[2]
 STORIES = ROOT / "tests" / "fixtures" / "stories.jsonl"
+CLOCK = ("step_time", "time/", "tokens_per_second")
 SMALL_DEMO = (
     *("demo.pretrain_steps=2", "demo.sft_steps=2", "demo.reward_steps=2", "demo.judge_steps=2"),
     *("demo.batch_size=4", "demo.flawed_reward=false", "demo.num_stories=8"),
@@ -85,7 +86,7 @@ def results_of(folder: Path) -> dict[str, Any]:
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
     """The metrics of every step, wall-clock ones aside."""
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k != "step_time"} for line in lines]
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(CLOCK)} for line in lines]
 
 
 def held_out() -> Any:

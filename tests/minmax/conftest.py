@@ -26,6 +26,7 @@ SETTINGS = {
     "monitor_model": {"max_new_tokens": 12, "temperature": 1.2},
     "training": {"batch_size": 4, "max_steps": 3, "monitor_warmup_steps": 1, "save_steps": 1},
     "game": {"num_generations": 3, "num_critiques": 3},
+    "diagnostics": {"sample_steps": 2},
 }
 EVERYTHING = (
     "policy_model.baseline=critic",

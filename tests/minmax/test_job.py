@@ -12,6 +12,7 @@ import rlhf_minmax.job
 from rlhf_data import RunFolder, UserError
 from rlhf_minmax import Events, MinMaxJob
 
+CLOCK = ("step_time", "time/", "tokens_per_second")
 BLOCK = {
     "policy/accuracy",
     "policy/hack_rate",
@@ -74,7 +75,7 @@ def whole(tmp_path_factory, make_config, demo_cache):
 
 def metrics(run):
     return [
-        {k: v for k, v in row.items() if k != "step_time"}
+        {k: v for k, v in row.items() if not k.startswith(CLOCK)}
         for part in (RunFolder(run.path / "plain"), run)
         for row in part.read_metrics()
     ]
@@ -143,7 +144,9 @@ def test_the_report_stands_alone_and_shows_the_run(whole):
 def test_sample_exchanges_of_every_stage(whole):
     run, _, _ = whole
     samples = [json.loads(line) for line in (run.path / "samples.jsonl").read_text().splitlines()]
-    assert [s["stage"] for s in samples] == ["start"] * 8 + ["plain"] * 8 + ["minmax"] * 8
+    assert [s["stage"] for s in samples] == ["start"] * 8 + ["plain"] * 8 + ["minmax"] * (4 + 8)
+    assert [s.get("step") for s in samples] == [None] * 16 + [2] * 4 + [None] * 8
+    assert [s["story"] for s in samples[16:20]] == [s["story"] for s in samples[:4]]
 
 
 def test_the_final_players_load_with_plain_peft(whole):

@@ -67,6 +67,7 @@ MORE = (
 )
 """What `everything` leaves out for short runs in process; gates and guard that act in so weak a game."""
 CLOCK = ("wall_time", "resumed")
+STEP_CLOCK = ("step_time", "time/", "tokens_per_second")
 """Results that tell of the session, not of the run."""
 UNORDERED = ("adapter_config.json", "checksums.json")
 """peft writes an adapter's target modules, which are a set, in an order of each process's own."""
@@ -207,7 +208,7 @@ def contents(path: Path) -> dict[str, bytes]:
 
 def rows(folder: Path) -> list[dict[str, object]]:
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k != "step_time"} for line in lines]
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(STEP_CLOCK)} for line in lines]
 
 
 def read_json(path: Path) -> dict[str, Any]:

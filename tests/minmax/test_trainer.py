@@ -8,6 +8,7 @@ import torch
 from rlhf_data import RunFolder, UserError
 from rlhf_minmax import MinMaxTrainer
 
+CLOCK = ("step_time", "time/", "tokens_per_second")
 DROPOUT = ("policy_model.lora_dropout=0.2", "monitor_model.lora_dropout=0.2")
 FULL = ("policy_model.use_lora=false", "monitor_model.use_lora=false")
 SMALL = ("training.max_steps=4", "training.batch_size=2", "game.num_generations=2", "game.num_critiques=2")
@@ -46,7 +47,9 @@ def trainer_of(make_game, folder, *overrides, adversary=True, die_after=None):
 
 def rows(folder):
     """Metrics without the wall clock."""
-    return [{k: v for k, v in row.items() if k != "step_time"} for row in RunFolder(folder).read_metrics()]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(CLOCK)} for row in RunFolder(folder).read_metrics()
+    ]
 
 
 def weights(trainer):
@@ -164,6 +167,9 @@ def test_metrics_rows_hold_what_a_reader_needs(make_game, tmp_path):
     expected |= {"policy/accuracy", "minmax/value", "dual/lambda", "constraint/violation_ema"}
     expected |= {"monitor/updates", "monitor/frac_groups_zero_std", "policy/kl", "monitor/truncated_rate"}
     assert expected <= set(row)
+    parts = ("answers", "critiques", "score", "monitor_update", "policy_update")
+    spent = [row[f"time/{part}"] for part in parts]
+    assert min(spent) > 0 and sum(spent) < row["step_time"] and row["tokens_per_second"] > 0
     tokens = [r["num_tokens"] for r in RunFolder(tmp_path).read_metrics()]
     assert tokens == sorted(tokens) and tokens[0] > 0
 

@@ -147,7 +147,8 @@ class ConsoleEvents(Events):
         self.console.print(Text(str(run.path / where), "bold"))
 
     def _show_exchanges(self, run: RunFolder) -> None:
-        rows = [row for _, row in read_rows(run.path / "samples.jsonl") if row["stage"] == "minmax"]
+        written = [row for _, row in read_rows(run.path / "samples.jsonl")]
+        rows = [row for row in written if row["stage"] == "minmax" and "step" not in row]
         for row in rows[:_SHOWN_EXCHANGES]:
             self.console.print(_exchange(row))
             self.console.print()

@@ -115,6 +115,7 @@ class MinMaxJob:
         after = self._measure(game, stories, trainer)
         table = past_against_past(pipeline, trainer.pools, stories.held_out)
         after |= table.to_metrics() if table else {}
+        samples += [row for row in self.run.read_lines("samples.jsonl") if "step" in row]
         samples += sample_exchanges(pipeline, shown, pipeline.players.policy, "minmax")
         averaged = self._averaged(game, stories, trainer)
         responses = best_responses(pipeline, trainer.optimizer.dual.multiplier, stories)

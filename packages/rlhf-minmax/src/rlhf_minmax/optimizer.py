@@ -188,11 +188,12 @@ class DualPPOOptimizer:
             self.pipeline.w_judge * output.judge_scores,
             groups,
         )
-        metrics = self.monitor.update(
-            [critique.rollout for critique in critiques],
-            sequence_advantages(rewards, groups, self.config.monitor_model.baseline),
-            updates=updates,
-        )
+        with self.pipeline.watch.timing("monitor_update"):
+            metrics = self.monitor.update(
+                [critique.rollout for critique in critiques],
+                sequence_advantages(rewards, groups, self.config.monitor_model.baseline),
+                updates=updates,
+            )
         share = float(zero_std_fraction(rewards, groups))
         return metrics | {"frac_groups_zero_std": share, "truth_to_judge_spread": spread}
 
@@ -262,11 +263,12 @@ class DualPPOOptimizer:
         kl = self.policy_constraints.get("policy_kl")
         if kl is not None:
             self.policy.kl_multiplier = kl.state.multiplier
-        metrics = self.policy.update(
-            rollouts,
-            sequence_advantages(rewards, groups, self.config.policy_model.baseline),
-            updates=self.config.training.policy_updates,
-        )
+        with self.pipeline.watch.timing("policy_update"):
+            metrics = self.policy.update(
+                rollouts,
+                sequence_advantages(rewards, groups, self.config.policy_model.baseline),
+                updates=self.config.training.policy_updates,
+            )
         if kl is not None:
             violations["policy_kl"] = torch.tensor(metrics["kl_start"])
         metrics["frac_groups_zero_std"] = float(zero_std_fraction(rewards, groups))

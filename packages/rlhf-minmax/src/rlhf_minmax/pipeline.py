@@ -20,6 +20,7 @@ from rlhf_minmax.demo_texts import answer_text
 from rlhf_minmax.players import Players
 from rlhf_minmax.pool import Member, playing
 from rlhf_minmax.prompts import Prompts, prompt_ids
+from rlhf_minmax.stopwatch import Stopwatch
 from rlhf_minmax.texts import Critique, parse_critique
 from rlhf_models import PolicyModel, encode_completion
 
@@ -147,6 +148,7 @@ class MinMaxPipeline:
         w_judge: weight of the judge's standardised score.
         reward_scale: standardises the reward model's scores.
         judge_scale: standardises the judge's scores.
+        watch: of answers, critiques and scores.
     """
 
     players: Players
@@ -157,6 +159,7 @@ class MinMaxPipeline:
     w_judge: float = 1.0
     reward_scale: Scale = field(default_factory=Scale)
     judge_scale: Scale = field(default_factory=Scale)
+    watch: Stopwatch = field(default_factory=Stopwatch)
 
     def forward_pass(
         self, batch: Sequence[QARecord], *, seed: int, past_policy: Member | None = None
@@ -223,7 +226,8 @@ class MinMaxPipeline:
     ) -> list[Answer]:
         """`n` answers of a policy to each story, those of a story adjacent."""
         prompts = [self.prompts.policy(record) for record in batch]
-        groups = self._generate(player, prompts, n, seed, greedy, self.config.policy_model)
+        with self.watch.timing("answers"):
+            groups = self._generate(player, prompts, n, seed, greedy, self.config.policy_model)
         return [
             self.read_answer(batch, story, _text(player, rollout), rollout)
             for story, group in enumerate(groups)
@@ -244,7 +248,8 @@ class MinMaxPipeline:
         """`k` critiques of the monitor for each answer, those of an answer adjacent."""
         player = self.players.monitor
         prompts = [self.prompts.monitor(batch[answer.story], answer.text) for answer in answers]
-        groups = self._generate(player, prompts, k, seed + 1, greedy, self.config.monitor_model)
+        with self.watch.timing("critiques"):
+            groups = self._generate(player, prompts, k, seed + 1, greedy, self.config.monitor_model)
         return [
             self._read_critique(batch[answers[i].story], answers[i], i, _text(player, rollout), rollout)
             for i, group in enumerate(groups)
@@ -258,18 +263,20 @@ class MinMaxPipeline:
         prompts = [self.prompts.policy(batch[answer.story]) for answer in answers]
         texts = [answer.text for answer in answers]
         budget = self.config.training.max_tokens_per_batch
-        return self.reward_scale(self.reward_model.score(prompts, texts, max_tokens=budget))
+        with self.watch.timing("score"):
+            return self.reward_scale(self.reward_model.score(prompts, texts, max_tokens=budget))
 
     def judge_scores(
         self, batch: Sequence[QARecord], answers: Sequence[Answer], critiques: Sequence[CritiqueSample]
     ) -> Tensor:
         """(C,) standardised judge scores; of an unparsable critique the judge learns nothing."""
         judged = [answers[critique.answer] for critique in critiques]
-        scores = self.judge.score(
-            [batch[answer.story].question for answer in judged],
-            [answer.text for answer in judged],
-            [critique.text if critique.parsed else None for critique in critiques],
-        )
+        with self.watch.timing("score"):
+            scores = self.judge.score(
+                [batch[answer.story].question for answer in judged],
+                [answer.text for answer in judged],
+                [critique.text if critique.parsed else None for critique in critiques],
+            )
         return self.judge_scale(scores)
 
     def policy_judge_scores(
@@ -287,7 +294,8 @@ class MinMaxPipeline:
         asked = [(batch[answer.story].question, answer.text) for answer in answers]
         place = {pair: index for index, pair in enumerate(dict.fromkeys(asked))}
         questions, texts = [question for question, _ in place], [text for _, text in place]
-        scores = self.judge.score(questions, texts, [None] * len(place))
+        with self.watch.timing("score"):
+            scores = self.judge.score(questions, texts, [None] * len(place))
         return self.judge_scale(scores)[torch.tensor([place[pair] for pair in asked])]
 
     def violation(self, critiques: Sequence[CritiqueSample], labels: Tensor) -> tuple[Tensor, Tensor]:

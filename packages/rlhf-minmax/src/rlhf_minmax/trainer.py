@@ -23,13 +23,16 @@ from rlhf_data import QARecord, RunFolder, UserError, json_hash
 from rlhf_minmax.config import MinMaxConfig
 from rlhf_minmax.doctor import Doctor
 from rlhf_minmax.dynamics import Dynamics
-from rlhf_minmax.evaluate import Metrics, answer_metrics, batch_metrics
+from rlhf_minmax.evaluate import Metrics, answer_metrics, batch_metrics, sample_exchanges
 from rlhf_minmax.measurement import measure_game
 from rlhf_minmax.opponents import OpponentPools
 from rlhf_minmax.optimizer import DualPPOOptimizer
 from rlhf_minmax.pipeline import MinMaxPipeline
 from rlhf_minmax.scorers import HeldOut
 from rlhf_models import PolicyModel
+
+_SHOWN = 4
+"""Held-out stories whose exchanges are kept on the way."""
 
 StepCallback = Callable[[int, int, Metrics], None]
 """Called with (step, total steps, metrics) after every step."""
@@ -93,6 +96,8 @@ class MinMaxTrainer:
                 policy = self.pipeline.players.policy
                 found = measure_game(self.pipeline, self.eval_records, policy, self.held_out)
                 metrics |= {f"eval/{name}": value for name, value in found.items()}
+            if self.eval_records and self.adversary and _due(self.step, self.config.diagnostics.sample_steps):
+                self._keep_samples()
             if self.run and self.writes:
                 self.run.append_metrics(metrics)
             if self.checkpoints and (last or _due(self.step, self.config.training.save_steps)):
@@ -103,6 +108,7 @@ class MinMaxTrainer:
     def train_step(self) -> Metrics:
         """One step of both players on the next stories; its metrics, and `findings` in words, if any."""
         started = time.perf_counter()
+        self.pipeline.watch.read()
         batch = self._next_batch()
         seed = self.config.seed * 1_000_003 + 10 * self.step
         torch.manual_seed(seed + process_number())
@@ -115,7 +121,10 @@ class MinMaxTrainer:
             findings = self._findings(metrics)
             metrics |= {"findings": findings} if findings else {}
         self.step += 1
-        self.num_tokens += int(metrics.pop("num_tokens"))
+        spent, computed = self.pipeline.watch.read(), int(metrics.pop("num_tokens"))
+        self.num_tokens += computed
+        updating = sum(spent.get(f"time/{role}_update", 0.0) for role in ("monitor", "policy"))
+        spent["tokens_per_second"] = computed / updating if updating else 0.0
         training = self.config.training
         head = {
             "phase": "minmax" if self.adversary else "plain",
@@ -126,7 +135,14 @@ class MinMaxTrainer:
             "grad_norm": metrics.get("policy/grad_norm", metrics.get("monitor/grad_norm")),
             "num_tokens": self.num_tokens,
         }
-        return head | metrics | {"step_time": time.perf_counter() - started}
+        return head | metrics | spent | {"step_time": time.perf_counter() - started}
+
+    def _keep_samples(self) -> None:
+        """Write what the players say of the first held-out stories at this step."""
+        records, policy = self.eval_records[:_SHOWN], self.pipeline.players.policy
+        rows = sample_exchanges(self.pipeline, records, policy, "minmax")
+        if self.run and self.writes:
+            self.run.append_samples([{"step": self.step, **row} for row in rows])
 
     def _findings(self, metrics: dict[str, Any]) -> list[str]:
         """In words: a rollback, a time scale that strayed, what the run doctor finds."""
@@ -198,7 +214,7 @@ class MinMaxTrainer:
             self.load_checkpoint(latest)
         wait_for_all()
         if self.writes:
-            self.run.truncate_metrics(self.step)
+            self.run.truncate_logs(self.step)
         return latest is not None
 
     def load_checkpoint(self, folder: Path) -> None:
