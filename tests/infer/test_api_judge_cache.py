@@ -71,6 +71,7 @@ def test_replies_before_a_failure_stay_in_the_cache(fake: Any, tmp_path: Path) -
     assert api.usage.cached == good and len(server.requests) == 5
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_cache(tmp_path: Path) -> None:
     code = """if True:
         import sys

@@ -16,7 +16,7 @@ each_kind = pytest.mark.parametrize("kind", [DROPOUT, FULL], ids=["lora", "full"
 each_game = pytest.mark.parametrize("adversary", [True, False], ids=["game", "plain"])
 
 
-@pytest.fixture(params=["lora", "full", "everything"])
+@pytest.fixture(params=["lora", "full", pytest.param("everything", marks=pytest.mark.slow)])
 def run_kind(request, everything):
     return {"lora": DROPOUT, "full": FULL, "everything": everything}[request.param]
 
