@@ -49,6 +49,11 @@ def models(tmp_path: Path, byte_tokenizer: Any) -> tuple[Path, Path]:
     return policy, reward
 
 
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
 def test_the_7b_config_is_planned_in_two_processes(
     tmp_path: Path, models: tuple[Path, Path], run_processes: Callable[..., str]
 ) -> None:
