@@ -1,0 +1,49 @@
+"""The comparison of lock files: what counts is what they install, not how uv spells it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "same_lock.py"
+LINUX = "python_full_version < '3.12' and platform_machine == 'x86_64' and sys_platform == 'linux'"
+MAC = "python_full_version < '3.12' and platform_machine == 'arm64' and sys_platform == 'darwin'"
+SHORTER = "python_full_version < '3.12' and ((platform_machine == 'x86_64' and sys_platform == 'linux') or \
+(platform_machine == 'arm64' and sys_platform == 'darwin'))"
+HASHES = " \\\n    --hash=sha256:aa \\\n    --hash=sha256:bb\n    # via aiohttp\n"
+COMMITTED = f"attrs==1.0 ; ({LINUX}) or ({MAC}){HASHES}"
+
+
+def _compared(tmp_path: Path, fresh: str) -> subprocess.CompletedProcess[str]:
+    committed, other = tmp_path / "committed", tmp_path / "fresh"
+    committed.write_text(COMMITTED)
+    other.write_text(fresh)
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), str(committed), str(other)], capture_output=True, text=True, check=False
+    )
+
+
+def test_another_spelling_of_a_marker_is_the_same_lock(tmp_path: Path) -> None:
+    assert f"({LINUX}) or ({MAC})" in COMMITTED
+    compared = _compared(tmp_path, COMMITTED.replace(f"({LINUX}) or ({MAC})", SHORTER))
+    assert (compared.returncode, compared.stdout) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "shown"),
+    [
+        ("attrs==1.0", "attrs==1.1", "attrs==1.1 only in"),
+        ("sha256:bb", "sha256:cc", "attrs==1.0 with other files"),
+        ("< '3.12'", "< '3.13'", "attrs==1.0 only in"),
+        (COMMITTED, "", "attrs==1.0 only in"),
+    ],
+)
+def test_another_version_file_or_environment_is_another_lock(
+    tmp_path: Path, old: str, new: str, shown: str
+) -> None:
+    compared = _compared(tmp_path, COMMITTED.replace(old, new))
+    assert compared.returncode == 1
+    assert shown in compared.stdout
