@@ -273,7 +273,7 @@ def build_trainer(task: Task, config: MinMaxConfig, stories: Stories) -> MinMaxT
     players: Any = Players(policy, monitor, None, shared=False)  # pyright: ignore[reportArgumentType]
     reward: Any = VowelReward()
     judge: Any = RuleJudge()
-    if task.settings["scorers"]:
+    if task.settings["scorers"] == "models":
         limit = config.training.max_tokens_per_batch
         reward = PaddedScorer(task.path("reward"), limit)
         judge = PaddedJudge(PaddedScorer(task.path("judge"), limit), stories.prompts)

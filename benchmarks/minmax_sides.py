@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from minmax_work import ROLES, VowelReward, game_config, script
+from minmax_work import ROLES, VowelReward, game_config, script, with_adapters_for_scorers
 from online_pace import Pace, Task, move, peak_memory_mb, start, vowels
 from safetensors.torch import save_file
 
@@ -125,9 +125,11 @@ def our_trainer(task: Task, config: MinMaxConfig, stories: Stories, clock: Clock
         getattr(players, role).load_weights(task.path(role))
     reward: Any = VowelReward()
     judge: Any = RuleJudge()
-    if task.settings["scorers"]:
-        reward = load_reward_model(config, None, devices)
-        judge = load_judge(config, None, devices, stories.prompts)
+    if task.settings["scorers"] == "adapters":
+        config = with_adapters_for_scorers(task)
+    if task.settings["scorers"] != "none":
+        reward = load_reward_model(config, None, devices, players)
+        judge = load_judge(config, None, devices, stories.prompts, players)
     pipeline = MinMaxPipeline(players, reward, judge, stories.prompts, config)
     return MinMaxTrainer(pipeline, config, stories.train)
 
@@ -230,7 +232,7 @@ def train_ppo(task: Task, pace: Pace) -> None:
         }
     )
     reward: Any = vowels
-    if task.settings["scorers"]:
+    if task.settings["scorers"] == "models":
         reward = RewardFunctionFactory.from_model(RewardModel.from_pretrained(task.path("reward")))
     model = add_adapters(load_causal_lm(task.path("base"), dtype="float32"), ["policy"])
     move(model)

@@ -18,6 +18,7 @@ from rlhf_minmax.data import load_stories
 from rlhf_models import (
     AdapterSet,
     JudgeModel,
+    LoraSettings,
     PolicyModel,
     RewardModel,
     add_adapters,
@@ -26,11 +27,22 @@ from rlhf_models import (
 )
 
 ROLES = ("policy", "monitor")
+SCORERS = ("reward", "judge")
 
 
 def game_config(task: Task) -> MinMaxConfig:
     """The game's settings, which are the same on all sides."""
     return MinMaxConfig.from_dict(task.settings["game"])
+
+
+def with_adapters_for_scorers(task: Task) -> MinMaxConfig:
+    """The game's settings with reward model and judge on the players' backbone."""
+    game = task.settings["game"]
+    scorers = {
+        f"{name}_model": {"model_name": task.path(f"{name}-adapter"), "share_backbone": True}
+        for name in SCORERS
+    }
+    return MinMaxConfig.from_dict(game | scorers)
 
 
 def write_stories(folder: Path, count: int, sentences: int) -> None:
@@ -64,7 +76,8 @@ def write_models(folder: Path, shape: str, game: dict[str, Any]) -> None:
     """Write random models with their tokenizer, and adapters that have moved away from their reference.
 
     Args:
-        folder: for `base`, `reward`, `judge`, and an adapter for each of `ROLES`.
+        folder: for `base`, `reward`, `judge`, an adapter for each of `ROLES`, and `reward-adapter` and
+            `judge-adapter`, the scorers as adapters of `base`.
         shape: of all models.
         game: the game's settings.
     """
@@ -78,6 +91,10 @@ def write_models(folder: Path, shape: str, game: dict[str, Any]) -> None:
     tokenizer.save_pretrained(folder / "base")
     RewardModel.from_backbone(model, tokenizer, seed=1).save_pretrained(folder / "reward")
     JudgeModel.from_backbone(model, tokenizer, seed=2).save_pretrained(folder / "judge")
+    for seed, name in enumerate(SCORERS, start=1):
+        scorer = RewardModel.from_language_model(folder / "base", seed=seed)
+        scorer.add_lora(LoraSettings())
+        scorer.save_pretrained(folder / f"{name}-adapter")
     adapters = AdapterSet(add_adapters(model, ROLES))
     for role in ROLES:
         _fill_adapter(adapters.parameters(role), seed=ROLES.index(role))

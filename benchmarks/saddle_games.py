@@ -13,6 +13,7 @@ import json
 import math
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,65 +23,75 @@ from rlhf_data import TokenSequence, atomic_write_json, pack
 from rlhf_infer import Rollout
 from rlhf_minmax.config import MinMaxConfig
 from rlhf_minmax.player_optimizer import PlayerOptimizer, sequence_advantages
-from rlhf_minmax.saddle import GameStep, IterateAverage
+from rlhf_minmax.saddle import GameStep, IterateAverage, LookAhead
 from rlhf_models import PolicyModel, build_tiny_llama
 
 BILINEAR: dict[str, dict[str, Any]] = {
     "plain": {"rule": "plain"},
     "averages of plain": {"rule": "plain", "decay": 0.99},
-    "extragradient, each alone": {"rule": "extragradient", "jointly": False},
-    "extragradient, together": {"rule": "extragradient"},
+    "extragradient": {"looks_ahead": True},
     "optimistic": {"rule": "optimistic"},
 }
 _CALM = {"adam_betas": (0.0, 0.999), "beta": 0.0}
 PENNIES: dict[str, dict[str, Any]] = {
     "plain": _CALM,
     "averages of plain": _CALM | {"average_decay": 0.99},
-    "extragradient, each alone": _CALM | {"step_rule": "extragradient"},
+    "extragradient": _CALM | {"looks_ahead": True},
+    "extragradient with momentum": _CALM | {"looks_ahead": True, "adam_betas": (0.9, 0.95)},
     "optimistic": _CALM | {"step_rule": "optimistic"},
     "optimistic with momentum": _CALM | {"step_rule": "optimistic", "adam_betas": (0.9, 0.95)},
     "KL to a uniform reference": _CALM | {"beta": 0.3},
 }
-"""Settings of both players. The solution is (1/2, 1/2), with the KL too: its minimum is there."""
+"""Settings of both players, and whether they look ahead. The solution is (1/2, 1/2), with the KL too, whose
+minimum is there."""
 _TITLES = {"bilinear": "x · y, SGD", "pennies": "Matching pennies, two language models"}
 _STYLES: dict[str, dict[str, Any]] = {
     "plain": {"color": "#666666"},
     "averages of plain": {"color": "#1b6ca8"},
-    "extragradient, each alone": {"color": "#c9a227", "ls": "--"},
-    "extragradient, together": {"color": "#b9a0cc", "lw": 4},
+    "extragradient": {"color": "#8a5fa8", "lw": 3.5, "alpha": 0.5},
+    "extragradient with momentum": {"color": "#8a5fa8", "ls": ":"},
     "optimistic": {"color": "#c8553d"},
     "optimistic with momentum": {"color": "#c8553d", "ls": ":"},
     "KL to a uniform reference": {"color": "#3c8d5a"},
 }
 
 
-def bilinear(rule: Any, *, steps: int = 240, decay: float | None = None, jointly: bool = True) -> list[float]:
+def moved(parameters: Sequence[Sequence[torch.Tensor]], move: Callable[[], object], *, ahead: bool) -> None:
+    """Make a move of all players, with `ahead` by extragradient: looking ahead and from the old point."""
+    players = [LookAhead(own) for own in parameters] if ahead else []
+    if ahead:
+        move()
+    for each in players:
+        each.turn()
+    move()
+    for each in players:
+        each.land()
+
+
+def bilinear(
+    rule: Any = "plain", *, steps: int = 240, decay: float | None = None, looks_ahead: bool = False
+) -> list[float]:
     """Distance to (0, 0) before each step of min over x, max over y of x · y, from (1, 0) with η = 0.1.
 
     Args:
         rule: of `GameStep`.
         steps: how many.
         decay: of averages, whose distance is then the result; None for the iterates'.
-        jointly: one `GameStep` over both players, or one each.
+        looks_ahead: whether steps are extragradient.
     """
     x, y = torch.tensor([1.0]), torch.tensor([0.0])
     average = None if decay is None else IterateAverage([x, y], decay)
-    steppers = [
-        GameStep(share, torch.optim.SGD(share, lr=0.1), rule)
-        for share in ([[x, y]] if jointly else [[x], [y]])
-    ]
+    steppers = [GameStep([each], torch.optim.SGD([each], lr=0.1), rule) for each in (x, y)]
     distances = []
+
+    def move() -> None:
+        x.grad, y.grad = y.clone(), -x
+        for step in steppers:
+            step()
+
     for _ in range(steps):
         distances.append(math.hypot(*map(float, (x, y) if average is None else average.values)))
-        start = x.clone(), y.clone()
-
-        def gradients(start: tuple[torch.Tensor, torch.Tensor] = start) -> None:
-            of_x, of_y = (x, y) if jointly else start
-            x.grad, y.grad = of_y.clone(), -of_x
-
-        for step in steppers:
-            gradients()
-            step(gradients)
+        moved([[x], [y]], move, ahead=looks_ahead)
         if average is not None:
             average.update()
     return distances
@@ -116,23 +127,29 @@ def pennies(
     """Distance to (1/2, 1/2) before each step of matching pennies; both players learn from the same games.
 
     Args:
-        settings: of both players; with `average_decay`, distances are those of the averaged weights.
+        settings: of both players, and `looks_ahead`; with `average_decay`, distances are those of averages.
         seed: of models and samples.
         steps: how many.
         samples: games per step.
         learning_rate: of AdamW.
     """
     generator = torch.Generator().manual_seed(seed)
-    players = [player(settings, seed=2 * seed + i, learning_rate=learning_rate) for i in range(2)]
+    own = {name: value for name, value in settings.items() if name != "looks_ahead"}
+    players = [player(own, seed=2 * seed + i, learning_rate=learning_rate) for i in range(2)]
     distances, together = [], torch.zeros(samples, dtype=torch.long)
-    for _ in range(steps):
-        distances.append(math.hypot(*(_heads(each) - 0.5 for each in players)))
+
+    def move() -> None:
         said = [probabilities(each) for each in players]
         tokens = [torch.multinomial(own, samples, replacement=True, generator=generator) for own in said]
         payoff = torch.where(tokens[0] == tokens[1], 1.0, -1.0)
         for each, own, spoken, reward in zip(players, said, tokens, (payoff, -payoff), strict=True):
             rollouts = [Rollout([0], [token], [math.log(own[token])], "stop") for token in spoken.tolist()]
             each.update(rollouts, sequence_advantages(reward, together, "batch"), updates=1)
+
+    for _ in range(steps):
+        distances.append(math.hypot(*(_heads(each) - 0.5 for each in players)))
+        moved([each.stepper.trained for each in players], move, ahead=settings.get("looks_ahead", False))
+        for each in players:
             each.end_step()
     return distances
 

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from rlhf_infer.judge_settings import JUDGE_TEMPLATE, fill
+from rlhf_minmax.break_even import measure_break_even
+from rlhf_minmax.demo_texts import answer_text
 
 SIDES = ("policy", "monitor", "player", "adapter", "tampered", "made", "sampled", "gold", "label")
 """Words that would tell who wrote a text, or whether it is true; none is in the stories."""
@@ -69,3 +71,27 @@ def test_the_right_answer_changes_neither_what_is_asked_nor_its_order(played: An
         pipeline.judge_scores(records, output.judged, output.critiques)
         asked.append(server.texts)
     assert asked[0] == asked[1] and len(asked[0]) > 4
+
+
+def test_the_break_even_check_asks_about_right_and_wrong_answers_in_one_call(
+    played: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, pipeline, stories = played
+    batch, calls = stories.train[:8], []
+    score = type(pipeline.judge).score
+
+    def noted(judge: Any, questions: Any, answers: Any, critiques: Any) -> Any:
+        calls.append((list(questions), list(answers), list(critiques)))
+        return score(judge, questions, answers, critiques)
+
+    monkeypatch.setattr(type(pipeline.judge), "score", noted)
+    measure_break_even(pipeline, batch, seed=1)
+    right = {answer_text(record.answer_text) for record in batch}
+    assert len(calls) == 2  # with the monitor's critiques, and with truthful ones
+    for questions, answers, _ in calls:
+        half = len(answers) // 2
+        assert questions[:half] == questions[half:] and {*answers[:half]} <= right
+        assert all(a != b for a, b in zip(answers[:half], answers[half:], strict=True))
+    _, answers, truthful = calls[1]
+    verdicts = [critique.split()[-1] for critique in truthful]
+    assert verdicts == ["right"] * (len(answers) // 2) + ["wrong"] * (len(answers) // 2)

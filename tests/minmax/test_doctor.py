@@ -104,3 +104,13 @@ def test_the_defaults_are_sound():
     assert config_findings(CONFIG, 2048) == []
     calm = {"policy_model": {"step_rule": "optimistic", "adam_betas": [0, 0.95]}}
     assert config_findings(MinMaxConfig.from_dict(calm), 2048) == []
+
+
+def test_looking_ahead_is_undone_by_momentum_too():
+    calm = {"adam_betas": [0, 0.95]}
+    sections = {"schedule": {"extragradient": True}, "policy_model": calm, "monitor_model": calm}
+    assert config_findings(MinMaxConfig.from_dict(sections), 2048) == []
+    del sections["monitor_model"]
+    [told] = config_findings(MinMaxConfig.from_dict(sections), 2048)
+    assert "schedule.extragradient is on with a momentum of 0.9 in the monitor's steps" in told
+    assert "set monitor_model.adam_betas to [0, 0.95]" in told

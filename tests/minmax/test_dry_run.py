@@ -203,10 +203,13 @@ def test_tokens_of_all_updates() -> None:
     p, m = found["policy"], found["monitor"]
     assert (count(found["tokens per step"]), count(found["tokens in all"])) == (3 * m + 2 * p, 15 * m + 6 * p)
     assert count(rows("baseline=true")["tokens in all"]) == 15 * m + 12 * p
-    # An adaptive schedule makes up to 10 updates; an extragradient step computes everything twice.
+    # An adaptive schedule makes up to 10 updates; steps that look ahead are made twice, except in plain RLHF.
     assert count(rows("schedule.rule=adaptive")["tokens in all"]) == 50 * m + 6 * p
-    assert count(rows("monitor_model.step_rule=extragradient")["tokens per step"]) == 6 * m + 2 * p
-    assert count(rows("policy_model.step_rule=extragradient")["tokens in all"]) == 15 * m + 12 * p
+    ahead = rows("schedule.extragradient=true")
+    assert count(ahead["tokens per step"]) == 6 * m + 4 * p
+    assert count(ahead["tokens in all"]) == 30 * m + 12 * p
+    both = rows("schedule.extragradient=true", "baseline=true")
+    assert count(both["tokens in all"]) == 30 * m + 18 * p
     # A frozen monitor is trained in probes only, once in each of 4 rounds; the policy twice.
     assert "tokens of best-response probes" not in found
     frozen = rows("training.monitor_updates_per_policy=0", "diagnostics.best_response_updates=4")
@@ -309,7 +312,7 @@ def trained(model: Any, rank: int = 16) -> int:
         ((), 3),  # the guard's monitors: last good, measured, newest
         (("guards.rollback=false",), 0),
         (("guards.rollback=false", "policy_model.average_decay=0.9"), 1),
-        (("guards.rollback=false", "monitor_model.step_rule=extragradient"), 1),
+        (("guards.rollback=false", "schedule.extragradient=true"), 2),
         (("policy_model.step_rule=optimistic", "monitor_model.average_decay=0.9"), 3 + 2 + 1),
         (("guards.rollback=false", "pool.every=5", "pool.size=7"), 2 * 7),
     ],

@@ -47,6 +47,12 @@ def test_optimistic_steps_approach_it_and_stay(late_distances, seed):
 
 
 @each_seed
+def test_looking_ahead_comes_nearer_than_plain_steps(late_distances, seed):
+    late = late_distances("extragradient", seed)
+    assert statistics.fmean(late) < 0.5 * START and max(late) < 0.75 * START
+
+
+@each_seed
 def test_momentum_keeps_optimistic_steps_from_it(late_distances, seed):
     assert statistics.fmean(late_distances("optimistic with momentum", seed)) > 1.15 * START
 
@@ -81,14 +87,11 @@ def constrained(rule, *, step_size, steps=3000):
     step = GameStep([logits], torch.optim.SGD([logits], lr=0.5), "plain")
     cost = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
 
-    def gradient():
-        p = logits.softmax(0)
-        (-(p * (REWARDS - state.multiplier * cost - p.log())).sum()).backward()
-
     path = []
     for _ in range(steps):
-        gradient()
-        step(gradient)
+        p = logits.softmax(0)
+        (-(p * (REWARDS - state.multiplier * cost - p.log())).sum()).backward()
+        step()
         violation = float(logits.detach().softmax(0)[0])
         state = update_multiplier(state, violation, settings)
         path.append((state.multiplier, violation))

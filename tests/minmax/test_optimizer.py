@@ -8,9 +8,10 @@ import torch
 
 from rlhf_data import TokenSequence, UserError, pack
 from rlhf_infer import Rollout
-from rlhf_minmax.optimizer import DualPPOOptimizer, critique_rates
+from rlhf_minmax.optimizer import DualPPOOptimizer
 from rlhf_minmax.pipeline import Answer, CritiqueSample, MinMaxOutput
 from rlhf_minmax.player_optimizer import PlayerOptimizer
+from rlhf_minmax.rates import critique_rates
 from rlhf_minmax.texts import Critique
 
 FULL = ("policy_model.use_lora=false", "monitor_model.use_lora=false")

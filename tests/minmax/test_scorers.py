@@ -161,6 +161,15 @@ def test_requests_and_cost_of_a_dry_run() -> None:
     # monitor's round) and 32 (the policy's), and for 4 critiques of every held-out story: 112 + 32.
     probes = ("diagnostics.best_response_updates=2", "monitor_model.average_decay=0.9")
     assert dict(plan_run(make(*API, *sizes, *probes))["rows"])["judge requests"].endswith("586 in all")
+    # Fresh critiques for 4 more updates in each of 5 steps: 480. Two members of each pool meet on 8 stories:
+    # 32. A second round in each of 5 steps asks for 24 critiques, in 3 of them for 32 besides: 216.
+    for setting, more in (
+        ("schedule.monitor_refresh=resample", 480),
+        ("pool.every=2", 32),
+        ("schedule.extragradient=true", 216),
+    ):
+        row = dict(plan_run(make(*API, *sizes, setting))["rows"])["judge requests"]
+        assert row.endswith(f"{418 + more} in all"), setting
     # 418 completion tokens at 1000 per million: 0.418.
     priced = ("judge_model.prompt_price=0", "judge_model.completion_price=1000")
     rows = dict(plan_run(make(*API, *sizes, *priced))["rows"])

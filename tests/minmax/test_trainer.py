@@ -16,9 +16,17 @@ each_kind = pytest.mark.parametrize("kind", [DROPOUT, FULL], ids=["lora", "full"
 each_game = pytest.mark.parametrize("adversary", [True, False], ids=["game", "plain"])
 
 
-@pytest.fixture(params=["lora", "full", pytest.param("everything", marks=pytest.mark.slow)])
+AHEAD = (
+    *DROPOUT,
+    "schedule.extragradient=true",
+    "policy_model.baseline=critic",
+    "policy_model.average_decay=0.9",
+)
+
+
+@pytest.fixture(params=["lora", "full", "ahead", pytest.param("everything", marks=pytest.mark.slow)])
 def run_kind(request, everything):
-    return {"lora": DROPOUT, "full": FULL, "everything": everything}[request.param]
+    return {"lora": DROPOUT, "full": FULL, "ahead": AHEAD, "everything": everything}[request.param]
 
 
 class Killed(Exception):

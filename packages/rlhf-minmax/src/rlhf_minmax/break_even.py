@@ -70,9 +70,11 @@ def measure_break_even(pipeline: MinMaxPipeline, records: Sequence[QARecord], *,
     game = pipeline.config.game
     records, right, wrong = _pairs(pipeline, records)
     delta_reward = _gap(pipeline.rewards(records, wrong), pipeline.rewards(records, right))
-    start = [_judged_by_monitor(pipeline, records, answers, seed) for answers in (right, wrong)]
-    truthful = [_judged_by_teacher(pipeline, records, answers) for answers in (right, wrong)]
-    delta_start, delta_truthful = _gap(*start), _gap(*truthful)
+    started = [_by_monitor(pipeline, records, answers, seed) for answers in (right, wrong)]
+    truthful = [_by_teacher(pipeline, records, answers) for answers in (right, wrong)]
+    delta_start, delta_truthful = (
+        _judged_gap(pipeline, records, right, wrong, critiques) for critiques in (started, truthful)
+    )
     even_start = _ratio(game.w_reward * delta_reward, delta_start)
     even_truthful = _ratio(game.w_reward * delta_reward, delta_truthful)
     w_judge = game.w_judge
@@ -118,23 +120,35 @@ def _answer(pipeline: MinMaxPipeline, records: Sequence[QARecord], index: int, c
     return pipeline.read_answer(records, index, answer_text(choice))
 
 
-def _judged_by_monitor(
+def _by_monitor(
     pipeline: MinMaxPipeline, records: Sequence[QARecord], answers: list[Answer], seed: int
-) -> Tensor:
+) -> list[str | None]:
     critiques = pipeline.criticise(records, answers, 1, seed=seed)
-    return pipeline.judge_scores(records, answers, critiques)
+    return [critique.text if critique.parsed else None for critique in critiques]
 
 
-def _judged_by_teacher(
+def _by_teacher(
     pipeline: MinMaxPipeline, records: Sequence[QARecord], answers: list[Answer]
-) -> Tensor:
+) -> list[str | None]:
     teacher = Teacher(pipeline.prompts.rules, records, random.Random(0))
-    scores = pipeline.judge.score(
-        [record.question for record in records],
-        [answer.text for answer in answers],
-        [teacher.correct_critique(r, a.claim or "") for r, a in zip(records, answers, strict=True)],
-    )
-    return pipeline.judge_scale(scores)
+    return [teacher.correct_critique(r, a.claim or "") for r, a in zip(records, answers, strict=True)]
+
+
+def _judged_gap(
+    pipeline: MinMaxPipeline,
+    records: Sequence[QARecord],
+    right: list[Answer],
+    wrong: list[Answer],
+    critiques: list[list[str | None]],
+) -> float:
+    """How much more the judge believes right answers than wrong ones.
+
+    It is asked about all of them in one call: two would tell a judge that keeps count which are which.
+    """
+    questions = [record.question for record in records] * 2
+    texts = [answer.text for answer in (*right, *wrong)]
+    scores = pipeline.judge.score(questions, texts, [*critiques[0], *critiques[1]])
+    return _gap(*pipeline.judge_scale(scores).chunk(2))
 
 
 def _gap(higher: Tensor, lower: Tensor) -> float:

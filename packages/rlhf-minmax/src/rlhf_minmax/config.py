@@ -14,7 +14,7 @@ from rlhf_minmax.schedule import PoolConfig, ScheduleConfig
 from rlhf_minmax.scorer_config import HeldOutConfig, JudgeConfig, RewardModelConfig
 
 Baseline = Literal["group", "leave_one_out", "batch", "critic"]
-StepRule = Literal["plain", "optimistic", "extragradient"]
+StepRule = Literal["plain", "optimistic"]
 TIME_SCALE_LIMIT = 10
 
 
@@ -64,7 +64,7 @@ class PlayerConfig(BaseConfig):
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises."""
     step_rule: StepRule = "plain"
-    """How a gradient becomes a step: plain, optimistic or extragradient."""
+    """How a gradient becomes a step."""
     average_decay: float | None = Field(default=None, gt=0, lt=1)
     """Decay per step of an average of the weights, evaluated and saved beside them; null keeps none."""
     chat: bool | None = None
@@ -285,6 +285,15 @@ class MinMaxConfig(BaseConfig):
     """Also train a policy on the reward model alone, for comparison."""
     seed: int = Field(default=0, ge=0, lt=1 << 31)
     """Seeds everything: stories, demonstration models, sampling, orders."""
+
+    @model_validator(mode="after")
+    def _one_remedy(self) -> Self:
+        rules = self.policy_model.step_rule, self.monitor_model.step_rule
+        if self.schedule.extragradient and rules != ("plain", "plain"):
+            raise ValueError(
+                "schedule.extragradient and step_rule optimistic both extrapolate; take one of the two"
+            )
+        return self
 
     @field_validator("policy_model")
     @classmethod

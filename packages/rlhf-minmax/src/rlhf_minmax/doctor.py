@@ -201,9 +201,11 @@ def config_findings(config: MinMaxConfig, num_stories: int) -> list[str]:
         )
     for role in ("policy", "monitor"):
         player = getattr(config, f"{role}_model")
-        if player.step_rule == "optimistic" and player.adam_betas[0] > 0:
+        damped = player.step_rule == "optimistic" and f"{role}_model.step_rule optimistic"
+        damped = damped or (config.schedule.extragradient and "schedule.extragradient")
+        if damped and player.adam_betas[0] > 0:
             found.append(
-                f"{role}_model.step_rule is optimistic with a momentum of {player.adam_betas[0]}, which "
+                f"{damped} is on with a momentum of {player.adam_betas[0]} in the {role}'s steps, which "
                 f"undoes it (docs/minmax.md, steps for games); set {role}_model.adam_betas to [0, 0.95]"
             )
         if player.lora_dropout > 0:

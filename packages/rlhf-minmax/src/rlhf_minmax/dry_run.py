@@ -9,11 +9,12 @@ from typing import Any
 from rlhf_data import QARecord, TokenSequence, ensure_writable_folder, pack
 from rlhf_infer.api_judge import NUMBER_TOKENS
 from rlhf_minmax.checks import Checked, LongestText, ModelInfo, Ruler, check_run
-from rlhf_minmax.config import MinMaxConfig, PlayerConfig
+from rlhf_minmax.config import MinMaxConfig
 from rlhf_minmax.data import Stories, load_stories
 from rlhf_minmax.demo import demo_folder
 from rlhf_minmax.demo_texts import answer_text
 from rlhf_minmax.events import device_rows
+from rlhf_minmax.measurement import CROSS_PLAYED
 from rlhf_minmax.memory import Memory, estimate_memory
 from rlhf_minmax.players import share_backbone
 from rlhf_minmax.scorer_config import JudgeConfig
@@ -231,14 +232,14 @@ def _size_rows(config: MinMaxConfig, stories: Stories) -> list[tuple[str, str]]:
 
 def _token_rows(config: MinMaxConfig, stories: Stories, streams: dict[str, Stream]) -> list[tuple[str, str]]:
     training, schedule, count = config.training, config.schedule, len(stories.train)
-    policy = _pass_tokens(config.policy_model, streams["policy"]) * training.policy_updates
-    once = _pass_tokens(config.monitor_model, streams["monitor"])
+    policy, once = streams["policy"].packed * training.policy_updates, streams["monitor"].packed
     updates = training.monitor_updates_per_policy
-    adaptive = schedule.rule == "adaptive" and updates > 0
-    monitor = once * (schedule.max_monitor_updates if adaptive else updates)
+    monitor = once * _most_monitor_updates(config)
+    rounds = 2 if schedule.extragradient else 1
     steps, learning = training.num_steps(count), training.num_steps(count, adversary=False)
     probes = config.diagnostics.best_response_updates * (once * max(1, updates) + policy)
-    total = steps * monitor + learning * policy * (2 if config.baseline else 1) + probes
+    total = rounds * (steps * monitor + learning * policy) + probes
+    total += learning * policy if config.baseline else 0
     return [
         *(
             (
@@ -247,16 +248,17 @@ def _token_rows(config: MinMaxConfig, stories: Stories, streams: dict[str, Strea
             )
             for role, stream in streams.items()
         ),
-        ("tokens per step", f"at most {policy + monitor:,} in all updates"),
+        ("tokens per step", f"at most {rounds * (policy + monitor):,} in all updates"),
         *([("tokens of best-response probes", f"at most {probes:,}")] if probes else []),
         ("tokens in all", f"at most {total:,}"),
         *_exploitability_row(config, stories),
     ]
 
 
-def _pass_tokens(player: PlayerConfig, stream: Stream) -> int:
-    """Tokens of one update: an extragradient step computes everything twice."""
-    return stream.packed * (2 if player.step_rule == "extragradient" else 1)
+def _most_monitor_updates(config: MinMaxConfig) -> int:
+    """Of a step."""
+    updates, schedule = config.training.monitor_updates_per_policy, config.schedule
+    return schedule.max_monitor_updates if schedule.rule == "adaptive" and updates > 0 else updates
 
 
 def _exploitability_row(config: MinMaxConfig, stories: Stories) -> list[tuple[str, str]]:
@@ -275,18 +277,24 @@ def _judges(config: MinMaxConfig) -> dict[str, JudgeConfig]:
 
 def _request_rows(config: MinMaxConfig, stories: Stories) -> list[tuple[str, str]]:
     """What judges behind an API are asked, were no text met twice."""
-    training, game, count = config.training, config.game, len(stories.train)
+    training, schedule, game = config.training, config.schedule, config.game
+    count, held_out = len(stories.train), len(stories.held_out)
     steps, learning = training.num_steps(count), training.num_steps(count, adversary=False)
     critiques, fresh = _num_critiques(config, stories)
-    judged = critiques + critiques // game.num_critiques  # the same answers without a critique
+    played = 2 if schedule.extragradient else 1
+    batches = max(_most_monitor_updates(config), 1) if schedule.monitor_refresh == "resample" else 1
+    judged = played * batches * critiques + critiques // game.num_critiques  # answers without a critique, too
+    paid = played * fresh
     evaluations = _num_evaluations(config, stories)
-    evaluated, probed = evaluations * len(stories.held_out), min(config.data.probe_stories, count)
+    evaluated, probed = evaluations * held_out, min(config.data.probe_stories, count)
     exploited = _num_exploited(config, stories) * game.num_generations * game.num_critiques
     besides = _ASKED_IN_EVALUATION * evaluated + _ASKED_OF_PROBE * probed + evaluations * exploited
     if rounds := config.diagnostics.best_response_updates:
-        besides += rounds * (critiques + fresh) + _ASKED_OF_RESPONSE * len(stories.held_out)
+        besides += rounds * (batches * critiques + fresh) + _ASKED_OF_RESPONSE * held_out
+    if every := config.pool.every:
+        besides += min(CROSS_PLAYED, config.pool.size, steps // every) ** 2 * held_out
     requests = {
-        "judge": (judged + fresh, steps * judged + learning * fresh + besides),
+        "judge": (judged + paid, steps * judged + learning * paid + besides),
         "held-out judge": (0, evaluated + probed),
     }
     return [

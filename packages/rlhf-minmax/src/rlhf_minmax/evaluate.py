@@ -23,8 +23,8 @@ from rlhf_eval import (
 )
 from rlhf_minmax.diagnostics import critique_effects, distinct_share, mean_length
 from rlhf_minmax.held_out import held_out_metrics
-from rlhf_minmax.optimizer import critique_rates
 from rlhf_minmax.pipeline import Answer, CritiqueSample, MinMaxOutput, MinMaxPipeline
+from rlhf_minmax.rates import critique_rates
 from rlhf_minmax.scorers import HeldOut
 from rlhf_models import PolicyModel
 

@@ -19,7 +19,7 @@ from rlhf_minmax.scorers import HeldOut
 from rlhf_models import PolicyModel
 
 _SEED = 30
-_CROSS_PLAYED = 5
+CROSS_PLAYED = 5
 """Members of a pool that meet each other at the end, spread over the run."""
 
 
@@ -59,7 +59,7 @@ def past_against_past(
     members = pools.policies.members
     if not members:
         return None
-    places = torch.linspace(0, len(members) - 1, min(_CROSS_PLAYED, len(members))).round().int().tolist()
+    places = torch.linspace(0, len(members) - 1, min(CROSS_PLAYED, len(members))).round().int().tolist()
     policies = [members[i] for i in places]
     monitors = [pools.monitors.members[i] for i in places]
     return cross_play(pipeline, policies, monitors, records)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ _COPY_BYTES = 4
 """Per copied parameter, gradient or average, and per parameter of a scorer's adapter: fp32."""
 _GUARDED = 3
 """Copies of the monitor that its guard keeps: the last good one, the measured one and the newest."""
-_STEP_COPIES = {"plain": 0, "optimistic": 2, "extragradient": 1}
-"""What a step keeps: the gradients of this step and the one before, or the point it looked ahead from."""
+_STEP_COPIES = {"plain": 0, "optimistic": 2}
+"""What a step keeps: the gradients of this step and the one before."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ def estimate_memory(
     - Adapters: 4 bytes a parameter, fp32, and `state_bytes`. Full training, in fp32: `state_bytes` per
       player, and one frozen reference per model. Critics: as adapters, hidden + 1 parameters.
     - Scorers that are adapters on a player's backbone: 4 bytes a parameter, and no weights of their own.
-    - Copies in fp32 of a player's P trained parameters: P for an average, P for an extragradient step, 2 P
-      for an optimistic one; on the CPU 3 P of the monitor for `guards.rollback`, and `pool.size` times P of
+    - Copies in fp32 of a player's P trained parameters: P for an average, P for extragradient steps, 2 P
+      for optimistic ones; on the CPU 3 P of the monitor for `guards.rollback`, and `pool.size` times P of
       both players for the pools.
     - Activations of a training pass: see `rlhf_models.memory.activation_bytes`.
     - Keys and values of a generation: tokens held at a time x layers x 2 x key-value width.
@@ -99,7 +99,9 @@ def estimate_memory(
         parts.append(part)
         counts |= dict.fromkeys(names, count)
     for role, player in (("policy", config.policy_model), ("monitor", config.monitor_model)):
-        parts.append(_remembered(player, models[role], counts[role], devices.device(role), state))
+        part = _remembered(player, models[role], counts[role], devices.device(role), state)
+        ahead = _COPY_BYTES * counts[role] if config.schedule.extragradient else 0
+        parts.append(replace(part, copies=part.copies + ahead))
     return _by_device([*parts, _copies_on_cpu(config, counts), *_scorers(config, models, devices)])
 
 

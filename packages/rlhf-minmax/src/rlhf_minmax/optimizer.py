@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlhf_algos.advantages import group_baseline, zero_std_fraction
+from rlhf_algos.advantages import zero_std_fraction
 from rlhf_algos.processes import is_first_process
 from rlhf_minmax.config import MinMaxConfig
 from rlhf_minmax.constraints import TRUTHFULNESS, Controller, flags, length_violations, penalties
@@ -20,6 +20,8 @@ from rlhf_minmax.guards import MonitorGuard, collapse
 from rlhf_minmax.pipeline import Answer, CritiqueSample, MinMaxOutput, MinMaxPipeline
 from rlhf_minmax.player_optimizer import PlayerOptimizer, sequence_advantages
 from rlhf_minmax.pool import Member, playing
+from rlhf_minmax.rates import spread_ratio, verdict_errors
+from rlhf_minmax.saddle import LookAhead
 from rlhf_minmax.schedule import Turn, next_turn, smoothed
 
 Metrics = dict[str, float | None]
@@ -58,6 +60,7 @@ class DualPPOOptimizer:
         self.monitor_constraints: dict[str, Controller] = {}
         self.guard: MonitorGuard | None = None
         self.balanced_accuracy: float | None = None
+        self._ahead: dict[str, LookAhead] = {}
         self._truth = Controller(
             TRUTHFULNESS, config.constraint.dual_settings(), config.training.constraint_penalty_lambda
         )
@@ -104,17 +107,69 @@ class DualPPOOptimizer:
         metrics: Metrics = {"dynamics/balanced_accuracy_ema": self.balanced_accuracy}
         if turn.monitor_updates:
             metrics |= self.monitor_step(output, updates=turn.monitor_updates, seed=seed)
+        self._land("monitor")
         metrics |= self.dual_step(float(output.weighted_violation.mean()))
         if turn.monitor_updates:
             metrics |= self._guarded(output, metrics)
         if turn.policy_learns:
-            judged = self._judged(output, seed, past_monitor)
-            parts = self.config.game.w_reward * output.rewards, self.pipeline.w_judge * judged
-            stories = torch.tensor([answer.story for answer in output.answers])
-            metrics["policy/reward_to_judge_spread"] = spread_ratio(*parts, stories)
-            metrics["policy/judged_value"] = float((parts[0] + parts[1]).mean())
-            metrics |= self.policy_step(output.answers, parts[0] + parts[1])
+            metrics |= self._policy_turn(output, seed, past_monitor)
+        self._land("policy")
         return metrics
+
+    def look_ahead(
+        self,
+        output: MinMaxOutput,
+        *,
+        seed: int,
+        policy_learns: bool = True,
+        past_monitor: Member | None = None,
+    ) -> Metrics:
+        """Move both players by a round that serves to look ahead; nothing else moves but Adam's moments.
+
+        The next `step`, on a round that the players have played as they are then, is taken from where they
+        stand now; see `LookAhead`.
+
+        Args:
+            output: the pass.
+            seed: of fresh critiques.
+            policy_learns: see `step`.
+            past_monitor: see `step`.
+
+        Returns:
+            `monitor/num_tokens` and `policy/num_tokens`, where they learn.
+        """
+        players = {"policy": self.policy} | ({"monitor": self.monitor} if self.monitor else {})
+        self._ahead = {role: LookAhead(player.stepper.trained) for role, player in players.items()}
+        accuracy = self.balanced_accuracy
+        multipliers = [controller.to_dict() for controller in self._all_controllers()]
+        turn, metrics = self._turn(output, in_warmup=not policy_learns), {}
+        if turn.monitor_updates:
+            metrics |= self.monitor_step(output, updates=turn.monitor_updates, seed=seed)
+        if turn.policy_learns:
+            metrics |= self._policy_turn(output, seed, past_monitor)
+        self.balanced_accuracy = accuracy
+        for controller, state in zip(self._all_controllers(), multipliers, strict=True):
+            controller.load(state)
+        for ahead in self._ahead.values():
+            ahead.turn()
+        names = (f"{role}/num_tokens" for role in players)
+        return {name: metrics[name] for name in names if name in metrics}
+
+    def _land(self, role: str) -> None:
+        """Take a player's move from where it began to look ahead, if it did."""
+        ahead = self._ahead.pop(role, None)
+        if ahead is not None:
+            ahead.land()
+
+    def _policy_turn(self, output: MinMaxOutput, seed: int, past_monitor: Member | None) -> Metrics:
+        """The policy's updates on reward and judge."""
+        judged = self._judged(output, seed, past_monitor)
+        parts = self.config.game.w_reward * output.rewards, self.pipeline.w_judge * judged
+        stories = torch.tensor([answer.story for answer in output.answers])
+        spread = spread_ratio(*parts, stories)
+        value = float((parts[0] + parts[1]).mean())
+        metrics: Metrics = {"policy/reward_to_judge_spread": spread, "policy/judged_value": value}
+        return metrics | self.policy_step(output.answers, parts[0] + parts[1])
 
     def _judged(self, output: MinMaxOutput, seed: int, past_monitor: Member | None) -> Tensor:
         """(A,) judge scores of the policy's answers, the mean over fresh critiques or without any."""
@@ -326,44 +381,6 @@ class DualPPOOptimizer:
 
     def _all_controllers(self) -> list[Controller]:
         return [self._truth, *self.monitor_constraints.values(), *self.policy_constraints.values()]
-
-
-def verdict_errors(critiques: Sequence[CritiqueSample], labels: Tensor) -> tuple[float | None, float | None]:
-    """Shares of right answers not called right, and of wrong ones not called wrong; None without any such.
-
-    An unparsable critique errs about everything.
-    """
-    said = [c.parsed.verdict if c.parsed else None for c in critiques]
-    rates = []
-    for label, verdict in ((True, "right"), (False, "wrong")):
-        of_class = [each for each, own in zip(said, labels.tolist(), strict=True) if own is label]
-        rates.append(sum(each != verdict for each in of_class) / len(of_class) if of_class else None)
-    return rates[0], rates[1]
-
-
-def spread_ratio(first: Tensor, second: Tensor, groups: Tensor) -> float | None:
-    """How much more one part of a reward spreads within groups than another: ratio of their deviations there.
-
-    Args:
-        first: (B,) one part.
-        second: (B,) the other.
-        groups: (B,) index of each completion's group.
-
-    Returns:
-        None where the second does not spread.
-    """
-    a, b = (float(group_baseline(part, groups).square().mean().sqrt()) for part in (first, second))
-    return a / b if b > 0 else None
-
-
-def critique_rates(critiques: Sequence[CritiqueSample]) -> dict[str, float]:
-    """Shares of critiques that keep the form, quote the story, or were cut off."""
-    count = max(len(critiques), 1)
-    return {
-        "monitor/parse_rate": sum(c.parsed is not None for c in critiques) / count,
-        "monitor/evidence_valid_rate": sum(c.evidence_valid for c in critiques) / count,
-        "monitor/truncated_rate": sum(c.rollout.finish_reason == "length" for c in critiques) / count,
-    }
 
 
 def _controllers(role: str, section: Any) -> dict[str, Controller]:

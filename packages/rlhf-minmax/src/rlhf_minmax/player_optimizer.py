@@ -165,14 +165,14 @@ class PlayerOptimizer:
                     break
                 if looks_first:
                     measured = self._gradient(scored, total)
-                norm = self.stepper.step(lambda: self._gradient(scored, total))
+                norm = self.stepper.step()
                 if norm is not None:
                     measured = _finite(measured | {"grad_norm": float(norm)})
                 metrics = {**measured, **first, "updates": done + 1}
         finally:
             self.stepper.train(False)
-        passes = int(metrics["updates"]) * (2 if self.settings.step_rule == "extragradient" else 1)
-        return metrics | {"num_tokens": sum(gathered([part.num_tokens for part in scored])) * passes}
+        computed = sum(gathered([part.num_tokens for part in scored])) * int(metrics["updates"])
+        return metrics | {"num_tokens": computed}
 
     def end_step(self) -> None:
         """Take the weights as they are after a step into their average."""

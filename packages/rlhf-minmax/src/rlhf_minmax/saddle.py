@@ -1,13 +1,13 @@
-"""Steps for games: optimistic and extrapolated gradients, and averages of the iterates.
+"""Steps for games: optimistic gradients, looking ahead, and averages of the iterates.
 
 Plain simultaneous gradient steps circle around the saddle point of a game, or leave it (matching pennies:
 z' = z - η F(z) with F a rotation multiplies the distance by √(1 + η²)). Optimistic steps are damped, and so
-are averages; extrapolated steps are where both players look ahead together.
+are averages, and steps with the gradients of a point that both players have looked ahead to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -23,15 +23,8 @@ class GameStep:
 
     - `plain`: the optimizer's own step.
     - `optimistic`: the gradient g_t is replaced by 2 g_t - g_{t-1} (optimistic mirror descent and optimistic
-      Adam, https://arxiv.org/abs/1711.00141, eq. 5); one gradient per step.
-    - `extragradient`: a step to a look-ahead point, then from the old point one with the gradient found there
-      (Korpelevich 1976; ExtraAdam, https://arxiv.org/abs/1802.10551, algorithm 4); two gradients per step.
-
-    The look-ahead moves `parameters` alone. Where each player has a `GameStep` of its own, its opponent
-    stands still meanwhile: `extragradient` then sees how the player's own payoff bends and does not damp the
-    game. In x · y, where a player's gradient depends on its opponent only, it is the same as `plain`; one
-    `GameStep` over both players' parameters damps it. `optimistic` is the same either way. Momentum takes its
-    damping away: the first of Adam's betas is to be 0.
+      Adam, https://arxiv.org/abs/1711.00141, eq. 5). Momentum takes its damping away: the first of Adam's
+      betas is to be 0.
 
     Args:
         parameters: what is stepped; their order is that of the saved state.
@@ -43,20 +36,10 @@ class GameStep:
         self.parameters, self.optimizer, self.rule = list(parameters), optimizer, rule
         self._before: list[Tensor] | None = None
 
-    def __call__(self, gradient: Callable[[], object]) -> None:
-        """One step from where the parameters stand; their gradients are those there, and are None afterwards.
-
-        Args:
-            gradient: computes the gradients anew, for the look-ahead point of `extragradient`.
-        """
+    def __call__(self) -> None:
+        """One step from where the parameters stand; their gradients, those there, are None after it."""
         if self.rule == "optimistic":
             self._extrapolate()
-        elif self.rule == "extragradient":
-            start = copies(self.parameters)
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-            gradient()
-            fill(self.parameters, start)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -80,6 +63,39 @@ class GameStep:
                 for each, parameter in zip(found, self.parameters, strict=True)
                 if each is not None
             ]
+
+
+class LookAhead:
+    """Extragradient steps of a player: a move away to look ahead, then another one, made from where it began.
+
+    Korpelevich 1976; with Adam, whose moments go on through both moves, ExtraAdam
+    (https://arxiv.org/abs/1802.10551, algorithm 4). A move u may be several updates: the second is made where
+    the first has led, by both players, and is then taken from the old point: w' = w + u(w), w ← w + u(w').
+
+    Args:
+        parameters: the player's, where it begins.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = list(parameters)
+        self._start = copies(self.parameters)
+        self._way_back: list[Tensor] | None = None
+
+    @torch.no_grad()
+    def turn(self) -> None:
+        """The first move is made, the second begins."""
+        self._way_back = [
+            start.float() - parameter.float()
+            for start, parameter in zip(self._start, self.parameters, strict=True)
+        ]
+        self._start = []
+
+    @torch.no_grad()
+    def land(self) -> None:
+        """The second move is made: take it from the old point."""
+        assert self._way_back is not None, "turn comes first"
+        for parameter, way in zip(self.parameters, self._way_back, strict=True):
+            parameter.copy_(parameter.float() + way)
 
 
 class IterateAverage:

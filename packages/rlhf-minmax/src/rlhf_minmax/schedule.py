@@ -25,6 +25,9 @@ class ScheduleConfig(BaseConfig):
     """The policy stands still while the monitor's balanced accuracy is below this; null never."""
     monitor_refresh: Literal["reuse", "resample"] = "reuse"
     """Whether the monitor's updates in a step share one batch of critiques, or each gets fresh ones."""
+    extragradient: bool = False
+    """Play every step twice: a round to look ahead, and one at that point, whose updates are made from the
+    old point."""
     smoothing: float = Field(default=0.5, gt=0, le=1)
     """Weight of the newest balanced accuracy in the moving average that decides."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -76,7 +76,7 @@ class Stepper(Protocol):
         """Sum gradients over the processes and clip them; their norm before, None where `step` gives it."""
         ...
 
-    def step(self, gradient: Callable[[], object]) -> Tensor | None:
+    def step(self) -> Tensor | None:
         """One step; see `GameStep`. The norm of the gradient where `norm` does not give it."""
         ...
 
@@ -153,9 +153,9 @@ class ReplicatedStepper:
         add_gradients(self.trained)
         return torch.nn.utils.clip_grad_norm_(self.trained, self.max_grad_norm)
 
-    def step(self, gradient: Callable[[], object]) -> None:
+    def step(self) -> None:
         """See `Stepper`."""
-        self.game_step(gradient)
+        self.game_step()
 
     def set_learning_rate(self, rate: float) -> None:
         """See `Stepper`."""
@@ -249,9 +249,8 @@ class ZeroStepper:
     def norm(self) -> None:
         """See `Stepper`."""
 
-    def step(self, gradient: Callable[[], object]) -> Tensor | None:
+    def step(self) -> Tensor | None:
         """See `Stepper`."""
-        del gradient
         _, norm = self.parallel.step(self._prepared)
         self._hand_over()
         return norm

@@ -110,6 +110,11 @@ def check_processes(config: MinMaxConfig) -> None:
     path = config.training.deepspeed
     if path is None:
         return
+    if config.schedule.extragradient:
+        raise UserError(
+            "schedule.extragradient puts weights back to where a step began, whose copies training.deepspeed "
+            "keeps to itself; set it false or leave deepspeed out"
+        )
     stage = zero_stage(path)
     players = {"policy_model": config.policy_model, "monitor_model": config.monitor_model}
     for name, player in players.items():

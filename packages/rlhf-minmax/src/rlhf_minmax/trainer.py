@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ from rlhf_minmax.pipeline import MinMaxPipeline
 from rlhf_minmax.scorers import HeldOut
 from rlhf_models import PolicyModel
 
+_AHEAD = 5
+"""Seeds of a step's round that looks ahead are so far from those of its other round, which are up to 2."""
 _SHOWN = 4
 """Held-out stories whose exchanges are kept on the way."""
 
@@ -152,16 +154,19 @@ class MinMaxTrainer:
     def _game_step(self, batch: list[QARecord], seed: int) -> dict[str, Any]:
         learns = self.step >= self.config.training.monitor_warmup_steps
         opponents = self.pools.choose(self.step, policy_learns=learns)
+        turns: dict[str, Any] = {"policy_learns": learns, "past_monitor": opponents.monitor}
+        before: dict[str, Any] = {}
+        if self.config.schedule.extragradient:
+            ahead = self.pipeline.forward_pass(batch, seed=seed + _AHEAD, past_policy=opponents.policy)
+            before = self.optimizer.look_ahead(ahead, seed=seed + _AHEAD, **turns)
         output = self.pipeline.forward_pass(batch, seed=seed, past_policy=opponents.policy)
         bare = self.pipeline.bare_judge_scores(output.records, output.judged)
         metrics: dict[str, Any] = dict(batch_metrics(output, bare))
-        metrics |= self.optimizer.step(
-            output, seed=seed, policy_learns=learns, past_monitor=opponents.monitor
-        )
+        metrics |= self.optimizer.step(output, seed=seed, **turns)
         if self.config.pool.every is not None:
             metrics |= self.pools.note(opponents, metrics)
             self.pools.take_in(self.step + 1, self.pipeline.players)
-        return _join_tokens(metrics)
+        return _join_tokens(metrics, before)
 
     def _plain_step(self, batch: list[QARecord], seed: int) -> dict[str, Any]:
         policy = self.pipeline.players.policy
@@ -261,7 +266,7 @@ def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def _join_tokens(metrics: dict[str, Any]) -> dict[str, Any]:
-    """One token count of both players."""
+def _join_tokens(metrics: dict[str, Any], ahead: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """One token count of both players, the tokens of looking ahead included."""
     counts = [metrics.pop(f"{role}/num_tokens", 0) for role in ("policy", "monitor")]
-    return metrics | {"num_tokens": sum(counts)}
+    return metrics | {"num_tokens": sum(counts) + sum((ahead or {}).values())}
