@@ -124,6 +124,16 @@ def test_zero_std_fraction_golden():
     assert advantages.zero_std_fraction(torch.tensor([-1.0, -1.0]), torch.tensor([0, 0])).item() == 1.0
 
 
+@pytest.mark.parametrize(
+    ("rewards", "equal"),
+    # 4e-7 and 4e-6 of the larger one apart; the same; as large as either
+    [([-5.0, -5.000002], True), ([5.0, 5.00002], False), ([0.0, 0.0], True), ([1e-9, -1e-9], False)],
+)
+def test_rewards_that_differ_by_rounding_are_equal(rewards, equal):
+    fraction = advantages.zero_std_fraction(torch.tensor(rewards), torch.tensor([0, 0]))
+    assert fraction.item() == float(equal)
+
+
 def test_standardise_centres_and_scales():
     # mean 3, unbiased std sqrt((4 + 0 + 4) / 2) = 2
     assert advantages.standardise(torch.tensor([1.0, 3.0, 5.0])).tolist() == pytest.approx([-1.0, 0.0, 1.0])

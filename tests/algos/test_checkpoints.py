@@ -159,6 +159,7 @@ for step in (1, 2, 3):
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_really_full(tmp_path):
     if subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
         pytest.skip("needs to mount a small file system of its own (unshare -rm)")

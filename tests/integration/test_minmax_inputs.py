@@ -112,6 +112,7 @@ def test_the_stories_are_varied() -> None:
     assert not held_out().story.isascii()
 
 
+@pytest.mark.slow
 def test_rows_alone(run: Run) -> None:
     folder = run("run")
     results = results_of(folder)

@@ -60,7 +60,8 @@ def test_from_random_weights_to_preferences(run: Run, file: str) -> None:
     assert AutoPeftModelForCausalLM.from_pretrained("lora/final").peft_config["default"].r == 16
 
 
-@pytest.mark.parametrize("backend", ["rlhf", pytest.param("trl", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["rlhf", "trl"])
 def test_from_adapters_to_adapters(run: Run, backend: str) -> None:
     Path("shape.yaml").write_text(yaml.safe_dump({"architecture": "llama", **TINY}))
     lora, by = "--set=use_peft=true", f"--backend={backend}"

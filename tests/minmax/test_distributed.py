@@ -17,6 +17,7 @@ ZERO3 = f"training.deepspeed={CONFIGS / 'zero3.json'}"
 FULL = ("policy_model.use_lora=false", "monitor_model.use_lora=false")
 SLOW = ("training.policy_learning_rate=2e-4", "training.monitor_learning_rate=2e-4")
 """A step of Adam amplifies what rounding makes of gradients near zero, up to the learning rate."""
+AHEAD = "schedule.extragradient=true"
 CUT = "training.max_tokens_per_batch=120"
 NOT_ALIKE = ("step_time", "time/", "tokens_per_second", "num_tokens")
 """Where a prompt's samples are parted between processes, each computes the prompt."""
@@ -67,13 +68,17 @@ def test_ten_updates_of_both_players_agree_with_one_process(
         assert any(mine.abs().sum() > 0 for mine in one["weights"][role])
 
 
-@pytest.mark.parametrize("together", [(), (ZERO2,)], ids=["replicated", "zero2"])
+@pytest.mark.parametrize(
+    ("alone", "together"),
+    [((), ()), ((), (ZERO2,)), ((AHEAD, *SLOW), (AHEAD, *SLOW))],
+    ids=["replicated", "zero2", "ahead"],
+)
 def test_a_run_of_two_processes_starts_as_that_of_one_and_resumes(
-    make_game, demo_cache, run_processes, tmp_path, together
+    make_game, demo_cache, run_processes, tmp_path, alone, together
 ):
     make_game()
     settings = ("training.save_total_limit=10", "held_out.judge.kind=rule")
-    run_processes([WORKER, "play", tmp_path, demo_cache, *settings], processes=1)
+    run_processes([WORKER, "play", tmp_path, demo_cache, *settings, *alone], processes=1)
     run_processes([WORKER, "play", tmp_path, demo_cache, *settings, *together])
     one, two = (_rows(tmp_path / str(count)) for count in (1, 2))
     assert [row["step"] for row in two] == [row["step"] for row in one] == [1, 2, 3]

@@ -14,7 +14,9 @@ FULL = ("policy_model.use_lora=false", "monitor_model.use_lora=false")
 ROLES = ("policy", "monitor")
 CONSTRAINTS = ("constraints.monitor.length.threshold=0.2", "constraints.policy.kl.threshold=0.001")
 SMALL = ("training.max_steps=3", "training.batch_size=2", "training.monitor_warmup_steps=1")
-each_kind = pytest.mark.parametrize("kind", [(), FULL], ids=["lora", "full"])
+each_kind = pytest.mark.parametrize(
+    "kind", [(), pytest.param(FULL, marks=pytest.mark.slow)], ids=["lora", "full"]
+)
 
 
 def weights(pipeline, role):

@@ -132,6 +132,7 @@ def test_keys_and_their_limits(start: Callable[..., Any], tmp_path: Path) -> Non
     server.stop()
 
 
+@pytest.mark.slow
 def test_sigterm_lets_requests_finish(start: Callable[..., Any], folders: Path) -> None:
     server = start("--reward-model", str(folders / "reward"), process=True)
     running = Call(server, "/v1/completions", LONG)

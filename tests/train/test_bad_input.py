@@ -249,9 +249,9 @@ def test_options_that_click_refuses(cli: Callable[..., Result]) -> None:
     ("arguments", "part"),
     [
         (["--set", "training.bach_size=4"], "did you mean training.batch_size"),
-        (["--config", "nowhere.json"], "nowhere.json"),
-        (["--output-dir", "/proc/run"], "not writable"),
-        (["--train-data", "nowhere.jsonl"], "nowhere.jsonl"),
+        pytest.param(["--config", "nowhere.json"], "nowhere.json", marks=pytest.mark.slow),
+        pytest.param(["--output-dir", "/proc/run"], "not writable", marks=pytest.mark.slow),
+        pytest.param(["--train-data", "nowhere.jsonl"], "nowhere.jsonl", marks=pytest.mark.slow),
     ],
 )
 def test_the_installed_command(tmp_path: Path, arguments: list[str], part: str) -> None:

@@ -38,6 +38,9 @@ __all__ = [
     "zero_std_fraction",
 ]
 
+_ROUNDING = 1e-6
+"""Of scores in fp32, which depend on what else is in a batch: relative to the larger one."""
+
 Baseline = Literal["grpo", "rloo"]
 """What a reward is compared with, see `ADVANTAGES`."""
 RewardScale = Literal["batch", "group", "none"]
@@ -189,7 +192,7 @@ def group_advantages(
 
 
 def zero_std_fraction(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Fraction of groups whose rewards are all equal, or not given: they give no gradient.
+    """Fraction of groups whose rewards are all equal but for rounding, or not given: they give no gradient.
 
     Args:
         rewards: (B,) one per completion.
@@ -205,7 +208,7 @@ def zero_std_fraction(rewards: Tensor, groups: Tensor) -> Tensor:
     lowest, highest = torch.where(given, rewards, math.inf), torch.where(given, rewards, -math.inf)
     low = start.scatter_reduce(0, index, lowest, "amin", include_self=False)
     high = start.scatter_reduce(0, index, highest, "amax", include_self=False)
-    return (low >= high).float().mean()
+    return (high - low <= _ROUNDING * torch.maximum(low.abs(), high.abs())).float().mean()
 
 
 def scale_by_std(advantages: Tensor, *, epsilon: float = 1e-8) -> Tensor:
