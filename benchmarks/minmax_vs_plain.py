@@ -138,7 +138,13 @@ def collect(
         "seeds": seeds,
         "arms": {arm: _summary(rows) for arm, rows in blocks.items()},
         "break_even": [cells[seed, first]["break_even"] for seed in seeds],
+        "truth_pays": {arm: _truth_pays([cells[seed, arm]["break_even"] for seed in seeds]) for arm in arms},
     }
+
+
+def _truth_pays(checks: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Every seed's weight of the judge, and the share of training stories on which truth pays at it."""
+    return {name: [check[name] for check in checks] for name in ("w_judge", "pays_start", "pays_truthful")}
 
 
 def _summary(rows: list[dict[str, float | None]]) -> dict[str, Any]:

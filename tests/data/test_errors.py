@@ -42,3 +42,16 @@ def test_a_job_that_comes_to_its_end_and_a_mistake_of_ours_pass() -> None:
     exit_cleanly(lambda: None)
     with pytest.raises(ZeroDivisionError):
         exit_cleanly(lambda: print(1 / 0))
+
+
+def test_notes_of_a_mistake_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    def job() -> None:
+        error = UserError("the judge does not reply")
+        error.add_note("continue with: rlhf-train minmax --resume run")
+        raise error
+
+    with pytest.raises(SystemExit) as end:
+        exit_cleanly(job)
+    assert end.value.code == 2
+    expected = "Error: the judge does not reply\ncontinue with: rlhf-train minmax --resume run\n"
+    assert capsys.readouterr().err == expected

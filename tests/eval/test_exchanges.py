@@ -100,6 +100,13 @@ def test_numbers_come_from_the_rows():
     assert "reward  1.25" in words and "judge  −2.50" in words and "confidence  –" in words
 
 
+def test_what_is_empty_says_so():
+    words = html.unescape(
+        re.sub("<.*?>", " ", exchange_cards([row(answer="", critique="", verdict=None)], limit=8))
+    )
+    assert "answer  (empty)" in words and "critique  (empty)" in words
+
+
 def test_text_of_models_stays_text_inside_and_outside_of_marks():
     evil = "<script>alert(1)</script> & <b>"
     source = exchange_cards(

@@ -34,6 +34,8 @@ RESULTS = {
         "delta_judge_truthful": 2.05,
         "break_even_start": 1.091,
         "break_even_truthful": None,
+        "pays_start": 0.543,
+        "pays_truthful": 0.9961,
         "w_judge": 1.229,
         "w_reward": 1.0,
         "advice": "Advice: " + EVIL,
@@ -124,6 +126,8 @@ def test_everything_recorded_is_shown(run):
         "0.984",
         "−0.522",
         "1.229",
+        "Share of stories where truth pays, critiques of the start0.543",
+        "Share of stories where truth pays, truthful critiques0.996",
         "2.13.0",
         "float32",
         '"batch_size": 32',
@@ -208,6 +212,17 @@ def test_gold_may_be_an_index(run):
     run.write_samples([{**SAMPLES[0], "critique": "", "gold": 0}])
     source, _ = render(run)
     assert '<li class="gold">✓ garden' in source
+
+
+def test_what_judges_behind_an_api_were_asked_for(run):
+    _, page = render(run)
+    assert "Judges behind an API" not in page.text
+    counts = {"requests": 12345, "retries": 2, "cached": 0, "prompt_tokens": 1234500, "completion_tokens": 7}
+    usage = {"judge": {**counts, "cost": 1.25}, "held_out_judge": {**counts, "cost": None}}
+    run.write_results({**RESULTS, "api_usage": usage})
+    _, page = render(run)
+    for row in ("Judge12,345201,234,50071.2500", "Held-out judge12,345201,234,5007–"):
+        assert row in page.text
 
 
 def test_run_without_baseline_samples_or_break_even(run):

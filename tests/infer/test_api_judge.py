@@ -75,9 +75,6 @@ def test_what_is_no_number_is_asked_again_and_then_quoted(fake: Any, text: str) 
     [
         (("Perhaps", {"perhaps": -1.0}), "'Perhaps'"),
         (("Yes",), "'Yes'"),
-        (b"<html>", "'<html>'"),
-        ({"choices": []}, "choices"),
-        ([1], "'[1]'"),
         (("y", {"yes": math.nan}), "'y'"),
         (("y", {"yes": 1e9}), "'y'"),
         (("y", {"yes": -1e9, "no": -1e9}), "'y'"),
@@ -91,6 +88,24 @@ def test_garbage_is_asked_again_and_then_quoted(fake: Any, value: Any, quoted: s
         ) as e:
             fake.score(fake.judge(server), "c")
         assert quoted in str(e.value) and len(server.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("reply", "quoted"), [(b"<html>", "'<html>'"), ({"choices": []}, "choices"), ([1], "'[1]'")]
+)
+def test_what_is_no_completion_is_a_fault_that_may_pass(fake: Any, reply: Any, quoted: str) -> None:
+    """Such as a proxy's page with status 200."""
+    with fake.serve(fake.says(reply)) as server:
+        with pytest.raises(
+            UserError, match=r"gave no reply in 4 tries, the last one: .* instead of"
+        ) as error:
+            fake.score(fake.judge(server, max_retries=3), "c")
+        assert quoted in str(error.value) and len(server.requests) == 4
+    with fake.serve(
+        lambda handler, text: fake.send(handler, reply if len(server.requests) < 3 else fake.completion("7"))
+    ) as server:
+        api = fake.judge(server, answer="number", max_retries=3)
+        assert fake.score(api, "c") == [pytest.approx(0.07)] and api.usage.retries == 2
 
 
 def test_a_second_reply_may_be_usable(fake: Any) -> None:

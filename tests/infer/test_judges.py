@@ -63,6 +63,57 @@ def test_prompted_judge_reads_yes_against_no(
     torch.testing.assert_close(swapped.score(QUESTIONS, ANSWERS, CRITIQUES), 1 - scores, rtol=0, atol=1e-5)
 
 
+@pytest.fixture(scope="module")
+def chat_tokenizer() -> Any:
+    """Two forms of yes are one token each, and four of no."""
+    tokenizer = train_byte_tokenizer([" yes no" * 40 + " No " * 10, "yesyes nono " * 20], 300)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    return tokenizer
+
+
+@torch.no_grad()
+def test_in_a_chat_the_reply_is_read_in_every_form_that_is_one_token(chat_tokenizer: Any) -> None:
+    words = {"yes": (" yes", "yes", " Yes", "Yes"), "no": (" no", "no", " No", "No")}
+    short = {
+        word: [form for form in forms if len(chat_tokenizer(form)["input_ids"]) == 1]
+        for word, forms in words.items()
+    }
+    assert short == {"yes": [" yes", "yes"], "no": [" no", "no", " No", "No"]}
+    model = tiny_model("llama", vocab_size=len(chat_tokenizer))
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.mul_(4.0)
+    judge = PromptedJudge(model, chat_tokenizer, template=TEMPLATE, chat=True, max_tokens=40)
+    expected = []
+    for question, answer, critique in zip(QUESTIONS, ANSWERS, CRITIQUES, strict=True):
+        # P(true) = Σ yes / (Σ yes + Σ no) at the first token of the reply to the user's message.
+        asked = f"<user>{question}|{answer}|{critique or 'none'}?<assistant>"
+        ids = torch.tensor([chat_tokenizer(asked)["input_ids"]])
+        first = model(input_ids=ids).logits[0, -1].softmax(-1)
+        p_yes, p_no = (
+            sum(first[chat_tokenizer(form)["input_ids"][0]] for form in short[word]) for word in ("yes", "no")
+        )
+        expected.append(p_yes / (p_yes + p_no))
+    scores = judge.score(QUESTIONS, ANSWERS, CRITIQUES)
+    torch.testing.assert_close(scores, torch.stack(expected), rtol=0, atol=1e-5)
+    plain = PromptedJudge(model, chat_tokenizer, template=TEMPLATE)
+    assert (scores - plain.score(QUESTIONS, ANSWERS, CRITIQUES)).abs().max() > 0.01
+    by_hand_plain = by_hand(model, chat_tokenizer, [" yes"], [" no"])
+    torch.testing.assert_close(plain.score(QUESTIONS, ANSWERS, CRITIQUES), by_hand_plain, rtol=0, atol=1e-5)
+
+
+def test_in_a_chat_a_word_without_a_token_is_read_whole(model: Any) -> None:
+    tokenizer = train_byte_tokenizer(["x"], 259)  # a token for every byte, and no other
+    tokenizer.chat_template = "{{ messages[0]['content'] }}>"
+    scores = PromptedJudge(model, tokenizer, template=TEMPLATE, chat=True).score(["q"], ["a"], ["c"])
+    with torch.no_grad():
+        p_yes, p_no = (seq_prob(model, tokenizer, "q|a|c?>", word) for word in ("yes", "no"))
+    torch.testing.assert_close(scores[0], p_yes / (p_yes + p_no), rtol=0, atol=1e-5)
+
+
 def test_single_and_several_tokens_are_both_covered(tokenizer: Any) -> None:
     assert [len(tokenizer(text)["input_ids"]) for text in (" no", "False")] == [1, 5]
 
@@ -89,6 +140,8 @@ def test_prompted_judge_refusals(model: Any, tokenizer: Any) -> None:
         PromptedJudge(model, tokenizer, yes=" not", no=" no")
     with pytest.raises(UserError, match="'' and ' no' overlap"):
         PromptedJudge(model, tokenizer, yes="", no=" no")
+    with pytest.raises(UserError, match="judge whose tokenizer has no chat template; set chat to false"):
+        PromptedJudge(model, tokenizer, chat=True)
     with pytest.raises(UserError, match="context holds 128"):
         PromptedJudge(model, tokenizer).score(["q"], ["a" * 200], [None])
 

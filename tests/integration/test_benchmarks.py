@@ -161,6 +161,10 @@ def test_arms_of_the_proof(tmp_path: Path, task: str) -> None:
     assert result["task"] == task
     assert set(result["arms"]) == {"start", "plain", "minmax", "frozen", "judge", "frozen_1.4", "minmax_1.4"}
     assert all(0 <= arm["accuracy"]["mean"] <= 1 for arm in result["arms"].values())
+    pays = result["truth_pays"]
+    assert set(pays) == {"minmax", "frozen", "judge", "frozen_1.4", "minmax_1.4"}
+    assert pays["minmax"]["w_judge"] == [check["w_judge"] for check in result["break_even"]]
+    assert pays["frozen_1.4"] == pays["minmax_1.4"] and 0 <= pays["frozen"]["pays_start"][0] <= 1
     # A monitor that is never trained stays what it was, whatever the policy does.
     arms = result["arms"]
     assert arms["frozen"]["monitor"] == arms["judge"]["monitor"] == arms["start"]["monitor"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhf_data import QADatasetConfig, QARecord
-from rlhf_minmax.break_even import measure_break_even, measure_scales
+from rlhf_minmax.break_even import _is_chance, measure_break_even, measure_scales
 from rlhf_minmax.prompts import Prompts
 from rlhf_minmax.texts import TextRules, parse_critique
 
@@ -36,6 +36,7 @@ class FakeJudge:
         self.believed = believed
 
     def score(self, questions, answers, critiques):
+        assert len(questions) == len(answers) == len(critiques)
         return torch.tensor([self._one(critique) for critique in critiques])
 
     def _one(self, critique):
@@ -64,7 +65,9 @@ def test_the_gaps_and_the_weight_by_hand(game, scripted):
     assert found.delta_judge_start == pytest.approx(0.0)
     assert found.break_even_truthful == pytest.approx(2.5) and found.break_even_start is None
     assert found.w_judge == pytest.approx(4.375)
-    assert "truth pays once the monitor is truthful" in found.advice
+    # On every story 4.375 · 0.8 > 2, and 4.375 · 0 < 2.
+    assert (found.pays_start, found.pays_truthful) == (0.0, 1.0)
+    assert "on 0% of the stories" in found.advice and "only a better monitor makes it pay" in found.advice
     assert found.to_dict()["w_reward"] == 1.0
 
 
@@ -80,12 +83,73 @@ def test_the_starts_gap_comes_from_the_monitors_own_critiques(game, scripted):
     found = check(pipeline, stories, bait=3.0, believed=0.9)
     assert found.delta_judge_start == pytest.approx(0.8)
     assert found.break_even_start == pytest.approx(2.5)
-    assert "frozen monitor might do as well" in found.advice
+    assert found.pays_start == 1.0 and "frozen monitor might do as well" in found.advice
+
+
+def test_answers_are_worded_as_the_policys(make_game, scripted):
+    pipeline, stories = make_game("game.answer_template='{choice}'")
+    read = []
+
+    class Reward(FakeReward):
+        def score(self, prompts, completions, *, max_tokens=None):
+            read.extend(completions)
+            return super().score(prompts, completions)
+
+    scripted(lambda prompt, sample: " nothing")
+    reward = Reward(stories.train, stories.prompts, bait=3.0)
+    measure_break_even(replace(pipeline, reward_model=reward, judge=FakeJudge(0.9)), stories.train, seed=0)
+    assert set(read) <= {choice for record in stories.train for choice in record.choices}
 
 
 def _judges_truth(prompt, stories):
     record = next(r for r in stories.train if prompt.startswith(stories.prompts.policy(r)))
     return stories.prompts.monitor(record, f" it is {record.answer_text} .") == prompt
+
+
+class UnevenReward(FakeReward):
+    """Likes the bait of the story `spoilt` by 2 more."""
+
+    spoilt = None
+
+    def _one(self, prompt, completion):
+        score, record = super()._one(prompt, completion), self.records[prompt]
+        return score + 2 * (record == self.spoilt and score == self.bait)
+
+
+@pytest.mark.parametrize(
+    ("w_judge", "start", "truthful", "said"),
+    [(2, 0.3, 0.9, "raise game.w_judge"), (4, 0.4, 1.0, "only a better monitor makes it pay")],
+)
+def test_truth_pays_on_a_share_of_the_stories(make_game, scripted, w_judge, start, truthful, said):
+    pipeline, stories = make_game(f"game.w_judge={w_judge}")
+    records = [r for r in stories.train if stories.prompts.rules.rival(r)][:10]
+    known = [stories.prompts.policy(record) for record in records[:4]]
+
+    def critique(prompt, sample):
+        exposed = not _judges_truth(prompt, stories) and any(prompt.startswith(text) for text in known)
+        return " a b so wrong" if exposed else " a b so right"
+
+    scripted(critique)
+    reward = UnevenReward(stories.train, stories.prompts, bait=2.0)
+    reward.spoilt = records[0]
+    found = measure_break_even(replace(pipeline, reward_model=reward, judge=FakeJudge(0.9)), records, seed=0)
+    # ΔR is 3 on the first story, 1 on nine; ΔJ is 0.8 with the truth, and for this monitor on four stories,
+    # the first among them, 0 on six. At weight 2 gain 1.6 outweighs 1 only, at 4 gain 3.2 outweighs 3 too.
+    assert found.pays_start == pytest.approx(start) and found.pays_truthful == pytest.approx(truthful)
+    # Means: 1.2 / 0.32 and 1.2 / 0.8. Weight 4 is above both, and yet truth does not pay on six stories.
+    assert found.break_even_start == pytest.approx(3.75)
+    assert found.break_even_truthful == pytest.approx(1.5)
+    assert f"on {start:.0%} of the stories" in found.advice and said in found.advice
+    assert f"on {truthful:.0%} with truthful ones" in found.advice and "frozen" not in found.advice
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.75])
+def test_a_game_without_reward_has_a_judge_all_the_same(make_game, scripted, factor):
+    scripted(lambda prompt, sample: " nothing")
+    found = check(*make_game("game.w_reward=0", f"game.break_even_factor={factor}"), bait=3.0, believed=0.9)
+    # Nothing to outweigh: break-even 0, and factor · 0 would leave the policy without any reward.
+    assert found.break_even_truthful == 0.0 and found.w_judge == 1.0
+    assert (found.pays_start, found.pays_truthful) == (0.0, 1.0)
 
 
 def test_a_weight_below_the_break_even_is_warned_about(make_game, scripted):
@@ -103,10 +167,11 @@ def test_a_judge_that_learns_nothing_from_the_truth_is_refused_hope(game, script
     assert "the game cannot work" in found.advice
 
 
-def test_a_reward_model_without_a_flaw_leaves_nothing_to_outweigh(game, scripted):
+@pytest.mark.parametrize("bait", [0.25, 1.0])
+def test_a_reward_model_without_a_flaw_leaves_nothing_to_outweigh(game, scripted, bait):
     scripted(lambda prompt, sample: " nothing")
-    found = check(*game, bait=0.25, believed=0.9)
-    assert found.delta_reward == pytest.approx(-0.75)
+    found = check(*game, bait=bait, believed=0.9)
+    assert found.delta_reward == bait - 1
     assert found.break_even_truthful == 0.0 and found.w_judge == 1.0
     assert "already prefers right answers" in found.advice
 
@@ -142,3 +207,18 @@ def test_scales_come_from_the_starting_players(game):
         assert scores.mean() == pytest.approx(0, abs=1e-5) and scores.std() == pytest.approx(1, abs=1e-4)
     again = measure_scales(scaled, stories.train[:16], seed=0)
     assert again.reward_scale == scaled.reward_scale and again.judge_scale == scaled.judge_scale
+
+
+@pytest.mark.parametrize(
+    ("gains", "chance"),
+    [
+        # mean 0.5, deviation 0.5: two standard errors of 4 are 0.5, of 16 are 0.25
+        ([0.0, 1.0] * 2, True),
+        ([0.0, 1.0] * 8, False),
+        ([0.0, -1.0] * 8, True),
+        ([0.2] * 3, False),
+        ([0.0], True),
+    ],
+)
+def test_a_mean_gain_within_two_standard_errors_is_chance(gains, chance):
+    assert _is_chance(torch.tensor(gains)) is chance

@@ -20,12 +20,12 @@ from rlhf_minmax.texts import Critique
 from rlhf_models import PolicyModel
 
 CONSTRAINTS = (
-    "constraints.monitor.length.start=1",
+    "constraints.monitor.length={start: 1, threshold: 0.05}",
     "constraints.monitor.format.start=2",
     "constraints.monitor.evidence.start=3",
-    "constraints.policy.length.start=2",
+    "constraints.policy.length={start: 2, threshold: 0.05}",
     "constraints.policy.refusal.start=4",
-    "constraints.policy.kl.start=0.5",
+    "constraints.policy.kl={start: 0.5, threshold: 0.05}",
 )
 
 
@@ -100,6 +100,8 @@ def test_a_multiplier_at_a_bound_is_told_and_zero_has_no_logarithm():
     metrics = low.update(0.0)
     assert metrics["dual/c/lambda"] == 0 and metrics["dual/c/saturated"] == 1
     assert "dual/c/log_lambda" not in metrics
+    small = controller(rule="fixed", start=0.5).update(0.0)
+    assert small["dual/c/log_lambda"] == pytest.approx(math.log(0.5))
     assert controller(start=19.9, step_size=5.0).update(1.0)["dual/c/saturated"] == 1
     assert controller().update(0.5)["dual/c/saturated"] == 0
 
@@ -322,6 +324,17 @@ def test_a_rewarded_completion_gets_likelier_under_every_baseline(make_player, b
     gain = [sum(now) - sum(then) for now, then in zip(after, before, strict=True)]
     assert gain[0] > 0 > gain[2]
     assert gain[0] > max(gain[1:])
+
+
+def test_advantages_over_a_critic_by_hand(make_player, monkeypatch):
+    optimizer = make_player(baseline="critic", lam=0.5)
+    monkeypatch.setattr(optimizer.stepper, "scores", lambda _: (None, torch.tensor([1.0, 2.0, 0.0])))
+    rollouts = [Rollout([5, 6], tokens, [0.0] * len(tokens), "stop") for tokens in ([7, 8], [9])]
+    (part,) = optimizer._prepare(rollouts, torch.tensor([3.0, -1.0]))
+    # δ = 2 - 1, 3 - 2 | -1 - 0: A = 1 + 0.5, 1 | -1, of mean 0.5 and variance 3.5 / 2; returns are A + V.
+    expected = torch.tensor([1.0, 0.5, -1.5]) / 1.75**0.5
+    torch.testing.assert_close(part.advantages, expected)
+    torch.testing.assert_close(part.returns, torch.tensor([2.5, 3.0, -1.0]))
 
 
 def test_a_critic_learns_what_completions_are_worth(make_player):

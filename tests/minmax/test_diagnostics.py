@@ -43,8 +43,9 @@ def test_a_truthful_monitor_neither_slanders_nor_misses():
 
 
 def test_rounding_is_no_effect():
-    found = effects([-1e-6, -1e-6], [0.0, 0.0], [True, False])
-    assert (found["slander_rate"], found["miss_rate"]) == (0, 1)
+    for effect, rates in ((-1e-6, (0, 1)), (-1e-4, (0, 1)), (-1.05e-4, (1, 0))):
+        found = effects([effect, effect], [0.0, 0.0], [True, False])
+        assert (found["slander_rate"], found["miss_rate"]) == rates
 
 
 def test_a_class_without_answers_has_no_rate():
@@ -79,10 +80,12 @@ def test_oscillation_is_blind_to_scale_and_two_thirds_of_noise():
 
 
 def test_the_calibration_curve_by_hand():
-    # Two bins: 0.1 and 0.3 below, of which one is positive; 0.5 and 1 above, both positive.
-    low, high = calibration_curve([0.1, 0.5, 0.3, 1.0], [False, True, True, True], num_bins=2)
+    # Two bins: 0 and 0.4 below, of which one is positive; 0.5 and 1 above, both positive. One bin: all four.
+    probabilities, labels = [0.0, 0.5, 0.4, 1.0], [False, True, True, True]
+    low, high = calibration_curve(probabilities, labels, num_bins=2)
     assert low == pytest.approx((0.2, 0.5, 2))
     assert high == pytest.approx((0.75, 1.0, 2))
+    assert calibration_curve(probabilities, labels, num_bins=1) == [pytest.approx((0.475, 0.75, 4))]
 
 
 def test_the_curve_has_the_bins_of_the_calibration_error():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,23 @@ def test_a_run_of_two_processes_starts_as_that_of_one_and_resumes(
     newest.rename(tmp_path / "put-away")
     run_processes([WORKER, "play", tmp_path, demo_cache, *settings, *together])
     _assert_alike(two[2], _rows(tmp_path / "2")[2], tolerance=0)
+
+
+def test_two_processes_tell_all_that_was_asked(make_game, demo_cache, run_processes, tmp_path, monkeypatch):
+    make_game()
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "infer"))
+    fake = importlib.import_module("judge_server")
+    with fake.serve(fake.certain) as server:
+        api = ("kind=api", "model_name=m", f"base_url={server.url}", "api_key_env=null", "cache=false")
+        judge = (f"judge_model.{each}" for each in (*api, "prompt_price=2", "completion_price=500"))
+        run_processes(
+            [WORKER, "play", tmp_path, demo_cache, "training.max_steps=1", "baseline=false", *judge]
+        )
+        count = len(server.requests)
+    usage = json.loads((tmp_path / "2" / "results.json").read_text())["api_usage"]["judge"]
+    assert count == usage["requests"] > 0
+    # 100 prompt tokens at 2 and one completion token at 500 a million are 0.0007 a request
+    assert usage["prompt_tokens"] == 100 * count and usage["cost"] == pytest.approx(count * 7e-4)
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:

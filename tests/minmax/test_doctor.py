@@ -20,6 +20,7 @@ def findings(rows, config=CONFIG):
         ("monitor/parse_rate", 0.5, 0.4, "monitor_model.prompt_template"),
         ("policy/truncated_rate", 0.5, 0.6, "policy_model.max_new_tokens"),
         ("policy/parse_rate", 0.5, 0.4, "policy_model.prompt_template"),
+        ("policy/form_match", 0.5, 0.4, "set game.answer_template"),
         ("monitor/frac_groups_zero_std", 0.9, 0.95, "game.num_critiques"),
         ("policy/frac_groups_zero_std", 0.9, 0.95, "game.num_generations"),
         ("monitor/label_base_rate", 0.9, 0.95, "game.tampered_fraction"),
@@ -36,6 +37,24 @@ def test_each_sign_is_told_once_after_the_first_steps(key, good, bad, setting):
     assert findings([{key: bad}] * (FIRST_STEPS - 1)) == []
     told = findings([{key: bad}] * (2 * FIRST_STEPS))
     assert len(told) == 1 and setting in told[0]
+
+
+def test_a_foreign_wording_is_shown_beside_the_template():
+    doctor, row = Doctor(CONFIG), {"policy/form_match": 0.0}
+    found = [
+        text for example in ("Shed", "shed", "hall", "attic." * 20) for text in doctor.look(row, example)
+    ]
+    [told] = found
+    assert "game.answer_template ' it is {choice} .'; the policy writes 'attic." in told
+    assert "attic." * 14 not in told
+
+
+def test_critiques_that_cannot_be_read_earn_the_same_and_that_is_all_that_is_said():
+    rows = [{"monitor/parse_rate": 0.0, "monitor/frac_groups_zero_std": 1.0}] * FIRST_STEPS
+    [told] = findings(rows)
+    assert "only 0% of the critiques keep the form" in told
+    rows = [{"monitor/parse_rate": 0.4, "monitor/frac_groups_zero_std": 1.0}] * FIRST_STEPS
+    assert len(findings(rows)) == 2
 
 
 def test_the_mean_of_the_first_steps_counts():
@@ -93,6 +112,13 @@ def test_a_resumed_doctor_goes_on():
             },
             "slander pays",
         ),
+        (
+            {
+                "training": {"monitor_updates_per_policy": 0},
+                "schedule": {"freeze_policy_below": 0.6},
+            },
+            "nobody may ever learn",
+        ),
     ],
 )
 def test_settings_that_cannot_work(section, text):
@@ -102,6 +128,11 @@ def test_settings_that_cannot_work(section, text):
 
 def test_the_defaults_are_sound():
     assert config_findings(CONFIG, 2048) == []
+    for alone in (
+        {"training": {"monitor_updates_per_policy": 0}},
+        {"schedule": {"freeze_policy_below": 0.6}},
+    ):
+        assert config_findings(MinMaxConfig.from_dict(alone), 2048) == []
     calm = {"policy_model": {"step_rule": "optimistic", "adam_betas": [0, 0.95]}}
     assert config_findings(MinMaxConfig.from_dict(calm), 2048) == []
 

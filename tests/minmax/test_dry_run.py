@@ -163,6 +163,26 @@ def test_the_example_config_is_warned_about() -> None:
     assert warning is not None and "the monitor may move 75 times as far per step as the policy" in warning
 
 
+def test_made_up_answers_that_do_not_read_as_their_choice_are_warned_of() -> None:
+    short, other = "training.monitor_warmup_steps=1", load_stories(make()).train[0].choices[0]
+    assert plan_run(make(short, "game.answer_template='{choice}'"))["warnings"] == []
+    (told,) = plan_run(make(short, f"game.answer_template='{{choice}}, not the {other}'"))["warnings"]
+    assert "do not read as the choice they name" in told and "give game.answer_template words" in told
+
+
+def test_made_up_answers_are_measured_as_they_are_worded() -> None:
+    def sizes(template: str) -> tuple[int, int]:
+        config = make(f"game.answer_template='{template}'", "policy_model.max_new_tokens=1")
+        stories = load_stories(config)
+        ruler = Ruler(config, stories, inspect_models(config, stories))
+        packed = step_streams(config, stories, ruler)["monitor"].packed
+        return ruler.answer_length(stories.train[0], "monitor"), packed
+
+    short, long = sizes(" it is {choice} ."), sizes(" it is it is {choice} .")
+    # "it is" is two tokens more, in two made-up answers of four stories, each shared by its critiques.
+    assert (long[0] - short[0], long[1] - short[1]) == (2, 4)
+
+
 def test_warnings_are_told_at_the_start_of_a_run(tmp_path: Path) -> None:
     from rlhf_data import RunFolder
     from rlhf_minmax import Events, MinMaxJob
@@ -326,6 +346,25 @@ def test_memory_of_copies(overrides: tuple[str, ...], copies: int) -> None:
     model = tiny_model("qwen2")
     parameters = sum(p.numel() for p in model.parameters())
     assert memory(make(*overrides, *full), model).copies == 4 * parameters * copies
+
+
+def test_memory_of_best_response_probes() -> None:
+    """Gradient and moments of one more adapter, 12 bytes a parameter, and a copy of it."""
+    plain, probed = (
+        memory(make(f"diagnostics.best_response_updates={updates}"), tiny_model("llama"))
+        for updates in (0, 2)
+    )
+    assert probed.training == plain.training + 12 * trained(tiny_model("llama"))
+    assert probed.copies == plain.copies + 4 * trained(tiny_model("llama"))
+    # A monitor that trains all its weights is the larger player.
+    full = "monitor_model.use_lora=false"
+    plain, probed = (
+        memory(make(full, f"diagnostics.best_response_updates={updates}"), tiny_model("llama"))
+        for updates in (0, 2)
+    )
+    parameters = sum(p.numel() for p in tiny_model("llama").parameters())
+    assert parameters > trained(tiny_model("llama"))
+    assert probed.training == plain.training + 12 * parameters
 
 
 def test_memory_of_a_critic() -> None:

@@ -46,6 +46,19 @@ def test_a_satisfied_constraint_lowers_the_multiplier(rule, expected):
     assert state.multiplier == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    # v̄ = ε = 0.25, e = 0: multiplicative knows but up and down, 2·0.5; the others stay.
+    [("multiplicative", 1.0), ("additive", 2.0), ("log", 2.0), ("pid", 2.0)],
+)
+def test_at_the_threshold_a_constraint_is_met(rule, expected):
+    bounds = settings(rule, threshold=0.25)
+    state = update_multiplier(DualState(2.0, integral=4.0), 0.25, bounds)
+    assert state.multiplier == expected and (state.met, state.violated) == (True, 0)
+    # v̄ = 0.5: what is above the threshold from now on is overshoot.
+    assert update_multiplier(state, 0.75, bounds).overshoot == 0.25
+
+
 def test_the_integral_does_not_wind_up_at_the_cap():
     bounds = settings("pid", maximum=3.0, smoothing=1.0)
     state = DualState(1.0, integral=2.0)
@@ -81,6 +94,7 @@ def test_pid_starts_at_the_initial_multiplier_and_forgets_a_met_constraint():
     # Σ0 = λ0/α, so at v̄ = ε, where nothing is to be corrected, λ = α·Σ0 = λ0.
     state = update_multiplier(DualState(3.0, integral=3.0 / 0.5), 0.05, settings("pid"))
     assert state.multiplier == pytest.approx(3.0)
+    assert DualState(3.0).integral == 0
     for _ in range(500):
         state = update_multiplier(state, 0.0, settings("pid"))
     assert state.integral == 0.0 and state.multiplier == 0.05

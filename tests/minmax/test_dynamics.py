@@ -76,8 +76,9 @@ def test_a_monitor_that_stood_still_is_told_of():
     assert "the policy has been moving infinitely many times as far as the monitor" in told[7]
 
 
-@pytest.mark.parametrize("rates", [(0.0038, 0.001), (0.001, 0.024)])  # 9.5 and 1 / 9.6
-def test_a_time_scale_below_ten_is_fine(rates):
+# r_m · 5 / (r_p · 2): 9.5, 1 / 9.6, 10 and 1 / 10.
+@pytest.mark.parametrize("rates", [(0.0038, 0.001), (0.001, 0.024), (4.0, 1.0), (1.0, 25.0)])
+def test_a_time_scale_of_up_to_ten_is_fine(rates):
     assert warnings(Dynamics(), 12, rates=rates) == [None] * 12
 
 
@@ -93,7 +94,7 @@ def test_each_rollback_is_told_of():
     told = [dynamics.rollback_warning({"guard/rollbacks": count}) for count in counts]
     assert [text is not None for text in told] == [False, False, True, False, True]
     assert told[2] is not None and "put back to where it was last good" in told[2]
-    assert dynamics.rollback_warning({}) is None
+    assert dynamics.rollback_warning({}) is Dynamics().rollback_warning({}) is None
 
 
 def test_state_goes_through_json():

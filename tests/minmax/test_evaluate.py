@@ -204,6 +204,11 @@ def test_unparsable_critiques_are_wrong_about_everything(game, scripted):
     assert metrics["monitor/parse_rate"] == 0
 
 
+def test_the_probe_is_worded_by_the_template(make_game):
+    pipeline, stories = make_game("game.answer_template='{choice}'")
+    assert all(answer.text == answer.claim for answer in probe_answers(pipeline, stories.held_out))
+
+
 def test_classes_that_are_missing_have_no_rate(game):
     pipeline, stories = game
     answers = [pipeline.made_up_answer(stories.train, i, True, None) for i in range(4)]

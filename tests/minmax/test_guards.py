@@ -88,8 +88,8 @@ def test_what_is_put_back_wrote_the_good_critiques():
 
 def test_only_good_monitors_are_remembered():
     monitor = Monitor()
-    # (violation, weight that would be put back): above the threshold the lowest so far is good, below it any.
-    for violation, good in ((0.5, 0), (0.6, 0), (0.4, 2), (0.01, 3), (0.04, 4), (0.06, 4), (0.03, 6)):
+    # (violation, weight that would be put back): above the threshold the lowest so far is good, else any.
+    for violation, good in ((0.5, 0), (0.6, 0), (0.4, 2), (0.01, 3), (0.04, 4), (0.06, 4), (0.05, 6)):
         monitor.step(violation)
         own = monitor.weight.clone()
         kept = [value.tolist() for value in monitor.guard.tensors().values()]
@@ -182,10 +182,14 @@ def test_the_real_monitor_is_put_back_with_its_multiplier(make_game):
     dual = optimizer.dual
     moved = [parameter.detach().clone() for parameter in optimizer.monitor.parameters]
     assert not all(torch.equal(a, b) for a, b in zip(moved, start, strict=True))
-    # v̄ = 0.5, e = 0.45: λ = 5 · exp(-0.025 + 0.225) is cut to its cap, 5; no critique says anything.
+    # v̄ = 0.5, e = 0.45: λ = 5 · exp(-0.025 + 0.225) is cut to its cap, 5; no critique speaks. All is put
+    # back, but that there was a violation, 1 - 0.05 above the threshold, is not forgotten.
     metrics = optimizer.step(collapsed, seed=1, policy_learns=False)
     assert (metrics["guard/collapsed"], metrics["guard/rollbacks"]) == (1, 1)
-    assert metrics["dual/lambda"] == 5 and optimizer.dual == dual
+    assert metrics["dual/lambda"] == metrics["dual/truthfulness/lambda"] == dual.multiplier < 5
+    assert metrics["dual/saturated"] == 0 and metrics["constraint/violation"] == 1
+    counted = {"updates": 2, "violated": 1, "cumulative": 0.95, "met": True, "overshoot": pytest.approx(0.45)}
+    assert optimizer.dual == replace(dual, **counted)
     now = optimizer.monitor.parameters
     assert all(torch.equal(a, b) for a, b in zip(now, start, strict=True))
     assert not optimizer.monitor.stepper.optimizer.state

@@ -212,6 +212,14 @@ def test_the_monitors_advantages_by_hand(make_game):
     torch.testing.assert_close(optimizer.monitor.advantages, expected, rtol=0, atol=1e-5)
     assert optimizer.monitor.updates == 5
     assert metrics["monitor/frac_groups_zero_std"] == 0
+    # Within answers 2v is -1, 1 | 0, 0 and J 0.5, -0.5 | 0, 0.
+    assert metrics["monitor/truth_to_judge_spread"] == pytest.approx(2.0)
+
+
+def test_a_probe_of_a_frozen_monitor_makes_one_update(make_game):
+    optimizer = recorded(make_game, "training.monitor_updates_per_policy=0")
+    optimizer.monitor_step(made_output())
+    assert optimizer.monitor.updates == 1
 
 
 def test_the_reward_models_score_cancels_in_the_monitors_baseline(make_game):
@@ -278,9 +286,12 @@ def test_the_policy_is_paid_by_the_updated_monitor(make_game, monkeypatch):
     )
     paid = []
     monkeypatch.setattr(optimizer, "policy_step", lambda answers, rewards: paid.append(rewards) or {})
-    optimizer.step(output, seed=9)
+    metrics = optimizer.step(output, seed=9)
     assert order == ["update", "criticise"]
     torch.testing.assert_close(paid[0], 2 * output.rewards + 3 * mean)
+    assert metrics["policy/judged_value"] == pytest.approx(float(paid[0].mean()), abs=1e-6)
+    spreads = [part.view(4, 3).var(1).sum().sqrt() for part in (2 * output.rewards, 3 * mean)]
+    assert metrics["policy/reward_to_judge_spread"] == pytest.approx(float(spreads[0] / spreads[1]))
 
 
 def test_the_warm_up_leaves_the_policy_alone(make_game):
@@ -290,6 +301,39 @@ def test_the_warm_up_leaves_the_policy_alone(make_game):
     assert same(before, pipeline.players.policy)
     assert not any(name.startswith("policy/") for name in metrics)
     assert metrics["constraint/violation"] == pytest.approx(float(output.weighted_violation.mean()))
+
+
+def test_the_balanced_accuracy_is_smoothed_by_hand(make_game):
+    optimizer = recorded(make_game, "schedule.smoothing=0.25")
+    found = [
+        optimizer.step(made_output(labels=torch.tensor(labels)), seed=0, policy_learns=False)
+        for labels in ([True] * 4, [True, True, False, False], [True, False, True, True])
+    ]
+    # All say right but the third, which errs whatever it is about. Errors on right and wrong answers: 1/4 and
+    # none; 0 and 1; 1/3 and 1. Accuracies 3/4, 1/2, 1/3: 3/4, 3/4 - 1/16, 11/16 - (11/16 - 1/3) / 4.
+    expected = [0.75, 0.6875, 0.6875 - (0.6875 - 1 / 3) / 4]
+    assert [each["dynamics/balanced_accuracy_ema"] for each in found] == pytest.approx(expected)
+
+
+def test_learning_rates_and_their_ratio_by_hand(make_game):
+    pipeline, _ = make_game(
+        "training.policy_learning_rate=0.001",
+        "training.monitor_learning_rate=0.004",
+        "policy_model.warmup_steps=2",
+        "monitor_model.lr_scheduler_type=linear",
+    )
+    optimizer = DualPPOOptimizer(pipeline, pipeline.config, total_steps=4)
+    names = ("policy/learning_rate", "monitor/learning_rate", "dynamics/lr_ratio")
+    found = [[optimizer.begin_step(step).get(name) for name in names] for step in (0, 2, 3)]
+    # The policy warms up from step 1 on: 0, 1/2, 1; the monitor's falls: 1, 1/2, 1/4. There is no ratio to 0.
+    assert found == [
+        [0.0, 0.004, None],
+        pytest.approx([0.0005, 0.002, 4.0]),
+        pytest.approx([0.001, 0.001, 1]),
+    ]
+    assert optimizer.monitor is not None
+    rates = [each.stepper.optimizer.param_groups[0]["lr"] for each in (optimizer.policy, optimizer.monitor)]
+    assert rates == pytest.approx([0.001, 0.001])
 
 
 def test_dual_ascent_starts_at_the_initial_multiplier(make_game):

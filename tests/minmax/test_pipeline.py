@@ -39,7 +39,12 @@ def test_the_combined_reward_weighs_both_scores(make_game):
     output = replace(pipeline, w_judge=3.0).forward_pass(stories.train[:4], seed=3)
     of = torch.tensor([c.answer for c in output.critiques])
     torch.testing.assert_close(output.combined, 2 * output.judged_rewards[of] + 3 * output.judge_scores)
-    assert batch_metrics(output)["minmax/value"] == pytest.approx(float(output.combined.mean()))
+    # The value is that of the 4 sampled answers with 3 critiques each, without the 2 made-up ones.
+    metrics = batch_metrics(output)
+    assert metrics["minmax/value"] == pytest.approx(float(output.combined[:12].mean()))
+    assert metrics["policy/judge_score"] == pytest.approx(float(output.judge_scores[:12].mean()))
+    assert metrics["minmax/reward_model"] == pytest.approx(float(output.judged_rewards[:4].mean()))
+    assert metrics["minmax/value"] != pytest.approx(float(output.combined.mean()), abs=1e-3)
 
 
 def test_equal_seeds_give_equal_passes_and_others_do_not(game):
@@ -144,6 +149,20 @@ def test_made_up_answers_balance_the_labels(game, scripted, right, made_up_right
     assert sum(a.correct for a in made_up) == made_up_right
     assert len({a.story for a in made_up}) == 2
     assert all(a.claim in batch[a.story].choices for a in made_up)
+
+
+def test_made_up_answers_are_worded_by_the_template(make_game, scripted):
+    pipeline, stories = make_game("game.answer_template='{choice}'")
+    batch = stories.train[:4]
+    choices = {pipeline.prompts.policy(record): record.choices[0] for record in batch}
+    scripted(lambda prompt, sample: choices.get(prompt, " x y so right"))
+    output = pipeline.forward_pass(batch, seed=0)
+    assert len(output.judged) == 6
+    # Sampled answers and made-up ones alike: the choice and nothing else.
+    assert all(answer.text == answer.claim for answer in output.judged)
+    default, _ = make_game()
+    made_up = default.made_up_answer(batch, 0, True, random.Random(0))
+    assert made_up.text == f" it is {batch[0].answer_text} ."
 
 
 def test_no_made_up_answers_at_all(make_game):

@@ -1,14 +1,17 @@
 """How records are put to the players and the judge."""
 
+from pathlib import Path
+
 import pytest
 
-from rlhf_data import QADatasetConfig, QARecord, UserError
+from rlhf_data import QADatasetConfig, QARecord, UserError, load_config_file
 from rlhf_data.transcripts import common_prefix
 from rlhf_minmax import MinMaxConfig
 from rlhf_minmax.config import PlayerConfig
 from rlhf_minmax.prompts import Prompts, prompt_ids
 from rlhf_minmax.texts import TextRules
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 RECORD = QARecord("Tom {saw} a cat.", "What?", ("cat", "dog"), 0)
 
 
@@ -30,6 +33,35 @@ def test_own_templates():
     own = prompts(policy_template="Q {prompt}A", monitor_template="{prompt}/{answer}?")
     assert own.policy(RECORD) == "Q Tom {saw} a cat.\nWhat?\ncat | dog\nA"
     assert own.monitor(RECORD, "x").endswith("cat | dog\n/x?")
+
+
+def test_made_up_answers_are_worded_by_their_template():
+    assert prompts().made_up("{a cat}") == " it is {a cat} ."
+    assert prompts(answer_template="({{{choice}}})").made_up("a cat") == "({a cat})"
+    # The demonstration's models are built from the default wording whatever the game's is.
+    assert prompts(answer_template="{choice}").fingerprint() == prompts().fingerprint()
+
+
+@pytest.mark.parametrize("preset", ["minmax_instruct.yaml", "minmax_7b.yaml"])
+def test_instruct_presets_word_made_up_answers_as_a_chat_model_told_to_name_a_choice(preset, chat_tokenizer):
+    config = MinMaxConfig.from_dict(load_config_file(CONFIGS / preset))
+    template = config.policy_model.prompt_template or ""
+    assert template.endswith("Answer with one of the choices and nothing else.")
+    own = prompts(
+        monitor_template=config.monitor_model.prompt_template, answer_template=config.game.answer_template
+    )
+    # The assistant's turn begins with the choice, without a blank.
+    sampled = chat_tokenizer.decode(chat_tokenizer.encode("cat", add_special_tokens=False))
+    assert own.made_up("cat") == sampled
+    assert "\nSomebody answered: cat\n" in own.monitor(RECORD, own.made_up("cat"))
+
+
+@pytest.mark.parametrize(
+    "template", ["", "shed", "{answer}", "{choice} {prompt}", "{choice", "{choice} {choice}"]
+)
+def test_an_answer_template_that_does_not_hold_the_choice_once_is_refused(template):
+    with pytest.raises(UserError, match="answer_template"):
+        MinMaxConfig.from_dict({"game": {"answer_template": template}})
 
 
 def test_the_fingerprint_tells_prompts_apart():

@@ -13,6 +13,7 @@ def turn(accuracy, *, updates=5, in_warmup=False, **settings):
 @pytest.mark.parametrize("accuracy", [0.0, 0.5, 0.9, 1.0])
 def test_a_fixed_schedule_does_not_look(accuracy):
     assert turn(accuracy) == Turn(5, policy_learns=True)
+    assert next_turn(ScheduleConfig(), accuracy, monitor_updates=5) == Turn(5, policy_learns=True)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,13 @@
 """The loop: exact resume from any step, batches, evaluation on the way, and what is refused."""
 
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from rlhf_algos.progress import TrainingStopped
 from rlhf_data import RunFolder, UserError
 from rlhf_minmax import MinMaxTrainer
 
@@ -27,6 +30,19 @@ AHEAD = (
 @pytest.fixture(params=["lora", "full", "ahead", pytest.param("everything", marks=pytest.mark.slow)])
 def run_kind(request, everything):
     return {"lora": DROPOUT, "full": FULL, "ahead": AHEAD, "everything": everything}[request.param]
+
+
+def test_a_policy_that_words_its_answers_otherwise_is_reported(make_game, tmp_path, scripted):
+    for template, expected in ((" it is {choice} .", 0.0), ("{choice}", 1.0)):
+        trainer = trainer_of(make_game, tmp_path / str(expected), f"game.answer_template='{template}'")
+        prompts, records = trainer.pipeline.prompts, trainer.records
+        choices = {prompts.policy(record): record.choices[0] for record in records}
+        scripted(lambda prompt, sample, choices=choices: choices.get(prompt, " x y so right"))
+        found: list[dict[str, Any]] = [trainer.train_step() for _ in range(4)]
+        assert [row["policy/form_match"] for row in found] == [expected] * 4
+        told = [text for row in found for text in row.get("findings", ()) if "game.answer_template" in text]
+        assert len(told) == (expected == 0)
+        assert all(any(repr(choice) in text for choice in choices.values()) for text in told)
 
 
 class Killed(Exception):
@@ -90,6 +106,25 @@ def test_killed_after_every_step_and_resumed_equals_uninterrupted(make_game, tmp
     assert last.optimizer.dual == whole.optimizer.dual
     with whole.optimizer.averaged(), last.optimizer.averaged():
         assert equal(weights(whole), weights(last))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_step_and_is_resumed_from(make_game, tmp_path, capfd, number, code):
+    rare = ("training.save_steps=null", *DROPOUT)
+    whole = trainer_of(make_game, tmp_path / "whole", *rare)
+    whole.train()
+    stopped = trainer_of(make_game, tmp_path / "parts", *rare)
+    stopped.on_step = lambda step, *_: signal.raise_signal(number) if step == 2 else None
+    with pytest.raises(TrainingStopped) as stop:
+        stopped.train()
+    assert stop.value.exit_code == code
+    assert f"{signal.Signals(number).name}: finishing this step and saving" in capfd.readouterr().err
+    assert [step for step, _ in RunFolder(tmp_path / "parts").checkpoints()] == [2]
+    resumed = trainer_of(make_game, tmp_path / "parts", *rare)
+    assert resumed.resume() and resumed.step == 2
+    resumed.train()
+    assert rows(tmp_path / "whole") == rows(tmp_path / "parts")
+    assert equal(weights(whole), weights(resumed))
 
 
 @each_kind

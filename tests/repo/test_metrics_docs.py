@@ -84,7 +84,7 @@ CONFIG = MinMaxConfig.from_dict(
         },
         "game": {"num_generations": 2, "num_critiques": 2, "policy_critiques": 1},
         "constraints": {
-            "monitor": {"length": {}, "format": {}, "evidence": {}},
+            "monitor": {"length": {}, "format": {"rule": "pid"}, "evidence": {}},
             "policy": {"kl": {}, "length": {}, "refusal": {}},
         },
         "pool": {"every": 1, "share": 1},

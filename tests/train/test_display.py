@@ -140,6 +140,25 @@ def test_results(tmp_path: Path) -> None:
     assert text.rstrip().endswith("report.html")
 
 
+def test_what_judges_behind_an_api_cost_is_one_line_each(tmp_path: Path) -> None:
+    events, output = events_on(terminal=False)
+    wall = {"demo": 0.0, "plain": 0.0, "game": 0.0, "evaluation": 3.0, "total": 3.5}
+    counts = {
+        "requests": 1234,
+        "retries": 3,
+        "cached": 56,
+        "prompt_tokens": 123400,
+        "completion_tokens": 1231,
+    }
+    usage = {"judge": counts | {"cost": 0.019296}, "held_out_judge": counts | {"cost": None}}
+    results: dict[str, Any] = {"before": BLOCK, "plain": None, "after": None, "wall_time": wall}
+    events.show_results(results | {"api_usage": usage}, RunFolder(tmp_path))
+    said = "1,234 requests (3 retries), 56 texts from the cache, 123,400 + 1,231 tokens"
+    lines = output.getvalue().splitlines()
+    assert f"judge: {said}, cost 0.0193" in lines
+    assert f"held-out judge: {said}" in lines
+
+
 def test_evaluation_alone_names_its_file(tmp_path: Path) -> None:
     events, output = events_on(terminal=False)
     wall = {"demo": 0.0, "plain": 0.0, "game": 0.0, "evaluation": 3.0, "total": 3.5}
@@ -153,12 +172,13 @@ def test_before_the_game() -> None:
     events, output = events_on(terminal=False)
     events.device_plan([{"role": "policy", "device": "cpu", "dtype": "float32", "reason": "no GPU [found]"}])
     events.warning("the monitor may move 75 times as far")
-    events.break_even(BreakEven(1.5, 0.2, 2.0, 7.5, 0.75, 1.0, 1.3125, "truth pays"))
+    events.break_even(BreakEven(1.5, 0.2, 2.0, 7.5, 0.75, 0.125, 0.875, 1.0, 1.3125, "truth pays"))
     events.evaluated("before", BLOCK)
     events.evaluated("after", BLOCK | {"policy/hack_rate": 0.25})
     text = output.getvalue()
     assert "warning: the monitor may move 75 times as far" in text
     assert all(part in text for part in ("ΔR +1.50", "ΔJ +0.20", "ΔJ +2.00", "w_judge 1.31", "→ truth pays"))
+    assert "the start's critiques  12%" in text and "truthful critiques     88%" in text
     assert "held-out, start: true accuracy 0.62, reward score +0.50" in text
     assert "held-out, MinMax: true accuracy 0.62, hack rate 0.25, reward score +0.50" in text
 

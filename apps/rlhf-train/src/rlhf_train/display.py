@@ -43,6 +43,7 @@ _ROWS = (
     ("game value", "minmax/value"),
 )
 _PARTS = (("demo", "building"), ("plain", "plain RLHF"), ("game", "game"), ("evaluation", "evaluation"))
+_JUDGES = {"judge": "judge", "held_out_judge": "held-out judge"}
 _SHOWN_EXCHANGES = 3
 _PLAIN_LINES = 10
 """Lines per stage where the output is no terminal."""
@@ -102,6 +103,8 @@ class ConsoleEvents(Events):
         table.add_row("judge: right over wrong, the start's critiques", f"ΔJ {check.delta_judge_start:+.2f}")
         table.add_row("judge: right over wrong, truthful critiques", f"ΔJ {check.delta_judge_truthful:+.2f}")
         table.add_row("weights", f"w_reward {check.w_reward:.2f}, w_judge {check.w_judge:.2f}")
+        table.add_row("stories where truth pays, the start's critiques", f"{check.pays_start:.0%}")
+        table.add_row("stories where truth pays, truthful critiques", f"{check.pays_truthful:.0%}")
         self.console.print(Text("Break-even check on training stories", "italic"))
         self.console.print(Padding.indent(table, 2))
         self.console.print(Text(f"→ {check.advice}", "bold"))
@@ -143,6 +146,8 @@ class ConsoleEvents(Events):
         spent = results["wall_time"]
         parts = ", ".join(f"{label} {_seconds(spent[part])}" for part, label in _PARTS if spent[part])
         self.console.print(f"time: {_seconds(spent['total'])} ({parts})")
+        for judge, usage in results.get("api_usage", {}).items():
+            self.console.print(f"{_JUDGES[judge]}: {_usage(usage)}")
         where = "report.html" if "steps" in results else "evaluation.json"
         self.console.print(Text(str(run.path / where), "bold"))
 
@@ -258,6 +263,15 @@ def _values(labels: tuple[tuple[str, str], ...], metrics: Metrics | dict[str, fl
 
 def _joined(shown: dict[str, str]) -> str:
     return ", ".join(f"{label} {value}" for label, value in shown.items())
+
+
+def _usage(usage: dict[str, Any]) -> str:
+    """What a judge behind an API was asked for, since this process started."""
+    cost = "" if usage["cost"] is None else f", cost {usage['cost']:.3g}"
+    return (
+        f"{usage['requests']:,} requests ({usage['retries']:,} retries), {usage['cached']:,} texts from the "
+        f"cache, {usage['prompt_tokens']:,} + {usage['completion_tokens']:,} tokens{cost}"
+    )
 
 
 def _seconds(seconds: float) -> str:

@@ -94,11 +94,16 @@ def resumed_run(options: dict[str, Any], job: str, changing: Sequence[str]) -> R
 
 @contextmanager
 def resumable(run: RunFolder, job: str) -> Iterator[None]:
-    """Within this context, an interruption says how the run is continued, where it has begun."""
+    """Within this context, an interruption says how the run is continued, where it has begun.
+
+    So does a mistake that shows after the first checkpoint, such as a judge that no longer replies.
+    """
+    before = run.latest_checkpoint()
     try:
         yield
-    except KeyboardInterrupt as stop:
-        if (run.path / _CONFIG).exists():
+    except (KeyboardInterrupt, UserError) as stop:
+        interrupted = isinstance(stop, KeyboardInterrupt) and (run.path / _CONFIG).exists()
+        if interrupted or run.latest_checkpoint() != before:
             stop.add_note(f"continue with: rlhf-train {job} --resume {run.path}")
         raise
 

@@ -17,8 +17,8 @@ def exit_cleanly(job: Callable[[], None], *, stopped: str = "Stopped") -> None:
     """Run a command's job; a user's mistake becomes one sentence and exit code 2, Ctrl-C 130.
 
     Args:
-        job: what the command does. The notes of a `KeyboardInterrupt` from it are printed, and its
-            `exit_code`, such as 143 after SIGTERM, is the process's.
+        job: what the command does. The notes of what it raises are printed, and the `exit_code` of a
+            `KeyboardInterrupt`, such as 143 after SIGTERM, is the process's.
         stopped: printed where there are no notes.
 
     Raises:
@@ -27,7 +27,7 @@ def exit_cleanly(job: Callable[[], None], *, stopped: str = "Stopped") -> None:
     try:
         job()
     except UserError as error:
-        print(f"Error: {error}", file=sys.stderr)
+        print("\n".join((f"Error: {error}", *getattr(error, "__notes__", ()))), file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt as stop:
         notes = getattr(stop, "__notes__", ())

@@ -15,6 +15,7 @@ _SAID = {True: "right", False: "wrong"}
 _EVIDENCE = re.compile(r"\s*(\S.*?) so (?:right|wrong)\b")
 """Where a critique that keeps its form, `<evidence> so right|wrong`, has its evidence (docs/minmax.md)."""
 _MIN_EVIDENCE_WORDS = 2
+_NOTHING = "(empty)"
 _MAX_TURNS, _UNFOLDED = 8, 3
 
 _Span = tuple[int, int]
@@ -124,8 +125,8 @@ def _turn(place: int, row: dict[str, Any], spans: list[_Span] | None) -> str:
     correct = bool(row.get("correct"))
     kind = "good" if correct else "bad"
     facts = (
-        ("answer", text(row.get("answer", ""))),
-        ("critique", text(row.get("critique", ""))),
+        ("answer", text(row.get("answer") or _NOTHING)),
+        ("critique", text(row.get("critique") or _NOTHING)),
         ("verdict", _verdict(row.get("verdict"), correct)),
         ("evidence", _evidence(spans)),
         ("confidence", number(row.get("confidence"), 2)),

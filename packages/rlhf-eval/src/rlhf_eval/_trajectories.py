@@ -48,6 +48,8 @@ _MEASURES = (
 _TIME_SCALE_BOUNDS = (0.1, 10.0)
 """Beyond these one player is as good as frozen (docs/minmax.md, two time scales)."""
 _SMALL: dict[str, Any] = {"width": 4.2, "height": 3.0}
+_SHARES = (-0.03, 1.03)
+"""Limits of an axis of shares, with room for markers at its ends."""
 _STEP_COLORS = ("#5AA9D6", "#8C8C9B", "#E0701A")
 """Of the first step, the middle and the last; visible on white and on black."""
 
@@ -193,6 +195,7 @@ def _draw_phase(axes: Axes, *, rows: Rows) -> None:
             zorder=4,
         )
     axes.axhline(0.5, color=GREY, linewidth=1, linestyle="--")
+    axes.set(xlim=_SHARES, ylim=_SHARES)
     axes.set_xlabel("policy: true accuracy")
     axes.set_ylabel("monitor: balanced accuracy")
     add_colorbar(axes, dots, "step")

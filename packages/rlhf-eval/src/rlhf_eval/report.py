@@ -38,6 +38,8 @@ _BREAK_EVEN = (
     ("delta_judge_truthful", "Judge's gap ΔJ, truthful critiques"),
     ("break_even_start", "Break-even w_judge, critiques of the start"),
     ("break_even_truthful", "Break-even w_judge, truthful critiques"),
+    ("pays_start", "Share of stories where truth pays, critiques of the start"),
+    ("pays_truthful", "Share of stories where truth pays, truthful critiques"),
     ("w_judge", "w_judge of this run"),
     ("w_reward", "w_reward of this run"),
 )
@@ -46,6 +48,15 @@ _WALL = (
     ("plain", "Plain RLHF", "#D55E00"),
     ("game", "MinMax game", "#0072B2"),
     ("evaluation", "Evaluation", "#009E73"),
+)
+_JUDGES = {"judge": "Judge", "held_out_judge": "Held-out judge"}
+_USAGE = (
+    ("requests", "Requests"),
+    ("retries", "Retries"),
+    ("cached", "Texts from the cache"),
+    ("prompt_tokens", "Prompt tokens"),
+    ("completion_tokens", "Completion tokens"),
+    ("cost", "Cost (currency of the prices)"),
 )
 _MAX_EXCHANGES = 8
 
@@ -61,8 +72,8 @@ def write_minmax_report(run_folder: RunFolder, path: str | Path) -> None:
     The file holds its style and its figures and loads nothing; all text of the run is escaped. It shows what
     the run's doctor found, the headline metrics, the figures of training, of both players, of every
     constraint and of the outcome, sample exchanges, the break-even check, the prompts as the models saw
-    them, the device plan, the wall time, the config and the versions; a part the run did not record is
-    named as missing.
+    them, the device plan, the wall time, what judges behind an API were asked for, the config and the
+    versions; a part the run did not record is named as missing.
 
     Args:
         run_folder: A run with results.json; its config.json, metrics.jsonl and samples.jsonl are used.
@@ -79,6 +90,7 @@ def write_minmax_report(run_folder: RunFolder, path: str | Path) -> None:
         )
     samples = _read_samples(run_folder.path / "samples.jsonl")
     metrics, config = run_metrics(run_folder), run_folder.read_config()
+    usage = results.get("api_usage")
     parts = [
         _header(run_folder.path.name, results),
         section("What the doctor said", _findings(results.get("findings"))),
@@ -92,6 +104,7 @@ def write_minmax_report(run_folder: RunFolder, path: str | Path) -> None:
         section("Prompts as the models saw them", _prompts(results.get("prompts") or [])),
         section("Device plan", _device_plan(results.get("device_plan") or [])),
         section("Wall time", _wall_time(results.get("wall_time") or {})),
+        *([section("Judges behind an API", _api_usage(usage))] if usage else []),
         section("Config", _config(config)),
         section("Versions", _versions(results.get("versions") or {})),
     ]
@@ -161,8 +174,9 @@ def _break_even(check: dict[str, Any]) -> str:
         return '<p class="soft">Not measured on this run.</p>'
     rows = [[text(label), number(check.get(key))] for key, label in _BREAK_EVEN]
     return (
-        "<p>Telling the truth pays only if w_judge · ΔJ &gt; w_reward · ΔR. Both gaps are measured on "
-        "training rows before the game, in standard deviations of the scores.</p>"
+        "<p>On a story telling the truth pays only if w_judge · ΔJ &gt; w_reward · ΔR there. Gaps are "
+        "measured on training rows before the game, in standard deviations of the scores; gaps and "
+        "break-evens are means.</p>"
         f'<p class="note">{text(check.get("advice", ""))}</p>'
         + table(["", "Value"], rows, numeric=True, narrow=True)
     )
@@ -195,6 +209,21 @@ def _wall_time(seconds: dict[str, Any]) -> str:
     return f'<div class="bar">{"".join(spans)}</div>' + table(
         ["", "Seconds", "Share"], rows, numeric=True, narrow=True
     )
+
+
+def _api_usage(usage: dict[str, dict[str, Any]]) -> str:
+    titles = [title for _, title in _USAGE]
+    rows = [
+        [text(_JUDGES.get(judge, judge)), *(_count(counts.get(key)) for key, _ in _USAGE)]
+        for judge, counts in usage.items()
+    ]
+    return "<p>Since the run started or was last resumed, in all processes.</p>" + table(
+        ["", *titles], rows, numeric=True, narrow=True
+    )
+
+
+def _count(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else number(value, 4)
 
 
 def _config(config: dict[str, Any]) -> str:

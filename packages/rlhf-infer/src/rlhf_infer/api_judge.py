@@ -195,7 +195,10 @@ class APIJudge:
                 break
             self._add(requests=1, retries=min(attempt, 1))
             try:
-                return self._poster.post(body)
+                reply = self._poster.post(body)
+                if _reading(lambda choice: True, reply):
+                    return reply
+                raise Unavailable(f"{self._poster.shown(reply)} instead of a completion")
             except Refused as error:
                 key = self.settings.api_key_env
                 raise UserError(

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from rlhf_data import TokenSequence, UserError, pack
+from rlhf_data.encoding import Encoder
 from rlhf_infer.judge_settings import JUDGE_TEMPLATE, checked_template, fill
 from rlhf_models.head import causal_lm
 from rlhf_models.loading import check_prompt_fits, encode_completion, encode_prompt
@@ -42,20 +43,24 @@ class PromptedJudge:
 
     P(true) = Σ π(y | x) / (Σ π(y | x) + Σ π(n | x)) over the spellings y of yes and n of no, x being the
     filled template (P(True) of Kadavath et al. 2022, arXiv:2207.05221), without the blanks around answer and
-    critique. A spelling may have several tokens; a prompt is computed once for all spellings, and what
-    prompts share is computed once too.
+    critique; with `chat` as a user's message in the chat template, up to where the reply starts. A spelling
+    may have several tokens; a prompt is computed once for all spellings, and what prompts share is computed
+    once too.
 
     Args:
         model: a transformers causal LM, or a PeftModel around one.
         tokenizer: its tokenizer.
         template: text with the fields `{question}`, `{answer}` and `{critique}`; any may be left out.
-        yes: one or several spellings of yes, each as it follows the template.
+        yes: one or several spellings of yes, each as it follows the template. None takes " yes"; with `chat`
+            those of " yes", "yes", " Yes" and "Yes" that are one token, or "yes" where none is.
         no: the same for no.
         no_critique: stands for a critique that is None.
         max_tokens: budget in tokens for one forward pass; None runs all at once.
+        chat: ask in the tokenizer's chat template, for a model that was tuned on chats.
 
     Raises:
-        UserError: the template names another field, or one spelling is the beginning of another.
+        UserError: the template names another field, one spelling is the beginning of another, or there is no
+            chat template.
     """
 
     def __init__(
@@ -64,16 +69,26 @@ class PromptedJudge:
         tokenizer: Any,
         *,
         template: str = JUDGE_TEMPLATE,
-        yes: str | Sequence[str] = " yes",
-        no: str | Sequence[str] = " no",
+        yes: str | Sequence[str] | None = None,
+        no: str | Sequence[str] | None = None,
         no_critique: str = "none",
         max_tokens: int | None = None,
+        chat: bool = False,
     ) -> None:
+        if chat and getattr(tokenizer, "chat_template", None) is None:
+            raise UserError(
+                "chat is true for a judge whose tokenizer has no chat template; set chat to false, or name "
+                "an instruction-tuned model"
+            )
         self.model = model
         self.tokenizer = tokenizer
         self.template = checked_template(template)
         self.no_critique = no_critique
-        self.max_tokens = max_tokens
+        self.max_tokens, self.chat = max_tokens, chat
+        if yes is None:
+            yes = _reply_spellings(tokenizer, "yes") if chat else " yes"
+        if no is None:
+            no = _reply_spellings(tokenizer, "no") if chat else " no"
         yes, no = ([x] if isinstance(x, str) else list(x) for x in (yes, no))
         self._spellings = [encode_completion(tokenizer, text) for text in [*yes, *no]]
         self._is_yes = torch.tensor([True] * len(yes) + [False] * len(no))
@@ -91,11 +106,16 @@ class PromptedJudge:
         sequences = []
         for question, answer, critique in zip(questions, answers, critiques, strict=True):
             text = fill(self.template, question, answer, critique, no_critique=self.no_critique)
-            prompt = encode_prompt(self.tokenizer, text)
+            prompt = self._prompt_ids(text)
             sequences += [TokenSequence(prompt + spelling, len(prompt)) for spelling in self._spellings]
         logps = self._seq_logps(sequences).view(-1, len(self._spellings))
         yes, no = logps[:, self._is_yes].logsumexp(1), logps[:, ~self._is_yes].logsumexp(1)
         return torch.sigmoid(yes - no)
+
+    def _prompt_ids(self, text: str) -> list[int]:
+        if not self.chat:
+            return encode_prompt(self.tokenizer, text)
+        return Encoder(self.tokenizer).prompt([{"role": "user", "content": text}])
 
     def _seq_logps(self, sequences: list[TokenSequence]) -> torch.Tensor:
         """Log π (B,) of the scored part of each sequence."""
@@ -156,6 +176,16 @@ def verdict_rule(question: str, answer: str, critique: str | None) -> float:
         return 0.5
     negated, word = verdicts[-1]
     return float((word.lower() == "right") != bool(negated))
+
+
+def _reply_spellings(tokenizer: Any, word: str) -> list[str]:
+    """The forms of a word that are one token each, and different ones; the bare word where none is."""
+    found: dict[int, str] = {}
+    for text in (f" {word}", word, f" {word.title()}", word.title()):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(ids) == 1 and ids[0] != tokenizer.unk_token_id:
+            found.setdefault(ids[0], text)
+    return list(found.values()) or [word]
 
 
 def _check_spellings(texts: list[str], spellings: list[list[int]]) -> None:

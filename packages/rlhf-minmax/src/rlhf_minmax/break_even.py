@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rlhf_data import QARecord
-from rlhf_minmax.demo_texts import Teacher, answer_text
+from rlhf_minmax.demo_texts import Teacher
 from rlhf_minmax.pipeline import Answer, MinMaxPipeline, Scale
+
+_NO_JUDGE = (
+    "the judge does not tell right answers from wrong ones beyond chance, even when shown truthful "
+    "critiques: the game cannot work; train or choose another judge"
+)
+_NEARLY_ALL = 0.95
+"""Share of the stories that is as good as all of them."""
 
 
 @dataclass(frozen=True)
 class BreakEven:
     """Gaps between the most tempting wrong answer and the right one, in standard deviations of each score.
 
+    Gaps and break-evens are means; what pays differs from story to story, which the shares tell.
+
     Args:
         delta_reward: how much more the reward model likes the wrong answer.
         delta_judge_start: how much more the judge believes the right one, given the start's critiques.
         delta_judge_truthful: the same with truthful critiques.
-        break_even_start: judge's weight above which truth pays while the monitor is untrained; None if never.
+        break_even_start: judge's weight above which truth pays on average with the untrained monitor; None if
+            never.
         break_even_truthful: the same with a truthful monitor.
+        pays_start: share of the stories on which truth pays at w_judge with the untrained monitor.
+        pays_truthful: the same with a truthful monitor.
         w_reward: weight of the reward model in the run.
         w_judge: weight of the judge in the run.
         advice: what this means, in words.
@@ -35,6 +47,8 @@ class BreakEven:
     delta_judge_truthful: float
     break_even_start: float | None
     break_even_truthful: float | None
+    pays_start: float
+    pays_truthful: float
     w_reward: float
     w_judge: float
     advice: str
@@ -59,8 +73,9 @@ def measure_scales(pipeline: MinMaxPipeline, records: Sequence[QARecord], *, see
 def measure_break_even(pipeline: MinMaxPipeline, records: Sequence[QARecord], *, seed: int) -> BreakEven:
     """Measure the gaps on labelled training stories and choose the judge's weight.
 
-    Truth pays iff w_judge · ΔJ > w_reward · ΔR. The default weight is `break_even_factor` times the
-    break-even with truthful critiques, and at least the reward model's.
+    Truth pays on a story iff w_judge · ΔJ > w_reward · ΔR there. The default weight is `break_even_factor`
+    times the break-even of the mean gaps with truthful critiques, and at least the reward model's; 1 where
+    that is 0.
 
     Args:
         pipeline: with its scales fixed.
@@ -69,26 +84,37 @@ def measure_break_even(pipeline: MinMaxPipeline, records: Sequence[QARecord], *,
     """
     game = pipeline.config.game
     records, right, wrong = _pairs(pipeline, records)
-    delta_reward = _gap(pipeline.rewards(records, wrong), pipeline.rewards(records, right))
+    costs = pipeline.rewards(records, wrong) - pipeline.rewards(records, right)
     started = [_by_monitor(pipeline, records, answers, seed) for answers in (right, wrong)]
     truthful = [_by_teacher(pipeline, records, answers) for answers in (right, wrong)]
-    delta_start, delta_truthful = (
-        _judged_gap(pipeline, records, right, wrong, critiques) for critiques in (started, truthful)
+    gains_start, gains_truthful = (
+        _judged_gaps(pipeline, records, right, wrong, critiques) for critiques in (started, truthful)
+    )
+    delta_reward, delta_start, delta_truthful = (
+        float(gaps.mean()) for gaps in (costs, gains_start, gains_truthful)
     )
     even_start = _ratio(game.w_reward * delta_reward, delta_start)
     even_truthful = _ratio(game.w_reward * delta_reward, delta_truthful)
     w_judge = game.w_judge
     if w_judge is None:
-        w_judge = max(game.break_even_factor * (even_truthful or 0.0), game.w_reward)
+        w_judge = max(game.break_even_factor * (even_truthful or 0.0), game.w_reward) or 1.0
+    pays_start, pays_truthful = (
+        float((w_judge * gains > game.w_reward * costs).float().mean())
+        for gains in (gains_start, gains_truthful)
+    )
     return BreakEven(
         delta_reward=delta_reward,
         delta_judge_start=delta_start,
         delta_judge_truthful=delta_truthful,
         break_even_start=even_start,
         break_even_truthful=even_truthful,
+        pays_start=pays_start,
+        pays_truthful=pays_truthful,
         w_reward=game.w_reward,
         w_judge=w_judge,
-        advice=_advice(delta_reward, even_start, even_truthful, w_judge),
+        advice=_NO_JUDGE
+        if _is_chance(gains_truthful)
+        else _advice(delta_reward, even_truthful or 0.0, w_judge, pays_start, pays_truthful),
     )
 
 
@@ -117,7 +143,7 @@ def _best_wrong(pipeline: MinMaxPipeline, records: Sequence[QARecord]) -> list[s
 
 
 def _answer(pipeline: MinMaxPipeline, records: Sequence[QARecord], index: int, choice: str) -> Answer:
-    return pipeline.read_answer(records, index, answer_text(choice))
+    return pipeline.read_answer(records, index, pipeline.prompts.made_up(choice))
 
 
 def _by_monitor(
@@ -134,25 +160,22 @@ def _by_teacher(
     return [teacher.correct_critique(r, a.claim or "") for r, a in zip(records, answers, strict=True)]
 
 
-def _judged_gap(
+def _judged_gaps(
     pipeline: MinMaxPipeline,
     records: Sequence[QARecord],
     right: list[Answer],
     wrong: list[Answer],
     critiques: list[list[str | None]],
-) -> float:
-    """How much more the judge believes right answers than wrong ones.
+) -> Tensor:
+    """By story, how much more the judge believes the right answer than the wrong one.
 
     It is asked about all of them in one call: two would tell a judge that keeps count which are which.
     """
     questions = [record.question for record in records] * 2
     texts = [answer.text for answer in (*right, *wrong)]
     scores = pipeline.judge.score(questions, texts, [*critiques[0], *critiques[1]])
-    return _gap(*pipeline.judge_scale(scores).chunk(2))
-
-
-def _gap(higher: Tensor, lower: Tensor) -> float:
-    return float(torch.mean(higher - lower))
+    higher, lower = pipeline.judge_scale(scores).chunk(2)
+    return higher - lower
 
 
 def _ratio(cost: float, gain: float) -> float | None:
@@ -160,25 +183,28 @@ def _ratio(cost: float, gain: float) -> float | None:
     return max(cost, 0.0) / gain if gain > 0 else None
 
 
-def _advice(delta_reward: float, start: float | None, truthful: float | None, w_judge: float) -> str:
-    if truthful is None:
-        return (
-            "the judge does not tell right answers from wrong ones even when shown truthful critiques: "
-            "the game cannot work; train or choose another judge"
-        )
+def _is_chance(gains: Tensor) -> bool:
+    """Whether a mean gain is no more than two standard errors above 0."""
+    return float(gains.mean()) <= 2 * float(gains.std(correction=0)) / math.sqrt(len(gains))
+
+
+def _advice(
+    delta_reward: float, even_truthful: float, w_judge: float, pays_start: float, pays_truthful: float
+) -> str:
     if delta_reward <= 0:
         return "the reward model already prefers right answers, so there is nothing for the judge to outweigh"
-    if w_judge <= truthful:
+    if w_judge <= even_truthful:
         return (
-            f"w_judge {w_judge:.2f} is below a truthful monitor's break-even {truthful:.2f}, so exploiting "
-            f"the reward model pays whatever the monitor does; raise game.w_judge above {truthful:.2f}"
+            f"w_judge {w_judge:.2f} is below a truthful monitor's break-even {even_truthful:.2f}, so "
+            "exploiting the reward model pays on average whatever the monitor does; raise game.w_judge above "
+            f"{even_truthful:.2f}"
         )
-    if start is not None and w_judge > start:
-        return (
-            f"w_judge {w_judge:.2f} is above the break-even {start:.2f} of the untrained monitor already: "
-            "truth pays, and a frozen monitor might do as well"
-        )
-    return (
-        f"w_judge {w_judge:.2f} is above a truthful monitor's break-even {truthful:.2f}: "
-        "truth pays once the monitor is truthful"
+    shares = (
+        f"at w_judge {w_judge:.2f} truth pays on {pays_start:.0%} of the stories with the untrained "
+        f"monitor's critiques and on {pays_truthful:.0%} with truthful ones"
     )
+    if pays_truthful < _NEARLY_ALL:
+        return f"{shares}: on the others not even a truthful monitor makes it pay; raise game.w_judge"
+    if pays_start >= _NEARLY_ALL:
+        return f"{shares}: a frozen monitor might do as well"
+    return f"{shares}: on the difference only a better monitor makes it pay"

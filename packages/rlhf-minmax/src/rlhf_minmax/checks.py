@@ -220,7 +220,8 @@ class Ruler:
 
     def _made_up_length(self, role: str, choice: str) -> int:
         if (role, choice) not in self._made_up:
-            ids = encode_completion(self.models[role].tokenizer, answer_text(choice))
+            made_up = self.stories.prompts.made_up(choice)
+            ids = encode_completion(self.models[role].tokenizer, made_up)
             self._made_up[role, choice] = len(ids)
         return self._made_up[role, choice]
 
@@ -247,12 +248,11 @@ class Ruler:
 
     def _judge_prompt(self, role: str, judge: JudgeConfig, record: QARecord) -> int:
         """Tokens of what a judge reads beside answer and critique."""
+        tokenizer = self.models[role].tokenizer
         if judge.kind == "head":
-            text, reply = self.stories.prompts.judge(record.question, ""), 0
-        else:
-            text = judge.question_template.format(question=record.question, answer="", critique="")
-            reply = _SPELLING
-        return len(encode_prompt(self.models[role].tokenizer, text)) + reply
+            return len(encode_prompt(tokenizer, self.stories.prompts.judge(record.question, "")))
+        text = judge.question_template.format(question=record.question, answer="", critique="")
+        return len(prompt_ids(tokenizer, text, judge)) + _SPELLING
 
     def longest(self) -> list[LongestText]:
         """The longest text of every role, over training and held-out stories; each must fit its context.
@@ -274,7 +274,7 @@ class Ruler:
         return found
 
     def warnings(self) -> list[str]:
-        """Whether `max_new_tokens` leaves room for right answers, and for critiques that quote a sentence."""
+        """What `max_new_tokens` would cut off, and whether made-up answers can be read."""
         train, rules = self.stories.train, self.stories.prompts.rules
         answers = [answer_text(r.answer_text) for r in train]
         if self.models["policy"].name is not None:
@@ -289,7 +289,19 @@ class Ruler:
                 "critiques with a whole sentence",
             ),
         )
-        return [text for text in found if text]
+        return [text for text in (*found, self._unread()) if text]
+
+    def _unread(self) -> str | None:
+        """Whether made-up answers read as the choice they were made from; looked at on the probe stories."""
+        prompts, records = self.stories.prompts, self.stories.train[: self.config.data.probe_stories]
+        texts = [(prompts.made_up(record.answer_text), record) for record in records]
+        unread = [text for text, record in texts if prompts.rules.claim(record, text) != record.answer_text]
+        if not unread:
+            return None
+        return (
+            f"{len(unread)} of {len(texts)} made-up right answers, such as {unread[0]!r}, do not read as the "
+            "choice they name and count as wrong; give game.answer_template words that are in no choice"
+        )
 
     def _cut_off(self, role: str, texts: list[str], limit: int, what: str) -> str | None:
         lengths = [len(encode_completion(self.models[role].tokenizer, text)) + 1 for text in texts]

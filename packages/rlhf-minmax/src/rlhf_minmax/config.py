@@ -12,10 +12,30 @@ from rlhf_data import BaseConfig, QADatasetConfig, StoryWorldConfig, SumWorldCon
 from rlhf_minmax.constraint_config import ConstraintConfig, ConstraintsConfig, GuardConfig
 from rlhf_minmax.schedule import PoolConfig, ScheduleConfig
 from rlhf_minmax.scorer_config import HeldOutConfig, JudgeConfig, RewardModelConfig
+from rlhf_minmax.texts import ANSWER_TEMPLATE
 
 Baseline = Literal["group", "leave_one_out", "batch", "critic"]
 StepRule = Literal["plain", "optimistic"]
 TIME_SCALE_LIMIT = 10
+
+
+def _check_template(template: str | None, fields: tuple[str, ...], *, name: str = "prompt_template") -> None:
+    """Refuse a template that lacks one of its placeholders or has another."""
+    if template is None:
+        return
+    try:
+        found = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
+    except ValueError as error:
+        raise ValueError(
+            f"{name} {template!r} is no template ({error}); write a literal brace twice"
+        ) from error
+    expected = " and ".join(f"{{{field}}}" for field in fields)
+    for field in found:
+        if field not in fields:
+            raise ValueError(f"{name} has the unknown placeholder {{{field}}}; use {expected}")
+    for field in fields:
+        if field not in found:
+            raise ValueError(f"{name} lacks the placeholder {{{field}}}; it needs {expected}")
 
 
 class PlayerConfig(BaseConfig):
@@ -74,6 +94,8 @@ class PlayerConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if not all(0 <= beta < 1 for beta in self.adam_betas):
+            raise ValueError(f"adam_betas {list(self.adam_betas)} are decay rates; expected two in [0, 1)")
         if (self.load_in_8bit or self.load_in_4bit) and not self.use_lora:
             raise ValueError(
                 "quantised weights cannot be trained; set use_lora true or load them unquantised"
@@ -189,10 +211,13 @@ class GameConfig(BaseConfig):
     """Critiques per answer, from the updated monitor, that the policy's reward averages over; 0 for none."""
     tampered_fraction: float = Field(default=0.5, ge=0, le=1)
     """Made-up answers, right and wrong, that the monitor criticises besides, per story."""
+    answer_template: str = ANSWER_TEMPLATE
+    """Wording of every answer that the policy did not write, with {choice}: the one that the policy uses."""
     w_reward: float = Field(default=1.0, ge=0)
     """Weight of the reward model's standardised score."""
     w_judge: float | None = Field(default=None, ge=0)
-    """Weight of the judge's standardised score; null takes break_even_factor times the break-even weight."""
+    """Weight of the judge's standardised score; null takes break_even_factor times the break-even weight,
+    at least w_reward, and 1 where that is 0."""
     break_even_factor: float = Field(default=1.75, gt=0)
     """Safety factor on the break-even weight."""
     unparsable_answer_penalty: float = Field(default=3.0, ge=0)
@@ -205,6 +230,14 @@ class GameConfig(BaseConfig):
     """Weight of the k3 KL to the reference in the loss of both players."""
     target_kl: float = Field(default=0.05, gt=0)
     """Updates on one batch stop when the mean KL to the sampling policy, in nats per token, exceeds this."""
+
+    @field_validator("answer_template")
+    @classmethod
+    def _answer_template(cls, template: str) -> str:
+        _check_template(template, ("choice",), name="answer_template")
+        if template.format(choice="\0").count("\0") > 1:
+            raise ValueError(f"answer_template {template!r} names {{choice}} more than once; name it once")
+        return template
 
 
 class DemoSettings(BaseConfig):
@@ -243,7 +276,7 @@ class DiagnosticsConfig(BaseConfig):
     sample_steps: int | None = Field(default=10, ge=1)
     """Keep greedy exchanges on four held-out stories in samples.jsonl every so many steps; null never."""
     best_response_updates: int = Field(default=0, ge=0)
-    """Updates of each player in the best-response probes at the end; 0 leaves them out."""
+    """Rounds of updates of each player in the best-response probes at the end; 0 leaves them out."""
 
 
 class MinMaxConfig(BaseConfig):
@@ -287,6 +320,16 @@ class MinMaxConfig(BaseConfig):
     """Seeds everything: stories, demonstration models, sampling, orders."""
 
     @model_validator(mode="after")
+    def _multiplier_starts_within_bounds(self) -> Self:
+        start, limit = self.training.constraint_penalty_lambda, self.constraint.lambda_max
+        if self.constraint.rule != "fixed" and start > limit:
+            raise ValueError(
+                f"training.constraint_penalty_lambda {start} is above constraint.lambda_max {limit}; "
+                "lower it or raise the bound"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _one_remedy(self) -> Self:
         rules = self.policy_model.step_rule, self.monitor_model.step_rule
         if self.schedule.extragradient and rules != ("plain", "plain"):
@@ -306,22 +349,3 @@ class MinMaxConfig(BaseConfig):
     def _monitor_template(cls, player: MonitorConfig) -> MonitorConfig:
         _check_template(player.prompt_template, ("prompt", "answer"))
         return player
-
-
-def _check_template(template: str | None, fields: tuple[str, ...]) -> None:
-    """Refuse a template that lacks one of its placeholders or has another."""
-    if template is None:
-        return
-    try:
-        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
-    except ValueError as error:
-        raise ValueError(
-            f"prompt_template {template!r} is no template ({error}); write a literal brace twice"
-        ) from error
-    expected = " and ".join(f"{{{name}}}" for name in fields)
-    for name in names:
-        if name not in fields:
-            raise ValueError(f"prompt_template has the unknown placeholder {{{name}}}; use {expected}")
-    for name in fields:
-        if name not in names:
-            raise ValueError(f"prompt_template lacks the placeholder {{{name}}}; it needs {expected}")

@@ -70,11 +70,31 @@ class ControllerConfig(DualConfig):
     start: float = Field(default=1.0, ge=0)
     """Multiplier λ at the start."""
 
+    @model_validator(mode="after")
+    def _start_is_within_bounds(self) -> Self:
+        if self.rule != "fixed" and self.start > self.lambda_max:
+            raise ValueError(f"start {self.start} is above lambda_max {self.lambda_max}; lower it")
+        return self
+
+
+class LengthConstraint(ControllerConfig):
+    """On the mean length of completions, as a share of the player's max_new_tokens."""
+
+    threshold: float = Field(default=0.5, ge=0)
+    """Share that is tolerated."""
+
+
+class KLConstraint(ControllerConfig):
+    """On the mean k3 KL to the reference, in nats per token."""
+
+    threshold: float = Field(default=0.5, ge=0)
+    """KL that is tolerated."""
+
 
 class MonitorConstraints(BaseConfig):
     """Further constraints on critiques; null leaves one out."""
 
-    length: ControllerConfig | None = None
+    length: LengthConstraint | None = None
     """Mean length of a critique, as a share of monitor_model.max_new_tokens."""
     format: ControllerConfig | None = None
     """Share of critiques that break the form or are cut off."""
@@ -85,9 +105,9 @@ class MonitorConstraints(BaseConfig):
 class PolicyConstraints(BaseConfig):
     """Constraints on answers; null leaves one out."""
 
-    kl: ControllerConfig | None = None
+    kl: KLConstraint | None = None
     """Mean k3 KL to the reference in nats per token; its λ adds to beta in the policy's loss."""
-    length: ControllerConfig | None = None
+    length: LengthConstraint | None = None
     """Mean length of an answer, as a share of policy_model.max_new_tokens."""
     refusal: ControllerConfig | None = None
     """Share of answers that name no choice."""

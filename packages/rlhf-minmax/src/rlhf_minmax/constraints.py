@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlhf_infer import Rollout
-from rlhf_minmax.constraint_config import ControllerConfig
-from rlhf_minmax.duals import DualSettings, DualState, update_multiplier
+from rlhf_minmax.constraint_config import ControllerConfig, MonitorConstraints, PolicyConstraints
+from rlhf_minmax.duals import DualSettings, DualState, pid_terms, update_multiplier
 
 TRUTHFULNESS = "truthfulness"
 """The monitor's constraint that short metric names, `dual/lambda` and `constraint/violation`, mean."""
@@ -37,9 +37,19 @@ class Controller:
         return cls(name, config.dual_settings(), config.start)
 
     def update(self, violation: float) -> dict[str, float]:
-        """Move the multiplier by a measured violation; what is known of the constraint then."""
+        """Move the multiplier by a measured violation; what is known of the constraint then.
+
+        Returns:
+            `metrics`, and with the rule `pid` λ's parts `dual/<name>/p`, `i` and `d`.
+        """
+        before = self.state.violation_ema
         self.state = update_multiplier(self.state, violation, self.settings)
-        return self.metrics(violation)
+        found, smoothed = self.metrics(violation), self.state.violation_ema
+        if self.settings.rule == "pid" and smoothed is not None:
+            change = 0.0 if before is None else smoothed - before
+            parts = pid_terms(smoothed - self.settings.threshold, self.state.integral, change, self.settings)
+            found |= {f"dual/{self.name}/{part}": value for part, value in zip("pid", parts, strict=True)}
+        return found
 
     def metrics(self, violation: float) -> dict[str, float]:
         """`constraint/<name>/...` and `dual/<name>/...`."""
@@ -65,6 +75,32 @@ class Controller:
     def load(self, state: Mapping[str, Any]) -> None:
         """Take up what `to_dict` gave."""
         self.state = DualState(**state)
+
+    def go_back(self, state: Mapping[str, Any]) -> None:
+        """Take up λ and what moves it from what `to_dict` gave; what was counted since stays counted."""
+        moved = {name: state[name] for name in ("multiplier", "violation_ema", "integral")}
+        self.state = replace(self.state, **moved)
+
+
+def under_short_names(metrics: dict[str, float]) -> dict[str, float]:
+    """Truthfulness' metrics, with the most important under short names besides."""
+    short = {
+        "constraint/violation": f"constraint/{TRUTHFULNESS}/violation",
+        "constraint/violation_ema": f"constraint/{TRUTHFULNESS}/violation_ema",
+        "dual/lambda": f"dual/{TRUTHFULNESS}/lambda",
+        "dual/saturated": f"dual/{TRUTHFULNESS}/saturated",
+    }
+    return {name: metrics[long] for name, long in short.items()} | metrics
+
+
+def controllers(role: str, section: MonitorConstraints | PolicyConstraints) -> dict[str, Controller]:
+    """The controllers of a section's constraints that are on, by `<role>_<constraint>`."""
+    configs = {name: getattr(section, name) for name in type(section).model_fields}
+    return {
+        f"{role}_{name}": Controller.of(f"{role}_{name}", config)
+        for name, config in configs.items()
+        if config is not None
+    }
 
 
 def length_violations(rollouts: Sequence[Rollout], limit: int) -> Tensor:

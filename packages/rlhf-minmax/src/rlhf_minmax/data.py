@@ -74,7 +74,7 @@ def _world_columns(data: DataConfig) -> QADatasetConfig:
 def _prompts(config: MinMaxConfig, columns: QADatasetConfig, rules: TextRules) -> Prompts:
     policy = config.policy_model.prompt_template or POLICY_TEMPLATE
     monitor = config.monitor_model.prompt_template or MONITOR_TEMPLATE
-    return Prompts(columns, rules, policy, monitor)
+    return Prompts(columns, rules, policy, monitor, config.game.answer_template)
 
 
 def _from_files(data: DataConfig, train_data: str) -> tuple[list[QARecord], list[QARecord]]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rlhf_data import QARecord
-from rlhf_minmax.texts import TextRules
+from rlhf_minmax.texts import ANSWER_TEMPLATE, TextRules
 
 _REPEATS_RIVAL = 0.5
 _QUOTES_RIVAL = 0.6
@@ -23,8 +23,8 @@ _FOREIGN_CHOICE = 0.15
 
 
 def answer_text(choice: str) -> str:
-    """The completion that claims `choice`; it starts with a blank, since it follows a colon."""
-    return f" it is {choice} ."
+    """The completion of the demonstration's models that claims `choice`."""
+    return ANSWER_TEMPLATE.format(choice=choice)
 
 
 def critique_text(evidence: str, verdict: str) -> str:

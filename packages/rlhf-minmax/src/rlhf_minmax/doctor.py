@@ -11,6 +11,8 @@ from rlhf_minmax.config import MinMaxConfig
 
 FIRST_STEPS = 4
 """Steps of each player that are looked at before anything is said of its signals."""
+_SHOWN = 80
+"""Characters of an answer that findings quote."""
 _MOST, _FEW, _DROWNED, _SATURATED_STEPS, _MISMATCH = 0.5, 0.1, 20.0, 8, 0.02
 
 
@@ -21,13 +23,15 @@ class Sign:
     Args:
         key: the metric.
         is_bad: of the average.
-        text: what it means and what to change; formatted with the average as `value` and the config as
-        `config`.
+        text: what it means and what to change; formatted with the average as `value`, the config as
+        `config`, and as `example` an answer of the policy.
+        unless: a share; where next to nothing of it is left, it is the cause, and says so itself.
     """
 
     key: str
     is_bad: Callable[[float], bool]
     text: str
+    unless: str = ""
 
 
 _SIGNS = (
@@ -56,10 +60,19 @@ _SIGNS = (
         "form in policy_model.prompt_template",
     ),
     Sign(
+        "policy/form_match",
+        lambda value: value < _MOST,
+        "only {value:.0%} of the answers that name a choice are worded as made-up ones are, by "
+        "game.answer_template {config.game.answer_template!r}; the policy writes {example!r}, so that the "
+        "wording alone gives the right verdict away; set game.answer_template to the policy's wording, "
+        "blanks included, or ask for one wording in policy_model.prompt_template",
+    ),
+    Sign(
         "monitor/frac_groups_zero_std",
         lambda value: value > 1 - _FEW,
         "in {value:.0%} of the groups all critiques of an answer earn the same, so the monitor has nothing "
         "to learn from; raise monitor_model.temperature or game.num_critiques",
+        unless="monitor/parse_rate",
     ),
     Sign(
         "policy/frac_groups_zero_std",
@@ -127,11 +140,16 @@ class Doctor:
         """What was said and seen, for a checkpoint."""
         return {"said": self.said, "seen": self._seen, "saturated": self._saturated}
 
-    def look(self, metrics: Mapping[str, Any]) -> list[str]:
-        """Take in the metrics of a step; findings that are new."""
-        return [*self._first_steps(metrics), *self._multipliers(metrics)]
+    def look(self, metrics: Mapping[str, Any], example: str = "") -> list[str]:
+        """Take in the metrics of a step; findings that are new.
 
-    def _first_steps(self, metrics: Mapping[str, Any]) -> list[str]:
+        Args:
+            metrics: of the step.
+            example: an answer of the step that is worded otherwise than made-up ones, if there is one.
+        """
+        return [*self._first_steps(metrics, example), *self._multipliers(metrics)]
+
+    def _first_steps(self, metrics: Mapping[str, Any], example: str) -> list[str]:
         found = []
         for sign in _SIGNS:
             name = f"{sign.key}:{sign.text[:20]}"
@@ -140,9 +158,13 @@ class Doctor:
             if value is None or len(seen) >= FIRST_STEPS:
                 continue
             seen.append(float(value))
-            if len(seen) == FIRST_STEPS and sign.is_bad(fmean(seen)) and name not in self.said:
+            due = len(seen) == FIRST_STEPS and name not in self.said
+            caused = (metrics.get(sign.unless, 1.0) or 0.0) < _FEW
+            if due and not caused and sign.is_bad(fmean(seen)):
                 self.said.append(name)
-                found.append(sign.text.format(value=fmean(seen), config=self.config))
+                found.append(
+                    sign.text.format(value=fmean(seen), config=self.config, example=example[:_SHOWN])
+                )
         return found
 
     def _multipliers(self, metrics: Mapping[str, Any]) -> list[str]:
@@ -198,6 +220,12 @@ def config_findings(config: MinMaxConfig, num_stories: int) -> list[str]:
         found.append(
             "the truthfulness constraint has a fixed multiplier of 0, so slander pays the monitor; choose "
             "another constraint.rule or raise training.constraint_penalty_lambda"
+        )
+    if training.monitor_updates_per_policy == 0 and config.schedule.freeze_policy_below is not None:
+        found.append(
+            "training.monitor_updates_per_policy is 0 and the policy stands still while the monitor is below "
+            f"schedule.freeze_policy_below {config.schedule.freeze_policy_below}, so that nobody may ever "
+            "learn; set the gate to null or train the monitor"
         )
     for role in ("policy", "monitor"):
         player = getattr(config, f"{role}_model")

@@ -12,7 +12,6 @@ from rlhf_minmax.checks import Checked, LongestText, ModelInfo, Ruler, check_run
 from rlhf_minmax.config import MinMaxConfig
 from rlhf_minmax.data import Stories, load_stories
 from rlhf_minmax.demo import demo_folder
-from rlhf_minmax.demo_texts import answer_text
 from rlhf_minmax.events import device_rows
 from rlhf_minmax.measurement import CROSS_PLAYED
 from rlhf_minmax.memory import Memory, estimate_memory
@@ -119,8 +118,9 @@ def _judged_prompts(
     """The monitor's prompts about one sampled answer to a story, and about a made-up one, if any."""
     prompts = [ruler.monitor_prompt(record, _completion(0, config.policy_model.max_new_tokens))]
     if tampered:
-        made_up = encode_completion(ruler.models["monitor"].tokenizer, answer_text(record.answer_text))
-        prompts.append(ruler.monitor_prompt(record, made_up))
+        made_up = ruler.stories.prompts.made_up(record.answer_text)
+        ids = encode_completion(ruler.models["monitor"].tokenizer, made_up)
+        prompts.append(ruler.monitor_prompt(record, ids))
     return prompts
 
 

@@ -67,6 +67,23 @@ class DualState:
         )
 
 
+def pid_terms(
+    excess: float, integral: float, change: float, settings: DualSettings
+) -> tuple[float, float, float]:
+    """The parts α P e, α Σe and α D max(0, change) that `pid` adds up to λ, before its bounds.
+
+    Args:
+        excess: e, smoothed violation above the threshold.
+        integral: Σe.
+        change: of the smoothed violation.
+        settings: α and gains.
+    """
+    rise = max(0.0, change)
+    parts = settings.proportional_gain * excess, integral, settings.derivative_gain * rise
+    proportional, accumulated, derivative = (settings.step_size * part for part in parts)
+    return proportional, accumulated, derivative
+
+
 def update_multiplier(state: DualState, violation: float, settings: DualSettings) -> DualState:
     """One step of dual ascent on a violation v, smoothed to v̄; λ stays within its bounds.
 
@@ -102,10 +119,7 @@ def update_multiplier(state: DualState, violation: float, settings: DualSettings
         multiplier *= math.exp(settings.step_size * excess)
     else:
         integral = min(max(0.0, integral + excess), settings.maximum / settings.step_size)
-        rise = max(0.0, smoothed - before)
-        multiplier = settings.step_size * (
-            settings.proportional_gain * excess + integral + settings.derivative_gain * rise
-        )
+        multiplier = sum(pid_terms(excess, integral, smoothed - before, settings))
     if settings.rule != "fixed":
         multiplier = min(max(multiplier, settings.minimum), settings.maximum)
     return replace(

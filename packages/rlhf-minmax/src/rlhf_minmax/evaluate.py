@@ -139,8 +139,15 @@ def batch_metrics(output: MinMaxOutput, bare: Tensor | None = None) -> Metrics:
         **answer_metrics(output.answers, output.rewards),
         **verdict_metrics(output.critiques, output.labels.tolist()),
         **effects,
-        **_value_metrics(output.judged_rewards, output.judge_scores, output.combined),
+        **_value_metrics(*_played(output)),
     }
+
+
+def _played(output: MinMaxOutput) -> tuple[Tensor, Tensor, Tensor]:
+    """Rewards, judge scores and their sum of sampled answers, without those that were made up."""
+    sampled = torch.tensor([answer.rollout is not None for answer in output.judged])
+    played = sampled[torch.tensor([critique.answer for critique in output.critiques])]
+    return output.judged_rewards[sampled], output.judge_scores[played], output.combined[played]
 
 
 def evaluate(

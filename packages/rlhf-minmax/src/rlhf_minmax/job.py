@@ -13,6 +13,7 @@ from rlhf_algos.processes import from_first_process, is_first_process, wait_for_
 from rlhf_data import RunFolder, UserError, atomic_write_json
 from rlhf_eval import minmax_figure, training_curves, write_minmax_report
 from rlhf_eval.report import run_metrics
+from rlhf_minmax.api_usage import api_usage
 from rlhf_minmax.break_even import BreakEven, measure_break_even, measure_scales
 from rlhf_minmax.checks import check_run
 from rlhf_minmax.config import MinMaxConfig
@@ -22,7 +23,14 @@ from rlhf_minmax.demo_held_out import with_held_out_reward
 from rlhf_minmax.evaluate import Metrics, sample_exchanges
 from rlhf_minmax.events import Clock, Events, device_rows, versions
 from rlhf_minmax.held_out import measure_held_out_scales
-from rlhf_minmax.measurement import best_responses, calibration, findings, measure_game, past_against_past
+from rlhf_minmax.measurement import (
+    best_responses,
+    calibration,
+    findings,
+    form_warnings,
+    measure_game,
+    past_against_past,
+)
 from rlhf_minmax.pipeline import MinMaxPipeline, Scale
 from rlhf_minmax.players import Players, load_players
 from rlhf_minmax.prompts import prompt_ids
@@ -46,7 +54,6 @@ from rlhf_models import DeviceManager
 
 _PREFLIGHT, _REPORT = "preflight.json", "report.html"
 _TINY_PARAMETERS = 5_000_000
-_FEW = 0.2
 _NUM_SAMPLES = 8
 _CURVES = (
     "policy/accuracy",
@@ -135,6 +142,7 @@ class MinMaxJob:
             "break_even": check.to_dict(),
             "device_plan": device_rows(devices),
             "wall_time": clock.split(),
+            "api_usage": api_usage(game.pipeline.judge, game.held_out.judge),
             "num_tokens": trainer.num_tokens,
             "steps": trainer.step,
             "resumed": resume,
@@ -163,6 +171,7 @@ class MinMaxJob:
             results |= {"checkpoint": checkpoint.name, "after": after}
         clock.lap("evaluation")
         results |= {"device_plan": device_rows(devices), "wall_time": clock.split(), "versions": versions()}
+        results["api_usage"] = api_usage(game.pipeline.judge, game.held_out.judge)
         if is_first_process():
             atomic_write_json(self.run.path / "evaluation.json", results)
         return results
@@ -258,7 +267,7 @@ class MinMaxJob:
         clock.lap("evaluation")
         self.events.break_even(check)
         self.events.evaluated("before", saved["before"])
-        for warning in _form_warnings(saved["before"]):
+        for warning in form_warnings(saved["before"]):
             self.events.warning(warning)
         return Game(pipeline, held_out, game.demo), check, saved["before"]
 
@@ -383,17 +392,6 @@ class MinMaxJob:
         if is_first_process():
             write_minmax_report(self.run, report)
         return results
-
-
-def _form_warnings(before: Metrics) -> list[str]:
-    """What it means when the starting players hardly ever keep the form that is read."""
-    rates = {"critiques": before["monitor/parse_rate"], "answers": before["policy/parse_rate"]}
-    return [
-        f"only {rate:.0%} of the start's {what} can be read, so there is little to learn from; "
-        "take a model that keeps the form, or fine-tune it on examples first"
-        for what, rate in rates.items()
-        if rate is not None and rate < _FEW
-    ]
 
 
 def _num_parameters(players: Players) -> int:

@@ -19,6 +19,7 @@ from rlhf_minmax.scorers import HeldOut
 from rlhf_models import PolicyModel
 
 _SEED = 30
+_FEW_READ = 0.2
 CROSS_PLAYED = 5
 """Members of a pool that meet each other at the end, spread over the run."""
 
@@ -89,6 +90,17 @@ def best_responses(pipeline: MinMaxPipeline, multiplier: float, stories: Stories
             seed=config.seed,
         ).to_metrics()
     return found
+
+
+def form_warnings(before: Metrics) -> list[str]:
+    """What it means when the starting players hardly ever keep the form that is read."""
+    rates = {"critiques": before["monitor/parse_rate"], "answers": before["policy/parse_rate"]}
+    return [
+        f"only {rate:.0%} of the start's {what} can be read, so there is little to learn from; "
+        "take a model that keeps the form, or fine-tune it on examples first"
+        for what, rate in rates.items()
+        if rate is not None and rate < _FEW_READ
+    ]
 
 
 def findings(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

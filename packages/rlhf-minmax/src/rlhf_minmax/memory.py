@@ -74,8 +74,9 @@ def estimate_memory(
     - Activations of a training pass: see `rlhf_models.memory.activation_bytes`.
     - Keys and values of a generation: tokens held at a time x layers x 2 x key-value width.
 
-    Not covered: CUDA's context, Python and its libraries, the second optimizer of a best-response probe,
-    and what `activation_bytes` leaves out.
+    - Best-response probes: the larger player's `state_bytes` again, and a copy of it on the CPU.
+
+    Not covered: CUDA's context, Python and its libraries, and what `activation_bytes` leaves out.
 
     Args:
         config: the run's settings.
@@ -102,6 +103,8 @@ def estimate_memory(
         part = _remembered(player, models[role], counts[role], devices.device(role), state)
         ahead = _COPY_BYTES * counts[role] if config.schedule.extragradient else 0
         parts.append(replace(part, copies=part.copies + ahead))
+    if config.diagnostics.best_response_updates:
+        parts += _probed(counts, devices, state)
     return _by_device([*parts, _copies_on_cpu(config, counts), *_scorers(config, models, devices)])
 
 
@@ -177,6 +180,13 @@ def _remembered(
     critic = (_WEIGHT_BYTES + state) * (hidden + 1) if player.baseline == "critic" else 0.0
     copies = _STEP_COPIES[player.step_rule] + (player.average_decay is not None)
     return Memory(device, 0.0, critic, copies=_COPY_BYTES * count * copies)
+
+
+def _probed(counts: Mapping[str, int], devices: DeviceManager, state: float) -> list[Memory]:
+    """The optimizer of a best-response probe, which trains one player at a time, and the player as it was."""
+    role = max(("policy", "monitor"), key=lambda role: counts[role])
+    copy = Memory(torch.device("cpu"), 0.0, copies=_COPY_BYTES * counts[role])
+    return [Memory(devices.device(role), 0.0, state * counts[role]), copy]
 
 
 def _copies_on_cpu(config: MinMaxConfig, counts: Mapping[str, int]) -> Memory:

@@ -14,7 +14,15 @@ from torch import Tensor
 from rlhf_algos.advantages import zero_std_fraction
 from rlhf_algos.processes import is_first_process
 from rlhf_minmax.config import MinMaxConfig
-from rlhf_minmax.constraints import TRUTHFULNESS, Controller, flags, length_violations, penalties
+from rlhf_minmax.constraints import (
+    TRUTHFULNESS,
+    Controller,
+    controllers,
+    flags,
+    length_violations,
+    penalties,
+    under_short_names,
+)
 from rlhf_minmax.duals import DualState
 from rlhf_minmax.guards import MonitorGuard, collapse
 from rlhf_minmax.pipeline import Answer, CritiqueSample, MinMaxOutput, MinMaxPipeline
@@ -25,6 +33,8 @@ from rlhf_minmax.saddle import LookAhead
 from rlhf_minmax.schedule import Turn, next_turn, smoothed
 
 Metrics = dict[str, float | None]
+_OF_THE_FIRST = {"kl_start", "sampling_kl", "frac_groups_zero_std", "truth_to_judge_spread"}
+"""What is told of the critiques that all else of a step is measured on, where there are several batches."""
 _FRESH = 500_000
 """Seeds of a step's further batches of critiques are so far apart."""
 
@@ -54,8 +64,9 @@ class DualPPOOptimizer:
         total_steps: int = 1,
     ) -> None:
         self.pipeline, self.config = pipeline, config
-        self.policy = self._player("policy", total_steps)
-        self.policy_constraints = _controllers("policy", config.constraints.policy)
+        self._policy_starts = config.training.monitor_warmup_steps if adversary else 0
+        self.policy = self._player("policy", max(1, total_steps - self._policy_starts))
+        self.policy_constraints = controllers("policy", config.constraints.policy)
         self.monitor: PlayerOptimizer | None = None
         self.monitor_constraints: dict[str, Controller] = {}
         self.guard: MonitorGuard | None = None
@@ -66,7 +77,7 @@ class DualPPOOptimizer:
         )
         if adversary:
             self.monitor = self._player("monitor", total_steps)
-            self.monitor_constraints = _controllers("monitor", config.constraints.monitor)
+            self.monitor_constraints = controllers("monitor", config.constraints.monitor)
             self.guard = MonitorGuard(config.guards, self.monitor.parameters)
 
     def _player(self, role: Literal["policy", "monitor"], total_steps: int) -> PlayerOptimizer:
@@ -183,8 +194,11 @@ class DualPPOOptimizer:
         return playing(self.pipeline.players.monitor, past_monitor)
 
     def begin_step(self, step: int) -> dict[str, float]:
-        """Set both players' learning rates for a step counted from 0; the rates and their ratio."""
-        rates = {"policy/learning_rate": self.policy.begin_step(step)}
+        """Set both players' learning rates for a step counted from 0; the rates and their ratio.
+
+        The policy's schedule begins where it begins to learn.
+        """
+        rates = {"policy/learning_rate": self.policy.begin_step(max(0, step - self._policy_starts))}
         if self.monitor is not None:
             rates["monitor/learning_rate"] = self.monitor.begin_step(step)
             if rates["policy/learning_rate"] > 0:
@@ -223,7 +237,7 @@ class DualPPOOptimizer:
                 fresh = self.pipeline.criticise_again(output, seed=seed + _FRESH * i)
                 newest = self._monitor_update(fresh, 1)
                 sums = {name: metrics[name] + newest[name] for name in ("updates", "num_tokens")}
-                metrics = newest | sums
+                metrics = newest | {name: metrics[name] for name in _OF_THE_FIRST & metrics.keys()} | sums
         metrics |= self._move(self.monitor_constraints, self._monitor_violations(output.critiques))
         return {name if "/" in name else f"monitor/{name}": value for name, value in metrics.items()}
 
@@ -263,14 +277,7 @@ class DualPPOOptimizer:
 
     def dual_step(self, violation: float) -> dict[str, float]:
         """Move truthfulness' λ by the violation measured on the batch."""
-        metrics = self._truth.update(violation)
-        short = {
-            "constraint/violation": f"constraint/{TRUTHFULNESS}/violation",
-            "constraint/violation_ema": f"constraint/{TRUTHFULNESS}/violation_ema",
-            "dual/lambda": f"dual/{TRUTHFULNESS}/lambda",
-            "dual/saturated": f"dual/{TRUTHFULNESS}/saturated",
-        }
-        return {name: metrics[long] for name, long in short.items()} | metrics
+        return under_short_names(self._truth.update(violation))
 
     @staticmethod
     def _move(controllers: Mapping[str, Controller], violations: Mapping[str, Tensor]) -> dict[str, float]:
@@ -301,10 +308,12 @@ class DualPPOOptimizer:
             assert self.monitor is not None
             self.monitor.forget()
             if state is not None:
-                self._truth.load(state)
+                self._truth.go_back(state)
         elif sign is None:
             self.guard.remember(self.dual.violation_ema, threshold, self._truth.to_dict())
-        return {"guard/collapsed": float(sign is not None), "guard/rollbacks": float(self.guard.rollbacks)}
+        counts = {"guard/collapsed": float(sign is not None), "guard/rollbacks": float(self.guard.rollbacks)}
+        violation = float(output.weighted_violation.mean())
+        return under_short_names(self._truth.metrics(violation)) | counts
 
     def policy_step(self, answers: Sequence[Answer], rewards: Tensor) -> dict[str, float]:
         """Update of the policy on the answers of one pass."""
@@ -381,13 +390,3 @@ class DualPPOOptimizer:
 
     def _all_controllers(self) -> list[Controller]:
         return [self._truth, *self.monitor_constraints.values(), *self.policy_constraints.values()]
-
-
-def _controllers(role: str, section: Any) -> dict[str, Controller]:
-    """The controllers of a section's constraints that are on, by `<role>_<constraint>`."""
-    configs = {name: getattr(section, name) for name in type(section).model_fields}
-    return {
-        f"{role}_{name}": Controller.of(f"{role}_{name}", config)
-        for name, config in configs.items()
-        if config is not None
-    }

@@ -16,7 +16,6 @@ from rlhf_infer import Rollout, SamplingParams, TransformersEngine
 from rlhf_infer.judges import Judge
 from rlhf_minmax.config import MinMaxConfig
 from rlhf_minmax.constraint import violations, weighted_violations
-from rlhf_minmax.demo_texts import answer_text
 from rlhf_minmax.players import Players
 from rlhf_minmax.pool import Member, playing
 from rlhf_minmax.prompts import Prompts, prompt_ids
@@ -317,9 +316,8 @@ class MinMaxPipeline:
         """An answer written by hand, as it were: the right choice, or a wrong one."""
         record = batch[story]
         wrong = [choice for choice in record.choices if choice != record.answer_text]
-        return self.read_answer(
-            batch, story, answer_text(record.answer_text if correct else rng.choice(wrong))
-        )
+        choice = record.answer_text if correct else rng.choice(wrong)
+        return self.read_answer(batch, story, self.prompts.made_up(choice))
 
     def _made_up(
         self, batch: Sequence[QARecord], sampled_correct: list[bool], rng: random.Random

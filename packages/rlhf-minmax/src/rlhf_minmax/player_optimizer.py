@@ -24,6 +24,8 @@ from rlhf_minmax.stepping import PlayerScorer, ReplicatedStepper, Stepper, ZeroS
 from rlhf_models import PolicyModel, ValueHead
 
 _MEASURED = ("loss", "kl", "approx_kl", "clip_fraction", "entropy", "value_loss")
+_ROUNDING = 1e-6
+"""Of means and scores in fp32, relative to the largest reward; what it leaves of equal ones is no signal."""
 _VALUE_CLIP = 0.2
 """How far a value may move from that at sampling before its loss is clipped, as in TRL's PPO."""
 
@@ -47,7 +49,7 @@ class _Scored:
 
 
 def sequence_advantages(rewards: Tensor, groups: Tensor, baseline: Baseline) -> Tensor:
-    """(B,) rewards minus their baseline, divided by the batch's deviation.
+    """(B,) rewards minus their baseline, divided by the batch's deviation; 0 where that is rounding.
 
     Args:
         rewards: (B,).
@@ -58,9 +60,12 @@ def sequence_advantages(rewards: Tensor, groups: Tensor, baseline: Baseline) -> 
     if baseline == "critic":
         return rewards
     if baseline == "batch":
-        return scale_by_std(rewards - rewards.mean())
-    centred = group_baseline if baseline == "group" else leave_one_out
-    return scale_by_std(centred(rewards, groups))
+        centred = rewards - rewards.mean()
+    else:
+        centred = (group_baseline if baseline == "group" else leave_one_out)(rewards, groups)
+    if centred.abs().max() <= _ROUNDING * rewards.abs().max():
+        return torch.zeros_like(centred)
+    return scale_by_std(centred)
 
 
 class PlayerOptimizer:

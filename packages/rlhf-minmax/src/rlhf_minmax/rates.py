@@ -1,13 +1,13 @@
-"""Rates of a batch: how verdicts err, which part of a reward prevails, how many critiques keep the form."""
+"""Rates of a batch: how verdicts err, which part of a reward prevails, what keeps the form."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from rlhf_algos.advantages import group_baseline
-from rlhf_minmax.pipeline import CritiqueSample
+from rlhf_minmax.pipeline import Answer, CritiqueSample
 
 
 def verdict_errors(critiques: Sequence[CritiqueSample], labels: Tensor) -> tuple[float | None, float | None]:
@@ -46,3 +46,22 @@ def critique_rates(critiques: Sequence[CritiqueSample]) -> dict[str, float]:
         "monitor/evidence_valid_rate": sum(c.evidence_valid for c in critiques) / count,
         "monitor/truncated_rate": sum(c.rollout.finish_reason == "length" for c in critiques) / count,
     }
+
+
+def form_match(answers: Sequence[Answer], made_up: Callable[[str], str]) -> tuple[float | None, str]:
+    """How many of a policy's answers are worded exactly as made-up ones, blanks included.
+
+    Made-up answers have the label that the policy's own are short of. Where the wording differs, it gives the
+    right verdict away.
+
+    Args:
+        answers: of the policy.
+        made_up: words an answer that claims a choice.
+
+    Returns:
+        Share of the answers that name a choice, None where none does; one that is worded otherwise, or "".
+    """
+    named = [(answer.text, made_up(answer.claim)) for answer in answers if answer.claim is not None]
+    foreign = [text for text, expected in named if text != expected]
+    share = 1 - len(foreign) / len(named) if named else None
+    return share, foreign[0] if foreign else ""

@@ -12,7 +12,7 @@ from rlhf_infer.judge_settings import checked_template
 
 _FIELDS_OF = {
     "head": {"model_name", "load_in_8bit", "share_backbone"},
-    "prompted": {"model_name", "load_in_8bit", "template"},
+    "prompted": {"model_name", "load_in_8bit", "template", "chat"},
     "rule": set[str](),
     "api": {"model_name", "template", "base_url", "cache", *APISettings.model_fields},
 }
@@ -48,6 +48,8 @@ class JudgeConfig(APISettings):
     """Of `head`: run it as an adapter on the players' backbone; null where it is one of their model."""
     template: str | None = None
     """Of `prompted` and `api`: text with {question}, {answer}, {critique}; null takes the built-in one."""
+    chat: bool | None = None
+    """Of `prompted`: ask in its tokenizer's chat template; null where it has one, true demands one."""
     base_url: str | None = None
     """What `/chat/completions` is appended to, such as https://api.openai.com/v1."""
     cache: bool = True

@@ -18,7 +18,7 @@ from rlhf_minmax.config import MinMaxConfig
 from rlhf_minmax.demo import DemoModels, default_cache_folder
 from rlhf_minmax.pipeline import Scale, Scorer
 from rlhf_minmax.players import Players
-from rlhf_minmax.prompts import Prompts
+from rlhf_minmax.prompts import Prompts, uses_chat
 from rlhf_minmax.scorer_config import JudgeConfig, RewardModelConfig
 from rlhf_minmax.shared_scorers import Host, SharedScorer, load_shared, scorer_host
 from rlhf_models import (
@@ -229,7 +229,13 @@ class _Loader:
             assert judge.model_name is not None, "JudgeConfig demands it"
             model = load_causal_lm(judge.model_name, load_in_8bit=judge.load_in_8bit, **self._place("judge"))
             tokenizer = load_tokenizer(judge.model_name)
-            return PromptedJudge(model, tokenizer, template=judge.question_template, max_tokens=budget)
+            return PromptedJudge(
+                model,
+                tokenizer,
+                template=judge.question_template,
+                max_tokens=budget,
+                chat=uses_chat(tokenizer, judge),
+            )
         head = self._classifier(JudgeModel, role, self.demo and self.demo.judge)
         return HeadJudge(head, prompts, max_tokens=budget)
 

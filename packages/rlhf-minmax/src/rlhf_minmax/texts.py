@@ -12,6 +12,8 @@ POLICY_TEMPLATE = "{prompt}answer:"
 """Default prompt of the policy; `{prompt}` is the record rendered by the data set's own template."""
 MONITOR_TEMPLATE = "{prompt}answer:{answer}\ncritique:"
 """Default prompt of the monitor; it starts like the policy's, so that both share the story's computation."""
+ANSWER_TEMPLATE = " it is {choice} ."
+"""Default wording of an answer that claims `{choice}`; it starts with a blank, since it follows a colon."""
 
 _CRITIQUE = re.compile(r"(?P<evidence>\S.*?) so (?P<verdict>right|wrong)(?: (?P<confidence>\d{1,3})\s?%)?\.?")
 _MIN_EVIDENCE_WORDS = 2

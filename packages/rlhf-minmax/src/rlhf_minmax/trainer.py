@@ -5,20 +5,22 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rlhf_algos import CheckpointManager, load_weights
+from rlhf_algos import CheckpointManager, GracefulStop, load_weights
 from rlhf_algos.processes import (
     from_first_process,
+    gathered,
     is_first_process,
     num_processes,
     process_number,
     wait_for_all,
 )
+from rlhf_algos.progress import TrainingStopped
 from rlhf_data import QARecord, RunFolder, UserError, json_hash
 from rlhf_minmax.config import MinMaxConfig
 from rlhf_minmax.doctor import Doctor
@@ -28,6 +30,7 @@ from rlhf_minmax.measurement import measure_game
 from rlhf_minmax.opponents import OpponentPools
 from rlhf_minmax.optimizer import DualPPOOptimizer
 from rlhf_minmax.pipeline import MinMaxPipeline
+from rlhf_minmax.rates import form_match
 from rlhf_minmax.scorers import HeldOut
 from rlhf_models import PolicyModel
 
@@ -80,6 +83,7 @@ class MinMaxTrainer:
         self.num_tokens = 0
         self.dynamics, self.doctor = Dynamics(), Doctor(config)
         self.pools = OpponentPools(config.pool, config.seed)
+        self._foreign = ""
         limit = config.training.save_total_limit
         self.checkpoints = CheckpointManager(run, keep=limit) if run else None
         self.writes = is_first_process()
@@ -90,22 +94,38 @@ class MinMaxTrainer:
         return self.config.training.num_steps(len(self.records), adversary=self.adversary)
 
     def train(self) -> None:
-        """Play from where the trainer stands to the last step."""
-        while self.step < self.total_steps:
-            metrics = self.train_step()
-            last = self.step == self.total_steps
-            if self.eval_records and self.adversary and _due(self.step, self.config.training.eval_steps):
-                policy = self.pipeline.players.policy
-                found = measure_game(self.pipeline, self.eval_records, policy, self.held_out)
-                metrics |= {f"eval/{name}": value for name, value in found.items()}
-            if self.eval_records and self.adversary and _due(self.step, self.config.diagnostics.sample_steps):
-                self._keep_samples()
-            if self.run and self.writes:
-                self.run.append_metrics(metrics)
-            if self.checkpoints and (last or _due(self.step, self.config.training.save_steps)):
-                self.save_checkpoint()
-            if self.on_step:
-                self.on_step(self.step, self.total_steps, metrics)
+        """Play from where the trainer stands to the last step.
+
+        Raises:
+            TrainingStopped: SIGTERM or SIGINT came to one of the processes; the step is finished and saved.
+        """
+        stop = GracefulStop(*([] if self.writes else [""]))
+        with stop if self.checkpoints else nullcontext():
+            while self.step < self.total_steps:
+                saved = self._play_step()
+                if self.checkpoints and (code := max(gathered([stop.exit_code or 0]))):
+                    if not saved:
+                        self.save_checkpoint()
+                    raise TrainingStopped(code)
+
+    def _play_step(self) -> bool:
+        """A step, and what is due after it; whether a checkpoint was."""
+        metrics = self.train_step()
+        if self.eval_records and self.adversary and _due(self.step, self.config.training.eval_steps):
+            policy = self.pipeline.players.policy
+            found = measure_game(self.pipeline, self.eval_records, policy, self.held_out)
+            metrics |= {f"eval/{name}": value for name, value in found.items()}
+        if self.eval_records and self.adversary and _due(self.step, self.config.diagnostics.sample_steps):
+            self._keep_samples()
+        if self.run and self.writes:
+            self.run.append_metrics(metrics)
+        last = self.step == self.total_steps
+        saves = self.checkpoints is not None and (last or _due(self.step, self.config.training.save_steps))
+        if saves:
+            self.save_checkpoint()
+        if self.on_step:
+            self.on_step(self.step, self.total_steps, metrics)
+        return saves
 
     def train_step(self) -> Metrics:
         """One step of both players on the next stories; its metrics, and `findings` in words, if any."""
@@ -149,7 +169,7 @@ class MinMaxTrainer:
     def _findings(self, metrics: dict[str, Any]) -> list[str]:
         """In words: a rollback, a time scale that strayed, what the run doctor finds."""
         told = [self.dynamics.rollback_warning(metrics), self.dynamics.time_scale_warning()]
-        return [text for text in [*told, *self.doctor.look(metrics)] if text]
+        return [text for text in [*told, *self.doctor.look(metrics, self._foreign)] if text]
 
     def _game_step(self, batch: list[QARecord], seed: int) -> dict[str, Any]:
         learns = self.step >= self.config.training.monitor_warmup_steps
@@ -162,6 +182,8 @@ class MinMaxTrainer:
         output = self.pipeline.forward_pass(batch, seed=seed, past_policy=opponents.policy)
         bare = self.pipeline.bare_judge_scores(output.records, output.judged)
         metrics: dict[str, Any] = dict(batch_metrics(output, bare))
+        match, self._foreign = form_match(output.answers, self.pipeline.prompts.made_up)
+        metrics["policy/form_match"] = match
         metrics |= self.optimizer.step(output, seed=seed, **turns)
         if self.config.pool.every is not None:
             metrics |= self.pools.note(opponents, metrics)
