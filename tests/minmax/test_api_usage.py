@@ -66,6 +66,7 @@ def test_a_judge_that_processes_share_is_found(
     assert api_usage(RuleJudge()) == {}
 
 
+@pytest.mark.slow
 def test_a_run_tells_what_it_asked(
     server: Any, make_config: Any, demo_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,7 @@ def late_distances(monkeypatch):
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 @each_seed
 def test_plain_steps_leave_the_solution_of_matching_pennies(late_distances, seed):
     assert statistics.fmean(late_distances("plain", seed)) > 1.15 * START
@@ -52,11 +53,13 @@ def test_looking_ahead_comes_nearer_than_plain_steps(late_distances, seed):
     assert statistics.fmean(late) < 0.5 * START and max(late) < 0.75 * START
 
 
+@pytest.mark.slow
 @each_seed
 def test_momentum_keeps_optimistic_steps_from_it(late_distances, seed):
     assert statistics.fmean(late_distances("optimistic with momentum", seed)) > 1.15 * START
 
 
+@pytest.mark.slow
 @each_seed
 def test_averages_come_nearer_than_the_plain_iterates_that_they_average(late_distances, seed):
     # They do not settle: the circle that they average grows.

@@ -199,9 +199,8 @@ def test_a_run_killed_during_the_pre_flight_check_resumes(
     assert_same_run(job.run, whole)
 
 
-@pytest.mark.parametrize(
-    "where", [pytest.param("training_curves", marks=pytest.mark.slow), "write_minmax_report"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["training_curves", "write_minmax_report"])
 def test_a_run_killed_while_it_publishes(tmp_path, make_config, demo_cache, whole, where, monkeypatch):
     config = make_config("baseline=false")
     with monkeypatch.context() as patch:

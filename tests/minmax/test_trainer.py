@@ -155,6 +155,7 @@ def test_a_checkpoint_half_written_is_not_resumed_from(make_game, tmp_path):
     assert equal(weights(trainer), weights(again))
 
 
+@pytest.mark.slow
 def test_saving_and_evaluating_change_nothing(make_game, tmp_path):
     often = trainer_of(make_game, tmp_path / "often", "training.eval_steps=1", *DROPOUT)
     never = trainer_of(make_game, tmp_path / "never", "training.save_steps=null", *DROPOUT)

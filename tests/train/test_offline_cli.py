@@ -181,6 +181,7 @@ def test_best_checkpoint_and_early_stopping_are_told(train: Train, tiny_model_fo
     assert results["after"]["eval_loss"] == pytest.approx(min(losses)) != losses[-1]
 
 
+@pytest.mark.slow
 def test_switches_of_the_engine_run(train: Train, tiny_model_folder: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     settings = (

@@ -287,6 +287,7 @@ def test_a_reward_that_fails_after_the_first_step_keeps_what_was_done(
     options = (f"--model={tiny_model_folder}", *FEW, "--max-steps=3", "--set=save_steps=1")
     result = train("ppo", *options, "--reward=faults:fails_later", "--output-dir=run")
     assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
-    assert result.stderr.count("\n") == 1 and "JSONDecodeError" in result.stderr
+    mistake, advice = result.stderr.splitlines()
+    assert "JSONDecodeError" in mistake and advice == "continue with: rlhf-train ppo --resume run"
     assert {"checkpoint-1", "config.json", "metrics.jsonl"} <= {path.name for path in Path("run").iterdir()}
     assert not Path("run/results.json").exists()

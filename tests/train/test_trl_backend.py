@@ -51,7 +51,11 @@ def done(result: Result) -> str:
         pytest.param(
             "dpo", ["loss_type=ipo", "use_peft=true", "gradient_accumulation_steps=2"], marks=pytest.mark.slow
         ),
-        ("dpo", ["loss_type=robust", "label_smoothing=0.1", "precompute_ref_log_probs=true"]),
+        pytest.param(
+            "dpo",
+            ["loss_type=robust", "label_smoothing=0.1", "precompute_ref_log_probs=true"],
+            marks=pytest.mark.slow,
+        ),
         pytest.param("kto", ["desirable_weight=1.3"], marks=pytest.mark.slow),
         pytest.param("simpo", ["simpo_gamma=0.7"], marks=pytest.mark.slow),
     ],
