@@ -157,7 +157,7 @@ def test_adapters_are_sampled_from_when_active(name: str) -> None:
     assert ids_of(plain) == ids_of(generated(name, ragged_prompts(), 3, params)) != ids_of(adapted)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("mistral", marks=pytest.mark.slow)])
 def test_a_sample_depends_on_seed_prompt_and_index_only(name: str) -> None:
     # Rows finish at all times, prompts run out of rows, and parts are cut between and within prompts.
     prompts, params = ragged_prompts(21), SamplingParams(14, 1.3, 11)

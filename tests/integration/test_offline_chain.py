@@ -38,9 +38,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return call
 
 
-@pytest.mark.parametrize(
-    "file", ["model_config.yaml", pytest.param("model_config_llama.yaml", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["model_config.yaml", "model_config_llama.yaml"])
 def test_from_random_weights_to_preferences(run: Run, file: str) -> None:
     shape = yaml.safe_load((CONFIGS / file).read_text()) | TINY
     shape["num_key_value_heads"] = 2 if "num_key_value_heads" in shape else None

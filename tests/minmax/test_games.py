@@ -47,6 +47,7 @@ def test_optimistic_steps_approach_it_and_stay(late_distances, seed):
     assert statistics.fmean(late) < 0.5 * START and max(late) < 0.75 * START
 
 
+@pytest.mark.slow
 @each_seed
 def test_looking_ahead_comes_nearer_than_plain_steps(late_distances, seed):
     late = late_distances("extragradient", seed)

@@ -174,7 +174,11 @@ def no_figures(monkeypatch):
 
 @pytest.mark.parametrize(
     "moment",
-    [("devices", 4), ("step", "plain", 1), ("evaluated", "plain"), ("step", "minmax", 2)],
+    [
+        *(pytest.param(m, marks=pytest.mark.slow) for m in (("devices", 4), ("step", "plain", 1))),
+        pytest.param(("evaluated", "plain"), marks=pytest.mark.slow),
+        ("step", "minmax", 2),
+    ],
     ids=lambda moment: "-".join(map(str, moment)),
 )
 def test_a_killed_run_resumes_to_the_same_end(tmp_path, make_config, demo_cache, whole, moment, no_figures):
@@ -185,7 +189,7 @@ def test_a_killed_run_resumes_to_the_same_end(tmp_path, make_config, demo_cache,
     assert_same_run(job.run, whole)
 
 
-@pytest.mark.parametrize("where", ["measure_scales", "measure_game"])
+@pytest.mark.parametrize("where", [pytest.param("measure_scales", marks=pytest.mark.slow), "measure_game"])
 def test_a_run_killed_during_the_pre_flight_check_resumes(
     tmp_path, make_config, demo_cache, whole, where, monkeypatch, no_figures
 ):

@@ -15,7 +15,9 @@ CLOCK = ("step_time", "time/", "tokens_per_second")
 DROPOUT = ("policy_model.lora_dropout=0.2", "monitor_model.lora_dropout=0.2")
 FULL = ("policy_model.use_lora=false", "monitor_model.use_lora=false")
 SMALL = ("training.max_steps=4", "training.batch_size=2", "game.num_generations=2", "game.num_critiques=2")
-each_kind = pytest.mark.parametrize("kind", [DROPOUT, FULL], ids=["lora", "full"])
+each_kind = pytest.mark.parametrize(
+    "kind", [DROPOUT, pytest.param(FULL, marks=pytest.mark.slow)], ids=["lora", "full"]
+)
 each_game = pytest.mark.parametrize("adversary", [True, False], ids=["game", "plain"])
 
 
@@ -108,7 +110,10 @@ def test_killed_after_every_step_and_resumed_equals_uninterrupted(make_game, tmp
         assert equal(weights(whole), weights(last))
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+)
 def test_a_signal_ends_the_step_and_is_resumed_from(make_game, tmp_path, capfd, number, code):
     rare = ("training.save_steps=null", *DROPOUT)
     whole = trainer_of(make_game, tmp_path / "whole", *rare)

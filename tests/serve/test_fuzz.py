@@ -294,7 +294,9 @@ def test_a_temperature_next_to_nothing_is_answered_or_refused(door: Door, value:
 
 
 @pytest.mark.parametrize("path", [*BODIES])
-@pytest.mark.parametrize("mode", [GenerationMode.NEGATIVE, GenerationMode.POSITIVE])
+@pytest.mark.parametrize(
+    "mode", [pytest.param(GenerationMode.NEGATIVE, marks=pytest.mark.slow), GenerationMode.POSITIVE]
+)
 def test_requests_drawn_from_the_openapi_document_do_no_harm(door: Door, path: str, mode: Any) -> None:
     """Schemathesis' own, with fields that contradict the document or agree with it."""
     schema = schemathesis.openapi.from_dict(door.server.fetch("/openapi.json")[1])

@@ -103,7 +103,10 @@ def test_eval_only_measures_what_a_run_starts_from(
     assert end["after"] == json.loads(Path("run/results.json").read_text())["after"]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+)
 def test_a_signal_saves_and_says_how_to_continue(
     train: Train, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
 ) -> None:
