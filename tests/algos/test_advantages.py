@@ -126,7 +126,7 @@ def test_zero_std_fraction_golden():
 
 @pytest.mark.parametrize(
     ("rewards", "equal"),
-    # 4e-7 and 4e-6 of the larger one apart; the same; as large as either
+    # 4e-7 and 4e-6 of the lower one apart; the same; as large as either
     [([-5.0, -5.000002], True), ([5.0, 5.00002], False), ([0.0, 0.0], True), ([1e-9, -1e-9], False)],
 )
 def test_rewards_that_differ_by_rounding_are_equal(rewards, equal):
