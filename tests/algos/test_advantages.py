@@ -126,12 +126,18 @@ def test_zero_std_fraction_golden():
 
 @pytest.mark.parametrize(
     ("rewards", "equal"),
-    # 4e-7 and 4e-6 of the lower one apart; the same; as large as either
-    [([-5.0, -5.000002], True), ([5.0, 5.00002], False), ([0.0, 0.0], True), ([1e-9, -1e-9], False)],
+    # 4e-7 and 4e-6 of the larger one apart; the same; as large as either
+    [
+        ([-5.0, -5.000002], True),
+        ([5.0, 5.00002], False),
+        ([0.0, 0.0], True),
+        ([1e-9, -1e-9], False),
+        ([1e-9, -1e-9, math.nan], False),
+    ],
 )
 def test_rewards_that_differ_by_rounding_are_equal(rewards, equal):
-    fraction = advantages.zero_std_fraction(torch.tensor(rewards), torch.tensor([0, 0]))
-    assert fraction.item() == float(equal)
+    groups = torch.zeros(len(rewards), dtype=torch.long)
+    assert advantages.zero_std_fraction(torch.tensor(rewards), groups).item() == float(equal)
 
 
 def test_standardise_centres_and_scales():

@@ -45,8 +45,10 @@ def test_the_second_move_is_made_from_the_old_point(make_game, kind):
     batch = stories.train[:4]
     starts = {role: weights(pipeline, role) for role in ROLES}
     multipliers = [each.to_dict() for each in optimizer._all_controllers()]
-    optimizer.look_ahead(pipeline.forward_pass(batch, seed=5), seed=5)
+    with optimizer.looking_ahead():
+        optimizer.step(pipeline.forward_pass(batch, seed=5), seed=5)
     by_hand.step(other.forward_pass(batch, seed=5), seed=5)
+    assert optimizer.guard is not None and optimizer.guard.lowest is None is not by_hand.guard.lowest
     turns = {role: weights(other, role) for role in ROLES}
     for role in ROLES:
         assert any(way.abs().max() > 1e-4 for way in moved(starts[role], turns[role]))
@@ -76,7 +78,8 @@ def test_the_policy_is_paid_by_the_monitor_that_stays(make_game, monkeypatch):
     pipeline, stories = make_game()
     optimizer: Any = DualPPOOptimizer(pipeline, pipeline.config)
     batch, critics = stories.train[:4], []
-    optimizer.look_ahead(pipeline.forward_pass(batch, seed=5), seed=5)
+    with optimizer.looking_ahead():
+        optimizer.step(pipeline.forward_pass(batch, seed=5), seed=5)
     judged = type(pipeline).policy_judge_scores
 
     def noted(*args: Any, **kwargs: Any) -> Any:
@@ -94,7 +97,8 @@ def test_a_player_that_stands_still_in_the_second_round_goes_back(make_game):
     optimizer: Any = DualPPOOptimizer(pipeline, pipeline.config)
     batch, start = stories.train[:4], weights(pipeline, "monitor")
     optimizer.balanced_accuracy = 0.0
-    optimizer.look_ahead(pipeline.forward_pass(batch, seed=5), seed=5)
+    with optimizer.looking_ahead():
+        optimizer.step(pipeline.forward_pass(batch, seed=5), seed=5)
     assert not all(map(torch.equal, weights(pipeline, "monitor"), start))
     optimizer.balanced_accuracy = 1.0
     metrics = optimizer.step(pipeline.forward_pass(batch, seed=0), seed=0)

@@ -98,12 +98,12 @@ def resumable(run: RunFolder, job: str) -> Iterator[None]:
 
     So does a mistake that shows after the first checkpoint, such as a judge that no longer replies.
     """
-    before = run.latest_checkpoint()
+    before = run.checkpoints()
     try:
         yield
     except (KeyboardInterrupt, UserError) as stop:
         interrupted = isinstance(stop, KeyboardInterrupt) and (run.path / _CONFIG).exists()
-        if interrupted or run.latest_checkpoint() != before:
+        if interrupted or run.checkpoints() != before:
             stop.add_note(f"continue with: rlhf-train {job} --resume {run.path}")
         raise
 

@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 _ROUNDING = 1e-6
-"""Of scores in fp32, which depend on what else is in a batch: relative to the lowest one."""
+"""Of scores in fp32, which depend on what else is in a batch: relative to the largest one."""
 
 Baseline = Literal["grpo", "rloo"]
 """What a reward is compared with, see `ADVANTAGES`."""
@@ -208,7 +208,8 @@ def zero_std_fraction(rewards: Tensor, groups: Tensor) -> Tensor:
     lowest, highest = torch.where(given, rewards, math.inf), torch.where(given, rewards, -math.inf)
     low = start.scatter_reduce(0, index, lowest, "amin", include_self=False)
     high = start.scatter_reduce(0, index, highest, "amax", include_self=False)
-    return (high - low <= _ROUNDING * low.abs()).float().mean()
+    largest = torch.where(given, rewards, 0.0).abs().max()
+    return (high - low <= _ROUNDING * largest).float().mean()
 
 
 def scale_by_std(advantages: Tensor, *, epsilon: float = 1e-8) -> Tensor:

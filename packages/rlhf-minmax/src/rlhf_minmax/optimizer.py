@@ -120,51 +120,31 @@ class DualPPOOptimizer:
             metrics |= self.monitor_step(output, updates=turn.monitor_updates, seed=seed)
         self._land("monitor")
         metrics |= self.dual_step(float(output.weighted_violation.mean()))
-        if turn.monitor_updates:
-            metrics |= self._guarded(output, metrics)
+        if turn.monitor_updates and self.guard is not None:
+            metrics |= self._guarded(self.guard, output, metrics)
         if turn.policy_learns:
             metrics |= self._policy_turn(output, seed, past_monitor)
         self._land("policy")
         return metrics
 
-    def look_ahead(
-        self,
-        output: MinMaxOutput,
-        *,
-        seed: int,
-        policy_learns: bool = True,
-        past_monitor: Member | None = None,
-    ) -> Metrics:
-        """Move both players by a round that serves to look ahead; nothing else moves but Adam's moments.
+    @contextmanager
+    def looking_ahead(self) -> Iterator[None]:
+        """A step within this context moves the players, to look ahead, and nothing else but Adam's moments.
 
         The next `step`, on a round that the players have played as they are then, is taken from where they
-        stand now; see `LookAhead`.
-
-        Args:
-            output: the pass.
-            seed: of fresh critiques.
-            policy_learns: see `step`.
-            past_monitor: see `step`.
-
-        Returns:
-            `monitor/num_tokens` and `policy/num_tokens`, where they learn.
+        stood before; see `LookAhead`.
         """
         players = {"policy": self.policy} | ({"monitor": self.monitor} if self.monitor else {})
-        self._ahead = {role: LookAhead(player.stepper.trained) for role, player in players.items()}
-        accuracy = self.balanced_accuracy
+        ahead = {role: LookAhead(player.stepper.trained) for role, player in players.items()}
+        accuracy, guard, self.guard = self.balanced_accuracy, self.guard, None
         multipliers = [controller.to_dict() for controller in self._all_controllers()]
-        turn, metrics = self._turn(output, in_warmup=not policy_learns), {}
-        if turn.monitor_updates:
-            metrics |= self.monitor_step(output, updates=turn.monitor_updates, seed=seed)
-        if turn.policy_learns:
-            metrics |= self._policy_turn(output, seed, past_monitor)
-        self.balanced_accuracy = accuracy
+        yield
+        self.balanced_accuracy, self.guard = accuracy, guard
         for controller, state in zip(self._all_controllers(), multipliers, strict=True):
             controller.load(state)
-        for ahead in self._ahead.values():
-            ahead.turn()
-        names = (f"{role}/num_tokens" for role in players)
-        return {name: metrics[name] for name in names if name in metrics}
+        for each in ahead.values():
+            each.turn()
+        self._ahead = ahead
 
     def _land(self, role: str) -> None:
         """Take a player's move from where it began to look ahead, if it did."""
@@ -287,9 +267,9 @@ class DualPPOOptimizer:
             metrics |= controllers[name].update(float(measured.mean()))
         return metrics
 
-    def _guarded(self, output: MinMaxOutput, metrics: Metrics) -> dict[str, float]:
+    def _guarded(self, guard: MonitorGuard, output: MinMaxOutput, metrics: Metrics) -> dict[str, float]:
         """Keep a good monitor, put a collapsed one back; `guard/collapsed` and `guard/rollbacks`."""
-        assert self.guard is not None and self.dual.violation_ema is not None
+        assert self.dual.violation_ema is not None
         threshold = self.config.constraint.threshold
         slander, miss = verdict_errors(output.critiques, output.labels)
         sign = collapse(
@@ -300,18 +280,18 @@ class DualPPOOptimizer:
             excess=self.dual.violation_ema - threshold,
             saturated=self.dual.multiplier >= self.config.constraint.lambda_max,
         )
-        if not self.guard.is_worse(self.dual.violation_ema):
+        if not guard.is_worse(self.dual.violation_ema):
             sign = None
-        collapsed = self.guard.observe(sign)
+        collapsed = guard.observe(sign)
         if collapsed and self.config.guards.rollback:
-            state = self.guard.roll_back()
+            state = guard.roll_back()
             assert self.monitor is not None
             self.monitor.forget()
             if state is not None:
                 self._truth.go_back(state)
         elif sign is None:
-            self.guard.remember(self.dual.violation_ema, threshold, self._truth.to_dict())
-        counts = {"guard/collapsed": float(sign is not None), "guard/rollbacks": float(self.guard.rollbacks)}
+            guard.remember(self.dual.violation_ema, threshold, self._truth.to_dict())
+        counts = {"guard/collapsed": float(sign is not None), "guard/rollbacks": float(guard.rollbacks)}
         violation = float(output.weighted_violation.mean())
         return under_short_names(self._truth.metrics(violation)) | counts
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlhf_algos.advantages import gae, group_baseline, leave_one_out, scale_by_std
+from rlhf_algos.advantages import gae, group_baseline, leave_one_out, scale_by_std, zero_std_fraction
 from rlhf_algos.losses import clipped_policy_loss, kl_k3, value_loss
 from rlhf_algos.optim import learning_rate_factor
 from rlhf_algos.processes import gathered, is_first_process, own_part, summed
@@ -24,8 +24,6 @@ from rlhf_minmax.stepping import PlayerScorer, ReplicatedStepper, Stepper, ZeroS
 from rlhf_models import PolicyModel, ValueHead
 
 _MEASURED = ("loss", "kl", "approx_kl", "clip_fraction", "entropy", "value_loss")
-_ROUNDING = 1e-6
-"""Of means and scores in fp32, relative to the largest reward; what it leaves of equal ones is no signal."""
 _VALUE_CLIP = 0.2
 """How far a value may move from that at sampling before its loss is clipped, as in TRL's PPO."""
 
@@ -49,7 +47,7 @@ class _Scored:
 
 
 def sequence_advantages(rewards: Tensor, groups: Tensor, baseline: Baseline) -> Tensor:
-    """(B,) rewards minus their baseline, divided by the batch's deviation; 0 where that is rounding.
+    """(B,) rewards minus their baseline, divided by the batch's deviation; 0 where no group has a spread.
 
     Args:
         rewards: (B,).
@@ -60,12 +58,10 @@ def sequence_advantages(rewards: Tensor, groups: Tensor, baseline: Baseline) -> 
     if baseline == "critic":
         return rewards
     if baseline == "batch":
-        centred = rewards - rewards.mean()
-    else:
-        centred = (group_baseline if baseline == "group" else leave_one_out)(rewards, groups)
-    if centred.abs().max() <= _ROUNDING * rewards.abs().max():
-        return torch.zeros_like(centred)
-    return scale_by_std(centred)
+        groups = torch.zeros_like(groups)
+    if zero_std_fraction(rewards, groups) == 1:
+        return torch.zeros_like(rewards)
+    return scale_by_std((leave_one_out if baseline == "leave_one_out" else group_baseline)(rewards, groups))
 
 
 class PlayerOptimizer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -175,10 +175,11 @@ class MinMaxTrainer:
         learns = self.step >= self.config.training.monitor_warmup_steps
         opponents = self.pools.choose(self.step, policy_learns=learns)
         turns: dict[str, Any] = {"policy_learns": learns, "past_monitor": opponents.monitor}
-        before: dict[str, Any] = {}
+        ahead: dict[str, Any] = {}
         if self.config.schedule.extragradient:
-            ahead = self.pipeline.forward_pass(batch, seed=seed + _AHEAD, past_policy=opponents.policy)
-            before = self.optimizer.look_ahead(ahead, seed=seed + _AHEAD, **turns)
+            first = self.pipeline.forward_pass(batch, seed=seed + _AHEAD, past_policy=opponents.policy)
+            with self.optimizer.looking_ahead():
+                ahead |= self.optimizer.step(first, seed=seed + _AHEAD, **turns)
         output = self.pipeline.forward_pass(batch, seed=seed, past_policy=opponents.policy)
         bare = self.pipeline.bare_judge_scores(output.records, output.judged)
         metrics: dict[str, Any] = dict(batch_metrics(output, bare))
@@ -188,7 +189,7 @@ class MinMaxTrainer:
         if self.config.pool.every is not None:
             metrics |= self.pools.note(opponents, metrics)
             self.pools.take_in(self.step + 1, self.pipeline.players)
-        return _join_tokens(metrics, before)
+        return _join_tokens(metrics, ahead)
 
     def _plain_step(self, batch: list[QARecord], seed: int) -> dict[str, Any]:
         policy = self.pipeline.players.policy
@@ -288,7 +289,8 @@ def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def _join_tokens(metrics: dict[str, Any], ahead: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """One token count of both players, the tokens of looking ahead included."""
-    counts = [metrics.pop(f"{role}/num_tokens", 0) for role in ("policy", "monitor")]
-    return metrics | {"num_tokens": sum(counts) + sum((ahead or {}).values())}
+def _join_tokens(metrics: dict[str, Any], *others: dict[str, Any]) -> dict[str, Any]:
+    """One token count of both players, with those of other metrics of the step."""
+    names = ("policy/num_tokens", "monitor/num_tokens")
+    total = sum(each.pop(name, 0) for each in (metrics, *others) for name in names)
+    return metrics | {"num_tokens": total}
