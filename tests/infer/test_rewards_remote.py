@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rlhf_data import UserError
+from rlhf_infer import ScorerUnavailable
 from rlhf_infer.rewards import RewardFunctionFactory as Factory
 from rlhf_infer.rewards import RewardFunctions
 
@@ -178,7 +179,8 @@ def test_nobody_listens() -> None:
     with server(lengths) as (url, _):
         pass
     with pytest.raises(
-        UserError, match=rf"reward function remote: {url} gave no rewards in 2 tries.*refused.*check that"
+        ScorerUnavailable,
+        match=rf"reward function remote: {url} gave no rewards in 2 tries.*refused.*check that",
     ):
         score(url, retries=1)
 

@@ -13,6 +13,7 @@ _MODULES = {
     "continuous": ("ContinuousBatcher",),
     "engine": ("TransformersEngine",),
     "ensemble_policy": ("EnsemblePolicy",),
+    "http_post": ("ScorerUnavailable",),
     "judge_settings": ("APISettings",),
     "judges": ("Judge", "PromptedJudge", "RuleJudge", "verdict_rule"),
     "predictive": ("ScorePopulation",),

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from rlhf_data import UserError, json_hash
-from rlhf_infer.http_post import Poster, Refused, Unavailable
+from rlhf_infer.http_post import Poster, Refused, ScorerUnavailable, Unavailable
 from rlhf_infer.judge_cache import JudgeCache
 from rlhf_infer.judge_settings import APISettings, checked_template, fill
 
@@ -132,7 +132,7 @@ class APIJudge:
         """See `rlhf_infer.judges.Judge.score`; replies that came before a failure stay in the cache.
 
         Raises:
-            UserError: the server refuses a request, stays unavailable, or does not reply as asked.
+            ScorerUnavailable: the server refuses a request, stays unavailable, or does not reply as asked.
         """
         texts = [
             fill(self.template, question, answer, critique, no_critique=self.no_critique)
@@ -179,7 +179,7 @@ class APIJudge:
                 if self._cache is not None:
                     self._cache.write(self._key(text), probability)
                 return probability
-        raise UserError(f"{self._name} {self._unusable(reply)}")
+        raise ScorerUnavailable(f"{self._name} {self._unusable(reply)}")
 
     def _body(self, text: str) -> bytes:
         options: dict[str, Any] = {"temperature": 0, "max_tokens": NUMBER_TOKENS}
@@ -201,13 +201,13 @@ class APIJudge:
                 raise Unavailable(f"{self._poster.shown(reply)} instead of a completion")
             except Refused as error:
                 key = self.settings.api_key_env
-                raise UserError(
+                raise ScorerUnavailable(
                     f"{self._name} refuses a request: {error}; check base_url (most end with /v1), "
                     f"model_name and {f'the key in {key}' if key else 'whether it wants a key (api_key_env)'}"
                 ) from error
             except Unavailable as error:
                 if attempt == self.settings.max_retries:
-                    raise UserError(
+                    raise ScorerUnavailable(
                         f"{self._name} gave no reply in {attempt + 1} tries, the last one: {error}; check "
                         "base_url, lower concurrency or requests_per_minute, or raise timeout or max_retries"
                     ) from error
@@ -218,7 +218,7 @@ class APIJudge:
     def _pause_s(self, attempt: int, error: Unavailable) -> float:
         asked = error.retry_after_s or 0.0
         if asked > _LONGEST_WAIT_S:
-            raise UserError(
+            raise ScorerUnavailable(
                 f"{self._name} wants no request for {asked:.0f} seconds: {error}; try again later, or raise "
                 "the limits of the account"
             ) from error

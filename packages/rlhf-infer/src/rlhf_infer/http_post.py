@@ -20,6 +20,14 @@ _SHOWN = 300
 """Characters of an answer that messages show."""
 
 
+class ScorerUnavailable(UserError):
+    """A scorer behind HTTP gave no score: it is not reached, refuses, or answers what is no score.
+
+    The message is for whoever runs the program: it holds the scorer's URL and words. A server that uses the
+    scorer for others answers 502 or 503 and keeps the message for its log.
+    """
+
+
 class Unavailable(Exception):
     """A request that failed for a reason that may pass.
 

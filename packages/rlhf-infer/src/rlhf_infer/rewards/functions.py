@@ -15,6 +15,7 @@ import torch
 
 from rlhf_data import UserError
 from rlhf_data.transcripts import Text
+from rlhf_infer.http_post import ScorerUnavailable
 from rlhf_infer.rewards import loop
 from rlhf_infer.rewards.calling import (
     Caller,
@@ -127,6 +128,7 @@ class RewardFunctions:
         Raises:
             UserError: a function raises, or returns a wrong type, a wrong number of rewards, or one that is
                 not finite in fp32; no function is applicable to a completion. Function and sample are named.
+            ScorerUnavailable: a scorer behind HTTP gave no rewards.
             ValueError: arguments of different lengths.
         """
         samples = Samples(prompts, completions, completion_ids, columns, step)
@@ -236,7 +238,8 @@ def _named_errors(source: _Source, samples: Samples) -> Iterator[None]:
         where = f"reward function {source.name}"
         if where in str(error):
             raise
-        raise UserError(f"{where}: {error}") from error
+        kind = ScorerUnavailable if isinstance(error, ScorerUnavailable) else UserError
+        raise kind(f"{where}: {error}") from error
     except Exception as error:
         index = _culprit(source, samples)
         where = f"{len(samples.completions)} samples together" if index is None else ""

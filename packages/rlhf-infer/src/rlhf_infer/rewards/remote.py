@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from rlhf_data import UserError
 from rlhf_data.transcripts import Text
-from rlhf_infer.http_post import Poster, Refused, Unavailable
+from rlhf_infer.http_post import Poster, Refused, ScorerUnavailable, Unavailable
 from rlhf_infer.rewards.texts import text_of
 
 Protocol = Literal["auto", "openrlhf", "columns"]
@@ -77,7 +77,8 @@ class RemoteReward:
         """Rewards of B completions.
 
         Raises:
-            UserError: the scorer cannot be reached or answers something else; the URL is named.
+            ScorerUnavailable: the scorer cannot be reached or answers something else; the URL is named.
+            UserError: the data cannot be sent as JSON.
         """
         columns = {key: values for key, values in columns.items() if key not in _NOT_COLUMNS}
         size = self.batch_size or len(completions)
@@ -119,7 +120,7 @@ class RemoteReward:
                 break
             except Unavailable as error:
                 if attempt == self.retries:
-                    raise UserError(
+                    raise ScorerUnavailable(
                         f"{self.url} gave no rewards in {attempt + 1} tries, the last one: {error}; check "
                         "that the scorer runs and is not overloaded, or raise timeout_s or retries"
                     ) from error
@@ -130,19 +131,21 @@ class RemoteReward:
         try:
             return self._poster.post(body)
         except Refused as error:
-            raise UserError(f"{self.url} refuses the request: {error}; check URL and protocol") from error
+            raise ScorerUnavailable(
+                f"{self.url} refuses the request: {error}; check URL and protocol"
+            ) from error
 
     def _rewards(self, answer: bytes, count: int) -> list[float | None]:
         try:
             rewards = json.loads(answer)["rewards"]
         except (ValueError, TypeError, KeyError) as error:
             said = self._poster.shown(answer)
-            raise UserError(
+            raise ScorerUnavailable(
                 f'{self.url} answered {said}; expected JSON such as {{"rewards": [0.5, null]}}'
             ) from error
         if not isinstance(rewards, list) or len(rewards) != count:
             size = len(rewards) if isinstance(rewards, list) else f"a {type(rewards).__name__} of"
-            raise UserError(
+            raise ScorerUnavailable(
                 f"{self.url} answered {size} rewards for {count} completions; expected one for each"
             )
         return rewards
