@@ -86,6 +86,37 @@ def test_pid_does_not_sum_up_in_the_warm_up():
     assert found.update(0.9)["dual/c/lambda"] == pytest.approx(1.8)
 
 
+def test_the_parts_of_pid_add_up_to_the_multiplier_in_the_warm_up_too():
+    found = controller(rule="pid", start=1.0, warmup_steps=2, threshold=0.1, smoothing=1.0)
+    metrics = [found.update(violation) for violation in (0.9, 0.3, 0.5)]
+    for each in metrics:
+        parts = [each[f"dual/c/{part}"] for part in "pid"]
+        assert sum(parts) == pytest.approx(each["dual/c/lambda"])
+    # λ stays 1 = α Σ0 for two steps; then e = 0.4, Σ = 2 + 0.4, a rise of 0.2: 0.5 · (0.4, 2.4, 0.5 · 0.2).
+    assert [metrics[1][f"dual/c/{part}"] for part in "pid"] == [0.0, 1.0, 0.0]
+    assert [metrics[2][f"dual/c/{part}"] for part in "pid"] == pytest.approx([0.2, 1.2, 0.05])
+
+
+def test_the_gains_of_pid_are_settings():
+    found = controller(rule="pid", threshold=0.1, smoothing=1.0, proportional_gain=2, derivative_gain=0)
+    found.update(0.3)
+    metrics = found.update(0.5)
+    # e = 0.4: α P e = 0.5 · 2 · 0.4; no D although the violation rose.
+    assert metrics["dual/c/p"] == pytest.approx(0.4) and metrics["dual/c/d"] == 0
+    with pytest.raises(UserError, match="proportional_gain"):
+        ControllerConfig.from_dict({"proportional_gain": -1})
+
+
+def test_a_multiplier_that_goes_back_takes_its_parts_with_it():
+    found = controller(rule="pid", threshold=0.1, smoothing=1.0)
+    good, kept = found.update(0.4), found.to_dict()
+    found.update(0.9)
+    found.go_back(kept)
+    names = [f"dual/c/{name}" for name in ("lambda", "p", "i", "d")]
+    back = found.metrics(0.4)
+    assert [back[name] for name in names] == [good[name] for name in names]
+
+
 def test_a_fixed_multiplier_stays_and_is_measured():
     found = controller(rule="fixed", start=3.0)
     metrics = {}

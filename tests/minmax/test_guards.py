@@ -156,7 +156,7 @@ def test_without_rollback_collapse_is_counted_and_no_weights_are_kept():
     monitor = Monitor(rollback=False, patience=2)
     assert [monitor.step(0.01), monitor.step(0.9, "a"), monitor.step(0.9, "a")] == [False, False, True]
     assert monitor.guard.tensors() == {}
-    kept = {"collapsed_steps": 2, "rollbacks": 0, "lowest": 0.01, "dual": {"multiplier": 0.01}}
+    kept = {"collapsed_steps": 2, "rollbacks": 0, "lowest": 0.01, "known": {"multiplier": 0.01}}
     assert monitor.guard.to_dict() == kept and monitor.guard.is_worse(0.9)
 
 
@@ -179,7 +179,7 @@ def test_the_real_monitor_is_put_back_with_its_multiplier(make_game):
     start = [parameter.detach().clone() for parameter in optimizer.monitor.parameters]
     metrics = optimizer.step(truthful, seed=0, policy_learns=False)
     assert (metrics["guard/collapsed"], metrics["guard/rollbacks"]) == (0, 0)
-    dual = optimizer.dual
+    dual, accuracy = optimizer.dual, optimizer.balanced_accuracy
     moved = [parameter.detach().clone() for parameter in optimizer.monitor.parameters]
     assert not all(torch.equal(a, b) for a, b in zip(moved, start, strict=True))
     # v̄ = 0.5, e = 0.45: λ = 5 · exp(-0.025 + 0.225) is cut to its cap, 5; no critique speaks. All is put
@@ -188,6 +188,9 @@ def test_the_real_monitor_is_put_back_with_its_multiplier(make_game):
     assert (metrics["guard/collapsed"], metrics["guard/rollbacks"]) == (1, 1)
     assert metrics["dual/lambda"] == metrics["dual/truthfulness/lambda"] == dual.multiplier < 5
     assert metrics["dual/saturated"] == 0 and metrics["constraint/violation"] == 1
+    # The silent critiques err about everything: an average of half the accuracy went back with the monitor.
+    assert optimizer.balanced_accuracy == metrics["dynamics/balanced_accuracy_ema"] == accuracy
+    assert accuracy is not None and accuracy > 0
     counted = {"updates": 2, "violated": 1, "cumulative": 0.95, "met": True, "overshoot": pytest.approx(0.45)}
     assert optimizer.dual == replace(dual, **counted)
     now = optimizer.monitor.parameters

@@ -47,6 +47,17 @@ def test_a_policy_that_words_its_answers_otherwise_is_reported(make_game, tmp_pa
         assert all(any(repr(choice) in text for choice in choices.values()) for text in told)
 
 
+def test_a_monitor_that_is_never_trained_leaves_its_multiplier_and_the_doctor_alone(make_game, tmp_path):
+    never = ("training.monitor_updates_per_policy=0", "training.max_steps=18", "game.policy_critiques=0")
+    trainer = trainer_of(make_game, tmp_path, *never, "constraint.lambda_max=5.1")
+    rows: list[dict[str, Any]] = [trainer.train_step() for _ in range(18)]
+    # Violations stay far above 0.05, and a rising λ would have met its bound in the first step.
+    assert min(row["constraint/violation_ema"] for row in rows) > 0.1
+    assert {row["dual/lambda"] for row in rows} == {5.0} and not any(row["dual/saturated"] for row in rows)
+    told = " ".join(text for row in rows for text in row.get("findings", ()))
+    assert "constraint.lambda_max" not in told and "stood still" not in told and "as far as" not in told
+
+
 class Killed(Exception):
     """Stands for a kill after some step."""
 

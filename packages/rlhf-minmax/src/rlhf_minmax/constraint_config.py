@@ -27,6 +27,10 @@ class DualConfig(BaseConfig):
     """Smallest λ."""
     lambda_max: float = Field(default=20.0, gt=0)
     """Largest λ."""
+    proportional_gain: float = Field(default=1.0, ge=0)
+    """P of rule pid, relative to step_size."""
+    derivative_gain: float = Field(default=0.5, ge=0)
+    """D of rule pid, relative to step_size; answers to rises of the violation only."""
 
     @model_validator(mode="after")
     def _bounds_fit_the_rule(self) -> Self:
@@ -45,6 +49,8 @@ class DualConfig(BaseConfig):
             smoothing=self.smoothing,
             minimum=self.lambda_min,
             maximum=self.lambda_max,
+            proportional_gain=self.proportional_gain,
+            derivative_gain=self.derivative_gain,
             warmup_steps=self.warmup_steps,
         )
 

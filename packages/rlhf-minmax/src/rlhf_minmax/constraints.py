@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlhf_infer import Rollout
 from rlhf_minmax.constraint_config import ControllerConfig, MonitorConstraints, PolicyConstraints
-from rlhf_minmax.duals import DualSettings, DualState, pid_terms, update_multiplier
+from rlhf_minmax.duals import DualSettings, DualState, update_multiplier
 
 TRUTHFULNESS = "truthfulness"
 """The monitor's constraint that short metric names, `dual/lambda` and `constraint/violation`, mean."""
@@ -37,22 +37,15 @@ class Controller:
         return cls(name, config.dual_settings(), config.start)
 
     def update(self, violation: float) -> dict[str, float]:
-        """Move the multiplier by a measured violation; what is known of the constraint then.
-
-        Returns:
-            `metrics`, and with the rule `pid` λ's parts `dual/<name>/p`, `i` and `d`.
-        """
-        before = self.state.violation_ema
+        """Move the multiplier by a measured violation; `metrics` of the constraint then."""
         self.state = update_multiplier(self.state, violation, self.settings)
-        found, smoothed = self.metrics(violation), self.state.violation_ema
-        if self.settings.rule == "pid" and smoothed is not None:
-            change = 0.0 if before is None else smoothed - before
-            parts = pid_terms(smoothed - self.settings.threshold, self.state.integral, change, self.settings)
-            found |= {f"dual/{self.name}/{part}": value for part, value in zip("pid", parts, strict=True)}
-        return found
+        return self.metrics(violation)
 
     def metrics(self, violation: float) -> dict[str, float]:
-        """`constraint/<name>/...` and `dual/<name>/...`."""
+        """`constraint/<name>/...` and `dual/<name>/...`.
+
+        With rule `pid` `dual/<name>/p`, `i` and `d` add up to λ before its bounds.
+        """
         state = self.state
         assert state.violation_ema is not None
         values = {
@@ -66,6 +59,9 @@ class Controller:
         }
         if state.multiplier > 0:
             values["dual/{}/log_lambda"] = math.log(state.multiplier)
+        if self.settings.rule == "pid":
+            parts = state.proportional, self.settings.step_size * state.integral, state.derivative
+            values |= {f"dual/{{}}/{part}": value for part, value in zip("pid", parts, strict=True)}
         return {name.format(self.name): value for name, value in values.items()}
 
     def to_dict(self) -> dict[str, Any]:
@@ -78,7 +74,8 @@ class Controller:
 
     def go_back(self, state: Mapping[str, Any]) -> None:
         """Take up λ and what moves it from what `to_dict` gave; what was counted since stays counted."""
-        moved = {name: state[name] for name in ("multiplier", "violation_ema", "integral")}
+        names = ("multiplier", "violation_ema", "integral", "proportional", "derivative")
+        moved = {name: state[name] for name in names}
         self.state = replace(self.state, **moved)
 
 

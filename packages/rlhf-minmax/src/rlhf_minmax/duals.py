@@ -20,8 +20,8 @@ class DualSettings:
         smoothing: weight in (0, 1] of the newest violation in the moving average.
         minimum: smallest multiplier, >= 0 (> 0 for `log` and `multiplicative`, which cannot leave 0).
         maximum: largest multiplier.
-        derivative_gain: D gain of `pid`, relative to α.
-        proportional_gain: P gain of `pid`, relative to α.
+        proportional_gain: P of `pid`, relative to α.
+        derivative_gain: D of `pid`, relative to α.
         warmup_steps: first updates in which the violation is smoothed but the multiplier stays.
     """
 
@@ -43,7 +43,9 @@ class DualState:
     Args:
         multiplier: λ.
         violation_ema: smoothed violation; None before the first.
-        integral: accumulated excess violation of `pid`.
+        integral: Σe of `pid`, accumulated excess violation.
+        proportional: the part α P e of λ that `pid` added last; 0 before it moved λ.
+        derivative: its part α D max(0, v̄ - v̄_before); the third part is α Σe.
         updates: steps so far.
         violated: of them those whose smoothed violation was above the threshold.
         cumulative: Σ max(0, v - ε) of the measured violations.
@@ -54,6 +56,8 @@ class DualState:
     multiplier: float
     violation_ema: float | None = None
     integral: float = 0.0
+    proportional: float = 0.0
+    derivative: float = 0.0
     updates: int = 0
     violated: int = 0
     cumulative: float = 0.0
@@ -65,23 +69,6 @@ class DualState:
         return settings.rule != "fixed" and (
             self.multiplier <= settings.minimum or self.multiplier >= settings.maximum
         )
-
-
-def pid_terms(
-    excess: float, integral: float, change: float, settings: DualSettings
-) -> tuple[float, float, float]:
-    """The parts α P e, α Σe and α D max(0, change) that `pid` adds up to λ, before its bounds.
-
-    Args:
-        excess: e, smoothed violation above the threshold.
-        integral: Σe.
-        change: of the smoothed violation.
-        settings: α and gains.
-    """
-    rise = max(0.0, change)
-    parts = settings.proportional_gain * excess, integral, settings.derivative_gain * rise
-    proportional, accumulated, derivative = (settings.step_size * part for part in parts)
-    return proportional, accumulated, derivative
 
 
 def update_multiplier(state: DualState, violation: float, settings: DualSettings) -> DualState:
@@ -109,6 +96,7 @@ def update_multiplier(state: DualState, violation: float, settings: DualSettings
     smoothed = before + settings.smoothing * (violation - before)
     excess = smoothed - settings.threshold
     multiplier, integral = state.multiplier, state.integral
+    proportional, derivative = state.proportional, state.derivative
     if settings.rule == "fixed" or state.updates < settings.warmup_steps:
         pass
     elif settings.rule == "multiplicative":
@@ -119,7 +107,9 @@ def update_multiplier(state: DualState, violation: float, settings: DualSettings
         multiplier *= math.exp(settings.step_size * excess)
     else:
         integral = min(max(0.0, integral + excess), settings.maximum / settings.step_size)
-        multiplier = sum(pid_terms(excess, integral, smoothed - before, settings))
+        proportional = settings.step_size * settings.proportional_gain * excess
+        derivative = settings.step_size * settings.derivative_gain * max(0.0, smoothed - before)
+        multiplier = proportional + settings.step_size * integral + derivative
     if settings.rule != "fixed":
         multiplier = min(max(multiplier, settings.minimum), settings.maximum)
     return replace(
@@ -127,6 +117,8 @@ def update_multiplier(state: DualState, violation: float, settings: DualSettings
         multiplier=multiplier,
         violation_ema=smoothed,
         integral=integral,
+        proportional=proportional,
+        derivative=derivative,
         updates=state.updates + 1,
         violated=state.violated + (excess > 0),
         cumulative=state.cumulative + max(0.0, violation - settings.threshold),

@@ -72,11 +72,16 @@ class Dynamics:
         if 1 / TIME_SCALE_LIMIT <= scale <= TIME_SCALE_LIMIT:
             return None
         self.warned = True
+        if scale == 0:
+            return (
+                f"the monitor has stood still in all {self.policy_steps} steps in which the policy learned; "
+                "look at its gate, schedule.freeze_monitor_above, and at its learning rate"
+            )
         fast, slow = ("monitor", "policy") if scale > 1 else ("policy", "monitor")
-        times = f"{scale if scale > 1 else 1 / scale:.0f}" if scale else "infinitely many"
+        times = scale if scale > 1 else 1 / scale
         return (
-            f"the {fast} has been moving {times} times as far as the {slow} (learning rate x updates made); "
-            "look at the KL stop, at gates and at both learning rates"
+            f"the {fast} has been moving {times:.0f} times as far as the {slow} (learning rate x updates "
+            "made); look at the KL stop, at gates and at both learning rates"
         )
 
     def rollback_warning(self, metrics: Mapping[str, Any]) -> str | None:

@@ -67,11 +67,11 @@ class MonitorGuard:
         self._good = self._measured = self._newest = self._copy()
         self._good_state: dict[str, Any] | None = None
 
-    def remember(self, violation_ema: float, threshold: float, dual: dict[str, Any]) -> None:
-        """Keep the monitor that `observe` was told of last, if it is good, together with its dual state."""
+    def remember(self, violation_ema: float, threshold: float, known: dict[str, Any]) -> None:
+        """Keep the monitor of the last `observe`, if it is good, with what else is `known` of it."""
         if violation_ema <= threshold or self.lowest is None or violation_ema < self.lowest:
             self.lowest = violation_ema
-            self._good, self._good_state = self._measured, dual
+            self._good, self._good_state = self._measured, known
 
     def is_worse(self, violation_ema: float) -> bool:
         """Whether the last good monitor was clearly better, so that going back to it would help."""
@@ -88,7 +88,7 @@ class MonitorGuard:
         return self.collapsed_steps >= self.config.patience
 
     def roll_back(self) -> dict[str, Any] | None:
-        """Put the last good monitor back; its dual state, None where there was no good one but the start."""
+        """Put the last good monitor back; what was known of it, None for the start."""
         fill(self.parameters, self._good)
         self._newest = self._good
         self.collapsed_steps = 0
@@ -103,17 +103,17 @@ class MonitorGuard:
         return {f"good.{i}": value for i, value in enumerate(self._good)}
 
     def to_dict(self) -> dict[str, Any]:
-        """Counts and the good monitor's dual state, for a checkpoint."""
+        """Counts and what is known of the good monitor, for a checkpoint."""
         return {
             "collapsed_steps": self.collapsed_steps,
             "rollbacks": self.rollbacks,
             "lowest": self.lowest,
-            "dual": self._good_state,
+            "known": self._good_state,
         }
 
     def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Take up what `to_dict` and `tensors` gave; the parameters are the checkpoint's already."""
         self.collapsed_steps, self.rollbacks = state["collapsed_steps"], state["rollbacks"]
-        self.lowest, self._good_state = state["lowest"], state["dual"]
+        self.lowest, self._good_state = state["lowest"], state["known"]
         self._good = [tensors[f"good.{i}"] for i in range(len(self._good))]
         self._newest = self._copy()

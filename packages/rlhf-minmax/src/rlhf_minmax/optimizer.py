@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -72,9 +73,10 @@ class DualPPOOptimizer:
         self.guard: MonitorGuard | None = None
         self.balanced_accuracy: float | None = None
         self._ahead: dict[str, LookAhead] = {}
-        self._truth = Controller(
-            TRUTHFULNESS, config.constraint.dual_settings(), config.training.constraint_penalty_lambda
-        )
+        dual = config.constraint.dual_settings()
+        if config.training.monitor_updates_per_policy == 0:
+            dual = replace(dual, rule="fixed")  # nobody learns from λ
+        self._truth = Controller(TRUTHFULNESS, dual, config.training.constraint_penalty_lambda)
         if adversary:
             self.monitor = self._player("monitor", total_steps)
             self.monitor_constraints = controllers("monitor", config.constraints.monitor)
@@ -267,8 +269,8 @@ class DualPPOOptimizer:
             metrics |= controllers[name].update(float(measured.mean()))
         return metrics
 
-    def _guarded(self, guard: MonitorGuard, output: MinMaxOutput, metrics: Metrics) -> dict[str, float]:
-        """Keep a good monitor, put a collapsed one back; `guard/collapsed` and `guard/rollbacks`."""
+    def _guarded(self, guard: MonitorGuard, output: MinMaxOutput, metrics: Metrics) -> Metrics:
+        """Keep a good monitor, put a collapsed one back with all that is known of it; what is true then."""
         assert self.dual.violation_ema is not None
         threshold = self.config.constraint.threshold
         slander, miss = verdict_errors(output.critiques, output.labels)
@@ -288,12 +290,18 @@ class DualPPOOptimizer:
             assert self.monitor is not None
             self.monitor.forget()
             if state is not None:
-                self._truth.go_back(state)
+                self._truth.go_back(state["dual"])
+                self.balanced_accuracy = state["balanced_accuracy"]
         elif sign is None:
-            guard.remember(self.dual.violation_ema, threshold, self._truth.to_dict())
-        counts = {"guard/collapsed": float(sign is not None), "guard/rollbacks": float(guard.rollbacks)}
+            known = {"dual": self._truth.to_dict(), "balanced_accuracy": self.balanced_accuracy}
+            guard.remember(self.dual.violation_ema, threshold, known)
+        found = {
+            "guard/collapsed": float(sign is not None),
+            "guard/rollbacks": float(guard.rollbacks),
+            "dynamics/balanced_accuracy_ema": self.balanced_accuracy,
+        }
         violation = float(output.weighted_violation.mean())
-        return under_short_names(self._truth.metrics(violation)) | counts
+        return under_short_names(self._truth.metrics(violation)) | found
 
     def policy_step(self, answers: Sequence[Answer], rewards: Tensor) -> dict[str, float]:
         """Update of the policy on the answers of one pass."""

@@ -168,7 +168,9 @@ class MinMaxTrainer:
 
     def _findings(self, metrics: dict[str, Any]) -> list[str]:
         """In words: a rollback, a time scale that strayed, what the run doctor finds."""
-        told = [self.dynamics.rollback_warning(metrics), self.dynamics.time_scale_warning()]
+        told = [self.dynamics.rollback_warning(metrics)]
+        if self.config.training.monitor_updates_per_policy > 0:
+            told.append(self.dynamics.time_scale_warning())
         return [text for text in [*told, *self.doctor.look(metrics, self._foreign)] if text]
 
     def _game_step(self, batch: list[QARecord], seed: int) -> dict[str, Any]:
