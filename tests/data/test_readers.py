@@ -6,7 +6,7 @@ import pyarrow.parquet
 import pytest
 
 from rlhf_data import UserError, read_rows
-from rlhf_data.readers import row_place
+from rlhf_data.readers import row_place, scan_rows
 
 _ROWS = [{"story": "a\u2028b ü", "n": "1"}, {"story": "c", "n": "2"}]
 
@@ -95,3 +95,10 @@ def test_missing_file_and_folder(tmp_path):
 def test_place_says_line_or_row():
     assert row_place("x/a.jsonl.gz", 3) == "x/a.jsonl.gz, line 3"
     assert row_place("a.parquet", 3) == "a.parquet, row 3"
+
+
+def test_texts_in_a_json_list_are_prompts(tmp_path):
+    (tmp_path / "a.json").write_text('["Where is the ball?", {"prompt": "Who has it?"}, 3]')
+    rows = scan_rows(tmp_path / "a.json")
+    assert [next(rows), next(rows)] == [(1, {"prompt": "Where is the ball?"}), (2, {"prompt": "Who has it?"})]
+    assert "a.json, row 3" in str(next(rows)[1])

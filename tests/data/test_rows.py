@@ -166,7 +166,7 @@ def test_columns_of_other_names():
     assert _parse("preference", row, columns) == (PreferenceRecord("a", "b", "c"),)
     with pytest.raises(UserError, match=r"field q: missing; the row has prompt"):
         _parse("prompt", {"prompt": "a"}, {"prompt": "q"})
-    with pytest.raises(UserError, match="'promt' is no column here; expected prompt, chosen"):
+    with pytest.raises(UserError, match="'promt' is no column here; expected prompt, messages, chosen"):
         row_parser("preference", {"promt": "q"})
     with pytest.raises(UserError, match=r"one of sft, preference, kto, steps, prompt, got 'dpo'"):
         _parse("dpo", {})
@@ -262,3 +262,32 @@ def test_bad_rows_name_place_and_field(kind, row, message):
         _parse(kind, row)
     assert message in str(caught.value)
     assert str(caught.value).startswith("f.jsonl, line 3, field ")
+
+
+def test_sharegpt_rows():
+    said = [("system", "be kind"), ("human", "hi"), ("gpt", "hello"), ("observation", "4")]
+    turns = [{"from": speaker, "value": text} for speaker, text in said]
+    [record] = _parse("sft", {"conversations": turns})
+    roles = [message["role"] for message in record.messages]
+    assert roles == ["system", "user", "assistant", "tool"]
+    assert all(set(message) == {"role", "content"} for message in record.messages)
+    with pytest.raises(UserError, match=r"field conversations, message 1, from: .*'martian'"):
+        _parse("sft", {"conversations": [{"from": "martian", "value": "hi"}]})
+    pair = {"conversations": turns[:2], "chosen": turns[2], "rejected": {"from": "gpt", "value": "no"}}
+    [record] = _parse("preference", pair)
+    assert [message["role"] for message in record.prompt] == ["system", "user"]
+    assert record.rejected == [{"role": "assistant", "content": "no"}]
+
+
+def test_alpaca_rows():
+    row = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
+    assert _parse("sft", row) == (CompletionRecord("Add.\n\n1 and 2", "3", is_chat=True),)
+    assert _parse("sft", {**row, "input": ""})[0].prompt == "Add."
+    [record] = _parse("prompt", {"instruction": "Add.", "answer": "3"})
+    assert record.prompt == "Add." and record.columns == {"answer": "3"}
+    [record] = _parse("preference", {"instruction": "Add.", "chosen": "3", "rejected": "4"})
+    assert (record.prompt, record.chosen, record.is_chat) == ("Add.", "3", True)
+    assert not _parse("sft", {"prompt": "a", "completion": "b", "instruction": "c"})[0].is_chat
+    for extra in ({"system": "be kind"}, {"history": [["a", "b"]]}):
+        with pytest.raises(UserError, match=f"field {next(iter(extra))}"):
+            _parse("sft", {**row, **extra})

@@ -10,6 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from rlhf_data import UserError, load_records, read_rows
+from rlhf_data.tables import read_hub
 
 
 def test_both_arrow_formats(tmp_path):
@@ -85,3 +86,49 @@ def test_hub_names_need_datasets(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match=r"data a/b: no such file .*pip install 'rlhf-data\[hub\]'"):
         load_records("a/b", "preference")
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ("team/sums/main", {"name": "main", "split": "train"}),
+        ("team/sums/main:test", {"name": "main", "split": "test"}),
+        ("team/sums/harmless-base:test", {"data_dir": "harmless-base", "split": "test"}),
+        ("team/sums/deep/down", {"data_dir": "deep/down", "split": "train"}),
+    ],
+)
+def test_configurations_and_folders_of_hub_data(monkeypatch, name, asked):
+    def load(repository, **options):
+        assert repository == "team/sums"
+        assert options == asked
+        return [{"prompt": "a", "chosen": "b", "rejected": "c"}]
+
+    _hub(monkeypatch, load)
+    sys.modules["datasets"].get_dataset_config_names = {"team/sums": ["main", "socratic"]}.__getitem__  # pyright: ignore
+    assert load_records(name, "preference").records[0].where == f"{name}, row 1"
+
+
+def test_the_datasets_library_loads_configurations(tmp_path, monkeypatch):
+    """Its own loader takes a folder in place of a name on the hub, so `read_hub` is called with one."""
+    folder = tmp_path / "team" / "sums"
+    for name in ("main", "harmless"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "train.jsonl").write_text(json.dumps({"prompt": name}) + "\n")
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: main\n  data_files: main/train.jsonl\n---\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    assert list(read_hub("team/sums/main")) == [(1, {"prompt": "main"})]
+    assert list(read_hub("team/sums/harmless")) == [(1, {"prompt": "harmless"})]
+    with pytest.raises(UserError, match="team/sums/main:none"):
+        list(read_hub("team/sums/main:none"))
+
+
+def test_a_path_that_is_missing_is_not_looked_for_on_the_hub(tmp_path, monkeypatch):
+    _hub(monkeypatch, lambda name, split: pytest.fail("asked the hub"))
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name in ("./a/b", str(tmp_path / "none"), "data/pairs", "a b/c", "pairs"):
+        with pytest.raises(UserError, match="does not exist"):
+            load_records(name, "preference")

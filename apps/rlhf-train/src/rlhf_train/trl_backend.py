@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from rlhf_algos.checkpoints import save_pretrained
 from rlhf_algos.job import Clock, Job
-from rlhf_algos.job_data import Rows, load_rows
+from rlhf_algos.job_data import Rows, conversion, load_rows
 from rlhf_algos.job_models import (
     check_machine,
     job_device,
@@ -220,13 +220,15 @@ class TRLJob(Job):
         from datasets import Dataset
 
         trainer_class, config_class = _classes(self.name)
+        convert = conversion(self.config, rows, tokenizer) or (lambda record: record)
+        train, held_out = ([convert(record) for record in side] for side in (rows.train, rows.held_out))
         with _refusals():
             arguments = config_class(**self._arguments(model, rows))
             return trainer_class(
                 model=model,
                 args=arguments,
-                train_dataset=Dataset.from_list(dataset_rows(rows.train)),
-                eval_dataset=Dataset.from_list(dataset_rows(rows.held_out)) if rows.held_out else None,
+                train_dataset=Dataset.from_list(dataset_rows(train)),
+                eval_dataset=Dataset.from_list(dataset_rows(held_out)) if held_out else None,
                 processing_class=_as_trl_writes(tokenizer),
                 peft_config=_peft_config(model, self.config) if self.config.use_peft else None,
             )

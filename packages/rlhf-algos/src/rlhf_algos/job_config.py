@@ -91,6 +91,9 @@ class DataConfig(BaseConfig):
     """Stop at a row that cannot be used, or skip it and count it."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Names of the file's columns where they differ, as `columns.chosen=better`."""
+    transcripts: Literal["auto", "messages", "text"] = "auto"
+    """Turn transcripts (`Human:` and `Assistant:`) and Alpaca rows into chat messages, or learn
+    them as texts; `auto` turns them where the tokenizer has a chat template."""
     streaming: bool = False
     """Read and tokenise the rows of a plain JSON-lines file when they are needed, for files beyond memory."""
     story_rows: int = Field(default=2048, ge=2)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_algos.processes import num_processes
-from rlhf_data import UserError
+from rlhf_data import UserError, as_messages
 from rlhf_data.arithmetic import arithmetic_records
 from rlhf_data.datasets import GRPODataset, KTODataset, PreferenceDataset, SFTDataset, StepDataset
+from rlhf_data.preferences import Record
 from rlhf_data.record_files import load_records
 from rlhf_data.story_tasks import story_records
 from rlhf_data.streaming import (
@@ -26,7 +27,16 @@ from rlhf_data.streaming import (
 if TYPE_CHECKING:
     from rlhf_algos.methods import Method
 
-__all__ = ["Rows", "build_sets", "demonstrated", "load_rows", "prompt_key", "split_by_prompt", "with_skipped"]
+__all__ = [
+    "Rows",
+    "build_sets",
+    "conversion",
+    "demonstrated",
+    "load_rows",
+    "prompt_key",
+    "split_by_prompt",
+    "with_skipped",
+]
 
 _LOG = logging.getLogger(__name__)
 _SETS: Mapping[str, tuple[Any, Any]] = {
@@ -138,7 +148,7 @@ def build_sets(
         UserError: a row cannot be encoded, or none is left to train on.
     """
     in_memory, streaming = _SETS[method.records]
-    options = _set_options(method, config, max_length)
+    options = _set_options(method, config, max_length) | {"convert": conversion(config, rows, tokenizer)}
     if rows.streamed:
         read = {"columns": config.columns, "subset_size": config.subset_size, "on_bad_row": config.on_bad_row}
         train = streaming(rows.streamed, tokenizer, **options, **read)
@@ -161,6 +171,43 @@ def build_sets(
                 examples.drop_messages[0],
             )
     return train, held_out
+
+
+def conversion(config: Any, rows: Rows, tokenizer: Any) -> Callable[[Record], Record] | None:
+    """What turns transcripts and instructions into chat messages, where the job's settings want that.
+
+    Args:
+        config: the job's settings.
+        rows: what `load_rows` gave.
+        tokenizer: the model's.
+
+    Returns:
+        `as_messages`; None where nothing is to be turned.
+
+    Raises:
+        UserError: messages are wanted, and the tokenizer has no chat template.
+    """
+    if config.train_data is None or config.transcripts == "text":
+        return None
+    shown = rows.train[:_SAMPLE_ROWS]
+    found = sum(as_messages(record) is not record for record in shown)
+    if not found:
+        return None
+    if not tokenizer.chat_template:
+        if config.transcripts == "messages":
+            raise UserError(
+                "transcripts is messages, but the tokenizer has no chat template; set transcripts to text, "
+                "or give a model with a template"
+            )
+        _LOG.info("transcripts and instructions stay texts: the tokenizer has no chat template")
+        return None
+    _LOG.info(
+        "transcripts and instructions become chat messages, which the chat template renders (%d of the first "
+        "%d rows); to learn them as texts, set transcripts to text",
+        found,
+        len(shown),
+    )
+    return as_messages
 
 
 def with_skipped(rows: Rows, *sets: Any) -> Rows:

@@ -19,7 +19,7 @@ from rlhf_data.builders import (
     SFTBuilder,
     StepBuilder,
 )
-from rlhf_data.example_sets import PROGRESS_ROWS, Example, ExampleSet, KTOSet, OnProgress
+from rlhf_data.example_sets import PROGRESS_ROWS, Convert, Example, ExampleSet, KTOSet, OnProgress
 from rlhf_data.examples import KTOExample, PreferencePair, PromptExample, StepExample, StepPair
 from rlhf_data.packing import TokenSequence
 from rlhf_data.record_files import OnBadRow
@@ -32,17 +32,19 @@ class BuildOptions(TypedDict, total=False):
         on_bad_row: what happens to a row that cannot be encoded, such as a conversation that the chat
             template refuses: "error" (the default) stops, "skip" leaves it out; its message is in `skipped`.
         on_progress: called with the rows done and the rows in all, now and then and at the end.
+        convert: makes another form of a record before it is encoded, such as `as_messages`.
     """
 
     on_bad_row: OnBadRow
     on_progress: OnProgress | None
+    convert: Convert | None
 
 
 class InMemorySet(ExampleSet[Example]):
     """A set whose examples are kept in memory, four bytes a token."""
 
     def __init__(self, records: Sequence[Any], builder: Builder, **options: Unpack[BuildOptions]) -> None:
-        super().__init__(builder)
+        super().__init__(builder, options.get("convert"))
         counted = _counted(records, options.get("on_progress"))
         built = self.build_all(enumerate(counted), options.get("on_bad_row", "error"))
         self._items = [_over_ids(item, _packed_ids, bytes) for _, item in built]

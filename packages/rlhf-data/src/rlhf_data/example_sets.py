@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 Example = TypeVar("Example")
 OnProgress = Callable[[int, int], None]
+Convert = Callable[[Record], Record]
+"""Another form of a record, made before it is encoded; see `as_messages`."""
 _Key = TypeVar("_Key")
 _SHOWN = 5
 PROGRESS_ROWS = 64
@@ -32,8 +34,9 @@ class ExampleSet(Sequence[Example], Generic[Example]):
         skipped: a message for every bad row that was skipped.
     """
 
-    def __init__(self, builder: Builder) -> None:
+    def __init__(self, builder: Builder, convert: Convert | None = None) -> None:
         self.builder = builder
+        self.convert = convert
         self.dropped = 0
         self.drop_messages: list[str] = []
         self.skipped: list[str] = []
@@ -54,6 +57,10 @@ class ExampleSet(Sequence[Example], Generic[Example]):
     def example(self, index: int) -> Example:
         """Return an example by its index from 0."""
         return self.item(index)
+
+    def build(self, record: Record) -> Any:
+        """Return what the builder makes of a record, converted first where the set converts."""
+        return self.builder.build(self.convert(record) if self.convert else record)
 
     @abstractmethod
     def item(self, index: int) -> Any:
@@ -91,7 +98,7 @@ class ExampleSet(Sequence[Example], Generic[Example]):
         for number, (key, record) in enumerate(records, start=1):
             where = record.where or f"record {number}"
             try:
-                yield key, self.builder.build(record)
+                yield key, self.build(record)
             except RowDropped as drop:
                 self.dropped += 1
                 if self.dropped <= _SHOWN:

@@ -19,10 +19,13 @@ class Record:
     Attributes:
         template: keyword arguments for the chat template, such as `tools`.
         where: the record's place in its file; not compared.
+        is_chat: whether its texts are turns of a chat, as an instruction and its answer are; see
+            `as_messages`.
     """
 
     template: Mapping[str, Any] | None = field(default=None, hash=False)
     where: str = field(default="", compare=False)
+    is_chat: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import csv
 import gzip
 import itertools
 import json
+import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -50,8 +51,9 @@ def scan_rows(path: str | Path) -> Rows:
         path: `.jsonl` or `.jsonl.gz` (one object a line; blank lines are skipped), `.csv` (with a header),
             `.parquet`, `.arrow`, `.json` (a list of objects, or an object whose "data" is such a list), a
             folder that the `datasets` library saved or that holds `.arrow` or `.parquet` files, or the name
-            of a data set on the Hugging Face hub, `owner/name` or `owner/name:split` (without a split:
-            "train"; needs the `datasets` library).
+            of a data set on the Hugging Face hub: `owner/name`, `owner/name:split` (without a split:
+            "train") or `owner/name/PART:split`, where PART is a configuration or a folder of the data set
+            (needs the `datasets` library). A text in a `.json` list is a prompt.
 
     Yields:
         The row's number from 1 (`.jsonl` and `.csv`: its line), and the row or what is wrong with it.
@@ -124,15 +126,21 @@ def _reader(source: str | Path) -> Callable[[Path], Rows]:
     reader = next((reader for suffix, reader in _READERS.items() if name.endswith(suffix)), None)
     if path.is_dir():
         return read_folder
-    if reader is None and not path.exists() and str(source).count("/") == 1:
+    if reader is None and not path.exists() and _is_hub_name(str(source)):
         return lambda _: read_hub(str(source))
-    if reader is None:
+    if reader is None and path.exists():
         raise UserError(
             f"data file {source}: unknown type {path.suffix!r}, expected {', '.join(_READERS)} or a folder"
         )
-    if not path.exists():
+    if reader is None or not path.exists():
         raise UserError(f"data file {source} does not exist; check the path")
     return reader
+
+
+def _is_hub_name(source: str) -> bool:
+    """Whether this may name a data set on the hub: no path, and not within a folder that is here."""
+    owner, slash, title = source.partition("/")
+    return bool(slash and title) and re.fullmatch(r"[\w.-]+", owner) is not None and not Path(owner).exists()
 
 
 def _read_json(path: Path) -> Rows:
@@ -152,6 +160,7 @@ def _read_json(path: Path) -> Rows:
     if not isinstance(values, list):
         raise UserError(f'{path}: expected a list of objects, or an object with such a list under "data"')
     for number, row in enumerate(values, start=1):
+        row = {"prompt": row} if isinstance(row, str) else row
         yield number, _attempt(_as_row, row, row_place(path, number))
 
 

@@ -27,6 +27,19 @@ _OTHER_NAMES = {
     "completion": ("response", "answer"),
     "messages": ("conversations",),
 }
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+}
+"""Roles by the name that ShareGPT's `from` gives them."""
 _EMPTY = "empty completion after the prompt; expected what the model is to say"
 _CONTEXT = ("story", "context", "passage", "choices")
 """Columns without which a question is no whole prompt."""
@@ -54,7 +67,15 @@ def row_parser(
     for name in columns:
         if name not in names:
             raise UserError(f"columns: {name!r} is no column here; expected {', '.join(names)}")
-    return lambda row, where: parse(_Row(row, columns, where))
+
+    def records(row: dict[str, Any], where: str) -> tuple[Record, ...]:
+        if "prompt" in columns or not _is_alpaca(row):
+            return parse(_Row(row, columns, where))
+        return tuple(
+            replace(record, is_chat=True) for record in parse(_Row(_alpaca(row, where), columns, where))
+        )
+
+    return records
 
 
 @dataclass(frozen=True)
@@ -91,6 +112,8 @@ class _Row:
     def text(self, column: str) -> Text:
         """Text or messages of a column."""
         value, where = self.get(column)
+        if isinstance(value, dict):
+            return [_message(value, where)]
         return _messages(value, where) if isinstance(value, list) else _string(value, where)
 
     def said(self, column: str) -> Text:
@@ -119,6 +142,24 @@ class _Row:
                 raise UserError(f"{where}: expected an object, got {_short(value)}")
             template |= {name: part for name, part in value.items() if part is not None}
         return {"template": template or None, "where": self.where}
+
+
+def _is_alpaca(row: Mapping[str, Any]) -> bool:
+    return row.get("prompt") is None and isinstance(row.get("instruction"), str)
+
+
+def _alpaca(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Name the columns of a row of Alpaca's form: the prompt is the instruction and, behind it, the input."""
+    for name in ("system", "history"):
+        if row.get(name):
+            raise UserError(
+                f"{where}, field {name}: not read beside an instruction; write the row as messages instead"
+            )
+    values = {name: value for name, value in row.items() if name not in ("instruction", "input", "output")}
+    values["prompt"] = "\n\n".join(part for part in (row["instruction"], row.get("input")) if part)
+    if row.get("output") is not None:
+        values["completion"] = row["output"]
+    return values
 
 
 def _sft(row: _Row) -> tuple[Record, ...]:
@@ -215,6 +256,9 @@ def _pair(row: _Row) -> tuple[Text, Text, Text]:
     if chosen == rejected:
         raise UserError(f"{places[1]}: the same as chosen; expected another completion")
     prompt = row.text("prompt") if row.has("prompt") else None
+    if prompt is None and row.has("messages"):
+        items, where = row.items("messages")
+        prompt = _messages(items, where)
     if prompt is None or (isinstance(prompt, str) and isinstance(chosen, list)):
         prompt, chosen, rejected = split_pair(chosen, rejected)  # a text beside messages repeats their start
     _check_alike(prompt, chosen, places[0])
@@ -241,7 +285,10 @@ def _message(value: Any, where: str) -> Message:
         raise UserError(f"{where}: expected an object with role and content, got {_short(value)}")
     message = {name: part for name, part in value.items() if part is not None}
     if "from" in message and "role" not in message:
-        message["role"] = message.pop("from")
+        speaker = message.pop("from")
+        if speaker not in _ROLES:
+            raise UserError(f"{where}, from: expected one of {', '.join(_ROLES)}, got {_short(speaker)}")
+        message["role"] = _ROLES[speaker]
     if "value" in message and "content" not in message:
         message["content"] = message.pop("value")
     if not isinstance(message.get("role"), str):
@@ -320,8 +367,8 @@ def _short(value: Any) -> str:
 _TEMPLATE = ("tools", "chat_template_kwargs")
 _PARSERS: dict[str, tuple[tuple[str, ...], Callable[[_Row], tuple[Record, ...]]]] = {
     "sft": (("prompt", "completion", "messages", "text", "chosen", "rejected", *_TEMPLATE), _sft),
-    "preference": (("prompt", "chosen", "rejected", "margin", *_TEMPLATE), _preference),
-    "kto": (("prompt", "completion", "label", "chosen", "rejected", *_TEMPLATE), _kto),
+    "preference": (("prompt", "messages", "chosen", "rejected", "margin", *_TEMPLATE), _preference),
+    "kto": (("prompt", "messages", "completion", "label", "chosen", "rejected", *_TEMPLATE), _kto),
     "steps": (
         (
             "prompt",

@@ -22,7 +22,7 @@ from rlhf_data.builders import (
     StepBuilder,
 )
 from rlhf_data.errors import UserError
-from rlhf_data.example_sets import PROGRESS_ROWS, Example, ExampleSet, KTOSet, OnProgress
+from rlhf_data.example_sets import PROGRESS_ROWS, Convert, Example, ExampleSet, KTOSet, OnProgress
 from rlhf_data.examples import KTOExample, PreferencePair, PromptExample, StepExample, StepPair
 from rlhf_data.packing import TokenSequence
 from rlhf_data.preferences import Record
@@ -42,12 +42,14 @@ class StreamOptions(TypedDict, total=False):
         on_bad_row: "error" (the default) stops at a bad row, "skip" leaves it out; see `skipped`.
         subset_size: rows to read at most.
         on_progress: called with the bytes done and the bytes in all while the file is checked.
+        convert: makes another form of a record before it is encoded, such as `as_messages`.
     """
 
     columns: Mapping[str, str] | None
     on_bad_row: OnBadRow
     subset_size: int | None
     on_progress: OnProgress | None
+    convert: Convert | None
 
 
 class StreamingSet(ExampleSet[Example]):
@@ -59,7 +61,7 @@ class StreamingSet(ExampleSet[Example]):
     """
 
     def __init__(self, path: str | Path, builder: Builder, **options: Unpack[StreamOptions]) -> None:
-        super().__init__(builder)
+        super().__init__(builder, options.get("convert"))
         self.path = _checked_path(path)
         self._parse = row_parser(builder.kind, options.get("columns") or {})
         self._offsets, self._lines, self._parts = array("q"), array("q"), array("b")
@@ -84,7 +86,7 @@ class StreamingSet(ExampleSet[Example]):
             line = file.readline()
         where = row_place(self.path, self._lines[index])
         record = self._parse(parse_line(line, where), where)[self._parts[index]]
-        return self.builder.build(record)
+        return self.build(record)
 
     def _file_state(self) -> tuple[int, int]:
         try:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import UserError
 
+_LOG = logging.getLogger(__name__)
 _Rows = Iterator[tuple[int, dict[str, Any]]]
 
 
@@ -47,7 +49,9 @@ def read_hub(name: str) -> _Rows:
     """Yield number from 1 and row of a data set on the Hugging Face hub.
 
     Args:
-        name: `owner/name`, for the split "train", or `owner/name:split`.
+        name: `owner/name`, for the split "train", or `owner/name:split`. Behind another slash stands the name
+            of one of its configurations, or else a folder within it: `openai/gsm8k/main:test`,
+            `Anthropic/hh-rlhf/harmless-base`.
 
     Raises:
         UserError: the `datasets` library is missing, or it cannot load the data set.
@@ -60,15 +64,25 @@ def read_hub(name: str) -> _Rows:
             "library that loads it: pip install 'rlhf-data[hub]'"
         ) from error
     repository, _, split = name.partition(":")
+    owner, title, *rest = repository.split("/", 2)
+    repository = f"{owner}/{title}"
+    _LOG.info("%s: no file or folder here; looking for it on the Hugging Face hub", name)
     try:
-        table: Iterable[Any] = datasets.load_dataset(repository, split=split or "train")
-    except (OSError, ValueError) as error:
+        part = _part(datasets, repository, rest[0]) if rest else {}
+        table: Iterable[Any] = datasets.load_dataset(repository, **part, split=split or "train")
+    except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(
             f"data {name}: no such file or folder, and the hub gives no data set of that name ({reason}); "
             "check the name, its split and the connection"
         ) from error
     return enumerate((dict(row) for row in table), start=1)
+
+
+def _part(datasets: Any, repository: str, part: str) -> dict[str, str]:
+    """The argument of `load_dataset` for what stands behind the name of a data set."""
+    is_configuration = part in datasets.get_dataset_config_names(repository)
+    return {"name": part} if is_configuration else {"data_dir": part}
 
 
 def _saved_files(folder: Path) -> list[Path]:

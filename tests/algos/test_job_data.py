@@ -1,0 +1,52 @@
+"""What a job makes of its rows before they are tokenised."""
+
+import copy
+import json
+import logging
+
+import pytest
+
+from rlhf_algos.job_data import build_sets, load_rows
+from rlhf_algos.methods import METHODS
+from rlhf_data import UserError
+
+_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture
+def first_chosen(tmp_path, byte_tokenizer, caplog):
+    """The first training pair's chosen text, as the model reads it; the log goes to `caplog`."""
+    caplog.set_level(logging.INFO)
+    path = tmp_path / "pairs.jsonl"
+    prompt = "\n\nHuman: Where is the ball?\n\nAssistant:"
+    rows = [{"chosen": f"{prompt} In box {i}.", "rejected": f"{prompt} Who knows {i}."} for i in range(4)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def text(*, template=_TEMPLATE, **settings):
+        method = METHODS["dpo"]
+        config = method.resolve({"train_data": str(path), "eval_fraction": 0, **settings})
+        tokenizer = copy.deepcopy(byte_tokenizer)
+        tokenizer.chat_template = template
+        train, _ = build_sets(method, config, load_rows(method, config), tokenizer, max_length=None)
+        return tokenizer.decode(train[0].chosen.input_ids)
+
+    return text
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_transcripts_are_rendered_by_the_chat_template(first_chosen, caplog, streaming):
+    text = first_chosen(streaming=streaming)
+    assert text.startswith("<|user|>Where is the ball?<eos><|assistant|>In box 0.")
+    assert "4 of the first 4 rows" in caplog.text
+
+
+def test_transcripts_stay_texts_where_that_is_wanted_or_there_is_no_template(first_chosen, caplog):
+    assert first_chosen(transcripts="text").startswith("\n\nHuman: Where")
+    assert "transcripts" not in caplog.text
+    assert first_chosen(template=None).startswith("\n\nHuman: Where")
+    assert "stay texts" in caplog.text
+    with pytest.raises(UserError, match="no chat template"):
+        first_chosen(template=None, transcripts="messages")
