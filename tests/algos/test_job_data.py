@@ -1,4 +1,4 @@
-"""What a job makes of its rows before they are tokenised."""
+"""What a job makes of its rows before and when they are tokenised."""
 
 import copy
 import json
@@ -50,3 +50,32 @@ def test_transcripts_stay_texts_where_that_is_wanted_or_there_is_no_template(fir
     assert "stay texts" in caplog.text
     with pytest.raises(UserError, match="no chat template"):
         first_chosen(template=None, transcripts="messages")
+
+
+def labelled_rows(folder, count):
+    path = folder / "rows.jsonl"
+    line = '{{"prompt": "p{0}", "completion": " answer {0}", "label": true}}\n'
+    path.write_text("".join(line.format(i) for i in range(count)))
+    return str(path)
+
+
+@pytest.mark.parametrize(("processes", "batch", "fits"), [(1, 1, False), (1, 2, True), (2, 1, True)])
+def test_a_step_of_kto_has_completions_to_exchange(
+    byte_tokenizer, tmp_path, monkeypatch, processes, batch, fits
+):
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    settings = {"train_data": labelled_rows(tmp_path, 5), "per_device_train_batch_size": batch}
+    method = METHODS["kto"]
+    config = method.resolve(settings | {"eval_fraction": 0})
+    rows = load_rows(method, config)
+    if not fits:
+        with pytest.raises(UserError, match="per_device_train_batch_size"):
+            build_sets(method, config, rows, byte_tokenizer, max_length=None)
+        return
+    train, _ = build_sets(method, config, rows, byte_tokenizer, max_length=None)
+    for example in train:  # step of 2 over 5 rows: the last one stands alone
+        own, kl = example.sequence, example.kl_sequence
+        assert kl.input_ids[: kl.score_from] == own.input_ids[: own.score_from]
+        assert kl.input_ids != own.input_ids
+    config = method.resolve(settings | {"eval_fraction": 0, "kl_estimate": "ema"})
+    assert build_sets(method, config, rows, byte_tokenizer, max_length=None)[0][0].kl_sequence is None

@@ -145,7 +145,19 @@ def test_moved_starts_are_said(tokenizer, caplog):
 def test_kl_partners_rotate_within_batches():
     # batches of 3 over 8 rows: (0 1 2) (3 4 5) (6 7); the first of each takes the last one's completion
     assert [kl_partner(i, 8, 3) for i in range(8)] == [2, 0, 1, 5, 3, 4, 7, 6]
-    assert [kl_partner(i, 3, 1) for i in range(3)] == [0, 1, 2]
+    # a last batch of one, (0 1) (2 3) (4): it takes the completion of the row before, never its own
+    assert [kl_partner(i, 5, 2) for i in range(5)] == [1, 0, 3, 2, 3]
+
+
+@pytest.mark.parametrize("rows", range(2, 12))
+@pytest.mark.parametrize("size", range(2, 6))
+def test_no_row_is_its_own_kl_partner(rows, size):
+    assert all(kl_partner(i, rows, size) != i for i in range(rows))
+
+
+def test_a_single_row_has_no_kl_partner(tokenizer):
+    with pytest.raises(UserError, match="kl_estimate to ema"):
+        KTODataset([LabelledRecord("p", " answer", True)], tokenizer, kl_batch_size=2)
 
 
 def test_labelled_completions_and_their_mismatched_pairs(tokenizer):
@@ -155,7 +167,7 @@ def test_labelled_completions_and_their_mismatched_pairs(tokenizer):
     assert [example.label for example in paired] == [True, False, True, False, True]
     assert all(example.kl_sequence is None for example in plain)
     assert [example.sequence for example in plain] == [example.sequence for example in paired]
-    partners = [1, 0, 3, 2, 4]
+    partners = [1, 0, 3, 2, 3]
     for i, example in enumerate(paired):
         sequence = example.kl_sequence
         assert sequence is not None
@@ -224,7 +236,7 @@ def test_prompts_with_their_columns(with_template):
     [
         (SFTDataset, {"max_length": 1}, "max_length must be at least 2 tokens, got 1"),
         (StepDataset, {"step_separator": ""}, "step_separator has no token"),
-        (KTODataset, {"kl_batch_size": 0}, "kl_batch_size must be at least 1, got 0"),
+        (KTODataset, {"kl_batch_size": 1}, "kl_batch_size must be at least 2, got 1"),
         (PreferenceDataset, {"overlong": "cut"}, "overlong must be truncate or drop, got 'cut'"),
         (SFTDataset, {"on_bad_row": "warn"}, "on_bad_row must be error or skip, got 'warn'"),
     ],

@@ -256,7 +256,11 @@ def _set_options(method: Method, config: Any, max_length: int | None) -> dict[st
 
 
 def _method_options(method: Method, config: Any) -> dict[str, Any]:
-    """What is special to the set of a kind of records."""
+    """What is special to the set of a kind of records.
+
+    Raises:
+        UserError: steps of a single row, from which KTO's KL cannot be estimated.
+    """
     if method.records == "sft":
         return {"assistant_only_loss": config.assistant_only_loss}
     if method.records == "preference":
@@ -264,7 +268,15 @@ def _method_options(method: Method, config: Any) -> dict[str, Any]:
     if method.records == "steps":
         return {"step_separator": config.step_separator}
     step = config.per_device_train_batch_size * config.gradient_accumulation_steps * num_processes()
-    return {"kl_batch_size": step if config.kl_estimate == "mismatched" else None}
+    if config.kl_estimate != "mismatched":
+        return {"kl_batch_size": None}
+    if step < 2:
+        raise UserError(
+            "an optimizer step takes 1 row (per_device_train_batch_size x gradient_accumulation_steps x "
+            "processes), whose KL could only come from its own completion; take 2 or more, or set "
+            "kl_estimate to ema"
+        )
+    return {"kl_batch_size": step}
 
 
 def _read(

@@ -279,11 +279,18 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         completions, table = self.score(prompts, rollouts, n)
         metrics = rollout_metrics(table) | self._said
         if self.needs_reference(self.config):
-            metrics["kl"] = self._divergence(completions)
+            metrics["kl"] = self._divergence(completions, temperature)
         self.scorer.train(was_training)
         return {f"eval_{name}": value for name, value in metrics.items()}
 
-    def known_logps(self, completions: Sequence[Completion], *, reference: bool, policy: bool = True) -> None:
+    def known_logps(
+        self,
+        completions: Sequence[Completion],
+        *,
+        reference: bool,
+        policy: bool = True,
+        temperature: float | None = None,
+    ) -> None:
         """Give completions `old_logps` and, on request, `ref_logps`: tensors over their tokens, on the CPU.
 
         The log-probs of the engine serve as the old ones where it computed them from the same weights in the
@@ -293,7 +300,10 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
             completions: this process's.
             reference: whether the reference's are wanted.
             policy: whether the policy's are wanted.
+            temperature: that they were sampled at; both are scored at it, at 1 when greedy, as the engine
+                does. None means that of training.
         """
+        temperature = self.config.temperature if temperature is None else temperature or 1.0
         compute = policy and not self._engine_is_exact
         for completion in completions:
             logps = torch.tensor(completion.rollout.logps)
@@ -307,10 +317,10 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
             for batch, members, real in share.batches:
                 batch = batch.to(self.device)
                 if compute:
-                    scores = self.forward(batch, temperature=self.config.temperature)
+                    scores = self.forward(batch, temperature=temperature)
                     keep_tokens("old_logps", scores.logps, members, real)
                 if reference:
-                    scores = self.forward(batch, temperature=self.config.temperature, reference=True)
+                    scores = self.forward(batch, temperature=temperature, reference=True)
                     keep_tokens("ref_logps", scores.logps, members, real)
 
     @property
@@ -353,9 +363,9 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
             if follow is not None and not self.parallel.is_main:
                 follow(name)
 
-    def _divergence(self, completions: Sequence[Completion]) -> float:
-        """Nats per token from the reference, the k1 estimate over all completions."""
-        self.known_logps(completions, reference=True)
+    def _divergence(self, completions: Sequence[Completion], temperature: float | None) -> float:
+        """Nats per token from the reference at this temperature, the k1 estimate over all completions."""
+        self.known_logps(completions, reference=True, temperature=temperature)
         sums = torch.zeros(2, device=self.device)
         if completions:
             difference = flat("old_logps", completions, self.device) - flat(

@@ -156,15 +156,16 @@ def kl_partner(index: int, rows: int, batch_size: int) -> int:
     """Return whose completion follows the prompt of example `index` in its KL sequence.
 
     Within each batch of neighbours in file order the completions move on by one, the last one to the front,
-    as in TRL; a batch of one keeps its own.
+    as in TRL. A last batch of a single row takes that of the row before, where TRL's takes its own.
 
     Args:
         index: the example, from 0.
-        rows: examples in all.
-        batch_size: neighbours in a batch.
+        rows: examples in all, at least 2.
+        batch_size: neighbours in a batch, at least 2.
     """
     start = index - index % batch_size
-    return index - 1 if index > start else min(start + batch_size, rows) - 1
+    last = min(start + batch_size, rows) - 1
+    return index - 1 if index > start or last == start else last
 
 
 class StepBuilder(Builder):

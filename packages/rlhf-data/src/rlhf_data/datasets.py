@@ -140,6 +140,7 @@ class KTODataset(InMemorySet[KTOExample], KTOSet):
     ) -> None:
         self.set_kl_batch_size(kl_batch_size)
         super().__init__(records, KTOBuilder(tokenizer, max_length), **options)
+        self.check_partners()
 
 
 class StepDataset(InMemorySet[StepExample | StepPair]):

@@ -116,11 +116,23 @@ class KTOSet(ExampleSet[KTOExample]):
         """Choose within how many neighbours completions are exchanged; None for no KL sequences.
 
         Raises:
-            UserError: a size below 1.
+            UserError: a size below 2.
         """
-        if size is not None and size < 1:
-            raise UserError(f"kl_batch_size must be at least 1, got {size}")
+        if size is not None and size < 2:
+            raise UserError(f"kl_batch_size must be at least 2, got {size}")
         self.kl_batch_size = size
+
+    def check_partners(self) -> None:
+        """Refuse a single row where completions are to be exchanged.
+
+        Raises:
+            UserError: there is no other completion to exchange.
+        """
+        if self.kl_batch_size is not None and len(self) < 2:
+            raise UserError(
+                "there is a single row, and so no completion of another prompt to estimate the KL from; "
+                "give more rows, or set kl_estimate to ema"
+            )
 
     def example(self, index: int) -> KTOExample:
         """Return an example by its index from 0."""

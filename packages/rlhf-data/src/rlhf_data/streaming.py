@@ -193,6 +193,7 @@ class StreamingKTODataset(StreamingSet[KTOExample], KTOSet):
     ) -> None:
         self.set_kl_batch_size(kl_batch_size)
         super().__init__(path, KTOBuilder(tokenizer, max_length), **options)
+        self.check_partners()
 
 
 class StreamingStepDataset(StreamingSet[StepExample | StepPair]):
