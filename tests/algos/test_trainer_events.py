@@ -13,6 +13,7 @@ from rlhf_algos import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 from rlhf_algos.batching import cut, epoch_order
 from rlhf_algos.outputs import LossOutput, reduce_outputs
 from rlhf_algos.progress import TrainingStopped
+from rlhf_algos.step_report import Pace
 from rlhf_data import RunFolder, TokenSequence, UserError
 from rlhf_models import RewardModel
 from rlhf_models.tiny import tiny_model, train_byte_tokenizer
@@ -36,6 +37,42 @@ def losses(run):
 
 def weights(trainer):
     return [parameter.detach().clone() for parameter in trainer.parameters]
+
+
+def test_reports_say_pace_evaluation_and_checkpoint_of_every_step(tmp_path):
+    run, reports = RunFolder.create(tmp_path / "run"), []
+    settings = {"eval_examples": OTHER, "eval_steps": 3, "save_steps": 4, "logging_steps": 2}
+    trainer = make(run, **settings)
+    trainer.on_report = reports.append
+    trainer.train()
+    assert [(each.step, each.total) for each in reports] == [(step, 6) for step in range(1, 7)]
+    assert (
+        [each.step for each in reports if each.logged]
+        == [2, 3, 4, 6]
+        == [row["step"] for row in run.read_metrics()]
+    )
+    assert [each.step for each in reports if each.evaluation] == [3, 6]
+    assert reports[2].evaluation == {k: v for k, v in reports[2].metrics.items() if k.startswith("eval_")}
+    assert [each.checkpoint for each in reports] == [
+        *[None] * 3, run.path / "checkpoint-4", None, run.path / "checkpoint-6"
+    ]  # fmt: skip
+    for each in reports:
+        assert {"learning_rate", "grad_norm", "loss"} <= set(each.metrics)
+        assert each.tokens_per_second > 0
+        assert each.seconds_left == pytest.approx((6 - each.step) * each.seconds / each.step)
+    assert [each.seconds for each in reports] == sorted(each.seconds for each in reports)
+
+
+def test_the_pace_of_a_resumed_run_is_its_own(tmp_path, monkeypatch):
+    now = iter([100.0, 104.0, 110.0])
+    monkeypatch.setattr("rlhf_algos.step_report.time.perf_counter", lambda: next(now))
+    pace = Pace(20, step=10, num_tokens=1000)
+    first = pace.report(12, {"num_tokens": 1400})
+    assert (first.seconds, first.tokens_per_second) == (4, 100)
+    assert first.seconds_left == 16  # 8 steps at 2 s
+    second = pace.report(15, {"num_tokens": 1700})
+    assert second.tokens_per_second == 50  # 300 tokens in the 6 s since the last one
+    assert second.seconds_left == 10  # 5 steps at 10 s / 5
 
 
 def test_shuffle_off_takes_the_examples_as_they_come():

@@ -116,7 +116,9 @@ def test_a_signal_saves_and_says_how_to_continue(
     done(train(*options, "--output-dir=whole"))
     with monkeypatch.context() as patch:
         patch.setattr(
-            TrainingDisplay, "on_step", lambda self, step, *_: step == 2 and signal.raise_signal(number)
+            TrainingDisplay,
+            "on_report",
+            lambda self, report: report.step == 2 and signal.raise_signal(number),
         )
         stopped = train(*options, "--output-dir=run")
     assert stopped.exit_code == code

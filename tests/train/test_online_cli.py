@@ -292,7 +292,7 @@ def test_a_signal_saves_and_says_how_to_continue(
     done(train(*options, "--output-dir=whole"))
     with monkeypatch.context() as patch:
         patch.setattr(
-            TrainingDisplay, "on_step", lambda self, step, *_: step == 1 and signal.raise_signal(15)
+            TrainingDisplay, "on_report", lambda self, report: report.step == 1 and signal.raise_signal(15)
         )
         stopped = train(*options, "--output-dir=run")
     assert stopped.exit_code == 143

@@ -102,7 +102,7 @@ def _work(config: Any, run: RunFolder, options: dict[str, Any]) -> None:
         if config.embedded:
             config = story_stages(config, run, display)
         job = RLHFOrchestrator(
-            config, run, on_stage=display.stage, on_step=display.on_step, progress=display.progress
+            config, run, on_stage=display.stage, on_report=display.on_report, progress=display.progress
         )
         results = job.evaluate_only() if options["eval_only"] else job.train()
         for stage, found in results["stages"].items():

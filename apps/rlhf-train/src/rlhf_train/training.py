@@ -105,7 +105,7 @@ def _job(method: str, config: Any, run: RunFolder, display: Any) -> Any:
     if config.backend == "trl":
         from rlhf_train.trl_backend import TRLJob
 
-        return TRLJob(method, config, run, on_step=display.on_step)
+        return TRLJob(method, config, run, on_report=display.on_report)
     from rlhf_algos.job import TrainingJob
 
-    return TrainingJob(method, config, run, on_step=display.on_step, progress=display.progress)
+    return TrainingJob(method, config, run, on_report=display.on_report, progress=display.progress)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rlhf_algos.step_report import StepReport
 from rlhf_data import RunFolder
 from rlhf_train.display import make_console
 
@@ -58,12 +59,14 @@ class TrainingDisplay:
             logger.removeHandler(self._handler)
             logger.propagate = True
 
-    def on_step(self, step: int, total: int, metrics: dict[str, float]) -> None:
+    def on_report(self, report: StepReport) -> None:
         """A line of metrics now and then, where the output is no terminal."""
+        step, total, metrics = report.step, report.total, report.metrics
         if self.console.is_terminal or not (step == total or step % max(1, total // _PLAIN_LINES) == 0):
             return
         shown = "  ".join(f"{name} {metrics[name]:.4g}" for name in self.shown if name in metrics)
-        self.console.print(Text(f"step {step}/{total}  {shown}"))
+        if shown:
+            self.console.print(Text(f"step {step}/{total}  {shown}"))
 
     def show_plan(self, plan: dict[str, Any]) -> None:
         """Print a dry run: what would run, with how many tokens and how much memory."""

@@ -184,7 +184,7 @@ class TRLJob(Job):
     def _prepare(self) -> tuple[Any, Rows, Any, Recorder]:
         check_machine(self.config)
         rows = load_rows(self.method, self.config)
-        recorder = Recorder(self.run, self.on_step)
+        recorder = Recorder(self.run, self.on_report)
         with tempfile.TemporaryDirectory(prefix="rlhf-trl-") as folder:  # TRL loads the reference from it
             model, tokenizer = self._model(rows, folder)
             trainer = self._trainer(model, tokenizer, rows, recorder)

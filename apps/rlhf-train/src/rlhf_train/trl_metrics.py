@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from rlhf_algos.job import OnStep
+from rlhf_algos.step_report import OnReport, Pace
 from rlhf_data import RunFolder
 
 __all__ = ["Recorder", "log_to"]
@@ -21,10 +21,11 @@ class Recorder:
     """Writes what TRL logs as lines of metrics.jsonl: a line per logged step, its evaluation in it."""
 
     run: RunFolder
-    on_step: OnStep | None
+    on_report: OnReport | None
     num_tokens: int | None = None
     _row: dict[str, Any] = field(default_factory=dict)
     _started: float | None = None
+    _pace: Pace | None = None
     _mark: float = 0.0
 
     def start(self) -> None:
@@ -43,10 +44,11 @@ class Recorder:
             self._row = {"step": step, **metrics, "step_time": now - self._mark}
             self._mark = now
             self.num_tokens = int(metrics["num_tokens"]) if "num_tokens" in metrics else self.num_tokens
-            if self.on_step:
-                self.on_step(step, total, metrics)
         elif self._row.get("step") == step:
             self._row |= metrics
+        self._pace = self._pace or Pace(total)
+        if self.on_report:
+            self.on_report(self._pace.report(step, metrics))
 
     def flush(self) -> None:
         """Write the line of the step that is being logged."""

@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,16 +18,14 @@ from rlhf_algos.online_job import PREFLIGHT, online_parts, tell_findings
 from rlhf_algos.processes import from_first_process
 from rlhf_algos.progress import check_best_metric
 from rlhf_algos.results import finish_run
+from rlhf_algos.step_report import OnReport
 from rlhf_data import RunFolder, UserError, atomic_write_json
 from rlhf_data.files import finite
 
-__all__ = ["Clock", "Job", "OnStep", "TrainingJob"]
+__all__ = ["Clock", "Job", "TrainingJob"]
 
 _LOG = logging.getLogger(__name__)
 _BEFORE, _EVALUATION = "before.json", "evaluation.json"
-
-OnStep = Callable[[int, int, dict[str, float]], None]
-"""Called after each step with step, steps in all and metrics."""
 
 
 @dataclass
@@ -39,13 +36,13 @@ class Job:
         name: of the method, a key of `METHODS`.
         config: the settings, of the method's `job_config`.
         run: the run's folder.
-        on_step: told of every logged step.
+        on_report: told of every step.
     """
 
     name: str
     config: Any
     run: RunFolder
-    on_step: OnStep | None = None
+    on_report: OnReport | None = None
 
     @property
     def method(self) -> Method:
@@ -117,11 +114,10 @@ class TrainingJob(Job):
             eval_examples=held_out,
             tokenizer=tokenizer,
             run=self.run,
-            on_step=self._report,
             progress=self.progress,
             **online_parts(config, model, tokenizer, self.run) if method.online else {},
         )
-        self._total = trainer.total_steps
+        trainer.on_report = self.on_report
         if trainer.parallel.is_main:
             self.run.write_config({"method": self.name, **config.to_dict()})
         _LOG.info("data: %s rows of %s, %s held out", f"{len(train):,}", rows.source, f"{len(held_out):,}")
@@ -173,10 +169,6 @@ class TrainingJob(Job):
             return None
         measured = {key: value for key, value in last.items() if key.startswith("eval_")}
         return trainer.evaluate() if self.config.load_best_model_at_end or not measured else measured
-
-    def _report(self, step: int, metrics: dict[str, float]) -> None:
-        if self.on_step:
-            self.on_step(step, self._total, metrics)
 
     def _say_where(self, trainer: Any, found: bool) -> None:
         if found:

@@ -85,14 +85,18 @@ class TrainingLogger:
         for tracker in self.trackers:
             tracker.finish()
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def log(self, step: int, metrics: Mapping[str, Any]) -> bool:
         """Write the metrics of one step and move the progress line to it.
 
         Args:
             step: counted from 1.
             metrics: name to number; `step` is added in front.
+
+        Returns:
+            Whether the step is one that is written.
         """
-        if self._due(step, metrics):
+        due = self._due(step, metrics)
+        if due:
             if self.run is not None:
                 self.run.append_metrics({"step": step, **metrics})
             for tracker in self.trackers:
@@ -100,6 +104,7 @@ class TrainingLogger:
         if self._progress is not None and self._task is not None:
             shown = "  ".join(f"{name} {metrics[name]:.4g}" for name in self.show if name in metrics)
             self._progress.update(self._task, completed=step, metrics=shown)
+        return due
 
     def _due(self, step: int, metrics: Mapping[str, Any]) -> bool:
         if step % self.logging_steps == 0 or step == self.total_steps:

@@ -16,6 +16,7 @@ from rlhf_algos.batching import epoch_order
 from rlhf_algos.online_configs import OnlineConfig
 from rlhf_algos.processes import from_first_process
 from rlhf_algos.reference import ReferenceScorer, adapter_off_is, disable_dropout
+from rlhf_algos.rollout_samples import keep_samples
 from rlhf_algos.rollouts import Completion, StepTable, flat, keep_tokens, rollout_metrics, table_row
 from rlhf_algos.scoring import LanguageModelTrainer, LogpsModule
 from rlhf_algos.updates import combined, optimizer_step, share_of_step
@@ -26,8 +27,6 @@ from rlhf_infer.rewards import RewardFunctions
 __all__ = ["OnlineTrainer"]
 
 _LOG = logging.getLogger(__name__)
-_SHOWN = 4
-"""Completions of a step that `samples.jsonl` gets."""
 _EVALUATION = 1 << 31
 """Stands in the sampling seed in place of the step."""
 
@@ -147,7 +146,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         assessed = time.perf_counter()
         self.scorer.train()
         metrics |= self.update(completions, len(examples))
-        self._keep_samples(completions, table)
+        keep_samples(self, completions, table)
         self.step += 1
         metrics["epoch"] = self.step / self.steps_per_epoch
         metrics["num_tokens"] = self.num_tokens
@@ -383,21 +382,3 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
     def seed_of(self, step: int) -> int:
         """Seed of the sampling of a step."""
         return (self.config.seed << 32) + step
-
-    def _keep_samples(self, completions: Sequence[Completion], table: StepTable) -> None:
-        """Write the first completions of a step where `sample_steps` says so."""
-        every = self.config.sample_steps
-        if not (every and self.run and self.parallel.is_main and (self.step + 1) % every == 0):
-            return
-        rows = [
-            {
-                "step": self.step + 1,
-                "prompt": self.tokenizer.decode(each.rollout.prompt_ids),
-                "completion": self.tokenizer.decode(each.rollout.completion_ids, skip_special_tokens=True),
-                "finish_reason": each.rollout.finish_reason,
-                "reward": float(table.total[each.index]),
-                "advantage": float(each.tokens["advantages"].mean()),
-            }
-            for each in completions[:_SHOWN]
-        ]
-        self.run.append_samples(rows)

@@ -11,10 +11,11 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from rlhf_algos.job import OnStep, TrainingJob
+from rlhf_algos.job import TrainingJob
 from rlhf_algos.job_data import load_rows
 from rlhf_algos.methods import METHODS
 from rlhf_algos.online_job import check_parts
+from rlhf_algos.step_report import OnReport
 from rlhf_data import BaseConfig, RunFolder, UserError, atomic_write_json
 from rlhf_data.files import finite, remove_folder
 
@@ -120,14 +121,14 @@ class RLHFOrchestrator:
         config: the settings.
         run: the run's folder.
         on_stage: told of the name of each stage as it begins.
-        on_step: see `TrainingJob`.
+        on_report: see `TrainingJob`.
         progress: see `BaseTrainer`.
     """
 
     config: RLHFConfig
     run: RunFolder
     on_stage: Callable[[Stage], None] | None = None
-    on_step: OnStep | None = None
+    on_report: OnReport | None = None
     progress: bool | None = False
 
     def train(self) -> dict[str, Any]:
@@ -150,7 +151,7 @@ class RLHFOrchestrator:
                     self.on_stage(stage)
                 begun = (folder.path / _CONFIG).exists()
                 job = TrainingJob(
-                    stage, self._resolved(stage), folder, on_step=self.on_step, progress=self.progress
+                    stage, self._resolved(stage), folder, on_report=self.on_report, progress=self.progress
                 )
                 results[stage] = job.train(resume=begun)
         return self._finish(results)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -13,6 +14,7 @@ import torch
 from rlhf_algos.logging import TrainingLogger
 from rlhf_algos.observers import Observers
 from rlhf_algos.signals import GracefulStop
+from rlhf_algos.step_report import Pace
 from rlhf_algos.trackers import create_trackers
 from rlhf_data import UserError
 
@@ -50,7 +52,6 @@ class TrainingEvents:
     def __init__(self, trainer: BaseTrainer[Any]) -> None:
         self._trainer = trainer
         self.finished = trainer.state.stopping.reached  # a checkpoint may be that of the last evaluation
-        self._saved_at: int | None = None
         main = trainer.parallel.is_main
         self._stop = GracefulStop(*([] if main else [""])) if trainer.run else None
         run = trainer.run if main else None
@@ -76,6 +77,7 @@ class TrainingEvents:
             trackers=[trackers] if trackers else (),
             logging_steps=config.logging_steps,
         )
+        self._pace = Pace(trainer.total_steps, step=trainer.step, num_tokens=trainer.num_tokens)
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -101,18 +103,19 @@ class TrainingEvents:
             UserError: the evaluation does not give `metric_for_best_model`.
         """
         trainer, config = self._trainer, self._trainer.config
-        self._logger.log(trainer.step, metrics)
+        logged = self._logger.log(trainer.step, metrics)
         if trainer.on_step:
             trainer.on_step(trainer.step, metrics)
         self._observers.after_step(trainer.step)
         evaluated = self._judge(metrics)
-        if trainer.run is None:
-            return
         last = trainer.due(config.save_steps) or self.finished
-        if last or (evaluated and config.load_best_model_at_end):
-            self._save(metrics)
-        if code := self._exit_code():
-            self._save(metrics)
+        due = last or (evaluated and config.load_best_model_at_end)
+        checkpoint = self._save(metrics) if trainer.run and due else None
+        if trainer.on_report:
+            trainer.on_report(self._pace.report(trainer.step, metrics, logged=logged, checkpoint=checkpoint))
+        if trainer.run and (code := self._exit_code()):
+            if checkpoint is None:
+                self._save(metrics)
             raise TrainingStopped(code)
 
     def after_last_step(self) -> None:
@@ -137,10 +140,11 @@ class TrainingEvents:
         self.finished = self.finished or stop
         return True
 
-    def _save(self, metrics: dict[str, float]) -> None:
-        if self._saved_at != self._trainer.step:
-            self._trainer.save_checkpoint(metrics)
-            self._saved_at = self._trainer.step
+    def _save(self, metrics: dict[str, float]) -> Path | None:
+        """Write a checkpoint; where it is."""
+        trainer = self._trainer
+        trainer.save_checkpoint(metrics)
+        return trainer.run.checkpoint_path(trainer.step) if trainer.run else None
 
     def _exit_code(self) -> int:
         """The exit code that a signal to any of the processes asks for, 0 where none came."""

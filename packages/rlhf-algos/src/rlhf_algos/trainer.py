@@ -21,6 +21,7 @@ from rlhf_algos.outputs import LossOutput
 from rlhf_algos.parallel import Parallel
 from rlhf_algos.progress import TrainingEvents, check_evaluations
 from rlhf_algos.state import TrainerState
+from rlhf_algos.step_report import OnReport
 from rlhf_algos.updates import Share, optimizer_step, reduced, share_of_step
 from rlhf_data import PackedBatch, RunFolder, TokenSequence, UserError, atomic_folder
 from rlhf_models import compile_model
@@ -47,6 +48,9 @@ class BaseTrainer(ABC, Generic[Example]):
         run: where metrics and checkpoints go; None keeps nothing.
         on_step: called with (step, metrics) after each step, step counted from 1.
         progress: show a progress line; None shows it when the console is a terminal.
+
+    Attributes:
+        on_report: called with what is to be shown of each step, after its checkpoint.
 
     Raises:
         UserError: no examples, or settings that do not fit the machine.
@@ -75,6 +79,7 @@ class BaseTrainer(ABC, Generic[Example]):
         self.model, self.config, self.run, self.tokenizer = model, config, run, tokenizer
         self.examples, self.eval_examples = examples, eval_examples
         self.on_step, self.progress = on_step, progress
+        self.on_report: OnReport | None = None
         self.step = 0
         self.num_tokens = 0
         if config.gradient_checkpointing:
