@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from rlhf_infer import (
     TransformersEngine,
 )
 from rlhf_infer.rewards import RewardFunctions
+from rlhf_infer.stops import until_stop
 from rlhf_models import RewardModel
 
 PROMPTS: list[Any] = ["where is mary ?", "where is ball ?", "mary went to kitchen .", "so"]
@@ -144,6 +146,29 @@ def test_costs_and_repeated_completions(engine: TransformersEngine) -> None:
     rule = ConfidenceBasedStopping(min_samples=4, batch=4, probability=0.0)
     (rounds,) = sampler(engine, counted, params=params, adaptive=rule).sample(["so"])
     assert rounds.cost.prompt_tokens == 2 * length and sum(map(len, calls[1:])) == len(distinct)
+    assert all(c.score is not None and c.scores for c in rounds.candidates)
+
+
+def test_what_is_scored_ends_before_the_stop_text(engine: TransformersEngine) -> None:
+    heard: list[str] = []
+
+    def counted(completions: list[str]) -> list[float]:
+        heard.extend(completions)
+        return letters(completions)
+
+    for least in (0, 4):
+        params = SamplingParams(12, seed=3, min_new_tokens=least)
+        (plain,) = sampler(engine, letters, params=params).sample(["so"])
+        drawn = "".join(c.text for c in plain.candidates)
+        stop = max(filter(str.isascii, drawn), key=drawn.count)
+        params = replace(params, stop=(stop,))
+        (selected,) = sampler(engine, counted, params=params).sample(["so"])
+        for each, before in zip(selected.candidates, plain.candidates, strict=True):
+            start = engine.tokenizer.decode(before.rollout.completion_ids[:least], skip_special_tokens=True)
+            assert each.text == until_stop(before.text, [stop], len(start))
+        assert {c.text for c in selected.candidates} == set(heard)
+        assert sum(c.rollout.finish_reason == "stop" for c in selected.candidates) > 1
+        heard.clear()
 
 
 def test_conversations_columns_and_rewards_that_do_not_apply(engine: TransformersEngine) -> None:
@@ -201,7 +226,7 @@ def test_a_majority_needs_no_scorer(engine: TransformersEngine) -> None:
         ({"selection": "first"}, "selection is 'first'"),
         (
             {"selection": "majority", "extract": str, "adaptive": ConfidenceBasedStopping()},
-            "decides no majority",
+            "does not decide selection majority",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Ranking candidates by score and by weighted majority, costs, and extracted answers."""
+"""Ranking candidates by score and by votes, costs, and extracted answers."""
 
 from __future__ import annotations
 
@@ -31,24 +31,36 @@ def test_best_ranks_by_score_then_index_and_puts_what_has_no_score_last() -> Non
     assert select([rows[3], rows[0]], "best") == (1, 0)
 
 
-def test_majority_is_weighted_by_softmax_of_the_scores() -> None:
-    # e^1 + e^1 = 5.44 for a, e^2 = 7.39 for b: b wins although it is alone. With scores 1, 1 and 1.5 it does
-    # not: e^1.5 = 4.48.
-    rows = candidates((1.0, "a"), (1.0, "a"), (2.0, "b"))
-    assert select(rows, "majority") == (2, 0, 1)
-    assert select(candidates((1.0, "a"), (1.0, "a"), (1.5, "b")), "majority") == (0, 1, 2)
-    # Softmax does not change when all scores move, and large ones do not overflow.
-    assert select(candidates((1001.0, "a"), (1001.0, "a"), (1001.5, "b")), "majority") == (0, 1, 2)
-
-
-def test_equal_or_missing_scores_make_a_plain_majority() -> None:
+def test_a_majority_counts_votes_whatever_the_scores() -> None:
+    # 31 say B at 5.0, one says A at 9.0.
+    rows = candidates((9.0, "A"), *[(5.0, "B")] * 31)
+    for selection in ("majority", "weighted"):
+        assert rows[select(rows, selection)[0]].answer == "B"
+    assert rows[select(rows, "best")[0]].answer == "A"
     answers = ["b", "a", None, "a", "b", "a"]
     for score in (None, 0.7):
         assert select(candidates(*((score, x) for x in answers)), "majority") == (1, 3, 5, 0, 4, 2)
-    # Of the answer that wins, the best candidate comes first; one without score or answer has no vote.
-    rows = candidates((0.0, "a"), (0.5, "a"), (0.9, "b"), (None, "b"), (9.0, None))
-    assert select(rows, "majority") == (1, 0, 2, 3, 4)
+    # Of the answer that wins the best candidate comes first; one without a score has its vote all the same.
+    rows = candidates((0.0, "a"), (9.0, "b"), (0.5, "a"), (None, "a"), (9.5, None))
+    assert select(rows, "majority") == (2, 0, 3, 1, 4)
+    assert select(candidates((1.0, "a"), (2.0, "b")), "majority") == (1, 0)  # a tie goes to the score
     assert select(candidates((1.0, None), (2.0, None)), "majority") == (1, 0)
+
+
+def test_weighted_votes_add_up_a_verifiers_probabilities() -> None:
+    # sigmoid(-2) = 0.119, sigmoid(0) = 0.5: three against one make 0.358 < 0.5, five make 0.596.
+    few = candidates((-2.0, "a"), (-2.0, "a"), (-2.0, "a"), (0.0, "b"))
+    assert select(few, "weighted") == (3, 0, 1, 2) and select(few, "majority") == (0, 1, 2, 3)
+    assert select(candidates(*[(-2.0, "a")] * 5, (0.0, "b")), "weighted")[0] == 0
+    assert select(candidates((-1000.0, "a"), (1000.0, "b")), "weighted") == (1, 0)  # nothing overflows
+    # Beside scored candidates one without a score has no weight; without any score votes are counted.
+    assert select(candidates((None, "a"), (None, "a"), (-3.0, "b")), "weighted") == (2, 0, 1)
+    assert select(candidates((None, "a"), (None, "b"), (None, "b")), "weighted") == (1, 2, 0)
+
+
+def test_no_selection_keeps_the_order_of_drawing() -> None:
+    rows = candidates((1.0, "a"), (3.0, None), (None, "a"))
+    assert select(rows, "none") == (0, 1, 2) and select(rows[::-1], "none") == (2, 1, 0)
 
 
 def test_weights_add_up_for_each_answer() -> None:
@@ -61,7 +73,7 @@ def test_extract_reads_the_texts() -> None:
     assert select(rows, "majority", extract=extractor("number")) == (1, 2, 0, 3)
 
 
-@pytest.mark.parametrize("selection", ["best", "majority"])
+@pytest.mark.parametrize("selection", ["best", "majority", "weighted", "none"])
 def test_a_ranking_does_not_depend_on_the_order_of_the_candidates(selection: Any) -> None:
     rng = random.Random(0)
     rows = [candidate(i, rng.choice([None, 0.0, 1.0, 1.5]), rng.choice([None, *"abc"])) for i in range(12)]
@@ -72,7 +84,9 @@ def test_a_ranking_does_not_depend_on_the_order_of_the_candidates(selection: Any
 
 
 def test_an_unknown_selection_is_refused() -> None:
-    with pytest.raises(UserError, match="selection is 'worst'; expected one of best, majority"):
+    with pytest.raises(
+        UserError, match="selection is 'worst'; expected one of best, majority, weighted, none"
+    ):
         select([], "worst")  # pyright: ignore[reportArgumentType]
 
 

@@ -7,7 +7,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_infer.stops import StopTexts
+from rlhf_infer import SamplingParams
+from rlhf_infer.stops import StopTexts, completion_text, until_stop
 from rlhf_models import train_byte_tokenizer
 
 TEXT = "the naïve café ☕ stops here 🙂🙂 stop.\n\nStop: 日本語 the end\n"
@@ -90,3 +91,23 @@ def test_only_the_end_is_decoded() -> None:
     # "stop" spans four tokens at most, and one before them is read along; the text before it needs no more.
     assert found(stops, ids, ids + tokenizer.encode("stop")) == len(ids) + len(tokenizer.encode("stop"))
     assert max(lengths) == 5
+
+
+def test_a_completion_is_cut_at_the_stop_text_that_ended_it() -> None:
+    tokenizer = byte_tokenizer()
+    ids = [tokenizer.encode(c)[0] for c in "stop, go stop on"]  # one token a character
+    for least, expected in ((0, ""), (3, ""), (4, "stop, go "), (12, "stop, go "), (13, "stop, go stop on")):
+        params = SamplingParams(40, stop=("stop", "zzz"), min_new_tokens=least)
+        assert completion_text(tokenizer, ids, params) == expected, least
+    assert completion_text(tokenizer, ids, SamplingParams(40)) == "stop, go stop on"
+    smile = tokenizer.encode(
+        "☕☕"
+    )  # a character of several tokens that is cut in two counts as not there yet
+    params = SamplingParams(40, stop=("☕",), min_new_tokens=len(smile) // 2 - 1)
+    assert completion_text(tokenizer, smile, params) == ""
+
+
+def test_the_first_of_the_stop_texts_counts() -> None:
+    assert until_stop("one two three", ["three", "two"]) == "one "
+    assert until_stop("one", ["two"]) == until_stop("one", []) == "one"
+    assert until_stop("aaa", ["aa"], 2) == "a"  # one that begins before may end behind

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from rlhf_data import UserError
@@ -101,3 +102,24 @@ def test_the_winner_of_a_stopped_search_is_seldom_beaten(name: str, tolerance: f
 def test_wrong_settings(settings: dict[str, float], message: str) -> None:
     with pytest.raises(UserError, match=message):
         ConfidenceBasedStopping(**settings)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("settings", "shares"),
+    [
+        ({}, (1.0, 0.99, 0.94, 0.87)),
+        ({"tolerance": 1.0}, (0.96, 0.72, 0.59, 0.48)),
+        ({"probability": 0.3, "tolerance": 0.5}, (0.88, 0.65, 0.56, 0.47)),
+    ],
+)
+def test_share_that_is_drawn_of_normal_scores(settings: dict[str, float], shares: tuple[float, ...]) -> None:
+    # The table of docs/best_of_n.md, of 600 prompts; 150 are enough to see that it is true.
+    for most, expected in zip((8, 16, 32, 64), shares, strict=True):
+        rng, drawn = np.random.default_rng(0), 0
+        rule = ConfidenceBasedStopping(max_samples=most, **settings)  # pyright: ignore[reportArgumentType]
+        for _ in range(150):
+            values, scores = rng.normal(size=most).tolist(), []
+            while count := rule.next_samples(scores, [-100.0] * len(scores)):
+                scores += values[len(scores) : len(scores) + count]
+            drawn += len(scores)
+        assert drawn / (150 * most) == pytest.approx(expected, abs=0.06)

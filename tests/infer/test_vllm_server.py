@@ -16,13 +16,12 @@ import pytest
 import torch
 
 from rlhf_data import UserError
-from rlhf_infer import Rollout, SamplingParams, vllm_worker
+from rlhf_infer import SamplingParams, vllm_worker
 from rlhf_infer.vllm_server import VLLMServer
 from rlhf_infer.vllm_settings import (
     VLLMSettings,
     check_requests,
     end_token_ids,
-    stopped_at_least_length,
 )
 from rlhf_infer.vllm_watch import StallWatch, VLLMStalled
 from rlhf_infer.vllm_worker import ExactSampler
@@ -131,17 +130,6 @@ def test_end_tokens_are_those_of_the_transformers_engine(
     assert end_token_ids(None, byte_tokenizer) == [2]
     with pytest.raises(UserError, match="no end-of-sequence token"):
         end_token_ids(None, SimpleNamespace(eos_token_id=None))
-
-
-def test_a_stop_text_at_exactly_the_least_length_ends_a_completion(byte_tokenizer: Any) -> None:
-    tokens = byte_tokenizer.encode("xyab", add_special_tokens=False)
-    ids = [*tokens, *tokens]
-    rollout = Rollout((3,), ids, [-0.5] * len(ids), "length")
-    params = SamplingParams(64, stop=("ab",), min_new_tokens=len(tokens))
-    cut = stopped_at_least_length(rollout, params, byte_tokenizer)
-    assert (cut.completion_ids, cut.logps, cut.finish_reason) == (tokens, [-0.5] * len(tokens), "stop")
-    for other in (SamplingParams(64, stop=("ab",)), SamplingParams(64, stop=("q",), min_new_tokens=4)):
-        assert stopped_at_least_length(rollout, other, byte_tokenizer) is rollout
 
 
 class Sampler:

@@ -96,22 +96,43 @@ def test_a_majority_counts_answers(server: Any) -> None:
     # Nearly greedy: most candidates are alike, whatever their score.
     fields = {"temperature": 0.3, "best_of": 16, "max_tokens": 3, "return_candidates": True}
     body = ask(server, selection="majority", **fields)
-    weights: dict[str, float] = {}
-    from math import exp
-
-    for each in body["candidates"]:
-        weights[each["answer"]] = weights.get(each["answer"], 0.0) + exp(each["score"])
-    winner = max(weights, key=lambda answer: weights[answer])
+    answers = [each["answer"] for each in body["candidates"]]
+    winner = max(answers, key=answers.count)
+    assert answers.count(winner) > 1
     chosen = next(each for each in body["candidates"] if each["selected"])
     assert chosen["answer"] == winner
     alike = [each["score"] for each in body["candidates"] if each["answer"] == winner]
     assert chosen["score"] == max(alike)
 
 
-def test_a_budget_is_spent_only_while_it_pays(server: Any) -> None:
-    sure = ask(server, budget=64, temperature=0.05, max_tokens=4)["usage"]["candidates"]
-    unsure = ask(server, budget=16, temperature=2, max_tokens=12)["usage"]["candidates"]
-    assert 4 <= sure < 64 and 4 <= unsure <= 16
+def test_drawing_stops_early_where_it_pays(server: Any) -> None:
+    sure = {"best_of": 64, "temperature": 0.05, "max_tokens": 4}
+    early = ask(server, **sure, stop_early=True)["usage"]
+    assert 4 <= early["candidates"] < 64
+    assert ask(server, budget=64, temperature=0.05, max_tokens=4)["usage"] == early  # the former name
+    unsure: dict[str, Any] = {"best_of": 16, "temperature": 2, "max_tokens": 12}
+    drawn = {
+        name: ask(server, **unsure, stop_early=rule)["usage"]
+        for name, rule in {
+            "never": {"probability": 0},
+            "all are best": {"highest": -1000},
+            "no gain is worth it": {"tolerance": 1000, "min_samples": 6},
+            "little is expected": {
+                "population": {"mean": -1000, "within": 0.01, "between": 0, "prior_samples": 100}
+            },
+        }.items()
+    }
+    counts = {name: usage["candidates"] for name, usage in drawn.items()}
+    assert counts == {
+        "never": 16,
+        "all are best": 4,
+        "no gain is worth it": 6,
+        "little is expected": 4,
+    }
+    # The prompt is computed anew in each round: of 4, 4, 4 and 4, and of all at once.
+    whole = ask(server, **unsure)["usage"]["prompt_tokens"]
+    assert drawn["never"]["prompt_tokens"] == 4 * whole
+    assert drawn["all are best"]["prompt_tokens"] == whole
 
 
 @pytest.mark.parametrize("fields", [{}, {"best_of": 1}, {"n": 2, "best_of": 4}])
@@ -221,7 +242,10 @@ def test_what_the_server_tells_about_itself(client: Any, server: Any) -> None:
         ({"tools": [{"type": "function"}]}, None, "tools is not supported"),
         ({"n": 3, "best_of": 2}, "best_of", "n is 3 and best_of is 2"),
         ({"best_of": 65}, "best_of", "allows up to 64"),
-        ({"best_of": 2, "budget": 2}, "budget", "not both"),
+        ({"best_of": 2, "budget": 2}, "budget", "budget alone"),
+        ({"stop_early": True, "selection": "majority"}, "stop_early", "selection best"),
+        ({"stop_early": {"tolerence": 1}}, "stop_early", "did you mean tolerance?"),
+        ({"stop_early": {"probability": 2}}, "stop_early.probability", "less than or equal to 1"),
         ({"temperature": 0, "best_of": 2}, "temperature", "all candidates are the same"),
         ({"max_tokens": 250}, "max_tokens", "context of 256"),
         ({"max_tokens": 2000}, "max_tokens", "allows up to 1024"),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from rlhf_data import BaseConfig
 from rlhf_serve.cli import main
 from rlhf_serve.settings import ServeSettings
 
@@ -74,5 +75,6 @@ def test_the_documentation_lists_every_setting() -> None:
     expected = {}
     for name, field in ServeSettings.model_fields.items():
         value = field.get_default(call_default_factory=True)
+        value = value.to_dict() if isinstance(value, BaseConfig) else value
         expected[name] = json.dumps(list(value) if isinstance(value, tuple) else value)
     assert rows == expected

@@ -130,7 +130,9 @@ def _generate_options() -> list[Decorator]:
             help="Write the best K candidates of each row too.",
         ),
         click.option(
-            "--selection", type=click.Choice(("best", "majority")), help="How the winner is chosen."
+            "--selection",
+            type=click.Choice(("best", "majority", "weighted")),
+            help="How the winner is chosen.",
         ),
         click.option(
             "--budget",

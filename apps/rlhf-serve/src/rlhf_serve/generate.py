@@ -11,12 +11,12 @@ from typing import Any
 from rlhf_data import UserError, atomic_write_json, read_rows
 from rlhf_infer import AdaptiveComputeAllocator, BestOfNSampler, ConfidenceBasedStopping, SamplingParams
 from rlhf_infer.answers import extractor
-from rlhf_infer.candidates import SamplingCost, Selected
+from rlhf_infer.candidates import VOTES, SamplingCost, Selected
 from rlhf_serve.backends import load_engine, wants_vllm
 from rlhf_serve.display import Display
 from rlhf_serve.load import Parts, load_parts
 from rlhf_serve.settings import BatchSettings
-from rlhf_serve.texts import give_template, until
+from rlhf_serve.texts import give_template
 
 _NOT_COMPARED = ("batch_size", "device", "input_path", "max_batch_tokens", "output_path", "overwrite")
 """Settings that change no completion."""
@@ -163,7 +163,6 @@ def _sampler(settings: BatchSettings, parts: Parts) -> tuple[BestOfNSampler, Any
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")
     values = {name: getattr(settings, name) for name in names}
     params = SamplingParams(settings.max_tokens, seed=settings.sampling_seed, **values)
-    majority = settings.selection == "majority"
     sampler = BestOfNSampler(
         engine,
         parts.rewards,
@@ -171,7 +170,7 @@ def _sampler(settings: BatchSettings, parts: Parts) -> tuple[BestOfNSampler, Any
         n=settings.n if settings.budget is None else settings.budget,
         params=params,
         selection=settings.selection,
-        extract=extractor(settings.answer) if majority else None,
+        extract=extractor(settings.answer) if settings.selection in VOTES else None,
         adaptive=_adaptive(settings),
     )
     return sampler, close
@@ -181,7 +180,7 @@ def _adaptive(settings: BatchSettings) -> ConfidenceBasedStopping | AdaptiveComp
     """What decides how many candidates are drawn; first ones take at most half of a budget."""
     budget = settings.budget
     if budget is None:
-        return ConfidenceBasedStopping(max_samples=max(4, settings.n)) if settings.stop_early else None
+        return settings.stopping.rule(settings.n) if settings.stop_early else None
     if settings.stop_early:
         raise UserError("stop_early and budget both decide how much is sampled; give one of them")
     if budget > settings.n:
@@ -207,7 +206,7 @@ def _sample(
 def _line(row: dict[str, Any], selected: Selected, settings: BatchSettings) -> bytes:
     best, cost = selected.best, selected.cost
     found = row | {
-        "completion": until(best.text, settings.stop),
+        "completion": best.text,
         "score": best.score,
         "scores": dict(best.scores),
         "answer_found": best.answer,
@@ -218,7 +217,7 @@ def _line(row: dict[str, Any], selected: Selected, settings: BatchSettings) -> b
     if settings.keep is not None:
         found["candidates"] = [
             {
-                "text": until(each.text, settings.stop),
+                "text": each.text,
                 "score": each.score,
                 "finish_reason": each.rollout.finish_reason,
             }

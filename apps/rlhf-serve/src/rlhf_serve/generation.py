@@ -111,7 +111,7 @@ class Generating:
 
     async def _live(self, order: Order, head: dict[str, Any], queue: asyncio.Queue[str | None]) -> Outcome:
         """A single candidate, token by token as it comes."""
-        growing = GrowingText(self.service.texts, order.params.stop)
+        growing = GrowingText(self.service.texts, order.params.stop, order.params.min_new_tokens)
 
         def on_token(sample: int, token: int) -> None:
             del sample
@@ -135,11 +135,11 @@ class Generating:
         """Tell the record what became of the request."""
         record, drawn = self.record, [each for outcome in outcomes for each in outcome.candidates]
         chosen = [each for outcome in outcomes for each in outcome.chosen]
-        record.prompt_tokens = sum(len(order.prompt_ids) for order in self.orders)
+        record.prompt_tokens = sum(outcome.cost.prompt_tokens for outcome in outcomes)
         record.completion_tokens = sum(len(each.rollout.completion_ids) for each in chosen)
-        record.candidate_tokens = sum(outcome.tokens for outcome in outcomes)
+        record.candidate_tokens = sum(outcome.cost.completion_tokens for outcome in outcomes)
         record.candidates = len(drawn)
-        record.saved_candidates = sum(order.candidates for order in self.orders) - len(drawn)
+        record.saved_candidates = sum(outcome.cost.saved_samples for outcome in outcomes)
         record.generate_s, record.score_s = self.timing.generate_s, self.timing.score_s
         record.rewards = [each.score for each in drawn if each.score is not None]
         record.selected_rewards = [each.score for each in chosen if each.score is not None]

@@ -9,12 +9,12 @@ from typing import Any
 
 from rlhf_data import UserError
 from rlhf_data.transcripts import Text
-from rlhf_infer import SamplingParams
+from rlhf_infer import ConfidenceBasedStopping, SamplingParams
 from rlhf_serve.backends import Backend
 from rlhf_serve.errors import invalid_request
-from rlhf_serve.schema import ChatRequest, CompletionRequest, Generation
+from rlhf_serve.schema import ChatRequest, CompletionRequest, Generation, StopEarly
 from rlhf_serve.service import BestOfNService, Order
-from rlhf_serve.settings import ServeSettings
+from rlhf_serve.settings import ServeSettings, StoppingSettings
 from rlhf_serve.texts import checked_messages
 
 _DEFAULT_TOKENS = 256
@@ -89,6 +89,7 @@ def _order(
     max_new_tokens = _length(len(ids), max_tokens, settings, service.backend)
     params = _params(body, max_new_tokens, logprobs or 0)
     n, candidates, selection = _counts(body, settings, service.scoring is not None)
+    stopping = _stopping(body, settings, candidates)
     scored = service.scoring is not None and selection != "none"
     scored = scored and (candidates > 1 or body.return_candidates or body.best_of is not None)
     return Order(
@@ -96,13 +97,13 @@ def _order(
         prompt_ids=tuple(ids),
         n=n,
         candidates=candidates,
-        adaptive=body.budget is not None,
+        stopping=stopping,
         selection=selection,
         scored=scored,
         params=params,
         reproducible=body.seed is not None,
-        # the rule that ends adaptive drawing reads them
-        logps=logprobs is not None or body.budget is not None,
+        # the rule that ends drawing early reads them
+        logps=logprobs is not None or stopping is not None,
     )
 
 
@@ -165,17 +166,20 @@ def _params(body: Generation, max_new_tokens: int, top_logprobs: int) -> Samplin
 def _counts(body: Generation, settings: ServeSettings, scored: bool) -> tuple[int, int, Any]:
     """Choices, candidates and the rule that ranks them."""
     n = body.n or 1
-    if body.best_of is not None and body.budget is not None:
-        raise invalid_request("give best_of or budget, not both", "budget")
+    if body.budget is not None and (body.best_of is not None or body.stop_early is not None):
+        raise invalid_request(
+            "budget stands for best_of and stop_early; give them, or budget alone", "budget"
+        )
     selection = body.selection or ("best" if scored else "none")
-    if selection == "best" and not scored:
+    if selection in ("best", "weighted") and not scored:
         raise invalid_request(
             "this server has no reward to select with; use selection majority or none, or start it with "
             "--reward-model",
             "selection",
         )
-    if body.budget is not None and (not scored or selection != "best"):
-        raise invalid_request("budget goes with a server that has a reward, and selection best", "budget")
+    if _stops_early(body) and (not scored or selection != "best"):
+        name = "stop_early" if body.budget is None else "budget"
+        raise invalid_request(f"{name} goes with a server that has a reward, and selection best", name)
     greedy = body.temperature == 0
     if greedy and (n > 1 or (body.best_of or body.budget or 1) > 1):
         raise invalid_request(
@@ -186,12 +190,24 @@ def _counts(body: Generation, settings: ServeSettings, scored: bool) -> tuple[in
     if n > candidates:
         name = "best_of" if body.best_of is not None else "budget"
         raise invalid_request(f"n is {n} and {name} is {candidates}; expected n <= {name}", name)
-    if selection == "none" and (candidates != n or body.budget is not None):
+    if selection == "none" and candidates != n:
         raise invalid_request(
-            "without selection every candidate comes back; leave best_of and budget out, or select", "best_of"
+            "without selection every candidate comes back; leave best_of out, or select", "best_of"
         )
     for name, value in (("n", n), ("best_of", candidates)):
         if value > settings.max_n:
             name = "budget" if name == "best_of" and body.budget is not None else name
             raise invalid_request(f"{name} is {value}; this server allows up to {settings.max_n}", name)
     return n, candidates, selection
+
+
+def _stops_early(body: Generation) -> bool:
+    return body.budget is not None or body.stop_early not in (None, False)
+
+
+def _stopping(body: Generation, settings: ServeSettings, candidates: int) -> ConfidenceBasedStopping | None:
+    """The server's rule that ends drawing, with what the request changes of it; None draws all candidates."""
+    if not _stops_early(body):
+        return None
+    own = body.stop_early.model_dump(exclude_none=True) if isinstance(body.stop_early, StopEarly) else {}
+    return StoppingSettings.from_dict(settings.stopping.to_dict() | own, "stop_early").rule(candidates)

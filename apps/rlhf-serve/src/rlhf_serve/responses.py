@@ -146,9 +146,9 @@ def event(body: dict[str, Any]) -> str:
 
 
 def usage(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Tokens of prompts and of all candidates, also of those that lost."""
-    prompt = sum(len(outcome.order.prompt_ids) for outcome in outcomes)
-    completion = sum(outcome.tokens for outcome in outcomes)
+    """Tokens of prompts, once for each round of drawing, and of all candidates, also of those that lost."""
+    prompt = sum(outcome.cost.prompt_tokens for outcome in outcomes)
+    completion = sum(outcome.cost.completion_tokens for outcome in outcomes)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

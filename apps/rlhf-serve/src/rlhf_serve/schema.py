@@ -65,7 +65,7 @@ Utf8 = Annotated[str, AfterValidator(_encodable)]
 Utf8s = Annotated[list[Utf8], Field(fail_fast=True)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Probability = Annotated[float, Field(gt=0, le=1)]
-Selection = Literal["best", "majority", "none"]
+Selection = Literal["best", "majority", "weighted", "none"]
 
 
 class Body(BaseModel):
@@ -97,6 +97,26 @@ class StreamOptions(Body):
     """Taken and without effect: chunks are never padded."""
 
 
+class Population(Body):
+    """How scores of other prompts vary."""
+
+    mean: float
+    within: Annotated[float, Field(gt=0)]
+    between: Annotated[float, Field(ge=0)]
+    prior_samples: Annotated[StrictInt, Field(ge=1, le=1 << 16)]
+
+
+class StopEarly(Body):
+    """Settings of the rule that ends drawing, in place of the server's; null leaves those."""
+
+    min_samples: Annotated[StrictInt, Field(ge=1, le=1 << 16)] | None = None
+    batch: Annotated[StrictInt, Field(ge=1, le=1 << 16)] | None = None
+    probability: Annotated[float, Field(ge=0, le=1)] | None = None
+    tolerance: Annotated[float, Field(ge=0)] | None = None
+    highest: float | None = None
+    population: Population | None = None
+
+
 class Generation(Body):
     """What chats and completions share."""
 
@@ -106,10 +126,12 @@ class Generation(Body):
     """Choices that come back, best first; 1 if null."""
     best_of: Annotated[StrictInt, Field(ge=1, le=1 << 16)] | None = None
     """Candidates that are drawn; null for the server's number."""
+    stop_early: StopEarly | StrictBool | None = None
+    """Stop drawing once the best candidate is unlikely to be beaten; an object changes the rule."""
     budget: Annotated[StrictInt, Field(ge=1, le=1 << 16)] | None = None
-    """Draw until the best candidate is unlikely to be beaten, and at most so many; instead of `best_of`."""
+    """Former name: `budget: N` is `best_of: N` with `stop_early: true`."""
     selection: Selection | None = None
-    """`best` by score, `majority` over the candidates' answers, or `none`: as they come."""
+    """`best` by score, `majority` or `weighted` votes of the candidates' answers, or `none`: as they come."""
     return_candidates: StrictBool = False
     """Return all candidates with their scores in `candidates`."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None

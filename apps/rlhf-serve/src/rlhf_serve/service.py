@@ -11,11 +11,11 @@ from typing import Any
 from rlhf_data.transcripts import Text
 from rlhf_infer import SamplingParams
 from rlhf_infer.answers import extractor
-from rlhf_infer.candidates import Candidate, select
+from rlhf_infer.candidates import VOTES, Candidate, SamplingCost, Selected, Selection
 from rlhf_infer.continuous import OnToken
+from rlhf_infer.search import BestOfNSearch, SearchRules
 from rlhf_infer.stopping import ConfidenceBasedStopping
 from rlhf_serve.backends import Backend, Draw
-from rlhf_serve.schema import Selection
 from rlhf_serve.scoring import ScoringQueue
 from rlhf_serve.texts import Texts
 
@@ -28,8 +28,8 @@ class Order:
         prompt: what reward functions read: a text or messages.
         prompt_ids: what the policy reads.
         n: choices that come back.
-        candidates: completions drawn; with `adaptive` at most.
-        adaptive: whether drawing ends when the best is unlikely to be beaten.
+        candidates: completions drawn; with `stopping` at most.
+        stopping: ends drawing when the best is unlikely to be beaten; None draws all.
         selection: how choices are ranked.
         scored: whether candidates are scored.
         params: how candidates are drawn.
@@ -41,7 +41,7 @@ class Order:
     prompt_ids: tuple[int, ...]
     n: int
     candidates: int
-    adaptive: bool
+    stopping: ConfidenceBasedStopping | None
     selection: Selection
     scored: bool
     params: SamplingParams
@@ -67,21 +67,30 @@ class Timing:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The candidates of an order, and their places best first."""
+    """The candidates of an order, their ranking, and what they cost."""
 
     order: Order
-    candidates: list[Candidate]
-    ranking: tuple[int, ...]
+    selected: Selected
+
+    @property
+    def candidates(self) -> Sequence[Candidate]:
+        """In the order in which they were drawn."""
+        return self.selected.candidates
+
+    @property
+    def ranking(self) -> tuple[int, ...]:
+        """Their places, best first."""
+        return self.selected.ranking
+
+    @property
+    def cost(self) -> SamplingCost:
+        """What they cost."""
+        return self.selected.cost
 
     @property
     def chosen(self) -> list[Candidate]:
         """The choices that come back."""
-        return [self.candidates[place] for place in self.ranking[: self.order.n]]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all candidates."""
-        return sum(len(each.rollout.completion_ids) for each in self.candidates)
+        return self.selected.top(self.order.n)
 
 
 class BestOfNService:
@@ -119,22 +128,20 @@ class BestOfNService:
         Raises:
             UserError: a reward function cannot score one of them, or the backend cannot draw them.
         """
-        stopping = ConfidenceBasedStopping(
-            min_samples=min(4, order.candidates),
-            max_samples=order.candidates,
-            probability=0.1 if order.adaptive else 0.0,
+        rules = SearchRules(
+            order.candidates,
+            order.params,
+            self.texts.tokenizer,
+            order.selection,
+            self._extract if order.selection in VOTES else None,
+            order.stopping,
         )
-        found: list[Candidate] = []
-        while True:
-            count = order.candidates
-            if order.adaptive:
-                count = stopping.next_samples([c.score for c in found], [c.confidence for c in found])
-            if (found and not order.adaptive) or not count:
-                break
-            found += await self._draw(order, len(found), count, timing, on_token)
-        if order.selection == "none":
-            return Outcome(order, found, tuple(range(len(found))))
-        return Outcome(order, found, select(found, order.selection, extract=self._extract))
+        search = BestOfNSearch(order.prompt, order.prompt_ids, rules)
+        while count := search.next_samples():
+            await self._draw(order, search, count, timing, on_token)
+            if order.scored and self.scoring is not None:
+                await self._score(self.scoring, search, timing)
+        return Outcome(order, search.selected())
 
     async def run_all(self, orders: Sequence[Order], timing: Timing) -> list[Outcome]:
         """The outcomes of several orders, worked on at the same time."""
@@ -148,34 +155,26 @@ class BestOfNService:
             raise
 
     async def _draw(
-        self, order: Order, first: int, count: int, timing: Timing, on_token: OnToken | None
-    ) -> list[Candidate]:
+        self, order: Order, search: BestOfNSearch, count: int, timing: Timing, on_token: OnToken | None
+    ) -> None:
         start = time.perf_counter()
+        first = len(search.candidates)
         draw = Draw(order.prompt_ids, count, order.params, first, order.reproducible, order.logps)
-        rollouts = await self.backend.generate(draw, on_token)
+        search.add(await self.backend.generate(draw, on_token))
         timing.generate_s += time.perf_counter() - start
-        texts = [self.texts.completion(each.completion_ids, order.params.stop) for each in rollouts]
-        answers = [self._extract(text) if order.selection == "majority" else None for text in texts]
-        totals: list[float | None] = [None] * count
-        by_sample: list[dict[str, float]] = [{} for _ in range(count)]
-        if order.scored and self.scoring is not None:
-            start = time.perf_counter()
-            completions: list[Text] = list(texts)
-            if not isinstance(order.prompt, str):
-                completions = [[{"role": "assistant", "content": text}] for text in texts]
-            scores = await self.scoring.score(
-                [order.prompt] * count, completions, [each.completion_ids for each in rollouts]
-            )
-            timing.score_s += time.perf_counter() - start
-            totals = list(scores.total)
-            by_sample = [
-                {name: value for name, row in scores.by_name.items() if (value := row[i]) is not None}
-                for i in range(count)
-            ]
-        return [
-            Candidate(first + i, texts[i], rollouts[i], totals[i], by_sample[i], answers[i])
-            for i in range(count)
-        ]
+
+    async def _score(self, scoring: ScoringQueue, search: BestOfNSearch, timing: Timing) -> None:
+        """Score what has no score yet; repeats have theirs already."""
+        if not (new := search.unscored()):
+            return
+        start = time.perf_counter()
+        found = await scoring.score(
+            [search.prompt] * len(new),
+            [search.completion(each) for each in new],
+            [each.rollout.completion_ids for each in new],
+        )
+        timing.score_s += time.perf_counter() - start
+        search.give_scores(new, found.total, found.by_name)
 
     async def close(self) -> None:
         """Give up what is running."""

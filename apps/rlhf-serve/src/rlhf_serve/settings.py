@@ -2,11 +2,57 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import Field
 
 from rlhf_data import BaseConfig
+from rlhf_infer.predictive import ScorePopulation
+from rlhf_infer.stopping import ConfidenceBasedStopping
+
+
+class PopulationSettings(BaseConfig):
+    """How scores of other prompts vary, see `rlhf_infer.ScorePopulation`."""
+
+    mean: float
+    """Mean over the prompts."""
+    within: float = Field(gt=0)
+    """Typical variance of a prompt's scores."""
+    between: float = Field(ge=0)
+    """Variance of the prompts' means."""
+    prior_samples: int = Field(ge=1)
+    """Samples that `within` counts for; few where prompts differ much."""
+
+
+class StoppingSettings(BaseConfig):
+    """When drawing ends early, see `rlhf_infer.ConfidenceBasedStopping`."""
+
+    min_samples: int = Field(default=4, ge=1)
+    """Candidates drawn first, unless fewer are asked for."""
+    batch: int = Field(default=4, ge=1)
+    """Candidates drawn at a time afterwards."""
+    probability: float = Field(default=0.1, ge=0, le=1)
+    """Stop below this chance of a better one; 0 draws them all."""
+    tolerance: float = Field(default=0.0, ge=0)
+    """A gain in score that is not worth more candidates."""
+    highest: float | None = None
+    """A score that cannot be beaten, such as 1 for a checked answer; null for none."""
+    population: PopulationSettings | None = None
+    """How scores of other prompts vary; null judges each prompt by itself."""
+
+    def rule(self, most: int) -> ConfidenceBasedStopping:
+        """The rule for a prompt of which at most so many candidates are drawn."""
+        population = None if self.population is None else ScorePopulation(**self.population.to_dict())
+        return ConfidenceBasedStopping(
+            min_samples=min(self.min_samples, most),
+            max_samples=most,
+            batch=self.batch,
+            probability=self.probability,
+            tolerance=self.tolerance,
+            highest=math.inf if self.highest is None else self.highest,
+            population=population,
+        )
 
 
 class ModelSettings(BaseConfig):
@@ -21,7 +67,9 @@ class ModelSettings(BaseConfig):
     n: int = Field(default=8, ge=1)
     """Candidates drawn for a request that does not say how many."""
     answer: Literal["text", "marked", "number"] = "text"
-    """What `selection: majority` counts: texts, what they mark as their answer, or the number they give."""
+    """What votes count: texts, what they mark as their answer, or the number they give."""
+    stopping: StoppingSettings = Field(default_factory=StoppingSettings)
+    """When drawing ends where `stop_early` asks for that."""
     backend: Literal["auto", "transformers", "vllm"] = "auto"
     """What generates; `auto` is vLLM where it is installed and there is a GPU, otherwise transformers."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -96,8 +144,8 @@ class BatchSettings(ModelSettings):
     """Prompts at a time."""
     keep: int | None = Field(default=None, ge=1)
     """The best so many candidates are written too; null for none."""
-    selection: Literal["best", "majority"] = "best"
-    """How the winner is chosen."""
+    selection: Literal["best", "majority", "weighted"] = "best"
+    """The `best` by score, or votes of the candidates' answers, plain (`majority`) or `weighted` by score."""
     budget: int | None = Field(default=None, ge=1)
     """Samples per prompt on average, given where they pay, at most `n`; null for `n` each."""
     stop_early: bool = False

@@ -7,6 +7,7 @@ from typing import Any
 
 from rlhf_data import Encoder, UserError
 from rlhf_data.transcripts import Message, Text
+from rlhf_infer.stops import until_stop
 from rlhf_serve.errors import invalid_request
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
@@ -53,10 +54,6 @@ class Texts:
         """The text of token ids, without special tokens."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def completion(self, ids: Sequence[int], stops: Sequence[str]) -> str:
-        """The text of a completion, up to the first of the stop texts."""
-        return until(self.decode(ids), stops)
-
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """What each token adds to the text; joined they are `decode(ids)`."""
         growing = GrowingText(self, ())
@@ -78,10 +75,12 @@ class GrowingText:
     Args:
         texts: decodes.
         stops: texts that end the completion.
+        min_tokens: tokens at its start in which no stop text may end.
     """
 
-    def __init__(self, texts: Texts, stops: Sequence[str]) -> None:
-        self._texts, self._stops = texts, tuple(stops)
+    def __init__(self, texts: Texts, stops: Sequence[str], min_tokens: int = 0) -> None:
+        self._texts, self._stops, self._min_tokens = texts, tuple(stops), min_tokens
+        self._unstopped = 0  # characters of the first `min_tokens` tokens
         self._ids: list[int] = []
         self._start, self._read = 0, 0
         self._text, self._sent = "", 0
@@ -94,6 +93,8 @@ class GrowingText:
         if len(text) > len(known) and not text.endswith(_BROKEN):
             self._text += text[len(known) :]
             self._start, self._read = self._read, len(self._ids)
+        if self._stops and len(self._ids) <= self._min_tokens:
+            self._unstopped = len(self._texts.decode(self._ids).rstrip(_BROKEN))
         return self._send(self._certain())
 
     def rest(self) -> str:
@@ -119,14 +120,7 @@ class GrowingText:
         return self._end(end)
 
     def _end(self, end: int) -> int:
-        places = [place for place in (self._text.find(stop) for stop in self._stops) if place >= 0]
-        return min([end, *places])
-
-
-def until(text: str, stops: Sequence[str]) -> str:
-    """A text up to the first of the stop texts."""
-    places = [place for place in (text.find(stop) for stop in stops) if place >= 0]
-    return text[: min(places)] if places else text
+        return min(end, len(until_stop(self._text, self._stops, self._unstopped)))
 
 
 def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:

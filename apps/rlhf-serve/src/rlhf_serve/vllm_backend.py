@@ -22,7 +22,6 @@ from rlhf_infer.vllm_settings import (
     rollout_from,
     sample_seeds,
     set_environment,
-    stopped_at_least_length,
 )
 from rlhf_infer.vllm_worker import platform_arguments
 from rlhf_infer.weight_folder import write_weight_folder
@@ -137,7 +136,7 @@ class VLLMBackend:
         if not outputs:
             raise RuntimeError("vLLM ended a request without an answer")
         return [
-            stopped_at_least_length(rollout_from(prompt, each, params.top_logprobs), params, self.tokenizer)
+            rollout_from(prompt, each, params.top_logprobs)
             for each in sorted(outputs, key=lambda output: output.index)
         ]
 

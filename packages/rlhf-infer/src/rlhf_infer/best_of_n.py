@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlhf_data import UserError
 from rlhf_data.encoding import Encoder
 from rlhf_data.transcripts import Text
 from rlhf_infer.adaptive import AdaptiveComputeAllocator
-from rlhf_infer.candidates import (
-    Candidate,
-    Extract,
-    SamplingCost,
-    Selected,
-    Selection,
-    check_selection,
-    select,
-)
-from rlhf_infer.protocol import GenerationEngine, Rollout, SamplingParams
+from rlhf_infer.candidates import VOTES, Extract, Selected, Selection, check_selection
+from rlhf_infer.protocol import GenerationEngine, SamplingParams
 from rlhf_infer.rewards.calling import RewardFunction
 from rlhf_infer.rewards.functions import RewardFunctions
+from rlhf_infer.search import BestOfNSearch, SearchRules
 from rlhf_infer.stopping import ConfidenceBasedStopping
 
 
@@ -38,14 +30,14 @@ class BestOfNSampler:
     Args:
         engine: samples.
         scorer: reward functions, or one, or several with weight 1 each; None leaves scores out, which goes
-            with a plain majority.
+            with a majority.
         tokenizer: of the policy; it encodes prompts as training encodes them, messages through its chat
             template, and decodes completions without special tokens.
         n: samples of a prompt; with a stopping rule the most of one (its `max_samples` does not count here),
             with an allocator the mean.
         params: how to sample.
         selection: see `select`.
-        extract: for "majority", see `select`; it also fills `Candidate.answer`.
+        extract: for votes, see `select`; it also fills `Candidate.answer`.
         adaptive: ends a prompt's sampling early, or shares out a budget among the prompts; None draws `n` of
             each.
 
@@ -68,11 +60,9 @@ class BestOfNSampler:
         _check(n, params, selection, scorer, extract, adaptive)
         self.engine, self.tokenizer = engine, tokenizer
         self.scorer = _reward_functions(scorer)
-        self.n, self.params, self.extract = n, params, extract
-        self.selection: Selection = selection
-        if isinstance(adaptive, ConfidenceBasedStopping):
-            adaptive = replace(adaptive, max_samples=n, min_samples=min(adaptive.min_samples, n))
-        self.adaptive = adaptive
+        self.n, self.params, self.adaptive = n, params, adaptive
+        stopping = adaptive if isinstance(adaptive, ConfidenceBasedStopping) else None
+        self.rules = SearchRules(n, params, tokenizer, selection, extract, stopping)
         self._encoder = Encoder(tokenizer)
 
     def sample(
@@ -106,24 +96,18 @@ class BestOfNSampler:
                 raise UserError(
                     f"column {name} has {len(values)} values for {len(prompts)} prompts; expected one each"
                 )
-        searches = [
-            _Search(
-                prompt, self._encoder.prompt(prompt), {name: values[i] for name, values in columns.items()}
-            )
-            for i, prompt in enumerate(prompts)
-        ]
+        searches = [BestOfNSearch(prompt, self._encoder.prompt(prompt), self.rules) for prompt in prompts]
         budget = self.n * len(prompts) if budget is None else budget
         while any(counts := self._next_counts(searches, budget)):
             self._draw(searches, counts)
-            self._score([search for search, count in zip(searches, counts, strict=True) if count])
-        return [self._selected(search) for search in searches]
+            if self.scorer is not None:
+                self._score(self.scorer, searches, columns)
+        return [search.selected() for search in searches]
 
-    def _next_counts(self, searches: Sequence[_Search], budget: int) -> list[int]:
+    def _next_counts(self, searches: Sequence[BestOfNSearch], budget: int) -> list[int]:
         """How many more samples each prompt gets now; all 0 at the end."""
-        if self.adaptive is None:
-            return [self.n - len(search.candidates) for search in searches]
-        if isinstance(self.adaptive, ConfidenceBasedStopping):
-            return [search.next_samples(self.adaptive) for search in searches]
+        if not isinstance(self.adaptive, AdaptiveComputeAllocator):
+            return [search.next_samples() for search in searches]
         spent = sum(len(search.candidates) for search in searches)
         return self.adaptive.next_samples(
             [search.scores for search in searches],
@@ -131,111 +115,41 @@ class BestOfNSampler:
             [search.confidences for search in searches],
         )
 
-    def _draw(self, searches: Sequence[_Search], counts: Sequence[int]) -> None:
+    def _draw(self, searches: Sequence[BestOfNSearch], counts: Sequence[int]) -> None:
         """Add candidates; prompts that have and get as many as each other go to the engine together."""
-        calls: dict[tuple[int, int], list[_Search]] = {}
+        calls: dict[tuple[int, int], list[BestOfNSearch]] = {}
         for search, count in zip(searches, counts, strict=True):
             if count:
                 calls.setdefault((len(search.candidates), count), []).append(search)
         for (first, count), members in calls.items():
             groups = self.engine.generate([s.prompt_ids for s in members], count, self.params, first=first)
             for search, rollouts in zip(members, groups, strict=True):
-                search.rounds += 1
-                for rollout in rollouts:
-                    search.add(self._candidate(len(search.candidates), rollout))
+                search.add(rollouts)
 
-    def _candidate(self, index: int, rollout: Rollout) -> Candidate:
-        text = self.tokenizer.decode(rollout.completion_ids, skip_special_tokens=True)
-        return Candidate(index, text, rollout, answer=None if self.extract is None else self.extract(text))
-
-    def _score(self, searches: Sequence[_Search]) -> None:
-        """Score what has no score yet, each distinct completion once, and hand the scores to its repeats."""
-        if self.scorer is None:
+    def _score(
+        self,
+        scorer: RewardFunctions,
+        searches: Sequence[BestOfNSearch],
+        columns: Mapping[str, Sequence[Any]],
+    ) -> None:
+        """Score what has no score yet, of all prompts in one call."""
+        new = [(i, each) for i, search in enumerate(searches) for each in search.unscored()]
+        if not new:  # nothing but repeats was drawn
             return
-        new = [(search, candidate) for search in searches for candidate in search.unscored()]
-        for search in {id(search): search for search, _ in new}.values():
-            search.scored_tokens += len(search.prompt_ids)
-        if new:
-            names = {name for search in searches for name in search.columns}
-            scored = self.scorer(
-                [search.prompt for search, _ in new],
-                [_as_completion(search.prompt, candidate.text) for search, candidate in new],
-                completion_ids=[candidate.rollout.completion_ids for _, candidate in new],
-                columns={name: [search.columns[name] for search, _ in new] for name in names},
-            )
-            rows, totals = scored.rewards.T.tolist(), scored.total.tolist()
-            for (search, candidate), row, total in zip(new, rows, totals, strict=True):
-                applicable = {name: x for name, x in zip(scored.names, row, strict=True) if x == x}  # no NaN
-                search.give(candidate, total, applicable)
-        for search in searches:
-            search.repeat_scores()
-
-    def _selected(self, search: _Search) -> Selected:
-        candidates = search.candidates
-        ranking = select(candidates, self.selection)
-        return Selected(search.prompt, tuple(candidates), ranking, search.cost(self.n, self.scorer))
-
-
-@dataclass
-class _Search:
-    """The search for one prompt's best completion."""
-
-    prompt: Text
-    prompt_ids: list[int]
-    columns: Mapping[str, Any]
-    candidates: list[Candidate] = field(default_factory=list)
-    rounds: int = 0
-    stopped: bool = False
-    scored_tokens: int = 0
-    _first: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """Where each distinct completion came first."""
-
-    @property
-    def scores(self) -> list[float | None]:
-        return [candidate.score for candidate in self.candidates]
-
-    @property
-    def confidences(self) -> list[float]:
-        return [candidate.confidence for candidate in self.candidates]
-
-    def next_samples(self, rule: ConfidenceBasedStopping) -> int:
-        more = 0 if self.stopped else rule.next_samples(self.scores, self.confidences)
-        self.stopped = not more
-        return more
-
-    def add(self, candidate: Candidate) -> None:
-        self._first.setdefault(tuple(candidate.rollout.completion_ids), len(self.candidates))
-        self.candidates.append(candidate)
-
-    def unscored(self) -> list[Candidate]:
-        """The distinct completions without a score."""
-        found = [self.candidates[place] for place in self._first.values()]
-        return [candidate for candidate in found if candidate.score is None]
-
-    def give(self, candidate: Candidate, score: float, scores: Mapping[str, float]) -> None:
-        self.scored_tokens += len(candidate.rollout.completion_ids)
-        self.candidates[candidate.index] = replace(candidate, score=score, scores=scores)
-
-    def repeat_scores(self) -> None:
-        for place, candidate in enumerate(self.candidates):
-            original = self.candidates[self._first[tuple(candidate.rollout.completion_ids)]]
-            if candidate.score is None:
-                self.candidates[place] = replace(candidate, score=original.score, scores=original.scores)
-
-    def cost(self, n: int, scorer: RewardFunctions | None) -> SamplingCost:
-        drawn = len(self.candidates)
-        return SamplingCost(
-            samples=drawn,
-            prompt_tokens=self.rounds * len(self.prompt_ids),
-            completion_tokens=sum(len(candidate.rollout.completion_ids) for candidate in self.candidates),
-            scored_tokens=None if scorer is None else self.scored_tokens,
-            saved_samples=n - drawn,
+        scored = scorer(
+            [searches[i].prompt for i, _ in new],
+            [searches[i].completion(each) for i, each in new],
+            completion_ids=[each.rollout.completion_ids for _, each in new],
+            columns={name: [values[i] for i, _ in new] for name, values in columns.items()},
         )
-
-
-def _as_completion(prompt: Text, text: str) -> Text:
-    """A completion as reward functions see it: a text, or after messages the assistant's message."""
-    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        totals, rows = scored.total.tolist(), scored.rewards.tolist()
+        start = 0
+        for search in searches:
+            own = search.unscored()
+            part = slice(start, start + len(own))
+            by_name = {name: row[part] for name, row in zip(scored.names, rows, strict=True)}
+            search.give_scores(own, totals[part], by_name)
+            start = part.stop
 
 
 def _reward_functions(
@@ -261,15 +175,17 @@ def _check(
         raise UserError(
             f"temperature is 0, so that all n={n} samples of a prompt are the same; raise it, or set n to 1"
         )
-    if scorer is None and (selection == "best" or adaptive is not None):
+    if scorer is None and (selection in ("best", "weighted") or adaptive is not None):
         raise UserError(
             "there is no scorer to tell which candidate is best; give one, or take selection majority and "
             "draw a fixed number of samples"
         )
-    if selection == "majority" and extract is None:
-        raise UserError("selection majority needs extract, which finds the answer in a completion; give one")
-    if selection == "majority" and adaptive is not None:
+    if selection in VOTES and extract is None:
         raise UserError(
-            "adaptive sampling judges by the best score, which decides no majority; take selection best, or "
-            "draw a fixed number of samples"
+            f"selection {selection} needs extract, which finds the answer in a completion; give one"
+        )
+    if selection != "best" and adaptive is not None:
+        raise UserError(
+            f"adaptive sampling judges by the best score, which does not decide selection {selection}; take "
+            "selection best, or draw a fixed number of samples"
         )

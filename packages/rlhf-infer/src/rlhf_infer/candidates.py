@@ -13,8 +13,11 @@ from rlhf_data.transcripts import Text
 if TYPE_CHECKING:
     from rlhf_infer.protocol import Rollout
 
-Selection = Literal["best", "majority"]
-"""The candidate with the highest score, or the best one of the answer that most weight speaks for."""
+Selection = Literal["best", "majority", "weighted", "none"]
+"""How candidates are ranked, see `select`."""
+
+VOTES = ("majority", "weighted")
+"""Selections that count the candidates' answers."""
 
 Extract = Callable[[str], str | None]
 """Gives the answer in a completion's text; None where there is none, which is no vote."""
@@ -26,7 +29,7 @@ class Candidate:
 
     Args:
         index: its number among the samples of its prompt, as the engine counts them.
-        text: the completion as reward functions see it, without special tokens.
+        text: the completion as reward functions see it, without special tokens and the stop text at its end.
         rollout: how it was sampled.
         score: the weighted sum of the rewards; None where nothing scored it.
         scores: each reward, not weighted; those that do not apply are left out.
@@ -119,16 +122,17 @@ def select(
     """Rank candidates.
 
     - "best": by score; of equal ones the lower index first; candidates without a score last.
-    - "majority": by the weight of the answer, then by score, then by index; candidates without an answer
-      last. A candidate's weight is its share of softmax(scores), which is positive whatever the scores are
-      (a vote weighted by a verifier, arXiv:2206.02336); equal scores, or none at all, make it a plain
-      majority (self-consistency, arXiv:2203.11171). Beside scored ones a candidate without a score has no
-      weight.
+    - "majority": by the number of candidates with the same answer, whatever their scores, then by score, then
+      by index; candidates without an answer last (self-consistency, arXiv:2203.11171).
+    - "weighted": the same, each vote weighted by sigmoid(score), a verifier's probability that the candidate
+      is right (arXiv:2206.02336, section 3.2, which adds up these probabilities). A candidate without a score
+      has no weight beside scored ones; without any score it is a plain majority.
+    - "none": as they were drawn.
 
     Args:
         candidates: of one prompt.
         selection: see above.
-        extract: for "majority", finds a text's answer; None takes the candidates' own `answer`.
+        extract: for votes, finds a text's answer; None takes the candidates' own `answer`.
 
     Returns:
         Places in `candidates`, the winner's first.
@@ -137,11 +141,13 @@ def select(
         UserError: another name.
     """
     check_selection(selection)
+    if selection == "none":
+        return tuple(sorted(range(len(candidates)), key=lambda place: candidates[place].index))
     weights = [0.0] * len(candidates)
     answers: list[str | None] = [None] * len(candidates)
-    if selection == "majority":
+    if selection in VOTES:
         answers = [c.answer if extract is None else extract(c.text) for c in candidates]
-        weights = _votes(candidates)
+        weights = _votes(candidates, selection)
     totals = answer_weights(answers, weights)
 
     def rank(place: int) -> tuple[float, float, int]:
@@ -176,12 +182,9 @@ def check_selection(selection: str) -> None:
         raise UserError(f"selection is {selection!r}; expected one of {', '.join(get_args(Selection))}")
 
 
-def _votes(candidates: Sequence[Candidate]) -> list[float]:
-    """Softmax of the scores; equal weights where no candidate has a score."""
-    scores = [c.score for c in candidates if c.score is not None]
-    if not scores:
-        return [1.0 / len(candidates)] * len(candidates)
-    highest = max(scores)
-    weights = [0.0 if c.score is None else math.exp(c.score - highest) for c in candidates]
-    total = math.fsum(weights)
-    return [weight / total for weight in weights]
+def _votes(candidates: Sequence[Candidate], selection: str) -> list[float]:
+    """The weight of each candidate's vote."""
+    if selection == "majority" or all(c.score is None for c in candidates):
+        return [1.0] * len(candidates)
+    # sigmoid(x) = (1 + tanh(x/2)) / 2, which overflows nowhere
+    return [0.0 if c.score is None else (1 + math.tanh(c.score / 2)) / 2 for c in candidates]

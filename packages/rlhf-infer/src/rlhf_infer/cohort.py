@@ -93,7 +93,7 @@ class Cohort:
         rows, params = self.rows, self._params
         newest = rows.tokens[rows.place, rows.length - 1]
         rows.finish(np.isin(newest, self._ends), "stop")
-        if self._stops is not None and rows.length >= params.min_new_tokens:
+        if self._stops is not None and rows.length > params.min_new_tokens:
             ends = np.zeros(len(rows.alive), dtype=bool)
             for row in np.flatnonzero(rows.alive):
                 completion = rows.tokens[rows.place[row], : rows.length]

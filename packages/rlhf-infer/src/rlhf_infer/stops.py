@@ -1,4 +1,4 @@
-"""Stop texts: whether the newest token of a completion ends it."""
+"""Stop texts: whether the newest token of a completion ends it, and what its text is without them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+from rlhf_infer.protocol import SamplingParams
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 """What decoding leaves of bytes that are no whole character."""
@@ -74,3 +76,33 @@ class StopTexts:
 def _overlaps(stop: str, read: str) -> bool:
     """Whether a token that reads so holds a stop text, or begins with an ending of it."""
     return stop in read or any(read.startswith(stop[-n:]) for n in range(1, len(stop) + 1))
+
+
+def completion_text(tokenizer: Any, ids: Sequence[int], params: SamplingParams) -> str:
+    """What a completion says: without special tokens, and without the stop text that ended it.
+
+    Args:
+        tokenizer: the transformers tokenizer.
+        ids: tokens of the completion.
+        params: how it was drawn; stop texts within its first `min_new_tokens` tokens belong to the text.
+    """
+    text = _plain(tokenizer, ids)
+    if not params.stop:
+        return text
+    return until_stop(text, params.stop, text_before_stops(tokenizer, ids, params))
+
+
+def text_before_stops(tokenizer: Any, ids: Sequence[int], params: SamplingParams) -> int:
+    """Characters of a completion's first `min_new_tokens` tokens, in which no stop text may end."""
+    least = params.min_new_tokens
+    return len(_plain(tokenizer, ids[:least]).rstrip(_BROKEN)) if least else 0
+
+
+def until_stop(text: str, stops: Sequence[str], start: int = 0) -> str:
+    """A text up to the first of the stop texts that ends behind its first `start` characters."""
+    places = [text.find(stop, max(0, start - len(stop) + 1)) for stop in stops]
+    return text[: min((place for place in places if place >= 0), default=len(text))]
+
+
+def _plain(tokenizer: Any, ids: Sequence[int]) -> str:
+    return tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -26,7 +26,6 @@ from rlhf_infer.vllm_settings import (
     rollout_from,
     sample_seeds,
     set_environment,
-    stopped_at_least_length,
 )
 from rlhf_infer.vllm_watch import StallWatch
 from rlhf_infer.vllm_worker import platform_arguments
@@ -42,7 +41,7 @@ class VLLMEngine:
 
     Args:
         model_folder: folder or hub name of the model, with its tokenizer; `write_weight_folder` makes one.
-        tokenizer: for its end-of-sequence token, and to find stop texts.
+        tokenizer: for its end-of-sequence token.
         settings: size and shape; None for the defaults. With `max_lora_rank`, `update_weights` hands over
             adapters, and the folder must hold the model that they are trained on.
         timeout_s: longest time without a new token, after which generating ends with an error.
@@ -69,7 +68,6 @@ class VLLMEngine:
         self.settings = settings or VLLMSettings()
         self.eos_token_ids = end_token_ids(str(model_folder), tokenizer)
         self.timeout_s = timeout_s
-        self._tokenizer = tokenizer
         self._version = 0
         self._adapter: Any = None
         self._folder = Path(tempfile.mkdtemp(prefix="rlhf-vllm-"))
@@ -111,9 +109,7 @@ class VLLMEngine:
             )
         drawn = {
             prompt: [
-                stopped_at_least_length(
-                    rollout_from(prompt, output.outputs[0], params.top_logprobs), params, self._tokenizer
-                )
+                rollout_from(prompt, output.outputs[0], params.top_logprobs)
                 for output in outputs[i * each : (i + 1) * each]
             ]
             for i, prompt in enumerate(distinct)

@@ -24,7 +24,6 @@ from rlhf_infer.vllm_settings import (
     request_fields,
     returned_logps_are_exact,
     sample_seeds,
-    stopped_at_least_length,
 )
 from rlhf_infer.weight_folder import write_adapter_folder, write_weight_folder
 
@@ -49,7 +48,7 @@ class VLLMServerEngine:
         server: a `VLLMServer`, which this engine owns from then on, or the address of any vLLM server (with
             `VLLM_SERVER_DEV_MODE=1` where weights are synced; for adapters with `--enable-lora` and
             `VLLM_ALLOW_RUNTIME_LORA_UPDATING=True`).
-        tokenizer: for its end-of-sequence token, and to find stop texts.
+        tokenizer: for its end-of-sequence token.
         lora: sync LoRA adapters rather than all weights; an owned server's settings decide for it.
         sync_folder: where weights are written for the server to read; both must see it under this path.  None
             makes a temporary folder on this machine.
@@ -135,11 +134,7 @@ class VLLMServerEngine:
         bodies = [fields | {"prompt": distinct[i // each]} | seed for i, seed in enumerate(seeds)]
         drawn: list[Rollout | None] = [None] * len(bodies)
         self._with_restarts(lambda: self._draw(bodies, drawn))
-        found = [
-            stopped_at_least_length(rollout, params, self._tokenizer)
-            for rollout in drawn
-            if rollout is not None
-        ]
+        found = [rollout for rollout in drawn if rollout is not None]
         groups = {prompt: found[i * each : (i + 1) * each] * (n // each) for i, prompt in enumerate(distinct)}
         return [groups[tuple(prompt)] for prompt in prompts]
 

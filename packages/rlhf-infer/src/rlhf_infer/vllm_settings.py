@@ -13,7 +13,6 @@ from transformers import AutoConfig, GenerationConfig
 
 from rlhf_data import BaseConfig, UserError
 from rlhf_infer.protocol import Rollout, SamplingParams
-from rlhf_infer.stops import StopTexts
 
 INSTALL = 'vLLM is not installed; run `pip install "rlhf-infer[vllm]"`, or use the transformers engine'
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -167,18 +166,6 @@ def sample_seeds(
         return [{} for _ in prompts]
     samples = range(first, first + n)
     return [{"seed": sample_seed(params.seed, prompt, k)} for prompt in prompts for k in samples]
-
-
-def stopped_at_least_length(rollout: Rollout, params: SamplingParams, tokenizer: Any) -> Rollout:
-    """Cut a completion that a stop text ends at exactly `min_new_tokens`, where vLLM does not look yet."""
-    length = params.min_new_tokens
-    if not params.stop or not 0 < length < len(rollout.completion_ids):
-        return rollout
-    ids = rollout.completion_ids[:length]
-    if not StopTexts(tokenizer, params.stop).end(rollout.prompt_ids, ids):
-        return rollout
-    tops = None if rollout.top_logps is None else rollout.top_logps[:length]
-    return Rollout(rollout.prompt_ids, ids, rollout.logps[:length], "stop", tops)
 
 
 def rollout_from(prompt: Sequence[int], output: Any, top_logprobs: int = 0) -> Rollout:
