@@ -16,7 +16,7 @@ from rlhf_merge.errors import MergeError
 
 
 def write(folder: Path, tensors: dict[str, torch.Tensor], name: str = "model.safetensors") -> Path:
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / name)
     return folder
 
@@ -76,7 +76,7 @@ def test_an_adapter_alone_stands_for_its_base_and_itself(
         assert model.folder.resolve() == base
         assert model.adapter_folders == (adapter, second)
         assert model.tokenizer_folder.resolve() == base
-        assert [name for name, _, _ in model.identity()] == [
+        assert [name for name, *_ in model.identity()] == [
             "0/model.safetensors",
             "1/adapter_config.json",
             "1/adapter_model.safetensors",
@@ -123,3 +123,17 @@ def test_hub_ids_in_specs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     asked.clear()
     open_checkpoint("org/base+org/adapter", revision="v3").close()
     assert asked == [("org/base", "v3"), ("org/adapter", None)]
+
+
+def test_the_folder_of_a_training_run_means_its_final_model(tmp_path: Path) -> None:
+    """Its config.json holds the settings of the training; a model's names its type."""
+    run = tmp_path / "run"
+    write(run / "final", {"fc.weight": torch.full((2, 3), 10.0)})
+    for text in ('{"learning_rate": 0.1}', None):
+        (run / "config.json").write_text(text) if text else (run / "config.json").unlink()
+        with open_checkpoint(str(run)) as model:
+            assert model.folder == run / "final"
+    write_adapter(run / "final" / "adapter", "..")
+    assert value(f"{run}+{run / 'final' / 'adapter'}") == 11
+    (run / "config.json").write_text('{"model_type": "x"}')
+    assert f"{run} holds no weights" in refusal(run)

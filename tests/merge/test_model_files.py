@@ -10,9 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from rlhf_merge.config_json import output_config
 from rlhf_merge.errors import MergeError
-from rlhf_merge.model_files import write_model_files
-from rlhf_merge.tokens import read_json, read_tokens
+from rlhf_merge.model_files import copied_files, write_model_files
+from rlhf_merge.tokens import read_tokens
 from rlhf_merge.vocab import ModelVocab, align
+from rlhf_merge.weight_files import read_json
 
 TEXT = "mary went to kitchen"
 
@@ -95,14 +96,19 @@ def test_remote_code_is_copied(tmp_path: Path):
     assert source(out / "shared.py") == "base"
 
 
-def test_links_into_a_cache_become_files(tmp_path: Path):
-    fill(tmp_path / "blobs", "0123")
-    base = tmp_path / "base"
-    base.mkdir()
-    (base / "tokenizer.json").symlink_to(tmp_path / "blobs" / "0123")
+def test_links_into_a_cache_become_files_and_others_are_refused(tmp_path: Path):
+    """A hub cache: snapshots/COMMIT/file -> ../../blobs/HASH."""
+    base = fill(tmp_path / "hub" / "snapshots" / "c0", "config.json")
+    blob = fill(tmp_path / "hub" / "blobs", "0123") / "0123"
+    (base / "tokenizer.json").symlink_to("../../blobs/0123")
+    (base / "vocab.json").symlink_to("tokenizer.json")
     out = write(tmp_path, base, base)
     assert not (out / "tokenizer.json").is_symlink()
-    assert source(out / "tokenizer.json") == "blobs"
+    assert (out / "vocab.json").read_bytes() == (out / "tokenizer.json").read_bytes() == blob.read_bytes()
+    secret = fill(tmp_path, "secret") / "secret"
+    (base / "generation_config.json").symlink_to(secret)
+    with pytest.raises(MergeError, match=r"generation_config\.json is a link to .*secret, outside"):
+        copied_files(base, base)
 
 
 def test_tokens_for_a_slow_tokenizer_are_refused(tmp_path: Path):

@@ -135,6 +135,22 @@ def test_a_model_that_changed_meanwhile_is_not_mixed_in(workshop: Any):
     assert merger.merge(workshop.root / "out", restart=True).resumed == 0
 
 
+def test_a_model_exchanged_for_another_of_its_size_and_time_is_not_mixed_in(workshop: Any):
+    """As `cp -p` or `rsync -t` leave it; the inode is kept, too."""
+    values = values_of("ties", workshop)
+    merger = ModelMerger(values)
+    with pytest.raises(KeyboardInterrupt):
+        merger.merge(workshop.root / "out", on_bytes=stopped_after(1000))
+    path = Path(values["models"][0]) / "model.safetensors"
+    status, content = path.stat(), bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (status.st_size, status.st_mtime_ns)
+    with pytest.raises(MergeError, match="with other settings or models"):
+        merger.merge(workshop.root / "out")
+
+
 _SERVER = """
 import json, os, sys
 import rlhf_merge.blocks, rlhf_merge.commands, rlhf_merge.engine

@@ -66,10 +66,10 @@ def test_a_folder_without_a_readable_vocabulary_has_no_tokens(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", r"tokenizer\.json is not valid JSON"),
-        ("[]", r"tokenizer\.json must hold a JSON object, got a list"),
+        ("{", r"tokenizer\.json is damaged"),
+        ("[]", r"tokenizer\.json holds a list where a JSON object"),
         ("{}", r"tokenizer\.json lists no vocabulary of tokens and ids"),
-        ('{"model": {"vocab": {"a": "b"}}}', r"tokenizer\.json lists no vocabulary of tokens and ids"),
+        ('{"model": {"vocab": {"a": "b"}}}', r"is damaged .*token 'a' has the id 'b'"),
     ],
 )
 def test_a_damaged_tokenizer_is_refused(tmp_path: Path, text: str, message: str):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rlhf_merge.errors import MergeError
+from rlhf_merge.errors import MergeError, readable
+from rlhf_merge.float8 import dequantised
 from rlhf_merge.hub import download, split_id
 from rlhf_merge.lora import apply_adapter
 from rlhf_merge.safetensors_file import SafetensorsFile
@@ -19,6 +20,7 @@ from rlhf_merge.weight_files import (
     ADAPTER_FILES,
     find_adapter,
     find_weights,
+    inside,
     no_weights,
     read_json,
     read_weight_map,
@@ -44,8 +46,9 @@ _TOKENIZER_FILES = (
     "vocab.txt",
 )
 
-Identity = tuple[str, int, int]
-"""A file that was used: number of its part of the spec and name, size in bytes, mtime in nanoseconds."""
+Identity = tuple[str, int, int, int, int]
+"""A file that was used: number of its part of the spec and name, size in bytes, mtime and ctime in
+nanoseconds, inode. The last two tell a file from another of its size that was given its mtime."""
 
 
 class Checkpoint:
@@ -72,7 +75,7 @@ class Checkpoint:
         self.folder = folder
         self.adapter_folders = adapter_folders
         config = folder / "config.json"
-        self.config: dict[str, Any] = read_json(config) if config.is_file() else {}
+        self.config: dict[str, Any] = read_json(inside(folder, config)) if config.is_file() else {}
         self.tensors: Mapping[str, Readable] = {}
         self._files: list[SafetensorsFile | TorchFile] = []
         self._identity: list[Identity] = []
@@ -99,8 +102,8 @@ class Checkpoint:
         """Every file the tensors come from, as it was when it was opened, for a fingerprint.
 
         Returns:
-            Name, bytes and time of the last change (ns) of the weights, their indices and the adapters'
-            configs; the name is preceded by 0/ for the base and by 1/ and so on for the adapters.
+            One for each file of weights, index and adapter's config; the name is preceded by 0/ for the base
+            and by 1/ and so on for the adapters.
         """
         return list(self._identity)
 
@@ -121,26 +124,31 @@ class Checkpoint:
 
     def _open(self) -> None:
         """Open the weights and apply the adapters."""
-        quantised = self.config.get("quantization_config")
-        if quantised:
-            method = quantised.get("quant_method", "unnamed") if isinstance(quantised, dict) else "unnamed"
-            raise MergeError(
-                f"{self.folder} is quantised (quantization_config of config.json, method {method}); "
-                "dequantise it to bfloat16 first, or give the model it was made from."
-            )
+        quantisation = self.config.pop("quantization_config", None)
         weights = find_weights(self.folder)
         if weights is None:
             raise no_weights(self.folder)
         tensors = self._open_weights(weights)
+        if quantisation:
+            scaled = dequantised(tensors, dict(quantisation), str(self.folder))
+            if scaled is None:
+                method = dict(quantisation).get("quant_method", "unnamed")
+                raise self._quantised(f"quantization_config of config.json, method {method}")
+            tensors = scaled
         for name in tensors:
             if name.endswith(_QUANTISED_ENDINGS) or ".quant_state." in name:
-                raise MergeError(
-                    f"{self.folder} is quantised (it holds {name!r}); dequantise it to bfloat16 first, or "
-                    "give the model it was made from."
-                )
+                raise self._quantised(f"it holds {name!r}")
         for part, folder in enumerate(self.adapter_folders, start=1):
             tensors = self._apply(tensors, folder, part)
         self.tensors = tensors
+
+    def _quantised(self, found: str) -> MergeError:
+        """The error for a model whose numbers are packed."""
+        return MergeError(
+            f"{self.folder} is quantised ({found}); give the model it was made from, or load it in "
+            "transformers with dequantize=True in its quantization config, or call `model.dequantize()`, and "
+            "save that."
+        )
 
     def _apply(self, tensors: dict[str, Readable], folder: Path, part: int) -> dict[str, Readable]:
         """The tensors with the adapter of a folder applied."""
@@ -186,6 +194,10 @@ class Checkpoint:
     def _open_file(self, path: Path, part: int = 0) -> Mapping[str, Readable]:
         """The tensors of one file."""
         self._note(path, part)
+        if path.suffix not in (".safetensors", ".bin", ".pt", ".pth"):
+            raise MergeError(
+                f"{path} is named as a file of weights, expected .safetensors or .bin; get the model anew."
+            )
         file = SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
         self._files.append(file)
         return file.tensors
@@ -193,7 +205,8 @@ class Checkpoint:
     def _note(self, path: Path, part: int = 0) -> None:
         """Remember a file as it is."""
         status = path.stat()
-        self._identity.append((f"{part}/{path.name}", status.st_size, status.st_mtime_ns))
+        times = status.st_mtime_ns, status.st_ctime_ns
+        self._identity.append((f"{part}/{path.name}", status.st_size, *times, status.st_ino))
 
 
 def open_checkpoint(spec: str, *, revision: str | None = None) -> Checkpoint:
@@ -209,16 +222,17 @@ def open_checkpoint(spec: str, *, revision: str | None = None) -> Checkpoint:
     Raises:
         MergeError: something is missing, damaged, quantised or does not fit.
     """
-    first, *others = _split(spec)
-    folder = _locate(first, revision)
-    adapters: list[Path] = []
-    while find_adapter(folder) is not None and find_weights(folder) is None:
-        if folder in adapters:
-            raise MergeError(f"{folder} names itself as its base model; write BASE+{folder}.")
-        adapters.insert(0, folder)
-        folder = _base_of(folder)
-    adapters.extend(_locate(other, None) for other in others)
-    return Checkpoint(spec, folder, tuple(adapters))
+    with readable(spec):
+        first, *others = _split(spec)
+        folder = _locate(first, revision)
+        adapters: list[Path] = []
+        while find_adapter(folder) is not None and find_weights(folder) is None:
+            if folder in adapters:
+                raise MergeError(f"{folder} names itself as its base model; write BASE+{folder}.")
+            adapters.insert(0, folder)
+            folder = _base_of(folder)
+        adapters.extend(_locate(other, None) for other in others)
+        return Checkpoint(spec, folder, tuple(adapters))
 
 
 def _split(spec: str) -> list[str]:
@@ -237,9 +251,12 @@ def _split(spec: str) -> list[str]:
 
 def _exists(name: str) -> bool:
     """Whether there is such a file or folder; a name that is too long is none."""
-    with suppress(OSError):
+    try:
         return Path(name).expanduser().exists()
-    return False
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return False
+        raise
 
 
 def _locate(name: str, revision: str | None) -> Path:
@@ -247,12 +264,21 @@ def _locate(name: str, revision: str | None) -> Path:
     path = Path(name).expanduser()
     if _exists(name):
         if path.is_dir():
-            return path
+            return _model_of(path)
         raise MergeError(f"{name} is a file; give the folder that holds the model.")
     identity = split_id(name)
     if identity is None:
         raise MergeError(f"{name} is no folder here, and cannot be a hub id (org/name or org/name@revision).")
     return download(identity[0], identity[1] or revision)
+
+
+def _model_of(folder: Path) -> Path:
+    """The folder itself or, where it is that of a training run, the trained model's in it."""
+    final = folder / "final"
+    if not final.is_dir() or find_weights(folder) is not None or (folder / ADAPTER_CONFIG).is_file():
+        return folder
+    config = folder / "config.json"
+    return folder if config.is_file() and "model_type" in read_json(config) else final
 
 
 def _base_of(adapter: Path) -> Path:

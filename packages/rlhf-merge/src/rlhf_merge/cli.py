@@ -248,7 +248,8 @@ def _exit_cleanly(job: Callable[[], None]) -> None:
     try:
         job()
     except MergeError as error:
-        click.echo(f"Error: {error}", err=True)
+        # A name in a damaged file may hold what no terminal takes.
+        click.echo(f"Error: {str(error).encode(errors='backslashreplace').decode()}", err=True)
         sys.exit(2)
     except KeyboardInterrupt:
         click.echo("Interrupted; give the same command again to go on.", err=True)

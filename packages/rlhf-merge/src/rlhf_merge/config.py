@@ -12,7 +12,7 @@ from rlhf_merge import config_reading as reading
 from rlhf_merge.catalog import METHODS, PARAMETERS
 from rlhf_merge.config_checks import check
 from rlhf_merge.config_values import Values, evaluate
-from rlhf_merge.errors import MergeError
+from rlhf_merge.errors import MergeError, damaged, readable
 from rlhf_merge.settings import Plain, Setting
 
 
@@ -156,14 +156,16 @@ class MergeConfig(_Frozen):
         """
         from rlhf_merge.mergekit_config import from_mergekit
 
-        values = reading.read_file(path)
+        with readable(f"config {path}"):
+            values = reading.read_file(path)
         if ("method" in values) == ("merge_method" in values):
             found = "both are there" if "method" in values else "neither is there"
             raise MergeError(
                 f"{path}: a config of this package has the key method, one of mergekit the key merge_method, "
                 f"and {found}; give one of them"
             )
-        return (cls.from_dict if "method" in values else from_mergekit)(values, str(path))
+        with damaged(f"config {path}"):
+            return (cls.from_dict if "method" in values else from_mergekit)(values, str(path))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the shortest plain form that `from_dict` reads back as the same config."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from typing import Any
 
-from rlhf_merge.errors import MergeError
+from rlhf_merge.errors import MergeError, damaged
 
 Config = dict[str, Any]
 """The content of a config.json."""
@@ -90,7 +90,9 @@ def check_architectures(configs: Sequence[tuple[str, Config]], *, same_layers: b
             raise MergeError(
                 f"{label} is quantized (quantization_config in its config.json); merge the full weights"
             )
-        for key, value in _compared(config, same_layers):
+        with damaged(f"config.json of {label}"):
+            compared = dict(_compared(config, same_layers))
+        for key, value in compared.items():
             first, expected = seen.setdefault(key, (label, value))
             if value != expected:
                 remedy = "; to merge ranges of layers, give slices" if key.endswith(_LAYERS) else ""

@@ -72,22 +72,24 @@ def parse_yaml(text: str) -> Any:
     Raises:
         MergeError: invalid YAML, with the line, or a key given twice in one mapping.
     """
-    loader = _Loader(text)
+    loader = None
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         _refuse_duplicates(node)
         return None if node is None else loader.construct_document(node)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" in line {mark.line + 1}" if mark else ""
-        reason = getattr(error, "problem", None) or str(error)
+        reason = getattr(error, "problem", None) or " ".join(str(error).split())
         raise MergeError(f"invalid YAML{line} ({reason}); correct it") from error
     except MergeError:
         raise
     except ValueError as error:  # a date that is none, for instance
         raise MergeError(f"invalid YAML ({error}); quote the value") from error
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
 
 
 def dump_yaml(values: dict[str, Any]) -> str:

@@ -1,5 +1,11 @@
 """The error type for mistakes a user can fix."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 
 class MergeError(ValueError):
     """A mistake in the input: one sentence saying what is wrong, where, what was expected and what to do.
@@ -10,3 +16,43 @@ class MergeError(ValueError):
 
 class UnwrittenError(MergeError):
     """The result cannot be written, for instance because the disk is full; what was written is of use."""
+
+
+@contextmanager
+def damaged(what: str | Path) -> Iterator[None]:
+    """The boundary around values that a user's file holds: whatever a malformed one causes is a `MergeError`.
+
+    Args:
+        what: the file, as the message names it.
+
+    Raises:
+        MergeError: in place of the errors that values of an unexpected kind cause.
+    """
+    try:
+        yield
+    except MergeError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        words = " ".join(str(error).split())
+        said = f"{type(error).__name__}: {words[:120]}{'…' if len(words) > 120 else ''}"
+        raise MergeError(f"{what} is damaged ({said}); copy it anew.") from error
+
+
+@contextmanager
+def readable(what: str | Path) -> Iterator[None]:
+    """`damaged`, and the boundary around what the system says when a user's file or folder is read.
+
+    Args:
+        what: the file or folder, as the message names it where the system does not.
+
+    Raises:
+        MergeError: in place of an `OSError` too.
+    """
+    try:
+        with damaged(what):
+            yield
+    except OSError as error:
+        place = error.filename if isinstance(error.filename, str) else what
+        raise MergeError(
+            f"{place} cannot be read ({error.strerror or error}); check that it is there and may be read."
+        ) from error

@@ -102,9 +102,9 @@ class ModelMerger:
             MergeError: see `plan` and `merge_tensors`; the output folder is not empty; no space is left.
         """
         out = Path(out)
+        check_output(out)
         # A link to an empty folder stays; what it leads to is replaced.
         out = out.resolve() if out.is_symlink() else out.absolute()
-        check_output(out)
         plan = plan or self.plan()
         partial = None
         try:

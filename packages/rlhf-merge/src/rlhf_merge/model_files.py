@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_merge.tokens import AddedToken, append_tokens, read_json
+from rlhf_merge.errors import damaged, readable
+from rlhf_merge.tokens import AddedToken, append_tokens
+from rlhf_merge.weight_files import inside, read_json
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -50,30 +51,44 @@ def write_model_files(
         added_tokens: tokens to append to the tokenizer, from `vocab.align`.
 
     Raises:
-        MergeError: tokens are to be appended to a tokenizer without tokenizer.json.
+        MergeError: tokens are to be appended to a tokenizer without tokenizer.json, or a file is a link out
+            of its model's folder.
     """
     if config:
-        (out / "config.json").write_text(
-            json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
-    _copy(config_from, out, _PROCESSOR_FILES)
-    _copy(config_from, out, ("generation_config.json",))
-    _copy(tokenizer_from, out, ("generation_config.json",))
-    _copy(tokenizer_from, out, _TOKENIZER_FILES)
+        with damaged(config_from / "config.json"):
+            content = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+        (out / "config.json").write_bytes(content)
+    for name, source in copied_files(config_from, tokenizer_from).items():
+        target = out / name
+        target.parent.mkdir(exist_ok=True)
+        with readable(source):
+            content = source.read_bytes()
+        target.write_bytes(content)
+    if added_tokens:
+        with damaged(f"the tokenizer in {tokenizer_from}"):
+            append_tokens(out, added_tokens)
+
+
+def copied_files(config_from: Path, tokenizer_from: Path) -> dict[str, Path]:
+    """The files that `write_model_files` copies, by their names in the result.
+
+    Raises:
+        MergeError: one is a link out of its model's folder.
+    """
+    wanted = [
+        (config_from, (*_PROCESSOR_FILES, "generation_config.json")),
+        (tokenizer_from, ("generation_config.json", *_TOKENIZER_FILES)),
+    ]
     # Code of the tokenizer's folder first: where both have a file, the config's is the model's.
     for folder in (tokenizer_from, config_from):
         if any(_has_code(path) for path in (folder / "config.json", folder / "tokenizer_config.json")):
-            _copy(folder, out, ("*.py",))
-    if added_tokens:
-        append_tokens(out, added_tokens)
-
-
-def _copy(source: Path, out: Path, patterns: Sequence[str]) -> None:
-    for pattern in patterns:
-        for path in sorted(source.glob(pattern)):
-            target = out / path.relative_to(source)
-            target.parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, target)
+            wanted.append((folder, ("*.py",)))
+    return {
+        path.relative_to(folder).as_posix(): inside(folder, path)
+        for folder, patterns in wanted
+        for pattern in patterns
+        for path in sorted(folder.glob(pattern))
+    }
 
 
 def _has_code(path: Path) -> bool:

@@ -221,10 +221,14 @@ class _Kitchen:
         """The score of a model, or of the mean of several."""
         key = json.dumps(members)
         if key not in self._known["scores"]:
-            value = float(self._evaluate(self._folder(members)))
+            given = self._evaluate(self._folder(members))
+            try:
+                value = float(given)
+            except (TypeError, ValueError):
+                value = math.nan
             if not math.isfinite(value):
                 raise MergeError(
-                    f"the evaluation of {' + '.join(members)} gave {value}; it must be a finite number"
+                    f"the evaluation of {' + '.join(members)} gave {given!r}; it must be a finite number"
                 )
             self._known["scores"][key] = value
             write_json(self._root / "scores.json", self._known)

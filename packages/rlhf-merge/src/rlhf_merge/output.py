@@ -23,19 +23,9 @@ import torch
 from torch import Tensor
 
 from rlhf_merge.errors import MergeError, UnwrittenError
+from rlhf_merge.safetensors_file import DTYPES
 
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 """Types by their name in safetensors files."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -289,7 +279,7 @@ def write_json(path: Path, content: Any) -> None:
     """
     part = path.with_name(f".{path.name}.part")
     with open(part, "w", encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        file.write(json.dumps(content, indent=2) + "\n")
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)
@@ -304,15 +294,20 @@ def check_output(out: Path) -> None:
     Raises:
         MergeError: it is there and not empty, or it is a mount point or a file.
     """
-    if out.is_dir():
-        if os.path.ismount(out):
+    if "\0" in str(out):
+        raise MergeError(
+            f"output {str(out)!r} holds a NUL, which no name of a folder does; choose another name"
+        )
+    with explained(out):
+        is_folder, is_there = out.is_dir(), out.exists() or out.is_symlink()
+        if is_folder and os.path.ismount(out):
             raise MergeError(
                 f"output folder {out} is a mount point, which a finished model cannot replace; choose a "
                 "folder inside of it"
             )
-        if any(out.iterdir()):
+        if is_folder and any(out.iterdir()):
             raise MergeError(f"output folder {out} is not empty; choose a new one, or empty it")
-    elif out.exists() or out.is_symlink():
+    if is_there and not is_folder:
         raise MergeError(f"output {out} is a file; a folder is written: choose a new name")
 
 

@@ -18,7 +18,9 @@ from rlhf_merge.checkpoint import Checkpoint, open_checkpoint
 from rlhf_merge.config import MergeConfig
 from rlhf_merge.config_json import check_architectures, output_config
 from rlhf_merge.config_values import Values
-from rlhf_merge.errors import MergeError
+from rlhf_merge.errors import MergeError, damaged
+from rlhf_merge.float8 import FLOAT8
+from rlhf_merge.model_files import copied_files
 from rlhf_merge.output import OutputTensor, Shard, lay_out
 from rlhf_merge.tensor_names import SourceNames, layer_name, source_names, with_heads
 from rlhf_merge.tensors import Readable
@@ -181,21 +183,24 @@ def _plan(config: MergeConfig, checkpoints: dict[str, Checkpoint], max_shard_siz
     sources = [(s.model, s.layers) for part in config.slices for s in part.sources[:1]]
     layer_sources = [layer for _, (begin, end) in sources for layer in range(begin, end)] or None
     tokenizer = list(checkpoints)[alignment.tokenizer] if alignment else reference
-    return MergePlan(
-        config=config,
-        checkpoints=checkpoints,
-        jobs=jobs,
-        shards=shards,
-        model_config=checkpoints[config_from].config
-        and output_config(
-            checkpoints[config_from].config,
+    copied_files(checkpoints[config_from].folder, checkpoints[tokenizer].tokenizer_folder)  # refuses links
+    lent = checkpoints[config_from].config
+    with damaged(f"config.json of {config_from}"):
+        model_config = lent and output_config(
+            lent,
             dtype=_written_dtype(jobs),
             vocab_size=alignment.rows if alignment else None,
             num_layers=len(layer_sources) if layer_sources else None,
             layer_sources=layer_sources,
             tied=tied,
             token_ids_from=checkpoints[tokenizer].config if tokenizer != config_from else None,
-        ),
+        )
+    return MergePlan(
+        config=config,
+        checkpoints=checkpoints,
+        jobs=jobs,
+        shards=shards,
+        model_config=model_config,
         reference=reference,
         config_from=config_from,
         tokenizer=tokenizer,
@@ -227,7 +232,7 @@ def job_of(
     if not first.dtype.is_floating_point:
         output = OutputTensor(names.output, tuple(first.shape), first.dtype)
         return TensorJob(output, COPY, Inputs(names.output, None, tuple(inputs), labels), values)
-    dtype = DTYPES[config.dtype] if config.dtype else own.dtype
+    dtype = DTYPES[config.dtype] if config.dtype else torch.bfloat16 if own.dtype in FLOAT8 else own.dtype
     base = inputs[0] if names.base else None
     models = tuple(inputs[1:] if names.base else inputs)
     return TensorJob(

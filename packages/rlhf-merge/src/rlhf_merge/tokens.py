@@ -8,13 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf_merge.errors import MergeError
+from rlhf_merge.errors import MergeError, readable
+from rlhf_merge.weight_files import read_json
 
 AddedToken = dict[str, Any]
 """A token as `added_tokens` of tokenizer.json lists it: id, content and the flags below."""
 
 _FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False}
 """The flags of an added token whose file gives only its text; the default of transformers' `AddedToken`."""
+
+_MOST_IDS = 2**31
 
 
 @dataclass(frozen=True)
@@ -32,23 +35,6 @@ class TokenTable:
     fast: bool = True
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file.
-
-    Raises:
-        MergeError: the file is not JSON, or no object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise MergeError(f"{path} is not valid JSON ({error}); download or save the model again") from None
-    if not isinstance(value, dict):
-        raise MergeError(
-            f"{path} must hold a JSON object, got a {type(value).__name__}; save the model again"
-        )
-    return value
-
-
 def read_tokens(folder: Path) -> TokenTable | None:
     """Return the tokens of the tokenizer in a folder.
 
@@ -59,6 +45,11 @@ def read_tokens(folder: Path) -> TokenTable | None:
     Raises:
         MergeError: a file is damaged.
     """
+    with readable(f"the tokenizer in {folder}"):
+        return _read_tokens(folder)
+
+
+def _read_tokens(folder: Path) -> TokenTable | None:
     path = folder / "tokenizer.json"
     fast = path.is_file()
     if fast:
@@ -78,6 +69,9 @@ def read_tokens(folder: Path) -> TokenTable | None:
     for text, token in added.items():
         # The tokenizers library gives an added token the id of its text in the vocabulary, where it has one.
         ids.setdefault(text, token["id"])
+    for token, i in ids.items():
+        if not isinstance(token, str) or type(i) is not int or not 0 <= i < _MOST_IDS:
+            raise ValueError(f"token {token!r} has the id {i!r}")
     return TokenTable(ids, added, fast)
 
 
@@ -86,7 +80,7 @@ def _model_ids(model: Any, path: Path) -> dict[str, int]:
     vocab = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocab, list):
         return {token: i for i, (token, _) in enumerate(vocab)}
-    if isinstance(vocab, dict) and all(isinstance(i, int) for i in vocab.values()):
+    if isinstance(vocab, dict):
         return dict(vocab)
     raise MergeError(f"{path} lists no vocabulary of tokens and ids; save the tokenizer again")
 

@@ -1,80 +1,31 @@
-"""Tensors of a file of `torch.save` (`pytorch_model.bin`), read in pieces; nothing in its pickle is run."""
+"""The tensors of a file of `torch.save` (`pytorch_model.bin`); nothing in its pickle is run."""
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import math
-import mmap
-import os
 import pickle
-import sys
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rlhf_merge.errors import MergeError
-from rlhf_merge.safetensors_file import DTYPES, dropped_range
+from rlhf_merge.blocks import MemoryTensor
+from rlhf_merge.errors import MergeError, readable
+from rlhf_merge.file_tensor import FileTensor, OpenFile
+from rlhf_merge.safetensors_file import DTYPES
+from rlhf_merge.tensors import Readable
 
 _ZIP_MAGIC = b"PK\x03\x04"
 _WRAPPER = "state_dict"
-
-
-class TorchTensor:
-    """A tensor of a file of `torch.save`; see `rlhf_merge.tensors.Readable`.
-
-    Args:
-        tensor: the tensor, contiguous or not.
-        maps: pairs of addresses between which the file is mapped to memory; empty where it is not.
-    """
-
-    row_length = 1
-
-    def __init__(self, tensor: torch.Tensor, maps: Sequence[tuple[int, int]] = ()) -> None:
-        self._tensor = tensor
-        address = tensor.data_ptr()
-        self._map = next((pair for pair in maps if pair[0] <= address < pair[1]), (0, 0))
-        self.dtype = tensor.dtype
-        self.shape = tuple(tensor.shape)
-
-    def read(self, start: int, stop: int, out: torch.Tensor) -> None:
-        """Write elements `start` to `stop` of the flattened tensor to `out`, converted to its type."""
-        if start == stop:
-            return
-        rows, piece = self._piece(start, stop)
-        out.copy_(piece if out.device.type == "cpu" else piece.to(out.device))
-        self._drop(rows)
-
-    def _piece(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The part of the tensor's memory that is touched, and the elements in it."""
-        if self._tensor.is_contiguous():
-            piece = self._tensor.view(-1)[start:stop]
-            return piece, piece
-        # Only whole rows of the first dimension can be made contiguous without a copy of the whole.
-        row = math.prod(self.shape[1:])
-        first = start // row
-        rows = self._tensor[first : -(-stop // row)]
-        return rows, rows.reshape(-1)[start - first * row : stop - first * row]
-
-    def _drop(self, piece: torch.Tensor) -> None:
-        """Let the kernel take back the pages of the piece; a later read brings them again."""
-        low, high = self._map
-        reach = sum((length - 1) * stride for length, stride in zip(piece.shape, piece.stride(), strict=True))
-        start = piece.data_ptr() - low
-        stop = start + (reach + 1) * piece.element_size()
-        # Memory that is not the file's would come back as zeros.
-        if start >= 0 and stop <= high - low:
-            first, length = dropped_range(start, stop, high - low)
-            _libc().madvise(ctypes.c_void_p(low + first), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
 
 
 class TorchFile:
     """One file of `torch.save`: a dictionary of tensors, bare or under the key `state_dict`.
 
     Args:
-        path: the file.  One written by torch 1.5 or earlier is read to memory, any later one is mapped.
+        path: the file.  One written by torch 1.5 or earlier, or read with a torch that does not say where in
+            the file its tensors are, is read to memory; of any other only the structure is.
 
     Attributes:
         path: the file.
@@ -86,36 +37,64 @@ class TorchFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with path.open("rb") as file:
-            is_zip = file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
-        content = _load(path, is_zip)
-        if isinstance(content, Mapping) and isinstance(content.get(_WRAPPER), Mapping):
-            content = content[_WRAPPER]
-        if not isinstance(content, Mapping):
-            raise MergeError(
-                f"{path} holds a {type(content).__name__} where a dictionary of tensors was expected; save "
-                "the model's state_dict()."
-            )
-        maps = _maps_of(path) if is_zip else []
-        self.tensors = {
-            str(name): TorchTensor(_checked(path, name, value), maps) for name, value in content.items()
-        }
+        self._file = OpenFile(path)
+        try:
+            with readable(path):
+                self.tensors = self._read()
+        except BaseException:
+            self._file.close()
+            raise
 
     def close(self) -> None:
-        """Let go of the file; the map goes with the last tensor of it that somebody still holds."""
+        """Close the file; its tensors may not be read any more."""
         self.tensors = {}
+        self._file.close()
+
+    def _read(self) -> dict[str, Readable]:
+        with self.path.open("rb") as file:
+            is_zip = file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
+        content = _load(self.path, "meta" if is_zip else "cpu")
+        if is_zip and any(_place(tensor) is None for _, tensor in _entries(self.path, content)):
+            content = _load(self.path, "cpu")
+        return {name: self._tensor(tensor) for name, tensor in _entries(self.path, content)}
+
+    def _tensor(self, tensor: torch.Tensor) -> Readable:
+        if tensor.device.type != "meta":
+            return MemoryTensor(tensor)
+        begin = (_place(tensor) or 0) + int(tensor.storage_offset()) * tensor.element_size()
+        strides = None if tensor.is_contiguous() else tensor.stride()
+        return FileTensor(self._file, tensor.dtype, tuple(tensor.shape), begin, strides)
 
 
-def _load(path: Path, is_zip: bool) -> Any:
-    """What the file holds, mapped rather than read where it is a zip archive."""
+def _place(tensor: torch.Tensor) -> int | None:
+    """Where in the file the storage of a tensor of the device `meta` begins; None if torch is silent."""
+    return getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+
+
+def _entries(path: Path, content: Any) -> list[tuple[str, torch.Tensor]]:
+    """The names and tensors of what a file holds."""
+    if isinstance(content, Mapping) and isinstance(content.get(_WRAPPER), Mapping):
+        content = content[_WRAPPER]
+    if not isinstance(content, Mapping):
+        raise MergeError(
+            f"{path} holds a {type(content).__name__} where a dictionary of tensors was expected; save "
+            "the model's state_dict()."
+        )
+    return [(str(name), _checked(path, name, value)) for name, value in content.items()]
+
+
+def _load(path: Path, device: str) -> Any:
+    """What the file holds; on the device `meta` no numbers are read."""
     try:
-        return torch.load(str(path), map_location="cpu", weights_only=True, mmap=is_zip)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of old protocols, which are refused or read like any other
+            return torch.load(str(path), map_location=device, weights_only=True)
     except pickle.UnpicklingError as error:
         raise MergeError(
             f"{path} is damaged or its pickle asks for more than tensors ({_reason(error)}); it was not "
             "unpickled: get the model as safetensors."
         ) from None
-    except (RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
+    except Exception as error:  # what torch raises over damaged bytes differs between its versions
         raise MergeError(
             f"{path} cannot be read as a file of torch.save ({_reason(error)}); copy it anew."
         ) from None
@@ -137,34 +116,10 @@ def _checked(path: Path, name: Any, value: Any) -> torch.Tensor:
             f"{path}: entry {name!r} is a {type(value).__name__} where a tensor was expected; save the "
             "model's state_dict() alone."
         )
-    if value.layout != torch.strided or value.device.type != "cpu" or value.dtype not in DTYPES.values():
+    if value.layout != torch.strided or value.dtype not in DTYPES.values():
         kind = str(value.dtype if value.layout == torch.strided else value.layout).removeprefix("torch.")
         raise MergeError(
             f"{path}: tensor {name!r} is of type {kind}, which cannot be merged; dequantise the model first "
             f"(types read: {', '.join(DTYPES)})."
         )
     return value.detach()
-
-
-def _maps_of(path: Path) -> list[tuple[int, int]]:
-    """The pairs of addresses between which this process has mapped the file; empty where that is not known.
-
-    torch keeps them to itself; Linux lists them.
-    """
-    if sys.platform != "linux":
-        return []
-    real = os.path.realpath(path)
-    found = []
-    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as lines:
-        for line in lines:
-            fields = line.rstrip("\n").split(maxsplit=5)
-            if len(fields) == 6 and fields[5] == real:
-                low, high = fields[0].split("-")
-                found.append((int(low, 16), int(high, 16)))
-    return found
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    """The C library of this process."""
-    return ctypes.CDLL(None)

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rlhf_merge.errors import MergeError
+from rlhf_merge.errors import MergeError, readable
 
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 SAFETENSORS = "model.safetensors"
@@ -20,6 +20,8 @@ WEIGHT_FILES = ((SAFETENSORS_INDEX, SAFETENSORS), (TORCH_INDEX, TORCH))
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
+_MOST_LEVELS = 100
+
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.")
 
 
@@ -29,15 +31,44 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         MergeError: it cannot be read or holds something else.
     """
-    try:
+    with readable(path):
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise MergeError(f"{path} cannot be read as JSON ({error}); copy it anew.") from None
+        _check_depth([content] if isinstance(content, dict | list) else [])
     if not isinstance(content, dict):
         raise MergeError(
             f"{path} holds a {type(content).__name__} where a JSON object was expected; copy it anew."
         )
     return content
+
+
+def _check_depth(content: Any) -> None:
+    """Refuse JSON that functions which call themselves for what is inside could not walk."""
+    level = [content]
+    for _ in range(_MOST_LEVELS):
+        inner = [value.values() if isinstance(value, dict) else value for value in level]
+        level = [value for values in inner for value in values if isinstance(value, dict | list)]
+        if not level:
+            return
+    raise ValueError(f"it is nested more than {_MOST_LEVELS} levels deep")
+
+
+def inside(folder: Path, path: Path) -> Path:
+    """The path of a small file that goes into the result, unless it is a link out of the model's folder.
+
+    What such a link leads to, which may be anybody's, would be published with the result. The blobs of the
+    hub's cache, where its snapshots link to, are the model's own.
+
+    Raises:
+        MergeError: it leads elsewhere.
+    """
+    with readable(path):
+        real, home = path.resolve(strict=True), folder.resolve()
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    if home in real.parents or blobs in real.parents:
+        return path
+    raise MergeError(
+        f"{path} is a link to {real}, outside of the model's folder; put a copy of the file there."
+    )
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
@@ -50,7 +81,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise MergeError(f"{index} has no `weight_map` from tensors to files; copy it anew.")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
+        if not isinstance(file, str) or not file or Path(file).name != file:
             raise MergeError(
                 f"{index}: tensor {name!r} is said to be in {file!r}, which is not a file beside the index."
             )

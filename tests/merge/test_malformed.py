@@ -1,0 +1,247 @@
+"""Whatever a folder holds, merging it succeeds or ends in a `MergeError`, never in anything else."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rlhf_merge import ModelMerger, ModelSoup
+from rlhf_merge.checkpoint import open_checkpoint
+from rlhf_merge.errors import MergeError
+
+ODD: tuple[Any, ...] = (
+    *(
+        None,
+        True,
+        False,
+        0,
+        -1,
+        5,
+        1.5,
+        math.nan,
+        math.inf,
+        10**30,
+        "",
+        "x",
+        "\ud800",
+        "\0",
+        "../x",
+        "a" * 300,
+    ),
+    *([], {}, [5], ["x"], [[]], {"x": 1}, {"": None}, [{}], {"x": {"x": []}}, [None] * 3),
+)
+"""What takes the place of a value."""
+
+DEEP = "[" * 5000 + "]" * 5000
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every container of a JSON value with each of its keys."""
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        yield value, key
+        if isinstance(inner, dict | list):
+            yield from places(inner)
+
+
+def mutated(text: str, rng: random.Random) -> bytes:
+    """JSON with one to three of its values replaced, removed, renamed or doubled, or with damaged bytes."""
+    if rng.random() < 0.1:
+        raw = bytearray(text.encode())
+        raw[rng.randrange(len(raw))] = rng.randrange(256)
+        return bytes(raw[: rng.randrange(len(raw))] if rng.random() < 0.3 else raw)
+    content = json.loads(text)
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        found = list(places(content)) if isinstance(content, dict | list) else []
+        if not found or rng.random() < 0.03:
+            return json.dumps(rng.choice(ODD)).encode()
+        box, key = rng.choice(found)
+        match rng.randrange(6):
+            case 0:
+                del box[key]
+            case 1 if isinstance(box, dict):
+                box[str(rng.choice(ODD))] = box.pop(key)
+            case 2 if isinstance(box, list):
+                box.append(box[key])
+            case 3:
+                box[key] = "DEEP"
+            case _:
+                box[key] = rng.choice(ODD)
+    return json.dumps(content).replace('"DEEP"', DEEP).encode()
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base, a fine-tune in two shards with a tokenizer, an adapter of the base, and two configs."""
+    root = tmp_path_factory.mktemp("pristine")
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"model.embed_tokens.weight": (8, 4), "model.layers.0.mlp.up.weight": (6, 4)}
+    shapes |= {"model.layers.1.mlp.up.weight": (6, 4), "lm_head.weight": (8, 4)}
+    vocab = {token: index for index, token in enumerate("abcdefg")}
+    added = {"id": 7, "content": "<x>", "special": True, "single_word": False, "lstrip": False}
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 2,
+        "vocab_size": 8,
+        "hidden_size": 4,
+        "eos_token_id": [7, 1],
+        "layer_types": ["full_attention", "full_attention"],
+        "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "text_config": {"num_hidden_layers": 2, "vocab_size": 8},
+    }
+    for name in ("base", "tune"):
+        folder = root / name
+        folder.mkdir()
+        tensors = {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
+        if name == "base":
+            save_file(tensors, folder / "model.safetensors")
+        else:
+            halves = list(tensors)[:2], list(tensors)[2:]
+            files = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+            for file, keys in zip(files, halves, strict=True):
+                save_file({key: tensors[key] for key in keys}, folder / file)
+            index = {key: file for file, keys in zip(files, halves, strict=True) for key in keys}
+            (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+        small = {
+            "config.json": config,
+            "generation_config.json": {"eos_token_id": 7, "max_length": 20},
+            "tokenizer.json": {"model": {"type": "BPE", "vocab": vocab}, "added_tokens": [added]},
+            "tokenizer_config.json": {"added_tokens_decoder": {"7": added}, "auto_map": {"x": "y"}},
+            "added_tokens.json": {"<x>": 7},
+        }
+        for file, content in small.items():
+            (folder / file).write_text(json.dumps(content))
+    adapter = root / "adapter"
+    adapter.mkdir()
+    key = "base_model.model.model.layers.0.mlp.up.lora_{}.weight"
+    save_file(
+        {key.format("A"): torch.ones(2, 4), key.format("B"): torch.ones(6, 2)},
+        adapter / "adapter_model.safetensors",
+    )
+    lora = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": "../base"}
+    lora |= {"rank_pattern": {"x": 3}, "alpha_pattern": {}, "use_dora": False, "fan_in_fan_out": False}
+    (adapter / "adapter_config.json").write_text(json.dumps(lora))
+    ours = {"method": "ties", "base": "base", "models": [{"model": "tune", "weight": [0.2, 0.8]}, "adapter"]}
+    ours |= {"density": {"mlp": 0.5, "*": 1}, "dtype": "bfloat16", "vocab": "union", "seed": 1}
+    (root / "ours.json").write_text(json.dumps(ours))
+    theirs: dict[str, Any] = {"merge_method": "linear", "dtype": "float32", "tokenizer_source": "union"}
+    source = [{"model": "base", "layer_range": [0, 2]}, {"model": "tune", "layer_range": [0, 2]}]
+    theirs["slices"] = [{"sources": source, "parameters": {"weight": [{"filter": "mlp", "value": 1}, 0.5]}}]
+    (root / "theirs.yaml").write_text(json.dumps(theirs))
+    return root
+
+
+TARGETS = (
+    *(f"base/{name}" for name in ("config.json", "tokenizer.json", "tokenizer_config.json")),
+    *(f"tune/{name}" for name in ("config.json", "tokenizer.json", "generation_config.json")),
+    *("tune/model.safetensors.index.json", "adapter/adapter_config.json", "base/model.safetensors"),
+    *("ours.json", "theirs.yaml", "slow/tokenizer_config.json", "slow/added_tokens.json"),
+)
+
+
+def damage(root: Path, target: str, rng: random.Random) -> None:
+    """Damage one file; `slow` is the base with a tokenizer that is not in one file."""
+    if target.startswith("slow/"):
+        vocab = json.loads((root / "base" / "tokenizer.json").read_text())["model"]["vocab"]
+        (root / "base" / "vocab.json").write_text(json.dumps(vocab))
+        (root / "base" / "tokenizer.json").unlink()
+        target = target.replace("slow", "base")
+    path = root / target
+    if path.suffix != ".safetensors":
+        path.write_bytes(mutated(path.read_text(), rng))
+        return
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = mutated(raw[8 : 8 + length].decode(), rng)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + raw[8 + length :])
+
+
+def outcome(work: Callable[[], object]) -> str:
+    """`merged`, or the message of the refusal; any other error passes on."""
+    try:
+        work()
+    except MergeError as error:
+        assert str(error).strip() and "\n" not in str(error)
+        return str(error)
+    return "merged"
+
+
+@pytest.mark.parametrize("cases", [range(150), pytest.param(range(150, 1150), marks=pytest.mark.slow)])
+def test_damaged_json(pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cases: range) -> None:
+    monkeypatch.chdir(tmp_path)
+    found: list[str] = []
+    for seed in cases:
+        rng = random.Random(seed)
+        target = TARGETS[seed % len(TARGETS)]
+        for name in os.listdir(tmp_path):
+            path = tmp_path / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.copytree(pristine, tmp_path, dirs_exist_ok=True)
+        damage(tmp_path, target, rng)
+        config = "theirs.yaml" if target == "theirs.yaml" else "ours.json"
+        try:
+            found.append(outcome(lambda config=config: ModelMerger(config).merge("out")))
+        except BaseException as error:
+            error.add_note(f"case {seed}: {target}")
+            raise
+    # The mutations are neither all harmless nor all fatal.
+    assert 0.1 < found.count("merged") / len(found) < 0.6
+    assert len(set(found)) > len(found) / 4
+
+
+def test_weights_that_are_no_files(pristine: Path, tmp_path: Path) -> None:
+    root = tmp_path / "r"
+    shutil.copytree(pristine, root)
+    weights = root / "base" / "model.safetensors"
+    weights.unlink()
+    for make in (weights.mkdir, lambda: weights.symlink_to(weights.name)):
+        make()
+        assert "base" in outcome(lambda: open_checkpoint(str(root / "base")))
+        weights.unlink() if weights.is_symlink() else weights.rmdir()
+    (root / "loop").symlink_to("loop")
+    assert "loop" in outcome(lambda: open_checkpoint(str(root / "loop")))
+
+
+@pytest.mark.parametrize("place", ["base", "base/model.safetensors", "base/config.json"])
+def test_what_may_not_be_read(pristine: Path, tmp_path: Path, place: str) -> None:
+    root = tmp_path / "r"
+    shutil.copytree(pristine, root)
+    (root / place).chmod(0)
+    rights = os.geteuid()
+    for folder in (root, tmp_path, *tmp_path.parents[:2]):
+        if rights == 0:
+            folder.chmod(0o755)
+    try:
+        if rights == 0:  # nobody, for whom the rights hold
+            os.seteuid(65534)
+        said = outcome(lambda: open_checkpoint(str(root / "base")))
+    finally:
+        os.seteuid(rights)
+        (root / place).chmod(0o755)
+    assert "cannot be read (Permission denied)" in said and str(root / "base") in said
+
+
+def test_an_output_whose_name_no_system_takes(pristine: Path, tmp_path: Path) -> None:
+    config = {"method": "linear", "models": [str(pristine / "base"), str(pristine / "tune")]}
+    for name in ("a\0b", "x" * 300):
+        assert repr(name)[1:4] in outcome(lambda name=name: ModelMerger(config).merge(str(tmp_path / name)))
+
+
+@pytest.mark.parametrize("score", [None, "good", [1.0]])
+def test_an_evaluation_that_returns_no_number(pristine: Path, tmp_path: Path, score: Any) -> None:
+    soup = ModelSoup([str(pristine / "base"), str(pristine / "tune")])
+    said = outcome(lambda: soup.greedy(tmp_path / "out", lambda folder: score))
+    assert repr(score) in said and "number" in said
