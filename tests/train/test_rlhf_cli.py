@@ -47,7 +47,9 @@ def write_rows(folder: Path, n: int = 24) -> Path:
         kind: Any = {"reward": "preference", "ppo": "prompts"}.get(stage, stage)
         rows = [dataclasses.asdict(record) for record in story_records(kind, n, split="train", seed=1)]
         rows = [{**row, **row.pop("columns", {})} for row in rows]
-        lines = [json.dumps({k: v for k, v in row.items() if v not in (None, "")}) + "\n" for row in rows]
+        lines = [
+            json.dumps({k: v for k, v in row.items() if v not in (None, "", False)}) + "\n" for row in rows
+        ]
         (folder / file).write_text("".join(lines))
     return folder
 
@@ -345,3 +347,33 @@ def test_options_that_it_does_not_have(train: Train) -> None:
         result = train("rlhf", option)
         assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.output
     assert list(Path().iterdir()) == []
+
+
+def test_the_third_stage_by_its_other_name(whole: Whole, train: Train, data: Path, no_curves: None) -> None:
+    models = (f"--model={whole.run / 'sft/final'}", f"--reward-model={whole.run / 'reward/final'}")
+    options = ("--stage=rlhf", f"--prompt-data={data / 'prompts.jsonl'}", *models, *SMALL)
+    done(train("rlhf", *options, "--output-dir=run"))
+    assert list(read("run/results.json")["stages"]) == ["ppo"]
+
+
+@pytest.mark.parametrize("option", ["--config", "--model-config"])
+def test_a_model_from_a_description(train: Train, data: Path, tmp_path: Path, option: str) -> None:
+    shape = tmp_path / "shape.yaml"
+    shape.write_text("n_embd: 32\nn_layer: 1\nn_head: 2\nvocab_size: 300\nmax_seq_length: 256\n")
+    options = (option, shape, f"--sft-data={data / 'sft.jsonl'}", "--stage=sft", *SMALL)
+    done(train("rlhf", *options, "--output-dir=run"))
+    model = read("run/sft/final/config.json")
+    assert (model["model_type"], model["n_embd"], model["n_layer"]) == ("gpt2", 32, 1)
+    printed = done(train("sft", option, shape, "--train-data", data / "sft.jsonl", "--dry-run"))
+    assert "gpt2" in printed and "shape.yaml" in printed.replace("\n", "").replace(" ", "")
+
+
+@pytest.mark.slow
+def test_two_processes(whole: Whole, tmp_path: Path, run_processes: Callable[..., str]) -> None:
+    command = ("-m", "rlhf_train", "rlhf", *whole.options, "--output-dir", tmp_path / "run")
+    printed = run_processes(command)
+    assert printed.count("the trained model") == 1
+    results = read(tmp_path / "run/results.json")
+    assert list(results["stages"]) == list(STAGES)
+    assert all((tmp_path / "run" / stage / "final").is_dir() for stage in STAGES)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.json", "results.json", *STAGES}

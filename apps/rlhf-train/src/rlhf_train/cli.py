@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from rlhf_data import exit_cleanly
-from rlhf_train.options import decorated, model_option, run_options, settings_options
+from rlhf_train.options import decorated, model_config_option, model_option, run_options, settings_options
 
 OFFLINE_METHODS = {
     "sft": "Supervised fine-tuning: write as the rows do.",
@@ -30,7 +30,7 @@ ONLINE_METHODS = {
 """Methods that learn from what the model writes itself."""
 
 _BACKENDS = ("rlhf", "trl")
-_STAGES = ("sft", "reward", "ppo")
+_STAGES = ("sft", "reward", "ppo", "rlhf")
 _ON_BAD_ROW = ("error", "skip")
 
 _exit_cleanly = partial(exit_cleanly, stopped="Stopped; nothing was begun")
@@ -93,6 +93,7 @@ def _training_command(method: str, summary: str) -> click.Command:
     options = [
         *settings_options(),
         model_option("--model", "Model to start from.  [default: a tiny one, built now]"),
+        model_config_option(),
         *run_options(
             method,
             rows="Training rows: a file, a `datasets` folder or a hub name.  [default: the story world]",
@@ -133,6 +134,7 @@ def _rlhf_options() -> list[Any]:
     return [
         *settings_options(),
         model_option("--model", "Model that the first stage starts from.  [default: a tiny one, built now]"),
+        model_config_option(),
         model_option("--reward-model", "Reward model for PPO.  [default: that of the stage reward]"),
         click.option(
             "--data", metavar="DIR", help="Folder with sft.jsonl, preference.jsonl and prompts.jsonl."
@@ -144,7 +146,7 @@ def _rlhf_options() -> list[Any]:
             "--stage",
             multiple=True,
             type=click.Choice(_STAGES),
-            help="Run this stage only; repeatable.  [default: all three]",
+            help="Run this stage only; repeatable; rlhf is ppo.  [default: sft, reward, ppo]",
         ),
         *rows[2:],
     ]

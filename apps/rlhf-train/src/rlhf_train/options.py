@@ -35,6 +35,15 @@ def model_option(name: str, text: str) -> Decorator:
     return click.option(name, metavar="PATH|HUB_ID", help=text)
 
 
+def model_config_option() -> Decorator:
+    """`--model-config`."""
+    return click.option(
+        "--model-config",
+        metavar="FILE",
+        help="YAML or JSON file with the shape of a model that starts from random weights.",
+    )
+
+
 def run_options(job: str, *, rows: str, held_out: str, start: str, seed: int) -> list[Decorator]:
     """Data, output folder, resuming, length, seed, evaluation alone and the dry run.
 

@@ -6,9 +6,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rlhf_data import RunFolder, apply_overrides, load_config_file
-from rlhf_train.runs import new_run, resumable, resumed_run
-from rlhf_train.training import of_method
+from rlhf_algos.processes import is_first_process
+from rlhf_data import RunFolder, apply_overrides
+from rlhf_train.runs import resumable, resumed_run, run_of_all
+from rlhf_train.training import load_settings, of_method
 
 _JOB = "rlhf"
 _KEY_OF_OPTION = {
@@ -21,6 +22,8 @@ _KEY_OF_OPTION = {
     "stage": "stages",
     "seed": "seed",
 }
+_STAGE_OF = {"rlhf": "ppo"}
+"""Other names of stages."""
 _OF_EACH_STAGE = {"max_steps": "max_steps", "epochs": "num_train_epochs"}
 _CHANGES_A_RUN = (*_KEY_OF_OPTION, *_OF_EACH_STAGE, "config", "overrides", "dry_run")
 
@@ -40,7 +43,7 @@ def run_rlhf(options: dict[str, Any]) -> None:
         _work(RLHFConfig.from_dict(values, where=where), run, options)
         return
     config = resolve_config(options)
-    with new_run(options, _JOB) as run:
+    with run_of_all(options, _JOB) as run:
         if options["dry_run"]:
             _plan(config, run)
         else:
@@ -57,13 +60,14 @@ def resolve_config(options: dict[str, Any]) -> Any:
 
     source = options["config"]
     where = str(source) if source else "config"
-    values = apply_overrides(load_config_file(source) if source else {}, options["overrides"])
+    values = apply_overrides(load_settings(source) if source else {}, options["overrides"])
     values = of_method(_JOB, values, where)
     for name, key in _KEY_OF_OPTION.items():
         if options[name] not in (None, ()):
             values[key] = options[name]
     if options["stage"]:
-        values["stages"] = [stage for stage in STAGES if stage in options["stage"]]
+        named = {_STAGE_OF.get(stage, stage) for stage in options["stage"]}
+        values["stages"] = [stage for stage in STAGES if stage in named]
     elif values.get("reward_model"):
         values.setdefault("stages", ["sft", "ppo"])
     given = {key: options[name] for name, key in _OF_EACH_STAGE.items() if options[name] is not None}
@@ -73,6 +77,10 @@ def resolve_config(options: dict[str, Any]) -> Any:
         section = values.get(stage, {})
         if given and isinstance(section, dict):  # what is none is refused below
             values[stage] = {**section, **given}
+    model_config = options["model_config"] or values.pop("model_config", None)
+    if model_config is not None:
+        first = next(iter(values.get("stages", STAGES)), STAGES[0])
+        values[first] = {**values.get(first, {}), "model_config": model_config}
     return RLHFConfig.from_dict(values, where=where)
 
 
@@ -82,7 +90,7 @@ def _plan(config: Any, run: RunFolder) -> None:
     from rlhf_train.rlhf_story import story_plan
     from rlhf_train.training_display import TrainingDisplay
 
-    with TrainingDisplay() as display, tempfile.TemporaryDirectory() as folder:
+    with TrainingDisplay(quiet=not is_first_process()) as display, tempfile.TemporaryDirectory() as folder:
         if config.embedded:
             config = story_plan(config, Path(folder))
         for stage, settings in RLHFOrchestrator(config, run).plannable().items():
@@ -97,7 +105,8 @@ def _work(config: Any, run: RunFolder, options: dict[str, Any]) -> None:
     from rlhf_train.rlhf_story import rows_for, story_stages
     from rlhf_train.training_display import TrainingDisplay
 
-    display = TrainingDisplay(("loss", "reward", "accuracy", "objective/kl"))
+    shown = ("loss", "reward", "accuracy", "objective/kl")
+    display = TrainingDisplay(shown, quiet=not is_first_process())
     with display, resumable(run, _JOB), rows_for(run):
         if config.embedded:
             config = story_stages(config, run, display)

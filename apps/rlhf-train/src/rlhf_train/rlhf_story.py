@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_algos.orchestrator import STAGES, RLHFOrchestrator
+from rlhf_algos.processes import is_first_process, wait_for_all
 from rlhf_data import QARecord, RunFolder, UserError, atomic_write_text
 from rlhf_minmax import MinMaxConfig
 from rlhf_minmax.data import Stories, load_stories
 from rlhf_minmax.demo import demo_folder, demo_models, demo_tokenizer, untrained_base
 from rlhf_minmax.story_rules import StoryRules
+from rlhf_minmax.together import check_built
 from rlhf_models.loading import save_model
 
 __all__ = ["accuracy", "hack_rate", "rows_for", "story_plan", "story_stages"]
@@ -51,16 +53,20 @@ def story_stages(config: Any, run: RunFolder, display: Any) -> Any:
         UserError: settings are refused, or the cache folder cannot be written to.
     """
     game, stories = _game(config)
+    check_built(game, stories)
     models = demo_folder(stories.building, stories.prompts, game.demo, seed=config.seed)
     found = _with_stories(config, base=models / "base", reward=models / "reward", rows=run.path)
     RLHFOrchestrator(found, run).resolved()  # a wrong setting is not to wait for the models
-    run.write_config({"method": "rlhf", **config.to_dict()})  # so that building them can be interrupted
+    if is_first_process():
+        run.write_config({"method": "rlhf", **config.to_dict()})  # so that building them can be interrupted
     display.say(
         "stages sft and reward: the models of rlhf-train minmax, a policy taught carelessly and a "
         "reward model with a flaw"
     )
     demo_models(stories.building, stories.prompts, game.demo, seed=config.seed, progress=display.demo_step)
-    _write_rows(stories, run.path)
+    if is_first_process():
+        _write_rows(stories, run.path)
+    wait_for_all()
     return found
 
 

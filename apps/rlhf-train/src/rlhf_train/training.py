@@ -11,6 +11,7 @@ from rlhf_train.runs import checkpoint_to_evaluate, resumable, resumed_run, run_
 
 _KEY_OF_OPTION = {
     "model": "model_name_or_path",
+    "model_config": "model_config",
     "train_data": "train_data",
     "eval_data": "eval_data",
     "max_steps": "max_steps",
@@ -21,6 +22,8 @@ _KEY_OF_OPTION = {
     "backend": "backend",
     "reward": "reward",
 }
+_MODEL_SHAPE = {"architecture", "hidden_size", "n_embd", "num_layers", "n_layer"}
+"""Keys of a model's description, see `rlhf_models.scratch`, which are no settings of a training."""
 _CHANGES_A_RUN = (*_KEY_OF_OPTION, "config", "overrides", "dry_run")
 
 
@@ -52,13 +55,23 @@ def resolve_config(method: str, options: dict[str, Any]) -> Any:
         UserError: an unknown key, a value out of range, a file that cannot be read.
     """
     source = options["config"]
-    values = load_config_file(source) if source else {}
+    values = load_settings(source) if source else {}
     where = str(source) if source else "config"
     values = apply_overrides(of_method(method, values, where), options["overrides"])
     given = {key: options[name] for name, key in _KEY_OF_OPTION.items() if _is_given(options, name)}
     if options["epochs"] is not None and options["max_steps"] is None:
         values["max_steps"] = -1
     return METHODS[method].resolve(values | given, where=where)
+
+
+def load_settings(source: str) -> dict[str, Any]:
+    """The settings of a file; of one that describes a model, only that the model is made from it.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    values = load_config_file(source)
+    return {"model_config": str(source)} if _MODEL_SHAPE & values.keys() else values
 
 
 def _is_given(options: dict[str, Any], name: str) -> bool:

@@ -95,7 +95,7 @@ class DataConfig(BaseConfig):
     """Turn transcripts (`Human:` and `Assistant:`) and Alpaca rows into chat messages, or learn
     them as texts; `auto` turns them where the tokenizer has a chat template."""
     streaming: bool = False
-    """Check the rows of a plain JSON-lines file once and read each again when it is needed, to save memory."""
+    """Check the rows of a plain JSON-lines file once and read each when it is needed, to save memory."""
     story_rows: int = Field(default=2048, ge=2)
     """Training rows of the story world."""
     story_eval_rows: int = Field(default=256, ge=1)

@@ -15,6 +15,7 @@ from rlhf_algos.job import TrainingJob
 from rlhf_algos.job_data import load_rows
 from rlhf_algos.methods import METHODS
 from rlhf_algos.online_job import check_parts
+from rlhf_algos.processes import from_first_process, is_first_process
 from rlhf_algos.step_report import OnReport
 from rlhf_data import BaseConfig, RunFolder, UserError, atomic_write_json
 from rlhf_data.files import finite, remove_folder
@@ -138,22 +139,25 @@ class RLHFOrchestrator:
             UserError: settings, data or models cannot be used.
         """
         self._check_later_stages()
-        self.run.write_config({"method": "rlhf", **self.config.to_dict()})
+        if is_first_process():
+            self.run.write_config({"method": "rlhf", **self.config.to_dict()})
         results: dict[str, Any] = {}
         for stage in self.config.stages:
             with self._stage_folder(stage) as folder:
-                finished = folder.read_results()
+                finished = from_first_process(folder.read_results())
                 if finished is not None:
                     _LOG.info("stage %s is finished: %s", stage, folder.path)
                     results[stage] = finished
                     continue
                 if self.on_stage:
                     self.on_stage(stage)
-                begun = (folder.path / _CONFIG).exists()
+                begun = from_first_process((folder.path / _CONFIG).exists())
                 job = TrainingJob(
                     stage, self._resolved(stage), folder, on_report=self.on_report, progress=self.progress
                 )
-                results[stage] = job.train(resume=begun)
+                # Only the first process has the whole results; waiting for them, the others start the next
+                # stage after its model is written.
+                results[stage] = from_first_process(job.train(resume=begun))
         return self._finish(results)
 
     def evaluate_only(self) -> dict[str, Any]:
@@ -179,10 +183,11 @@ class RLHFOrchestrator:
                 found[stage] = TrainingJob(stage, config, folder).evaluate_only(checkpoint)
         if not found:
             raise UserError("no stage has held-out rows to evaluate on; give some: --set ppo.eval_data=FILE")
-        if not (self.run.path / _CONFIG).exists():
-            self.run.write_config({"method": "rlhf", **self.config.to_dict()})
         results = {"method": "rlhf", "stages": found}
-        atomic_write_json(self.run.path / _EVALUATION, finite(results))
+        if is_first_process():
+            if not (self.run.path / _CONFIG).exists():
+                self.run.write_config({"method": "rlhf", **self.config.to_dict()})
+            atomic_write_json(self.run.path / _EVALUATION, finite(results))
         return results
 
     def plannable(self) -> dict[Stage, Any]:
@@ -268,7 +273,7 @@ class RLHFOrchestrator:
         try:
             yield folder
         except UserError:
-            if all(path.name in _BEFORE_TRAINING for path in folder.path.iterdir()):
+            if is_first_process() and all(path.name in _BEFORE_TRAINING for path in folder.path.iterdir()):
                 remove_folder(folder.path)
             raise
 
@@ -287,5 +292,6 @@ class RLHFOrchestrator:
             "wall_time": wall_time,
             "versions": last["versions"],
         }
-        self.run.write_results(summary)
+        if is_first_process():
+            self.run.write_results(summary)
         return summary
