@@ -255,6 +255,11 @@ def test_moments_of_one_value_or_none():
     none = advantages.moments(torch.zeros(0))
     assert none.tolist() == [0.0, 0.0, 0.0]
     assert advantages.standardise_with(one, none).tolist() == [5.0]
+    # 0, 0, 3 around their mean 1: deviation sqrt(((-1)^2 + (-1)^2 + 2^2) / 2) = sqrt(3)
+    three = torch.tensor([0.0, 0.0, 3.0])
+    kept = advantages.standardise_with(three, advantages.moments(three), shift_mean=False)
+    assert kept.tolist() == pytest.approx([1 - 1 / 3**0.5, 1 - 1 / 3**0.5, 1 + 2 / 3**0.5])
+    assert advantages.standardise_with(one, advantages.moments(one), shift_mean=False).tolist() == [5.0]
     # two values are enough
     two = torch.tensor([1.0, 3.0])
     assert advantages.scale_with(two, advantages.moments(two)).tolist() == pytest.approx(

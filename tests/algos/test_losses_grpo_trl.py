@@ -156,6 +156,37 @@ def test_loss_and_gradient_equal_trls(trainer, monkeypatch, loss_type, level, be
         _check_clip_metrics(metrics, (flat, old, spread, sequence), level, clip)
 
 
+@pytest.mark.parametrize("loss_type", losses.LOSS_TYPES)
+def test_the_entropy_bonus_is_trls(trainer, monkeypatch, loss_type):
+    """`test_online.py` holds the trainer against the same mean over tokens."""
+    logps, old_logps = _numbers(0, 2)
+    entropy = torch.rand(B, T, generator=torch.Generator().manual_seed(2))
+    tensors = {
+        "completion_mask": MASK.long(),
+        "advantages": torch.linspace(-1, 1, B),
+        "old_per_token_logps": old_logps,
+        "prompt_ids": torch.zeros(B, 1).long(),
+        "prompt_mask": torch.ones(B, 1).long(),
+        "completion_ids": torch.zeros(B, T).long(),
+        "num_items_in_batch": MASK.sum(),
+    }
+    for name, value in {
+        "loss_type": loss_type,
+        "beta": 0.0,
+        "current_gradient_accumulation_steps": 1,
+    }.items():
+        monkeypatch.setattr(trainer, name, value)
+    monkeypatch.setattr(
+        trainer, "_get_per_token_logps_and_entropies", lambda *_, **__: (logps, entropy, None)
+    )
+    found = []
+    for coef in (0.0, 0.5):
+        monkeypatch.setattr(trainer, "entropy_coef", coef)
+        monkeypatch.setattr(trainer, "_entropy_bonus_enabled", coef > 0)
+        found.append(float(trainer._compute_loss(trainer.model, tensors)))
+    assert found[0] - found[1] == pytest.approx(0.5 * float(entropy[MASK].mean()), abs=1e-6)
+
+
 def _check_clip_metrics(metrics: Any, tensors: Any, level: Any, clip: Any) -> None:
     """TRL averages over micro-batches what it averages or takes the extreme of in each."""
     *_, sequence = tensors

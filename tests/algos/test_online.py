@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhf_algos import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer
+from rlhf_algos.outputs import LossOutput, reduce_outputs
 from rlhf_algos.rollouts import Completion
 from rlhf_data import PromptExample, RunFolder, UserError
 from rlhf_infer.rewards import RewardFunctions
@@ -49,10 +51,10 @@ def grpo(
     )
 
 
-def ppo(model: Any = None, **settings: Any) -> PPOTrainer:
+def ppo(model: Any = None, *, ref_model: Any = None, **settings: Any) -> PPOTrainer:
     config = PPOConfig.from_dict(PPO | settings)
-    rewards = RewardFunctions([even_tokens])
-    return PPOTrainer(model or lm(), config, PROMPTS, rewards=rewards, tokenizer=TOKENIZER)
+    options = {"rewards": RewardFunctions([even_tokens]), "tokenizer": TOKENIZER}
+    return PPOTrainer(model or lm(), config, PROMPTS, ref_model=ref_model, **options)
 
 
 def rollout(trainer: Any, prompts: Sequence[PromptExample] = PROMPTS[:2]) -> tuple[list[Completion], Any]:
@@ -222,14 +224,94 @@ def test_updates_end_when_the_policy_has_strayed() -> None:
     assert ppo(learning_rate=1e-2).train_step(PROMPTS)["num_updates"] == 4
 
 
-def test_masked_completions_do_not_count() -> None:
-    """All completions of six tokens without an end are cut off; with them masked nothing is left to learn."""
-    trainer = grpo(max_completion_length=1, mask_truncated_completions=True)
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [*((grpo, {"loss_type": each}) for each in ("grpo", "dapo", "bnpo", "dr_grpo")), (ppo, {})],
+)
+def test_a_step_whose_completions_are_all_masked_changes_nothing(
+    make: Any, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rollout without end tokens is cut off; AdamW, which remembers a gradient, must not move on."""
+    trainer = make(mask_truncated_completions=True, weight_decay=0.1, **settings)
+    trainer.config = trainer.config.model_copy(update={"mask_truncated_completions": False})
+    trainer.train_step(PROMPTS[:2])
+    trainer.config = trainer.config.model_copy(
+        update={"mask_truncated_completions": True, "max_completion_length": 1}
+    )
     before = [p.detach().clone() for p in trainer.parameters]
-    metrics = trainer.train_step(PROMPTS[:2])
-    assert metrics["completions/clipped_ratio"] == 1
-    assert metrics["loss"] == 0 and metrics["grad_norm"] == 0
+    steps = {float(state["step"]) for state in trainer.optimizer.state.values()}
+    with caplog.at_level("INFO"):
+        metrics = trainer.train_step(PROMPTS[:2])
+    assert metrics["completions/clipped_ratio"] == 1 and metrics["num_updates"] == 0
+    assert "loss" not in metrics and "step 2" in caplog.text
+    assert all(torch.isfinite(torch.tensor(value)) for value in metrics.values())
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.parameters, strict=True))
+    assert {float(state["step"]) for state in trainer.optimizer.state.values()} == steps
+
+
+def test_extremes_of_nothing_are_left_out() -> None:
+    zero, inf = torch.tensor(0.0), torch.tensor(torch.inf)
+    nothing = LossOutput(zero, lows={"low": inf}, highs={"high": -inf})
+    metrics = reduce_outputs([(nothing, True)], 1, add=lambda x: x, maximum=lambda x: x)
+    assert metrics == {"loss": 0.0}
+    some = LossOutput(zero, lows={"low": torch.tensor(0.5)}, highs={"high": torch.tensor(0.25)})
+    metrics = reduce_outputs([(nothing, True), (some, True)], 1, add=lambda x: x, maximum=lambda x: x)
+    assert metrics == {"loss": 0.0, "low": 0.5, "high": 0.25}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "bnpo", "dr_grpo"])
+def test_the_entropy_bonus_of_grpo_is_the_mean_over_tokens(loss_type: str, masked: bool) -> None:
+    """TRL: the same strength for every loss type; here over all tokens of the step, however it is cut."""
+    settings = {"loss_type": loss_type, "mask_truncated_completions": masked, "max_tokens_per_batch": 20}
+    plain, bonus = (grpo(entropy_coef=coef, max_completion_length=9, **settings) for coef in (0.0, 0.5))
+    losses = []
+    for trainer in (plain, bonus):
+        trainer.prepare()
+        rollouts = trainer.sample(PROMPTS[:2], 4, seed=7)
+        for place, each in enumerate(each for group in rollouts for each in group):  # ragged, some cut off
+            kept, reason = 2 + place % 5, "length" if place % 3 == 0 else "stop"
+            each = replace(each, completion_ids=each.completion_ids[:kept], logps=each.logps[:kept])
+            rollouts[place // 4][place % 4] = replace(each, finish_reason=reason)
+        completions, table = trainer.score(PROMPTS[:2], rollouts, 4)
+        trainer.assess(completions, table)
+        counted = [each for each in completions if not (masked and each.truncated)]
+        mask = padded(counted, [torch.ones(each.length) for each in counted])
+        with torch.no_grad():
+            entropy = float((plain_logps(trainer.model, counted)[1] * mask).sum() / mask.sum())
+        losses.append(trainer.update(completions, 2)["loss"])
+    assert losses[0] - losses[1] == pytest.approx(0.5 * entropy, abs=1e-5)
+
+
+def test_whitened_rewards_keep_their_mean() -> None:
+    """Token rewards of PPO by its reference implementation, masked_whiten(rewards, shift_mean=False)."""
+    settings = {"gamma": 1.0, "lam": 1.0, "kl_coef": 0.5, "whiten_advantages": False}
+    ref = tiny_model("llama", vocab_size=len(TOKENIZER), seed=1)
+    rewards = []
+    for whiten in (False, True):
+        trainer = ppo(ref_model=ref, whiten_rewards=whiten, **settings)
+        completions, _ = rollout(trainer)
+        # without discount a return less the next one is the reward in between
+        returns = [each.tokens["returns"] for each in completions]
+        rewards.append(torch.cat([each - torch.cat([each[1:], torch.zeros(1)]) for each in returns]))
+    plain, whitened = rewards
+    expected = (plain - plain.mean()) * torch.rsqrt(plain.var() + 1e-8) + plain.mean()
+    torch.testing.assert_close(whitened, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("processes", "horizon", "fits"), [(1, 2, True), (1, 1, False), (2, 2, False)])
+def test_a_horizon_shorter_than_a_rollout_is_refused_before_the_run(
+    processes: int, horizon: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of 3 x 2 = 6 completions and of twice as many need a horizon above 1.2 and 2.4."""
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    settings = {"per_device_train_batch_size": 3, "num_mini_batches": 2, "kl_horizon": horizon}
+    assert PPOConfig.from_dict(settings).kl_horizon == horizon  # a fixed coefficient has no horizon
+    if fits:
+        PPOConfig.from_dict(settings | {"kl_target": 1})
+        return
+    with pytest.raises(UserError, match="kl_horizon"):
+        PPOConfig.from_dict(settings | {"kl_target": 1})
 
 
 def test_the_overlong_penalty() -> None:

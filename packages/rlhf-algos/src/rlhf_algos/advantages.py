@@ -275,21 +275,27 @@ def scale_with(values: Tensor, moments: Tensor, *, epsilon: float = 1e-8) -> Ten
     return torch.where(moments[0] < 2, values, values / (std + epsilon))
 
 
-def standardise_with(values: Tensor, moments: Tensor, *, epsilon: float = 1e-8) -> Tensor:
+def standardise_with(
+    values: Tensor, moments: Tensor, *, epsilon: float = 1e-8, shift_mean: bool = True
+) -> Tensor:
     """Values shifted and scaled by the mean and deviation that moments say: (v_i - mean) / (std + ε).
 
-    `standardise` over more than the values at hand.
+    `standardise` over more than the values at hand.  Without `shift_mean` the mean is added again afterwards,
+    undivided: the values are scaled around their mean, which stays, as PPO's reference implementation
+    whitens rewards (https://arxiv.org/abs/1909.08593).
 
     Args:
         values: (M,), any of those that the moments are of.
         moments: (3,) sum of what `moments` gave.
         epsilon: added to the unbiased standard deviation, > 0.
+        shift_mean: whether the mean is taken off.
 
     Returns:
-        (M,); a single value becomes 0.
+        (M,); a single value becomes 0, or stays without `shift_mean`.
     """
     mean, _ = _mean_and_std(moments)
-    return scale_with(values - mean, moments, epsilon=epsilon)
+    scaled = scale_with(values - mean, moments, epsilon=epsilon)
+    return scaled if shift_mean else (scaled + mean).to(values.dtype)
 
 
 def explained_variance(return_moments: Tensor, error_moments: Tensor) -> Tensor:

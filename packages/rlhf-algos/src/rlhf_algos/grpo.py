@@ -116,7 +116,8 @@ class GRPOTrainer(OnlineTrainer):
             loss = loss + config.beta * (weights * kl).sum()
             means["kl"] = mean_where(kl.detach(), counted)
         if config.entropy_coef:
-            loss = loss - config.entropy_coef * (weights * entropy).sum()
+            # The mean over tokens, whatever the loss type divides by.
+            loss = loss - config.entropy_coef * self.terms_per_token * entropy[counted].sum()
         stats = ratio_statistics(
             logps[counted],
             old_logps[counted],

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Protocol
 
-__all__ = ["AdaptiveKLController", "FixedKLController", "KLController"]
+__all__ = ["AdaptiveKLController", "FixedKLController", "KLController", "check_horizon"]
 
 _LARGEST_ERROR = 0.2
 """Bound of the relative error, both ways: https://arxiv.org/abs/1909.08593, section 2.2."""
@@ -95,11 +95,7 @@ class AdaptiveKLController:
         """
         if not math.isfinite(current):
             raise ValueError(f"current KL must be finite, got {current}")
-        if not 0 <= steps * _LARGEST_ERROR < self.horizon:
-            raise ValueError(
-                f"steps must be from 0 to below {1 / _LARGEST_ERROR:g} times the horizon, which is "
-                f"{self.horizon:g}, got {steps}; raise the horizon"
-            )
+        check_horizon(steps, self.horizon)
         error = max(-_LARGEST_ERROR, min(_LARGEST_ERROR, current / self.target - 1))
         self.value *= 1 + error * steps / self.horizon
 
@@ -110,6 +106,19 @@ class AdaptiveKLController:
     def load_state(self, state: Mapping[str, float]) -> None:
         """Take up the coefficient that `state` gave."""
         self.value = state["value"]
+
+
+def check_horizon(steps: int, horizon: float) -> None:
+    """Refuse an update over so many steps that an `AdaptiveKLController` could fall to 0.
+
+    Raises:
+        ValueError: `steps` are negative or not below five times the horizon.
+    """
+    if not 0 <= steps * _LARGEST_ERROR < horizon:
+        raise ValueError(
+            f"steps must be from 0 to below {1 / _LARGEST_ERROR:g} times the horizon, which is "
+            f"{horizon:g}, got {steps}; raise the horizon"
+        )
 
 
 def _checked(name: str, value: float) -> float:

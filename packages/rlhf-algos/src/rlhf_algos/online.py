@@ -59,6 +59,8 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
     """Whether completions of a prompt are compared with one another, so that equal ones teach nothing."""
     token_fields: ClassVar[tuple[str, ...]] = ("old_logps", "ref_logps", "advantages", "importance")
     """Names of `Completion.tokens` that the loss reads."""
+    terms_per_token: float
+    """What the loss of the present update is divided by, over its tokens that count."""
     config: Any
 
     def __init__(
@@ -81,6 +83,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
             _LOG.info("the reference is a frozen copy of the model")
             self._ref_model = copy.deepcopy(model)
         self.rewards = rewards
+        self.terms_per_token = 1.0
         self._said: dict[str, float] = {}  # what this process's reward functions logged last
         super().__init__(model, config, examples, eval_examples=eval_examples, tokenizer=tokenizer, **options)
         _LOG.info("a step: %d prompts, %d completions of each", self.step_size, config.num_generations)
@@ -227,7 +230,10 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
             for prompts in self._mini_batches(num_prompts, number):
                 own = [each for each in completions if each.index // self.config.num_generations in prompts]
                 share = share_of_step(self, own, lambda: self._filler(completions))
-                share = share._replace(total=max(share.total, 1))
+                tokens = self._total(sum(each.length for each in own if each.weight))
+                if not tokens:  # AdamW would move the weights by its memory of earlier gradients
+                    continue
+                self.terms_per_token = share.total / tokens
                 metrics, stepped = optimizer_step(self, share, observe=not done)
                 taken = taken or stepped
                 self.num_tokens += self._total(sum(b.num_tokens for b, _, real in share.batches if real))
@@ -236,6 +242,8 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
                     break
             if done and self.strayed(done[-1]):
                 break
+        if not done:
+            _LOG.info("step %d: no update, because every completion is masked", self.step + 1)
         if taken:
             self.scheduler.step()
         return combined(done) | {"num_updates": float(len(done))}

@@ -7,6 +7,8 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from rlhf_algos.config import TrainerConfig
+from rlhf_algos.kl_control import check_horizon
+from rlhf_algos.processes import num_processes
 from rlhf_data import BaseConfig
 
 __all__ = ["GRPOConfig", "OnlineConfig", "PPOConfig", "SamplingConfig", "VLLMConfig"]
@@ -187,7 +189,7 @@ class GRPOConfig(OnlineConfig):
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide by the standard deviation of the group, of the batch, or not at all."""
     entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of the entropy, a bonus."""
+    """Weight of the mean entropy of a token, in nats, a bonus, whatever `loss_type` divides by."""
 
     @field_validator("scale_rewards", mode="before")
     @classmethod
@@ -255,7 +257,7 @@ class PPOConfig(OnlineConfig):
     whiten_advantages: bool = True
     """Shift and scale the advantages of a rollout to mean 0 and deviation 1."""
     whiten_rewards: bool = False
-    """Scale the token rewards of a rollout to deviation 1."""
+    """Scale the token rewards of a rollout around their mean to deviation 1."""
     missing_eos_penalty: float | None = Field(default=None, ge=0)
     """Taken off the reward of a completion without an end token; null for none."""
     cliprange_reward: float | None = Field(default=None, gt=0)
@@ -271,11 +273,29 @@ class PPOConfig(OnlineConfig):
             )
         if self.kl_target and not self.kl_coef:
             raise ValueError("kl_target adapts kl_coef, which is 0 and would stay so; set kl_coef")
+        self._check_horizon()
         if self.value_model_path and self.value_model == "shared":
             raise ValueError(
                 "value_model_path is for a separate value model; leave it out or set value_model"
             )
         return self
+
+    def _check_horizon(self) -> None:
+        if self.kl_target is None:
+            return
+        completions = (
+            self.per_device_train_batch_size
+            * self.gradient_accumulation_steps
+            * self.num_mini_batches
+            * num_processes()
+        )
+        try:
+            check_horizon(completions, self.kl_horizon)
+        except ValueError as error:
+            raise ValueError(
+                f"kl_horizon is {self.kl_horizon} completions, too few for rollouts of {completions}; "
+                f"set it above {completions // 5}, better to many times a rollout"
+            ) from error
 
     @property
     def passes(self) -> int:

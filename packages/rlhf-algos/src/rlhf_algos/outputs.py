@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -22,9 +23,10 @@ class LossOutput:
     means: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Metrics that are means over something else: their sums and counts; left out where nothing counts."""
     lows: Mapping[str, Tensor] = field(default_factory=dict)
-    """Metrics reported as the minimum over micro-batches."""
+    """Metrics reported as the minimum over micro-batches; inf where there is nothing, left out
+    of the metrics where all are."""
     highs: Mapping[str, Tensor] = field(default_factory=dict)
-    """Metrics reported as the maximum over micro-batches."""
+    """Metrics reported as the maximum over micro-batches; -inf where there is nothing."""
 
     def parts(self, real: bool) -> tuple[list[Tensor], list[Tensor]]:
         """What adds up, and what is maximised (minima negated); neutral values where not `real`."""
@@ -69,7 +71,9 @@ def reduce_outputs(
         at += 2
     for sign, names in ((-1, first.lows), (1, first.highs)):
         for name in names:
-            metrics[name], at = sign * values[at], at + 1
+            if values[at] > -math.inf:
+                metrics[name] = sign * values[at]
+            at += 1
     return metrics | dict(zip(others, values[at:], strict=True))
 
 

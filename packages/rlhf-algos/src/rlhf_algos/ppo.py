@@ -149,7 +149,8 @@ class PPOTrainer(OnlineTrainer):
     def update(self, completions: Sequence[Completion], num_prompts: int) -> dict[str, float]:
         """See `OnlineTrainer.update`; `val/ratio_var` is the variance over tokens and updates."""
         metrics = super().update(completions, num_prompts)
-        metrics["val/ratio_var"] = max(0.0, metrics["val/ratio_var"] - metrics["val/ratio"] ** 2)
+        if "val/ratio" in metrics:  # not of a rollout whose completions are all masked
+            metrics["val/ratio_var"] = max(0.0, metrics["val/ratio_var"] - metrics["val/ratio"] ** 2)
         return metrics
 
     def strayed(self, metrics: Mapping[str, float]) -> bool:

@@ -91,7 +91,7 @@ def assess_tokens(
     rewards = -penalty
     rewards[lengths.cumsum(0) - 1] += scores[[completion.index for completion in completions]]
     if config.whiten_rewards:
-        rewards = scale_with(rewards, _summed(parallel, moments(rewards)))
+        rewards = standardise_with(rewards, _summed(parallel, moments(rewards)), shift_mean=False)
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     estimate = gae(rewards, values, sequence, gamma=config.gamma, lam=config.lam)
     advantages = estimate.advantages
