@@ -13,7 +13,7 @@ import pytest
 from rlhf_data import UserError
 from rlhf_infer.rewards import RewardFunctionFactory as Factory
 from rlhf_infer.rewards.amounts import numbers_in
-from rlhf_infer.rewards.verifiable import read_choice, read_number
+from rlhf_infer.rewards.reading import read_choice, read_number
 
 DATA = Path(__file__).parents[2] / "../shared/data/gsm8k"
 
@@ -123,11 +123,11 @@ def test_number_options() -> None:
 
 def test_number_refusals() -> None:
     with pytest.raises(
-        UserError, match=r"sample 1 \(completion 'b'\): column answer is 'none', which holds no"
+        UserError, match=r"sample 1 \(completion 'b'\): column answer is 'none', which is not one"
     ):
         Factory.number()(["a", "b"], answer=[1, "none"])
     for wrong in (True, float("nan"), [1]):
-        with pytest.raises(UserError, match="holds no number"):
+        with pytest.raises(UserError, match="is not one number"):
             Factory.number()(["a"], answer=[wrong])
     with pytest.raises(UserError, match=r"needs a column answer .* number:column=NAME"):
         Factory.number()(["a"], solution=["5"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlhf_data import UserError
 from rlhf_infer.candidates import Extract
-from rlhf_infer.rewards.verifiable import answer_part, normal_form, read_number
+from rlhf_infer.rewards.reading import answer_part, normal_form, read_number
 
 
 def extractor(name: str) -> Extract:

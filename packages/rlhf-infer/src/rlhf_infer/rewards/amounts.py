@@ -1,35 +1,52 @@
-"""Numbers in running text, as exact fractions."""
+"""Numbers in running text and LaTeX, as exact fractions."""
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 
 _DIGITS = 300
 """Characters of the longest number that is read; more is noise, and slow to compute with."""
-_AMOUNT = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+_SIGN = "-+−–"
+_AMOUNT = (
+    r"(?:\d{1,3}(?:\.\d{3})+,\d{1,2}(?!\d)"  # 1.234,50
+    r"|\d{1,3}(?:[ \u00a0\u2009\u202f]\d{3})+(?![\d/])(?:\.\d+)?"  # 1 234
+    r"|(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+)
 _NUMBER = re.compile(
     rf"""
-    (?P<sign>(?<![\w)\]}}.%])[-+−])?     # after a number or a bracket it is an operator or a dash
+    (?P<sign>(?<![\w)\]}}.%])[{_SIGN}])?     # after a number or a bracket it is an operator or a dash
     [$€£¥]?
-    (?P<inner>(?<=[$€£¥])[-+−])?
+    (?P<inner>(?<=[$€£¥])[{_SIGN}])?
     (?:(?P<whole>\d+)\s+(?=\d+\s*/\s*\d))?   # 2 3/4
     (?P<amount>{_AMOUNT})
     (?P<exponent>[eE][-+]?\d{{1,3}}(?!\d))?
     (?:\s*/\s*(?P<denominator>(?>{_AMOUNT}))(?!\s*/\s*\d))?
+    (?:(?P<scale>\s(?:thousand|million|billion|trillion)\b|[kK]\b))?
     (?P<percent>\s*(?:%|percent\b))?
     """,
     re.VERBOSE,
 )
+_SCALES = {"k": 10**3, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_PLAIN = rf"[{_SIGN}]?\d+(?:\.\d+)?"
 _LATEX = (
     (re.compile(r"\{,\}"), ","),
     (re.compile(r"\\[,!;: ]"), ""),
     (re.compile(r"\\([$%])"), r"\1"),
     (re.compile(r"(?<=\d)\s*(?=\\[dt]?frac)"), " "),
-    (re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"), r"\1/\2"),
+    (re.compile(rf"\\[dt]?frac\s*\{{\s*({_PLAIN})\s*\}}\s*\{{\s*(\d+(?:\.\d+)?)\s*\}}"), r"\1/\2"),
+    (re.compile(r"\\[dt]?frac\s*(\d)\s*(\d)"), r"\1/\2"),
+    (re.compile(rf"\\[dt]?frac\s*(?:\{{\s*({_PLAIN})\s*\}}\s*(\d)|(\d)\s*\{{\s*(\d+)\s*\}})"), r"\1\3/\2\4"),
 )
+_SUPERSCRIPT = re.compile("[⁻⁺]?[⁰¹²³⁴-⁹]+")
+_VULGAR = re.compile("[¼-¾⅐-⅞]")
+_EXPONENT = rf"\^\s*(?:\{{\s*(?P<braced>[{_SIGN}]?\d{{1,3}})\s*\}}|(?P<bare>[{_SIGN}]?\d{{1,3}})(?!\d))"
+_SCIENTIFIC = re.compile(rf"(?<=\d)\s*(?:\\times|\\cdot|[×·*x])\s*10\s*{_EXPONENT}")
+_POWER = re.compile(rf"(?<![\w.}})\]^])(?P<base>\d{{1,9}})\s*{_EXPONENT}")
+_REPEATING = re.compile(r"(?<![\d.])(\d{1,12})\.(\d{0,12})\\(?:overline|bar)\s*\{(\d{1,12})\}")
 
 
 @dataclass(frozen=True)
@@ -60,17 +77,53 @@ class Number:
         return any(abs(a - b) <= max(absolute, relative * abs(b)) for a, b in pairs)
 
 
-def numbers_in(text: str) -> list[Number]:
-    r"""All numbers of a text, in order.
+@dataclass(frozen=True)
+class Found:
+    """A number and where it stands in a text that `plain` gave.
 
-    Understood are signs, thousands separators (`1,234`), decimals, fractions (`3/4`, `2 3/4`,
-    `\frac{3}{4}`), exponents, currency signs before and percent signs behind. Of `5-3` both numbers are
-    positive; a date such as `3/4/2024` ends with 2024 and holds no fraction. A division by zero is no number.
+    Args:
+        number: the number.
+        start: of its first character, sign and currency included.
+        end: behind its last one.
     """
+
+    number: Number
+    start: int
+    end: int
+
+
+def plain(text: str) -> str:
+    r"""A text with LaTeX's and Unicode's forms of numbers written plainly, the rest as it is.
+
+    `\frac34` and `¾` become `3/4`, `1.5 \times 10^{3}` becomes `1.5e3`, `2^{10}` and `2¹⁰` become `1024`,
+    `0.1\overline{6}` becomes `15/90`.
+    """
+    text = _VULGAR.sub(lambda m: " " + unicodedata.normalize("NFKC", m[0]).replace("⁄", "/"), text)
+    text = _SUPERSCRIPT.sub(
+        lambda m: "^{" + unicodedata.normalize("NFKC", m[0]).replace("−", "-") + "}", text
+    )
     for pattern, replacement in _LATEX:
         text = pattern.sub(replacement, text)
-    found = (_number(match, text) for match in _NUMBER.finditer(text))
-    return [number for number in found if number is not None]
+    text = _SCIENTIFIC.sub(lambda m: f"e{_signed(m['braced'] or m['bare'])}", text)
+    text = _REPEATING.sub(_repeating, text)
+    return _POWER.sub(_power, text)
+
+
+def found_numbers(text: str) -> list[Found]:
+    """All numbers of a text that `plain` gave, in order.
+
+    Understood are signs, thousands separators (`1,234`, `1 234`, `1.234,50`), decimals, fractions (`3/4`,
+    `2 3/4`), exponents, `million` and the like, currency signs before and percent signs behind. Of `5-3` both
+    numbers are positive; a date such as `3/4/2024` ends with 2024 and holds no fraction. A division by zero
+    is not a number.
+    """
+    found = ((_number(match, text), match) for match in _NUMBER.finditer(text))
+    return [Found(number, match.start(), match.end()) for number, match in found if number is not None]
+
+
+def numbers_in(text: str) -> list[Number]:
+    """All numbers of any text, in order; see `plain` and `found_numbers`."""
+    return [found.number for found in found_numbers(plain(text))]
 
 
 def number_of(value: object) -> Number | None:
@@ -86,9 +139,9 @@ def number_of(value: object) -> Number | None:
 def _number(match: re.Match[str], text: str) -> Number | None:
     if len(match.group()) > _DIGITS:
         return None
-    value = Fraction(_plain(match["amount"]) + (match["exponent"] or ""))
+    value = Fraction(_digits(match["amount"]) + (match["exponent"] or ""))
     if match["denominator"] is not None:
-        divisor = Fraction(_plain(match["denominator"]))
+        divisor = Fraction(_digits(match["denominator"]))
         if text[max(match.start() - 2, 0) : match.start()].rstrip().endswith("/"):
             value = divisor  # the rest of a date
         elif not divisor:
@@ -96,12 +149,35 @@ def _number(match: re.Match[str], text: str) -> Number | None:
         else:
             value /= divisor
             value += Fraction(match["whole"]) if match["whole"] and value < 1 else 0
-    negative = (match["sign"] or match["inner"] or "+") in "-−"
+    if match["scale"]:
+        value *= _SCALES[match["scale"].strip().lower()]
+    negative = (match["sign"] or match["inner"] or "+") in "-−–"
     return Number(-value if negative else value, match["percent"] is not None)
 
 
-def _plain(digits: str) -> str:
-    return digits.replace(",", "")
+def _digits(amount: str) -> str:
+    """An amount without thousands separators, its decimal point a point."""
+    if re.fullmatch(r"\d{1,3}(?:\.\d{3})+,\d{1,2}", amount):
+        return amount.replace(".", "").replace(",", ".")
+    return re.sub(r"[,\s]", "", amount)
+
+
+def _signed(exponent: str) -> int:
+    return int(exponent.replace("−", "-").replace("–", "-"))
+
+
+def _power(match: re.Match[str]) -> str:
+    """A power of two integers written out; as it is where that would be too long."""
+    base, exponent = int(match["base"]), _signed(match["braced"] or match["bare"])
+    if len(match["base"]) * abs(exponent) > _DIGITS or (not base and exponent < 0):
+        return match[0]
+    return str(base**exponent) if exponent >= 0 else f"1/{base**-exponent}"
+
+
+def _repeating(match: re.Match[str]) -> str:
+    r"""A repeating decimal as a fraction: `a.b\overline{c}` is (abc - ab) / (99..9 00..0)."""
+    whole, once, again = match.groups()
+    return f"{int(whole + once + again) - int(whole + once)}/{'9' * len(again)}{'0' * len(once)}"
 
 
 def _exact(value: float | Decimal | Fraction) -> Fraction:

@@ -10,6 +10,7 @@ from rlhf_data import UserError
 from rlhf_infer.rewards import specs
 from rlhf_infer.rewards.calling import RewardFunction
 from rlhf_infer.rewards.constitutional import ConstitutionalRewardWrapper, Principle
+from rlhf_infer.rewards.math_answers import MathReward
 from rlhf_infer.rewards.rules import FormatReward, LengthReward, NonEmptyReward, RepetitionReward
 from rlhf_infer.rewards.verifiable import ChoiceReward, ExactReward, NumberReward
 
@@ -25,6 +26,7 @@ class RewardFunctionFactory:
     format = FormatReward
     non_empty = NonEmptyReward
     number = NumberReward
+    math = MathReward
     choice = ChoiceReward
     exact = ExactReward
 
@@ -35,7 +37,7 @@ class RewardFunctionFactory:
         """Build what a command line names.
 
         - a rule: `length:target=20`, `repetition`, `format:pattern=...`, `non_empty`, `choice`, `exact`,
-          `number:tolerance=0.01`; also `model:path=...,k=2`, `remote:url=...,timeout_s=5` and
+          `math`, `number:tolerance=0.01`; also `model:path=...,k=2`, `remote:url=...,timeout_s=5` and
           `constitutional:principles=FILE,base=SPEC,judge=PATH`;
         - `http://...` or `https://...`: a remote scorer;
         - `pkg.mod:function`, `pkg.mod.function` or `path/to/file.py:function`: code, see `from_function`;
@@ -158,7 +160,7 @@ def _builders(model_options: dict[str, Any]) -> dict[str, specs.Builder]:
         asked = None if judge is None else load_principle_judge(judge, **load_options)
         return factory.constitutional(built, principles, judge=asked)
 
-    rules = ("length", "repetition", "format", "non_empty", "number", "choice", "exact")
+    rules = ("length", "repetition", "format", "non_empty", "number", "math", "choice", "exact")
     builders = {rule: specs.builder_of(getattr(factory, rule)) for rule in rules}
     texts = {"path": str, "name": str, "aggregate": str, "dtype": str, "device": str, "base_model": str}
     builders["model"] = specs.Builder(model, texts | {"k": float, "max_tokens": int}, ("path",))
