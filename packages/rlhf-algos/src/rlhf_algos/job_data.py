@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from rlhf_algos.answer_check import check_answers
 from rlhf_algos.processes import num_processes
 from rlhf_data import UserError, as_messages
 from rlhf_data.arithmetic import arithmetic_records
@@ -78,7 +79,8 @@ def load_rows(method: Method, config: Any) -> Rows:
         config: the job's settings.
 
     Raises:
-        UserError: a file cannot be read, a row is bad, or no row is left to train on.
+        UserError: a file cannot be read, a row is bad, no row is left to train on, or a row's right answer
+            cannot be read by a reward.
     """
     if config.train_data is None:
         train = _embedded(method, config, config.story_rows, "train")
@@ -87,6 +89,10 @@ def load_rows(method: Method, config: Any) -> Rows:
             train = train[: config.subset_size]
         arithmetic = getattr(config, "task", "story") == "arithmetic"
         return Rows(train, held_out, "small sums" if arithmetic else "the story world")
+    if method.online:
+        check_answers(config, config.train_data, subset_size=config.subset_size)
+        if config.eval_data is not None:
+            check_answers(config, config.eval_data)
     options = {"columns": config.columns, "on_bad_row": config.on_bad_row}
     size = min(config.subset_size or _SAMPLE_ROWS, _SAMPLE_ROWS) if config.streaming else config.subset_size
     train, skipped = _read(config.train_data, method, options, size, report=not config.streaming)

@@ -18,7 +18,7 @@ __all__ = ["check_first_rollout"]
 _PROMPTS = 32
 """Prompts that are looked at, at most."""
 _REFERENCES = ("completion", "chosen")
-_VERIFIABLE = ("number", "choice", "exact")
+_VERIFIABLE = ("number", "math", "choice", "exact")
 """Rules whose `answer` column is a completion that they reward."""
 
 

@@ -1,0 +1,57 @@
+"""Right answers that a reward cannot read are refused before anything is trained, with file and row."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_algos import METHODS
+from rlhf_algos.job_data import load_rows
+from rlhf_data import UserError
+
+
+def read(path: Path, rows: list[Any], *reward: str, **settings: Any) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {"train_data": str(path), "reward": list(reward), "eval_fraction": 0.0, **settings}
+    load_rows(METHODS["grpo"], METHODS["grpo"].resolve(given))
+
+
+GOOD = [{"prompt": f"{i} + 1 =", "answer": f"#### {i + 1}"} for i in range(500)]
+
+
+@pytest.mark.parametrize("gold", [r"2\sqrt{3}", r"2\pi", "x^2", "(3, 4)", "[0, 1)", "north", "3 or 4", True])
+def test_a_gold_that_is_not_one_number_is_refused_over_all_rows(tmp_path: Path, gold: Any) -> None:
+    rows = [*GOOD, {"prompt": "p", "answer": gold}]
+    with pytest.raises(UserError, match=r"rows\.jsonl, line 501: column answer .* reward math"):
+        read(tmp_path / "rows.jsonl", rows, "number")
+    with pytest.raises(UserError, match=r"rows\.jsonl, line 501"):
+        read(tmp_path / "rows.jsonl", rows, "length:target=9", "number")
+    with pytest.raises(UserError, match=r"eval\.jsonl, line 2"):
+        (tmp_path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [rows[0], rows[-1]]))
+        read(tmp_path / "rows.jsonl", GOOD, "number", eval_data=str(tmp_path / "eval.jsonl"))
+    if gold is not True:
+        read(tmp_path / "rows.jsonl", rows, "math")
+
+
+def test_rows_that_are_not_trained_on_or_not_checked_may_hold_anything(tmp_path: Path) -> None:
+    bad = {"prompt": "p", "answer": "north"}
+    read(tmp_path / "rows.jsonl", [*GOOD, bad], "number", subset_size=500)
+    read(tmp_path / "rows.jsonl", [*GOOD, {**bad, "verifiable": False}], "number", "length:target=9")
+    read(tmp_path / "rows.jsonl", [*GOOD, bad], "length:target=9")
+    read(tmp_path / "rows.jsonl", [{"prompt": "p", "gold": 5, "answer": "north"}], "number:column=gold")
+
+
+def test_a_row_that_no_reward_applies_to_is_refused(tmp_path: Path) -> None:
+    rows = [*GOOD, {"prompt": "p", "answer": "5", "verifiable": False}]
+    with pytest.raises(UserError, match=r"line 501: there is no answer to check"):
+        read(tmp_path / "rows.jsonl", rows, "number")
+    with pytest.raises(UserError, match=r"line 1: there is no answer to check"):
+        read(tmp_path / "rows.jsonl", [{"prompt": "p", "gold": 5}], "number")
+
+
+def test_a_column_that_is_nowhere_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"rows\.jsonl: reward choice needs a column answer; there are gold"):
+        read(tmp_path / "rows.jsonl", [{"prompt": "p", "gold": 5}], "choice", "length:target=9")
