@@ -94,11 +94,55 @@ def test_requests_wait_until_their_keys_and_values_fit(lively_model: Any) -> Non
     batcher, started = ContinuousBatcher(engine), threading.Event()
     first = batcher.submit(PROMPTS[0], 1, SamplingParams(300), on_token=lambda *_: started.set())
     started.wait()
-    # 7 + 300 tokens are held; 7 + 200 more do not fit, and a request alone always does.
+    # 7 + 300 tokens may come to be held; 7 + 200 more do not fit.
     second = batcher.submit(PROMPTS[0], 1, SamplingParams(200))
     second.result()
     assert first.done()
-    assert len(batcher.submit(PROMPTS[0], 4, SamplingParams(200)).result()) == 4
+    batcher.close()
+
+
+def test_a_request_larger_than_the_bound_is_drawn_in_pieces(lively_model: Any) -> None:
+    engine = TransformersEngine(lively_model(max_position_embeddings=512), _Tokenizer(), max_batch_tokens=130)
+    params = SamplingParams(50, seed=3)
+    expected = TransformersEngine(engine.model, _Tokenizer()).generate([PROMPTS[0]], 7, params)[0]
+    batcher = ContinuousBatcher(engine)
+    most: list[int] = []
+    told: dict[int, list[int]] = {}
+
+    def follow(sample: int, token: int) -> None:
+        most.append(sum(each.cohort.most_tokens for each in batcher._running))
+        told.setdefault(sample, []).append(token)
+        assert batcher.running <= 1
+
+    drawn = batcher.submit(PROMPTS[0], 7, params, on_token=follow).result()
+    assert [r.completion_ids for r in drawn] == [r.completion_ids for r in expected]
+    assert told == {i: r.completion_ids for i, r in enumerate(expected)}
+    assert 7 + 2 * 50 <= max(most) <= 130  # two samples at a time
+    with pytest.raises(UserError, match="more than the 130 tokens whose keys and values"):
+        batcher.submit(PROMPTS[0], 1, SamplingParams(124))
+    # One that is given up leaves nothing behind, also of the pieces that wait.
+    engine.eos_token_ids = [10**6]
+    started = threading.Event()
+    gone = batcher.submit(PROMPTS[0], 7, params, on_token=lambda *_: started.set())
+    started.wait()
+    assert gone.cancel()
+    assert len(batcher.submit(PROMPTS[2], 1, SamplingParams(3)).result()) == 1
+    assert not batcher._waiting and batcher.running == 0
+    batcher.close()
+
+
+def test_rows_that_finish_make_room(lively_model: Any) -> None:
+    engine = TransformersEngine(lively_model(max_position_embeddings=512), _Tokenizer(), max_batch_tokens=900)
+    engine.eos_token_ids = list(range(2, 60))
+    batcher = ContinuousBatcher(engine)
+    held: list[tuple[int, int]] = []
+
+    def follow(*_: int) -> None:
+        [running] = batcher._running
+        held.append((running.cohort.most_tokens, len(running.cohort.rows.alive)))
+
+    batcher.submit(PROMPTS[0], 8, SamplingParams(100, seed=2), on_token=follow).result()
+    assert {tokens for tokens, _ in held} == {7 + 100 * rows for _, rows in held} and len(set(held)) > 2
     batcher.close()
 
 

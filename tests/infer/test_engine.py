@@ -165,7 +165,7 @@ def test_a_sample_depends_on_seed_prompt_and_index_only(name: str) -> None:
     cuts: list[dict[str, Any]] = [
         {"max_batch_tokens": 200},
         {"max_batch_tokens": 40},  # two or three samples of one prompt at a time
-        {"max_batch_tokens": 1, "max_prefill_tokens": 1},
+        {"max_batch_tokens": 35, "max_prefill_tokens": 1},
         {"max_prefill_tokens": 25},
     ]
     others = [generated(name, prompts, 4, params, ends=20, **cut) for cut in cuts]

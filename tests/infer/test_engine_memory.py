@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_data import TokenSequence, pack
+from rlhf_data import TokenSequence, UserError, pack
 from rlhf_infer import GenerationEngine, SamplingParams, TransformersEngine
-from rlhf_infer.kv import DecodeAttention
+from rlhf_infer.kv import BLOCK, DecodeAttention
 from rlhf_models import token_logps, train_byte_tokenizer
 from rlhf_models.logps import stream_forward
 
@@ -46,7 +46,7 @@ def test_each_prompt_is_prefilled_once_in_pieces_of_the_budget(
     # The two with a common start, 30 + 8 + 8, stay together, whichever of the two pieces they are.
     assert sorted(passes) == [("prefill", 8), ("prefill", 46)]
     passes.clear()
-    engine.max_batch_tokens = 1  # three rounds of one row for each of the three prompts, still prefilled once
+    engine.max_batch_tokens = 39  # rounds of one row of the two long prompts, which are still prefilled once
     engine.generate(prompts, 3, SamplingParams(1))
     assert sorted(passes) == [("prefill", 8), ("prefill", 38), ("prefill", 38)]
 
@@ -80,24 +80,86 @@ def test_finished_rows_leave_in_few_steps(passes: list[tuple[str, int]], lively_
     assert set(rows) <= {32, 24, 18, 13, 9, 6, 4, 3, 2, 1} and len(set(rows)) > 5
 
 
-def test_keys_and_values_stay_where_they_were_allocated(
+def held_bytes(attention: DecodeAttention) -> int:
+    """Bytes allocated for the keys and values of a cohort's rows."""
+    own = [x for layer in attention._own.values() for x in layer]
+    return sum(x.untyped_storage().nbytes() for x in own)
+
+
+def test_memory_grows_with_the_tokens_and_shrinks_with_the_rows(
     monkeypatch: pytest.MonkeyPatch, lively_model: Any
 ) -> None:
-    kept: list[tuple[set[int], set[int]]] = []
+    model = lively_model(max_position_embeddings=1024)
+    config = model.config
+    each = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4  # bytes of a token
+    seen: list[tuple[int, int, int]] = []
+
+    def recorded(model: Any, ids: Any, positions: Any, plan: Any) -> Any:
+        hidden = stream_forward(model, ids, positions, plan)
+        if isinstance(plan, DecodeAttention):
+            seen.append((plan._step, len(ids), held_bytes(plan)))
+        return hidden
+
+    monkeypatch.setattr("rlhf_infer.engine.stream_forward", recorded)
+    engine = TransformersEngine(model, _Eos)
+    engine.eos_token_ids = [2, 3]
+    prompts, params = prompts_of(5, 6), SamplingParams(300, 1.5, 0)
+    groups = engine.generate(prompts, 8, params)
+    assert max(len(rollout.completion_ids) for group in groups for rollout in group) > 2 * BLOCK
+    assert len({rows for _, rows, _ in seen}) > 3
+    for step, rows, held in seen:
+        # Blocks of 128 tokens for the rows that are left, not 300 for all 16.
+        assert held == each * rows * min(300, (step // BLOCK + 1) * BLOCK)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_what_grows_and_shrinks_is_what_plain_generation_reads(name: str, lively_model: Any) -> None:
+    model = lively_model(name, max_position_embeddings=1024)
+    [prompt] = prompts_of(7)
+    engine = TransformersEngine(model, _Eos)
+    engine.eos_token_ids = [10**6]
+    [[rollout]] = engine.generate([prompt], 1, SamplingParams(BLOCK + 40, temperature=0))
+    ids = torch.tensor([[*prompt, *rollout.completion_ids]])
+    with torch.no_grad():
+        logps = model(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+    assert rollout.logps == pytest.approx(logps.amax(-1).tolist(), abs=1e-3)
+
+
+def test_a_completion_that_does_not_fit_the_budget_is_refused(lively_model: Any) -> None:
+    engine = TransformersEngine(lively_model(max_position_embeddings=512), _Eos, max_batch_tokens=50)
+    [prompt] = prompts_of(10)
+    assert len(engine.generate([prompt], 3, SamplingParams(40))[0]) == 3
+    with pytest.raises(UserError, match="together more than the 50 tokens whose keys"):
+        engine.generate([prompt], 1, SamplingParams(41))
+
+
+def test_keys_and_values_are_kept_in_the_dtype_of_autocast(
+    monkeypatch: pytest.MonkeyPatch, lively_model: Any
+) -> None:
+    plans: list[DecodeAttention] = []
 
     class Recording(DecodeAttention):
-        def keep_rows(self, *args: Any) -> None:
-            places = [{x.data_ptr() for x in self._own[layer]} for layer in self._own]
-            super().keep_rows(*args)
-            kept.extend(
-                (before, {x.data_ptr() for x in self._own[layer]}) for layer, before in enumerate(places)
-            )
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            plans.append(self)
 
     monkeypatch.setattr("rlhf_infer.engine.DecodeAttention", Recording)
-    engine = TransformersEngine(lively_model(), _Eos)
-    engine.eos_token_ids = list(range(2, 30))
-    engine.generate(prompts_of(5, 6), 8, SamplingParams(20, 1.5, 0))
-    assert len(kept) > 4 and all(before == after for before, after in kept)
+    model, prompts = lively_model(), prompts_of(9, 5)
+    params = SamplingParams(8, temperature=0)
+    plain = TransformersEngine(model, _Eos).generate(prompts, 1, params)
+    with torch.autocast("cpu", torch.bfloat16):
+        groups = TransformersEngine(model, _Eos).generate(prompts, 1, params)
+    for plan, dtype in zip(plans, (torch.float32, torch.bfloat16), strict=True):
+        kept = [*plan._cache.layers.values(), *plan._own.values()]
+        assert len(kept) > 2 and {x.dtype for pair in kept for x in pair} == {dtype}
+    # As near to a plain forward pass under autocast as bfloat16 is; fp32 is further away.
+    assert groups != plain
+    for prompt, (rollout,) in zip(prompts, groups, strict=True):
+        ids = torch.tensor([[*prompt, *rollout.completion_ids]])
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+        logps = logits.log_softmax(-1).gather(-1, torch.tensor(rollout.completion_ids)[:, None])[:, 0]
+        assert rollout.logps == pytest.approx(logps.tolist(), abs=0.05)
 
 
 def test_dropout_is_off_and_every_part_gets_its_mode_back(lively_model: Any) -> None:

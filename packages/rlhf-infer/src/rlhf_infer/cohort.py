@@ -51,11 +51,18 @@ class Cohort:
         self._sampler, self._attention = sampler, attention
         self._params, self._ends, self._stops = params, ends, stops
         self._starts = lengths.repeat_interleave(len(rows.samples))
+        self._longest = max(map(len, rows.prompts))
 
     @property
     def finished(self) -> bool:
         """Whether all rows have finished."""
         return not self.rows.alive.any()
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens whose keys and values the rows in the batch and their prompts may come to hold."""
+        prompts = len(np.unique(self.rows.prompt))
+        return prompts * self._longest + len(self.rows.alive) * self._params.max_new_tokens
 
     @property
     def positions(self) -> Tensor:

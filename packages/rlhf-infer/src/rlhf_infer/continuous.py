@@ -28,28 +28,50 @@ ROW_SIZES = (*range(1, 9), *range(16, 65, 8), *range(96, 257, 32), *range(320, 1
 
 
 @dataclass(eq=False)
-class _Request:
-    """Samples of one prompt that somebody waits for."""
+class _Order:
+    """What a caller waits for: rollouts of a prompt, which may be drawn in several pieces."""
+
+    samples: range
+    drawn: dict[int, Rollout] = field(default_factory=dict)
+    result: Future[list[Rollout]] = field(default_factory=Future)
+
+    def take(self, samples: range, rollouts: Sequence[Rollout]) -> None:
+        """Take a piece; with the last one the caller gets all."""
+        self.drawn.update(zip(samples, rollouts, strict=True))
+        if len(self.drawn) == len(self.samples) and self._wanted():
+            self.result.set_result([self.drawn[sample] for sample in self.samples])
+
+    def fail(self, error: Exception) -> None:
+        """Tell the caller, once."""
+        if self._wanted():
+            self.result.set_exception(error)
+
+    def _wanted(self) -> bool:
+        return not self.result.done() and self.result.set_running_or_notify_cancel()
+
+
+@dataclass(eq=False)
+class _Piece:
+    """Samples of one prompt that are drawn together."""
 
     prompt: tuple[int, ...]
     samples: range
     params: SamplingParams
     on_token: OnToken | None
-    result: Future[list[Rollout]] = field(default_factory=Future)
+    order: _Order
 
     @property
     def kind(self) -> tuple[range, SamplingParams]:
-        """What requests must share to be decoded in one cohort; each has a seed of its own."""
+        """What pieces must share to be decoded in one cohort; each has a seed of its own."""
         return self.samples, replace(self.params, seed=0)
 
 
 @dataclass(eq=False)
 class _Running:
-    """A cohort and the requests in it; None for one that was answered or given up."""
+    """A cohort and the pieces in it; None for one that was answered or given up."""
 
     cohort: Cohort
-    requests: list[_Request | None]
-    tokens: int
+    pieces: list[_Piece | None]
 
 
 class ContinuousBatcher:
@@ -59,7 +81,8 @@ class ContinuousBatcher:
     token may differ where two are equally likely.
 
     Requests start in the order in which they came, as soon as their keys and values fit into the engine's
-    `max_batch_tokens`. A thread of its own does the work; the model must not be used otherwise.
+    `max_batch_tokens`, completions counted at their longest; one with more samples than fit at once is drawn
+    in pieces. A thread of its own does the work; the model must not be used otherwise.
 
     Args:
         engine: its model stays in eval mode.
@@ -69,7 +92,7 @@ class ContinuousBatcher:
     def __init__(self, engine: TransformersEngine, *, threads: int | None = None) -> None:
         self.engine = engine
         self._threads = threads
-        self._waiting: deque[_Request] = deque()
+        self._waiting: deque[_Piece] = deque()
         self._work: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._running: list[_Running] = []
         self._changed = threading.Condition()
@@ -99,19 +122,24 @@ class ContinuousBatcher:
             The rollouts, as soon as all have finished. Cancelling it ends the samples at the next token.
 
         Raises:
-            UserError: the prompt is empty or, with its completions, longer than the model's context.
+            UserError: the prompt is empty or, with a completion, longer than the model's context or the
+                engine's `max_batch_tokens`.
             RuntimeError: the batcher is closed.
         """
         if n < 1:
             raise ValueError(f"n must be at least 1, got {n}")
         self.engine.check_lengths([prompt], params.max_new_tokens)
-        request = _Request(tuple(map(int, prompt)), range(first, first + n), params, on_token)
+        ids, order = tuple(map(int, prompt)), _Order(range(first, first + n))
+        pieces = [
+            _Piece(ids, samples, params, on_token, order)
+            for samples in self.engine.pieces(1, len(ids), order.samples, params.max_new_tokens)
+        ]
         with self._changed:
             if self._closed:
                 raise RuntimeError("the batcher is closed")
-            self._waiting.append(request)
+            self._waiting.extend(pieces)
             self._changed.notify()
-        return request.result
+        return order.result
 
     def run(self, work: Callable[[], T]) -> T:
         """Do other work in the batcher's thread, between two tokens.
@@ -134,7 +162,8 @@ class ContinuousBatcher:
     @property
     def running(self) -> int:
         """Requests that are being generated."""
-        return sum(request is not None for each in list(self._running) for request in each.requests)
+        pieces = [piece for each in list(self._running) for piece in each.pieces if piece is not None]
+        return len({id(piece.order) for piece in pieces})
 
     def close(self) -> None:
         """Give up what is not finished, and end the thread."""
@@ -176,54 +205,53 @@ class ContinuousBatcher:
             result.set_exception(error)
 
     def _admit(self) -> None:
-        """Start the requests that fit; neighbours of one kind become one cohort."""
+        """Start the pieces that fit; neighbours of one kind become one cohort."""
         while batch := self._next_batch():
             samples, params = batch[0].kind
             try:
                 cohort = self.engine.start(
-                    [request.prompt for request in batch],
+                    [piece.prompt for piece in batch],
                     samples,
                     params,
-                    seeds=[request.params.seed for request in batch],
+                    seeds=[piece.params.seed for piece in batch],
                 )
             except Exception as error:
                 _LOG.exception("a prompt could not be computed")
-                for request in batch:
-                    _fail(request, error)
+                for piece in batch:
+                    piece.order.fail(error)
                 continue
-            self._running.append(_Running(cohort, list(batch), self._size(batch)))
+            self._running.append(_Running(cohort, list(batch)))
 
-    def _next_batch(self) -> list[_Request]:
-        """The requests at the head of the queue that can start together now."""
-        batch: list[_Request] = []
-        held = sum(each.tokens for each in self._running)
+    def _next_batch(self) -> list[_Piece]:
+        """The pieces at the head of the queue that can start together now."""
+        batch: list[_Piece] = []
+        held = sum(each.cohort.most_tokens for each in self._running)
         with self._changed:
             while self._waiting:
-                request = self._waiting[0]
-                if request.result.cancelled():
+                piece = self._waiting[0]
+                if piece.order.result.done():  # cancelled, or another piece of it failed
                     self._waiting.popleft()
                     continue
-                if batch and request.kind != batch[0].kind:
+                if batch and piece.kind != batch[0].kind:
                     break
-                busy = bool(batch or self._running)
-                if busy and held + self._size([*batch, request]) > self.engine.max_batch_tokens:
+                if held + self._size([*batch, piece]) > self.engine.max_batch_tokens:
                     break
                 batch.append(self._waiting.popleft())
         return batch
 
     @staticmethod
-    def _size(batch: Sequence[_Request]) -> int:
-        """Tokens whose keys and values a cohort allocates."""
+    def _size(batch: Sequence[_Piece]) -> int:
+        """Tokens whose keys and values a cohort may come to hold."""
         each = len(batch[0].samples) * batch[0].params.max_new_tokens
-        return len(batch) * (max(len(request.prompt) for request in batch) + each)
+        return len(batch) * (max(len(piece.prompt) for piece in batch) + each)
 
     def _step(self) -> None:
         """Drop what nobody waits for, decode one token of everything else, answer what has finished."""
         for each in self._running:
-            for prompt, request in enumerate(each.requests):
-                if request is not None and request.result.cancelled():
+            for prompt, piece in enumerate(each.pieces):
+                if piece is not None and piece.order.result.done():
                     each.cohort.cancel(prompt)
-                    each.requests[prompt] = None
+                    each.pieces[prompt] = None
         self._running = [each for each in self._running if not each.cohort.finished]
         if not self._running:
             return
@@ -237,13 +265,12 @@ class ContinuousBatcher:
 
     @staticmethod
     def _answer(each: _Running) -> None:
-        """Hand over the completions of the requests whose samples have all finished."""
+        """Hand over the completions of the pieces whose samples have all finished."""
         unfinished = set(each.cohort.rows.prompt[each.cohort.rows.alive].tolist())
-        for prompt, request in enumerate(each.requests):
-            if request is not None and prompt not in unfinished:
-                each.requests[prompt] = None
-                if request.result.set_running_or_notify_cancel():
-                    request.result.set_result(each.cohort.rows.rollouts_of(prompt))
+        for prompt, piece in enumerate(each.pieces):
+            if piece is not None and prompt not in unfinished:
+                each.pieces[prompt] = None
+                piece.order.take(piece.samples, each.cohort.rows.rollouts_of(prompt))
 
     def _give_up(self, error: Exception) -> None:
         """Fail all that is running; all that waits too once the batcher is closed."""
@@ -251,25 +278,20 @@ class ContinuousBatcher:
         waiting = list(self._waiting) if self._closed else []
         for _, result in self._work if self._closed else ():
             result.set_exception(error)
-        for request in [*(r for each in running for r in each.requests if r is not None), *waiting]:
-            _fail(request, error)
-
-
-def _fail(request: _Request, error: Exception) -> None:
-    if request.result.set_running_or_notify_cancel():
-        request.result.set_exception(error)
+        for piece in [*(piece for each in running for piece in each.pieces if piece is not None), *waiting]:
+            piece.order.fail(error)
 
 
 def _is_followed(each: _Running) -> bool:
-    return any(request is not None and request.on_token is not None for request in each.requests)
+    return any(piece is not None and piece.on_token is not None for piece in each.pieces)
 
 
 def _tell(each: _Running, places: Sequence[int]) -> None:
     """Tell those who follow of the newest token of the completions that got one."""
     rows = each.cohort.rows
     for place in places:
-        request = each.requests[place // len(rows.samples)]
-        if request is not None and request.on_token is not None:
+        piece = each.pieces[place // len(rows.samples)]
+        if piece is not None and piece.on_token is not None:
             sample = rows.samples[place % len(rows.samples)]
             newest = rows.length - 1
-            request.on_token(sample, int(rows.tokens[place, newest]))
+            piece.on_token(sample, int(rows.tokens[place, newest]))

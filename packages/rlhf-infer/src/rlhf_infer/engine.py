@@ -35,8 +35,8 @@ class TransformersEngine:
     Args:
         model: the model; whichever adapter is active when `generate` is called is sampled from.
         tokenizer: for its end-of-sequence token, and to find stop texts.
-        max_batch_tokens: prompt and completion tokens whose keys and values are held at a time, unless one
-            row alone has more.
+        max_batch_tokens: prompt and completion tokens whose keys and values are held at a time, counting
+            completions at their longest; more samples are drawn in parts, a longer one is refused.
         max_prefill_tokens: prompt tokens that one forward pass computes, unless one prompt alone has more.
     """
 
@@ -93,8 +93,8 @@ class TransformersEngine:
             One list of `n` rollouts per prompt, in the order of the prompts.
 
         Raises:
-            UserError: a prompt is empty, or prompt and completion do not fit the model's context, or a logits
-                processor leaves nothing to draw from.
+            UserError: a prompt is empty, or prompt and completion do not fit the model's context or
+                `max_batch_tokens`, or a logits processor leaves nothing to draw from.
         """
         if n < 1:
             raise ValueError(f"n must be at least 1, got {n}")
@@ -108,7 +108,7 @@ class TransformersEngine:
         return [drawn[key] for key in keys]
 
     def check_lengths(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-        """Refuse prompts that are empty, or do not fit the model's context with their completions.
+        """Refuse prompts that are empty, or do not fit context and `max_batch_tokens` with a completion.
 
         Raises:
             UserError: a prompt is one of these.
@@ -122,11 +122,32 @@ class TransformersEngine:
                     f"prompt {i} has {len(prompt)} tokens and max_new_tokens is {max_new_tokens}, together "
                     f"more than the model's context of {limit}; shorten the prompt or lower max_new_tokens"
                 )
+            if len(prompt) + max_new_tokens > self.max_batch_tokens:
+                raise UserError(
+                    f"prompt {i} has {len(prompt)} tokens and max_new_tokens is {max_new_tokens}, together "
+                    f"more than the {self.max_batch_tokens} tokens whose keys and values are held at a time; "
+                    "shorten the prompt, lower max_new_tokens, or raise max_batch_tokens (max_kv_tokens in "
+                    "training)"
+                )
+
+    def pieces(self, prompts: int, longest: int, samples: range, max_new_tokens: int) -> list[range]:
+        """Cut samples so that the keys and values of each piece fit `max_batch_tokens`, as evenly as it goes.
+
+        Args:
+            prompts: how many prompts they are drawn of.
+            longest: tokens of the longest prompt.
+            samples: of each prompt.
+            max_new_tokens: of a sample; one alone fits.
+        """
+        n = len(samples)
+        most = (self.max_batch_tokens // prompts - longest) // max_new_tokens
+        width = math.ceil(n / math.ceil(n / min(most, n)))
+        return [samples[first : first + width] for first in range(0, n, width)]
 
     def _parts(
         self, prompts: list[tuple[int, ...]], n: int, max_new_tokens: int
     ) -> list[list[tuple[int, ...]]]:
-        """Cut the prompts so that the keys and values of a part of several stay within the token budget."""
+        """Cut the prompts so that all samples of a part of several stay within the token budget."""
         parts: list[list[tuple[int, ...]]] = []
         longest = 0
         for prompt in prompts:
@@ -143,12 +164,9 @@ class TransformersEngine:
     ) -> list[list[Rollout]]:
         """Prefill prompts and decode their samples, a single prompt's in several rounds if need be."""
         prefilled = self._prefill(prompts)
-        n = len(samples)
-        most = (self.max_batch_tokens // len(prompts) - prefilled[0].longest) // params.max_new_tokens
-        width = math.ceil(n / math.ceil(n / min(max(most, 1), n)))
         groups: list[list[Rollout]] = [[] for _ in prompts]
-        for first in range(0, n, width):
-            cohort = self._cohort(prompts, samples[first : first + width], params, prefilled)
+        for piece in self.pieces(len(prompts), prefilled[0].longest, samples, params.max_new_tokens):
+            cohort = self._cohort(prompts, piece, params, prefilled)
             while not cohort.finished:
                 self.advance([cohort])
             for group, new in zip(groups, cohort.rows.rollouts(), strict=True):

@@ -11,9 +11,14 @@ from torch import Tensor
 from rlhf_data import PackedBatch
 from rlhf_models.attention import AttentionOptions, TreeAttention
 
+BLOCK = 128
+"""Tokens by which a row's keys and values grow; copying them so often costs a hundredth of reading them."""
+
 
 class PromptCache:
     """Keys and values (P, H_kv, L, D) of P prompts for every layer, zeros behind the shorter ones.
+
+    They are kept in the dtype that attention computes in, also where autocast hands them over in fp32.
 
     Args:
         lengths: tokens of each prompt.
@@ -28,10 +33,13 @@ class PromptCache:
     def store(self, layer: int, prompts: Tensor, new: tuple[Tensor, Tensor]) -> None:
         """Fill in keys and values (Q, H_kv, L', D) of the first L' tokens of some prompts (Q,)."""
         if layer not in self.layers:
-            key, value = (x.new_zeros(len(self.lengths), x.shape[1], self.longest, x.shape[3]) for x in new)
+            count, longest = len(self.lengths), self.longest
+            key, value = (
+                x.new_zeros(count, x.shape[1], longest, x.shape[3], dtype=compute_dtype(x)) for x in new
+            )
             self.layers[layer] = (key, value)
         for whole, part in zip(self.layers[layer], new, strict=True):
-            whole[prompts, :, : part.shape[2]] = part
+            whole[prompts, :, : part.shape[2]] = part.to(whole.dtype)
 
     def keep(self, prompts: Tensor) -> None:
         """Drop all prompts but these."""
@@ -69,10 +77,10 @@ class PrefillAttention:
 class DecodeAttention:
     """Attention of one new token per row over its prompt's shared and its own keys and values.
 
-    A prompt's keys exist once however many rows sample from it; the rows' own keys (B, H_kv, T, D) are
-    allocated once for all steps. The softmax over both is put together from that over each. Rows are laid
-    out as slots (P, G), so that the scores against a prompt are one matrix product for all its rows; as long
-    as no row has left, the rows are the slots.
+    A prompt's keys exist once however many rows sample from it; the rows' own keys (B, H_kv, C, D) grow by
+    `BLOCK` tokens when C are there, up to T, and rows that leave give theirs back. The softmax over both is
+    put together from that over each. Rows are laid out as slots (P, G), so that the scores against a prompt
+    are one matrix product for all its rows; as long as no row has left, the rows are the slots.
 
     Args:
         cache: the prompts' keys and values; prompts left without rows are dropped from it.
@@ -83,10 +91,7 @@ class DecodeAttention:
     def __init__(self, cache: PromptCache, samples: int, max_new_tokens: int) -> None:
         self._cache = cache
         self._own: dict[int, tuple[Tensor, Tensor]] = {}
-        rows = len(cache.lengths) * samples
-        for layer, stored in cache.layers.items():
-            key, value = (x.new_zeros(rows, x.shape[1], max_new_tokens, x.shape[3]) for x in stored)
-            self._own[layer] = (key, value)
+        self._most = max_new_tokens
         self._prompts = np.arange(len(cache.lengths))
         self._step = 0
         self._masks: dict[int | None, Tensor] = {}
@@ -117,12 +122,11 @@ class DecodeAttention:
             kept: (B',) places of the rows that stay, ascending.
             prompts: (B',) each one's prompt, as numbered at the start.
         """
-        used = self._step + 1
-        for layer, own in self._own.items():
-            for x in own:  # in place: what was allocated at the start is all that there is
-                x[: len(kept), :, :used] = x[kept, :, :used]
-            key, value = own
-            self._own[layer] = (key[: len(kept)], value[: len(kept)])
+        for layer, (
+            key,
+            value,
+        ) in self._own.items():  # one layer after the other, so that little is there twice
+            self._own[layer] = (key[kept], value[kept])
         remaining, places = np.unique(prompts, return_inverse=True)
         if len(remaining) < len(self._prompts):
             stay = torch.from_numpy(np.searchsorted(self._prompts, remaining))
@@ -136,7 +140,7 @@ class DecodeAttention:
     ) -> Tensor:
         """See `rlhf_models.attention.AttentionPlan`; one token per row."""
         rows, heads, size = query.shape
-        own_key, own_value = self._own[layer]
+        own_key, own_value = self._room(layer, rows)
         own_key[:, :, self._step], own_value[:, :, self._step] = key, value
         end, window = self._step + 1, options.window
         seen = slice(0 if window is None else max(0, end - window), end)
@@ -149,6 +153,18 @@ class DecodeAttention:
             on_prompt, prompt_total = (self._from_slots(x, query.shape[2]) for x in slots)
             mixed = torch.lerp(mixed, on_prompt, torch.sigmoid(prompt_total - total))
         return mixed.to(value.dtype).reshape(rows, heads, size)
+
+    def _room(self, layer: int, rows: int) -> tuple[Tensor, Tensor]:
+        """The rows' keys and values of a layer, with room for those of this step."""
+        if layer in self._own and self._step < self._own[layer][0].shape[2]:
+            return self._own[layer]
+        old = self._own.get(layer)
+        capacity = min(self._step + BLOCK, self._most)
+        key, value = (x.new_empty(rows, x.shape[1], capacity, x.shape[3]) for x in self._cache.layers[layer])
+        if old is not None:
+            key[:, :, : self._step], value[:, :, : self._step] = old
+        self._own[layer] = (key, value)
+        return key, value
 
     def _to_slots(self, x: Tensor) -> Tensor:
         """(B, H_kv, R, *) rows to (P, H_kv, G·R, *), the rows of a prompt side by side."""
@@ -203,6 +219,12 @@ class JoinedAttention:
         if self._end < len(query):
             parts.append(query.new_zeros(len(query) - self._end, *parts[0].shape[1:]))
         return torch.cat(parts)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that matrix products of a tensor are computed in: autocast's where it is on, else its own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def _mix(
