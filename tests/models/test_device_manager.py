@@ -79,3 +79,9 @@ def test_sharing_is_said_in_the_table(capability):
     reasons = {row[0]: row[3] for row in DeviceManager(num_gpus=1).table()}
     assert reasons["judge"] == "shares, 1 GPU for all roles; the GPU computes in bfloat16"
     assert reasons["policy"].startswith("first GPU")
+
+
+def test_the_device_of_a_role_by_a_method_of_its_name():
+    manager = DeviceManager(num_gpus=0)
+    assert manager.get_policy_device() == manager.get_judge_device() == torch.device("cpu")
+    assert not hasattr(manager, "get_pilot_device")

@@ -158,3 +158,35 @@ def test_without_a_reference_none_is_made_up(tiny_llama, byte_tokenizer):
 def test_a_tokenizer_that_does_not_fit_is_refused(byte_tokenizer):
     with pytest.raises(UserError, match="tokenizer has 300 tokens but the model only 100 embeddings"):
         PolicyModel(tiny_model("llama", vocab_size=100), byte_tokenizer)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_log_probs_of_padded_batches(tiny_model_folder, side):
+    """Against transformers' own forward of each sequence by itself."""
+    policy = PolicyModel.from_pretrained(tiny_model_folder)
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+    texts = [[5, 9, 14, 3, 27], [5, 9, 60], [7]]
+    pads = [5 - len(ids) for ids in texts]
+    ids = [[0] * pad + t if side == "left" else t + [0] * pad for t, pad in zip(texts, pads, strict=True)]
+    mask = [
+        [0] * pad + [1] * len(t) if side == "left" else [1] * len(t) + [0] * pad
+        for t, pad in zip(texts, pads, strict=True)
+    ]
+    found = policy.get_log_probs(torch.tensor(ids), torch.tensor(mask))
+    assert found.shape == (3, 4) and found.requires_grad
+    for row, t, pad in zip(found, texts, pads, strict=True):
+        logits = plain(torch.tensor([t])).logits[0, :-1].log_softmax(-1)
+        expected = logits.gather(1, torch.tensor(t[1:]).unsqueeze(1)).squeeze(1)
+        part = row[pad:] if side == "left" else row[: len(t) - 1]
+        torch.testing.assert_close(part, expected, atol=1e-5, rtol=1e-5)
+        assert row.count_nonzero() == len(t) - 1
+
+
+def test_texts_are_completed_greedily(tiny_model_folder):
+    policy = PolicyModel.from_pretrained(tiny_model_folder, lora=LORA)
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+    texts = policy.generate(["Where is", "the ball"], max_new_tokens=6, do_sample=False)
+    for prompt, text in zip(["Where is", "the ball"], texts, strict=True):
+        ids = policy.tokenizer(prompt, return_tensors="pt")["input_ids"]
+        whole = plain.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+        assert text == policy.tokenizer.decode(whole, skip_special_tokens=True)

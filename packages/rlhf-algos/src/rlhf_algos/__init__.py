@@ -11,33 +11,29 @@ _MODULES = {
         *("load_weights", "save_optimizer_state", "save_rng_state"),
     ),
     "config": ("TrainerConfig",),
-    "debug": (
-        "ActivationHistograms",
-        "GradientFlow",
-        "Sampler",
-    ),
+    "debug": ("ActivationHistograms", "GradientFlow", "Sampler"),
     "dpo": ("DPOTrainer",),
     "grpo": ("GRPOTrainer",),
     "kto": ("KTOTrainer",),
     "job": ("TrainingJob",),
-    "logging": ("TrainingLogger",),
+    "logging": ("TrainingLogger", "setup_logging"),
     "method_configs": (
         *("DPOConfig", "KTOConfig", "PRMConfig", "ReferenceConfig", "RewardConfig", "SFTConfig"),
-        "SimPOConfig",
+        *("RewardModelConfig", "SimPOConfig"),
     ),
     "methods": ("METHODS", "Method"),
     "model_card": ("write_model_card",),
     "online": ("OnlineTrainer",),
     "online_configs": ("GRPOConfig", "OnlineConfig", "PPOConfig"),
     "optim": ("create_optimizer", "create_scheduler"),
-    "orchestrator": ("RLHFConfig", "RLHFOrchestrator"),
+    "orchestrator": ("RLHFConfig", "RLHFOrchestrator", "RLHFTrainer", "TrainingStage"),
     "planning": ("plan_training",),
     "ppo": ("PPOTrainer",),
     "preflight": ("Finding", "ReferenceRewards"),
-    "prm": ("PRMTrainer",),
+    "prm": ("PRMTrainer", "ProcessRewardModelTrainer"),
     "reference": ("ReferenceTrainer",),
     "results": ("finish_run",),
-    "reward": ("PreferencePair", "RewardTrainer"),
+    "reward": ("PreferencePair", "RewardModelTrainer", "RewardTrainer"),
     "scalar": ("LabelledSequence", "ScalarConfig", "ScalarTrainer"),
     "sft": ("SFTTrainer",),
     "signals": ("GracefulStop",),
@@ -48,7 +44,10 @@ _MODULES = {
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
-__all__ = ["METHODS", *sorted((_MODULE_OF.keys() - {"METHODS"}) | {"advantages", "losses"})]
+__all__ = [
+    "METHODS",
+    *sorted((_MODULE_OF.keys() - {"METHODS"}) | {"advantages", "losses"}),
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -10,7 +12,26 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-__all__ = ["TrainingLogger"]
+__all__ = ["TrainingLogger", "setup_logging"]
+
+
+def setup_logging(level: int | str = "INFO", *, rich: bool = True, file: str | Path | None = None) -> None:
+    """Show log records of all packages, in place of what was set up before.
+
+    Args:
+        level: the lowest level that is shown.
+        rich: show records in colour with Rich, or else as plain lines.
+        file: a file that gets plain lines too.
+    """
+    from rich.logging import RichHandler
+
+    plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handlers: list[logging.Handler] = [RichHandler(show_path=False) if rich else logging.StreamHandler()]
+    if file is not None:
+        handlers.append(logging.FileHandler(file, encoding="utf-8"))
+    for handler in handlers[int(rich) :]:
+        handler.setFormatter(plain)
+    logging.basicConfig(level=level, format="%(message)s", handlers=handlers, force=True)
 
 
 class MetricsFile(Protocol):

@@ -14,6 +14,7 @@ __all__ = [
     "PRMConfig",
     "ReferenceConfig",
     "RewardConfig",
+    "RewardModelConfig",
     "SFTConfig",
     "SimPOConfig",
 ]
@@ -126,3 +127,7 @@ class KTOConfig(ReferenceConfig):
     """Where the KL comes from: prompts with other rows' completions, or a moving average over the steps."""
     kl_ema_decay: float = Field(default=0.9, ge=0, lt=1)
     """What the moving average keeps of itself from step to step."""
+
+
+RewardModelConfig = RewardConfig
+"""Another name."""

@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -20,7 +21,7 @@ from rlhf_algos.step_report import OnReport
 from rlhf_data import BaseConfig, RunFolder, UserError, atomic_write_json
 from rlhf_data.files import finite, remove_folder
 
-__all__ = ["STAGES", "RLHFConfig", "RLHFOrchestrator", "Stage"]
+__all__ = ["STAGES", "RLHFConfig", "RLHFOrchestrator", "RLHFTrainer", "Stage", "TrainingStage"]
 
 _LOG = logging.getLogger(__name__)
 Stage = Literal["sft", "reward", "ppo"]
@@ -31,6 +32,14 @@ _CONFIG, _EVALUATION = "config.json", "evaluation.json"
 _BEFORE_TRAINING = (_CONFIG, "base", "before.json", "preflight.json")
 """What a stage's folder holds before the first step."""
 _DATA_KEYS: dict[Stage, str] = {"sft": "sft_data", "reward": "preference_data", "ppo": "prompt_data"}
+
+
+class TrainingStage(StrEnum):
+    """A stage of the pipeline; the same as its name."""
+
+    SFT = "sft"
+    REWARD = "reward"
+    PPO = "ppo"
 
 
 class RLHFConfig(BaseConfig):
@@ -295,3 +304,7 @@ class RLHFOrchestrator:
         if is_first_process():
             self.run.write_results(summary)
         return summary
+
+
+RLHFTrainer = RLHFOrchestrator
+"""Another name."""

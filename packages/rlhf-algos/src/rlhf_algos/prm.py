@@ -15,7 +15,7 @@ from rlhf_algos.reference import disable_dropout
 from rlhf_algos.trainer import BaseTrainer
 from rlhf_data import PackedBatch, StepExample, StepPair, TokenSequence
 
-__all__ = ["PRMConfig", "PRMTrainer"]
+__all__ = ["PRMConfig", "PRMTrainer", "ProcessRewardModelTrainer"]
 
 
 class PRMTrainer(BaseTrainer[StepExample | StepPair]):
@@ -149,3 +149,7 @@ def _counts(examples: Sequence[StepExample | StepPair]) -> list[int]:
     solutions = [solution for row in rows for solution in _solutions(row)]
     steps = sum(len(solution.labels) for solution in solutions)
     return [len(solutions), steps, sum(isinstance(row, StepPair) for row in rows)]
+
+
+ProcessRewardModelTrainer = PRMTrainer
+"""Another name."""

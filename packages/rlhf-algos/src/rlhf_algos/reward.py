@@ -15,7 +15,7 @@ from rlhf_algos.reference import disable_dropout
 from rlhf_algos.trainer import BaseTrainer
 from rlhf_data import PackedBatch, PreferencePair, TokenSequence
 
-__all__ = ["PreferencePair", "RewardConfig", "RewardTrainer"]
+__all__ = ["PreferencePair", "RewardConfig", "RewardModelTrainer", "RewardTrainer"]
 
 _BIN = "calibration/"
 
@@ -111,3 +111,7 @@ class RewardTrainer(BaseTrainer[PairLike]):
 
 def _margin(pair: Any) -> float:
     return PreferencePair(*pair).margin
+
+
+RewardModelTrainer = RewardTrainer
+"""Another name."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rlhf_minmax.duals import update_multiplier as update_multiplier
     from rlhf_minmax.events import Events as Events
     from rlhf_minmax.job import MinMaxJob as MinMaxJob
+    from rlhf_minmax.monitor_model import MonitorModel as MonitorModel
     from rlhf_minmax.optimizer import DualPPOOptimizer as DualPPOOptimizer
     from rlhf_minmax.pipeline import MinMaxOutput as MinMaxOutput
     from rlhf_minmax.pipeline import MinMaxPipeline as MinMaxPipeline
@@ -26,6 +27,7 @@ _MODULES = {
     "duals": ("DualSettings", "DualState", "update_multiplier"),
     "events": ("Events",),
     "job": ("MinMaxJob",),
+    "monitor_model": ("MonitorModel",),
     "optimizer": ("DualPPOOptimizer",),
     "pipeline": ("MinMaxOutput", "MinMaxPipeline"),
     "texts": ("Critique", "parse_critique"),

@@ -8,7 +8,7 @@ from typing import Any
 
 _MODULES = {
     "adapters": ("AdapterSet", "LoraSettings", "add_adapters", "apply_lora"),
-    "attention": ("TreeAttention", "prepare_for_packing"),
+    "attention": ("OptimizedAttention", "TreeAttention", "prepare_for_packing"),
     "compile": ("compile_model",),
     "device_manager": ("DeviceManager", "Placement"),
     "ensemble": ("RewardEnsemble", "aggregate_scores"),

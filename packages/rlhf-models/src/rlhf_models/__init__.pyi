@@ -2,6 +2,7 @@ from rlhf_models.adapters import AdapterSet as AdapterSet
 from rlhf_models.adapters import LoraSettings as LoraSettings
 from rlhf_models.adapters import add_adapters as add_adapters
 from rlhf_models.adapters import apply_lora as apply_lora
+from rlhf_models.attention import OptimizedAttention as OptimizedAttention
 from rlhf_models.attention import TreeAttention as TreeAttention
 from rlhf_models.attention import prepare_for_packing as prepare_for_packing
 from rlhf_models.compile import compile_model as compile_model

@@ -216,3 +216,7 @@ def _report_once(kernel: str, device_type: str) -> None:
 
 AttentionInterface.register(IMPLEMENTATION, _packed_attention)
 AttentionMaskInterface.register(IMPLEMENTATION, _packed_mask)
+
+
+OptimizedAttention = TreeAttention
+"""Another name."""

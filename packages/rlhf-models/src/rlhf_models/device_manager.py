@@ -80,6 +80,13 @@ class DeviceManager:
             return contextlib.nullcontext()
         return torch.autocast(placement.device.type, dtype=placement.dtype)
 
+    def __getattr__(self, name: str) -> Any:
+        """`get_policy_device()`, `get_judge_device()` and so on: the device of a role."""
+        role = name.removeprefix("get_").removesuffix("_device")
+        if name == f"get_{role}_device" and role in self.__dict__.get("placements", ()):
+            return lambda: self.device(role)
+        raise AttributeError(f"DeviceManager has no attribute {name!r}")
+
     def table(self) -> list[tuple[str, str, str, str]]:
         """The plan as rows (role, device, dtype, reason) for printing."""
         return [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rlhf_data import PackedBatch, UserError, atomic_folder
+from rlhf_data import PackedBatch, TokenSequence, UserError, atomic_folder, pack
 from rlhf_models.adapter_files import adapter_base, is_adapter, load_adapter, load_adapter_tokenizer
 from rlhf_models.adapters import AdapterSet, LoraSettings, add_adapters
 from rlhf_models.head import TokenLogps
@@ -110,6 +111,47 @@ class PolicyModel(nn.Module):
             ValueError: a fully trained policy was made without a reference.
         """
         return self(batch, temperature=temperature, reference=True).logps
+
+    def get_log_probs(self, sequences: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """Log-probs (B, S - 1) of tokens 1 to S - 1 of a padded batch, each given those before it.
+
+        Sequences with a common start are computed as one prefix tree, without padding.
+
+        Args:
+            sequences: token ids (B, S), padded on either side.
+            attention_mask: (B, S), 0 at padding.
+
+        Returns:
+            With gradients; 0 where the token or the one before it is padding.
+        """
+        kept = attention_mask.bool()
+        rows = [TokenSequence(ids[mask].tolist(), 1) for ids, mask in zip(sequences, kept, strict=True)]
+        batch = pack(rows)[0].to(self.device)
+        logps = self(batch).logps
+        by_row = torch.argsort(batch.sequence_ids[batch.score_sequence], stable=True)
+        scored = (kept[:, 1:] & kept[:, :-1]).to(logps.device)
+        return logps.new_zeros(scored.shape).masked_scatter(scored, logps[by_row])
+
+    @torch.no_grad()
+    def generate(self, prompts: Sequence[str], **options: Any) -> list[str]:
+        """Complete prompts one by one with transformers' `generate`.
+
+        `rlhf_infer.TransformersEngine` completes many at once, several times as fast.
+
+        Args:
+            prompts: texts.
+            **options: of transformers' `generate`, such as `max_new_tokens`.
+
+        Returns:
+            The completions' texts, without special tokens.
+        """
+        texts = []
+        with self.active() as model:
+            for prompt in prompts:
+                inputs = self.tokenizer(prompt, return_tensors="pt").to(model.device)
+                ids = model.generate(**inputs, **options)[0, inputs["input_ids"].shape[1] :]
+                texts.append(self.tokenizer.decode(ids, skip_special_tokens=True))
+        return texts
 
     def _as_reference(self) -> contextlib.AbstractContextManager[Any]:
         if self.adapters is not None:
