@@ -8,12 +8,14 @@ import torch
 from transformers import (
     BloomConfig,
     Gemma2Config,
+    Gemma3TextConfig,
     GPT2Config,
     GPTNeoConfig,
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
     OPTConfig,
+    Phi3Config,
     PhiConfig,
     PreTrainedConfig,
     Qwen2Config,
@@ -22,7 +24,10 @@ from transformers import (
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from rlhf_data import PackedBatch, TokenSequence, UserError, pack
+from rlhf_models.attention import AttentionOptions, TreeAttention
 from rlhf_models.logps import token_logps
+from rlhf_models.tree import AttentionTree
+from rlhf_models.varlen import VarlenTables
 
 VOCAB = 61
 SHAPE: dict[str, Any] = {
@@ -48,6 +53,8 @@ ARCHITECTURES = {
     "gemma2": lambda: Gemma2Config(
         **GQA, head_dim=8, sliding_window=7, attn_logit_softcapping=5.0, final_logit_softcapping=4.0
     ),
+    "gemma3": lambda: Gemma3TextConfig(**GQA, head_dim=8, sliding_window=7),
+    "phi3": lambda: Phi3Config(**GQA),
     "gpt_neox": lambda: GPTNeoXConfig(**SHAPE),
     "opt": lambda: OPTConfig(
         **{k: v for k, v in SHAPE.items() if k != "intermediate_size"}, ffn_dim=48, word_embed_proj_dim=32
@@ -201,33 +208,102 @@ def test_gradient_checkpointing_changes_nothing() -> None:
         assert_close(got[key], wanted[key])
 
 
-def test_variable_length_tables_describe_the_same_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CUDA path's tables, run through a plain variable-length reference instead of the flash kernel."""
+def varlen_reference(
+    kernel: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tables: VarlenTables,
+    options: AttentionOptions,
+) -> torch.Tensor:
+    """What a flash kernel computes for rows of variable length, plainly."""
+    key, value = tables.keys(key), tables.keys(value)
+    repeat = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    outputs = []
+    for row in range(len(tables.query_offsets) - 1):
+        q = query[tables.query_offsets[row] : tables.query_offsets[row + 1]].transpose(0, 1)
+        k, v = (
+            x[tables.key_offsets[row] : tables.key_offsets[row + 1]].transpose(0, 1) for x in (key, value)
+        )
+        distance = (
+            torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1] - torch.arange(k.shape[1])[None]
+        )
+        hidden = (distance < 0) | (distance >= (options.window or 10**9))
+        scores = (q @ k.transpose(1, 2) * options.scaling).masked_fill(hidden, -torch.inf)
+        outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(outputs)
 
-    def reference(kernel, query, key, value, tables, options):
-        key, value = key[tables.key_index], value[tables.key_index]
-        repeat = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-        outputs = []
-        for row in range(len(tables.query_offsets) - 1):
-            q = query[tables.query_offsets[row] : tables.query_offsets[row + 1]].transpose(0, 1)
-            k, v = (
-                x[tables.key_offsets[row] : tables.key_offsets[row + 1]].transpose(0, 1) for x in (key, value)
-            )
-            distance = (
-                torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1] - torch.arange(k.shape[1])[None]
-            )
-            hidden = (distance < 0) | (distance >= (options.window or 10**9))
-            scores = (q @ k.transpose(1, 2) * options.scaling).masked_fill(hidden, -torch.inf)
-            outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
-        return torch.cat(outputs)
 
-    model, sequences = make_model("mistral"), ragged_tree()
-    expected = packed_logps(model, pack(sequences), 1.0)
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("window", [None, 7])
+def test_variable_length_tables_describe_the_same_attention(window: int | None, shared: bool) -> None:
+    """Both ways of computing a tree's attention agree, with gradients, in fp64."""
+    sequences = ragged_tree() if shared else [TokenSequence([i, *range(5 + i)], 1) for i in range(4)]
+    (batch,) = pack(sequences)
+    torch.manual_seed(0)
+    inputs = [
+        torch.randn(batch.num_tokens, heads, 8, dtype=torch.float64, requires_grad=True)
+        for heads in (4, 2, 2)
+    ]
+    options = AttentionOptions(0.5, window)
+    tables = VarlenTables.of(AttentionTree.of(batch), torch.device("cpu"))
+    assert (tables.key_index is None) == (not shared)
+    expected = TreeAttention(batch).attend(0, *inputs, options)
+    actual = varlen_reference("reference", *inputs, tables, options)
+    torch.testing.assert_close(actual, expected)
+    weights = torch.randn_like(expected)
+    wanted = torch.autograd.grad((expected * weights).sum(), inputs)
+    got = torch.autograd.grad((actual * weights).sum(), inputs)
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+FLASHED = ("llama", "qwen3", "gemma3", "phi3", "gpt_neox", "mistral", "gpt2")
+
+
+@pytest.mark.parametrize("name", FLASHED)
+def test_autocast_reaches_the_flash_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the dtypes that layers really hand over, and only the device's type and the kernel stood in for."""
+    dtypes: set[tuple[torch.dtype, ...]] = set()
+
+    class OnCuda(TreeAttention):
+        def __init__(self, batch: PackedBatch) -> None:
+            super().__init__(batch)
+            self._device_type = "cuda"
+
+    def kernel(name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> Any:
+        assert name.endswith("varlen")
+        dtypes.add((query.dtype, key.dtype, value.dtype))
+        return varlen_reference(name, query, key, value, *rest)
+
+    model, sequences = make_model(name), ragged_tree()
+    batches = pack(sequences)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = packed_logps(model, batches, 1.0)
+    wanted = gradients(model, expected)
+    exact = packed_logps(model, batches, 1.0)
+    exact_gradients = gradients(model, exact)
+    monkeypatch.setattr("rlhf_models.logps.TreeAttention", OnCuda)
+    monkeypatch.setattr("rlhf_models.attention.run_varlen", kernel)
     monkeypatch.setattr("rlhf_models.cpu_linear._ROUND", 1)  # no such rows on CUDA
-    monkeypatch.setattr("rlhf_models.attention.varlen_kernel", lambda *_: "reference")
-    monkeypatch.setattr("rlhf_models.attention.run_varlen", reference)
-    assert_close(packed_logps(model, pack(sequences), 1.0), expected)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
+    assert torch.equal(packed_logps(model, batches, 1.0), exact) and not dtypes
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = packed_logps(model, batches, 1.0)
+    assert dtypes == {(torch.bfloat16,) * 3}
+    got = gradients(model, actual)
+    assert actual.dtype == torch.float32 and {g.dtype for g in got.values()} == {torch.float32}
+
+    def error(a: Any, b: Any) -> float:
+        parts = [(a, b)] if isinstance(a, torch.Tensor) else [(a[key], b[key]) for key in b]
+        return sum(float((x - y).detach().norm()) for x, y in parts) / sum(
+            float(y.detach().norm()) for _, y in parts
+        )
+
+    # As near to fp32 as the other way of computing in bfloat16 is.
+    assert error(actual, exact) < 2 * error(expected, exact)
+    assert error(got, exact_gradients) < 2 * error(wanted, exact_gradients)
 
 
 def test_packing_saves_the_shared_tokens() -> None:

@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any, Protocol, cast
 
 import torch
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import dropout, pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -94,13 +94,17 @@ def _packed_attention(
     softcap = kwargs.get("softcap")
     if packed is None:
         if softcap is not None:
-            return _softcapped(query, key, value, attention_mask, scaling, softcap).transpose(1, 2), None
+            options = AttentionOptions(scaling, softcap=softcap, dropout=kwargs.get("dropout", 0.0))
+            return _softcapped(query, key, value, attention_mask, options).transpose(1, 2), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     for extra in ("s_aux", "position_bias"):
         if kwargs.get(extra) is not None:
             raise UserError(f"{type(module).__name__} cannot score packed streams: it needs {extra}")
     options = AttentionOptions(scaling, kwargs.get("sliding_window"), softcap, kwargs.get("dropout", 0.0))
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    if torch.is_autocast_enabled(query.device.type):  # rotary embeddings make fp32 of queries and keys
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     layer = cast(int, module.layer_idx)
     if (layers := _PACKED_LAYERS.get()) is not None:  # None where gradient checkpointing runs the layer again
         layers[layer] = options.window
@@ -112,18 +116,20 @@ def _softcapped(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    scaling: float,
-    softcap: float,
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """Softcapped attention, (B, H, T, D) in and out; causal from the bottom right where there is no mask."""
+    assert options.softcap is not None
     if mask is None:
         causal = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
         mask = causal.tril(key.shape[2] - query.shape[2])
     repeat = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-    scores = softcap * torch.tanh(query @ key.transpose(-1, -2) * (scaling / softcap))
+    products = query @ key.transpose(-1, -2) * (options.scaling / options.softcap)
+    scores = options.softcap * torch.tanh(products)
     scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype) @ value
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+    return dropout(weights, options.dropout) @ value
 
 
 class TreeAttention:
@@ -135,6 +141,7 @@ class TreeAttention:
 
     def __init__(self, batch: PackedBatch) -> None:
         self._device = batch.input_ids.device
+        self._device_type = self._device.type
         self._tree = AttentionTree.of(batch)
         self._varlen: VarlenTables | None = None
         self._blocks: dict[tuple[int | None, torch.dtype], DenseBlocks] = {}
@@ -149,8 +156,8 @@ class TreeAttention:
     ) -> torch.Tensor:
         """See `AttentionPlan.attend`; on a CPU, tokens beyond the batch get the output of its first."""
         del layer
-        kernel = varlen_kernel(query.device.type, query.dtype, options)
-        _report_once(kernel or "scaled-dot-product attention in blocks", query.device.type)
+        kernel = varlen_kernel(self._device_type, query.dtype, options)
+        _report_once(kernel or "scaled-dot-product attention in blocks", self._device_type)
         if kernel:
             if self._varlen is None:
                 self._varlen = VarlenTables.of(self._tree, self._device)
@@ -192,7 +199,7 @@ def _attend_group(
 ) -> torch.Tensor:
     """Attention of one group of blocks, (B, H, Lq, D) in and out, causal where there is no mask."""
     if options.softcap is not None:
-        return _softcapped(query, key, value, mask, options.scaling, options.softcap)
+        return _softcapped(query, key, value, mask, options)
     grouped = query.shape[1] != key.shape[1]
     if grouped and query.device.type != "cpu":  # CUDA's fp32 kernels want as many key heads as query heads
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))

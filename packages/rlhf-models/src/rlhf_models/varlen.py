@@ -16,14 +16,15 @@ class VarlenTables:
     """One row per segment: its own queries against the keys of its ancestors and itself.
 
     Args:
-        key_index: stream positions of all rows' keys, one row after the other.
+        key_index: stream positions of all rows' keys, one row after the other; None where nothing is shared,
+            so that they are the stream itself.
         query_offsets: (S + 1,) int32, where each row's queries start in the stream, and N.
         key_offsets: (S + 1,) int32, the same in `key_index`.
         max_query: most queries of a row.
         max_key: most keys of a row.
     """
 
-    key_index: torch.Tensor
+    key_index: torch.Tensor | None
     query_offsets: torch.Tensor
     key_offsets: torch.Tensor
     max_query: int
@@ -32,22 +33,29 @@ class VarlenTables:
     @classmethod
     def of(cls, tree: AttentionTree, device: torch.device) -> VarlenTables:
         """The tables of a tree."""
-        keys = [
-            np.concatenate([tree.seen_before(start), np.arange(start, start + length)])
-            for start, length in zip(tree.start, tree.length, strict=True)
-        ]
-        key_lengths = np.array([len(k) for k in keys])
+        key_index, key_lengths = None, tree.length
+        if (tree.parent >= 0).any():
+            keys = [
+                np.concatenate([tree.seen_before(start), np.arange(start, start + length)])
+                for start, length in zip(tree.start, tree.length, strict=True)
+            ]
+            key_lengths = np.array([len(k) for k in keys])
+            key_index = torch.from_numpy(np.concatenate(keys)).to(device)
 
         def offsets(lengths: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
 
         return cls(
-            key_index=torch.from_numpy(np.concatenate(keys)).to(device),
+            key_index=key_index,
             query_offsets=offsets(tree.length),
             key_offsets=offsets(key_lengths),
             max_query=int(tree.length.max()),
             max_key=int(key_lengths.max()),
         )
+
+    def keys(self, x: torch.Tensor) -> torch.Tensor:
+        """Keys or values (N, H, D) of the stream as those of the rows, one row after the other."""
+        return x.contiguous() if self.key_index is None else x.index_select(0, self.key_index)
 
 
 def varlen_kernel(device_type: str, dtype: torch.dtype, options: AttentionOptions) -> str | None:
@@ -70,7 +78,7 @@ def run_varlen(
     options: AttentionOptions,
 ) -> torch.Tensor:
     """One flash call: segments as rows, causal from the bottom right, so that ancestors are fully seen."""
-    key, value = key[tables.key_index], value[tables.key_index]
+    key, value = tables.keys(key), tables.keys(value)
     left = -1 if options.window is None else options.window - 1
     offsets = (tables.query_offsets, tables.key_offsets, tables.max_query, tables.max_key)
     if kernel == "flash-attn varlen":
