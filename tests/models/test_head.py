@@ -1,6 +1,7 @@
 """The language-model head, fused or not, whole or in chunks: the values and gradients of the formula."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GraniteConfig
 
-from rlhf_data import TokenSequence, pack
+from rlhf_data import TokenSequence, UserError, pack
 from rlhf_models import head as head_module
 from rlhf_models import prepare_for_packing, tiny_model, token_logps
 from rlhf_models.fused_head import FusedHead, HeadTargets
@@ -214,7 +215,7 @@ def make_model(kind: str) -> Any:
 def test_every_head_scores_as_the_plain_model(
     kind: str, chunk_logits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head_module, "CHUNK_LOGITS", chunk_logits)
+    monkeypatch.setattr(head_module, "CHUNK_BYTES", 4 * chunk_logits)
     model = make_model(kind)
     (batch,) = pack(TREE)
     expected = naive_logps(model, 0.7)
@@ -238,22 +239,58 @@ def test_only_plain_heads_are_fused(kind: str, monkeypatch: pytest.MonkeyPatch) 
     assert bool(calls) == (kind in ("soft-capped", "LoRA on the head", "hooked"))
 
 
-@pytest.mark.parametrize("change", ["partitioned", "sharded", "biased", "patched"])
+@pytest.mark.parametrize("change", ["none", "sharded", "biased", "patched"])
 def test_a_head_that_is_not_all_there_is_called_as_a_module(change: str) -> None:
     linear = nn.Linear(4, 6, bias=change == "biased")
-    if change == "partitioned":
-        linear.weight.ds_id = 0  # pyright: ignore[reportAttributeAccessIssue]  (as DeepSpeed marks it)
     if change == "sharded":
         linear.weight = nn.Parameter(torch.zeros(12))
     if change == "patched":
         linear.forward = lambda input: input
-    assert not head_module._is_plain(linear)
-    assert head_module._is_plain(nn.Linear(4, 6, bias=False))
+    assert (head_module._is_matrix(linear) and head_module._is_bare(linear)) == (change == "none")
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied", "scaled", "soft-capped", "LoRA on the head"])
+def test_a_partitioned_head_is_called_once_around_all_chunks(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call of the module, in the backward pass too, would gather its weight from all processes."""
+    monkeypatch.setattr(head_module, "CHUNK_BYTES", 4 * 2 * VOCAB)
+    model, (batch,) = make_model(kind), pack(TREE)
+    head = head_module.causal_lm(model).get_output_embeddings()
+    expected = naive_logps(model)
+    wanted = gradients(model, expected)
+    for parameter in head.parameters():
+        parameter.ds_id = 0  # as DeepSpeed marks it
+    if kind == "LoRA on the head":
+        with pytest.raises(UserError, match="lora_target_modules"):
+            token_logps(model, batch)
+        return
+    calls = []
+    head.register_forward_hook(lambda *_: calls.append(1))
+    logps = token_logps(model, batch).logps
+    torch.testing.assert_close(logps, expected, rtol=1e-5, atol=1e-5)
+    got = gradients(model, logps)
+    assert calls == [1]
+    for name in wanted:
+        assert relative_difference(got[name], wanted[name]) < 1e-5, name
+
+
+def test_chunks_follow_the_memory_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    # 2^27 bytes hold 220 rows of 152,064 logits in fp32 on a CPU, and GPUs hold a 64th of their memory:
+    # 2^36 / 64 / (4 * 152,064) = 1765; a small one never less than a CPU.
+    cuda = torch.device("cuda")
+    assert head_module.chunk_rows(152_064, torch.device("cpu")) == 220
+    for memory, rows in ((1 << 36, 1765), (1 << 32, 220)):
+        monkeypatch.setattr(
+            "torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=memory)
+        )
+        assert head_module.chunk_rows(152_064, cuda) == rows
+    assert head_module.chunk_rows(1 << 40, cuda) == 1
 
 
 @pytest.mark.parametrize("chunk_logits", [1 << 20, 2 * VOCAB])
 def test_under_autocast(chunk_logits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_module, "CHUNK_LOGITS", chunk_logits)
+    monkeypatch.setattr(head_module, "CHUNK_BYTES", 4 * chunk_logits)
     model = make_model("tied")
     (batch,) = pack(TREE)
     exact = token_logps(model, batch).logps

@@ -21,8 +21,8 @@ from rlhf_infer.sampling import Sampler
 from rlhf_infer.stops import StopTexts
 from rlhf_models.attention import AttentionPlan
 from rlhf_models.cpu_linear import rounding
-from rlhf_models.head import causal_lm, lm_logits
-from rlhf_models.logps import CHUNK_LOGITS, stream_forward
+from rlhf_models.head import causal_lm, chunk_rows, lm_logits
+from rlhf_models.logps import stream_forward
 
 
 class TransformersEngine:
@@ -222,7 +222,7 @@ class TransformersEngine:
         """Draw the next tokens, from logits that are computed at once where they are not too many."""
         sizes = [len(cohort.hidden) for cohort in cohorts]
         vocabulary = causal_lm(self.model).config.get_text_config().vocab_size
-        if len(cohorts) == 1 or sum(sizes) * vocabulary > CHUNK_LOGITS:
+        if len(cohorts) == 1 or sum(sizes) > chunk_rows(vocabulary, cohorts[0].hidden.device):
             for cohort in cohorts:
                 cohort.draw(self._head, cohort.hidden)
             return

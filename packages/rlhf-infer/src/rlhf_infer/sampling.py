@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlhf_data import UserError
 from rlhf_infer.protocol import SamplingParams
-from rlhf_models.logps import CHUNK_LOGITS
+from rlhf_models.head import chunk_rows
 
 _NUCLEUS = 256
 """Tokens that are sorted for top-p at first; more only where they have too little probability."""
@@ -61,7 +61,7 @@ class Sampler:
     ) -> None:
         self._params = params
         self._eos = torch.tensor([e for e in eos_token_ids if e < vocab_size], device=device)
-        self._rows_per_chunk = max(1, CHUNK_LOGITS // vocab_size)
+        self._rows_per_chunk = chunk_rows(vocab_size, device)
         self._uniforms: Tensor | None = None
         if params.temperature > 0:
             self._uniforms = uniforms(prompts, samples, params, seeds).to(device)

@@ -29,6 +29,13 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return _onednn(a, b) if _worthwhile(a, b) else a @ b.T
 
 
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Add the product a bᵀ to a total (n, m), in place where its type allows; not differentiable."""
+    if total.dtype != a.dtype or _worthwhile(a, b):
+        return total.add_(product(a, b))
+    return total.addmm_(a, b.T)
+
+
 def rounding(rows: int, like: Tensor) -> int:
     """Rows to add to so many rows of a model's states, so that few shapes occur where each one costs memory.
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlhf_models.cpu_linear import product
+from rlhf_models.cpu_linear import add_product, product
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,20 @@ class HeadTargets:
         """Whether all rows make one chunk."""
         return self.num_rows <= self.rows_per_chunk
 
+    @cached_property
+    def _members(self) -> tuple[Tensor, ...]:
+        """The targets of each chunk, by index; counted once, because the host waits for a GPU to count."""
+        rows, order = self.rows.sort(stable=True)
+        chunks = -(-self.num_rows // self.rows_per_chunk)
+        return order.split(torch.bincount(rows // self.rows_per_chunk, minlength=chunks).tolist())
+
     def chunks(self) -> Iterator[tuple[slice, Tensor | slice, Tensor, Tensor]]:
         """Per chunk: its rows; the targets it predicts, by index, by row within the chunk, and by id."""
         if self.whole:
             yield slice(0, self.num_rows), slice(None), self.rows, self.ids
             return
         starts = range(0, self.num_rows, self.rows_per_chunk)
-        rows, order = self.rows.sort(stable=True)
-        sizes = torch.bincount(rows // self.rows_per_chunk, minlength=len(starts)).tolist()
-        for start, members in zip(starts, order.split(sizes), strict=True):
+        for start, members in zip(starts, self._members, strict=True):
             chunk = slice(start, start + self.rows_per_chunk)
             yield chunk, members, self.rows[members] - start, self.ids[members]
 
@@ -153,9 +159,8 @@ def _grad_logits(
 
 def _accumulated(total: Tensor | None, grad_logits: Tensor, hidden: Tensor, whole: bool) -> Tensor:
     """The weight's gradient with one more chunk in it."""
-    part = product(grad_logits.T, hidden.T)
     if whole:
-        return part
+        return product(grad_logits.T, hidden.T)
     if total is None:
-        return part.to(torch.promote_types(hidden.dtype, torch.float32))
-    return total.add_(part)
+        return product(grad_logits.T, hidden.T).to(torch.promote_types(hidden.dtype, torch.float32))
+    return add_product(total, grad_logits.T, hidden.T)

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
+from rlhf_data import UserError
 from rlhf_models.cpu_linear import is_linear
 from rlhf_models.fused_head import FusedHead, HeadTargets
 
-CHUNK_LOGITS = 1 << 25
-"""Logits held at a time: 33.6 million, 134 MB in fp32."""
+CHUNK_BYTES = 1 << 27
+"""Bytes of fp32 logits held at a time on a CPU, which gains nothing from more."""
+_GPU_SHARE = 64
+"""A GPU holds a 64th of its memory at a time: 2,207 rows of 152,064 logits on one of 80 GiB. Each chunk takes
+another pass over the weight's gradient, and few rows leave its multiplications waiting for memory."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +51,23 @@ def causal_lm(model: Any) -> Any:
 def lm_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
     """Final logits (..., V) in fp32 from last hidden states, with the architecture's scaling and soft cap."""
     lm = causal_lm(model)
-    logits, scale = lm.get_output_embeddings()(hidden).float(), _logit_scale(lm.config)
+    return _finished(lm.get_output_embeddings()(hidden), lm.config)
+
+
+def _finished(outputs: torch.Tensor, config: Any) -> torch.Tensor:
+    """Logits in fp32 from the head's outputs."""
+    logits, scale = outputs.float(), _logit_scale(config)
     logits = logits if scale == 1.0 else logits * scale
-    cap = getattr(lm.config, "final_logit_softcapping", None)
+    cap = getattr(config, "final_logit_softcapping", None)
     return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def chunk_rows(vocab_size: int, device: torch.device) -> int:
+    """Rows of logits, `vocab_size` each, that are to exist at a time on a device."""
+    budget = CHUNK_BYTES
+    if device.type == "cuda":
+        budget = max(budget, torch.cuda.get_device_properties(device).total_memory // _GPU_SHARE)
+    return max(1, budget // (4 * vocab_size))
 
 
 def score_targets(
@@ -64,8 +83,10 @@ def score_targets(
     """Scores of targets from the hidden states that predict them, the head run on chunks of states.
 
     A head that is a plain linear layer is one function together with the softmax, with a backward pass of its
-    own (`FusedHead`). Any other (with a bias, adapted, quantised, sharded, soft-capped, hooked) is called as
-    the module it is, again in the backward pass where there are several chunks.
+    own (`FusedHead`). Any other (with a bias, adapted, quantised, soft-capped, hooked) is called as the module
+    it is, again in the backward pass where there are several chunks. One that DeepSpeed partitions is called
+    once around all chunks, because each call gathers its weights from all processes, which have chunks of
+    their own number.
 
     Args:
         model: the causal LM, or a PeftModel around one.
@@ -75,29 +96,71 @@ def score_targets(
         temperature: > 0, divides the logits.
         with_entropy: also the entropies, with gradients.
         with_stats: also `correct`, `mean_logits` and the entropies, without gradients of their own.
+
+    Raises:
+        UserError: DeepSpeed partitions a head that is more than a linear layer.
     """
     lm = causal_lm(model)
-    head = lm.get_output_embeddings()
-    rows_per_chunk = max(1, CHUNK_LOGITS // lm.config.get_text_config().vocab_size)
-    if getattr(lm.config, "final_logit_softcapping", None) is not None or not _is_plain(head):
+    head, config = lm.get_output_embeddings(), lm.config
+    num_rows = chunk_rows(config.get_text_config().vocab_size, hidden.device)
+    options: dict[str, Any] = {"temperature": temperature}
+    options |= {"with_entropy": with_entropy, "with_stats": with_stats}
+    capped = getattr(config, "final_logit_softcapping", None) is not None
+    partitioned = any(hasattr(parameter, "ds_id") for parameter in head.parameters())
+    if partitioned and not is_linear(head):
+        raise UserError(
+            f"the output layer is a {type(head).__name__}, which cannot be scored when ZeRO-3 partitions it; "
+            "leave it out of lora_target_modules, or take ZeRO-2"
+        )
+
+    def score(states: torch.Tensor) -> TokenLogps:
+        if _is_matrix(head) and (partitioned or _is_bare(head)) and not capped:
+            wanted = HeadTargets(targets, rows, len(states), num_rows)
+            return _fused(states, head.weight, wanted, scale=_logit_scale(config), **options)
+        call = partial(linear, weight=head.weight, bias=head.bias) if partitioned else head
         return logps_from_hidden(
-            lambda states: lm_logits(model, states),
-            hidden,
+            lambda chunk: _finished(call(chunk), config),
+            states,
             targets,
             rows=rows,
-            rows_per_chunk=rows_per_chunk,
-            temperature=temperature,
-            with_entropy=with_entropy,
-            with_stats=with_stats,
+            rows_per_chunk=num_rows,
+            **options,
         )
-    device, weight = hidden.device.type, head.weight
+
+    return _within_call(head, score, hidden) if partitioned else score(hidden)
+
+
+def _within_call(head: Any, score: Callable[[torch.Tensor], TokenLogps], hidden: torch.Tensor) -> TokenLogps:
+    """`score(hidden)` in the place of a head's forward pass, so that its hooks surround all of it."""
+
+    def forward(states: torch.Tensor) -> dict[str, torch.Tensor]:
+        scored = score(states)  # hooks look for tensors in dicts, not in dataclasses
+        return {name: x for name in _FIELDS if (x := getattr(scored, name)) is not None}
+
+    head.forward = forward
+    try:
+        return TokenLogps(**head(hidden))
+    finally:
+        del head.forward
+
+
+def _fused(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    wanted: HeadTargets,
+    *,
+    scale: float,
+    temperature: float,
+    with_entropy: bool,
+    with_stats: bool,
+) -> TokenLogps:
+    """Scores by `FusedHead`; the others as in `score_targets`, `scale` is the architecture's own."""
+    device = hidden.device.type
     if torch.is_autocast_enabled(device):
         hidden, weight = (x.to(torch.get_autocast_dtype(device)) for x in (hidden, weight))
-    scale = _logit_scale(lm.config) / temperature
-    wanted = HeadTargets(targets, rows, len(hidden), rows_per_chunk)
     with torch.autocast(device, enabled=False):
         logps, entropy, correct, mean = FusedHead.apply(
-            hidden, weight, wanted, scale, with_entropy, with_stats
+            hidden, weight, wanted, scale / temperature, with_entropy, with_stats
         )
     return TokenLogps(logps, entropy, correct, mean if mean is None else mean * temperature)
 
@@ -161,16 +224,17 @@ def _logit_scale(config: Any) -> float:
     return (1.0 if factor is None else factor) / (1.0 if divisor is None else divisor)
 
 
-def _is_plain(head: Any) -> bool:
-    """Whether a head is nothing but a matrix that is all here: no bias, no hooks, no shards, no adapter."""
+def _is_matrix(head: Any) -> bool:
+    """Whether a head is nothing but a matrix that is all here: no bias, no shards, no adapter."""
     return (
         is_linear(head)
         and head.bias is None
-        and "forward" not in vars(head)
-        and not (head._forward_hooks or head._forward_pre_hooks or head._backward_hooks)
         and type(head.weight) in (nn.Parameter, torch.Tensor)
-        and not hasattr(
-            head.weight, "ds_id"
-        )  # DeepSpeed gathers a partitioned weight when the module is called
         and head.weight.shape == (head.out_features, head.in_features)
     )
+
+
+def _is_bare(head: Any) -> bool:
+    """Whether calling a head runs nothing but its class's forward pass."""
+    hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks)
+    return "forward" not in vars(head) and not any(hooks)

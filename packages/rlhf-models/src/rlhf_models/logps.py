@@ -11,7 +11,6 @@ from torch.nn.functional import pad
 from rlhf_data import PackedBatch, TokenSequence, UserError, pack
 from rlhf_models.attention import AttentionPlan, TreeAttention, packed_forward, prepare_for_packing
 from rlhf_models.cpu_linear import rounding
-from rlhf_models.head import CHUNK_LOGITS as CHUNK_LOGITS
 from rlhf_models.head import TokenLogps, causal_lm, lm_logits, score_targets
 
 _CHECKED_TOKENS = 5

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rlhf_models.head import CHUNK_LOGITS
+from rlhf_models.head import chunk_rows
 
 __all__ = ["activation_bytes", "format_bytes", "weight_bytes"]
 
@@ -35,7 +36,12 @@ def weight_bytes(model: PreTrainedModel, *, bits: int | None = None) -> float:
 
 
 def activation_bytes(
-    config: PreTrainedConfig, tokens: int, itemsize: int, *, checkpointing: bool = False
+    config: PreTrainedConfig,
+    tokens: int,
+    itemsize: int,
+    *,
+    checkpointing: bool = False,
+    device: torch.device | None = None,
 ) -> float:
     """Bytes that a forward and backward pass over a stream keeps.
 
@@ -52,6 +58,7 @@ def activation_bytes(
         tokens: of the stream.
         itemsize: bytes of a value.
         checkpointing: whether layers are computed again in the backward pass.
+        device: where, one of this machine's; None is the CPU.
     """
     hidden, layers = config.hidden_size, config.num_hidden_layers
     intermediate = (
@@ -59,8 +66,8 @@ def activation_bytes(
     )
     per_layer = 8 * hidden + 2 * intermediate
     values = layers * hidden + per_layer if checkpointing else layers * per_layer
-    logits = min(CHUNK_LOGITS, tokens * config.vocab_size)
-    return tokens * values * itemsize + _LOGITS_COPIES * logits * 4
+    rows = min(tokens, chunk_rows(config.vocab_size, device or torch.device("cpu")))
+    return tokens * values * itemsize + _LOGITS_COPIES * rows * config.vocab_size * 4
 
 
 def format_bytes(num_bytes: float) -> str:
