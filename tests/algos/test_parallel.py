@@ -49,11 +49,11 @@ def test_the_log_says_which_precision_and_why(settings, said, caplog):
     assert said in caplog.messages
 
 
-def test_half_precision_weights_are_left_as_they_are():
-    mode, reason = choose_precision(SFTConfig(), CPU, torch.bfloat16)
-    assert mode == "no" and "bfloat16" in reason
-    with pytest.raises(UserError, match="float32"):
-        choose_precision(SFTConfig(fp16=True), torch.device("cuda"), torch.bfloat16)
+def test_weights_loaded_in_bfloat16_are_computed_in_it_unless_told_otherwise():
+    assert choose_precision(SFTConfig(), CPU, torch.bfloat16)[0] == "bf16"
+    assert choose_precision(SFTConfig(bf16=False), CPU, torch.bfloat16)[0] == "no"
+    assert choose_precision(SFTConfig(fp16=True), torch.device("cuda"), torch.bfloat16)[0] == "fp16"
+    assert choose_precision(SFTConfig(), CPU, torch.float16)[0] == "no"
 
 
 def test_fp16_needs_a_gpu():

@@ -1,7 +1,7 @@
 """One process of trainings whose output layer runs in chunks: `zero3_head_worker.py FOLDER`.
 
-Alone it trains as it is, under torchrun with ZeRO-3 and every weight partitioned.  With 10 rows to a chunk one of
-two processes scores 90 tokens in 9 chunks, the other 14 in 2.
+Alone it trains as it is, under torchrun with ZeRO-3 and every weight partitioned.  With 10 rows to a chunk
+one of two processes scores 90 tokens in 9 chunks, the other 14 in 2.
 """
 
 from __future__ import annotations

@@ -281,9 +281,8 @@ def test_chunks_follow_the_memory_of_the_device(monkeypatch: pytest.MonkeyPatch)
     cuda = torch.device("cuda")
     assert head_module.chunk_rows(152_064, torch.device("cpu")) == 220
     for memory, rows in ((1 << 36, 1765), (1 << 32, 220)):
-        monkeypatch.setattr(
-            "torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=memory)
-        )
+        properties = SimpleNamespace(total_memory=memory)
+        monkeypatch.setattr("torch.cuda.get_device_properties", {cuda: properties}.__getitem__)
         assert head_module.chunk_rows(152_064, cuda) == rows
     assert head_module.chunk_rows(1 << 40, cuda) == 1
 

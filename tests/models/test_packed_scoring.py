@@ -264,7 +264,7 @@ FLASHED = ("llama", "qwen3", "gemma3", "phi3", "gpt_neox", "mistral", "gpt2")
 
 @pytest.mark.parametrize("name", FLASHED)
 def test_autocast_reaches_the_flash_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the dtypes that layers really hand over, and only the device's type and the kernel stood in for."""
+    """With the dtypes that layers hand over, and only the device's type and the kernel stood in for."""
     dtypes: set[tuple[torch.dtype, ...]] = set()
 
     class OnCuda(TreeAttention):

@@ -73,7 +73,7 @@ class HardwareConfig(BaseConfig):
     """Precision, memory, processes."""
 
     bf16: bool | None = None
-    """Compute in bfloat16 (weights stay in fp32); null means where the GPU is made for it."""
+    """Compute in bfloat16 (weights stay in fp32); null means on GPUs made for it and for bfloat16 weights."""
     fp16: bool | None = None
     """Compute in float16 with a scaled loss; null means on GPUs that have no bfloat16."""
     gradient_checkpointing: bool = False

@@ -79,9 +79,6 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         if config.disable_dropout:
             disable_dropout(model)
         self._ref_model = ref_model
-        if self.needs_reference(config) and ref_model is None and not adapter_off_is(model):
-            _LOG.info("the reference is a frozen copy of the model")
-            self._ref_model = copy.deepcopy(model)
         self.rewards = rewards
         self.terms_per_token = 1.0
         self._said: dict[str, float] = {}  # what this process's reward functions logged last
@@ -127,6 +124,9 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
 
     def build_scorer(self, model: Any) -> nn.Module:
         """The policy, with its reference where that is a model of its own."""
+        if self.needs_reference(self.config) and self._ref_model is None and not adapter_off_is(model):
+            _LOG.info("the reference is a frozen copy of the model")
+            self._ref_model = copy.deepcopy(model)
         return LogpsModule(model) if self._ref_model is None else ReferenceScorer(model, self._ref_model)
 
     def train_step(self, examples: Sequence[PromptExample]) -> dict[str, float]:

@@ -8,13 +8,36 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from rlhf_data import UserError
 
-__all__ = ["OPTIMIZERS", "create_optimizer", "create_scheduler", "learning_rate_factor"]
+__all__ = ["OPTIMIZERS", "create_optimizer", "create_scheduler", "learning_rate_factor", "train_in_fp32"]
+
+
+def train_in_fp32(module: Any) -> torch.dtype:
+    """Put the trained weights of a module that are in half precision into fp32, in place.
+
+    A bfloat16 weight keeps 8 bits, so a step below a 512th of it is lost when it is added: at a learning rate
+    of 1e-6 that are nearly all.  What is computed in is the business of autocast.
+
+    Returns:
+        The type that the trained weights were in.
+
+    Raises:
+        ValueError: nothing is trained.
+    """
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if not trained:
+        raise ValueError("no parameter of the module requires a gradient")
+    dtype = trained[0].dtype
+    for parameter in trained:
+        if parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()
+    return dtype
 
 
 def create_optimizer(
@@ -41,7 +64,8 @@ def create_optimizer(
         optim: one of `OPTIMIZERS`.
 
     Raises:
-        ValueError: no parameters, some do not require a gradient, or an unknown `optim`.
+        ValueError: no parameters, some do not require a gradient or are in half precision, or an unknown
+            `optim`.
         UserError: bitsandbytes is asked for and not installed.
     """
     if optim not in OPTIMIZERS:
@@ -50,6 +74,8 @@ def create_optimizer(
     frozen = sum(not parameter.requires_grad for parameter in parameters)
     if frozen or not parameters:
         raise ValueError(f"{frozen} of the {len(parameters)} parameters to train do not require a gradient")
+    if any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in parameters):
+        raise ValueError("weights in half precision lose their updates; see train_in_fp32")
     groups = [{"params": parameters, "weight_decay": 0.0}]
     if weight_decay > 0:
         matrices = [parameter for parameter in parameters if parameter.ndim >= 2]

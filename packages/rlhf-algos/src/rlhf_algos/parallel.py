@@ -42,27 +42,23 @@ def choose_precision(config: HardwareConfig, device: torch.device, dtype: torch.
     Args:
         config: `bf16` and `fp16`: true, false, or None to choose; and `fsdp`, which scales no fp16 loss.
         device: where the model runs.
-        dtype: of the trained weights.
+        dtype: that the trained weights were loaded in; they are trained in fp32.
 
     Returns:
         "bf16", "fp16" or "no" (the weights' own precision), and the reason.
 
     Raises:
-        UserError: fp16 is asked for on a CPU, with FSDP, or for weights in half precision.
+        UserError: fp16 is asked for on a CPU or with FSDP.
     """
     if config.fp16 and config.fsdp:
         raise UserError("fp16 and fsdp do not go together; use bf16, or deepspeed in place of fsdp")
     if config.fp16 and device.type == "cpu":
         raise UserError("fp16 needs a GPU; use bf16, or leave both out for fp32")
-    if dtype in _HALF.values():
-        if config.fp16:
-            raise UserError(
-                f"fp16 needs weights in float32, these are in {dtype}; load them with dtype float32"
-            )
-        return "no", f"the weights are in {str(dtype).removeprefix('torch.')} themselves"
     for mode in ("bf16", "fp16"):
         if getattr(config, mode):
             return mode, f"{mode} is set"
+    if dtype == torch.bfloat16 and config.bf16 is None:
+        return "bf16", "the weights were loaded in bfloat16"
     if device.type != "cuda":
         return "no", f"fp32 on the {device.type.upper()}"
     name = torch.cuda.get_device_name(device)
@@ -96,7 +92,7 @@ class Parallel:
     Args:
         config: precision and kind of parallelism.
         device: where the model is; with several processes it moves to the process's own device.
-        dtype: of the trained weights.
+        dtype: that the trained weights were loaded in.
         batch_size: examples per process and step, for DeepSpeed's book-keeping.
         max_grad_norm: 2-norm the gradient is scaled down to.
 

@@ -21,6 +21,7 @@ from rlhf_algos.method_configs import ReferenceConfig
 from rlhf_algos.methods import METHODS, Method
 from rlhf_algos.online_configs import OnlineConfig
 from rlhf_algos.online_job import check_parts
+from rlhf_algos.optim import train_in_fp32
 from rlhf_algos.parallel import choose_precision
 from rlhf_algos.processes import num_processes
 from rlhf_data import PromptExample, TokenSequence, UserError, ensure_writable_folder
@@ -84,7 +85,7 @@ def plan_training(name: str, config: Any) -> dict[str, Any]:
         each = f"{config.num_generations} completion{'s' if config.num_generations > 1 else ''} each"
         rows_text = f"{rows_text}, {each}, {passes} pass{'es' if passes > 1 else ''} over them"
     device = job_device()
-    dtype = next(model.parameters()).dtype
+    dtype = train_in_fp32(model)
     precision, reason = choose_precision(config, device, dtype)
     limit = "no limit" if max_length is None else f"limit {max_length:,}"
     return {
@@ -230,7 +231,7 @@ def _memory_text(name: str, config: Any, model: Any, tokens: int, precision: str
     itemsize = 2 if precision in ("bf16", "fp16") else next(model.parameters()).element_size()
     text = model.config.get_text_config()
     activations = members * activation_bytes(
-        text, tokens, itemsize, checkpointing=config.gradient_checkpointing
+        text, tokens, itemsize, checkpointing=config.gradient_checkpointing, device=job_device()
     )
     parts = [("weights", weights), ("reference", reference), ("gradients and moments", state)]
     parts.append(("activations", activations))

@@ -86,19 +86,18 @@ class ReferenceTrainer(LanguageModelTrainer[Example], Generic[Example]):
         if config.disable_dropout:
             disable_dropout(model)
         self._ref_model = ref_model
-        precompute = config.precompute_ref_log_probs
-        if ref_model is None and not precompute and not adapter_off_is(model):
-            _LOG.info("the reference is a frozen copy; precompute_ref_log_probs needs none in memory")
-            self._ref_model = copy.deepcopy(model)
         super().__init__(model, config, examples, eval_examples=eval_examples, **options)
-        if precompute:
+        if config.precompute_ref_log_probs:
             self.examples, self.eval_examples = self._referenced(examples, eval_examples)
 
     def build_scorer(self, model: Any) -> nn.Module:
         """The policy, with its reference where that is a model of its own."""
-        if self._ref_model is None or self.config.precompute_ref_log_probs:
+        if self.config.precompute_ref_log_probs:
             return LogpsModule(model)
-        return ReferenceScorer(model, self._ref_model)
+        if self._ref_model is None and not adapter_off_is(model):
+            _LOG.info("the reference is a frozen copy; precompute_ref_log_probs needs none in memory")
+            self._ref_model = copy.deepcopy(model)
+        return LogpsModule(model) if self._ref_model is None else ReferenceScorer(model, self._ref_model)
 
     @abstractmethod
     def reference_sequences(self, example: Example) -> Sequence[TokenSequence]:

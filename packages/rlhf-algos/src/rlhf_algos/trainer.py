@@ -16,7 +16,7 @@ from rlhf_algos.batching import epoch_order, micro_batches
 from rlhf_algos.checkpoints import load_weights, save_pretrained
 from rlhf_algos.config import TrainerConfig
 from rlhf_algos.observers import Observers
-from rlhf_algos.optim import create_optimizer, create_scheduler
+from rlhf_algos.optim import create_optimizer, create_scheduler, train_in_fp32
 from rlhf_algos.outputs import LossOutput
 from rlhf_algos.parallel import Parallel
 from rlhf_algos.progress import TrainingEvents, check_evaluations
@@ -84,14 +84,15 @@ class BaseTrainer(ABC, Generic[Example]):
         self.num_tokens = 0
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
+        dtype = train_in_fp32(model)
         self.scorer = self.build_scorer(model)
+        train_in_fp32(self.scorer)
         if config.torch_compile:
             compile_model(self.scorer)
-        trained = self.parameters[0]
         self.parallel = Parallel(
             config,
-            device=trained.device,
-            dtype=trained.dtype,
+            device=self.parameters[0].device,
+            dtype=dtype,
             batch_size=config.per_device_train_batch_size,
             max_grad_norm=config.max_grad_norm,
         )

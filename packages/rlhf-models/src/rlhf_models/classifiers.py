@@ -231,6 +231,16 @@ def head_of(model: Any) -> Any:
     return getattr(model, _head_name(model))
 
 
+def run_head(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """What a classifier's head makes of hidden states, (..., outputs).
+
+    A trained head is in fp32 whatever the trunk under it is in.
+    """
+    head = head_of(model)
+    weight = max(head.parameters(), key=lambda parameter: parameter.requires_grad)
+    return head(hidden.to(weight.dtype))
+
+
 def init_head(head: nn.Module) -> None:
     """Random weights for a head: a linear one gets w ~ N(0, 1 / (hidden + 1)) (arXiv:2009.01325)."""
     if isinstance(head, MLPHead):

@@ -16,7 +16,7 @@ from rlhf_data import PackedBatch, UserError, atomic_folder, atomic_write_json
 from rlhf_models.adapter_files import adapter_config, load_adapter_weights
 from rlhf_models.adapters import AdapterSet, LoraSettings, add_adapters, apply_lora
 from rlhf_models.attention import prepare_for_packing
-from rlhf_models.classifiers import head_of, init_head, load_classifier, save_classifier
+from rlhf_models.classifiers import head_of, init_head, load_classifier, run_head, save_classifier
 from rlhf_models.ensemble import ENSEMBLE_FILE, RewardEnsemble
 from rlhf_models.logps import hidden_states
 from rlhf_models.reward import RewardModel, read_positions
@@ -121,7 +121,7 @@ class AdapterEnsemble(RewardEnsemble):
         rows = []
         for name in self.adapters.names:
             with self.adapters.use(name):
-                rows.append(head_of(self.model)(hidden_states(self.model, batch)[last])[:, 0])
+                rows.append(run_head(self.model, hidden_states(self.model, batch)[last])[:, 0])
         return torch.stack(rows).float()
 
     def gradient_checkpointing_enable(
@@ -180,7 +180,7 @@ class HeadEnsemble(RewardEnsemble):
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """See `RewardEnsemble.forward`."""
         last = read_positions(batch, self.config, self.tokenizer)
-        return head_of(self.model)(hidden_states(self.model, batch)[last]).float().T
+        return run_head(self.model, hidden_states(self.model, batch)[last]).float().T
 
     def save_pretrained(self, folder: str | Path) -> None:
         """See `RewardEnsemble.save_pretrained`."""

@@ -83,10 +83,9 @@ def score_targets(
     """Scores of targets from the hidden states that predict them, the head run on chunks of states.
 
     A head that is a plain linear layer is one function together with the softmax, with a backward pass of its
-    own (`FusedHead`). Any other (with a bias, adapted, quantised, soft-capped, hooked) is called as the module
-    it is, again in the backward pass where there are several chunks. One that DeepSpeed partitions is called
-    once around all chunks, because each call gathers its weights from all processes, which have chunks of
-    their own number.
+    own (`FusedHead`). Any other (with a bias, adapted, quantised, soft-capped, hooked) is called as the
+    module it is, again in the backward pass where there are several chunks. One that DeepSpeed partitions is
+    called once around all chunks: each call gathers its weights, and processes differ in their chunks.
 
     Args:
         model: the causal LM, or a PeftModel around one.

@@ -15,7 +15,14 @@ from rlhf_data import PackedBatch, TokenSequence, UserError, pack
 from rlhf_models.adapter_files import load_adapter_weights
 from rlhf_models.adapters import LoraSettings, apply_lora
 from rlhf_models.attention import prepare_for_packing
-from rlhf_models.classifiers import Head, build_classifier, head_of, load_classifier, save_classifier
+from rlhf_models.classifiers import (
+    Head,
+    build_classifier,
+    head_of,
+    load_classifier,
+    run_head,
+    save_classifier,
+)
 from rlhf_models.loading import check_prompt_fits, check_tokenizer_fits
 from rlhf_models.logps import hidden_states
 
@@ -153,7 +160,7 @@ class HeadModel(nn.Module):
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Outputs (...,) in fp32 for hidden states (..., hidden)."""
-        return head_of(self.model)(hidden)[..., 0].float()
+        return run_head(self.model, hidden)[..., 0].float()
 
     def _hidden(self, batch: PackedBatch) -> torch.Tensor:
         return hidden_states(self.model, batch)
