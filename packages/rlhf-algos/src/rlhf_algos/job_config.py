@@ -37,7 +37,7 @@ class StartModelConfig(BaseConfig):
     scratch: str | None = Field(default=None, alias="model_config")
     """YAML or JSON file with the shape of a model that starts from random weights."""
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
-    """Type the weights are loaded in; `auto` as stored.  What is trained becomes fp32, computed in this type."""
+    """Type the weights are loaded in; `auto` as stored.  Trained ones become fp32, computed in this type."""
     load_in_8bit: bool = False
     """Quantise the frozen weights to 8 bits; needs use_peft."""
     load_in_4bit: bool = False
