@@ -119,6 +119,7 @@ def _game(config: Any) -> tuple[MinMaxConfig, Stories]:
 
 def _with_stories(config: Any, *, base: Path, reward: Path | None, rows: Path) -> Any:
     """The settings with the stage ppo on stories; without a reward model where `reward` is None."""
+    rows = rows.absolute()
     models = [] if reward is None else [str(reward)]
     ppo = {**_PPO, "eval_data": str(rows / _EVAL_PROMPTS), **config.ppo}
     if "reward" not in ppo:

@@ -263,8 +263,7 @@ class TRLJob(Job):
     def _save(self, trainer: Any, tokenizer: Any) -> None:
         if trainer.is_world_process_zero():
             with atomic_folder(self.run.path / "final") as folder:
-                trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder)
-                tokenizer.save_pretrained(folder)
+                save_pretrained(trainer.accelerator.unwrap_model(trainer.model), tokenizer, folder)
 
 
 def _classes(name: str) -> tuple[Any, Any]:

@@ -24,6 +24,7 @@ from rlhf_algos.stopping import is_greater_better
 from rlhf_data import UserError, atomic_folder, atomic_write_json
 from rlhf_data.files import finite
 from rlhf_data.integrity import write_checksums
+from rlhf_models.adapter_files import ADAPTER_CONFIG, anchor_base
 
 __all__ = [
     "STATE_FILE",
@@ -187,6 +188,8 @@ def save_pretrained(model: Any, tokenizer: Any, folder: str | Path) -> None:
     """Write a model, and its tokenizer unless that is None, without transformers' bar for each file."""
     with _no_bars():
         model.save_pretrained(folder)
+    for path in Path(folder).rglob(ADAPTER_CONFIG):
+        anchor_base(path.parent)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 

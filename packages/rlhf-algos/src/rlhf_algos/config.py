@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_data import BaseConfig
+from rlhf_data import BaseConfig, LocalPath
 
 __all__ = ["HardwareConfig", "LoopConfig", "OptimizerConfig", "TrackingConfig", "TrainerConfig"]
 
@@ -80,7 +80,7 @@ class HardwareConfig(BaseConfig):
     """Recompute each layer in the backward pass: less memory, a third more time."""
     torch_compile: bool = False
     """Compile the model's layers with torch.compile; pays on GPUs and long runs."""
-    deepspeed: str | None = None
+    deepspeed: LocalPath | None = None
     """JSON file of DeepSpeed settings (ZeRO-1, 2 or 3); run under torchrun."""
     fsdp: bool = False
     """Shard the model over the processes (FSDP2); run under torchrun."""

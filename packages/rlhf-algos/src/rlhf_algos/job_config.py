@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from rlhf_algos.config import TrainerConfig
 from rlhf_algos.online_configs import OnlineConfig
-from rlhf_data import BaseConfig
+from rlhf_data import BaseConfig, LocalPath
 
 __all__ = [
     "TASK_REWARDS",
@@ -32,9 +32,9 @@ class StartModelConfig(BaseConfig):
 
     model_config = ConfigDict(serialize_by_alias=True)
 
-    model_name_or_path: str | None = None
+    model_name_or_path: LocalPath | None = None
     """Model folder, or a name on the Hugging Face hub."""
-    scratch: str | None = Field(default=None, alias="model_config")
+    scratch: LocalPath | None = Field(default=None, alias="model_config")
     """YAML or JSON file with the shape of a model that starts from random weights."""
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
     """Type the weights are loaded in; `auto` as stored.  Trained ones become fp32, computed in this type."""
@@ -79,9 +79,9 @@ class AdapterConfig(BaseConfig):
 class DataConfig(BaseConfig):
     """Rows to learn from and rows held out; without a file they come from the story world."""
 
-    train_data: str | None = None
+    train_data: LocalPath | None = None
     """File (JSON, JSON lines, also gzipped, CSV, Parquet, Arrow), `datasets` folder, or a hub name."""
-    eval_data: str | None = None
+    eval_data: LocalPath | None = None
     """The same, of held-out rows; null holds out a part of the training rows."""
     eval_fraction: float = Field(default=0.1, ge=0, lt=1)
     """Share of the prompts of `train_data` held out where there is no `eval_data`; 0 holds out none."""
@@ -172,6 +172,22 @@ class RewardSourceConfig(BaseConfig):
     @classmethod
     def _one_reward(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value
+
+    @field_validator("reward")
+    @classmethod
+    def _absolute_paths(cls, lines: tuple[str, ...]) -> tuple[str, ...]:
+        from rlhf_infer.rewards import RewardFunctionFactory
+
+        return tuple(map(RewardFunctionFactory.with_absolute_paths, lines))
+
+    @classmethod
+    def with_absolute_paths(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """See `BaseConfig.with_absolute_paths`."""
+        found = super().with_absolute_paths(values)
+        lines = cls._one_reward(found.get("reward", ()))
+        if isinstance(lines, list | tuple) and lines and all(isinstance(line, str) for line in lines):
+            found["reward"] = list(cls._absolute_paths(tuple(lines)))
+        return found
 
     @model_validator(mode="after")
     def _can_be_trained(self) -> Self:

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from rlhf_algos.config import TrainerConfig
 from rlhf_algos.kl_control import check_horizon
 from rlhf_algos.processes import num_processes
-from rlhf_data import BaseConfig
+from rlhf_data import BaseConfig, LocalPath
 
 __all__ = ["GRPOConfig", "OnlineConfig", "PPOConfig", "SamplingConfig", "VLLMConfig"]
 
@@ -228,7 +228,7 @@ class PPOConfig(OnlineConfig):
     """Optimizer steps that a rollout is cut into, in each pass."""
     value_model: Literal["separate", "shared"] = "separate"
     """A value model with a trunk of its own, or a head on the policy's."""
-    value_model_path: str | None = None
+    value_model_path: LocalPath | None = None
     """Folder or hub name that the value model starts from, a reward model's too; null takes the policy."""
     kl_coef: float = Field(default=0.05, ge=0)
     """Weight of the KL to the reference; 0 needs no reference."""

@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from rlhf_algos.job import TrainingJob
 from rlhf_algos.job_data import load_rows
@@ -18,7 +18,7 @@ from rlhf_algos.methods import METHODS
 from rlhf_algos.online_job import check_parts
 from rlhf_algos.processes import from_first_process, is_first_process
 from rlhf_algos.step_report import OnReport
-from rlhf_data import BaseConfig, RunFolder, UserError, atomic_write_json
+from rlhf_data import BaseConfig, LocalPath, RunFolder, UserError, atomic_write_json
 from rlhf_data.files import finite, remove_folder
 
 __all__ = ["STAGES", "RLHFConfig", "RLHFOrchestrator", "RLHFTrainer", "Stage", "TrainingStage"]
@@ -45,17 +45,17 @@ class TrainingStage(StrEnum):
 class RLHFConfig(BaseConfig):
     """Settings of the three stages; each section takes the keys of its method."""
 
-    model_name_or_path: str | None = None
+    model_name_or_path: LocalPath | None = None
     """Where the first stage starts: a model folder, or a hub name; null builds a tiny model."""
-    reward_model: str | None = None
+    reward_model: LocalPath | None = None
     """A reward model for PPO, in place of the one that the stage `reward` trains."""
-    data: str | None = None
+    data: LocalPath | None = None
     """Folder with `sft.jsonl`, `preference.jsonl` and `prompts.jsonl`; those of the stages that run."""
-    sft_data: str | None = None
+    sft_data: LocalPath | None = None
     """Rows of the stage `sft`: a file, a `datasets` folder or a hub name."""
-    preference_data: str | None = None
+    preference_data: LocalPath | None = None
     """Rows of the stage `reward`."""
-    prompt_data: str | None = None
+    prompt_data: LocalPath | None = None
     """Rows of the stage `ppo`."""
     stages: tuple[Stage, ...] = STAGES
     """Stages to run, in this order."""
@@ -67,6 +67,11 @@ class RLHFConfig(BaseConfig):
     """Settings of the reward model, as `rlhf-train reward` takes them."""
     ppo: dict[str, Any] = Field(default_factory=dict)
     """Settings of PPO, as `rlhf-train ppo` takes them."""
+
+    @field_validator("sft", "reward", "ppo")
+    @classmethod
+    def _absolute_paths(cls, section: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        return METHODS[str(info.field_name)].job_config.with_absolute_paths(section)
 
     @model_validator(mode="after")
     def _stages_in_order(self) -> RLHFConfig:
@@ -253,7 +258,7 @@ class RLHFOrchestrator:
         return self.config.model_name_or_path
 
     def _left_by(self, stage: Stage) -> str:
-        return str(self.run.path / stage / "final")
+        return str((self.run.path / stage / "final").absolute())
 
     def _startable(self, stage: Stage) -> bool:
         """Whether the models that a stage starts from are there."""

@@ -8,7 +8,7 @@ from typing import Any
 _MODULES = {
     "arithmetic": ("arithmetic_records",),
     "chats": ("as_messages",),
-    "config": ("BaseConfig", "apply_overrides", "load_config_file"),
+    "config": ("BaseConfig", "LocalPath", "apply_overrides", "load_config_file"),
     "datasets": ("GRPODataset", "KTODataset", "PreferenceDataset", "SFTDataset", "StepDataset"),
     "encoding": ("Encoder",),
     "errors": ("UserError", "exit_cleanly"),

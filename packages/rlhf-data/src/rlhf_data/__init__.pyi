@@ -1,6 +1,7 @@
 from rlhf_data.arithmetic import arithmetic_records as arithmetic_records
 from rlhf_data.chats import as_messages as as_messages
 from rlhf_data.config import BaseConfig as BaseConfig
+from rlhf_data.config import LocalPath as LocalPath
 from rlhf_data.config import apply_overrides as apply_overrides
 from rlhf_data.config import load_config_file as load_config_file
 from rlhf_data.datasets import GRPODataset as GRPODataset

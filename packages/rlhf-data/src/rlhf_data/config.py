@@ -9,16 +9,19 @@ import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from rlhf_data.errors import UserError
+from rlhf_data.paths import absolute_path, relocated
 
 _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+LocalPath = Annotated[str, AfterValidator(absolute_path)]
+"""A file or folder, which becomes an absolute path where it is there, or another name, as on the hub."""
 
 
 class BaseConfig(BaseModel):
@@ -52,6 +55,20 @@ class BaseConfig(BaseModel):
         except ValidationError as error:
             raise UserError(f"{where}: {_explain(cls, error.errors())}") from error
 
+    @classmethod
+    def path_keys(cls) -> list[str]:
+        """Keys whose value is a `LocalPath`."""
+        fields = cls.model_fields.items()
+        return [
+            field.alias or name for name, field in fields if LocalPath in typing.get_args(field.annotation)
+        ]
+
+    @classmethod
+    def with_absolute_paths(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Plain values, not yet checked, with every `LocalPath` absolute."""
+        keys = cls.path_keys()
+        return {k: absolute_path(v) if k in keys and isinstance(v, str) else v for k, v in values.items()}
+
     def to_dict(self) -> dict[str, Any]:
         """Return the config as plain values that JSON can write and `from_dict` reads back."""
         return self.model_dump(mode="json")
@@ -61,7 +78,8 @@ def load_config_file(path: str | Path) -> dict[str, Any]:
     """Read a config from a `.json`, `.yaml` or `.yml` file.
 
     Args:
-        path: The file. In YAML, `1e-5` is a number (plain YAML 1.1 would read a string).
+        path: The file. In YAML, `1e-5` is a number (plain YAML 1.1 would read a string). Of a run's
+            `config.json`, paths are those of now, see `RunFolder.read_config`.
 
     Returns:
         The mapping it holds; an empty file is an empty mapping.
@@ -89,7 +107,7 @@ def load_config_file(path: str | Path) -> dict[str, Any]:
         raise UserError(f"config file {path}{_yaml_place(error)}; correct that line") from error
     if values is None:
         return {}
-    return _as_mapping(values, f"config file {path}")
+    return relocated(_as_mapping(values, f"config file {path}"), path.parent)
 
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

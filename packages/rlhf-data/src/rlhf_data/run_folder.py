@@ -22,6 +22,7 @@ from rlhf_data.files import (
     remove_stale_temps,
 )
 from rlhf_data.integrity import find_damage
+from rlhf_data.paths import placed, relocated
 
 _LOG = logging.getLogger(__name__)
 _CONFIG, _METRICS, _RESULTS, _SAMPLES = "config.json", "metrics.jsonl", "results.json", "samples.jsonl"
@@ -87,11 +88,11 @@ class RunFolder:
         return run
 
     def write_config(self, config: dict[str, Any]) -> None:
-        """Write the resolved config to `config.json`."""
-        atomic_write_json(self.path / _CONFIG, config)
+        """Write the resolved config to `config.json`, with the place of this folder, which may be moved."""
+        atomic_write_json(self.path / _CONFIG, placed(config, self.path))
 
     def read_config(self) -> dict[str, Any]:
-        """Return the resolved config.
+        """Return the resolved config; where the tree around this folder was moved, with the paths of now.
 
         Raises:
             UserError: `config.json` is missing or damaged.
@@ -101,7 +102,7 @@ class RunFolder:
             raise UserError(
                 f"run folder {self.path} has no {_CONFIG}; name the folder of a run that was started"
             )
-        return config
+        return relocated(config, self.path)
 
     def append_metrics(self, metrics: dict[str, Any]) -> None:
         """Append one line to `metrics.jsonl`; NaN and infinities are written as null.

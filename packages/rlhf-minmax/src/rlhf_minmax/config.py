@@ -8,7 +8,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_data import BaseConfig, QADatasetConfig, StoryWorldConfig, SumWorldConfig
+from rlhf_data import BaseConfig, LocalPath, QADatasetConfig, StoryWorldConfig, SumWorldConfig
 from rlhf_minmax.constraint_config import ConstraintConfig, ConstraintsConfig, GuardConfig
 from rlhf_minmax.schedule import PoolConfig, ScheduleConfig
 from rlhf_minmax.scorer_config import HeldOutConfig, JudgeConfig, RewardModelConfig
@@ -41,7 +41,7 @@ def _check_template(template: str | None, fields: tuple[str, ...], *, name: str 
 class PlayerConfig(BaseConfig):
     """One player: its model, how it is trained and how it samples."""
 
-    model_name: str | None = None
+    model_name: LocalPath | None = None
     """Folder or hub name of a causal language model; null takes the demonstration's base."""
     load_in_8bit: bool = False
     """Quantise the frozen weights to 8 bits; needs use_lora."""
@@ -113,9 +113,9 @@ class MonitorConfig(PlayerConfig):
 class DataConfig(BaseConfig):
     """Where stories come from: files of question-answering rows, or a procedural world."""
 
-    train_data: str | None = None
+    train_data: LocalPath | None = None
     """File of training rows (.json, .jsonl, .jsonl.gz, .csv, .parquet); null draws from `world`."""
-    eval_data: str | None = None
+    eval_data: LocalPath | None = None
     """File of held-out rows; null holds out the rows of train_data whose text hashes to 0-2 of 10."""
     columns: QADatasetConfig = QADatasetConfig()
     """Columns of the rows, and the template that turns a row into a prompt."""
@@ -164,7 +164,7 @@ class TrainingConfig(BaseConfig):
     """Write a checkpoint every so many steps; null only at the end."""
     save_total_limit: int = Field(default=2, ge=1)
     """Checkpoints kept, the newest."""
-    deepspeed: str | None = None
+    deepspeed: LocalPath | None = None
     """JSON file of DeepSpeed settings (ZeRO-1, 2, or 3 for players trained in full); run under torchrun."""
 
     def num_steps(self, num_stories: int, *, adversary: bool = True) -> int:

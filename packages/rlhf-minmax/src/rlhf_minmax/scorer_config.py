@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import model_validator
+from pydantic import ValidationInfo, field_validator, model_validator
 
-from rlhf_data import BaseConfig
+from rlhf_data import BaseConfig, LocalPath
+from rlhf_data.paths import absolute_path
 from rlhf_infer import APISettings
 from rlhf_infer.judge_settings import checked_template
 
@@ -22,7 +23,7 @@ _FIELDS_OF = {
 class RewardModelConfig(BaseConfig):
     """The reward model: a sequence classifier with one label."""
 
-    model_name: str | None = None
+    model_name: LocalPath | None = None
     """Folder or hub name; null builds one from the training rows."""
     load_in_8bit: bool = False
     """Quantise its weights to 8 bits."""
@@ -54,6 +55,11 @@ class JudgeConfig(APISettings):
     """What `/chat/completions` is appended to, such as https://api.openai.com/v1."""
     cache: bool = True
     """Keep the API's replies in the user's cache folder, so that no text is paid for twice."""
+
+    @field_validator("model_name")
+    @classmethod
+    def _absolute_path(cls, name: str | None, info: ValidationInfo) -> str | None:
+        return absolute_path(name) if name and info.data.get("kind") != "api" else name
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from rlhf_data import UserError, atomic_folder
-from rlhf_models.loading import load_causal_lm, load_tokenizer
+from rlhf_data import UserError, atomic_folder, atomic_write_json
+from rlhf_models.loading import load_causal_lm, load_config, load_tokenizer
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_BASE_PATH = "base_model.json"
+"""Beside an adapter whose base is a folder: the way there from the adapter, for trees that are moved."""
+_FROM_HERE = "path_from_here"
 
 
 def load_adapter(model: PreTrainedModel, folder: str | Path, *, adapter: str = "default") -> PeftModel:
@@ -115,6 +120,23 @@ def save_adapter(model: PeftModel, folder: str | Path, *, adapter: str = "defaul
     with atomic_folder(folder) as temp:
         save_file(tensors, temp / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         model.peft_config[adapter].save_pretrained(str(temp))
+        anchor_base(temp)
+
+
+def anchor_base(folder: str | Path) -> None:
+    """Make the base that a saved adapter names findable from anywhere, where it is a folder.
+
+    Its path in `adapter_config.json` becomes absolute, as plain peft needs it, and `base_model.json` gets the
+    path relative to the adapter, with which `adapter_base` finds a base that was moved together with it.
+    """
+    path = Path(folder) / ADAPTER_CONFIG
+    values = json.loads(path.read_text(encoding="utf-8"))
+    base = values.get("base_model_name_or_path")
+    if base and Path(base).is_dir():
+        base = os.path.abspath(base)
+        atomic_write_json(path, {**values, "base_model_name_or_path": base})
+        from_here = os.path.relpath(base, os.path.abspath(folder))
+        atomic_write_json(Path(folder) / _BASE_PATH, {_FROM_HERE: from_here})
 
 
 def is_adapter(folder: str | Path) -> bool:
@@ -174,15 +196,39 @@ def adapter_config(folder: str | Path) -> LoraConfig:
 
 
 def adapter_base(folder: str | Path) -> str:
-    """The folder or hub name of the model a saved adapter was trained on.
+    """The folder or hub name of the model a saved adapter was trained on, whose config can be loaded.
+
+    A path is looked for as it stands, then relative to the adapter's folder, then where the base would be if
+    it was moved together with the adapter.
 
     Raises:
-        UserError: the adapter cannot be read, or names none, as it is of a model that was made in memory.
+        UserError: the adapter cannot be read, names no base, as it is of a model that was made in memory, or
+            one that is not there.
     """
-    base = adapter_config(folder).base_model_name_or_path
+    base, folder = adapter_config(folder).base_model_name_or_path, Path(folder)
     if not base:
-        raise UserError(f"{Path(folder) / ADAPTER_CONFIG} names no base model; give it as base_model")
+        raise UserError(f"{folder / ADAPTER_CONFIG} names no base model; give it as base_model")
+    for place in (base, folder / base, *_moved_with(folder)):
+        if Path(place).is_dir():
+            return os.path.abspath(place)
+    try:
+        load_config(base)
+    except UserError as error:
+        raise UserError(
+            f"the base model {base}, named in {folder / ADAPTER_CONFIG}, is not there: {error}; move it "
+            "back, or correct base_model_name_or_path in that file"
+        ) from error
     return base
+
+
+def _moved_with(folder: Path) -> list[Path]:
+    """Where the base was from the adapter when that was saved."""
+    try:
+        return [folder / json.loads((folder / _BASE_PATH).read_text(encoding="utf-8"))[_FROM_HERE]]
+    except FileNotFoundError:
+        return []
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{folder / _BASE_PATH} is damaged ({error!r}); restore or remove it") from error
 
 
 def adapter_tensors(folder: str | Path) -> dict[str, torch.Tensor]:

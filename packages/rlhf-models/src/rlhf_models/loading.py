@@ -26,9 +26,11 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import has_file
 
 from rlhf_data import UserError, atomic_folder
+from rlhf_data.paths import absolute_path
 from rlhf_models.attention import prepare_for_packing
 from rlhf_models.logps import check_packing
 from rlhf_models.quantization import prepare_quantized, quantization_config
+from rlhf_models.sources import check_not_a_missing_path, check_on_hub
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WEIGHT_FILES = (
@@ -294,23 +296,27 @@ def _checked_source(name_or_path: str | Path, *, needs: tuple[str, ...]) -> str:
         return f"model folder {name}"
     if path.exists():
         raise UserError(f"model {name} is a file; expected a folder with config.json and model.safetensors")
-    if name.startswith(("/", ".", "~")) or name.endswith("/") or name.count("/") > 1:
-        raise UserError(f"model folder {name} does not exist; check the path, or give a name on the hub")
+    check_not_a_missing_path(name)
     return f"model {name!r}"
 
 
 def _cached_first(load: Callable[..., Any], name_or_path: str | Path, **options: Any) -> Any:
-    """Load from the folder or the local cache; where that fails, and only then, a hub name asks the hub."""
+    """Load from the folder or the local cache; where that fails, and only then, a hub name asks the hub.
+
+    A model from a folder is named by its absolute path, which adapters on it write down.
+    """
+    place = absolute_path(str(name_or_path))
     try:
         with _quiet_transformers(bars=False):
-            return load(str(name_or_path), local_files_only=True, **options)
+            return load(place, local_files_only=True, **options)
     except torch.OutOfMemoryError:
         raise
     except _LOAD_ERRORS:
         if Path(name_or_path).is_dir():
             raise
+    check_on_hub(place)
     with _quiet_transformers(bars=True):
-        return load(str(name_or_path), **options)
+        return load(place, **options)
 
 
 def _tokenizer_from_files(name: str, **options: Any) -> Any:

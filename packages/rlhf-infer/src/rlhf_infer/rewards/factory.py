@@ -57,6 +57,15 @@ class RewardFunctionFactory:
         return specs.build(spec, _builders(dict(model_options or {})), options)
 
     @staticmethod
+    def with_absolute_paths(spec: str) -> str:
+        """The same line for use from any working directory: files and folders in it are absolute paths.
+
+        A module in the working directory, `rewards:my_reward`, becomes `/path/to/rewards.py:my_reward`; one
+        within a package stays as it is.
+        """
+        return specs.with_absolute_paths(spec, _builders({}))
+
+    @staticmethod
     def from_function(function: RewardFunction | str, **options: Any) -> RewardFunction:
         """A Python function as it is, or the one that a dotted path names.
 
@@ -163,13 +172,17 @@ def _builders(model_options: dict[str, Any]) -> dict[str, specs.Builder]:
     rules = ("length", "repetition", "format", "non_empty", "number", "math", "choice", "exact")
     builders = {rule: specs.builder_of(getattr(factory, rule)) for rule in rules}
     texts = {"path": str, "name": str, "aggregate": str, "dtype": str, "device": str, "base_model": str}
-    builders["model"] = specs.Builder(model, texts | {"k": float, "max_tokens": int}, ("path",))
+    builders["model"] = specs.Builder(
+        model, texts | {"k": float, "max_tokens": int}, ("path",), ("path", "base_model")
+    )
     numbers = {"timeout_s": float, "backoff_s": float, "retries": int, "batch_size": int}
     builders["remote"] = specs.Builder(
         factory.remote, {"url": str, "protocol": str, "name": str, **numbers, "headers": dict}, ("url",)
     )
     kinds = {"principles": str, "base": str, "judge": str}
-    builders["constitutional"] = specs.Builder(constitutional, kinds, ("principles",))
+    builders["constitutional"] = specs.Builder(
+        constitutional, kinds, ("principles",), paths=("principles", "judge")
+    )
     return builders
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data import UserError
+from rlhf_data.paths import absolute_path
 from rlhf_infer.rewards.calling import RewardFunction, function_name
 
 _DOTTED = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)+")
@@ -33,11 +34,13 @@ class Builder:
         build: makes the reward function from its options.
         options: names of the options, and the type that a text is turned into.
         required: options that must be given.
+        paths: options that name files or folders.
     """
 
     build: Callable[..., RewardFunction]
     options: Mapping[str, type]
     required: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()
 
 
 def builder_of(kind: type) -> Builder:
@@ -77,6 +80,37 @@ def build(spec: str, builders: Mapping[str, Builder], options: Mapping[str, Any]
         f"({', '.join(builders)}), a model folder, a hub name with a slash, pkg.mod:function, "
         "path/to/file.py:function, or a URL"
     )
+
+
+def with_absolute_paths(spec: str, builders: Mapping[str, Builder]) -> str:
+    """See `RewardFunctionFactory.with_absolute_paths`; a line that `build` refuses stays as it is."""
+    rule, _, rest = spec.partition(":")
+    if rule in builders:
+        parts = _parts(builders[rule], rest) if builders[rule].paths and rest else []
+        found = [_absolute_option(part, builders[rule], builders) for part in parts]
+        return f"{rule}:{','.join(found)}" if found else spec
+    path, colon, attributes = spec.rpartition(":")
+    if colon and path.endswith(".py"):
+        return f"{absolute_path(path)}:{attributes}"
+    file = Path(f"{path}.py")
+    if colon and path.isidentifier() and file.is_file() and _origin(path) in (None, str(file.absolute())):
+        return f"{file.absolute()}:{attributes}"
+    return spec if colon else absolute_path(spec)
+
+
+def _absolute_option(part: str, builder: Builder, builders: Mapping[str, Builder]) -> str:
+    name, equals, value = part.partition("=")
+    if name in builder.paths:
+        value = absolute_path(value)
+    if name == "base":
+        value = with_absolute_paths(value, builders)
+    return f"{name}{equals}{value}"
+
+
+def _origin(module: str) -> str | None:
+    """The file of a top-level module in Python's path."""
+    found = importlib.util.find_spec(module)
+    return found.origin if found else None
 
 
 def user_function(function: RewardFunction | str, options: Mapping[str, Any]) -> RewardFunction:
@@ -131,14 +165,18 @@ def _parsed(rule: str, builder: Builder, text: str) -> dict[str, Any]:
     """The options `name=value,name=value` of a rule; a comma inside a value may stay."""
     if not text:
         return {}
-    names = "|".join(map(re.escape, builder.options))
     options: dict[str, Any] = {}
-    for part in re.split(rf",(?=(?:{names})=)", text):
+    for part in _parts(builder, text):
         name, equals, value = part.partition("=")
         if name not in builder.options or not equals:
             _refuse_option(rule, name, builder)
         options[name] = _converted(f"reward {rule}: {name}", value, builder.options[name])
     return options
+
+
+def _parts(builder: Builder, text: str) -> list[str]:
+    names = "|".join(map(re.escape, builder.options))
+    return re.split(rf",(?=(?:{names})=)", text)
 
 
 def _refuse_option(rule: str, name: str, builder: Builder) -> typing.NoReturn:
