@@ -44,7 +44,6 @@ def test_models_that_differ_in_vocabulary_dtype_and_tying_may_be_merged():
     ("key", "value"),
     [
         ("model_type", "mistral"),
-        ("architectures", ["LlamaForSequenceClassification"]),
         ("hidden_size", 32),
         ("num_attention_heads", 8),
         ("num_key_value_heads", 4),

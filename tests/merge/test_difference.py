@@ -151,7 +151,7 @@ def test_a_missing_tensor_is_refused(workshop: Any) -> None:
     tensors = workshop.tensors()
     base = workshop.save("base", tensors)
     model = workshop.save("model", {name: tensor for name, tensor in tensors.items() if name != UP})
-    message = f"{model} lacks tensor {UP}, which {base} has; only models of one architecture and size"
+    message = f"{model} lacks tensor {UP}, which {base} has; only models with the same tensors"
     for first, second in ((base, model), (model, base)):
         with pytest.raises(MergeError, match=re.escape(message)):
             diff_models(first, [second])

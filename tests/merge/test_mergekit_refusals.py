@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlhf_merge.config import MergeConfig
 from rlhf_merge.errors import MergeError
 from rlhf_merge.mergekit_config import from_mergekit
 
@@ -38,7 +40,7 @@ REFUSALS = [
     (ties(merge_method=None), "merge_method is None, which is not supported"),
     (ties(base_modle="x"), "unknown key base_modle at the top; did you mean base_model?"),
     (ties(random_seed=0), "unknown key random_seed at the top"),
-    (ties(modules={"text": {}}), "modules is not supported; merge one module at a time"),
+    (ties(modules={"text": {}}), "modules is not supported; merge whole models"),
     (ties(slices=[part("a")]), "a config has either models or slices; give one of them"),
     (ties(models=None), "a config has either models or slices; give one of them"),
     (ties(chat_template="chatml"), "chat_template is 'chatml', of which only auto is supported"),
@@ -180,3 +182,10 @@ def test_a_mistake_is_refused_in_one_sentence_that_names_it(values: Any, message
     assert str(error.value).startswith("mergekit.yml: ")
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_config_of_mergekit_moe_is_said_to_be_another_thing(tmp_path: Path) -> None:
+    path = tmp_path / "moe.yaml"
+    path.write_text("base_model: a\ngate_mode: random\nexperts: [{source_model: b}]\n")
+    with pytest.raises(MergeError, match="mergekit-moe"):
+        MergeConfig.from_file(path)

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from rlhf_merge.blocks import MemoryTensor
 from rlhf_merge.config import MergeConfig
 from rlhf_merge.errors import MergeError
 from rlhf_merge.tensor_names import (
     LayerName,
     SourceNames,
     depth_of,
-    is_buffer,
     layer_counts,
     layer_name,
     source_names,
-    with_heads,
 )
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
 
 
 @pytest.mark.parametrize(
@@ -37,6 +32,9 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
         ("bert.encoder.layer.5.w", LayerName("bert.encoder.layer.", 5, ".w")),
         # The number of an expert is none of a layer.
         ("model.layers.4.mlp.experts.9.w1", LayerName("model.layers.", 4, ".mlp.experts.9.w1")),
+        # A hierarchical model's stages are its layers: 4 stages of depth 0, 1/3, 2/3 and 1.
+        ("resnet.encoder.stages.2.layers.1.w", LayerName("resnet.encoder.stages.", 2, ".layers.1.w")),
+        ("swin.encoder.layers.1.blocks.0.w", LayerName("swin.encoder.layers.", 1, ".blocks.0.w")),
         ("model.embed_tokens.weight", None),
         ("model.norm.weight", None),
         ("sublayers.3.w", None),
@@ -56,66 +54,6 @@ def test_depth():
     depths = {"encoder.block.0.w": 0.0, "encoder.block.1.v": 0.25, "encoder.block.4.w": 1.0}
     for name, depth in (depths | {"decoder.block.0.w": 1.0, "shared.weight": 0.0}).items():
         assert depth_of(name, counts) == depth
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "expected"),
-    [
-        ("model.layers.0.self_attn.rotary_emb.inv_freq", (4,), True),
-        ("transformer.h.1.attn.masked_bias", (), True),
-        ("h.1.attn.bias", (1, 1, 8, 8), True),
-        ("transformer.h.1.attn.bias", (8,), False),  # a bias, not the mask
-        ("model.layers.0.self_attn.q_proj.bias", (8,), False),
-        ("model.layers.0.mlp.down_proj.weight", (8, 8), False),
-    ],
-)
-def test_buffers(name: str, shape: tuple[int, ...], expected: bool):
-    assert is_buffer(name, shape) is expected
-
-
-def checkpoint(head: bool, tied: bool | None = None, **more: torch.Tensor) -> Any:
-    """A model that holds an embedding, perhaps a head, and says whether they are tied."""
-    tensors = {EMBEDDING: torch.zeros(4, 2), "model.layers.0.w": torch.zeros(2)}
-    tensors |= {HEAD: torch.ones(4, 2)} if head else {}
-    config = {} if tied is None else {"tie_word_embeddings": tied}
-    stored = {name: MemoryTensor(tensor) for name, tensor in (tensors | more).items()}
-    return SimpleNamespace(tensors=stored, config=config)
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "heads", "tied"),
-    [
-        # None has a head, or the one that was saved is the embedding once more.
-        (checkpoint(False, True), checkpoint(False, True), ("", ""), None),
-        (checkpoint(True, True), checkpoint(False, True), ("", ""), None),
-        (checkpoint(False), checkpoint(True, True), ("", ""), None),
-        # All have one.
-        (checkpoint(True, False), checkpoint(True), ("own", "own"), None),
-        # One of them has: the other lends its embedding, and the result is untied.
-        (checkpoint(True, False), checkpoint(False, True), ("own", "embedding"), False),
-        (checkpoint(False), checkpoint(True), ("embedding", "own"), False),
-        (checkpoint(True, True), checkpoint(True, False), ("embedding", "own"), False),
-    ],
-)
-def test_heads(first: Any, second: Any, heads: tuple[str, str], tied: bool | None):
-    tensors, found = with_heads({"a": first, "b": second})
-    assert found is tied
-    for spec, model, head in zip("ab", (first, second), heads, strict=True):
-        expected = {"": None, "own": model.tensors.get(HEAD), "embedding": model.tensors[EMBEDDING]}[head]
-        assert tensors[spec].get(HEAD) is expected
-        assert EMBEDDING in tensors[spec]
-
-
-def test_a_model_with_neither_head_nor_embedding():
-    broken = SimpleNamespace(tensors={"w": MemoryTensor(torch.zeros(2))}, config={})
-    with pytest.raises(MergeError, match=r"b lacks tensor lm_head.weight, which a has"):
-        with_heads({"a": checkpoint(True, False), "b": broken})  # type: ignore[dict-item]
-
-
-def test_buffers_are_left_out():
-    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    tensors, _ = with_heads({"a": checkpoint(False, True, **{name: torch.zeros(2)})})
-    assert name not in tensors["a"] and EMBEDDING in tensors["a"]
 
 
 def names(*layers: int) -> dict[str, Any]:
@@ -218,5 +156,40 @@ def test_slices_refused():
     with pytest.raises(MergeError, match=r"b lacks tensor model\.norm\.weight, which a has"):
         list(source_names(two, tensors | {"b": without_norm}, "a"))
     stacks = {"encoder.layers.0.w": None, "decoder.layers.0.w": None}
-    with pytest.raises(MergeError, match="slices need a model with one stack of layers, but a has 2"):
+    with pytest.raises(MergeError, match=r"a has 2 \(encoder\.layers, decoder\.layers\); name one as stack"):
         list(source_names(two, {"a": stacks, "b": stacks}, "a"))  # type: ignore[dict-item]
+
+
+def test_slices_of_one_stack_of_several():
+    """The text is cut, the images' layers go with the first slice at their own depths."""
+    images = [f"vision_tower.layers.{i}.w" for i in range(3)]
+    tensors: dict[str, dict[str, Any]] = {
+        "a": dict.fromkeys([*images, *(f"language_model.layers.{i}.w" for i in range(4)), "norm.w"])
+    }
+    parts = ([{"model": "a", "layers": [0, 2]}], [{"model": "a", "layers": [3, 4]}])
+    found = list(source_names(sliced("passthrough", *parts, stack="language"), tensors, "a"))
+    assert [(source.output, source.models[0][1], source.depth, source.slice_index) for source in found] == [
+        ("vision_tower.layers.0.w", "vision_tower.layers.0.w", 0, 0),
+        ("vision_tower.layers.1.w", "vision_tower.layers.1.w", 0.5, 0),
+        ("vision_tower.layers.2.w", "vision_tower.layers.2.w", 1, 0),
+        ("language_model.layers.0.w", "language_model.layers.0.w", 0, 0),
+        ("language_model.layers.1.w", "language_model.layers.1.w", 1, 0),
+        ("language_model.layers.2.w", "language_model.layers.3.w", 1, 1),
+        ("norm.w", "norm.w", 0, 1),
+    ]
+    for word, said in ((None, "name one as stack"), ("layers", "names of 2"), ("vision", "not its language")):
+        config = sliced("passthrough", *parts, **({"stack": word} if word else {}))
+        with pytest.raises(MergeError, match=said):
+            list(source_names(config, tensors, "a"))
+
+
+@pytest.mark.parametrize("name", ["encoder.stages.{}.layers.0.w", "encoder.layers.{}.blocks.1.w"])
+def test_slices_of_stages_are_refused(name: str):
+    tensors: dict[str, dict[str, Any]] = {"a": dict.fromkeys(name.format(i) for i in range(3))}
+    with pytest.raises(MergeError, match=r"a has layers inside of stages"):
+        list(source_names(sliced("passthrough", [{"model": "a", "layers": [0, 2]}]), tensors, "a"))
+
+
+def test_a_stack_without_slices_is_refused():
+    with pytest.raises(MergeError, match="stack says which layers slices cut"):
+        MergeConfig.from_dict({"method": "linear", "models": ["a"], "stack": "text"})

@@ -62,6 +62,12 @@ _MODEL_OPTIONS = (
         metavar="HOW",
         help="union, truncate, base or a model, where vocabularies differ.  [default: they must agree]",
     ),
+    click.option(
+        "--ignore",
+        multiple=True,
+        metavar="PATTERN",
+        help="Leave these tensors out, which only some models have, such as 'v_head.*'; repeat.",
+    ),
 )
 _OUT = click.argument("out", type=click.Path(), metavar="OUT")
 _CONFIG = click.argument("config", type=click.Path(dir_okay=False), metavar="CONFIG")

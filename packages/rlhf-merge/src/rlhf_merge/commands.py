@@ -50,9 +50,9 @@ def merge_by_options(
         given = options.pop(f"set_{key}", ())
         if given:
             values[key] = _setting(key, given)
-    for key in ("dtype", "vocab", "seed"):
+    for key in ("dtype", "vocab", "ignore", "seed"):
         value = options.pop(key)
-        values |= {key: value} if value is not None else {}
+        values |= {key: value} if value not in (None, ()) else {}
     _merge(MergeConfig.from_dict(values, method.replace("_", "-")), out, options)
 
 
@@ -82,8 +82,8 @@ def cook_soup(
     """`rlhf-merge soup`."""
     from rlhf_merge.model_soup import ModelSoup, Trial
 
-    keys = ("base", "dtype", "vocab")
-    settings = {key: value for key in keys if (value := options.pop(key)) is not None}
+    keys = ("base", "dtype", "vocab", "ignore")
+    settings = {key: value for key in keys if (value := options.pop(key)) not in (None, ())}
     soup = ModelSoup(models, settings, _resources(options))
     console = Console(stderr=True, quiet=quiet, highlight=False)
     if evaluate is None:
@@ -185,6 +185,8 @@ def _merge(config: MergeConfig, out: str, options: dict[str, Any]) -> None:
     with _progress(console, METHODS[config.method].title) as (on_total, on_bytes):
         on_total(plan.bytes_read + plan.bytes_written)
         result = merger.merge(out, restart=restart, on_bytes=on_bytes, plan=plan)
+    if plan.ignored:
+        console.print(f"left out: {', '.join(plan.ignored)}", markup=False, soft_wrap=True)
     if result.resumed:
         console.print(f"resumed: {result.resumed} of {result.tensors} tensors had been merged before")
     rows = effective_weights(plan, result.coefficients)
@@ -249,6 +251,8 @@ def _print_plan(console: Console, merger: ModelMerger, plan: MergePlan) -> None:
     ]
     if plan.alignment and any(index is not None for index in plan.alignment.indexes):
         lines.append(f"vocabulary: {plan.alignment.rows} rows, {len(plan.alignment.added)} tokens added")
+    if plan.ignored:
+        lines.append(f"leaves out {', '.join(plan.ignored)}")
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 

@@ -32,6 +32,8 @@ _Method = Annotated[str, BeforeValidator(lambda value: reading.read_method(value
 _Dtype = Annotated[str, BeforeValidator(lambda value: reading.read_dtype(value, "dtype"))]
 _Seed = Annotated[int, BeforeValidator(lambda value: reading.read_seed(value, "seed"))]
 
+_Patterns = Annotated[tuple[str, ...], BeforeValidator(lambda value: reading.read_patterns(value, "ignore"))]
+
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
@@ -117,6 +119,10 @@ class MergeConfig(_Frozen):
     slices: tuple[Slice, ...] = ()
     """In place of models: the output's layers from first to last, each slice from ranges of layers."""
 
+    stack: str | None = None
+    """Which stack of layers the slices cut, by a word of its tensors' names; None where there is but one. The
+    layers of others are merged as the first slice is."""
+
     parameters: _Settings = {}
     """Settings of the whole merge, and the defaults of settings that each model has."""
 
@@ -125,6 +131,9 @@ class MergeConfig(_Frozen):
 
     vocab: str | None = None
     """`union`, `truncate`, `base`, or the model whose vocabulary is taken; None: they must agree."""
+
+    ignore: _Patterns = ()
+    """Names of tensors to leave out of the result, with `*` and `?`: those that only some models have."""
 
     seed: _Seed = 0
     """Seed of the random masks, >= 0."""
@@ -158,6 +167,11 @@ class MergeConfig(_Frozen):
 
         with readable(f"config {path}"):
             values = reading.read_file(path)
+        if "experts" in values and "merge_method" not in values:
+            raise MergeError(
+                f"{path} is a config of mergekit-moe, which makes a mixture of experts from dense models; "
+                "that is no merge of their weights: use mergekit-moe for it"
+            )
         if ("method" in values) == ("merge_method" in values):
             found = "both are there" if "method" in values else "neither is there"
             raise MergeError(
@@ -177,7 +191,10 @@ class MergeConfig(_Frozen):
         else:
             values["slices"] = [part.to_dict() for part in self.slices]
         values |= _plain(self.parameters)
-        values |= {key: value for key in ("dtype", "vocab") if (value := getattr(self, key)) is not None}
+        values |= {
+            key: value for key in ("stack", "dtype", "vocab") if (value := getattr(self, key)) is not None
+        }
+        values |= {"ignore": list(self.ignore)} if self.ignore else {}
         return values | ({"seed": self.seed} if self.seed else {})
 
     def to_yaml(self) -> str:

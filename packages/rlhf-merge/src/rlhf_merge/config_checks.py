@@ -22,6 +22,8 @@ def check(config: MergeConfig) -> None:
     if bool(config.models) == bool(config.slices):
         found = "both are given" if config.models else "neither is given"
         raise MergeError(f"a config has either models or slices, and {found}; give one of them")
+    if config.stack is not None and not config.slices:
+        raise MergeError("stack says which layers slices cut, and there are none; leave it out")
     if METHODS[config.method].base == "required" and config.base is None:
         raise MergeError(f"{config.method} needs a base model and none is given; name it as the base")
     _check_parameters(config)

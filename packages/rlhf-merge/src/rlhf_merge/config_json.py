@@ -16,7 +16,6 @@ _TEXT = ("text_config", "language_config", "llm_config")
 
 _SIZES = (
     "model_type",
-    "architectures",
     "hidden_size",
     "d_model",
     "n_embd",

@@ -17,7 +17,7 @@ from rlhf_merge.catalog import METHODS, PARAMETERS, PER_MODEL
 from rlhf_merge.errors import MergeError
 from rlhf_merge.settings import Setting
 
-_TOP_KEYS = ("method", "base", "models", "slices", "dtype", "vocab", "seed")
+_TOP_KEYS = ("method", "base", "models", "slices", "stack", "dtype", "vocab", "ignore", "seed")
 _DTYPES = {
     "float16": "float16",
     "fp16": "float16",
@@ -169,6 +169,20 @@ def read_seed(value: Any, where: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise MergeError(f"{where} is {value!r}, expected a whole number >= 0")
     return value
+
+
+def read_patterns(value: Any, where: str) -> tuple[str, ...]:
+    """Return the patterns of tensors' names, given as one or as a list.
+
+    Raises:
+        MergeError: anything but text that is not empty.
+    """
+    patterns = [value] if isinstance(value, str) else value
+    if not isinstance(patterns, (list, tuple)) or not all(
+        isinstance(text, str) and text for text in patterns
+    ):
+        raise MergeError(f"{where} is {value!r}, expected patterns of tensors' names, such as ['v_head.*']")
+    return tuple(patterns)
 
 
 def read_layers(value: Any, where: str) -> tuple[int, int]:

@@ -15,11 +15,12 @@ from rlhf_merge.blocks import Inputs, Workspace, working_dtype
 from rlhf_merge.checkpoint import Checkpoint, open_checkpoint
 from rlhf_merge.difference_words import describe
 from rlhf_merge.errors import MergeError
+from rlhf_merge.matching import matched
 from rlhf_merge.model_difference import ModelDifference, TensorDifference
 from rlhf_merge.report_text import clipped, cosine_text, number_text, plain, share_text, short_names, table
 from rlhf_merge.task_vectors import Measures, measure, passes
 from rlhf_merge.tensor_kinds import place_tensors
-from rlhf_merge.tensor_names import Tensors, with_heads
+from rlhf_merge.tensor_names import Tensors
 from rlhf_merge.tensors import Readable
 from rlhf_merge.threads import OnRead, map_tensors
 from rlhf_merge.vocab import is_vocabulary_tensor, vocabulary_rows
@@ -127,14 +128,12 @@ class _FirstRows:
 
 def _comparable(checkpoints: Mapping[str, Checkpoint]) -> tuple[dict[str, dict[str, Readable]], list[str]]:
     """The tensors to compare, of the same names and vocabularies in all models, and what was done for it."""
-    tensors, _ = with_heads(checkpoints)
-    notes = []
-    for spec, own in tensors.items():
-        lent = [name for name in own if name not in checkpoints[spec].tensors]
-        notes += [
-            f"{spec} has no {name}: its embedding, which is its head, is compared in its place"
-            for name in lent
-        ]
+    found = matched(checkpoints)
+    tensors = found.tensors
+    notes = [
+        f"{spec} has no {name}: its embedding, which is its head, is compared in its place"
+        for spec, name in found.lent.items()
+    ]
     _check_names(tensors)
     rows = {spec: vocabulary_rows(own) for spec, own in tensors.items()}
     known = {spec: count for spec, count in rows.items() if count is not None}
@@ -158,8 +157,8 @@ def _check_names(tensors: Tensors) -> None:
             lacking = next((name for name in own if name not in names), None)
             if lacking is not None:
                 raise MergeError(
-                    f"{other} lacks tensor {lacking}, which {spec} has; only models of one architecture and "
-                    "size can be compared"
+                    f"{other} lacks tensor {lacking}, which {spec} has; only models with the same tensors "
+                    "can be compared"
                 )
 
 

@@ -18,9 +18,9 @@ from rlhf_merge.blocks import Inputs, Workspace
 from rlhf_merge.checkpoint import Checkpoint, open_checkpoint
 from rlhf_merge.config_json import tied
 from rlhf_merge.errors import MergeError
+from rlhf_merge.matching import is_buffer
 from rlhf_merge.report_text import bytes_text, count_text, number_text, plain, share_text, table
 from rlhf_merge.tensor_kinds import EMBEDDING, HEAD, NORM, OTHER, Place, ordered_rows, place_tensors
-from rlhf_merge.tensor_names import is_buffer
 from rlhf_merge.tensor_statistics import Statistics
 from rlhf_merge.tensors import Readable
 from rlhf_merge.threads import OnRead, map_tensors

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rlhf_merge.errors import MergeError
 from rlhf_merge.lora_tensors import LoraTensor, ShiftedTensor, Update, same_values
+from rlhf_merge.tensor_names import endings
 from rlhf_merge.tensors import Readable
 
 _LORA_KEY = re.compile(
@@ -53,7 +54,7 @@ class _Names:
         self._tensors = tensors
         self._by_ending: dict[str, list[str]] = {}
         for name in tensors:
-            for ending in _endings(name):
+            for ending in endings(name):
                 self._by_ending.setdefault(ending, []).append(name)
 
     def find(self, name: str, where: str) -> str | None:
@@ -62,7 +63,7 @@ class _Names:
         Raises:
             MergeError: several of the base's tensors could be meant.
         """
-        for ending in _endings(name):
+        for ending in endings(name):
             if ending in self._tensors:
                 return ending
             found = self._by_ending.get(ending, [])
@@ -333,12 +334,3 @@ def _bias_beside(tensors: Mapping[str, Readable], name: str, module: str, shift:
             "that length; give the base model the adapter was trained on."
         )
     return bias
-
-
-def _endings(name: str) -> Iterator[str]:
-    """The name, then without one leading part after another, as far as the layer's number stays."""
-    parts = name.split(".")
-    numbers = [index for index, part in enumerate(parts) if part.isdigit()]
-    last = numbers[0] - 1 if numbers else len(parts) - 2
-    for index in range(max(last, 0) + 1):
-        yield ".".join(parts[index:])

@@ -153,9 +153,10 @@ def same_values(one: Readable, other: Readable) -> bool:
     """Whether two tensors hold the same values."""
     if one.shape != other.shape:
         return False
-    total = math.prod(one.shape)
-    for start in range(0, total, _BLOCK_ELEMENTS):
-        pieces = torch.empty(2, min(_BLOCK_ELEMENTS, total - start))
+    total, row = math.prod(one.shape), math.lcm(one.row_length, other.row_length)
+    size = max(1, _BLOCK_ELEMENTS // row) * row
+    for start in range(0, total, size):
+        pieces = torch.empty(2, min(size, total - start))
         for tensor, piece in zip((one, other), pieces, strict=True):
             tensor.read(start, start + len(piece), piece)
         if not torch.equal(*pieces):

@@ -83,7 +83,10 @@ def from_mergekit(values: Any, where: str = "config") -> MergeConfig:
 
 def _refuse_unsupported(values: dict[str, Any]) -> None:
     if "modules" in values:
-        raise MergeError("modules is not supported; merge one module at a time, with models or slices")
+        raise MergeError(
+            "modules is not supported; merge whole models, or, in this package's own schema, cut one stack "
+            "with slices and stack"
+        )
     for key in values:
         if key not in _TOP_KEYS:
             refuse_unknown(key, _TOP_KEYS, "")

@@ -17,6 +17,7 @@ from rlhf_merge.config import MergeConfig
 from rlhf_merge.engine import OnBytes, Resources, check_device, merge_tensors
 from rlhf_merge.errors import MergeError, UnwrittenError
 from rlhf_merge.functions import linear
+from rlhf_merge.matching import without
 from rlhf_merge.model_files import write_model_files
 from rlhf_merge.output import PartialModel, check_output, explained, index_of, write_json
 from rlhf_merge.plan import MergePlan, TensorJob, job_of, make_plan
@@ -152,7 +153,7 @@ class ModelMerger:
             spec: {name: MemoryTensor(tensor.detach()) for name, tensor in models[spec].items()}
             for spec in self.config.model_specs
         }
-        reference = self.config.model_specs[0]
+        reference, tensors = self.config.model_specs[0], without(tensors, self.config.ignore)
         found = source_names(self.config, tensors, reference)
         jobs = [job_of(self.config, names, tensors, reference) for names in found]
         sink = _Memory(jobs)

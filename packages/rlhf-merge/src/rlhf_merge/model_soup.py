@@ -64,7 +64,7 @@ class ModelSoup:
 
     Args:
         models: two or more, as folders, hub ids or either with `+adapter`.
-        settings: further keys of a linear `MergeConfig`: base, dtype, vocab.
+        settings: further keys of a linear `MergeConfig`: base, dtype, vocab, ignore.
         resources: threads, memory and device.
 
     Raises:

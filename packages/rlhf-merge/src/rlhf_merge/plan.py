@@ -20,9 +20,10 @@ from rlhf_merge.config_json import check_architectures, output_config
 from rlhf_merge.config_values import Values
 from rlhf_merge.errors import MergeError, damaged
 from rlhf_merge.float8 import FLOAT8
+from rlhf_merge.matching import matched
 from rlhf_merge.model_files import copied_files
 from rlhf_merge.output import OutputTensor, Shard, lay_out
-from rlhf_merge.tensor_names import SourceNames, layer_name, source_names, with_heads
+from rlhf_merge.tensor_names import SourceNames, layer_name, source_names
 from rlhf_merge.tensors import Readable
 from rlhf_merge.tokens import read_tokens
 from rlhf_merge.vocab import Alignment, ModelVocab, align, is_vocabulary_tensor, vocabulary_rows
@@ -86,6 +87,7 @@ class MergePlan:
         config_from: the model whose config the result has: the reference, unless it has none.
         tokenizer: the model whose tokenizer the result has.
         alignment: of the vocabularies, where the models have any.
+        ignored: names of the tensors that the config leaves out of the result.
     """
 
     config: MergeConfig
@@ -97,6 +99,7 @@ class MergePlan:
     config_from: str
     tokenizer: str
     alignment: Alignment | None
+    ignored: tuple[str, ...] = ()
 
     @cached_property
     def bytes_read(self) -> int:
@@ -172,8 +175,8 @@ def _plan(config: MergeConfig, checkpoints: dict[str, Checkpoint], max_shard_siz
     check_architectures(configs, same_layers=not config.slices)
     config_from = next((spec for spec in checkpoints if checkpoints[spec].config), reference)
     _check_base(config, checkpoints)
-    tensors, tied = with_heads(checkpoints)
-    alignment, tensors = _aligned(config, checkpoints, tensors, reference)
+    found = matched(checkpoints, config.ignore)
+    alignment, tensors = _aligned(config, checkpoints, found.tensors, reference)
     jobs = tuple(
         job_of(config, names, tensors, reference) for names in source_names(config, tensors, reference)
     )
@@ -192,9 +195,13 @@ def _plan(config: MergeConfig, checkpoints: dict[str, Checkpoint], max_shard_siz
             vocab_size=alignment.rows if alignment else None,
             num_layers=len(layer_sources) if layer_sources else None,
             layer_sources=layer_sources,
-            tied=tied,
+            tied=found.tied,
             token_ids_from=checkpoints[tokenizer].config if tokenizer != config_from else None,
         )
+        if found.named_by and "architectures" in checkpoints[found.named_by].config:
+            model_config = model_config | {
+                "architectures": checkpoints[found.named_by].config["architectures"]
+            }
     return MergePlan(
         config=config,
         checkpoints=checkpoints,
@@ -205,6 +212,7 @@ def _plan(config: MergeConfig, checkpoints: dict[str, Checkpoint], max_shard_siz
         config_from=config_from,
         tokenizer=tokenizer,
         alignment=alignment,
+        ignored=found.ignored,
     )
 
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_merge.catalog import METHODS
-from rlhf_merge.checkpoint import Checkpoint
 from rlhf_merge.config import MergeConfig
-from rlhf_merge.config_json import tied
 from rlhf_merge.errors import MergeError
 from rlhf_merge.tensors import Readable
 
-_LAYER = re.compile(r"^((?:.*?\.)?(?:layers|h|blocks|block|layer)\.)(\d+)(\..*)$")
-_BUFFERS = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias|(^|\.)h\.\d+\.attn\.bias)$")
-_HEAD = re.compile(r"(^|\.)lm_head\.weight$")
+_LAYER = re.compile(r"^((?:.*?\.)?(?:layers|h|blocks|block|layer|stages)\.)(\d+)(\..*)$")
+_INNER = re.compile(r"\.(layers|blocks|block)\.\d+\.")
+_NOT_TEXT = re.compile(r"vision|visual|image|audio|speech")
 _BEFORE_THE_LAYERS = re.compile(r"(embed|wte|wpe|tok_embeddings|shared\.weight)")
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 
 Tensors = Mapping[str, Mapping[str, Readable]]
 
@@ -95,49 +92,13 @@ def depth_of(name: str, counts: Mapping[str, int]) -> float:
     return found.layer / last if last else 1.0
 
 
-def is_buffer(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is a constant that old versions of transformers saved and all make anew."""
-    match = _BUFFERS.search(name)
-    return match is not None and (not name.endswith("attn.bias") or len(shape) == 4)
-
-
-def with_heads(checkpoints: Mapping[str, Checkpoint]) -> tuple[dict[str, dict[str, Readable]], bool | None]:
-    """The tensors to merge: without buffers, and with a head in all models or in none.
-
-    A head that is tied to the embedding may be absent, or saved a second time. Where one model has a head of
-    its own, the result has one, and models with a tied head lend their embedding to it.
-
-    Args:
-        checkpoints: the models.
-
-    Returns:
-        For each model its tensors, and whether the result's head is tied: False, or None where it is as in
-        the model that lends its config.
-    """
-    tensors = {
-        spec: {name: t for name, t in checkpoint.tensors.items() if not is_buffer(name, tuple(t.shape))}
-        for spec, checkpoint in checkpoints.items()
-    }
-    own = {}
-    for spec, checkpoint in checkpoints.items():
-        head = next((name for name in tensors[spec] if _HEAD.search(name)), None)
-        if head and tied(checkpoint.config, has_head=True):
-            del tensors[spec][head]
-        elif head:
-            own[spec] = head
-    if not own or len(own) == len(tensors):
-        return tensors, None
-    head = next(iter(own.values()))
-    for spec in [spec for spec in tensors if spec not in own]:
-        if not tied(checkpoints[spec].config, has_head=False):
-            raise _missing(head, spec, next(iter(own)))
-        embedding = next((name for name in tensors[spec] if name.endswith(_EMBEDDINGS)), None)
-        if embedding is None:
-            raise MergeError(
-                f"{spec} lacks tensor {head}, which {next(iter(own))} has; merge models of one kind"
-            )
-        tensors[spec][head] = tensors[spec][embedding]
-    return tensors, False
+def endings(name: str) -> Iterator[str]:
+    """The name, then without one leading part after another, as far as the layer's number stays."""
+    parts = name.split(".")
+    numbers = [index for index, part in enumerate(parts) if part.isdigit()]
+    last = numbers[0] - 1 if numbers else len(parts) - 2
+    for index in range(max(last, 0) + 1):
+        yield ".".join(parts[index:])
 
 
 def source_names(config: MergeConfig, tensors: Tensors, reference: str) -> Iterator[SourceNames]:
@@ -165,7 +126,7 @@ def _of_models(config: MergeConfig, tensors: Tensors, reference: str) -> Iterato
     for name in names:
         for spec in used:
             if name not in tensors[spec]:
-                raise _missing(name, spec, next(s for s in tensors if name in tensors[s]))
+                raise missing(name, spec, next(s for s in tensors if name in tensors[s]))
         yield SourceNames(
             name,
             depth_of(name, counts),
@@ -175,62 +136,94 @@ def _of_models(config: MergeConfig, tensors: Tensors, reference: str) -> Iterato
 
 
 def _of_slices(config: MergeConfig, tensors: Tensors) -> Iterator[SourceNames]:
-    first = tensors[config.slices[0].sources[0].model]
+    model = config.slices[0].sources[0].model
+    first = tensors[model]
     stacks = layer_counts(first)
-    if len(stacks) != 1:
-        model = config.slices[0].sources[0].model
-        raise MergeError(f"slices need a model with one stack of layers, but {model} has {len(stacks)}")
-    outside = [name for name in first if layer_name(name) is None]
-    for model in dict.fromkeys(source.model for part in config.slices for source in part.sources):
-        for name in tensors[model]:
-            if layer_name(name) is None and name not in first:
-                raise _missing(name, config.slices[0].sources[0].model, model)
-    before = [name for name in outside if _BEFORE_THE_LAYERS.search(name)]
+    stack = _cut_stack(config.stack, list(stacks), model)
+    _check_flat(first, stack, model)
+    outside = [name for name in first if not _is_in(name, stack)]
+    for other in dict.fromkeys(source.model for part in config.slices for source in part.sources):
+        for name in tensors[other]:
+            if not _is_in(name, stack) and name not in first:
+                raise missing(name, model, other)
+    before = [name for name in outside if layer_name(name) or _BEFORE_THE_LAYERS.search(name)]
     for name in before:
-        yield _outside(config, tensors, name, 0)
+        yield _outside(config, tensors, name, 0, depth_of(name, stacks))
     layer = 0
     for index, part in enumerate(config.slices):
         begin, end = part.sources[0].layers
         for step in range(end - begin):
-            yield from _layer(config, tensors, index, step, layer)
+            yield from _layer(config, tensors, (index, step, layer), stack)
             layer += 1
     for name in outside:
         if name not in before:
-            yield _outside(config, tensors, name, len(config.slices) - 1)
+            yield _outside(config, tensors, name, len(config.slices) - 1, 0.0)
 
 
-def _outside(config: MergeConfig, tensors: Tensors, name: str, index: int) -> SourceNames:
-    """A tensor before or behind the layers; it is merged as the first or the last slice is."""
+def _cut_stack(word: str | None, stacks: Sequence[str], model: str) -> str:
+    """The stack of layers that slices cut: the only one, or the one whose name has the word in it."""
+    fitting = [stack for stack in stacks if word is None or word in stack]
+    if len(fitting) != 1:
+        found = ", ".join(stack.rstrip(".") for stack in stacks) or "none"
+        how = f"and {word!r} is in the names of {len(fitting)}" if word else "name one as stack in the config"
+        raise MergeError(f"slices cut one stack of layers, but {model} has {len(stacks)} ({found}); {how}")
+    if len(stacks) > 1 and _NOT_TEXT.search(fitting[0]):
+        raise MergeError(
+            f"the stack {fitting[0].rstrip('.')} of {model} is not its language model's, whose number "
+            "of layers is the only one that slices can change; cut another"
+        )
+    return fitting[0]
+
+
+def _check_flat(names: Iterable[str], stack: str, model: str) -> None:
+    """Refuse stages, which are of different sizes and have layers of their own."""
+    for name in names:
+        if _is_in(name, stack) and (stack.endswith("stages.") or _INNER.search(name.removeprefix(stack))):
+            raise MergeError(
+                f"{model} has layers inside of stages ({name}), which slices cannot put in another order; "
+                "merge whole models instead"
+            )
+
+
+def _is_in(name: str, stack: str) -> bool:
+    found = layer_name(name)
+    return found is not None and found.stack == stack
+
+
+def _outside(config: MergeConfig, tensors: Tensors, name: str, index: int, depth: float) -> SourceNames:
+    """A tensor outside of the layers that are cut; it is merged as the first or the last slice is."""
     base = config.slice_base(index)
     models = config.merged(index)
     for source in (*models, *([base] if base else [])):
         if name not in tensors[source.model]:
-            raise _missing(name, source.model, config.slices[0].sources[0].model)
+            raise missing(name, source.model, config.slices[0].sources[0].model)
     return SourceNames(
         name,
-        0.0,
+        depth,
         (base.model, name) if base else None,
         tuple((source.model, name) for source in models),
         index,
     )
 
 
-def _layer(config: MergeConfig, tensors: Tensors, index: int, step: int, layer: int) -> Iterator[SourceNames]:
+def _layer(
+    config: MergeConfig, tensors: Tensors, place: tuple[int, int, int], stack: str
+) -> Iterator[SourceNames]:
     """The tensors of one layer of the result.
 
     Args:
         config: of the merge.
         tensors: of the models.
-        index: of the slice.
-        step: the layer's number in the slice.
-        layer: its number in the result.
+        place: number of the slice, of the layer in the slice, and of the layer in the result.
+        stack: that is cut.
     """
+    index, step, layer = place
     sources = config.slices[index].sources
     begin, end = sources[0].layers
     depth = step / (end - begin - 1) if end - begin > 1 else 1.0
     base = config.slice_base(index)
     found = {
-        id(source): dict(_names_of_layer(tensors[source.model], source.layers[0] + step))
+        id(source): dict(_names_of_layer(tensors[source.model], stack, source.layers[0] + step))
         for source in sources
     }
     rests = dict.fromkeys(rest for names in found.values() for rest in names)
@@ -239,7 +232,7 @@ def _layer(config: MergeConfig, tensors: Tensors, index: int, step: int, layer: 
     for rest in rests:
         for source in sources:
             if rest not in found[id(source)]:
-                raise _missing(f"{rest} of layer {source.layers[0] + step}", source.model, sources[0].model)
+                raise missing(f"{rest} of layer {source.layers[0] + step}", source.model, sources[0].model)
         name = layer_name(found[id(sources[0])][rest])
         assert name is not None
         yield SourceNames(
@@ -251,14 +244,27 @@ def _layer(config: MergeConfig, tensors: Tensors, index: int, step: int, layer: 
         )
 
 
-def _names_of_layer(names: Mapping[str, Readable], layer: int) -> Iterator[tuple[str, str]]:
+def _names_of_layer(names: Mapping[str, Readable], stack: str, layer: int) -> Iterator[tuple[str, str]]:
     for name in names:
         found = layer_name(name)
-        if found and found.layer == layer:
+        if found and found.layer == layer and found.stack == stack:
             yield found.rest, name
 
 
-def _missing(name: str, spec: str, other: str) -> MergeError:
-    return MergeError(
-        f"{spec} lacks tensor {name}, which {other} has; only models of one kind and size can be merged"
-    )
+def missing(name: str, spec: str, other: str) -> MergeError:
+    """The error for a tensor that one model has and another lacks.
+
+    Args:
+        name: of the tensor.
+        spec: the model that lacks it.
+        other: the model that has it.
+    """
+    if layer_name(name):
+        advice = "merge models with the same layers, or give slices"
+    else:
+        pattern = f"{name.rpartition('.')[0]}.*" if "." in name else name
+        advice = (
+            f"merge models that have the same tensors, or leave it out of the result: --ignore '{pattern}', "
+            "or ignore in a config"
+        )
+    return MergeError(f"{spec} lacks tensor {name}, which {other} has; {advice}")
