@@ -97,7 +97,7 @@ def library_model(kind: str) -> tuple[Any, Any, dict[str, Any]]:
     """A tiny model of transformers: class, config, and the config.json it saves."""
     import transformers as t
 
-    small = {"vocab_size": 16, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    small: dict[str, Any] = {"vocab_size": 16, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
     small |= {"intermediate_size": 12, "max_position_embeddings": 16}
     makers: dict[str, Any] = {
         "gpt2": lambda: (
@@ -249,7 +249,8 @@ def test_the_text_of_a_model_of_text_and_images_is_cut(tmp_path: Path):
     model.save_pretrained(tmp_path / "a")
     slices = [{"sources": [{"model": str(tmp_path / "a"), "layers": layers}]} for layers in ([0, 2], [1, 2])]
     ModelMerger({"method": "passthrough", "slices": slices, "stack": "text"}).merge(tmp_path / "out")
-    loaded, info = t.CLIPModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    found: Any = t.CLIPModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    loaded, info = found
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     before, after = model.state_dict(), loaded.state_dict()
     assert len(after) == len(before) + sum("text_model.encoder.layers.1." in name for name in before)
