@@ -97,8 +97,13 @@ def library_model(kind: str) -> tuple[Any, Any, dict[str, Any]]:
     """A tiny model of transformers: class, config, and the config.json it saves."""
     import transformers as t
 
-    small: dict[str, Any] = {"vocab_size": 16, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
-    small |= {"intermediate_size": 12, "max_position_embeddings": 16}
+    small: dict[str, Any] = {
+        "vocab_size": 16,
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    small |= {"num_attention_heads": 2, "intermediate_size": 12, "max_position_embeddings": 16}
     makers: dict[str, Any] = {
         "gpt2": lambda: (
             t.GPT2LMHeadModel,
@@ -106,9 +111,7 @@ def library_model(kind: str) -> tuple[Any, Any, dict[str, Any]]:
         ),
         "t5": lambda: (
             t.T5ForConditionalGeneration,
-            t.T5Config(
-                vocab_size=16, d_model=8, d_kv=4, d_ff=12, num_layers=2, num_heads=2, decoder_start_token_id=0
-            ),
+            t.T5Config(vocab_size=16, d_model=8, d_kv=4, d_ff=12, num_layers=2, num_heads=2),
         ),
         "bert": lambda: (t.BertForMaskedLM, t.BertConfig(**small)),
         "llama": lambda: (

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from rlhf_merge.blocks import Inputs, Workspace
+    from rlhf_merge.config_values import Values
+    from rlhf_merge.steps import Step
+
+    Fit = Callable[[Inputs, Values, Workspace], Step]
+"""Fits a method to a tensor, which gives the step that merges it block by block."""
 
 Base = Literal["required", "optional"]
 
@@ -50,23 +59,54 @@ PER_MODEL = ("weight", "density", "gamma", "epsilon")
 
 @dataclass(frozen=True)
 class Method:
-    """One merge method.
+    """One merge method: everything that any part of the package knows of it.
+
+    Another one is a record more, `METHODS["median"] = Method(..., fit=fit_median)`, and where it has
+    parameters of its own, entries of `PARAMETERS`.
 
     Args:
         title: its name in prose.
         summary: what it does, one line.
         parameters: the parameters it takes, with the default of each.
+        fit: fits it to a tensor; as text, a function of `rlhf_merge.steps`, imported when it is needed.
         base: whether a base model is required; where it is not, it lends only its config and tokenizer.
         models: least and greatest number of models, the base not counted; None is any number.
         paper: where it is described.
+        passes: how often it reads its inputs.
+        ranks: whether it looks for the k-th largest magnitudes where a density is below 1, in a further pass
+            for every two bytes of the arithmetic's type.
+        buffers: blocks that it needs beside one for each input and eight.
+        row_wise: whether its blocks hold whole rows of a tensor.
+        divides: whether it divides by the sum of the weights where it has no switch `normalize` for that.
+        mergekit_names: mergekit's names of its parameters, with ours; None where they are ours without `sign`.
+        mergekit_defaults: of parameters that mergekit's files leave out, where they differ from ours.
+        from_base: whether mergekit starts from `base_model`, which is one of the models.
     """
 
     title: str
     summary: str
     parameters: dict[str, float | int | bool | str]
+    fit: Fit | str
     base: Base = "required"
     models: tuple[int, int | None] = (1, None)
     paper: str = ""
+    passes: int = 1
+    ranks: bool = False
+    buffers: int = 0
+    row_wise: bool = False
+    divides: bool = False
+    mergekit_names: Mapping[str, str] | None = None
+    mergekit_defaults: Mapping[str, float] = field(default_factory=dict)
+    from_base: bool = False
+
+    @property
+    def fitting(self) -> Fit:
+        """The function that fits it to a tensor."""
+        if not isinstance(self.fit, str):
+            return self.fit
+        from rlhf_merge import steps
+
+        return getattr(steps, self.fit)
 
 
 _TASK = {"weight": 1.0, "lambda": 1.0, "normalize": False}
@@ -77,80 +117,114 @@ METHODS: dict[str, Method] = {
         "Linear (model soup)",
         "weighted mean of the models",
         {"weight": 1.0, "normalize": True},
+        "fit_linear",
         base="optional",
         paper="arXiv:2203.05482",
     ),
     "task_arithmetic": Method(
-        "Task arithmetic", "base plus the weighted task vectors", _TASK, paper="arXiv:2212.04089"
+        "Task arithmetic",
+        "base plus the weighted task vectors",
+        _TASK,
+        "fit_task_arithmetic",
+        paper="arXiv:2212.04089",
     ),
     "ties": Method(
         "TIES",
         "trim the task vectors, elect signs, average what agrees",
         {**_SIGNED, "density": 1.0, "normalize": True},
+        "fit_ties",
         paper="arXiv:2306.01708",
+        ranks=True,
+        buffers=4,
     ),
     "dare_linear": Method(
         "DARE",
         "drop elements of the task vectors at random, rescale the rest, add",
         {**_TASK, "density": 1.0, "rescale": True},
+        "fit_dare",
         paper="arXiv:2311.03099",
     ),
     "dare_ties": Method(
         "DARE-TIES",
         "drop at random and rescale, then elect signs as TIES does",
         {**_SIGNED, "density": 1.0, "rescale": True},
+        "fit_dare",
         paper="arXiv:2311.03099",
     ),
     "della": Method(
         "DELLA",
         "drop small elements of each row more often than large ones, rescale, elect signs",
         {**_SIGNED, "density": 1.0, "epsilon": 0.15, "rescale": True, "normalize": True},
+        "fit_della",
         paper="arXiv:2406.11617",
+        buffers=16,
+        row_wise=True,
     ),
     "della_linear": Method(
         "DELLA, linear",
         "drop small elements of each row more often than large ones, rescale, add",
         {**_TASK, "density": 1.0, "epsilon": 0.15, "rescale": True},
+        "fit_della",
         paper="arXiv:2406.11617",
+        buffers=16,
+        row_wise=True,
     ),
     "breadcrumbs": Method(
         "Model Breadcrumbs",
         "drop the largest and the smallest elements of the task vectors, add",
         {**_TASK, "density": 0.9, "gamma": 0.01},
+        "fit_breadcrumbs",
         paper="arXiv:2312.06795",
+        ranks=True,
+        buffers=4,
+        mergekit_defaults={"density": 1.0},
     ),
     "breadcrumbs_ties": Method(
         "Model Breadcrumbs with TIES",
         "drop the largest and the smallest elements, then elect signs as TIES does",
         {**_SIGNED, "density": 0.9, "gamma": 0.01},
+        "fit_breadcrumbs",
         paper="arXiv:2312.06795",
+        ranks=True,
+        buffers=4,
+        mergekit_defaults={"density": 1.0},
     ),
     "slerp": Method(
         "SLERP",
         "along the great circle from the first model to the second",
         {"t": 0.5},
+        "fit_slerp",
         base="optional",
         models=(2, 2),
         paper="doi:10.1145/325165.325242",
+        passes=2,
+        from_base=True,
     ),
     "karcher": Method(
         "Spherical mean",
         "SLERP for any number of models: the Karcher mean of their directions",
         {"weight": 1.0, "max_iter": 10, "tol": 1e-5},
+        "fit_karcher",
         base="optional",
         paper="arXiv:2603.04972",
+        passes=2,
+        divides=True,
+        mergekit_names={"max_iter": "max_iter", "tol": "tol"},
     ),
     "model_stock": Method(
         "Model Stock",
         "from the base towards the mean of the models, as far as their angles say",
         {},
+        "fit_model_stock",
         models=(2, None),
         paper="arXiv:2403.19522",
+        passes=2,
     ),
     "nearswap": Method(
         "NearSwap",
         "elements of the second model where they are near the base's",
         {"t": 0.001},
+        "fit_nearswap",
         models=(1, 1),
         paper="the model card of QuartetAnemoi-70B-t0.0001",
     ),
@@ -158,8 +232,10 @@ METHODS: dict[str, Method] = {
         "Passthrough",
         "layers of the models as they are, one behind the other",
         {"weight": 1.0},
+        "fit_passthrough",
         base="optional",
         models=(1, 1),
+        mergekit_names={"scale": "weight"},
     ),
 }
 """The methods by name."""

@@ -82,7 +82,20 @@ def _decorated(*options: Callable[..., Any]) -> Callable[[Callable[..., Any]], C
     return decorate
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """The commands below, and one for each method."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names of all commands."""
+        return sorted([*super().list_commands(ctx), *(name.replace("_", "-") for name in METHODS)])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of a name."""
+        name = cmd_name.replace("-", "_")
+        return super().get_command(ctx, cmd_name) or (_method_command(name) if name in METHODS else None)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="rlhf-merge")
 def main() -> None:
     """Merge language models: streamed, resumable, checked.
@@ -240,10 +253,6 @@ def _parameter_option(key: str, default: Any) -> Callable[..., Any]:
     choices = f" ({', '.join(rule.choices)})" if rule.choices else ""
     text = f"{rule.help[0].upper()}{rule.help[1:]}{choices}.  [default: {shown}]"
     return click.option(f"--{key.replace('_', '-')}", f"set_{key}", multiple=True, metavar="VALUE", help=text)
-
-
-for _name in METHODS:
-    main.add_command(_method_command(_name))
 
 
 def _exit_cleanly(job: Callable[[], None]) -> None:

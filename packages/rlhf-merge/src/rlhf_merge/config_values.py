@@ -14,7 +14,6 @@ from rlhf_merge.settings import Scalar, Setting, resolve
 if TYPE_CHECKING:
     from rlhf_merge.config import MergeConfig
 
-_ALWAYS_DIVIDE = ("karcher",)
 # A sum of weights that cancel, such as 0.1 + 0.2 - 0.3, is off zero by rounding: about 1e-16 of the weights.
 _CANCELS = 1e-9
 
@@ -113,7 +112,7 @@ def _are_constant(config: MergeConfig, names: Iterable[str], slice_index: int | 
 
 def _check_weights(method: str, values: Values, place: str) -> None:
     weights = [own["weight"] for own in values.per_model if "weight" in own]
-    if not weights or not values.shared.get("normalize", method in _ALWAYS_DIVIDE):
+    if not weights or not values.shared.get("normalize", METHODS[method].divides):
         return
     # Where signs are elected, each element is divided by the sizes of the weights that agree.
     elects = "sign" in METHODS[method].parameters

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from rlhf_merge.blocks import Inputs, Workspace, check_range, working_dtype
+from rlhf_merge.catalog import METHODS
 from rlhf_merge.errors import MergeError
 from rlhf_merge.plan import COPY, MergePlan, TensorJob
-from rlhf_merge.steps import FITS
 from rlhf_merge.threads import processors
 
 _FLUSH_SECONDS = 2.0
@@ -186,7 +186,7 @@ def _merge_one(
     if job.method == COPY:
         _copy(inputs, sink, dtype, on_read)
         return ()
-    step = FITS[job.method](inputs, job.values, space)
+    step = METHODS[job.method].fitting(inputs, job.values, space)
     for start, end in inputs.ranges(step.row_length):
         merged = step(start, end, space)
         check_range(merged, dtype, name)

@@ -17,7 +17,6 @@ from torch import Tensor
 from rlhf_merge.blocks import Inputs, MemoryTensor, Workspace, check_range, working_dtype
 from rlhf_merge.catalog import METHODS, PARAMETERS, PER_MODEL
 from rlhf_merge.config_values import Values
-from rlhf_merge.steps import FITS
 
 Numbers = float | Sequence[float]
 Sign = Literal["mass", "count"]
@@ -315,7 +314,7 @@ def _merge(
     models = tuple(memory[len(every) - len(tensors) :])
     inputs = Inputs(name, memory[0] if base is not None else None, models, seed=seed)
     space = Workspace(working_dtype([tensor.dtype for tensor in every]), first.device)
-    step = FITS[method](inputs, Values(tuple(per_model), shared), space)
+    step = METHODS[method].fitting(inputs, Values(tuple(per_model), shared), space)
     out = torch.empty_like(first, memory_format=torch.contiguous_format)
     for start, stop in inputs.ranges(step.row_length):
         merged = step(start, stop, space)

@@ -31,9 +31,6 @@ _TOP_KEYS = (
     "tokenizer",
     "chat_template",
 )
-_OURS = {"scale": "weight"}
-"""Parameters of mergekit's passthrough by our names; the others have the same name in both."""
-
 _NEUTRAL = ("rescale", "filter_wise")
 """Switches of mergekit's that some of our methods lack: off, they ask for what ours do."""
 
@@ -67,8 +64,8 @@ def from_mergekit(values: Any, where: str = "config") -> MergeConfig:
         method = _method(values)
         base = _base(values, method)
         common = _settings(values.get("parameters"), method, "parameters")
-        if "gamma" in METHODS[method].parameters:  # mergekit's breadcrumbs keep everything by default
-            common.setdefault("density", Setting.parse(1.0, PARAMETERS["density"], "density"))
+        for name, value in METHODS[method].mergekit_defaults.items():
+            common.setdefault(name, Setting.parse(value, PARAMETERS[name], name))
         fields: dict[str, Any] = {"method": method, "base": base, "parameters": common}
         fields |= {"dtype": _dtype(values), "vocab": _vocab(values)}
         if "models" in values:
@@ -108,13 +105,10 @@ def _method(values: dict[str, Any]) -> str:
     return method
 
 
-def _names(method: str) -> list[str]:
-    """Return the parameters that mergekit's method has and ours takes, by mergekit's names."""
-    if method == "karcher":  # mergekit's weighs all models alike
-        return ["max_iter", "tol"]
-    if method == "passthrough":
-        return ["scale"]
-    return [name for name in METHODS[method].parameters if name != "sign"]
+def _names(method: str) -> Mapping[str, str]:
+    """Return the parameters that mergekit's method has and ours takes, by mergekit's names, with ours."""
+    names = METHODS[method].mergekit_names
+    return {name: name for name in METHODS[method].parameters if name != "sign"} if names is None else names
 
 
 def _settings(values: Any, method: str, where: str) -> dict[str, Setting]:
@@ -122,16 +116,16 @@ def _settings(values: Any, method: str, where: str) -> dict[str, Setting]:
     names = _names(method)
     for name, value in require_mapping({} if values is None else values, where).items():
         path = f"{where}.{name}"
-        parameter = PARAMETERS.get(_OURS.get(name, name))
+        parameter = PARAMETERS.get(names.get(name, name))
         if name == "int8_mask" or (name in _NEUTRAL and name not in names):
             flag = Setting.parse(_plain(value, switch=True), PARAMETERS["normalize"], path)
             if name in _NEUTRAL and flag.plain() is not False:
                 raise MergeError(f"{path} is {value!r}, but {method} has no such switch here; leave it out")
         elif name not in names or parameter is None:
-            _refuse_parameter(name, method, names, where)
+            _refuse_parameter(name, method, list(names), where)
         else:
             plain = _plain(value, switch=isinstance(parameter.default, bool))
-            settings[_OURS.get(name, name)] = Setting.parse(plain, parameter, path)
+            settings[names[name]] = Setting.parse(plain, parameter, path)
     return settings
 
 
@@ -203,7 +197,7 @@ def _base(values: dict[str, Any], method: str) -> str | None:
     """Return the base model, which may be that of the first slice where each slice names its own."""
     if "base_model" in values:
         return _reference(values["base_model"], "base_model")
-    if METHODS[method].base == "optional" and method != "slerp":
+    if METHODS[method].base == "optional" and not METHODS[method].from_base:
         return None
     parts = values.get("slices")
     if (
@@ -245,12 +239,12 @@ def _models(values: dict[str, Any], method: str, base: str | None) -> list[dict[
             )
         return others
     if base is not None and all(entry["model"] != base for entry in entries):
-        if method == "passthrough":
+        if METHODS[method].models[1] == 1:
             raise MergeError(
-                f"passthrough takes one model, and mergekit counts base_model {base} among them; leave it out"
+                f"{method} takes one model, and mergekit counts base_model {base} among them; leave it out"
             )
         entries.append({"model": base, "parameters": {}})
-    return _from_base(entries, base, "models") if method == "slerp" else entries
+    return _from_base(entries, base, "models") if METHODS[method].from_base else entries
 
 
 def _from_base(entries: list[dict[str, Any]], base: str | None, where: str) -> list[dict[str, Any]]:
@@ -274,7 +268,7 @@ def _slices(values: dict[str, Any], method: str, base: str | None) -> list[dict[
             _entry(source, ("model", "layer_range"), method, f"{where}.sources[{place}]")
             for place, source in enumerate(require_list(part.get("sources"), f"{where}.sources"))
         ]
-        if method == "slerp":
+        if METHODS[method].from_base:
             sources, own = _from_base(sources, own or base, f"{where}.sources"), None
         elif METHODS[method].base == "required":  # mergekit ignores what is set for the base
             sources = [s | {"parameters": {}} if s["model"] == (own or base) else s for s in sources]

@@ -41,7 +41,7 @@ class TensorJob:
 
     Args:
         output: its name, shape and type.
-        method: a key of `FITS`, or `COPY`.
+        method: a key of `METHODS`, or `COPY`.
         inputs: what it is made from.
         values: the method's parameters.
     """
@@ -54,12 +54,11 @@ class TensorJob:
     @property
     def passes(self) -> int:
         """How often its inputs are read."""
-        if self.method in ("slerp", "karcher", "model_stock"):
-            return 2
-        trims = self.method in ("ties", "breadcrumbs", "breadcrumbs_ties")
-        if trims and any(own["density"] < 1 for own in self.values.per_model):
-            return 1 + working_dtype(self.dtypes).itemsize // 2
-        return 1
+        if self.method == COPY:
+            return 1
+        method = METHODS[self.method]
+        ranks = method.ranks and any(own["density"] < 1 for own in self.values.per_model)
+        return method.passes + (working_dtype(self.dtypes).itemsize // 2 if ranks else 0)
 
     @property
     def dtypes(self) -> list[Any]:
@@ -363,10 +362,10 @@ def _written_dtype(jobs: Sequence[TensorJob]) -> str | None:
 def _buffer_bytes(job: TensorJob) -> int:
     """Buffers of one thread: a block of every input, the arithmetic's own, numpy's intermediates."""
     block = max((stop - start for start, stop in job.inputs.ranges(_row(job))), default=0)
-    extra = {"della": 16, "della_linear": 16, "ties": 4, "breadcrumbs": 4, "breadcrumbs_ties": 4}
-    count = len(job.inputs.all) + 8 + extra.get(job.method, 0)
+    count = len(job.inputs.all) + 8 + (METHODS[job.method].buffers if job.method != COPY else 0)
     return max(block, BLOCK) * working_dtype(job.dtypes).itemsize * count
 
 
 def _row(job: TensorJob) -> int:
-    return max(1, job.output.shape[-1]) if job.method.startswith("della") and job.output.shape else 1
+    row_wise = job.method != COPY and METHODS[job.method].row_wise
+    return max(1, job.output.shape[-1]) if row_wise and job.output.shape else 1

@@ -1,11 +1,11 @@
 """One tensor of the result from its inputs: passes over them for what a method must know, then one to merge.
 
-A method is fitted to a tensor (`FITS`), which gives the step that merges it block by block.
+A method is fitted to a tensor (`Method.fit`), which gives the step that merges it block by block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -266,25 +266,6 @@ def fit_della(inputs: Inputs, values: Values, space: Workspace) -> Step:
             else RankDrop(bits, own["density"], own["epsilon"], bool(values.shared["rescale"]), row)
         )
     return Elect(inputs, values, drops, row_length=max(1, row))
-
-
-FITS: dict[str, Callable[[Inputs, Values, Workspace], Step]] = {
-    "linear": fit_linear,
-    "task_arithmetic": fit_task_arithmetic,
-    "ties": fit_ties,
-    "dare_linear": fit_dare,
-    "dare_ties": fit_dare,
-    "della": fit_della,
-    "della_linear": fit_della,
-    "breadcrumbs": fit_breadcrumbs,
-    "breadcrumbs_ties": fit_breadcrumbs,
-    "slerp": fit_slerp,
-    "karcher": fit_karcher,
-    "model_stock": fit_model_stock,
-    "nearswap": fit_nearswap,
-    "passthrough": fit_passthrough,
-}
-"""For each method, what fits it to a tensor."""
 
 
 def gram(inputs: Inputs, space: Workspace) -> NDArray[np.float64]:

@@ -1,0 +1,74 @@
+"""A method is one record: adding it makes it known to every part of the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import Tensor
+
+from rlhf_merge import MergeConfig, ModelMerger
+from rlhf_merge.blocks import Inputs, Workspace
+from rlhf_merge.catalog import METHODS, Method
+from rlhf_merge.cli import main
+from rlhf_merge.config_values import Values
+
+
+class Median:
+    """The median of the models, element by element."""
+
+    row_length = 1
+    coefficients = ()
+
+    def __init__(self, inputs: Inputs) -> None:
+        self._inputs = inputs
+
+    def __call__(self, start: int, stop: int, space: Workspace) -> Tensor:
+        rows = space.take_rows("rows", len(self._inputs.models), stop - start)
+        for index in range(len(rows)):
+            self._inputs.read_model(index, start, stop, rows[index])
+        return rows.median(0).values
+
+
+def fit_median(inputs: Inputs, values: Values, space: Workspace) -> Median:
+    return Median(inputs)
+
+
+MEDIAN = Method(
+    "Median", "median of the models", {}, fit_median, base="optional", models=(3, None), buffers=3
+)
+
+
+@pytest.fixture
+def models(workshop: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setitem(METHODS, "median", MEDIAN)
+    base = workshop.tensors()
+    return [workshop.save(name, workshop.tuned(base, seed)) for seed, name in enumerate("abc")]
+
+
+def test_a_method_is_added_by_one_record(workshop: Any, models: list[str]):
+    """From our config, mergekit's, the command line; with its buffers in the bound on memory."""
+    theirs = {"merge_method": "median", "models": [{"model": model} for model in models]}
+    path = workshop.root / "theirs.json"
+    path.write_text(str(theirs).replace("'", '"'))
+    merger = ModelMerger({"method": "median", "models": models})
+    plan = merger.plan()
+    assert plan.bytes_per_thread == 4 * 2**18 * (3 + 8 + 3) and plan.jobs[0].passes == 1
+    merger.merge(workshop.root / "ours", plan=plan)
+    ModelMerger(MergeConfig.from_file(path)).merge(workshop.root / "theirs")
+    options = [word for model in models for word in ("--model", model)]
+    run = CliRunner().invoke(main, ["median", *options, str(workshop.root / "command"), "--quiet"])
+    assert run.exit_code == 0, run.output
+    assert "median" in CliRunner().invoke(main, ["--help"]).output
+    states = [workshop.load(model) for model in models]
+    for name in ("ours", "theirs", "command"):
+        for key, tensor in workshop.load(workshop.root / name).items():
+            assert torch.equal(tensor, torch.stack([state[key] for state in states]).median(0).values)
+
+
+def test_its_number_of_models_is_checked(models: list[str], tmp_path: Path):
+    run = CliRunner().invoke(main, ["median", "--model", models[0], str(tmp_path / "out")])
+    assert run.exit_code == 2 and "at least 3" in run.output
