@@ -32,6 +32,15 @@ TEMPLATES = {
         "TURN",
         "{{ m.content }}{% if loop.last or m.role != 'assistant' %}<eos>{% else %} ...{% endif %}",
     ),
+    # puts an end token behind the whole conversation, as Phi-3's does
+    "ended": _TEMPLATE.replace("TURN", "{{ m.content }}<end>")
+    + "{% if not add_generation_prompt %}<eos>{% endif %}",
+    # closes the last turn by another token than earlier ones, as GPT-OSS's does
+    "returning": _TEMPLATE.replace(
+        "TURN",
+        "{{ m.content }}{% if loop.last and m.role == 'assistant' and not add_generation_prompt %}<return>"
+        "{% else %}<end>{% endif %}",
+    ),
     # says which turn it is, so that a prompt alone and with its answer differ
     "counting": "{{ messages | length }}" + _TEMPLATE.replace("TURN", _SAID),
     "refusing": "{{ raise_exception('roles must alternate') }}",

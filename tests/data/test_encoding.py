@@ -1,7 +1,10 @@
 """Token ids of texts and conversations: where completions start and end, and what the assistant says."""
 
 import copy
+import importlib.util
+import itertools
 import random
+from pathlib import Path
 
 import pytest
 
@@ -156,3 +159,51 @@ def test_templates_that_cannot_be_used(with_template, name, message):
 def test_a_tokenizer_without_template(tokenizer):
     with pytest.raises(UserError, match="the tokenizer has no chat template"):
         Encoder(tokenizer).completions(_TALK[:2], [_TALK[2:3]])
+
+
+@pytest.mark.parametrize(("name", "closing"), [("ended", "<end>"), ("returning", "<end>")])
+def test_turns_that_close_otherwise_than_the_conversation(with_template, name, closing):
+    tokenizer = with_template(name)
+    ids, mask = Encoder(tokenizer).conversation(_TALK, assistant_only=True)
+    last = "<end><eos>" if name == "ended" else "<return>"
+    assert _said(tokenizer, ids, mask) == f"yes{closing}|no no{last}"
+    assert ids == tokenizer.apply_chat_template(_TALK, return_dict=True)["input_ids"]
+
+
+_TRL = Path(getattr(importlib.util.find_spec("trl"), "origin", None) or "none").parent / "chat_templates"
+
+
+@pytest.mark.skipif(not _TRL.is_dir(), reason="TRL's templates are not installed")
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("phi3", "phi3_5", "gptoss", "llama3", "qwen2_5", "qwen2_5_vl", "qwen3_instruct_2507", "gemma"),
+        *("cohere", "deepseekv3", "lfm2"),
+    ],
+)
+def test_shipped_templates_show_the_turns_that_trl_marks(tokenizer, name):
+    """TRL trains with copies that mark the turns; some of them count the generation prompt to the turn."""
+    parts = {}
+    for file in (name, f"{name}_training"):
+        given = copy.deepcopy(tokenizer)
+        given.chat_template = (_TRL / f"{file}.jinja").read_text(encoding="utf-8")
+        ids, mask = Encoder(given).conversation(_TALK[1:], assistant_only=True)
+        assert given.decode(ids).count("and ?") == 1
+        parts[file] = given.decode(ids), mask
+    (text, mask), (expected, theirs) = parts.values()
+    assert text == expected
+    ends, their_ends = (
+        [i for i, (now, then) in enumerate(itertools.pairwise([*each, False])) if now and not then]
+        for each in (mask, theirs)
+    )
+    assert ends == their_ends and len(ends) == 2
+    assert not any(ours and not its for ours, its in zip(mask, theirs, strict=True))
+
+
+@pytest.mark.skipif(not _TRL.is_dir(), reason="TRL's templates are not installed")
+@pytest.mark.parametrize("name", ["llama3_1", "llama3_2", "qwen3", "gemma3", "lfm2_v2", "cohere2"])
+def test_shipped_templates_are_not_refused(tokenizer, name):
+    tokenizer.chat_template = (_TRL / f"{name}.jinja").read_text(encoding="utf-8")
+    ids, mask = Encoder(tokenizer).conversation(_TALK[1:], assistant_only=True)
+    said = tokenizer.decode([token for token, scored in zip(ids, mask, strict=True) if scored])
+    assert said.count("yes") == said.count("no no") == 1 and "and ?" not in said

@@ -8,7 +8,7 @@ the end token; what ends a conversation is the chat template's choice.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rlhf_data.errors import UserError
@@ -203,15 +203,47 @@ class Encoder:
             return len(until)
         # The template shows an earlier turn otherwise than the last one, for instance without its thoughts.
         end = self._content_end(whole, messages, turn, template)
-        closing = until[self._content_end(until, messages[: turn + 1], turn, template) :]
-        if not whole.startswith(closing, end):
-            raise UserError(_UNCLEAR_TURNS)
-        return end + len(closing)
+        for closing in self._closings(until, messages[: turn + 1], template):
+            if whole.startswith(closing, end):
+                return end + len(closing)
+        raise UserError(_UNCLEAR_TURNS)
+
+    def _closings(
+        self, text: str, messages: list[Message], template: Mapping[str, Any] | None
+    ) -> Iterator[str]:
+        """What may close the last of these messages where others follow it.
+
+        Args:
+            text: the messages, rendered.
+            messages: the last one is the assistant's.
+            template: keyword arguments for the chat template.
+        """
+        last = len(messages) - 1
+        closing = text[self._content_end(text, messages, last, template) :]
+        yield closing
+        # Some close the conversation's last turn by another token (GPT-OSS); before a generation prompt the
+        # turn is closed as an earlier one.
+        before, prompt = (self._render(messages[:-1], template, answer=answer) for answer in (False, True))
+        followed = self._render(messages, template, answer=True)
+        generation = prompt.removeprefix(before)
+        if generation != prompt and followed.endswith(generation):
+            marked = self._content_end(followed, messages, last, template, answer=True)
+            yield followed[marked : len(followed) - len(generation)]
+        # Some put an end token behind the whole conversation (Phi-3).
+        end = self.tokenizer.eos_token
+        if end and closing.endswith(end) and closing != end:
+            yield closing.removesuffix(end)
 
     def _content_end(
-        self, text: str, messages: list[Message], turn: int, template: Mapping[str, Any] | None
+        self,
+        text: str,
+        messages: list[Message],
+        turn: int,
+        template: Mapping[str, Any] | None,
+        *,
+        answer: bool = False,
     ) -> int:
         """Index in the conversation's text behind what a message says."""
         marked = [*messages]
         marked[turn] = {**messages[turn], "content": f"{messages[turn].get('content', '')}{_MARKER}"}
-        return common_prefix(text, self._render(marked, template))
+        return common_prefix(text, self._render(marked, template, answer=answer))
