@@ -43,6 +43,11 @@ class StartModelConfig(BaseConfig):
     load_in_4bit: bool = False
     """Quantise the frozen weights to 4 bits (NF4), as QLoRA does; needs use_peft."""
 
+    chat_template_path: str | None = None
+    """Jinja file (.jinja, .j2), or a tokenizer (folder or hub name) with a template; null keeps the own one."""
+    eos_token: str | None = None
+    """Token that ends a text and a turn, such as `<|im_end|>`; it is saved with the model.  Null keeps it."""
+
     @model_validator(mode="after")
     def _one_model(self) -> Self:
         if self.model_name_or_path and self.scratch:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rlhf_algos.chat_setup import set_chat_format, warn_of_endless_turns
 from rlhf_algos.demo import CHAT_TEMPLATE, record_texts, tiny_start
 from rlhf_algos.parallel import check_hardware
 from rlhf_algos.processes import is_first_process, num_processes
@@ -86,6 +87,7 @@ def start_model(
     merged = name is not None and is_language_adapter(name)
     if name and method.model != "policy" and not merged:
         scorer = _scorer(method, config, "from_language_model", name, **options)
+        set_chat_format(scorer, scorer.tokenizer, config)
         _describe(scorer, f"from {name}")
         return _finished(method, scorer, config), scorer.tokenizer
     if name and merged:
@@ -116,6 +118,9 @@ def start_model(
             max_length=config.max_length,
         )
         lm.to(device, _dtype(config))
+    set_chat_format(lm, tokenizer, config)
+    if method.model == "policy":
+        warn_of_endless_turns(lm, tokenizer, records)
     if base_folder and not lm.name_or_path and _trains_adapters(config):
         keep_base(lm, tokenizer, base_folder)
     model = lm if method.model == "policy" else _scorer(method, config, "from_backbone", lm, tokenizer)
