@@ -16,6 +16,7 @@ from rlhf_data import TokenSequence, UserError, pack
 from rlhf_models import (
     AdapterSet,
     LoraSettings,
+    RewardEnsemble,
     RewardModel,
     add_adapters,
     check_prompt_fits,
@@ -307,3 +308,13 @@ def test_a_saved_byte_tokenizer_comes_back_whatever_the_model(tmp_path, byte_tok
     assert len(tokenizer) == len(byte_tokenizer)
     assert tokenizer(text)["input_ids"] == byte_tokenizer(text)["input_ids"]
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_scoring_models_are_no_language_models(tmp_path, byte_tokenizer):
+    lm = tiny_model("llama", vocab_size=len(byte_tokenizer), seed=0)
+    RewardModel.from_backbone(lm, byte_tokenizer).save_pretrained(tmp_path / "rm")
+    RewardEnsemble.from_backbone(lm, byte_tokenizer, size=2).save_pretrained(tmp_path / "ensemble")
+    with pytest.raises(UserError, match="rm is a reward model"):
+        load_causal_lm(tmp_path / "rm")
+    with pytest.raises(UserError, match="ensemble holds an ensemble"):
+        load_causal_lm(tmp_path / "ensemble")

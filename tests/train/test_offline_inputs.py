@@ -227,6 +227,22 @@ def test_what_evaluation_does_not_give_cannot_pick_the_best(
     assert "eval_acc" in message and "eval_loss" in message
 
 
+def test_a_run_stands_for_its_model_and_a_reward_model_is_no_language_model(
+    train: Train, train_refused: Refused, tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(lines_of(PAIRS))
+    rows = ("--train-data", tmp_path / "rows.jsonl", *SMALL, "--max-steps=1")
+    done(train("reward", "--model", tiny_model_folder, *rows, "--output-dir=rm"))
+    done(train("dpo", "--model", tiny_model_folder, *rows, "--set=use_peft=true", "--output-dir=lora"))
+    done(train("dpo", "--model=lora", *rows, "--output-dir=again"))
+    assert json.loads(Path("again/config.json").read_text())["model_name_or_path"].endswith("lora/final")
+    prompts = ("--train-data", tmp_path / "rows.jsonl", "--set=max_completion_length=4")
+    done(train("grpo", "--model=again", "--reward=rm", *prompts, "--dry-run"))
+    for dry in ([], ["--dry-run"]):
+        message = train_refused("dpo", "--model=rm", *rows, *dry)
+        assert "rm/final is a reward model" in message, message
+
+
 def test_folders_in_use_and_runs_of_others_are_left_alone(train: Train, tiny_model_folder: Path) -> None:
     few = ("--subset-size=8", "--set=story_eval_rows=4")
     done(train("sft", "--model", tiny_model_folder, *few, *SMALL, "--output-dir=run"))

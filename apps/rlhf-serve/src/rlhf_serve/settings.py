@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from rlhf_data import BaseConfig
+from rlhf_data import BaseConfig, model_folder
 from rlhf_infer.predictive import ScorePopulation
 from rlhf_infer.stopping import ConfidenceBasedStopping
 
@@ -90,6 +90,11 @@ class ModelSettings(BaseConfig):
     """vLLM: devices that the model is spread over."""
     vllm_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """vLLM: further engine arguments under vLLM's names."""
+
+    @field_validator("model")
+    @classmethod
+    def _model_of_a_run(cls, name: str | None) -> str | None:
+        return name and model_folder(name)
 
 
 class ServeSettings(ModelSettings):

@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from rlhf_algos.config import TrainerConfig
 from rlhf_algos.online_configs import OnlineConfig
-from rlhf_data import BaseConfig, LocalPath
+from rlhf_data import BaseConfig, LocalPath, model_folder
 
 __all__ = [
     "TASK_REWARDS",
@@ -43,10 +43,15 @@ class StartModelConfig(BaseConfig):
     load_in_4bit: bool = False
     """Quantise the frozen weights to 4 bits (NF4), as QLoRA does; needs use_peft."""
 
-    chat_template_path: str | None = None
-    """Jinja file (.jinja, .j2), or a tokenizer (folder or hub name) with a template; null keeps the own one."""
+    chat_template_path: LocalPath | None = None
+    """Jinja file (.jinja, .j2), or a tokenizer (folder or hub name) with a template; null keeps it."""
     eos_token: str | None = None
     """Token that ends a text and a turn, such as `<|im_end|>`; it is saved with the model.  Null keeps it."""
+
+    @field_validator("model_name_or_path")
+    @classmethod
+    def _model_of_a_run(cls, name: str | None) -> str | None:
+        return name and model_folder(name)
 
     @model_validator(mode="after")
     def _one_model(self) -> Self:

@@ -80,9 +80,8 @@ def start_model(
     Raises:
         UserError: the model cannot be loaded, or does not go with the settings.
     """
-    device = job_device()
     name = config.model_name_or_path
-    options = {"dtype": config.dtype, "device": device}
+    options = {"dtype": config.dtype, "device": job_device()}
     options |= {"load_in_8bit": config.load_in_8bit, "load_in_4bit": config.load_in_4bit}
     merged = name is not None and is_language_adapter(name)
     if name and method.model != "policy" and not merged:
@@ -90,6 +89,21 @@ def start_model(
         set_chat_format(scorer, scorer.tokenizer, config)
         _describe(scorer, f"from {name}")
         return _finished(method, scorer, config), scorer.tokenizer
+    lm, tokenizer = _language_model(method, config, records, options, merged=merged)
+    set_chat_format(lm, tokenizer, config)
+    if method.model == "policy":
+        warn_of_endless_turns(lm, tokenizer, records)
+    if base_folder and not lm.name_or_path and _trains_adapters(config):
+        keep_base(lm, tokenizer, base_folder)
+    model = lm if method.model == "policy" else _scorer(method, config, "from_backbone", lm, tokenizer)
+    return _finished(method, model, config), tokenizer
+
+
+def _language_model(
+    method: Method, config: Any, records: Sequence[Any], options: dict[str, Any], *, merged: bool
+) -> tuple[Any, Any]:
+    """The language model that a job starts from, and its tokenizer; `merged` where an adapter is given."""
+    name, device = config.model_name_or_path, options["device"]
     if name and merged:
         if config.load_in_8bit or config.load_in_4bit:
             raise UserError(
@@ -118,13 +132,7 @@ def start_model(
             max_length=config.max_length,
         )
         lm.to(device, _dtype(config))
-    set_chat_format(lm, tokenizer, config)
-    if method.model == "policy":
-        warn_of_endless_turns(lm, tokenizer, records)
-    if base_folder and not lm.name_or_path and _trains_adapters(config):
-        keep_base(lm, tokenizer, base_folder)
-    model = lm if method.model == "policy" else _scorer(method, config, "from_backbone", lm, tokenizer)
-    return _finished(method, model, config), tokenizer
+    return lm, tokenizer
 
 
 _SCORERS: dict[str, Any] = {"reward": RewardModel, "prm": ProcessRewardModel}

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from rlhf_algos.config import TrainerConfig
 from rlhf_algos.kl_control import check_horizon
 from rlhf_algos.processes import num_processes
-from rlhf_data import BaseConfig, LocalPath
+from rlhf_data import BaseConfig, LocalPath, model_folder
 
 __all__ = ["GRPOConfig", "OnlineConfig", "PPOConfig", "SamplingConfig", "VLLMConfig"]
 
@@ -264,6 +264,11 @@ class PPOConfig(OnlineConfig):
     """Rewards are cut to this range around 0; null for none."""
     normalize_rewards: bool = False
     """Divide rewards by their deviation since the start of training."""
+
+    @field_validator("value_model_path")
+    @classmethod
+    def _model_of_a_run(cls, name: str | None) -> str | None:
+        return name and model_folder(name)
 
     @model_validator(mode="after")
     def _has_a_use(self) -> Self:

@@ -10,7 +10,7 @@ from rlhf_algos.job_models import job_device, lora_settings
 from rlhf_algos.online_configs import PPOConfig
 from rlhf_algos.online_preflight import check_first_rollout
 from rlhf_algos.ppo import start_value_model
-from rlhf_data import RunFolder, atomic_write_json
+from rlhf_data import RunFolder, atomic_write_json, model_folder
 from rlhf_infer.rewards import RewardFunctionFactory, RewardFunctions
 from rlhf_models import ValueHead, ValueModel
 from rlhf_models.adapter_files import adapter_base, is_adapter
@@ -48,6 +48,7 @@ def check_parts(config: Any) -> None:
 
 def _check_model(name: str) -> None:
     """Refuse a scoring model whose configuration or weights are not there."""
+    name = model_folder(name)
     if (Path(name) / ENSEMBLE_FILE).is_file():
         return
     if is_adapter(name):

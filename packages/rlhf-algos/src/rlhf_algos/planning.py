@@ -28,7 +28,7 @@ from rlhf_data import PromptExample, TokenSequence, UserError, ensure_writable_f
 from rlhf_models import load_tokenizer
 from rlhf_models.adapter_files import adapter_base, is_language_adapter, load_adapter_tokenizer
 from rlhf_models.adapters import apply_lora
-from rlhf_models.loading import check_tokenizer_fits, check_weights, load_config
+from rlhf_models.loading import check_language_model, check_tokenizer_fits, check_weights, load_config
 from rlhf_models.memory import activation_bytes, format_bytes, weight_bytes
 from rlhf_models.scratch import build_model, build_tokenizer
 
@@ -114,6 +114,8 @@ def _shape(method: Method, config: Any, records: Sequence[Any]) -> tuple[Any, An
         shape, tokenizer = load_config(base), load_adapter_tokenizer(name, base)
     elif name:
         shape = load_config(name)
+        if method.model == "policy":
+            check_language_model(name)
         check_weights(name)
         tokenizer = load_tokenizer(name)
         check_tokenizer_fits(shape, tokenizer)

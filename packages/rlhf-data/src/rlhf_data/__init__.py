@@ -16,6 +16,7 @@ _MODULES = {
     "files": (
         *("atomic_folder", "atomic_write_json", "atomic_write_text", "ensure_writable_folder", "json_hash"),
     ),
+    "model_folders": ("model_folder",),
     "packing": ("PackedBatch", "TokenSequence", "pack"),
     "preferences": (
         *("CompletionRecord", "ConversationRecord", "LabelledRecord", "PreferenceRecord", "PromptRecord"),

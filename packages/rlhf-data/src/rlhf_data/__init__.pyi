@@ -22,6 +22,7 @@ from rlhf_data.files import atomic_write_json as atomic_write_json
 from rlhf_data.files import atomic_write_text as atomic_write_text
 from rlhf_data.files import ensure_writable_folder as ensure_writable_folder
 from rlhf_data.files import json_hash as json_hash
+from rlhf_data.model_folders import model_folder as model_folder
 from rlhf_data.packing import PackedBatch as PackedBatch
 from rlhf_data.packing import TokenSequence as TokenSequence
 from rlhf_data.packing import pack as pack

@@ -134,7 +134,8 @@ class Encoder:
     def _template_text(self, template: Mapping[str, Any] | None) -> str:
         if not getattr(self.tokenizer, "chat_template", None):
             raise UserError(
-                "the tokenizer has no chat template, which messages need; give one with chat_template_path, or give texts"
+                "the tokenizer has no chat template, which messages need; give one with chat_template_path, "
+                "or give texts"
             )
         return self.tokenizer.get_chat_template(tools=(template or {}).get("tools"))
 

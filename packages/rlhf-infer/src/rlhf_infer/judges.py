@@ -12,8 +12,9 @@ import torch
 from rlhf_data import TokenSequence, UserError, pack
 from rlhf_data.encoding import Encoder
 from rlhf_infer.judge_settings import JUDGE_TEMPLATE, checked_template, fill
+from rlhf_models.encoding import encode_completion, encode_prompt
 from rlhf_models.head import causal_lm
-from rlhf_models.loading import check_prompt_fits, encode_completion, encode_prompt
+from rlhf_models.loading import check_prompt_fits
 from rlhf_models.logps import token_logps
 
 _VERDICT = re.compile(r"\b(not )?(right|wrong)\b", re.IGNORECASE)

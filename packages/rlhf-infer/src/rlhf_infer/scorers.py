@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from rlhf_data import UserError
+from rlhf_data import UserError, model_folder
 from rlhf_data.transcripts import Text
 from rlhf_infer.judge_settings import JUDGE_TEMPLATE
 from rlhf_infer.judges import Judge, PromptedJudge
@@ -132,6 +132,7 @@ def _scorer(line: str, model_options: Mapping[str, Any]) -> RewardFunction:
     builders = _builders(model_options)
     if colon and kind in builders:
         return specs.build(line, builders, {})
+    line = line if colon else model_folder(line)
     if not colon and Path(line).is_dir() and _is_process_model(line):
         return _process_reward(line, model_options=model_options)
     return RewardFunctionFactory.from_spec(line, model_options=model_options)
@@ -166,6 +167,7 @@ def _process_reward(
     from rlhf_infer.rewards.models import MAX_TOKENS
     from rlhf_models import ProcessRewardModel
 
+    path = model_folder(path)
     options = {**model_options, **own}
     budget = options.pop("max_tokens", None)
     return ProcessReward(
@@ -187,6 +189,7 @@ def _judge_reward(
     from rlhf_infer.rewards.models import MAX_TOKENS
     from rlhf_models import load_causal_lm, load_tokenizer
 
+    path = model_folder(path)
     options = {**model_options, **own}
     budget = options.pop("max_tokens", None)
     judge = PromptedJudge(

@@ -13,8 +13,9 @@ _MODULES = {
     "device_manager": ("DeviceManager", "Placement"),
     "ensemble": ("RewardEnsemble", "aggregate_scores"),
     "head": ("TokenLogps",),
+    "encoding": ("encode_completion", "encode_prompt"),
     "loading": (
-        *("check_prompt_fits", "context_length", "encode_completion", "encode_prompt"),
+        *("check_prompt_fits", "context_length"),
         *("load_causal_lm", "load_tokenizer"),
     ),
     "logps": ("hidden_states", "score_hidden", "token_logps"),

@@ -8,13 +8,13 @@ from rlhf_models.attention import prepare_for_packing as prepare_for_packing
 from rlhf_models.compile import compile_model as compile_model
 from rlhf_models.device_manager import DeviceManager as DeviceManager
 from rlhf_models.device_manager import Placement as Placement
+from rlhf_models.encoding import encode_completion as encode_completion
+from rlhf_models.encoding import encode_prompt as encode_prompt
 from rlhf_models.ensemble import RewardEnsemble as RewardEnsemble
 from rlhf_models.ensemble import aggregate_scores as aggregate_scores
 from rlhf_models.head import TokenLogps as TokenLogps
 from rlhf_models.loading import check_prompt_fits as check_prompt_fits
 from rlhf_models.loading import context_length as context_length
-from rlhf_models.loading import encode_completion as encode_completion
-from rlhf_models.loading import encode_prompt as encode_prompt
 from rlhf_models.loading import load_causal_lm as load_causal_lm
 from rlhf_models.loading import load_tokenizer as load_tokenizer
 from rlhf_models.logps import hidden_states as hidden_states

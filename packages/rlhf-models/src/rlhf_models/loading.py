@@ -40,6 +40,7 @@ _WEIGHT_FILES = (
     "pytorch_model.bin.index.json",
 )
 _OTHER_HEADS = ("lm_head.weight", "lm_head.bias", "score.weight", "score.bias", "embed_out.weight")
+_CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
 _LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, SafetensorError)
 _LOG = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ def load_causal_lm(
             reachable, the files cannot be read, both quantisations are asked for, bitsandbytes is missing,
             or the architecture cannot score packed streams.
     """
+    check_language_model(name_or_path)
     model = load_model(
         AutoModelForCausalLM,
         name_or_path,
@@ -188,6 +190,20 @@ def load_config(name_or_path: str | Path) -> PreTrainedConfig:
         ) from error
 
 
+def check_language_model(name_or_path: str | Path) -> None:
+    """Refuse a saved reward model, of which a language model could only be made with a head it never had.
+
+    Raises:
+        UserError: it is one, or the config cannot be loaded.
+    """
+    made = getattr(load_config(name_or_path), "architectures", None) or []
+    if any(name.endswith(_CLASSIFIERS) for name in made):
+        raise UserError(
+            f"{_checked_source(name_or_path, needs=())} is a reward model ({', '.join(made)}), which cannot "
+            "generate text; name a language model"
+        )
+
+
 def check_weights(name_or_path: str | Path) -> None:
     """Check that a model's weights are in its folder, in the local cache or on the hub, without reading them.
 
@@ -246,38 +262,6 @@ def check_tokenizer_fits(model: PreTrainedModel | PreTrainedConfig, tokenizer: A
         )
 
 
-def encode_prompt(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a text that starts a sequence, with the start token where the tokenizer adds one.
-
-    Raises:
-        UserError: a part of the text has no token and would be read as the unknown token.
-    """
-    ids = list(tokenizer(text)["input_ids"])
-    if ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
-        ids.pop()  # some tokenizers end every text
-    return _known(tokenizer, ids, text)
-
-
-def encode_completion(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a text that continues a sequence: no start or end token is added.
-
-    Raises:
-        UserError: a part of the text has no token and would be read as the unknown token.
-    """
-    return _known(tokenizer, list(tokenizer(text, add_special_tokens=False)["input_ids"]), text)
-
-
-def _known(tokenizer: Any, ids: list[int], text: str) -> list[int]:
-    unknown = tokenizer.unk_token_id
-    # A tokenizer like GPT-2's names its end token as unknown token too, and has a token for every byte.
-    if unknown is not None and unknown != tokenizer.eos_token_id and unknown in ids:
-        raise UserError(
-            f"the tokenizer has no token for a part of {text[:80]!r}; "
-            "take a model with a byte-level tokenizer"
-        )
-    return ids
-
-
 def _checked_source(name_or_path: str | Path, *, needs: tuple[str, ...]) -> str:
     """Name of the source for messages, after checking what can be checked without reading it."""
     name, path = str(name_or_path), Path(name_or_path)
@@ -287,6 +271,11 @@ def _checked_source(name_or_path: str | Path, *, needs: tuple[str, ...]) -> str:
                 raise UserError(
                     f"model folder {name} holds an adapter without its model; merge both with peft "
                     "(AutoPeftModelForCausalLM, merge_and_unload) and give the folder they are saved in"
+                )
+            if (path / "ensemble_config.json").is_file():
+                raise UserError(
+                    f"model folder {name} holds an ensemble of reward models, which is no single model; name "
+                    "a single model"
                 )
             raise UserError(f"model folder {name} has no config.json; expected a saved transformers model")
         if "weights" in needs and not any((path / file).is_file() for file in _WEIGHT_FILES):

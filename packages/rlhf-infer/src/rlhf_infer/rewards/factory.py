@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_data import UserError
+from rlhf_data import UserError, model_folder
 from rlhf_infer.rewards import specs
 from rlhf_infer.rewards.calling import RewardFunction
 from rlhf_infer.rewards.constitutional import ConstitutionalRewardWrapper, Principle
@@ -110,6 +110,7 @@ class RewardFunctionFactory:
         from rlhf_models.ensemble import ENSEMBLE_FILE
 
         if isinstance(model, str | Path):
+            model = model_folder(str(model))
             name = name or _run_or_folder_name(Path(model)) or str(model)
             kind = RewardEnsemble if (Path(model) / ENSEMBLE_FILE).is_file() else RewardModel
             model = kind.from_pretrained(model, **load_options)

@@ -1,0 +1,55 @@
+"""Where the model lies that a name means: of a run's folder, in its `final/`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rlhf_data.errors import UserError
+
+_MODEL_FILES = ("config.json", "adapter_config.json", "ensemble_config.json")
+
+
+def model_folder(name: str) -> str:
+    """The folder that holds the model a name means.
+
+    Args:
+        name: a model's folder, a run's folder, or anything else, such as a name on the hub.
+
+    Returns:
+        Of a run's folder its `final`; every other name as it is.
+
+    Raises:
+        UserError: it is the folder of a run that has no model yet, or several.
+    """
+    folder = Path(name)
+    if not _is_run(folder):
+        return name
+    final = folder / "final"
+    if _holds_model(final):
+        return str(final)
+    models = [path for path in (*final.glob("*"), *folder.glob("*/final")) if _holds_model(path)]
+    if models:
+        several = ", ".join(str(path) for path in sorted(models))
+        raise UserError(f"{name} is a run with several models; name one of them: {several}")
+    raise UserError(
+        f"{name} is a run that has no trained model yet; finish it with --resume {name}, or name one of its "
+        "checkpoints"
+    )
+
+
+def _holds_model(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _MODEL_FILES)
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether it is a run's folder, whose config.json names no kind of model."""
+    if any((folder / name).is_file() for name in _MODEL_FILES[1:]):
+        return False
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return _holds_model(folder / "final")
+    if not isinstance(config, dict) or "model_type" in config:
+        return False
+    return (folder / "final").is_dir() or "method" in config
