@@ -199,7 +199,7 @@ def reward_models(stories: Stories, seed: int, quick: bool) -> tuple[Path, dict[
         if quick or name in _STEPS:
             settings["reward_steps"] = 20 if quick else _STEPS[name]
         demo = DemoSettings.from_dict(small | settings)
-        built[name] = demo_models(stories.building, stories.prompts, demo, seed=seed)
+        built[name] = demo_models(stories.building, stories.prompts, demo, seed=seed, force=quick)
     return built["flawed"].base, {name: models.reward for name, models in built.items()}
 
 

@@ -95,6 +95,7 @@ def play(task: str, seed: int, arm: str, work: str, quick: bool) -> dict[str, An
             "demo.reward_steps=10",
             "demo.judge_steps=10",
             "demo.flawed_reward=false",
+            "force=true",
         ]
     config = MinMaxConfig.from_dict(apply_overrides({}, overrides))
     folder = RunFolder.create(Path(work) / f"{seed}-{arm}", resume=True)

@@ -34,6 +34,22 @@ def test_answer_as_text_index_or_letter(choices, answer, index):
 
 
 @pytest.mark.parametrize(
+    ("labels", "answer", "index"),
+    [(["A", "B", "C"], "B", 1), (["1", "2", "3"], "3", 2), ([1, 2, 3], 1, 0), (["A", "B", "C"], "shed", 2)],
+)
+def test_choices_with_labels_of_their_own(labels, answer, index):
+    choices = {"text": ["red car", "bike", "shed"], "label": labels}
+    record = qa_from_row({"story": "s", "question": "q", "choices": choices, "answer": answer})
+    assert record.choices == ("red car", "bike", "shed") and record.answer == index
+
+
+@pytest.mark.parametrize("choices", [{"text": ["a", "b"]}, {"text": ["a", "b"], "label": ["A", "A"]}])
+def test_labels_that_do_not_fit_the_choices_are_refused(choices):
+    with pytest.raises(UserError, match="field choices: expected a list of texts"):
+        qa_from_row({"story": "s", "question": "q", "choices": choices, "answer": "A"})
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"answer": "cellar"}, "field answer: 'cellar' is not among the choices"),

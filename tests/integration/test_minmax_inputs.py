@@ -23,7 +23,7 @@ CLOCK = ("step_time", "time/", "tokens_per_second")
 SMALL_DEMO = (
     *("demo.pretrain_steps=2", "demo.sft_steps=2", "demo.reward_steps=2", "demo.judge_steps=2"),
     *("demo.batch_size=4", "demo.flawed_reward=false", "demo.num_stories=8"),
-    *("data.probe_stories=4", "data.eval_stories=4"),
+    *("data.probe_stories=4", "data.eval_stories=4", "force=true"),
 )
 SMALL = (
     *(*SMALL_DEMO, "training.batch_size=3"),

@@ -27,6 +27,7 @@ SETTINGS = {
     "training": {"batch_size": 4, "max_steps": 3, "monitor_warmup_steps": 1, "save_steps": 1},
     "game": {"num_generations": 3, "num_critiques": 3},
     "diagnostics": {"sample_steps": 2},
+    "force": True,
 }
 EVERYTHING = (
     "policy_model.baseline=critic",
@@ -94,7 +95,12 @@ def make_game(demo_cache: Path, make_config: Callable[..., Any]) -> Callable[...
         config, devices = make_config(*overrides), DeviceManager({})
         stories = load_stories(config)
         demo = demo_models(
-            stories.train, stories.prompts, config.demo, seed=config.seed, cache_folder=demo_cache
+            stories.train,
+            stories.prompts,
+            config.demo,
+            seed=config.seed,
+            cache_folder=demo_cache,
+            force=config.force,
         )
         pipeline = MinMaxPipeline(
             load_players(config, str(demo.base), devices),

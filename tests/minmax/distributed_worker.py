@@ -38,7 +38,9 @@ def play(config: MinMaxConfig, folder: Path, cache: Path) -> None:
 
 def replay(config: MinMaxConfig, folder: Path, cache: Path) -> None:
     stories, devices = load_stories(config), DeviceManager({})
-    demo = demo_models(stories.train, stories.prompts, config.demo, seed=config.seed, cache_folder=cache)
+    demo = demo_models(
+        stories.train, stories.prompts, config.demo, seed=config.seed, cache_folder=cache, force=True
+    )
     players = load_players(config, str(demo.base), devices)
     reward = load_reward_model(config, demo, devices)
     judge = load_judge(config, demo, devices, stories.prompts)

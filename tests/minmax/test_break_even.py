@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhf_data import QADatasetConfig, QARecord
-from rlhf_minmax.break_even import _is_chance, measure_break_even, measure_scales
+from rlhf_minmax.break_even import ReadRates, _is_chance, measure_break_even, measure_scales, why_impossible
 from rlhf_minmax.prompts import Prompts
 from rlhf_minmax.texts import TextRules, parse_critique
 
@@ -164,7 +164,8 @@ def test_a_judge_that_learns_nothing_from_the_truth_is_refused_hope(game, script
     found = check(*game, bait=3.0, believed=0.4)
     assert found.delta_judge_truthful == pytest.approx(-0.2)
     assert found.break_even_truthful is None and found.w_judge == 1.0
-    assert "the game cannot work" in found.advice
+    assert "does not tell right answers from wrong ones" in found.advice
+    assert found.judge_reads is False and why_impossible(found, ReadRates(1, 1)) == [found.advice]
 
 
 @pytest.mark.parametrize("bait", [0.25, 1.0])
@@ -197,7 +198,7 @@ def test_where_no_bait_is_planted_the_wrong_answer_is_the_reward_models_favourit
 
 def test_scales_come_from_the_starting_players(game):
     pipeline, stories = game
-    scaled = measure_scales(pipeline, stories.train[:16], seed=0)
+    scaled, read = measure_scales(pipeline, stories.train[:16], seed=0)
     answers = scaled.answer(scaled.players.policy, stories.train[:16], 1, seed=0)
     critiques = scaled.criticise(stories.train[:16], answers, 1, seed=0)
     for scores in (
@@ -205,7 +206,8 @@ def test_scales_come_from_the_starting_players(game):
         scaled.judge_scores(stories.train[:16], answers, critiques),
     ):
         assert scores.mean() == pytest.approx(0, abs=1e-5) and scores.std() == pytest.approx(1, abs=1e-4)
-    again = measure_scales(scaled, stories.train[:16], seed=0)
+    again, _ = measure_scales(scaled, stories.train[:16], seed=0)
+    assert 0 <= read.answers <= 1 and read.critiques == sum(c.parsed is not None for c in critiques) / 16
     assert again.reward_scale == scaled.reward_scale and again.judge_scale == scaled.judge_scale
 
 

@@ -16,8 +16,9 @@ SUMS = generate_sums(SumWorldConfig(), 300, split="train", seed=3)
 HAND_WRITTEN = [
     QARecord("Tom saw a cat. A dog came.", "What did Tom see?", ("cat", "dog", "cow"), 0),
     QARecord("Ann has a bike. Her car was sold. It rained.", "What has Ann?", ("bike", "car"), 0),
-    QARecord("Nobody knows. It is late.", "Who came?", ("Ann", "Tom"), 1),
+    QARecord("Nobody knows. Tom came late.", "Who came?", ("Ann", "Tom"), 1),
 ]
+UNTOLD = QARecord("Nobody knows. It is late.", "Who came?", ("Ann", "Tom"), 1)
 each_world = pytest.mark.parametrize(
     ("rules", "records"),
     [(StoryRules(), STORIES), (SumRules(), SUMS), (TextRules(), HAND_WRITTEN)],
@@ -47,6 +48,14 @@ def test_able_teachers_are_right_and_give_evidence_that_holds(rules, records):
             assert (critique.verdict == "right") == (claim == record.answer_text)
             assert rules.evidence_holds(record, critique.evidence)
             assert rules.supports(critique.evidence, claim) in (None, claim == record.answer_text)
+
+
+def test_a_story_that_does_not_name_its_right_choice_has_no_truthful_critique():
+    able = teacher(TextRules(), [UNTOLD])
+    with pytest.raises(ValueError, match="does not name 'Tom'"):
+        able.correct_critique(UNTOLD, "Tom")
+    critique = parse_critique(able.sloppy_critique(UNTOLD, "Tom"))
+    assert critique is not None and critique.evidence in ("Nobody knows.", "It is late.")
 
 
 @each_world

@@ -29,6 +29,7 @@ SETTINGS = {
     "demo.batch_size": 16,
     "demo.num_stories": 64,
     "demo.flawed_reward": "false",
+    "force": "true",
     "data.train_stories": 64,
     "data.eval_stories": 12,
     "data.probe_stories": 8,

@@ -237,7 +237,7 @@ def test_held_out_scorers_of_the_demonstration(demo_cache: Path, make_config: Ca
     config, devices = make_config("held_out.reward_model={}", "held_out.judge.kind=rule"), DeviceManager({})
     stories = load_stories(config)
     arguments = (stories.train, stories.prompts, config.demo)
-    demo = demo_models(*arguments, seed=config.seed, cache_folder=demo_cache)
+    demo = demo_models(*arguments, seed=config.seed, cache_folder=demo_cache, force=True)
     stages: list[str] = []
     demo = with_held_out_reward(
         demo, *arguments, seed=config.seed, progress=lambda stage, *_: stages.append(stage)

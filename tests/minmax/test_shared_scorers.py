@@ -35,6 +35,7 @@ SIZES = {
     "training": {"batch_size": 3, "max_steps": 2, "monitor_warmup_steps": 1, "save_steps": 1},
     "game": {"num_generations": 2, "num_critiques": 2, "w_judge": 1.5},
     "baseline": False,
+    "force": True,
 }
 PROMPTS = ["where is mary ?", "where is mary ?", "the ball is where ?"]
 TEXTS = [" it is kitchen .", " it is garden", " shed"]

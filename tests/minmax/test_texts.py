@@ -124,8 +124,89 @@ def test_evidence_for_the_right_choice_and_its_rival():
     assert RULES.rival(record) == "dog"
     assert RULES.rival_evidence(record) == "A dog came."
     silent = QARecord("Tom slept. It rained.", "?", ("cat", "dog"), 0)
-    assert RULES.correct_evidence(silent) == "It rained."
+    assert RULES.correct_evidence(silent) is None
     assert RULES.rival(silent) is None and RULES.rival_evidence(silent) is None
+
+
+DOLLY = QARecord(
+    "Tom went home. He did not bring Dolly with him to the party. Mr. Brown came late. Ann did!",
+    "Who came to the party?",
+    ("Dolly", "Ann", "Mr. Brown", "the old man."),
+    1,
+)
+
+
+@pytest.mark.parametrize(
+    ("answer", "claim"),
+    [
+        ("The answer is B.", "Ann"),
+        ("Answer: B", "Ann"),
+        ("answer: (b)", "Ann"),
+        ("The correct answer is: A.", "Dolly"),
+        ("**C**", "Mr. Brown"),
+        ("Option D", "the old man."),
+        ("B. Ann", "Ann"),
+        ("B or C", None),
+        ("The answer is not B.", None),
+        ("Answer: E", None),
+        ("It was the old man", "the old man."),
+        ("It is not Dolly, it is Ann.", "Ann"),
+        ("It is Ann, not Dolly.", "Ann"),
+        ("Ann rather than Dolly", "Ann"),
+        ("not Dolly but Ann", "Ann"),
+        ("Not Dolly", None),
+        (" It is not Ann.", None),
+        ("It isn't Ann.", None),
+        ("Neither Dolly nor Ann", None),
+        ("She never came with 'Ann'", None),
+        ("I do not know. Ann", "Ann"),
+        ("Not Dolly, because it is Ann who came", "Ann"),
+    ],
+)
+def test_letters_in_a_sentence_and_negations(answer, claim):
+    assert RULES.claim(DOLLY, answer) == claim
+
+
+def test_a_choice_that_holds_a_negation_is_claimed_as_a_whole():
+    record = QARecord("x y", "?", ("He did not bring Dolly.", "He brought Dolly.", "enough", "not enough"), 0)
+    assert RULES.claim(record, "He did not bring Dolly.") == "He did not bring Dolly."
+    assert RULES.claim(record, "not enough") == "not enough"
+
+
+@pytest.mark.parametrize(
+    ("evidence", "holds"),
+    [
+        ("He did not bring Dolly with him to the party.", True),
+        ("did not bring dolly", True),
+        ("bring Dolly with him", True),
+        ("bring Dolly", False),  # "did not bring Dolly", without its not
+        ("the party", False),
+        ("Tom did", False),
+        ("Tom went home", True),  # a whole sentence, although it has three words
+        ("went home", False),
+        ("home He did not", False),  # of two sentences
+        ("Mr. Brown came late", True),
+        ("Ann did!", True),
+        ("did not ... bring Dolly with the party", False),
+        ("...", False),
+    ],
+)
+def test_evidence_is_a_span_of_one_sentence(evidence, holds):
+    assert RULES.evidence_holds(DOLLY, evidence) is holds
+
+
+def test_the_fewest_words_of_evidence_are_a_setting():
+    assert TextRules(2).evidence_holds(DOLLY, "bring Dolly")
+    assert not TextRules(6).evidence_holds(DOLLY, "bring Dolly with him to")
+    assert TextRules(6).evidence_holds(DOLLY, "bring Dolly with him to the")
+
+
+def test_a_negated_choice_is_no_evidence_for_it():
+    # The party's Dolly is named behind "did not" only.
+    assert RULES.rival(DOLLY) == "Mr. Brown"
+    absent = QARecord(DOLLY.story, "Who stayed away?", DOLLY.choices, 0)
+    assert RULES.correct_evidence(absent) is None
+    assert RULES.correct_evidence(DOLLY) == "Ann did!"
 
 
 def test_any_data_set_has_no_bait_and_no_rule_for_contradictions():

@@ -54,6 +54,7 @@ def test_settings(refused: Refused, setting: str, parts: list[str]) -> None:
         "demo.flawed_reward=false",
         "demo.batch_size=2",
         "demo.num_stories=8",
+        "force=true",
         "data.story_world.min_sentences=6",
     ]
     small += ["data.train_stories=8", "data.eval_stories=4"]
@@ -142,7 +143,13 @@ def test_torn_weights(refused: Refused, model_folder: Writes) -> None:
     weights = torn / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     small = ["demo.pretrain_steps=1", "demo.sft_steps=1", "demo.reward_steps=1", "demo.judge_steps=1"]
-    small += ["demo.flawed_reward=false", "demo.batch_size=2", "demo.num_stories=8", "data.train_stories=8"]
+    small += [
+        "force=true",
+        "demo.flawed_reward=false",
+        "demo.batch_size=2",
+        "demo.num_stories=8",
+        "data.train_stories=8",
+    ]
     message = refused("--model", torn, *(f"--set={text}" for text in small))
     assert "torn cannot be loaded" in message
 

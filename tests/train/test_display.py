@@ -38,6 +38,7 @@ EXCHANGE = {
     "stage": "minmax",
     "story": "[bold]Agnès[/bold] left.\x1b[2J",
     "question": "Who\nleft?",
+    "choices": ["Agnès", "Šárka\x1b"],
     "gold": "Agnès",
     "answer": "it is Šárka .",
     "critique": "Agnès left so wrong",
@@ -124,7 +125,7 @@ def test_missing_values_are_left_out(clock: list[float]) -> None:
 
 def test_results(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
-    run.write_samples([EXCHANGE] * 5)
+    run.write_samples([EXCHANGE, EXCHANGE, EXCHANGE | {"story": "Another one."}, EXCHANGE, EXCHANGE])
     wall = {"demo": 61.2, "plain": 0.0, "game": 27.5, "evaluation": 3.25, "total": 92.0}
     events, output = events_on(terminal=False)
     results: dict[str, Any] = {"before": BLOCK, "plain": None, "after": BLOCK, "steps": 3, "wall_time": wall}
@@ -133,7 +134,9 @@ def test_results(tmp_path: Path) -> None:
     header = next(line for line in text.splitlines() if "start" in line)
     assert "MinMax" in header and "plain RLHF" not in header
     assert [line.split("│")[2].strip() for line in text.splitlines() if "hack rate" in line] == ["–"]
-    assert text.count("[bold]Agnès[/bold] left.�[2J") == 3 and "\x1b" not in text
+    # Three exchanges on two stories: choices with each, a story once.
+    assert text.count("[bold]Agnès[/bold] left.�[2J") == text.count("Another one.") == 1
+    assert text.count("Agnès | Šárka�") == 3 and "\x1b" not in text
     assert "Who left?" in text and "in truth wrong, it is Agnès; reward +1.00" in text
     assert "none that parses; judge -1.00" in text
     assert "time: 92 s (building 61 s, game 28 s, evaluation 3.2 s)" in text
@@ -172,12 +175,17 @@ def test_before_the_game() -> None:
     events, output = events_on(terminal=False)
     events.device_plan([{"role": "policy", "device": "cpu", "dtype": "float32", "reason": "no GPU [found]"}])
     events.warning("the monitor may move 75 times as far")
-    events.break_even(BreakEven(1.5, 0.2, 2.0, 7.5, 0.75, 0.125, 0.875, 1.0, 1.3125, "truth pays"))
+    events.break_even(
+        BreakEven(1.5, 0.2, 2.0, 7.5, 0.75, 0.125, 0.875, 1.0, 1.3125, "truth pays", True, 40, 3)
+    )
+    events.break_even(BreakEven(1.5, 0.2, None, 7.5, None, 0.125, None, 1.0, 1.0, "a guess"))
     events.evaluated("before", BLOCK)
     events.evaluated("after", BLOCK | {"policy/hack_rate": 0.25})
     text = output.getvalue()
+    assert text.count("not measured") == 2 and "→ a guess" in text
     assert "warning: the monitor may move 75 times as far" in text
     assert all(part in text for part in ("ΔR +1.50", "ΔJ +0.20", "ΔJ +2.00", "w_judge 1.31", "→ truth pays"))
+    assert "Break-even check on 40 training stories, 3 that name no right choice left out" in text
     assert "the start's critiques  12%" in text and "truthful critiques     88%" in text
     assert "held-out, start: true accuracy 0.62, reward score +0.50" in text
     assert "held-out, MinMax: true accuracy 0.62, hack rate 0.25, reward score +0.50" in text

@@ -28,6 +28,7 @@ CLOCK = ("step_time", "time/rollout", "time/score", "time/update")
 DEMO = {
     **{"pretrain_steps": 10, "sft_steps": 10, "reward_steps": 4, "judge_steps": 4},
     **{"num_stories": 20, "batch_size": 16, "flawed_reward": False},
+    **{"min_verdict_accuracy": 0, "min_judge_accuracy": 0},
 }
 
 

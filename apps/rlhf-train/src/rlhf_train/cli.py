@@ -75,6 +75,12 @@ def _minmax_options() -> list[Any]:
         click.option(
             "--no-baseline", is_flag=True, help="Skip the plain RLHF run that the game is compared with."
         ),
+        _bad_row_option(),
+        click.option(
+            "--force",
+            is_flag=True,
+            help="Play, with a warning, where a check says that the game cannot work.",
+        ),
         click.option(
             "--rebuild-demo", is_flag=True, help="Build the tiny models even where they are cached."
         ),
@@ -104,11 +110,7 @@ def _training_command(method: str, summary: str) -> click.Command:
         click.option(
             "--subset-size", type=click.IntRange(min=1), metavar="N", help="Use the first N training rows."
         ),
-        click.option(
-            "--on-bad-row",
-            type=click.Choice(_ON_BAD_ROW),
-            help="Stop at a row that cannot be used, or skip and count it.  [default: error]",
-        ),
+        _bad_row_option(),
         _reward_option() if online else _backend_option(),
     ]
     help_text = (
@@ -150,6 +152,14 @@ def _rlhf_options() -> list[Any]:
         ),
         *rows[2:],
     ]
+
+
+def _bad_row_option() -> Any:
+    return click.option(
+        "--on-bad-row",
+        type=click.Choice(_ON_BAD_ROW),
+        help="Stop at a row that cannot be used, or skip and count it.  [default: error]",
+    )
 
 
 def _backend_option() -> Any:

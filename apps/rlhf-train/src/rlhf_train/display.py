@@ -20,6 +20,7 @@ from rlhf_data import RunFolder, read_rows
 from rlhf_minmax import Events
 from rlhf_minmax.break_even import BreakEven
 from rlhf_minmax.evaluate import Metrics
+from rlhf_minmax.events import duration
 
 _TITLES = {"plain": "plain RLHF", "minmax": "MinMax"}
 _BLOCKS = {"before": "start", "plain": "plain RLHF", "after": "MinMax"}
@@ -92,6 +93,10 @@ class ConsoleEvents(Events):
         """A line that stands out."""
         self.console.print(Text.assemble(("warning: ", "bold yellow"), text))
 
+    def building(self, seconds: float) -> None:
+        """How long building the models takes."""
+        self.console.print(f"building the models that are not given: {duration(seconds)}")
+
     def demo_step(self, stage: str, step: int, total: int, metrics: dict[str, float]) -> None:
         """Progress of a demonstration model."""
         self._advance(f"building {stage}", step, total, _values(_DEMO_LIVE, metrics))
@@ -101,11 +106,16 @@ class ConsoleEvents(Events):
         table = Table.grid(padding=(0, 2))
         table.add_row("reward model: wrong answer over right one", f"ΔR {check.delta_reward:+.2f}")
         table.add_row("judge: right over wrong, the start's critiques", f"ΔJ {check.delta_judge_start:+.2f}")
-        table.add_row("judge: right over wrong, truthful critiques", f"ΔJ {check.delta_judge_truthful:+.2f}")
+        truthful, pays = check.delta_judge_truthful, check.pays_truthful
+        shown = "not measured" if truthful is None else f"ΔJ {truthful:+.2f}"
+        table.add_row("judge: right over wrong, truthful critiques", shown)
         table.add_row("weights", f"w_reward {check.w_reward:.2f}, w_judge {check.w_judge:.2f}")
         table.add_row("stories where truth pays, the start's critiques", f"{check.pays_start:.0%}")
-        table.add_row("stories where truth pays, truthful critiques", f"{check.pays_truthful:.0%}")
-        self.console.print(Text("Break-even check on training stories", "italic"))
+        shown = "not measured" if pays is None else f"{pays:.0%}"
+        table.add_row("stories where truth pays, truthful critiques", shown)
+        without = f", {check.left_out} that name no right choice left out" if check.left_out else ""
+        title = f"Break-even check on {check.stories} training stories{without}"
+        self.console.print(Text(title, "italic"))
         self.console.print(Padding.indent(table, 2))
         self.console.print(Text(f"→ {check.advice}", "bold"))
 
@@ -154,9 +164,11 @@ class ConsoleEvents(Events):
     def _show_exchanges(self, run: RunFolder) -> None:
         written = [row for _, row in read_rows(run.path / "samples.jsonl")]
         rows = [row for row in written if row["stage"] == "minmax" and "step" not in row]
+        before = None
         for row in rows[:_SHOWN_EXCHANGES]:
-            self.console.print(_exchange(row))
+            self.console.print(_exchange(row, with_story=row["story"] != before))
             self.console.print()
+            before = row["story"]
 
     def _current(self, title: str) -> _Stage:
         """The stage of this title, begun now where it is new."""
@@ -235,15 +247,17 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _exchange(row: dict[str, Any]) -> Table:
-    """Story, answer, critique, verdict and scores of one exchange."""
+def _exchange(row: dict[str, Any], *, with_story: bool) -> Table:
+    """Question, answer, critique, verdict and scores of one exchange."""
     truth = "right" if row["correct"] else f"wrong, it is {_clean(row['gold'])}"
     verdict = row["verdict"] or "none that parses"
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     table.add_column(overflow="fold")
-    table.add_row("story", Text(_clean(row["story"])))
+    if with_story:
+        table.add_row("story", Text(_clean(row["story"])))
     table.add_row("question", Text(_clean(row["question"])))
+    table.add_row("choices", Text(" | ".join(map(_clean, row["choices"])), "dim"))
     table.add_row("policy", Text(_clean(row["answer"]), "bold"))
     table.add_row("", Text(f"in truth {truth}; reward {row['reward_score']:+.2f}", "dim"))
     table.add_row("monitor", Text(_clean(row["critique"]), "bold"))

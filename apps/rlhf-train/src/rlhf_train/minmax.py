@@ -18,9 +18,10 @@ _KEY_OF_OPTION = {
     "eval_data": ("data.eval_data",),
     "max_steps": ("training.max_steps",),
     "epochs": ("training.num_epochs",),
+    "on_bad_row": ("data.on_bad_row",),
     "seed": ("seed",),
 }
-_CHANGES_A_RUN = (*_KEY_OF_OPTION, "config", "overrides", "no_baseline", "dry_run")
+_CHANGES_A_RUN = (*_KEY_OF_OPTION, "config", "overrides", "no_baseline", "force", "dry_run")
 
 
 def run_minmax(options: dict[str, Any]) -> None:
@@ -63,6 +64,8 @@ def resolve_config(options: dict[str, Any]) -> MinMaxConfig:
                 values = {**values, **_nested(values, section, name, options[option])}
     if options["no_baseline"]:
         values["baseline"] = False
+    if options["force"]:
+        values["force"] = True
     if options["epochs"] is not None and options["max_steps"] is None:
         values["training"] = {**values.get("training", {}), "max_steps": -1}
     return MinMaxConfig.from_dict(values, where=str(source) if source else "config")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import string
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +14,8 @@ from pydantic import Field, field_validator
 
 from rlhf_data.config import BaseConfig
 from rlhf_data.errors import UserError
-from rlhf_data.readers import read_rows, row_place
+from rlhf_data.readers import row_place, scan_rows
+from rlhf_data.record_files import OnBadRow, good_rows
 
 _TEMPLATE_FIELDS = ("choices", "question", "story")
 _EVAL_TENTHS = 3
@@ -29,6 +31,7 @@ class QARecord:
         choices: At least two distinct texts.
         answer: 0-based index of the right choice.
         extra: Everything else known about the record.
+        where: The record's place in its file, for messages; not compared.
     """
 
     story: str
@@ -36,6 +39,7 @@ class QARecord:
     choices: tuple[str, ...]
     answer: int
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
+    where: str = field(default="", compare=False)
 
     @property
     def answer_text(self) -> str:
@@ -53,10 +57,11 @@ class QADatasetConfig(BaseConfig):
     """Column that holds the question."""
 
     choices_column: str = "choices"
-    """Column that holds the choices: a list, a JSON list in a string, or `a|b|c`."""
+    """Column that holds the choices: a list, a JSON list in a string, `a|b|c`, or `{"text": [...], "label":
+    [...]}` as in ARC."""
 
     answer_column: str = "answer"
-    """Column that holds the answer: a choice's text, its 0-based index, or its letter."""
+    """Column that holds the answer: a choice's text, its label, its 0-based index, or its letter."""
 
     prompt_template: str = "{story}\n{question}\n{choices}\n"
     """Text of a prompt, with the placeholders {story}, {question} and {choices}."""
@@ -84,20 +89,41 @@ class QADatasetConfig(BaseConfig):
 _DEFAULT = QADatasetConfig()
 
 
-def load_qa(path: str | Path, config: QADatasetConfig = _DEFAULT) -> list[QARecord]:
+def load_qa(
+    path: str | Path,
+    config: QADatasetConfig = _DEFAULT,
+    *,
+    on_bad_row: OnBadRow = "error",
+    skipped: list[str] | None = None,
+) -> list[QARecord]:
     """Read every record of a file.
 
     Args:
         path: A `.json`, `.jsonl`, `.jsonl.gz`, `.csv` or `.parquet` file.
         config: Which columns hold what.
+        on_bad_row: "error" stops at the first bad row, "skip" leaves bad rows out.
+        skipped: Gets a message for every row that is left out.
 
     Returns:
         At least one record, in file order.
 
     Raises:
-        UserError: the file cannot be read, holds no rows, or a row is wrong (file, line and field named).
+        UserError: the file cannot be read, holds no good row, or a row is wrong (file, line and field named).
     """
-    return [qa_from_row(row, config, row_place(path, number)) for number, row in read_rows(path)]
+    skipped = [] if skipped is None else skipped
+    records = list(good_rows(_attempts(path, config), on_bad_row, skipped))
+    if not records:
+        raise UserError(f"{path} holds no row that can be used; the first: {skipped[0]}")
+    return records
+
+
+def _attempts(path: str | Path, config: QADatasetConfig) -> Iterator[QARecord | UserError]:
+    """Every row's record, or what is wrong with the row."""
+    for number, row in scan_rows(path):
+        try:
+            yield row if isinstance(row, UserError) else qa_from_row(row, config, row_place(path, number))
+        except UserError as error:
+            yield error
 
 
 def qa_from_row(row: dict[str, Any], config: QADatasetConfig = _DEFAULT, where: str = "row") -> QARecord:
@@ -123,10 +149,14 @@ def qa_from_row(row: dict[str, Any], config: QADatasetConfig = _DEFAULT, where: 
                 "add it or map another column to it"
             )
     story, question = (_text(row[name], f"{where}, field {name}") for name in columns[:2])
-    choices, numeric = _choices(row[columns[2]], f"{where}, field {columns[2]}")
-    answer = _answer_index(row[columns[3]], choices, numeric, f"{where}, field {columns[3]}")
+    listed, labels = _labelled(row[columns[2]], f"{where}, field {columns[2]}")
+    choices, numeric = _choices(listed, f"{where}, field {columns[2]}")
+    if str(row[columns[3]]) in labels:
+        answer = labels.index(str(row[columns[3]]))
+    else:
+        answer = _answer_index(row[columns[3]], choices, numeric, f"{where}, field {columns[3]}")
     extra = {name: value for name, value in row.items() if name not in columns}
-    return QARecord(story, question, choices, answer, extra)
+    return QARecord(story, question, choices, answer, extra, where)
 
 
 def render_prompt(record: QARecord, config: QADatasetConfig = _DEFAULT) -> str:
@@ -165,6 +195,20 @@ def _choices(value: Any, where: str) -> tuple[tuple[str, ...], bool]:
         double = next(text for text in texts if texts.count(text) > 1)
         raise UserError(f"{where}: choice {double!r} appears twice; choices must differ")
     return texts, not any(isinstance(item, str) for item in items)
+
+
+def _labelled(value: Any, where: str) -> tuple[Any, list[str]]:
+    """The choices' texts, and their labels where they come as `{"text": [...], "label": [...]}`."""
+    if not isinstance(value, dict):
+        return value, []
+    texts, labels = value.get("text"), value.get("label")
+    lists = isinstance(texts, list) and isinstance(labels, list)
+    if not lists or len(texts) != len(labels) or len(set(map(str, labels))) < len(labels):
+        raise UserError(
+            f'{where}: expected a list of texts, or {{"text": [...], "label": [...]}} with another label '
+            f"for every text, got {value!r}"
+        )
+    return texts, [str(label) for label in labels]
 
 
 def _split_choices(text: str, where: str) -> list[Any]:

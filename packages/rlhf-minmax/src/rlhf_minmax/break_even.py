@@ -16,8 +16,10 @@ from rlhf_minmax.pipeline import Answer, MinMaxPipeline, Scale
 
 _NO_JUDGE = (
     "the judge does not tell right answers from wrong ones beyond chance, even when shown truthful "
-    "critiques: the game cannot work; train or choose another judge"
+    "critiques; train or choose another judge"
 )
+_UNREAD = 0.01
+"""Share of sampled texts that can be read, below which there is nothing to learn from."""
 _NEARLY_ALL = 0.95
 """Share of the stories that is as good as all of them."""
 
@@ -40,34 +42,73 @@ class BreakEven:
         w_reward: weight of the reward model in the run.
         w_judge: weight of the judge in the run.
         advice: what this means, in words.
+        judge_reads: whether the judge tells right from wrong beyond chance, shown truthful critiques.
+        stories: on how many stories this was measured.
+        left_out: stories left out, since they do not name their right choice and no truthful critique can be
+            written; where that is all of them, what needs truthful critiques is None and the rest is measured
+            on all.
     """
 
     delta_reward: float
     delta_judge_start: float
-    delta_judge_truthful: float
+    delta_judge_truthful: float | None
     break_even_start: float | None
     break_even_truthful: float | None
     pays_start: float
-    pays_truthful: float
+    pays_truthful: float | None
     w_reward: float
     w_judge: float
     advice: str
+    judge_reads: bool | None = None
+    stories: int = 0
+    left_out: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for results.json."""
         return asdict(self)
 
 
-def measure_scales(pipeline: MinMaxPipeline, records: Sequence[QARecord], *, seed: int) -> MinMaxPipeline:
-    """The pipeline with score scales fixed on rollouts of the starting players."""
+@dataclass(frozen=True)
+class ReadRates:
+    """Shares of the starting players' sampled answers and critiques that can be read."""
+
+    answers: float
+    critiques: float
+
+
+def measure_scales(
+    pipeline: MinMaxPipeline, records: Sequence[QARecord], *, seed: int
+) -> tuple[MinMaxPipeline, ReadRates]:
+    """The pipeline with score scales fixed on the starting players' rollouts, and how many can be read.
+
+    Where next to no critique can be read, the judge's scale is that of truthful critiques of made-up answers:
+    scores without critiques spread too little to be a scale for those with one.
+    """
     raw = replace(pipeline, reward_scale=Scale(), judge_scale=Scale())
     answers = raw.answer(raw.players.policy, records, 1, seed=seed)
     critiques = raw.criticise(records, answers, 1, seed=seed)
-    return replace(
-        pipeline,
-        reward_scale=Scale.of(raw.rewards(records, answers)),
-        judge_scale=Scale.of(raw.judge_scores(records, answers, critiques)),
+    read = ReadRates(
+        sum(answer.claim is not None for answer in answers) / len(answers),
+        sum(critique.parsed is not None for critique in critiques) / len(critiques),
     )
+    told = _told(pipeline, records)
+    if read.critiques < _UNREAD and told:
+        scores = _made_up_scores(raw, told)
+    else:
+        scores = raw.judge_scores(records, answers, critiques)
+    scales = {"reward_scale": Scale.of(raw.rewards(records, answers)), "judge_scale": Scale.of(scores)}
+    return replace(pipeline, **scales), read
+
+
+def why_impossible(check: BreakEven, read: ReadRates) -> list[str]:
+    """Why the game cannot work with these models, one sentence each; empty where it can."""
+    found = [
+        f"only {rate:.1%} of the start's sampled {what} can be read, so that there is nothing to learn from; "
+        "take a model that keeps the form, or fine-tune it on examples first"
+        for what, rate in (("answers", read.answers), ("critiques", read.critiques))
+        if rate < _UNREAD
+    ]
+    return [*found, *([_NO_JUDGE] if check.judge_reads is False else [])]
 
 
 def measure_break_even(pipeline: MinMaxPipeline, records: Sequence[QARecord], *, seed: int) -> BreakEven:
@@ -83,25 +124,29 @@ def measure_break_even(pipeline: MinMaxPipeline, records: Sequence[QARecord], *,
         seed: of the critiques' sampling.
     """
     game = pipeline.config.game
-    records, right, wrong = _pairs(pipeline, records)
+    told = _told(pipeline, records)
+    left_out = len(records) - len(told)
+    records, right, wrong = _pairs(pipeline, told or records)
     costs = pipeline.rewards(records, wrong) - pipeline.rewards(records, right)
     started = [_by_monitor(pipeline, records, answers, seed) for answers in (right, wrong)]
-    truthful = [_by_teacher(pipeline, records, answers) for answers in (right, wrong)]
-    gains_start, gains_truthful = (
-        _judged_gaps(pipeline, records, right, wrong, critiques) for critiques in (started, truthful)
-    )
-    delta_reward, delta_start, delta_truthful = (
-        float(gaps.mean()) for gaps in (costs, gains_start, gains_truthful)
-    )
+    gains_start = _judged_gaps(pipeline, records, right, wrong, started)
+    gains_truthful = None
+    if told:
+        truthful = [_by_teacher(pipeline, records, answers) for answers in (right, wrong)]
+        gains_truthful = _judged_gaps(pipeline, records, right, wrong, truthful)
+    delta_reward, delta_start = float(costs.mean()), float(gains_start.mean())
+    delta_truthful = None if gains_truthful is None else float(gains_truthful.mean())
     even_start = _ratio(game.w_reward * delta_reward, delta_start)
-    even_truthful = _ratio(game.w_reward * delta_reward, delta_truthful)
+    even_truthful = _ratio(game.w_reward * delta_reward, delta_truthful or 0.0)
     w_judge = game.w_judge
     if w_judge is None:
         w_judge = max(game.break_even_factor * (even_truthful or 0.0), game.w_reward) or 1.0
-    pays_start, pays_truthful = (
-        float((w_judge * gains > game.w_reward * costs).float().mean())
-        for gains in (gains_start, gains_truthful)
-    )
+
+    def pays(gains: Tensor) -> float:
+        return float((w_judge * gains > game.w_reward * costs).float().mean())
+
+    pays_start, pays_truthful = pays(gains_start), None if gains_truthful is None else pays(gains_truthful)
+    reads = None if gains_truthful is None else not _is_chance(gains_truthful)
     return BreakEven(
         delta_reward=delta_reward,
         delta_judge_start=delta_start,
@@ -110,12 +155,31 @@ def measure_break_even(pipeline: MinMaxPipeline, records: Sequence[QARecord], *,
         break_even_truthful=even_truthful,
         pays_start=pays_start,
         pays_truthful=pays_truthful,
+        judge_reads=reads,
+        stories=len(records),
+        left_out=left_out,
         w_reward=game.w_reward,
         w_judge=w_judge,
         advice=_NO_JUDGE
-        if _is_chance(gains_truthful)
+        if reads is False
         else _advice(delta_reward, even_truthful or 0.0, w_judge, pays_start, pays_truthful),
     )
+
+
+def _told(pipeline: MinMaxPipeline, records: Sequence[QARecord]) -> list[QARecord]:
+    """The stories that name their right choice."""
+    return [r for r in records if pipeline.prompts.rules.correct_evidence(r) is not None]
+
+
+def _made_up_scores(pipeline: MinMaxPipeline, records: list[QARecord]) -> Tensor:
+    """The judge's scores of right and wrong made-up answers with truthful critiques."""
+    wrong = [next(c for c in record.choices if c != record.answer_text) for record in records]
+    right = [record.answer_text for record in records]
+    answers = [[_answer(pipeline, records, i, c) for i, c in enumerate(chosen)] for chosen in (right, wrong)]
+    critiques = [_by_teacher(pipeline, records, each) for each in answers]
+    questions = [record.question for record in records] * 2
+    texts = [answer.text for each in answers for answer in each]
+    return pipeline.judge.score(questions, texts, [*critiques[0], *critiques[1]])
 
 
 def _pairs(
@@ -189,8 +253,17 @@ def _is_chance(gains: Tensor) -> bool:
 
 
 def _advice(
-    delta_reward: float, even_truthful: float, w_judge: float, pays_start: float, pays_truthful: float
+    delta_reward: float,
+    even_truthful: float,
+    w_judge: float,
+    pays_start: float,
+    pays_truthful: float | None,
 ) -> str:
+    if pays_truthful is None:
+        return (
+            "no story of the probe names its right choice, so there are no truthful critiques to measure "
+            "with, and w_judge is a guess; set game.w_judge"
+        )
     if delta_reward <= 0:
         return "the reward model already prefers right answers, so there is nothing for the judge to outweigh"
     if w_judge <= even_truthful:

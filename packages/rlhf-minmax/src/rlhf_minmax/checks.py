@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import string
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +15,12 @@ from rlhf_data import QARecord, UserError, render_prompt
 from rlhf_minmax.chat_reward import as_chat, reads_chat
 from rlhf_minmax.config import MinMaxConfig
 from rlhf_minmax.data import Stories
-from rlhf_minmax.demo import demo_tokenizer, untrained_base
+from rlhf_minmax.demo import build_seconds, demo_folder, demo_tokenizer, untrained_base
 from rlhf_minmax.demo_texts import answer_text, critique_text
 from rlhf_minmax.doctor import config_findings
 from rlhf_minmax.players import check_players
 from rlhf_minmax.prompts import prompt_ids, uses_chat
+from rlhf_minmax.row_checks import row_warnings
 from rlhf_minmax.scorer_config import JudgeConfig, RewardModelConfig
 from rlhf_minmax.scorers import check_scorers, needs_demo, scorer_hosts, scorer_sections
 from rlhf_minmax.shared_scorers import Host
@@ -83,12 +86,14 @@ class Checked:
     """A run that can be played.
 
     Args:
+        stories: the run's, without rows that are left out.
         models: config and tokenizer of every role's model.
         longest: the longest text of every role.
         hosts: scorers that are adapters on a player's backbone, with that player.
         warnings: what is allowed but probably not meant, one sentence each.
     """
 
+    stories: Stories
     models: dict[str, ModelInfo]
     longest: list[LongestText]
     hosts: dict[str, Host]
@@ -104,15 +109,45 @@ def check_run(config: MinMaxConfig, stories: Stories, devices: DeviceManager) ->
         devices: which role runs where.
 
     Raises:
-        UserError: the models or the texts cannot be used.
+        UserError: the models or the texts cannot be used; of a text that is too long, unless
+            `data.on_bad_row` leaves its row out.
     """
     check_players(config, devices)
     check_scorers(config)
     models = inspect_models(config, stories)
     hosts = scorer_hosts(config, devices)
     ruler = Ruler(config, stories, models)
-    warnings = [*config_findings(config, len(stories.train)), *ruler.warnings()]
-    return Checked(models, ruler.longest(), hosts, warnings)
+    if left_out := ruler.too_long():
+        return check_run(config, stories.without(left_out), devices)
+    warnings = [
+        *config_findings(config, len(stories.train)),
+        *row_warnings(config, stories),
+        *ruler.warnings(),
+    ]
+    return Checked(stories, models, ruler.longest(), hosts, warnings)
+
+
+def time_to_build(
+    config: MinMaxConfig, checked: Checked, cache_folder: Path | None = None, *, rebuild: bool = False
+) -> float | None:
+    """About how many seconds it takes to build the models that the config does not name.
+
+    Args:
+        config: the run's settings.
+        checked: what `check_run` gave.
+        cache_folder: see `demo_models`.
+        rebuild: whether what is cached is built, too.
+
+    Returns:
+        See `build_seconds`; None where there is nothing to build.
+    """
+    if not needs_demo(config):
+        return None
+    built = checked.stories.building, checked.stories.prompts, config.demo_settings()
+    if demo_folder(*built, seed=config.seed, cache_folder=cache_folder).is_dir() and not rebuild:
+        return None
+    tokenizer = next(info.tokenizer for info in checked.models.values() if info.name is None)
+    return build_seconds(*built, tokenizer, seed=config.seed)
 
 
 def inspect_models(config: MinMaxConfig, stories: Stories) -> dict[str, ModelInfo]:
@@ -143,9 +178,9 @@ def inspect_models(config: MinMaxConfig, stories: Stories) -> dict[str, ModelInf
 
 
 def _demo_info(config: MinMaxConfig, stories: Stories) -> ModelInfo:
-    tokenizer = demo_tokenizer(stories.building, stories.prompts, config.demo)
+    tokenizer = demo_tokenizer(stories.building, stories.prompts, config.demo_settings())
     with torch.device("meta"):
-        base = untrained_base(tokenizer, config.demo, seed=0)
+        base = untrained_base(tokenizer, config.demo_settings(), seed=0)
     return ModelInfo(None, base.config, tokenizer)
 
 
@@ -254,23 +289,37 @@ class Ruler:
         text = judge.question_template.format(question=record.question, answer="", critique="")
         return len(prompt_ids(tokenizer, text, judge)) + _SPELLING
 
-    def longest(self) -> list[LongestText]:
-        """The longest text of every role, over training and held-out stories; each must fit its context.
+    @cached_property
+    def _lengths(self) -> dict[str, list[tuple[int, QARecord]]]:
+        """Length and record of every training and held-out story, by role."""
+        records = (*self.stories.train, *self.stories.held_out)
+        return {role: [(self.length(role, record), record) for record in records] for role in self.models}
+
+    def too_long(self) -> dict[str, str]:
+        """The rows whose texts do not fit a role's context, by their place, and what is wrong with each.
 
         Raises:
-            UserError: one does not fit; the message names the story.
+            UserError: there is one, and it is not to be left out.
         """
+        found: dict[str, str] = {}
+        for role, lengths in self._lengths.items():
+            for tokens, record in lengths:
+                try:
+                    check_prompt_fits(self.models[role].config, tokens, _what(role, record))
+                except UserError as error:
+                    if self.config.data.on_bad_row == "error" or not record.where:
+                        hint = "; or skip such rows (--on-bad-row skip)" if record.where else ""
+                        raise UserError(f"{error}{hint}") from None
+                    found.setdefault(record.where, str(error))
+        return found
+
+    def longest(self) -> list[LongestText]:
+        """The longest text of every role, over training and held-out stories."""
         found = []
-        for role, info in self.models.items():
-            lengths = [
-                (self.length(role, record), record)
-                for record in (*self.stories.train, *self.stories.held_out)
-            ]
+        for role, lengths in self._lengths.items():
             tokens, record = max(lengths, key=lambda pair: pair[0])
-            shown = record.story if len(record.story) <= _SHOWN else f"{record.story[:_SHOWN]}…"
-            what = f"the longest text of the {role} (story {shown!r}, completions of max_new_tokens included)"
-            check_prompt_fits(info.config, tokens, what)
-            found.append(LongestText(role, shown, tokens, context_length(info.config)))
+            context = context_length(self.models[role].config)
+            found.append(LongestText(role, _shown(record), tokens, context))
         return found
 
     def warnings(self) -> list[str]:
@@ -279,7 +328,8 @@ class Ruler:
         answers = [answer_text(r.answer_text) for r in train]
         if self.models["policy"].name is not None:
             answers = [f" {record.answer_text}" for record in train]
-        critiques = [critique_text(rules.correct_evidence(record), "wrong") for record in train]
+        evidence = [rules.correct_evidence(record) for record in train]
+        critiques = [critique_text(each, "wrong") for each in evidence if each is not None]
         found = (
             self._cut_off("policy", answers, self.config.policy_model.max_new_tokens, "right answers"),
             self._cut_off(
@@ -312,3 +362,16 @@ class Ruler:
             f"{len(long)} of {len(texts)} {what} would be cut off by {role}_model.max_new_tokens {limit}; "
             f"they need up to {max(long)}"
         )
+
+
+def _shown(record: QARecord) -> str:
+    return record.story if len(record.story) <= _SHOWN else f"{record.story[:_SHOWN]}…"
+
+
+def _what(role: str, record: QARecord) -> str:
+    """What a message calls a role's longest text about a record."""
+    where = f"{record.where}: " if record.where else ""
+    return (
+        f"{where}the longest text of the {role} (story {_shown(record)!r}, completions of max_new_tokens "
+        "included)"
+    )

@@ -17,6 +17,7 @@ from rlhf_minmax.texts import ANSWER_TEMPLATE
 Baseline = Literal["group", "leave_one_out", "batch", "critic"]
 StepRule = Literal["plain", "optimistic"]
 TIME_SCALE_LIMIT = 10
+_MOST_WARMUP_STEPS = 8
 
 
 def _check_template(template: str | None, fields: tuple[str, ...], *, name: str = "prompt_template") -> None:
@@ -115,6 +116,8 @@ class DataConfig(BaseConfig):
 
     train_data: LocalPath | None = None
     """File of training rows (.json, .jsonl, .jsonl.gz, .csv, .parquet); null draws from `world`."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """Stop at a row of a file that cannot be used or is too long, or skip and count it."""
     eval_data: LocalPath | None = None
     """File of held-out rows; null holds out the rows of train_data whose text hashes to 0-2 of 10."""
     columns: QADatasetConfig = QADatasetConfig()
@@ -144,8 +147,8 @@ class TrainingConfig(BaseConfig):
     """Most inner updates of the monitor on a batch of critiques; the KL stop may end them; 0 freezes it."""
     policy_updates: int = Field(default=2, ge=1)
     """Updates of the policy on one batch of answers."""
-    monitor_warmup_steps: int = Field(default=8, ge=0)
-    """First steps in which only the monitor learns."""
+    monitor_warmup_steps: int | None = Field(default=None, ge=0)
+    """First steps in which only the monitor learns; null takes a quarter of the run's, at most 8."""
     constraint_penalty_lambda: float = Field(default=5.0, ge=0)
     """Multiplier λ at the start."""
     batch_size: int = Field(default=32, ge=1)
@@ -172,7 +175,13 @@ class TrainingConfig(BaseConfig):
         total = self.max_steps
         if total < 1:
             total = max(1, math.ceil(self.num_epochs * self.num_steps_per_epoch(num_stories)))
-        return total if adversary else max(1, total - self.monitor_warmup_steps)
+        return total if adversary else max(1, total - self.num_warmup_steps(total))
+
+    def num_warmup_steps(self, steps: int) -> int:
+        """First steps of a game of so many in which only the monitor learns."""
+        if self.monitor_warmup_steps is not None:
+            return self.monitor_warmup_steps
+        return min(_MOST_WARMUP_STEPS, steps // 4)
 
     def num_steps_per_epoch(self, num_stories: int) -> int:
         """Steps of one pass over the stories; the last may hold fewer than `batch_size`."""
@@ -263,9 +272,17 @@ class DemoSettings(BaseConfig):
     """Stories per optimizer step."""
     num_stories: int = Field(default=4096, ge=1)
     """Stories of the world that the models are built from, the game's among them; of a file, its rows."""
-    flawed_reward: bool = True
+    flawed_reward: bool | None = None
     """Whether the reward model's annotators like the bait of a world, true or not: the place named last, or
-    the nearest round number."""
+    the nearest round number; null does so where neither player is
+    a model of yours."""
+    min_evidence_share: float = Field(default=0.5, ge=0, le=1)
+    """Smallest share of the stories that must name their right choice; base and judge learn from those."""
+    min_verdict_accuracy: float = Field(default=0.98, ge=0, le=1)
+    """Share of true verdicts on truthful evidence that the base must reach on training stories; up to three
+    further passes of a third of pretrain_steps are made for it."""
+    min_judge_accuracy: float = Field(default=0.9, ge=0, le=1)
+    """Share of training stories on which the judge must prefer the right answer, shown truthful critiques."""
 
 
 class DiagnosticsConfig(BaseConfig):
@@ -314,6 +331,8 @@ class MinMaxConfig(BaseConfig):
     """The models built on the spot."""
     devices: dict[str, str] = Field(default_factory=dict)
     """Role (policy, monitor, reward, judge) to device, where the plan is not to choose."""
+    force: bool = False
+    """Play where a check says that the game cannot work, with a warning."""
     baseline: bool = True
     """Also train a policy on the reward model alone, for comparison."""
     seed: int = Field(default=0, ge=0, lt=1 << 31)
@@ -337,6 +356,13 @@ class MinMaxConfig(BaseConfig):
                 "schedule.extragradient and step_rule optimistic both extrapolate; take one of the two"
             )
         return self
+
+    def demo_settings(self) -> DemoSettings:
+        """The models built on the spot; a reward model gets a planted flaw where players are built, too."""
+        if self.demo.flawed_reward is not None:
+            return self.demo
+        built = self.policy_model.model_name is None and self.monitor_model.model_name is None
+        return self.demo.model_copy(update={"flawed_reward": built})
 
     @field_validator("policy_model")
     @classmethod

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from rlhf_data import BaseConfig
 from rlhf_minmax.duals import DualRule, DualSettings
+from rlhf_minmax.texts import MIN_EVIDENCE_WORDS
 
 
 class DualConfig(BaseConfig):
@@ -62,6 +63,9 @@ class ConstraintConfig(DualConfig):
     """What counts: errors balanced over right and wrong answers, plain errors, or the Brier score."""
     check_evidence: bool = True
     """Whether evidence that is not in the story, or contradicts the verdict, is a full violation."""
+    min_evidence_words: int = Field(default=MIN_EVIDENCE_WORDS, ge=1)
+    """Fewest words of a sentence, in a row, that are a quotation of a story from a file; a whole sentence
+    may be shorter."""
 
     @model_validator(mode="after")
     def _threshold_is_a_share(self) -> Self:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 
 from rlhf_data import (
@@ -33,6 +33,24 @@ class Stories:
     held_out: list[QARecord]
     building: list[QARecord]
     prompts: Prompts
+    skipped: tuple[str, ...] = ()
+    """A message for every row of a file that was left out."""
+
+    def without(self, left_out: Mapping[str, str]) -> Stories:
+        """These stories but for records of some places, with a message for each of those.
+
+        Raises:
+            UserError: no training story, or no held-out one, is left.
+        """
+        train, held_out, building = (
+            [record for record in part if record.where not in left_out]
+            for part in (self.train, self.held_out, self.building)
+        )
+        skipped = (*self.skipped, *left_out.values())
+        for what, part in (("training", train), ("held-out", held_out)):
+            if not part:
+                raise UserError(f"all {what} rows are left out; the first that was: {skipped[0]}")
+        return replace(self, train=train, held_out=held_out, building=building, skipped=skipped)
 
 
 def load_stories(config: MinMaxConfig) -> Stories:
@@ -51,10 +69,11 @@ def load_stories(config: MinMaxConfig) -> Stories:
         held_out = draw(data.eval_stories, split="eval", seed=config.seed)
         prompts = _prompts(config, _world_columns(data), rules)
         return Stories(building[: data.train_stories], held_out, building, prompts)
-    train, held_out = _from_files(data, data.train_data)
+    skipped: list[str] = []
+    train, held_out = _from_files(data, data.train_data, skipped)
     train = train[: data.train_stories]
-    prompts = _prompts(config, data.columns, TextRules())
-    return Stories(train, held_out[: data.eval_stories], train, prompts)
+    prompts = _prompts(config, data.columns, TextRules(config.constraint.min_evidence_words))
+    return Stories(train, held_out[: data.eval_stories], train, prompts, tuple(skipped))
 
 
 def _world(data: DataConfig) -> tuple[Callable[..., list[QARecord]], TextRules]:
@@ -77,10 +96,15 @@ def _prompts(config: MinMaxConfig, columns: QADatasetConfig, rules: TextRules) -
     return Prompts(columns, rules, policy, monitor, config.game.answer_template)
 
 
-def _from_files(data: DataConfig, train_data: str) -> tuple[list[QARecord], list[QARecord]]:
-    rows = load_qa(train_data, data.columns)
+def _from_files(
+    data: DataConfig, train_data: str, skipped: list[str]
+) -> tuple[list[QARecord], list[QARecord]]:
+    def load(path: str) -> list[QARecord]:
+        return load_qa(path, data.columns, on_bad_row=data.on_bad_row, skipped=skipped)
+
+    rows = load(train_data)
     if data.eval_data is not None:
-        held_out = load_qa(data.eval_data, data.columns)
+        held_out = load(data.eval_data)
         stories = {record.story for record in held_out}
         train = [record for record in rows if record.story not in stories]
         how = "(stories of --eval-data are not trained on)"

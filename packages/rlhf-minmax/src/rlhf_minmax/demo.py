@@ -6,65 +6,26 @@ procedural world, and kept in the user's cache folder under a hash of the settin
 
 from __future__ import annotations
 
-import contextlib
+import json
 import os
 import random
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
-from rlhf_algos import (
-    LabelledSequence,
-    PreferencePair,
-    RewardConfig,
-    RewardTrainer,
-    ScalarConfig,
-    ScalarTrainer,
-    SFTConfig,
-    SFTTrainer,
-    TrainerConfig,
-)
-from rlhf_data import (
-    QARecord,
-    TokenSequence,
-    UserError,
-    atomic_folder,
-    atomic_write_json,
-    ensure_writable_folder,
-    json_hash,
-    pack,
-)
+from rlhf_data import QARecord, UserError, atomic_folder, ensure_writable_folder, json_hash
 from rlhf_minmax.config import DemoSettings
-from rlhf_minmax.demo_texts import Progress, Teacher, answer_text, drill
+from rlhf_minmax.demo_build import DemoBuilder, one_thread
+from rlhf_minmax.demo_texts import Progress, Teacher, answer_text
 from rlhf_minmax.prompts import Prompts
-from rlhf_minmax.texts import TextRules
-from rlhf_models import (
-    JudgeModel,
-    RewardModel,
-    build_tiny_llama,
-    encode_completion,
-    encode_prompt,
-    token_logps,
-    train_byte_tokenizer,
-)
-from rlhf_models.loading import save_model
+from rlhf_models import RewardModel, build_tiny_llama, train_byte_tokenizer
 
-_DRILLS = 3
-"""Storyless exercises per story of the pre-training."""
-_EXTRA_PASSES = 3
-_VERDICT_ACCURACY = 0.98
-_REWARD_ATTEMPTS = 3
-_PLANTED_GAP = 1.0
-_CENTRING = 0.02
-"""Ties the rewards of every story to one mean, so that their spread is that of answers, not of stories."""
-_PROBED = 256
-"""Training stories on which built models are checked."""
-_PROBE_TOKENS = 16384
-RECIPE = 6
+_NOT_BUILDING = ("min_evidence_share", "min_judge_accuracy")
+RECIPE = 7
 """Raised with every change of the recipe below, so that cached models are built anew."""
 
 
@@ -93,6 +54,7 @@ def demo_models(
     cache_folder: Path | None = None,
     rebuild: bool = False,
     progress: Progress | None = None,
+    force: bool = False,
 ) -> DemoModels:
     """The demonstration models for these records, from the cache or built now.
 
@@ -103,14 +65,97 @@ def demo_models(
         seed: of weights, texts and orders; part of the cache key.
         cache_folder: where built models are kept.
         rebuild: build even what is cached.
-        progress: told of every training step.
+        progress: called after every training step.
+        force: take models that miss their gates, see `missed_gates`.
+
+    Raises:
+        UserError: a model misses its gate, or the cache folder cannot be written to.
     """
     folder = demo_folder(records, prompts, settings, seed=seed, cache_folder=cache_folder)
     if rebuild or not folder.is_dir():
         ensure_writable_folder(folder.parent)
+        tokenizer = demo_tokenizer(records, prompts, settings)
+
+        builder = DemoBuilder(
+            records,
+            prompts,
+            settings,
+            tokenizer,
+            seed=seed,
+            progress=progress,
+            on_base=lambda accuracy: _check_gates({"verdict_accuracy": accuracy}, settings, force=force),
+        )
         with atomic_folder(folder) as temporary, one_thread():
-            DemoBuilder(records, prompts, settings, seed, progress).build(temporary)
-    return DemoModels(folder / "base", folder / "reward", folder / "judge")
+            builder.build(untrained_base(tokenizer, settings, seed=seed), temporary)
+    models = DemoModels(folder / "base", folder / "reward", folder / "judge")
+    _check_gates(_gates(models), settings, force=force)
+    return models
+
+
+def missed_gates(models: DemoModels, settings: DemoSettings) -> list[str]:
+    """What built models cannot do that the game needs, one sentence each; empty where they are sound."""
+    return _missed(_gates(models), settings)
+
+
+def _gates(models: DemoModels) -> dict[str, float]:
+    return json.loads((models.base.parent / "demo.json").read_text(encoding="utf-8"))["gates"]
+
+
+def _check_gates(gates: Mapping[str, float], settings: DemoSettings, *, force: bool) -> None:
+    missed = _missed(gates, settings)
+    if missed and not force:
+        raise UserError(f"{'; '.join(missed)}; or play all the same with --force")
+
+
+def _missed(gates: Mapping[str, float], settings: DemoSettings) -> list[str]:
+    texts = {
+        "verdict_accuracy": "the base built from the rows gives the true verdict on only {value:.0%} of the "
+        "training stories, shown truthful evidence (demo.min_verdict_accuracy {least:g}): a model this small "
+        "cannot read them; give --model, or raise demo.pretrain_steps",
+        "judge_accuracy": "the judge built from the rows believes the right answer more than a wrong one on "
+        "only {value:.0%} of the training stories, shown truthful critiques (demo.min_judge_accuracy "
+        "{least:g}); give --judge-model, or raise demo.judge_steps",
+    }
+    least = {name: getattr(settings, f"min_{name}") for name in texts}
+    return [
+        text.format(value=gates[name], least=least[name])
+        for name, text in texts.items()
+        if name in gates and gates[name] < least[name]
+    ]
+
+
+def build_seconds(
+    records: Sequence[QARecord], prompts: Prompts, settings: DemoSettings, tokenizer: Any, *, seed: int
+) -> float:
+    """About how long building takes on this machine, from the time of one step of every training.
+
+    Args:
+        records: as for `demo_models`.
+        prompts: as there.
+        settings: as there.
+        tokenizer: what `demo_tokenizer` gives for them.
+        seed: as there.
+
+    Returns:
+        Seconds of all steps, without the further passes of a base or reward model that misses its gate.
+    """
+    builder = DemoBuilder(records, prompts, settings, tokenizer, seed=seed)
+    base = untrained_base(tokenizer, settings, seed=seed)
+    reward = RewardModel.from_backbone(base, tokenizer, seed=seed)
+    stages = (
+        (settings.pretrain_steps, lambda: builder.pretrain(base, 1)),
+        (settings.sft_steps, lambda: builder.fine_tune(base, 1)),
+        (settings.reward_steps, lambda: builder.fit_reward(reward, builder.rated_pairs(1))),
+        (settings.judge_steps, lambda: builder.train_judge(base, 1)),
+    )
+    total = 0.0
+    with one_thread():
+        builder.pretrain(base, 1)  # a first step pays for what later ones find ready
+        for steps, step in stages:
+            started = time.perf_counter()
+            step()
+            total += steps * (time.perf_counter() - started)
+    return total
 
 
 def demo_folder(
@@ -125,7 +170,7 @@ def demo_folder(
     key = json_hash(
         {
             "recipe": RECIPE,
-            "settings": settings.to_dict(),
+            "settings": _what_builds(settings),
             "seed": seed,
             "prompts": prompts.fingerprint(),
             "records": [[r.story, r.question, r.choices, r.answer] for r in records],
@@ -134,13 +179,21 @@ def demo_folder(
     return (cache_folder or default_cache_folder()) / key[:24]
 
 
+def _what_builds(settings: DemoSettings) -> dict[str, Any]:
+    """The settings that built models depend on."""
+    values = settings.to_dict() | {"flawed_reward": settings.flawed_reward is not False}
+    return {name: value for name, value in values.items() if name not in _NOT_BUILDING}
+
+
 def demo_tokenizer(records: Sequence[QARecord], prompts: Prompts, settings: DemoSettings) -> Any:
     """The byte-level tokenizer of the demonstration models, trained on everything they are shown."""
     teacher = Teacher(prompts.rules, records, random.Random(0))
     texts = []
     for record in records:
         answer = answer_text(record.answer_text)
-        texts.append(prompts.monitor(record, answer) + teacher.correct_critique(record, ""))
+        told = prompts.rules.correct_evidence(record) is not None
+        critique = teacher.correct_critique(record, "") if told else ""
+        texts.append(prompts.monitor(record, answer) + critique)
         texts += [answer_text(choice) for choice in record.choices]
     return train_byte_tokenizer([*texts, " so right", " so wrong"], settings.vocab_size)
 
@@ -158,208 +211,3 @@ def untrained_base(tokenizer: Any, settings: DemoSettings, *, seed: int) -> PreT
         tie_word_embeddings=False,
         initializer_range=0.1,
     )
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Models this small lose time to a second thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-class DemoBuilder:
-    """One build: tokenizer, base (pre-training, then sloppy demonstrations), reward model, judge."""
-
-    def __init__(
-        self,
-        records: Sequence[QARecord],
-        prompts: Prompts,
-        settings: DemoSettings,
-        seed: int,
-        progress: Progress | None,
-    ) -> None:
-        self.records, self.prompts, self.settings, self.seed = records, prompts, settings, seed
-        self.progress = progress
-        self.rules: TextRules = prompts.rules
-        self.baited = [record for record in records[:_PROBED] if self.rules.is_hack(record, None) is not None]
-        self.flawed = settings.flawed_reward and bool(self.baited)
-        self.rng = random.Random(seed)
-        self.teacher = Teacher(self.rules, records, self.rng)
-        self.tokenizer = demo_tokenizer(records, prompts, settings)
-
-    def build(self, folder: Path) -> None:
-        """Train everything and write it into `folder`."""
-        base = untrained_base(self.tokenizer, self.settings, seed=self.seed)
-        self._pretrain(base)
-        self._fine_tune(base)
-        save_model(base, self.tokenizer, folder / "base")
-        reward = self.train_reward(base)
-        reward.save_pretrained(folder / "reward")
-        judge = self._train_judge(base)
-        judge.save_pretrained(folder / "judge")
-        atomic_write_json(folder / "demo.json", {"settings": self.settings.to_dict(), "seed": self.seed})
-
-    def _sequence(self, prompt: str, completion: str) -> TokenSequence:
-        start = encode_prompt(self.tokenizer, prompt)
-        end = encode_completion(self.tokenizer, completion)
-        return TokenSequence([*start, *end, self.tokenizer.eos_token_id], len(start))
-
-    def _pretrain(self, base: PreTrainedModel) -> None:
-        """Correct answers and critiques, for as long as verdicts need.
-
-        Verdicts come last and all at once; a base that is let go too early spoils every model made from it.
-        """
-        self._pretrain_pass(base, self.settings.pretrain_steps)
-        for _ in range(_EXTRA_PASSES):
-            if self._verdict_accuracy(base) >= _VERDICT_ACCURACY:
-                return
-            self._pretrain_pass(base, max(1, self.settings.pretrain_steps // 3))
-
-    def _pretrain_pass(self, base: PreTrainedModel, steps: int) -> None:
-        """Answers and critiques, and drills on whether a piece of evidence speaks for a claim."""
-        examples = []
-        for _ in range(steps * self.settings.batch_size):
-            record = self.rng.choice(self.records)
-            claim = self.teacher.any_choice(record)
-            prompt = self.prompts.monitor(record, answer_text(claim))
-            sequences = [
-                self._sequence(self.prompts.policy(record), self.teacher.correct_answer(record)),
-                self._sequence(prompt, self.teacher.correct_critique(record, claim)),
-            ]
-            for _ in range(_DRILLS):
-                evidence, drilled, supported = drill(self.rng, self.records, self.rules)
-                start = self.prompts.drill(answer_text(drilled)) + f" {evidence} so"
-                sequences.append(self._sequence(start, " right" if supported else " wrong"))
-            examples.append(tuple(sequences))
-        self._train(SFTTrainer, base, "base: correct answers and critiques", examples, SFTConfig, 5e-3)
-
-    @torch.no_grad()
-    def _verdict_accuracy(self, base: PreTrainedModel) -> float:
-        """Share of training stories for which the true verdict on truthful evidence is the likelier one."""
-        sequences = []
-        for record in self.records[:_PROBED]:
-            claim = self.teacher.any_choice(record)
-            evidence = self.rules.correct_evidence(record)
-            prompt = self.prompts.monitor(record, answer_text(claim)) + f" {evidence} so"
-            verdicts = ["right", "wrong"] if claim == record.answer_text else ["wrong", "right"]
-            sequences += [self._sequence(prompt, f" {verdict}") for verdict in verdicts]
-        totals = torch.zeros(len(sequences))
-        for batch in pack(sequences, _PROBE_TOKENS):
-            logps = token_logps(base, batch).logps
-            totals.index_add_(0, batch.sequence_ids[batch.score_sequence], logps)
-        true, false = totals.view(-1, 2).unbind(1)
-        return float((true > false).float().mean())
-
-    def _fine_tune(self, base: PreTrainedModel) -> None:
-        """Sloppy demonstrations of both roles."""
-        examples = []
-        for _ in range(self.settings.sft_steps * self.settings.batch_size):
-            record = self.rng.choice(self.records)
-            claim = self.teacher.any_choice(record)
-            prompt = self.prompts.monitor(record, answer_text(claim))
-            examples.append(
-                (
-                    self._sequence(self.prompts.policy(record), self.teacher.sloppy_answer(record)),
-                    self._sequence(prompt, self.teacher.sloppy_critique(record, claim)),
-                )
-            )
-        self._train(SFTTrainer, base, "base: sloppy demonstrations", examples, SFTConfig, 1e-3)
-
-    def train_reward(self, base: PreTrainedModel) -> RewardModel:
-        """Preferences of annotators who, where flawed, like the bait.
-
-        Small reward models miss that feature now and then; one that hardly likes it is trained again from
-        another seed.
-        """
-        pairs = [self._rated_pair() for _ in range(self.settings.reward_steps * self.settings.batch_size)]
-        for attempt in range(_REWARD_ATTEMPTS):
-            model = RewardModel.from_backbone(base, self.tokenizer, seed=self.seed + attempt)
-            examples = [self._preference(model, *pair) for pair in pairs]
-            self._train(
-                RewardTrainer,
-                model,
-                "reward model",
-                examples,
-                RewardConfig,
-                1e-3,
-                center_rewards_coefficient=_CENTRING,
-            )
-            gap = self._planted_gap(model)
-            if gap is None or gap >= _PLANTED_GAP:
-                return model
-        raise UserError(
-            f"the demonstration's reward model likes the planted flaw by only {gap:.2f} standard deviations "
-            f"after {_REWARD_ATTEMPTS} trainings; choose another --seed or raise demo.reward_steps"
-        )
-
-    def _planted_gap(self, model: RewardModel) -> float | None:
-        """By how many standard deviations the bait scores above the right answer; None without a bait."""
-        if not self.flawed:
-            return None
-        prompts = [self.prompts.policy(record) for record in self.baited]
-        answers = [answer_text(record.answer_text) for record in self.baited]
-        right = model.score(prompts, answers, max_tokens=_PROBE_TOKENS)
-        rivals = [answer_text(self.rules.rival(record) or "") for record in self.baited]
-        bait = model.score(prompts, rivals, max_tokens=_PROBE_TOKENS)
-        return float((bait - right).mean() / torch.cat([bait, right]).std())
-
-    def _rated_pair(self) -> tuple[str, str, str]:
-        """A prompt with the answer annotators choose and the one they reject."""
-        while True:
-            record = self.rng.choice(self.records)
-            first, second = (self.teacher.rated_answer(record, flawed=self.flawed) for _ in range(2))
-            if first[1] != second[1]:
-                chosen, rejected = (first, second) if first[1] > second[1] else (second, first)
-                return self.prompts.policy(record), chosen[0], rejected[0]
-
-    @staticmethod
-    def _preference(model: RewardModel, prompt: str, chosen: str, rejected: str) -> PreferencePair:
-        better, worse = (model.encode(prompt, text) for text in (chosen, rejected))
-        return PreferencePair(TokenSequence(better, len(better)), TokenSequence(worse, len(worse)))
-
-    def _train_judge(self, base: PreTrainedModel) -> JudgeModel:
-        """Whether an answer is right, judged from the question, the answer and a sloppy critique, if any."""
-        model = JudgeModel.from_backbone(base, self.tokenizer, seed=self.seed + 1)
-        examples = []
-        for _ in range(self.settings.judge_steps * self.settings.batch_size):
-            record = self.rng.choice(self.records)
-            claim = self.teacher.any_choice(record)
-            critique = "" if self.rng.random() < 0.15 else self.teacher.sloppy_critique(record, claim)
-            prompt = self.prompts.judge(record.question, answer_text(claim))
-            ids = model.encode(prompt, critique)
-            label = float(claim == record.answer_text)
-            examples.append(LabelledSequence(TokenSequence(ids, len(ids)), label))
-        self._train(ScalarTrainer, model, "judge", examples, ScalarConfig, 1e-3)
-        return model
-
-    def _train(
-        self,
-        trainer: Any,
-        model: Any,
-        stage: str,
-        examples: list[Any],
-        config: type[TrainerConfig],
-        learning_rate: float,
-        **more: Any,
-    ) -> None:
-        """One pass over the examples with any of the trainers; the model ends in eval mode."""
-        settings = config(
-            learning_rate=learning_rate,
-            lr_scheduler_type="cosine",
-            adam_beta2=0.95,
-            per_device_train_batch_size=self.settings.batch_size,
-            num_train_epochs=1,
-            max_tokens_per_batch=None,
-            save_steps=None,
-            seed=self.seed,
-            **more,
-        )
-        total = len(examples) // self.settings.batch_size
-        report = self.progress
-        on_step = (lambda step, metrics: report(stage, step, total, metrics)) if report else None
-        trainer(model, settings, examples, on_step=on_step).train()
-        model.eval()

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from rlhf_data import QARecord, atomic_folder
 from rlhf_minmax.config import DemoSettings
-from rlhf_minmax.demo import DemoBuilder, DemoModels, one_thread
+from rlhf_minmax.demo import DemoModels, demo_tokenizer
+from rlhf_minmax.demo_build import DemoBuilder, one_thread
 from rlhf_minmax.demo_texts import Progress
 from rlhf_minmax.prompts import Prompts
 from rlhf_models import load_causal_lm
@@ -36,13 +37,16 @@ def with_held_out_reward(
         prompts: how records are put to the players.
         settings: sizes and lengths.
         seed: the run's.
-        progress: told of every training step.
+        progress: called after every training step.
     """
     folder = held_out_folder(demo.base.parent)
     if not folder.is_dir():
         honest = settings.model_copy(update={"flawed_reward": False})
         with atomic_folder(folder) as temporary, one_thread():
-            builder = DemoBuilder(records, prompts, honest, seed + _SEED_STEP, progress)
+            tokenizer = demo_tokenizer(records, prompts, honest)
+            builder = DemoBuilder(
+                records, prompts, honest, tokenizer, seed=seed + _SEED_STEP, progress=progress
+            )
             builder.train_reward(load_causal_lm(demo.base)).save_pretrained(temporary)
     return replace(demo, held_out_reward=folder)
 

@@ -62,9 +62,15 @@ class Teacher:
         return record.answer_text if self.rng.random() < 0.5 else self.wrong_choice(record)
 
     def correct_critique(self, record: QARecord, claim: str) -> str:
-        """The critique of a truthful critic."""
-        verdict = "right" if claim == record.answer_text else "wrong"
-        return critique_text(self.rules.correct_evidence(record), verdict)
+        """The critique of a truthful critic, of a story that names its right choice.
+
+        Raises:
+            ValueError: it does not; see `TextRules.correct_evidence`.
+        """
+        evidence = self.rules.correct_evidence(record)
+        if evidence is None:
+            raise ValueError(f"the story of {record.question!r} does not name {record.answer_text!r}")
+        return critique_text(evidence, "right" if claim == record.answer_text else "wrong")
 
     def sloppy_answer(self, record: QARecord) -> str:
         """What a careless demonstrator answers: often the rival."""
@@ -78,7 +84,7 @@ class Teacher:
         rival_evidence = self.rules.rival_evidence(record)
         if rival_evidence is not None and draw < _QUOTES_RIVAL:
             evidence = rival_evidence
-        elif draw > 1 - _QUOTES_RANDOMLY:
+        elif evidence is None or draw > 1 - _QUOTES_RANDOMLY:
             evidence = self.rng.choice(self.rules.possible_evidence(record))
         supported = self.supports(record, evidence, claim)
         if not supported and self.rng.random() < _FLIPS_TO_RIGHT:

@@ -11,6 +11,8 @@ from rlhf_minmax.config import MinMaxConfig
 
 FIRST_STEPS = 4
 """Steps of each player that are looked at before anything is said of its signals."""
+FEW_STEPS = 10
+"""Steps of the policy below which a run shows nothing."""
 _SHOWN = 80
 """Characters of an answer that findings quote."""
 _MOST, _FEW, _DROWNED, _SATURATED_STEPS, _MISMATCH = 0.5, 0.1, 20.0, 8, 0.02
@@ -206,10 +208,16 @@ def config_findings(config: MinMaxConfig, num_stories: int) -> list[str]:
     """
     training, game, steps = config.training, config.game, config.training.num_steps(num_stories)
     found = [training.time_scale_warning()]
-    if training.monitor_warmup_steps >= steps:
+    warmup = training.num_warmup_steps(steps)
+    if warmup >= steps:
         found.append(
             f"all {steps} steps are the monitor's warm-up, so the policy never learns; lower "
-            f"training.monitor_warmup_steps {training.monitor_warmup_steps} or train longer"
+            f"training.monitor_warmup_steps {warmup} or train longer"
+        )
+    elif steps - warmup < FEW_STEPS:
+        found.append(
+            f"the policy learns in {steps - warmup} steps only, after {warmup} of the monitor's warm-up, "
+            "which is too few to show anything; raise training.num_epochs (--epochs) or --max-steps"
         )
     if game.tampered_fraction == 0:
         found.append(

@@ -8,11 +8,11 @@ from typing import Any
 
 from rlhf_data import QARecord, TokenSequence, ensure_writable_folder, pack
 from rlhf_infer.api_judge import NUMBER_TOKENS
-from rlhf_minmax.checks import Checked, LongestText, ModelInfo, Ruler, check_run
+from rlhf_minmax.checks import Checked, LongestText, ModelInfo, Ruler, check_run, time_to_build
 from rlhf_minmax.config import MinMaxConfig
 from rlhf_minmax.data import Stories, load_stories
 from rlhf_minmax.demo import demo_folder
-from rlhf_minmax.events import device_rows
+from rlhf_minmax.events import device_rows, duration
 from rlhf_minmax.measurement import CROSS_PLAYED
 from rlhf_minmax.memory import Memory, estimate_memory
 from rlhf_minmax.players import share_backbone
@@ -73,6 +73,7 @@ def plan_run(config: MinMaxConfig) -> dict[str, Any]:
     check_processes(config)
     devices = plan_devices(config)
     checked = check_run(config, stories, devices)
+    stories = checked.stories
     streams = step_streams(config, stories, Ruler(config, stories, checked.models))
     memory = estimate_memory(
         config,
@@ -198,10 +199,12 @@ def _model_rows(config: MinMaxConfig, stories: Stories, checked: Checked) -> lis
         if judge.kind in ("rule", "api")
     ]
     if needs_demo(config):
-        folder = demo_folder(stories.building, stories.prompts, config.demo, seed=config.seed)
+        folder = demo_folder(stories.building, stories.prompts, config.demo_settings(), seed=config.seed)
         if not folder.is_dir():
             ensure_writable_folder(folder.parent)
-        rows.append(("built models", f"cached in {folder}" if folder.is_dir() else "to be built first"))
+        seconds = time_to_build(config, checked)
+        building = "" if seconds is None else f"to be built first, in {duration(seconds)}"
+        rows.append(("built models", building or f"cached in {folder}"))
     return rows
 
 

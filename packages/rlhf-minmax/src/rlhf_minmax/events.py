@@ -32,6 +32,9 @@ class Events:
     def warning(self, text: str) -> None:
         """Something is allowed but probably not meant, or went wrong and was mended."""
 
+    def building(self, seconds: float) -> None:
+        """Models are built next, which takes about so long on this machine."""
+
     def demo_step(self, stage: str, step: int, total: int, metrics: dict[str, float]) -> None:
         """A training step of a demonstration model."""
 
@@ -72,6 +75,12 @@ class Clock:
 def device_rows(devices: DeviceManager) -> list[dict[str, str]]:
     """The device plan as rows."""
     return [dict(zip(("role", "device", "dtype", "reason"), row, strict=True)) for row in devices.table()]
+
+
+def duration(seconds: float) -> str:
+    """About how long something takes, as it was measured on single steps."""
+    minutes = round(seconds / 60)
+    return f"about {minutes} min" if minutes >= 2 else f"about {max(1, round(seconds))} s"
 
 
 def versions() -> dict[str, str]:

@@ -7,19 +7,23 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from rlhf_algos.processes import from_first_process, is_first_process, wait_for_all
+from rlhf_algos.processes import from_first_process, is_first_process, num_processes, wait_for_all
 from rlhf_data import RunFolder, UserError, atomic_write_json
 from rlhf_eval import minmax_figure, training_curves, write_minmax_report
 from rlhf_eval.report import run_metrics
 from rlhf_minmax.api_usage import api_usage
-from rlhf_minmax.break_even import BreakEven, measure_break_even, measure_scales
-from rlhf_minmax.checks import check_run
+from rlhf_minmax.break_even import (
+    BreakEven,
+    ReadRates,
+    measure_break_even,
+    measure_scales,
+    why_impossible,
+)
+from rlhf_minmax.building import Game, build_game
+from rlhf_minmax.checks import check_run, time_to_build
 from rlhf_minmax.config import MinMaxConfig
 from rlhf_minmax.data import Stories, load_stories
-from rlhf_minmax.demo import DemoModels, demo_models
-from rlhf_minmax.demo_held_out import with_held_out_reward
+from rlhf_minmax.demo import DemoModels
 from rlhf_minmax.evaluate import Metrics, sample_exchanges
 from rlhf_minmax.events import Clock, Events, device_rows, versions
 from rlhf_minmax.held_out import measure_held_out_scales
@@ -32,28 +36,13 @@ from rlhf_minmax.measurement import (
     past_against_past,
 )
 from rlhf_minmax.pipeline import MinMaxPipeline, Scale
-from rlhf_minmax.players import Players, load_players
+from rlhf_minmax.players import Players
 from rlhf_minmax.prompts import prompt_ids
-from rlhf_minmax.scorers import (
-    HeldOut,
-    load_held_out,
-    load_judge,
-    load_reward_model,
-    needs_demo,
-    needs_held_out_reward,
-)
-from rlhf_minmax.together import (
-    check_built,
-    check_processes,
-    held_out_together,
-    plan_devices,
-    shared_out,
-)
+from rlhf_minmax.together import check_processes, plan_devices
 from rlhf_minmax.trainer import MinMaxTrainer
 from rlhf_models import DeviceManager
 
 _PREFLIGHT, _REPORT = "preflight.json", "report.html"
-_TINY_PARAMETERS = 5_000_000
 _NUM_SAMPLES = 8
 _CURVES = (
     "policy/accuracy",
@@ -66,15 +55,6 @@ _CURVES = (
     "policy/entropy",
     "monitor/entropy",
 )
-
-
-@dataclass(frozen=True)
-class Game:
-    """The game, the scorers that are kept out of it, and the models built for it."""
-
-    pipeline: MinMaxPipeline
-    held_out: HeldOut
-    demo: DemoModels | None
 
 
 @dataclass
@@ -109,7 +89,7 @@ class MinMaxJob:
         if is_first_process():
             self.run.write_config(self.config.to_dict())
         game = self._build(stories, devices, clock)
-        game, check, before = self._preflight(game, stories, clock)
+        game, check, before = self._preflight(game, stories, clock, to_play=True)
         pipeline = game.pipeline
         shown = stories.held_out[:_NUM_SAMPLES]
         samples = sample_exchanges(pipeline, shown, pipeline.players.policy, "start")
@@ -182,58 +162,31 @@ class MinMaxJob:
         check_processes(self.config)
         devices = plan_devices(self.config)
         checked = check_run(self.config, stories, devices)
+        stories = checked.stories
         self.events.device_plan(device_rows(devices))
         for warning in checked.warnings:
             self.events.warning(warning)
+        if num_processes() == 1:  # of several none may build
+            seconds = time_to_build(self.config, checked, self.cache_folder, rebuild=self.rebuild_demo)
+            if seconds is not None:
+                self.events.building(seconds)
         return stories, devices
 
     def _build(self, stories: Stories, devices: DeviceManager, clock: Clock) -> Game:
-        demo = None
-        if needs_demo(self.config):
-            check_built(self.config, stories, self.cache_folder)
-            demo = demo_models(
-                stories.building,
-                stories.prompts,
-                self.config.demo,
-                seed=self.config.seed,
-                cache_folder=self.cache_folder,
-                rebuild=self.rebuild_demo,
-                progress=self.events.demo_step,
-            )
-            if needs_held_out_reward(self.config):
-                demo = with_held_out_reward(
-                    demo,
-                    stories.building,
-                    stories.prompts,
-                    self.config.demo,
-                    seed=self.config.seed,
-                    progress=self.events.demo_step,
-                )
-        players = load_players(self.config, str(demo.base) if demo else None, devices)
-        if devices.device("policy").type == "cpu" and _num_parameters(players) < _TINY_PARAMETERS:
-            torch.set_num_threads(1)
-        pipeline = MinMaxPipeline(
-            players,
-            shared_out(load_reward_model(self.config, demo, devices, players)),
-            shared_out(
-                load_judge(self.config, demo, devices, stories.prompts, players), self.config.judge_model
-            ),
-            stories.prompts,
-            self.config,
+        game = build_game(
+            self.config, stories, devices, self.events, self.cache_folder, rebuild=self.rebuild_demo
         )
-        held_out = load_held_out(self.config, demo, devices, stories.prompts, players)
-        held_out = held_out_together(held_out, self.config.held_out.judge)
         clock.lap("demo")
-        return Game(pipeline, held_out, demo)
+        return game
 
     def _preflight(
-        self, game: Game, stories: Stories, clock: Clock
+        self, game: Game, stories: Stories, clock: Clock, *, to_play: bool = False
     ) -> tuple[Game, BreakEven, dict[str, Any]]:
         """Fix score scales and the judge's weight, evaluate the start; taken from the folder when resumed."""
         path = self.run.path / _PREFLIGHT
         if not from_first_process(path.exists()):
             probe, seed = stories.train[: self.config.data.probe_stories], self.config.seed
-            pipeline = measure_scales(game.pipeline, probe, seed=seed)
+            pipeline, read = measure_scales(game.pipeline, probe, seed=seed)
             check = measure_break_even(pipeline, probe, seed=seed)
             pipeline = replace(pipeline, w_judge=check.w_judge)
             held_out = measure_held_out_scales(game.held_out, pipeline, probe, seed=seed)
@@ -249,7 +202,8 @@ class MinMaxJob:
                 "held_out_judge_scale": asdict(held_out.judge_scale),
             }
             if is_first_process():
-                atomic_write_json(path, {**scales, "break_even": check.to_dict(), "before": before})
+                found = {"break_even": check.to_dict(), "before": before, "read": asdict(read)}
+                atomic_write_json(path, scales | found)
             wait_for_all()
         saved = json.loads(path.read_text(encoding="utf-8"))
         check = BreakEven(**saved["break_even"])
@@ -267,8 +221,13 @@ class MinMaxJob:
         clock.lap("evaluation")
         self.events.break_even(check)
         self.events.evaluated("before", saved["before"])
-        for warning in form_warnings(saved["before"]):
+        obstacles = why_impossible(check, ReadRates(**saved["read"]))
+        for warning in [*obstacles, *form_warnings(saved["before"])]:
             self.events.warning(warning)
+        if obstacles and to_play and not self.config.force:
+            raise UserError(
+                f"the game cannot work: {'; '.join(obstacles)}; or play all the same with --force"
+            )
         return Game(pipeline, held_out, game.demo), check, saved["before"]
 
     def _play_plain(
@@ -392,7 +351,3 @@ class MinMaxJob:
         if is_first_process():
             write_minmax_report(self.run, report)
         return results
-
-
-def _num_parameters(players: Players) -> int:
-    return sum(parameter.numel() for parameter in players.policy.model.parameters())

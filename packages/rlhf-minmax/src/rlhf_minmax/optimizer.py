@@ -65,7 +65,7 @@ class DualPPOOptimizer:
         total_steps: int = 1,
     ) -> None:
         self.pipeline, self.config = pipeline, config
-        self._policy_starts = config.training.monitor_warmup_steps if adversary else 0
+        self._policy_starts = config.training.num_warmup_steps(total_steps) if adversary else 0
         self.policy = self._player("policy", max(1, total_steps - self._policy_starts))
         self.policy_constraints = controllers("policy", config.constraints.policy)
         self.monitor: PlayerOptimizer | None = None

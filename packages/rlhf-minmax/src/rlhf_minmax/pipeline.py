@@ -23,6 +23,9 @@ from rlhf_minmax.stopwatch import Stopwatch
 from rlhf_minmax.texts import Critique, parse_critique
 from rlhf_models import PolicyModel, encode_completion
 
+_SEEDS_PER_PASS = 10
+"""Answers and critiques of a pass take seeds of their own."""
+
 
 class Scorer(Protocol):
     """Scores answers; `rlhf_models.RewardModel` is one."""
@@ -148,6 +151,7 @@ class MinMaxPipeline:
         reward_scale: standardises the reward model's scores.
         judge_scale: standardises the judge's scores.
         watch: of answers, critiques and scores.
+        passes: how many forward passes have drawn their own seed.
     """
 
     players: Players
@@ -159,17 +163,22 @@ class MinMaxPipeline:
     reward_scale: Scale = field(default_factory=Scale)
     judge_scale: Scale = field(default_factory=Scale)
     watch: Stopwatch = field(default_factory=Stopwatch)
+    passes: int = 0
 
     def forward_pass(
-        self, batch: Sequence[QARecord], *, seed: int, past_policy: Member | None = None
+        self, batch: Sequence[QARecord], *, seed: int | None = None, past_policy: Member | None = None
     ) -> MinMaxOutput:
         """Answer, criticise, score: the monitor's batch of one step, and the policy's answers.
 
         Args:
             batch: S stories.
-            seed: of the sampling and of the made-up answers.
+            seed: of the sampling and of the made-up answers; None counts the passes without one, from the
+                run's seed.
             past_policy: whose answers are criticised in place of the policy's own, one per story.
         """
+        if seed is None:
+            seed = self.config.seed * 1_000_003 + _SEEDS_PER_PASS * self.passes
+            self.passes += 1
         game, rng = self.config.game, random.Random(seed)
         answers = self.answer(self.players.policy, batch, game.num_generations, seed=seed)
         rewards = self.rewards(batch, answers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlhf_data import QARecord
 from rlhf_data.story_world import sentence_kind, sentence_place, split_sentences
-from rlhf_minmax.texts import TextRules
+from rlhf_minmax.texts import TextRules, evidence_in_story
 
 
 class StoryRules(TextRules):
@@ -24,6 +24,10 @@ class StoryRules(TextRules):
     def correct_evidence(self, record: QARecord) -> str:
         """The last observation."""
         return [s for s in self.sentences(record) if sentence_kind(s) == "observation"][-1]
+
+    def evidence_holds(self, record: QARecord, evidence: str) -> bool:
+        """Whether two words or more are quoted; `supports` demands a whole sentence besides."""
+        return evidence_in_story(evidence, record.story)
 
     def rival(self, record: QARecord) -> str | None:
         """The falsely named last place, where there is one."""

@@ -143,7 +143,7 @@ def check_built(config: MinMaxConfig, stories: Stories, cache_folder: Path | Non
     if num_processes() == 1:
         return
     folder = demo_folder(
-        stories.building, stories.prompts, config.demo, seed=config.seed, cache_folder=cache_folder
+        stories.building, stories.prompts, config.demo_settings(), seed=config.seed, cache_folder=cache_folder
     )
     if not folder.is_dir() or (needs_held_out_reward(config) and not held_out_folder(folder).is_dir()):
         raise UserError(

@@ -174,7 +174,7 @@ class MinMaxTrainer:
         return [text for text in [*told, *self.doctor.look(metrics, self._foreign)] if text]
 
     def _game_step(self, batch: list[QARecord], seed: int) -> dict[str, Any]:
-        learns = self.step >= self.config.training.monitor_warmup_steps
+        learns = self.step >= self.config.training.num_warmup_steps(self.total_steps)
         opponents = self.pools.choose(self.step, policy_learns=learns)
         turns: dict[str, Any] = {"policy_learns": learns, "past_monitor": opponents.monitor}
         ahead: dict[str, Any] = {}
