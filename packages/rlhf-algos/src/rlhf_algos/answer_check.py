@@ -10,6 +10,7 @@ from rlhf_data import UserError
 from rlhf_data.readers import row_place, scan_rows
 from rlhf_data.record_files import record_rows
 from rlhf_infer.rewards import RewardFunctionFactory
+from rlhf_infer.rewards.verifiable import is_checked
 
 __all__ = ["check_answers"]
 
@@ -43,7 +44,7 @@ def check_answers(config: Any, path: str, *, subset_size: int | None = None) -> 
         for rule in rules:
             if rule.column in row:
                 rule.check_row(row, where)
-        if alone and all(row.get(rule.column) is None or row.get("verifiable") is False for rule in rules):
+        if alone and all(not is_checked(row, rule.column) for rule in rules):
             columns = " or ".join(rule.column for rule in rules)
             raise UserError(
                 f"{where}: there is no {columns} to check a completion with, and no other reward; add one, "

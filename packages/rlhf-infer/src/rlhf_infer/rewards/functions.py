@@ -26,6 +26,7 @@ from rlhf_infer.rewards.calling import (
     stateful_part,
 )
 from rlhf_infer.rewards.checks import checked_rewards, shown
+from rlhf_infer.rewards.routing import open_answers_only
 from rlhf_infer.rewards.texts import sample_name
 
 
@@ -67,7 +68,8 @@ class RewardFunctions:
     same time as each other and as the others. A function may have further attributes: `name`; `state` and
     `load_state` for what must survive a restart; `row_names` and `row_weights`, if it gives a mapping with
     one list of rewards per name; `components()`, if it stands for several functions with weights of their
-    own, as `ConstitutionalRewardWrapper` does.
+    own, as `ConstitutionalRewardWrapper` does; `scores_open_answers`, if beside a checker it is only for
+    answers that cannot be checked, where the data has a column `verifiable`, see `rlhf_infer.rewards.routing`.
 
     Args:
         functions: at least one.
@@ -93,6 +95,8 @@ class RewardFunctions:
         self._sources: list[_Source] = []
         for function, weight, name in zip(functions, weights, given, strict=True):
             self._sources += _sources(function, weight, name)
+        if any(hasattr(source.function, "required_columns") for source in self._sources):
+            self._sources = [_beside_a_checker(source) for source in self._sources]
         rows = [row for source in self._sources for row in source.rows]
         if len(set(rows)) < len(rows):
             double = next(row for row in rows if rows.count(row) > 1)
@@ -215,6 +219,12 @@ def _sources(function: RewardFunction, weight: float, name: str) -> list[_Source
         return [_Source(function, call, name, (name,), (weight,), many=False)]
     weights = tuple(weight * w for w in getattr(function, "row_weights", [1.0] * len(rows)))
     return [_Source(function, call, name, tuple(rows), weights, many=True)]
+
+
+def _beside_a_checker(source: _Source) -> _Source:
+    if not getattr(source.function, "scores_open_answers", False):
+        return source
+    return replace(source, call=open_answers_only(source.call, source.rows if source.many else ()))
 
 
 def _checked_rows(source: _Source, result: Any, samples: Samples) -> list[list[float]]:

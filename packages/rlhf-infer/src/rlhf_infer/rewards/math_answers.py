@@ -24,7 +24,7 @@ from rlhf_infer.rewards.reading import (
     without_text_commands,
 )
 from rlhf_infer.rewards.texts import text_of
-from rlhf_infer.rewards.verifiable import check_read, checked_rows, shown
+from rlhf_infer.rewards.verifiable import check_read, checked_rows, is_checked, shown
 
 _LOG = logging.getLogger(__name__)
 _LONGEST = 1000
@@ -79,7 +79,7 @@ class MathReward:
         Raises:
             UserError: it is not; the message begins with `where`.
         """
-        if row.get(self.column) is not None and row.get("verifiable") is not False:
+        if is_checked(row, self.column):
             self._gold(row, where)
 
     def __call__(

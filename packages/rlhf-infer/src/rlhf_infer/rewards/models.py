@@ -31,6 +31,8 @@ class ModelReward:
         max_tokens: budget in tokens for one forward pass; None runs all at once.
     """
 
+    scores_open_answers = True
+
     def __init__(
         self, model: RewardModel, *, name: str = "reward_model", max_tokens: int | None = MAX_TOKENS
     ) -> None:
@@ -63,6 +65,8 @@ class EnsembleReward:
     Raises:
         UserError: `k` is negative.
     """
+
+    scores_open_answers = True
 
     def __init__(
         self,

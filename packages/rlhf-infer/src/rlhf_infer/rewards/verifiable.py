@@ -15,6 +15,7 @@ from rlhf_data import QARecord, UserError, qa_from_row
 from rlhf_data.transcripts import Text
 from rlhf_infer.rewards.amounts import Number
 from rlhf_infer.rewards.reading import Read, answer_part, gold_number, normal_form, read_choice, read_number
+from rlhf_infer.rewards.routing import COLUMN, can_be_checked
 from rlhf_infer.rewards.texts import sample_name, text_of
 
 _SHOWN = 80
@@ -68,7 +69,7 @@ class NumberReward:
         Raises:
             UserError: it is not; the message begins with `where`.
         """
-        if _is_checked(row, self.column):
+        if is_checked(row, self.column):
             self._gold(row, where)
 
     def _gold(self, row: Mapping[str, Any], where: str) -> Number:
@@ -131,7 +132,7 @@ class ChoiceReward:
         Raises:
             UserError: it is; the message begins with `where`.
         """
-        if _is_checked(row, self.column):
+        if is_checked(row, self.column):
             self._record(row, where)
 
     def _record(self, row: Mapping[str, Any], where: str) -> QARecord:
@@ -181,7 +182,7 @@ class ExactReward:
         Raises:
             UserError: it is; the message begins with `where`.
         """
-        if _is_checked(row, self.column):
+        if is_checked(row, self.column):
             self._accepted(row, where)
 
     def _accepted(self, row: Mapping[str, Any], where: str) -> list[Any]:
@@ -216,7 +217,7 @@ def checked_rows(
     for i, completion in enumerate(completions):
         row = {key: values[i] for key, values in per_sample.items()}
         where = f"reward {name}, {sample_name(i, completion)}"
-        rows.append((row, where) if _is_checked(row, column) else None)
+        rows.append((row, where) if is_checked(row, column) else None)
     return rows
 
 
@@ -241,8 +242,9 @@ def _judged(
     ]
 
 
-def _is_checked(row: Mapping[str, Any], column: str) -> bool:
-    return row.get(column) is not None and row.get("verifiable") is not False
+def is_checked(row: Mapping[str, Any], column: str) -> bool:
+    """Whether a row has a right answer to check completions with."""
+    return row.get(column) is not None and can_be_checked(row.get(COLUMN))
 
 
 def _is_per_sample(values: Any, count: int) -> bool:

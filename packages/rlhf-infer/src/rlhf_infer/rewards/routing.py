@@ -1,0 +1,57 @@
+"""The column `verifiable`: what can be checked goes to checkers, the rest to reward models and judges."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhf_infer.rewards.calling import Caller, Samples
+
+COLUMN = "verifiable"
+
+
+def can_be_checked(flag: Any) -> bool:
+    """Whether the answer of a row can be checked, by its value of the column; without one it can."""
+    return str(flag).strip().lower() not in ("false", "0")
+
+
+def open_answers_only(call: Caller, rows: Sequence[str]) -> Caller:
+    """Let a function see only samples whose answer cannot be checked, where the data says which those are.
+
+    The rewards of the others are None. A checker beside it leaves out what this one sees.
+
+    Args:
+        call: calls the function.
+        rows: names of what it returns, if that is a mapping; else empty.
+    """
+
+    def routed(samples: Samples) -> Any:
+        flags = samples.columns.get(COLUMN)
+        if flags is None:
+            return call(samples)
+        seen = [i for i, flag in enumerate(flags) if not can_be_checked(flag)]
+        if not seen:
+            return _spread({row: [] for row in rows} or [], seen, len(flags))
+        result = call(samples.part(seen))
+        if inspect.isawaitable(result):
+            return _awaited(result, seen, len(flags))
+        return _spread(result, seen, len(flags))
+
+    return routed
+
+
+async def _awaited(result: Any, seen: Sequence[int], count: int) -> Any:
+    return _spread(await result, seen, count)
+
+
+def _spread(result: Any, seen: Sequence[int], count: int) -> Any:
+    """Rewards of the samples seen, as rewards of all; what is no list of them is left to the later checks."""
+    if isinstance(result, Mapping):
+        return {row: _spread(values, seen, count) for row, values in result.items()}
+    if not hasattr(result, "__len__") or len(result) != len(seen):
+        return result
+    rewards: list[Any] = [None] * count
+    for i, reward in zip(seen, result, strict=True):
+        rewards[i] = reward
+    return rewards

@@ -1,0 +1,86 @@
+"""The column `verifiable`: who is asked about which sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlhf_data import UserError
+from rlhf_infer.rewards import RewardFunctions
+from rlhf_infer.rewards.models import EnsembleReward, ModelReward
+from rlhf_infer.rewards.verifiable import NumberReward
+
+COMPLETIONS = ["it is 4", "it is 5", "a poem", "another"]
+COLUMNS: dict[str, Any] = {"answer": ["4", "4", None, "none"], "verifiable": [True, "true", False, "false"]}
+
+
+class Scorer:
+    """Gives each completion its length, and remembers which it saw."""
+
+    scores_open_answers = True
+    name = "scorer"
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def __call__(self, completions: Any, **columns: Any) -> list[float]:
+        assert all(len(values) == len(completions) for key, values in columns.items() if key in COLUMNS)
+        self.seen += completions
+        return [float(len(text)) for text in completions]
+
+
+class AsyncScorer(Scorer):
+    async def __call__(self, completions: Any, **columns: Any) -> list[float]:  # pyright: ignore
+        return Scorer.__call__(self, completions, **columns)
+
+
+class Several(Scorer):
+    row_names = ("long", "short")
+
+    def __call__(self, completions: Any, **columns: Any) -> Any:
+        lengths = Scorer.__call__(self, completions, **columns)
+        return {"long": lengths, "short": [-length for length in lengths]}
+
+
+def score(*functions: Any, columns: Any = COLUMNS) -> Any:
+    n = len(COMPLETIONS)
+    return RewardFunctions(functions)(["p"] * n, COMPLETIONS, completion_ids=[[1]] * n, columns=columns)
+
+
+@pytest.mark.parametrize("kind", [Scorer, AsyncScorer])
+def test_scorers_beside_a_checker_see_open_answers_only(kind: type[Scorer]) -> None:
+    scorer = kind()
+    scores = score(NumberReward(), scorer)
+    assert scorer.seen == ["a poem", "another"]
+    # Right, wrong, and the lengths of the two others.
+    assert scores.total.tolist() == [1.0, 0.0, 6.0, 7.0]
+    assert scores.rewards.isnan().tolist() == [[False, False, True, True], [True, True, False, False]]
+
+
+def test_several_rewards_of_one_function() -> None:
+    scores = score(NumberReward(), Several())
+    assert scores.total.tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert scores.rewards[1, 2:].tolist() == [6.0, 7.0] and scores.rewards[1, :2].isnan().all()
+
+
+def test_nothing_is_routed_without_a_checker_or_the_column() -> None:
+    scorer = Scorer()
+    assert score(scorer).total.tolist() == [7.0, 7.0, 6.0, 7.0]
+    score(NumberReward(), scorer, columns={"answer": ["4"] * 4})
+    assert scorer.seen == COMPLETIONS * 2
+
+
+def test_no_call_where_all_can_be_checked() -> None:
+    scorer = Scorer()
+    score(NumberReward(), scorer, columns={"answer": ["4"] * 4, "verifiable": [True] * 4})
+    assert not scorer.seen
+
+
+def test_a_checker_alone_leaves_open_answers_without_reward() -> None:
+    with pytest.raises(UserError, match="a poem"):
+        score(NumberReward())
+
+
+def test_reward_models_are_for_open_answers() -> None:
+    assert ModelReward.scores_open_answers and EnsembleReward.scores_open_answers
