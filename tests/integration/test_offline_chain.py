@@ -81,6 +81,4 @@ def test_from_adapters_to_adapters(run: Run, backend: str) -> None:
     assert not Path("full/base").exists()
     run("reward", "--model=dpo/final", *SMALL, lora, by, "--output-dir=reward")
     assert isinstance(RewardModel.from_pretrained("reward/final").model, PeftModel)
-    assert (
-        "the adapter sft/final merged into" in run("dpo", "--model=sft/final", *SMALL, by, "--dry-run").output
-    )
+    assert "sft/final merged into" in run("dpo", "--model=sft/final", *SMALL, by, "--dry-run").output

@@ -88,7 +88,8 @@ def assert_same_run(run, whole):
     mine = run.read_results()
     for key in ("before", "plain", "after", "break_even", "steps", "num_tokens", "prompts"):
         assert mine[key] == results[key], key
-    for name in ("samples.jsonl", "preflight.json", "config.json"):
+    assert run.read_config() == other.read_config()
+    for name in ("samples.jsonl", "preflight.json"):
         assert (run.path / name).read_bytes() == (other.path / name).read_bytes(), name
     for role in ("policy", "monitor"):
         weights = f"final/{role}/adapter_model.safetensors"

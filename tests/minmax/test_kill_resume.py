@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_data import atomic_write_json
+from rlhf_data import RunFolder, atomic_write_json
 
 STEPS, UNIFORM_KILLS, CHECKPOINT_KILLS, EVERYTHING_KILLS = 60, 10, 4, 10
 STARTING = 0.3
@@ -70,8 +70,9 @@ MORE = (
 CLOCK = ("wall_time", "resumed")
 STEP_CLOCK = ("step_time", "time/", "tokens_per_second")
 """Results that tell of the session, not of the run."""
-UNORDERED = ("adapter_config.json", "checksums.json")
-"""peft writes an adapter's target modules, which are a set, in an order of each process's own."""
+UNORDERED = ("adapter_config.json", "checksums.json", "base_model.json")
+"""peft writes an adapter's target modules, which are a set, in an order of each process's own; the last holds
+the way from this folder to the base."""
 Moment = Callable[[float], bool]
 """Whether to kill now, some seconds after the start of a process."""
 
@@ -193,7 +194,8 @@ def assert_same(folder: Path, other: Path) -> None:
         assert rows(folder / part) == rows(other / part)
         assert steps == list(range(1, len(steps) + 1))
     last = f"checkpoint-{len(rows(folder))}"
-    for name in ("preflight.json", "samples.jsonl", "config.json", last, "final", "final_average"):
+    assert RunFolder(folder).read_config() == RunFolder(other).read_config()
+    for name in ("preflight.json", "samples.jsonl", last, "final", "final_average"):
         assert contents(folder / name) == contents(other / name), name
     assert contents(folder / last) and contents(folder / "final")
     mine, its = (read_json(path / "results.json") for path in (folder, other))

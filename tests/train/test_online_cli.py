@@ -233,7 +233,7 @@ def test_adapters_are_trained_against_the_model_without_them(
     after = read("run/results.json")["after"]["eval_reward"]
     few = ("--model=run/final", *FEW, "--reward=length:target=4", "--eval-only", "--output-dir=merged")
     printed = done(train("grpo", *few))
-    assert "from the adapter run/final merged into" in printed
+    assert f"from the adapter {Path('run/final').absolute()} merged into" in printed
     assert read("merged/evaluation.json")["before"]["eval_reward"] == pytest.approx(after, abs=0.2)
 
 

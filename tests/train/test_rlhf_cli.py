@@ -158,7 +158,7 @@ def test_a_run_goes_on_in_the_stage_that_it_was_in(
     for stage in STAGES:
         assert rows_of(run / stage) == rows_of(whole.run / stage), stage
     assert read(run / "results.json")["after"] == read(whole.run / "results.json")["after"]
-    assert read(run / "config.json") == config
+    assert read(run / "config.json") == {**config, "run_folder": str(run)}
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -178,7 +178,7 @@ def test_stages_by_themselves_and_rows_by_name(
     done(train("rlhf", "--model=first/sft/final", *second, *SMALL, "--output-dir=second"))
     third = (f"--data={data}", "--stage=ppo", "--reward-model=second/reward/final")
     done(train("rlhf", "--model=first/sft/final", *third, *SMALL, "--output-dir=third"))
-    assert read("third/ppo/config.json")["reward"] == ["second/reward/final"]
+    assert read("third/ppo/config.json")["reward"] == [str(Path("second/reward/final").absolute())]
     ruled = ("--set=ppo.reward=[length:target=4, exact]", "--set=ppo.reward_weights=[1,2]", "--stage=ppo")
     done(train("rlhf", model, f"--data={data}", *ruled, *SMALL, "--output-dir=ruled"))
     assert "rewards/exact/mean" in rows_of(Path("ruled/ppo"))[0]
@@ -213,7 +213,7 @@ def test_the_example_config_trains_adapters_in_every_stage(
     for stage in STAGES:
         assert Path(f"run/{stage}/final/adapter_config.json").is_file(), stage
     evaluated = done(train("ppo", "--config=run/ppo/config.json", "--model=run/ppo/final", "--eval-only"))
-    assert "from the adapter run/ppo/final merged into" in evaluated.replace("\n", "")
+    assert f"from the adapter {Path('run/ppo/final').absolute()} merged into" in evaluated.replace("\n", "")
     start = done(train("rlhf", *options, "--eval-only", "--output-dir=start"))
     assert "stage sft" in start and "stage reward is not evaluated" in start
 
@@ -310,10 +310,10 @@ def test_what_a_story_run_counts() -> None:
         (["--data={data}", "--stage=ppo", "--reward-model=./x"], ["model folder ./x does not exist"]),
         (["--data={data}", "--stage=ppo", "--reward-model={model}"], ["lack score.weight"]),
         (["--data={data}", "--set=ppo.reward=numbr"], ["'numbr' is unknown"]),
-        (["--data=nowhere"], ["data folder nowhere does not exist"]),
+        (["--data=nowhere"], ["data: nowhere does not exist"]),
         (["--data={model}"], ["has no sft.jsonl", "--stage"]),
         (["--data={model}", "--stage=reward"], ["has no preference.jsonl"]),
-        (["--data={model}", "--dry-run", "--stage=ppo", "--reward-model=x"], ["has no prompts.jsonl"]),
+        (["--data={model}", "--dry-run", "--stage=ppo", "--reward-model={model}"], ["has no prompts.jsonl"]),
         (["--data={data}", "--prompt-data=none.jsonl"], ["none.jsonl", "does not exist"]),
         (["--data={data}", "--prompt-data={data}/sft.jsonl", "--sft-data={bad}"], ["bad.jsonl, line 2"]),
         (["--data={data}", "--preference-data={bad}"], ["bad.jsonl, line 1"]),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from types import TracebackType
 from typing import Any
@@ -21,6 +19,7 @@ from rlhf_minmax import Events
 from rlhf_minmax.break_even import BreakEven
 from rlhf_minmax.evaluate import Metrics
 from rlhf_minmax.events import duration
+from rlhf_train.console import make_console
 
 _TITLES = {"plain": "plain RLHF", "minmax": "MinMax"}
 _BLOCKS = {"before": "start", "plain": "plain RLHF", "after": "MinMax"}
@@ -48,14 +47,6 @@ _JUDGES = {"judge": "judge", "held_out_judge": "held-out judge"}
 _SHOWN_EXCHANGES = 3
 _PLAIN_LINES = 10
 """Lines per stage where the output is no terminal."""
-_PLAIN_WIDTH = 120
-
-
-def make_console() -> Console:
-    """A console as wide as the terminal; elsewhere lines stay whole and tables get 120 columns."""
-    terminal = sys.stdout.isatty()
-    width = None if terminal or "COLUMNS" in os.environ else _PLAIN_WIDTH
-    return Console(highlight=False, soft_wrap=not terminal, width=width)
 
 
 class ConsoleEvents(Events):

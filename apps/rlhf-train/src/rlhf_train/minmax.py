@@ -7,6 +7,7 @@ from typing import Any
 from rlhf_algos.processes import is_first_process
 from rlhf_data import RunFolder, UserError, apply_overrides, load_config_file
 from rlhf_minmax import MinMaxConfig
+from rlhf_train.inputs import check_inputs
 from rlhf_train.runs import checkpoint_to_evaluate, resumable, resumed_run, run_of_all
 
 _JOB = "minmax"
@@ -33,10 +34,12 @@ def run_minmax(options: dict[str, Any]) -> None:
     if options["resume"] is not None:
         run = resumed_run(options, _JOB, _CHANGES_A_RUN)
         config = MinMaxConfig.from_dict(run.read_config(), where=str(run.path / "config.json"))
+        _check(config, run)
         _play(config, run, options)
         return
     config = resolve_config(options)
     with run_of_all(options, _JOB) as run:
+        _check(config, run)
         if not options["dry_run"]:
             _play(config, run, options)
             return
@@ -78,6 +81,17 @@ def _nested(values: dict[str, Any], section: str, name: str, value: Any) -> dict
     if not isinstance(inner, dict):
         raise UserError(f"{section} is {inner!r} in the config file, expected a section of keys and values")
     return {section: {**inner, name: value}}
+
+
+def _check(config: MinMaxConfig, run: RunFolder) -> None:
+    from rlhf_train.training_display import TrainingDisplay
+
+    model = config.policy_model.model_name or "a tiny model, built now"
+    with TrainingDisplay(quiet=not is_first_process()) as display:
+        display.say(
+            f"rlhf-train {_JOB}: {model} on {config.data.train_data or 'embedded rows'}, into {run.path}"
+        )
+        check_inputs(config)
 
 
 def _play(config: MinMaxConfig, run: RunFolder, options: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rlhf_algos.processes import is_first_process
 from rlhf_data import RunFolder, apply_overrides
+from rlhf_train.inputs import check_inputs, described
 from rlhf_train.runs import resumable, resumed_run, run_of_all
 from rlhf_train.training import load_settings, of_method
 
@@ -34,16 +35,19 @@ def run_rlhf(options: dict[str, Any]) -> None:
     Raises:
         UserError: options, settings, data or models cannot be used.
     """
-    from rlhf_algos.orchestrator import RLHFConfig
+    from rlhf_algos.orchestrator_config import RLHFConfig
 
     if options["resume"] is not None:
         run = resumed_run(options, _JOB, _CHANGES_A_RUN)
         where = str(run.path / "config.json")
         values = of_method(_JOB, run.read_config(), where)
-        _work(RLHFConfig.from_dict(values, where=where), run, options)
+        config = RLHFConfig.from_dict(values, where=where)
+        _check(config, run)
+        _work(config, run, options)
         return
     config = resolve_config(options)
     with run_of_all(options, _JOB) as run:
+        _check(config, run)
         if options["dry_run"]:
             _plan(config, run)
         else:
@@ -56,7 +60,7 @@ def resolve_config(options: dict[str, Any]) -> Any:
     Raises:
         UserError: an unknown key, a value out of range, a file that cannot be read.
     """
-    from rlhf_algos.orchestrator import STAGES, RLHFConfig
+    from rlhf_algos.orchestrator_config import STAGES, RLHFConfig
 
     source = options["config"]
     where = str(source) if source else "config"
@@ -82,6 +86,14 @@ def resolve_config(options: dict[str, Any]) -> Any:
         first = next(iter(values.get("stages", STAGES)), STAGES[0])
         values[first] = {**values.get(first, {}), "model_config": model_config}
     return RLHFConfig.from_dict(values, where=where)
+
+
+def _check(config: Any, run: RunFolder) -> None:
+    from rlhf_train.training_display import TrainingDisplay
+
+    with TrainingDisplay(quiet=not is_first_process()) as display:
+        display.say(f"rlhf-train {_JOB}: {described(config)}, into {run.path}")
+        check_inputs(config)
 
 
 def _plan(config: Any, run: RunFolder) -> None:

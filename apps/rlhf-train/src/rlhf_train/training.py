@@ -7,6 +7,7 @@ from typing import Any
 from rlhf_algos.methods import METHODS
 from rlhf_algos.processes import is_first_process
 from rlhf_data import RunFolder, UserError, apply_overrides, load_config_file
+from rlhf_train.inputs import check_inputs, described
 from rlhf_train.runs import checkpoint_to_evaluate, resumable, resumed_run, run_of_all
 
 _KEY_OF_OPTION = {
@@ -93,8 +94,11 @@ def of_method(method: str, values: dict[str, Any], where: str) -> dict[str, Any]
 def _work(method: str, config: Any, run: RunFolder, options: dict[str, Any]) -> None:
     from rlhf_train.training_display import TrainingDisplay
 
-    display = TrainingDisplay(METHODS[method].trainer_class.shown_metrics, quiet=not is_first_process())
+    display = TrainingDisplay(quiet=not is_first_process())
     with display:
+        display.say(f"rlhf-train {method}: {described(config)}, into {run.path}")
+        check_inputs(config)
+        display.shown = METHODS[method].trainer_class.shown_metrics
         if config.backend == "trl":
             from rlhf_train.trl_backend import check_settings
 

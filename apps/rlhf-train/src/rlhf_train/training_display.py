@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -14,11 +16,11 @@ from rich.text import Text
 
 from rlhf_algos.step_report import StepReport
 from rlhf_data import RunFolder
-from rlhf_train.display import make_console
+from rlhf_train.console import make_console
 
 _PACKAGES = ("rlhf_data", "rlhf_models", "rlhf_eval", "rlhf_algos", "rlhf_train")
-_PLAIN_LINES = 10
-"""Lines of metrics where the output is no terminal."""
+_ALWAYS = ("learning_rate", "grad_norm")
+"""Shown of every step, after the metrics that the method names."""
 
 
 class TrainingDisplay:
@@ -60,13 +62,16 @@ class TrainingDisplay:
             logger.propagate = True
 
     def on_report(self, report: StepReport) -> None:
-        """A line of metrics now and then, where the output is no terminal."""
-        step, total, metrics = report.step, report.total, report.metrics
-        if self.console.is_terminal or not (step == total or step % max(1, total // _PLAIN_LINES) == 0):
-            return
-        shown = "  ".join(f"{name} {metrics[name]:.4g}" for name in self.shown if name in metrics)
-        if shown:
-            self.console.print(Text(f"step {step}/{total}  {shown}"))
+        """A line for a logged step where no progress line is drawn; one for an evaluation, a checkpoint."""
+        start = f"{time.strftime('%H:%M:%S')}  step {report.step}/{report.total}  "
+        names = [name for name in dict.fromkeys((*self.shown, *_ALWAYS)) if name in report.metrics]
+        if names and report.logged and not self.console.is_terminal:
+            self.say(start + "  ".join([*(f"{n} {report.metrics[n]:.4g}" for n in names), *_pace(report)]))
+        if report.evaluation:
+            shown = (f"{name.removeprefix('eval_')} {x:.4g}" for name, x in report.evaluation.items())
+            self.say(f"{start}evaluation: {'  '.join(shown)}")
+        if report.checkpoint:
+            self.say(f"{start}wrote {report.checkpoint.name}")
 
     def show_plan(self, plan: dict[str, Any]) -> None:
         """Print a dry run: what would run, with how many tokens and how much memory."""
@@ -84,6 +89,7 @@ class TrainingDisplay:
 
     def stage(self, name: str) -> None:
         """A stage of several begins."""
+        self._handler.forget()
         self.console.print(Text(f"stage {name}", "bold"))
 
     def demo_step(self, stage: str, step: int, total: int, metrics: dict[str, float]) -> None:
@@ -129,6 +135,10 @@ class _ConsoleHandler(logging.Handler):
         self.console = console
         self._printed: set[str] = set()
 
+    def forget(self) -> None:
+        """Print texts again that were printed before."""
+        self._printed.clear()
+
     def emit(self, record: logging.LogRecord) -> None:
         """Print one record."""
         message = record.getMessage()
@@ -139,6 +149,13 @@ class _ConsoleHandler(logging.Handler):
         if record.levelno >= logging.WARNING:
             text = Text.assemble(("warning: ", "bold yellow"), text)
         self.console.print(text)
+
+
+def _pace(report: StepReport) -> list[str]:
+    """Tokens in a second, and the time that is left as h:mm:ss."""
+    rate = report.tokens_per_second
+    left = timedelta(seconds=round(report.seconds_left))
+    return [*([] if rate is None else [f"{rate:,.0f} tokens/s"]), f"{left} left"]
 
 
 def _number(value: Any) -> str:

@@ -85,11 +85,13 @@ class TrainingJob(Job):
             last = trainer.train()
             clock.lap("training")
             after = self._after(trainer, last)
+            _LOG.info("saving the model to %s", self.run.path / "final")
             trainer.save_model(self.run.path / "final")
             clock.lap("evaluation")
         results = {"before": before, "after": after, "wall_time": clock.split(), "resumed": resume}
         results |= {"backend": "rlhf", "data": describe_rows(rows, trainer), "num_tokens": trainer.num_tokens}
         if trainer.parallel.is_main:
+            _LOG.info("drawing the curves, writing the model card and the results")
             results = finish_run(self.run, method=self.name, config=self.config.to_dict(), **results)
         return results
 
@@ -157,6 +159,7 @@ class TrainingJob(Job):
             return None
         if path.exists():
             return json.loads(path.read_text(encoding="utf-8"))
+        _LOG.info("evaluating the start model on %s held-out rows", f"{len(trainer.eval_examples):,}")
         before = trainer.evaluate()
         check_best_metric(trainer.best_metric_name, before)
         if trainer.parallel.is_main:
@@ -168,7 +171,10 @@ class TrainingJob(Job):
         if not len(trainer.eval_examples):
             return None
         measured = {key: value for key, value in last.items() if key.startswith("eval_")}
-        return trainer.evaluate() if self.config.load_best_model_at_end or not measured else measured
+        if measured and not self.config.load_best_model_at_end:
+            return measured
+        _LOG.info("evaluating the trained model on %s held-out rows", f"{len(trainer.eval_examples):,}")
+        return trainer.evaluate()
 
     def _say_where(self, trainer: Any, found: bool) -> None:
         if found:

@@ -1,0 +1,57 @@
+"""What can be said of a job's models and files before torch is loaded, which takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rlhf_data import BaseConfig, UserError
+from rlhf_models.sources import check_available
+
+_MODELS = ("model_name_or_path", "value_model_path", "reward_model", "model_name")
+_ROWS = ("train_data", "eval_data", "sft_data", "preference_data", "prompt_data")
+
+
+def check_inputs(config: BaseConfig) -> None:
+    """Look for every model, file and folder that the settings name.
+
+    Args:
+        config: of any job; sections are looked through too.
+
+    Raises:
+        UserError: one is not there.
+    """
+    for key, name in _named(config):
+        if key in _MODELS:
+            check_available(name)
+        elif not Path(name).exists() and not (key in _ROWS and _may_be_on_hub(name)):
+            raise UserError(f"{key}: {name} does not exist; check the path")
+    for line in getattr(config, "reward", ()) if not isinstance(getattr(config, "reward", ()), dict) else ():
+        if ":" not in line and "/" in line:
+            check_available(line)
+
+
+def described(config: BaseConfig) -> str:
+    """Model and rows in a few words."""
+    values = config.to_dict()
+    model = values.get("model_name_or_path") or values.get("model_config") or "a tiny model, built now"
+    return f"{model} on {values.get('train_data') or 'embedded rows'}"
+
+
+def _named(config: BaseConfig) -> Iterator[tuple[str, str]]:
+    """Keys and values of the models, files and folders that are named."""
+    for key in config.path_keys():
+        value = getattr(config, "scratch" if key == "model_config" else key)
+        if value is not None:
+            yield key, value
+    for name in type(config).model_fields:
+        value: Any = getattr(config, name)
+        if isinstance(value, BaseConfig):
+            yield from _named(value)
+
+
+def _may_be_on_hub(name: str) -> bool:
+    """Whether rows of this name may be a data set on the hub, `owner/name` and perhaps more after a colon."""
+    owner, slash, rest = name.partition("/")
+    return bool(owner and slash and rest) and not name.startswith((".", "~")) and rest.count("/") == 0

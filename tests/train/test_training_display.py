@@ -1,0 +1,87 @@
+"""What a person sees of a training without a terminal, and what is answered before torch is loaded."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rlhf_algos.step_report import StepReport
+from rlhf_train.training_display import TrainingDisplay
+
+
+def shown(*reports: StepReport) -> list[str]:
+    file = io.StringIO()
+    display = TrainingDisplay(("loss",), Console(file=file, width=200, highlight=False))
+    for report in reports:
+        display.on_report(report)
+    return file.getvalue().splitlines()
+
+
+def test_a_logged_step_says_how_it_goes_and_how_long_it_takes() -> None:
+    metrics = {"loss": 0.69314, "learning_rate": 2e-5, "grad_norm": 1.5, "num_tokens": 100.0}
+    (line,) = shown(StepReport(40, 400, metrics, True, 60.0, 3661.4, 8120.2))
+    clock, rest = line.split("  ", 1)
+    assert len(clock.split(":")) == 3
+    assert rest == (
+        "step 40/400  loss 0.6931  learning_rate 2e-05  grad_norm 1.5  8,120 tokens/s  1:01:01 left"
+    )
+
+
+def test_other_steps_are_silent_unless_something_happens(tmp_path: Path) -> None:
+    quiet = StepReport(3, 9, {"loss": 1.0}, False)
+    assert shown(quiet) == []
+    evaluated = StepReport(6, 9, {"loss": 1.0, "eval_loss": 0.5, "eval_rewards/margins": 0.25}, True)
+    lines = shown(evaluated, StepReport(8, 9, {"loss": 1.0}, False, checkpoint=tmp_path / "checkpoint-8"))
+    assert [line.split("  ", 1)[1] for line in lines] == [
+        "step 6/9  loss 1  0:00:00 left",
+        "step 6/9  evaluation: loss 0.5  rewards/margins 0.25",
+        "step 8/9  wrote checkpoint-8",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("dpo", "--model=../nowhere"), "../nowhere"),
+        (("sft", "--model=nobody/has-this-model"), "nobody/has-this-model"),
+        (("grpo", "--reward=./nowhere"), "./nowhere"),
+        (("dpo", "--train-data=nowhere.jsonl"), "nowhere.jsonl"),
+        (("dpo", "--set=deepspeed=zero.json"), "zero.json"),
+        (("minmax", "--reward-model=./nowhere"), "./nowhere"),
+        (("minmax", "--train-data=nowhere.jsonl"), "nowhere.jsonl"),
+        (("rlhf", "--model=./nowhere", "--data=."), "./nowhere"),
+    ],
+)
+def test_what_is_not_there_is_said_before_torch_is_loaded(
+    tmp_path: Path, arguments: tuple[str, ...], named: str
+) -> None:
+    program = (
+        "import sys\nfrom rlhf_train.cli import main\n"
+        "try:\n    main(sys.argv[1:])\n"
+        "finally:\n    print('torch' in sys.modules, 'rlhf_minmax.pipeline' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        cwd=tmp_path,
+        env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert named in done.stderr and done.stderr.startswith("Error: ")
+    assert done.stdout.startswith(f"rlhf-train {arguments[0]}: ")
+    assert done.stdout.splitlines()[-1] == "False False"
+    assert not list(tmp_path.glob("outputs"))
+
+
+def test_training_does_not_load_the_game(tmp_path: Path) -> None:
+    program = "import sys, rlhf_train.training_display, rlhf_train.training; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
