@@ -128,6 +128,36 @@ def test_a_signal_saves_and_says_how_to_continue(
     assert json.loads(Path("run/results.json").read_text())["resumed"]
 
 
+@pytest.mark.parametrize("schedule", ["constant", "linear"])
+def test_a_finished_run_is_extended(train: Train, tiny_model_folder: Path, schedule: str) -> None:
+    options = ("dpo", "--model", tiny_model_folder, *FEW, "--set=learning_rate=1e-3")
+    options = (*options, f"--set=lr_scheduler_type={schedule}")
+    done(train(*options, "--max-steps=6", "--output-dir=whole"))
+    done(train(*options, "--max-steps=4", "--output-dir=run"))
+    for more in ([], ["--max-steps=4"], ["--epochs=0.001"]):
+        refused = train("dpo", "--resume=run", *more)
+        assert refused.exit_code == 2 and "--max-steps" in refused.stderr, refused.stderr
+        assert json.loads(Path("run/config.json").read_text())["max_steps"] == 4
+    assert "resumed from step 4 of 6" in done(train("dpo", "--resume=run", "--max-steps=6"))
+    assert json.loads(Path("run/config.json").read_text())["max_steps"] == 6
+    run, whole = metrics_of(Path("run")), metrics_of(Path("whole"))
+    assert [row["step"] for row in run] == [1, 2, 3, 4, 5, 6]
+    if schedule == "constant":  # the last step of each is evaluated
+        trained = [{k: v for k, v in row.items() if not k.startswith("eval_")} for row in run]
+        assert trained == [{k: v for k, v in row.items() if not k.startswith("eval_")} for row in whole]
+    # of 6 steps, 2 and 1 are left at steps 5 and 6; the schedule over 4 steps had come to 0
+    assert [row["learning_rate"] for row in run[4:]] == [row["learning_rate"] for row in whole[4:]]
+    assert json.loads(Path("run/results.json").read_text())["steps"] == 6
+
+
+def test_a_run_that_stopped_early_is_not_extended(train: Train, tiny_model_folder: Path) -> None:
+    stopping = ("eval_steps=1", "early_stopping_patience=1", "early_stopping_threshold=9")
+    settings = (f"--set={each}" for each in stopping)
+    done(train("dpo", "--model", tiny_model_folder, *FEW, "--max-steps=9", *settings, "--output-dir=run"))
+    refused = train("dpo", "--resume=run", "--max-steps=20")
+    assert refused.exit_code == 2 and "stopped early" in refused.stderr
+
+
 def test_resume_takes_the_newest_unfinished_run(train: Train, tiny_model_folder: Path) -> None:
     options = ("sft", "--model", tiny_model_folder, *SMALL)
     done(train(*options))

@@ -25,7 +25,8 @@ _KEY_OF_OPTION = {
 }
 _MODEL_SHAPE = {"architecture", "hidden_size", "n_embd", "num_layers", "n_layer"}
 """Keys of a model's description, see `rlhf_models.scratch`, which are no settings of a training."""
-_CHANGES_A_RUN = (*_KEY_OF_OPTION, "config", "overrides", "dry_run")
+_LENGTH = ("max_steps", "epochs")
+_CHANGES_A_RUN = (*(name for name in _KEY_OF_OPTION if name not in _LENGTH), "config", "overrides", "dry_run")
 
 
 def run_training(method: str, options: dict[str, Any]) -> None:
@@ -37,9 +38,8 @@ def run_training(method: str, options: dict[str, Any]) -> None:
     if options["resume"] is not None:
         run = resumed_run(options, method, _CHANGES_A_RUN)
         where = str(run.path / "config.json")
-        config = METHODS[method].job_config.from_dict(
-            of_method(method, run.read_config(), where), where=where
-        )
+        values = of_method(method, run.read_config(), where)
+        config = METHODS[method].job_config.from_dict(values | _given_length(options), where=where)
         _work(method, config, run, options)
         return
     config = resolve_config(method, options)
@@ -60,9 +60,13 @@ def resolve_config(method: str, options: dict[str, Any]) -> Any:
     where = str(source) if source else "config"
     values = apply_overrides(of_method(method, values, where), options["overrides"])
     given = {key: options[name] for name, key in _KEY_OF_OPTION.items() if _is_given(options, name)}
-    if options["epochs"] is not None and options["max_steps"] is None:
-        values["max_steps"] = -1
-    return METHODS[method].resolve(values | given, where=where)
+    return METHODS[method].resolve(values | given | _given_length(options), where=where)
+
+
+def _given_length(options: dict[str, Any]) -> dict[str, Any]:
+    """The length of the training that the options give; epochs alone take the place of steps."""
+    given = {_KEY_OF_OPTION[name]: options[name] for name in _LENGTH if options[name] is not None}
+    return {"max_steps": -1} | given if given else {}
 
 
 def load_settings(source: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_algos.demo import few_threads_for_a_small_model
+from rlhf_algos.extending import check_extension
 from rlhf_algos.job_data import Rows, build_sets, demonstrated, load_rows, with_skipped
 from rlhf_algos.job_models import check_machine, longest_sequence, start_model
 from rlhf_algos.methods import METHODS, Method
@@ -63,15 +64,18 @@ class TrainingJob(Job):
     def train(self, *, resume: bool = False) -> dict[str, Any]:
         """Train, or train on from the newest checkpoint, and write everything; the results.
 
+        A finished run is extended where the settings have more steps than it had.  The schedule of the
+        learning rate is that of the new length, so a decaying one rises again to where it would have been.
+
         Raises:
             UserError: data, model or settings cannot be used, or the run is finished already.
         """
-        if resume and self.run.read_results() is not None:
-            raise UserError(
-                f"{self.run.path} holds a finished run; start a new one with another --output-dir"
-            )
+        if resume:
+            check_extension(self.run, self.config)
         clock = Clock()
         trainer, rows = self.prepare()
+        if trainer.parallel.is_main:
+            self.run.remove_results()  # of the run that is extended
         clock.lap("loading")
         if resume:
             self._say_where(trainer, trainer.resume())

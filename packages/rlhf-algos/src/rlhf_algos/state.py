@@ -141,7 +141,15 @@ class TrainerState:
             _load_full_optimizer(trainer.scorer, trainer.optimizer, folder / _OPTIMIZER)
         else:
             load_optimizer_state(trainer.optimizer, folder / _OPTIMIZER)
+        self._set_learning_rates()
         load_rng_state(folder / self._rng_file())
+
+    def _set_learning_rates(self) -> None:
+        """Those of the schedule now: the optimizer remembers those of a shorter run that is extended."""
+        scheduler = self._trainer.scheduler
+        rates = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        for group, (base, factor) in zip(self._trainer.optimizer.param_groups, rates, strict=True):
+            group["lr"] = base * factor(scheduler.last_epoch)
 
     def explain_divergence(self, metrics: dict[str, float]) -> str:
         """What to say of a loss or gradient that is no number."""

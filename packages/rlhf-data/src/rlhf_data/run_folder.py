@@ -167,6 +167,10 @@ class RunFolder:
         """
         return _read_json(self.path / _RESULTS)
 
+    def remove_results(self) -> None:
+        """Remove `results.json`, if it is there: the run is not finished any more."""
+        (self.path / _RESULTS).unlink(missing_ok=True)
+
     def append_samples(self, rows: Sequence[dict[str, Any]]) -> None:
         """Append lines to `samples.jsonl`."""
         self.append_lines(_SAMPLES, rows)
