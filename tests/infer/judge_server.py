@@ -117,8 +117,8 @@ def judge(
     **settings: Any,
 ) -> APIJudge:
     """A judge that asks a server, without pauses."""
-    options = APISettings(**settings)
-    return APIJudge(server.url, "m", options, template=template, backoff_s=0.0, cache_folder=cache, seed=seed)
+    options = APISettings(**{"backoff": 0.0} | settings)
+    return APIJudge(server.url, "m", options, template=template, cache_folder=cache, seed=seed)
 
 
 def score(api: Judge, *critiques: str | None) -> list[float]:

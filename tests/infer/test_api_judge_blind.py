@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhf_infer import PromptedJudge
-from rlhf_infer.judge_settings import JUDGE_TEMPLATE, fill
+from rlhf_infer.judge_settings import FENCED_TEMPLATE, fill
 
 CRITIQUES = [f"c{i:02}" for i in range(20)]
 
@@ -58,9 +58,7 @@ def test_equal_texts_are_asked_once_and_results_come_in_the_order_given(fake: An
 def test_a_request_holds_the_filled_template_and_nothing_else(fake: Any) -> None:
     with fake.serve(fake.certain) as server:
         fake.judge(server).score(["Where?", "Where?"], [" shed .\n", "shed ."], [" so right", None])
-    filled = [
-        JUDGE_TEMPLATE.format(question="Where?", answer="shed .", critique=c) for c in ("so right", "none")
-    ]
+    filled = [fill(FENCED_TEMPLATE, "Where?", "shed .", c, no_critique="none") for c in ("so right", None)]
     assert sorted(server.texts) == sorted(filled)
     for request in server.requests:
         [message] = request["body"].pop("messages")

@@ -12,7 +12,7 @@ import pytest
 from rlhf_data import UserError
 from rlhf_infer import APIJudge, APISettings
 from rlhf_infer.judge_cache import JudgeCache
-from rlhf_infer.judge_settings import JUDGE_TEMPLATE
+from rlhf_infer.judge_settings import FENCED_TEMPLATE
 
 
 def test_cost(fake: Any) -> None:
@@ -54,7 +54,7 @@ def test_cache_across_instances(fake: Any, tmp_path: Path) -> None:
         fake.score(other, "true!")
         assert len(server.requests) == 5  # another model
         with pytest.raises(UserError, match="expected a whole number"):  # another method
-            fake.score(fake.judge(server, cache=tmp_path, template=JUDGE_TEMPLATE, answer="number"), "true!")
+            fake.score(fake.judge(server, cache=tmp_path, template=FENCED_TEMPLATE, answer="number"), "true!")
     assert fake.KEY.encode() not in (tmp_path / "judge.sqlite3").read_bytes()
 
 

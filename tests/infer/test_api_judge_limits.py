@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import email.utils
 import threading
@@ -10,9 +11,8 @@ from typing import Any
 import pytest
 
 from rlhf_data import UserError
-from rlhf_infer import APIJudge, APISettings
-from rlhf_infer.api_judge import TokenBucket
-from rlhf_infer.http_post import retry_after_s
+from rlhf_infer import ScorerUnavailable
+from rlhf_infer.http_client import TokenBucket, retry_after_s
 
 
 @pytest.mark.parametrize("status", [408, 409, 425, 429, 500, 503])
@@ -29,13 +29,14 @@ def test_it_tries_again_after_a_status_that_may_pass(fake: Any, status: int) -> 
             fake.score(fake.judge(server, max_retries=1), "true!")
 
 
-def test_pauses(fake: Any) -> None:
-    pauses: list[float] = []
+def test_pauses(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    sleep = asyncio.sleep
 
-    class NoPause(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            pauses.append(timeout or 0.0)
-            return False
+    async def note(seconds: float) -> None:
+        if seconds:
+            waits.append(seconds)
+        await sleep(0)
 
     def reply(handler: Any, text: str) -> None:
         headers = [{"Retry_After": "7"}, {}, {"Retry_After": "soon"}, {"Retry_After": "0"}]
@@ -44,10 +45,9 @@ def test_pauses(fake: Any) -> None:
         else:
             fake.certain(handler, text)
 
+    monkeypatch.setattr(asyncio, "sleep", note)
     with fake.serve(reply) as server:
-        api = APIJudge(server.url, "m", APISettings(), backoff_s=2.0)
-        assert api._ask("true!", NoPause()) == pytest.approx(0.8)
-    waits = [pause for pause in pauses if pause]
+        assert fake.score(fake.judge(server, backoff=2.0), "true!") == [pytest.approx(0.8)]
     # Pauses of 2, 4, 8 and 16 seconds, shortened by up to a half; the first is 7, as the server asks.
     assert waits[0] == 7.0
     for wait, longest in zip(waits[1:], (4, 8, 16), strict=True):
@@ -55,10 +55,10 @@ def test_pauses(fake: Any) -> None:
     assert len({wait / longest for wait, longest in zip(waits[1:], (4, 8, 16), strict=True)}) == 3
 
 
-def test_a_pause_that_is_too_long_is_told(fake: Any) -> None:
+def test_a_pause_beyond_the_deadline_is_not_begun(fake: Any) -> None:
     with (
         fake.serve(lambda handler, text: fake.send(handler, b"quota", 429, Retry_After="3600")) as server,
-        pytest.raises(UserError, match=r"wants no request for 3600 seconds: .*quota"),
+        pytest.raises(ScorerUnavailable, match=r"in 1 tries, .*quota.* in 3600 seconds, beyond the 600"),
     ):
         fake.score(fake.judge(server), "c")
     assert len(server.requests) == 1

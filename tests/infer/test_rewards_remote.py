@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.server
+import inspect
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -30,11 +32,13 @@ def say(handler: Any, value: Any, status: int = 200) -> None:
 
 
 @contextlib.contextmanager
-def server(reply: Reply) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def server(reply: Reply, get: Any = None) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """A scorer; yields its URL and the list of the requests it gets."""
     requests: list[dict[str, Any]] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             requests.append({"body": body, "path": self.path, "headers": dict(self.headers)})
@@ -42,7 +46,7 @@ def server(reply: Reply) -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
         def do_GET(self) -> None:
             requests.append({"path": self.path, "get": True})
-            say(self, {"rewards": [0, 0, 0]})
+            say(self, {"rewards": [0, 0, 0]} if get is None else get)
 
         def log_message(self, format: str, *args: Any) -> None:
             pass
@@ -144,21 +148,100 @@ def test_it_tries_again_after_a_broken_connection_and_a_short_answer() -> None:
         assert len(requests) == 3
 
 
-def test_pauses_double(monkeypatch: pytest.MonkeyPatch) -> None:
-    import asyncio
-
+def pauses_of(monkeypatch: pytest.MonkeyPatch, reply: Reply, **options: Any) -> list[float]:
+    """The pauses between tries of a scorer that fails, of which none is waited for."""
     pauses: list[float] = []
+    sleep = asyncio.sleep
 
     async def note(seconds: float) -> None:
-        pauses.append(seconds)
+        if seconds:
+            pauses.append(seconds)
+        await sleep(0)
 
     monkeypatch.setattr(asyncio, "sleep", note)
-    with (
-        server(lambda handler, body: say(handler, b"", 502)) as (url, _),
-        pytest.raises(UserError, match="in 4 tries"),
-    ):
-        score(url, backoff_s=0.5, retries=3)
-    assert pauses == [0.5, 1.0, 2.0]
+    with server(reply) as (url, _), pytest.raises(ScorerUnavailable):
+        score(url, **options)
+    return pauses
+
+
+def test_pauses_double_and_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"backoff_s": 0.5, "retries": 3}
+    pauses = pauses_of(monkeypatch, lambda handler, body: say(handler, b"", 502), **options)
+    # 0.5, 1 and 2 seconds, each shortened by up to a half at random.
+    for pause, longest in zip(pauses, (0.5, 1.0, 2.0), strict=True):
+        assert longest / 2 <= pause <= longest
+    assert len({pause / longest for pause, longest in zip(pauses, (0.5, 1.0, 2.0), strict=True)}) == 3
+
+
+def test_the_scorer_says_when_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reply(handler: Any, body: dict[str, Any]) -> None:
+        handler.send_response(429)
+        handler.send_header("Retry-After", "20")
+        handler.send_header("Content-Length", "0")
+        handler.end_headers()
+
+    assert pauses_of(monkeypatch, reply, backoff_s=0.5, retries=3) == [20.0, 20.0, 20.0]
+    # A pause that would end behind the deadline is not begun.
+    assert pauses_of(monkeypatch, reply, backoff_s=0.5, retries=3, deadline_s=15.0) == []
+
+
+def test_a_scorer_that_is_slow_is_given_up_at_the_deadline() -> None:
+    release = threading.Event()
+    with server(lambda handler, body: release.wait() and None) as (url, _):
+        try:
+            with pytest.raises(ScorerUnavailable, match="no answer in time"):
+                score(url, deadline_s=0.3)
+        finally:
+            release.set()
+
+
+def test_a_connection_is_kept_and_no_more_requests_run_than_allowed() -> None:
+    ports: set[int] = set()
+    together = threading.Barrier(2)
+
+    def reply(handler: Any, body: dict[str, Any]) -> None:
+        ports.add(handler.client_address[1])
+        together.wait()
+        lengths(handler, body)
+
+    with server(reply) as (url, requests):
+        reward = RewardFunctions([Factory.remote(url, batch_size=1, concurrency=2)])
+        for _ in range(3):
+            reward(["p"] * 4, ["a"] * 4, completion_ids=[[1]] * 4, columns={})
+    assert len(requests) == 12 and len(ports) == 2
+
+
+def test_it_is_awaited_on_any_loop() -> None:
+    with server(lengths) as (url, _):
+        reward: Any = Factory.remote(url)
+        assert inspect.iscoroutinefunction(type(reward).__call__)
+        for _ in range(2):
+            assert asyncio.run(reward(PROMPTS, COMPLETIONS)) == [1, 2, 3]
+
+
+def test_messages_go_as_messages_to_a_server_of_our_own() -> None:
+    prompts = [[{"role": "user", "content": "hi"}]]
+    completions = [[{"role": "assistant", "content": "ho"}]]
+    for owner, path, protocol in (("rlhf", "/get_reward", "columns"), ("x", "/a/get_reward", "openrlhf")):
+
+        def reply(handler: Any, body: dict[str, Any]) -> None:
+            say(handler, {"rewards": [1.0]})
+
+        models = {"data": [{"id": "m", "owned_by": owner}]}
+        with server(reply, get=models) as (url, requests):
+            reward: Any = Factory.remote(url + path)
+            for _ in range(2):
+                assert asyncio.run(reward(prompts, completions)) == [1.0]
+        assert reward.protocol == protocol
+        assert [request.get("path") for request in requests] == [
+            path.removesuffix("/get_reward") + "/v1/models",
+            path,
+            path,
+        ]
+        if protocol == "columns":
+            assert requests[1]["body"] == {"prompts": prompts, "completions": completions, "columns": {}}
+        else:
+            assert requests[1]["body"] == {"query": ["hiho"], "prompts": ["hi"]}
 
 
 def test_a_scorer_that_never_answers_is_given_up() -> None:
@@ -253,8 +336,15 @@ def test_refusals_at_the_start() -> None:
     with pytest.raises(UserError, match=r"host example\.org holds a user name") as error:
         Factory.remote("https://me:secret@example.org/x")
     assert "secret" not in str(error.value)
-    for options in ({"timeout_s": 0}, {"retries": -1}, {"backoff_s": -1}, {"batch_size": 0}):
-        with pytest.raises(UserError, match="expected a timeout above 0"):
+    for options in (
+        {"timeout_s": 0},
+        {"deadline_s": 0},
+        {"concurrency": 0},
+        {"retries": -1},
+        {"backoff_s": -1},
+        {"batch_size": 0},
+    ):
+        with pytest.raises(UserError, match=r"above 0|>= 0"):
             Factory.remote("http://h", **options)
     with pytest.raises(UserError, match="expected one of auto, openrlhf, columns"):
         Factory.remote("http://h", protocol="grpc")

@@ -61,6 +61,7 @@ def test_a_judge_that_processes_share_is_found(
             "prompt_tokens": 700,
             "completion_tokens": 7,
             "cost": pytest.approx(0.0049),
+            "unread": 0,
         }
     }
     assert api_usage(RuleJudge()) == {}
@@ -93,6 +94,7 @@ def test_a_run_tells_what_it_asked(
             "completion_tokens": count,
             # 100 · 2 + 1 · 500 = 700 a million requests
             "cost": pytest.approx(count * 7e-4) if model == "m" else None,
+            "unread": 0,
         }
     written = run.read_results()
     assert written is not None and written["api_usage"] == json.loads(json.dumps(results["api_usage"]))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_infer.judge_settings import JUDGE_TEMPLATE, fill
+from rlhf_infer.judge_settings import FENCED_TEMPLATE, fill
 from rlhf_minmax.break_even import measure_break_even
 from rlhf_minmax.demo_texts import answer_text
 
@@ -44,7 +44,7 @@ def test_no_request_tells_who_wrote_what(played: Any) -> None:
     judged = [(output.judged[critique.answer], critique) for critique in output.critiques]
     expected = {
         fill(
-            JUDGE_TEMPLATE,
+            FENCED_TEMPLATE,
             batch[answer.story].question,
             answer.text,
             critique.text if critique.parsed else None,

@@ -13,7 +13,7 @@ _MODULES = {
     "continuous": ("ContinuousBatcher",),
     "engine": ("TransformersEngine",),
     "ensemble_policy": ("EnsemblePolicy",),
-    "http_post": ("ScorerUnavailable",),
+    "http_client": ("ScorerUnavailable",),
     "judge_settings": ("APISettings",),
     "judges": ("Judge", "PromptedJudge", "RuleJudge", "verdict_rule"),
     "predictive": ("ScorePopulation",),

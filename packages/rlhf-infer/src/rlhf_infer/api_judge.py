@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import random
-import re
 import threading
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,20 +17,19 @@ from typing import Any
 import torch
 
 from rlhf_data import UserError, json_hash
-from rlhf_infer.http_post import Poster, Refused, ScorerUnavailable, Unavailable
+from rlhf_infer.http_client import HTTPClient, Refused, RetryPolicy, ScorerUnavailable, Unavailable
 from rlhf_infer.judge_cache import JudgeCache
+from rlhf_infer.judge_replies import reading, said, stated_probability, yes_or_no
 from rlhf_infer.judge_settings import APISettings, checked_template, fill
+from rlhf_infer.rewards import loop
 
-NUMBER_TOKENS = 8
-"""Most tokens of a reply that states a number; some tokenizers spend one per digit and one on each blank."""
+_LOG = logging.getLogger(__name__)
 _TOP_LOGPROBS = 20
 """Alternatives asked for at the first token: the most that OpenAI's API gives."""
-_ASKS = 2
-_LONGEST_PAUSE_S = 60.0
-"""Where doubled pauses stop growing."""
-_LONGEST_WAIT_S = 600.0
-"""A server that asks for a longer pause is given up."""
-_NUMBER = re.compile(r"\s*([0-9]{1,3})\s*")
+_REMINDERS = {
+    "logprobs": "Reply with one word, yes or no, and nothing else:",
+    "number": "Reply with a whole number from 0 to 100 and nothing else:",
+}
 
 
 @dataclass(frozen=True)
@@ -46,6 +43,7 @@ class APIUsage:
         prompt_tokens: as the server counts them; 0 where it does not.
         completion_tokens: the same.
         cost: of these tokens, in the currency of the prices; None without prices.
+        unread: texts without a score, as no reply could be read.
     """
 
     requests: int
@@ -54,6 +52,7 @@ class APIUsage:
     prompt_tokens: int
     completion_tokens: int
     cost: float | None
+    unread: int = 0
 
 
 class APIJudge:
@@ -63,15 +62,18 @@ class APIJudge:
     case, with or without blanks around) among the 20 likeliest first tokens of the reply to the
     filled template x (P(True) of Kadavath et al. 2022, arXiv:2207.05221); a word without a spelling among
     them counts 0. `number`: the model states P(true) in per cent (verbalised probability of Lin et al. 2022,
-    arXiv:2205.14334).
+    arXiv:2205.14334); see `stated_probability` for how it may put it.
+
+    A reply that cannot be read is asked for again, with the reply and a reminder of what was asked for; after
+    a second one the text has no score: `unread`, and counted in `usage`. Only a judge of which nothing has
+    ever been read is an error.
 
     Blind: a request holds one filled template and nothing of who wrote what, not even the blanks around it.
     The texts of a call are sent in an order that is drawn anew for every call, and that depends on `seed` and
     on what the texts are, not on how the caller sorted them. Equal texts are asked once; with a cache, once
     for all. Not covered: what a text says of its author, and when a call is made.
 
-    A request is repeated after the failures that may pass (see `Poster.post`), with pauses that double from
-    `backoff_s`, each shortened by up to a half at random, and never shorter than the server's `Retry-After`.
+    A request is repeated after the failures that may pass; see `HTTPClient.send` and `RetryPolicy`.
 
     Args:
         base_url: what `/chat/completions` is appended to, such as `https://api.openai.com/v1`.
@@ -80,9 +82,9 @@ class APIJudge:
         template: text with the fields `{question}`, `{answer}` and `{critique}`; any may be left out. None
             takes the one for `settings.answer`.
         no_critique: stands for a critique that is None.
-        backoff_s: seconds before the first repetition.
         cache_folder: where replies are kept, for any number of processes; None keeps none.
-        seed: of the order in which texts are sent, and of pauses; scores do not depend on it.
+        seed: of the order in which texts are sent; scores do not depend on it.
+        unread: the score of a text whose replies could not be read.
 
     Raises:
         UserError: no such URL, no key in the environment, a template with another field, or a folder that
@@ -97,26 +99,29 @@ class APIJudge:
         *,
         template: str | None = None,
         no_critique: str = "none",
-        backoff_s: float = 1.0,
         cache_folder: Path | None = None,
         seed: int = 0,
+        unread: float = math.nan,
     ) -> None:
         self.base_url, self.model = base_url.rstrip("/"), model
         self.settings = settings = settings or APISettings()
         self.template = checked_template(settings.default_template if template is None else template)
-        self.no_critique, self.backoff_s = no_critique, backoff_s
-        self._poster = Poster(
+        self.no_critique, self.unread = no_critique, unread
+        self._client = HTTPClient(
             f"{self.base_url}/chat/completions",
             what="judge's URL",
             timeout_s=settings.timeout,
             api_key=api_key(settings.api_key_env),
+            concurrency=settings.concurrency,
+            requests_per_minute=settings.requests_per_minute,
+            policy=RetryPolicy(settings.max_retries, settings.backoff, settings.deadline),
         )
-        self._read = _yes_or_no if settings.answer == "logprobs" else _per_cent
-        self._limit = TokenBucket(settings.requests_per_minute)
+        self._read = yes_or_no if settings.answer == "logprobs" else stated_probability
         self._cache = JudgeCache(cache_folder) if cache_folder is not None else None
-        self._order, self._pauses = random.Random(seed), random.Random(seed)
+        self._order = random.Random(seed)
+        self._has_read = False
         self._lock = threading.Lock()
-        counted = ("requests", "retries", "cached", "prompt_tokens", "completion_tokens")
+        counted = ("requests", "retries", "cached", "prompt_tokens", "completion_tokens", "unread")
         self._count: dict[str, int] = dict.fromkeys(counted, 0)
 
     @property
@@ -131,18 +136,45 @@ class APIJudge:
     ) -> torch.Tensor:
         """See `rlhf_infer.judges.Judge.score`; replies that came before a failure stay in the cache.
 
+        Returns:
+            (B,) in [0, 1], fp32, on the CPU; `unread` where no reply could be read.
+
         Raises:
-            ScorerUnavailable: the server refuses a request, stays unavailable, or does not reply as asked.
+            ScorerUnavailable: the server refuses a request or stays unavailable, or not one reply of this
+                judge could be read.
         """
+        return loop.submit(self.score_async(questions, answers, critiques)).result()
+
+    async def score_async(
+        self, questions: Sequence[str], answers: Sequence[str], critiques: Sequence[str | None]
+    ) -> torch.Tensor:
+        """The same as `score`, to be awaited on any event loop."""
         texts = [
             fill(self.template, question, answer, critique, no_critique=self.no_critique)
             for question, answer, critique in zip(questions, answers, critiques, strict=True)
         ]
-        found = self._look_up(set(texts))
+        found: dict[str, float | None] = dict(self._look_up(set(texts)))
         wanted = sorted(set(texts) - found.keys())
         self._order.shuffle(wanted)
-        found |= self._ask_all(wanted)
-        return torch.tensor([found[text] for text in texts], dtype=torch.float32)
+        replies = await loop.on_loop(loop.gathered(self._ask(text) for text in wanted))
+        found |= {text: probability for text, (probability, _) in zip(wanted, replies, strict=True)}
+        unread = [reply for probability, reply in replies if probability is None]
+        self._has_read = self._has_read or len(unread) < len(found)
+        if unread:
+            if not self._has_read:
+                raise ScorerUnavailable(f"{self._name} {self._unusable(unread[0])}")
+            self._add(unread=len(unread))
+            _LOG.warning(
+                "%s %s; %d of %d texts have no score",
+                self._name,
+                self._unusable(unread[0]),
+                len(unread),
+                len(found),
+            )
+        scores = (found[text] for text in texts)
+        return torch.tensor(
+            [self.unread if score is None else score for score in scores], dtype=torch.float32
+        )
 
     def _look_up(self, texts: set[str]) -> dict[str, float]:
         if self._cache is None:
@@ -152,129 +184,82 @@ class APIJudge:
         return found
 
     def _key(self, text: str) -> str:
-        return json_hash([self.base_url, self.model, self.settings.answer, text])
+        extra = [self.settings.extra_body] if self.settings.extra_body else []
+        return json_hash([self.base_url, self.model, self.settings.answer, text, *extra])
 
-    def _ask_all(self, texts: list[str]) -> dict[str, float]:
-        """P(true) of every text; the first failure ends the others' waiting."""
-        stop = threading.Event()
-        with ThreadPoolExecutor(self.settings.concurrency) as pool:
-            futures = {pool.submit(self._ask, text, stop): text for text in texts}
-            try:
-                return {futures[future]: future.result() for future in as_completed(futures)}
-            except BaseException:
-                stop.set()
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-
-    def _ask(self, text: str, stop: threading.Event) -> float:
-        """P(true) of one text; a reply that does not tell is asked for again."""
-        body = self._body(text)
-        reply = b""
-        for ask in range(_ASKS):
-            self._add(retries=min(ask, 1))
-            reply = self._post(body, stop)
-            self._add(**_tokens(reply))
-            probability = _reading(self._read, reply)
-            if probability is not None:
-                if self._cache is not None:
-                    self._cache.write(self._key(text), probability)
-                return probability
-        raise ScorerUnavailable(f"{self._name} {self._unusable(reply)}")
-
-    def _body(self, text: str) -> bytes:
-        options: dict[str, Any] = {"temperature": 0, "max_tokens": NUMBER_TOKENS}
-        if self.settings.answer == "logprobs":
-            # Temperature 1: some servers report log-probs at the sampling temperature.
-            options = {"temperature": 1, "max_tokens": 1, "logprobs": True, "top_logprobs": _TOP_LOGPROBS}
+    async def _ask(self, text: str) -> tuple[float | None, bytes]:
+        """P(true) of one text, None where two replies do not tell, and the last reply."""
         messages = [{"role": "user", "content": text}]
-        return json.dumps({"model": self.model, "messages": messages, **options}).encode()
+        reply = await self._send(messages, again=False)
+        probability = reading(self._read, reply)
+        if probability is None:
+            reminder = _REMINDERS[self.settings.answer]
+            if words := said(reply):
+                messages += [{"role": "assistant", "content": words}, {"role": "user", "content": reminder}]
+            else:
+                messages = [{"role": "user", "content": f"{text}\n{reminder}"}]
+            reply = await self._send(messages, again=True)
+            probability = reading(self._read, reply)
+        if probability is not None and self._cache is not None:
+            self._cache.write(self._key(text), probability)
+        return probability, reply
 
-    def _post(self, body: bytes, stop: threading.Event) -> bytes:
-        for attempt in range(self.settings.max_retries + 1):
-            if stop.wait(self._limit.reserve(time.monotonic())):
-                break
-            self._add(requests=1, retries=min(attempt, 1))
-            try:
-                reply = self._poster.post(body)
-                if _reading(lambda choice: True, reply):
-                    return reply
-                raise Unavailable(f"{self._poster.shown(reply)} instead of a completion")
-            except Refused as error:
-                key = self.settings.api_key_env
-                raise ScorerUnavailable(
-                    f"{self._name} refuses a request: {error}; check base_url (most end with /v1), "
-                    f"model_name and {f'the key in {key}' if key else 'whether it wants a key (api_key_env)'}"
-                ) from error
-            except Unavailable as error:
-                if attempt == self.settings.max_retries:
-                    raise ScorerUnavailable(
-                        f"{self._name} gave no reply in {attempt + 1} tries, the last one: {error}; check "
-                        "base_url, lower concurrency or requests_per_minute, or raise timeout or max_retries"
-                    ) from error
-                if stop.wait(self._pause_s(attempt, error)):
-                    break
-        raise _Stopped
+    def _body(self, messages: list[dict[str, str]]) -> bytes:
+        settings = self.settings
+        options: dict[str, Any] = {"temperature": 0}
+        if settings.answer == "logprobs":
+            # Temperature 1: some servers report log-probs at the sampling temperature.
+            options = {"temperature": 1, "logprobs": True, "top_logprobs": _TOP_LOGPROBS}
+        options[settings.max_tokens_name] = settings.reply_tokens
+        body = {"model": self.model, "messages": messages, **options, **(settings.extra_body or {})}
+        return json.dumps({name: value for name, value in body.items() if value is not None}).encode()
 
-    def _pause_s(self, attempt: int, error: Unavailable) -> float:
-        asked = error.retry_after_s or 0.0
-        if asked > _LONGEST_WAIT_S:
+    async def _send(self, messages: list[dict[str, str]], *, again: bool) -> bytes:
+        def check(reply: bytes) -> None:
+            if not reading(lambda choice: True, reply):
+                raise Unavailable(f"{self._client.shown(reply)} instead of a completion")
+
+        def count(before: int) -> None:
+            self._add(requests=1, retries=1 if before or again else 0)
+
+        try:
+            reply = await self._client.send(
+                "POST", self._client.url, self._body(messages), check=check, on_try=count
+            )
+        except Refused as error:
+            key = self.settings.api_key_env
             raise ScorerUnavailable(
-                f"{self._name} wants no request for {asked:.0f} seconds: {error}; try again later, or raise "
-                "the limits of the account"
+                f"{self._name} refuses a request: {error}; check base_url (most end with /v1), "
+                f"model_name and {f'the key in {key}' if key else 'whether it wants a key (api_key_env)'}"
             ) from error
-        pause = min(self.backoff_s * 2**attempt, _LONGEST_PAUSE_S)
-        return max(asked, pause * (1 - self._pauses.random() / 2))
+        except Unavailable as error:
+            raise ScorerUnavailable(
+                f"{self._name} gave no reply in {error.tries} tries, the last one: {error}; check base_url, "
+                "lower concurrency or requests_per_minute, or raise timeout, deadline or max_retries"
+            ) from error
+        self._add(**_tokens(reply))
+        return reply
 
     def _unusable(self, reply: bytes) -> str:
-        said = _reading(lambda choice: choice["message"]["content"], reply)
-        shown = self._poster.shown(said.encode() if isinstance(said, str) else reply)
+        shown = self._client.shown((said(reply) or "").encode() or reply)
         if self.settings.answer == "logprobs":
             return (
-                f"replied {shown} {_ASKS} times, without yes or no among the likeliest first tokens; set "
+                f"replied {shown} when asked twice, without yes or no among the likeliest first tokens; set "
                 "answer to number if it gives no log-probs, or change template or model"
             )
         return (
-            f"replied {shown} {_ASKS} times; expected a whole number from 0 to 100; change template or model"
+            f"replied {shown} when asked twice; expected a whole number from 0 to 100: change template or "
+            "model, or raise max_tokens"
         )
 
     @property
     def _name(self) -> str:
-        return f"the judge {self.model} at {self._poster.url}"
+        return f"the judge {self.model} at {self._client.url}"
 
     def _add(self, **counts: int) -> None:
         with self._lock:
             for name, count in counts.items():
                 self._count[name] += count
-
-
-class TokenBucket:
-    """Spreads requests over time: the bucket fills steadily and holds what a second brings, at least one.
-
-    Args:
-        per_minute: requests; None for no limit.
-    """
-
-    def __init__(self, per_minute: float | None) -> None:
-        self._rate = math.inf if per_minute is None else per_minute / 60
-        self._size = self._level = max(1.0, self._rate)
-        self._then = -math.inf
-        self._lock = threading.Lock()
-
-    def reserve(self, now: float) -> float:
-        """Take a token, if need be one that is still to come.
-
-        Args:
-            now: seconds of a clock that never goes back.
-
-        Returns:
-            Seconds until the token is there.
-        """
-        if self._rate == math.inf:
-            return 0.0
-        with self._lock:
-            self._level = min(self._size, self._level + (now - self._then) * self._rate) - 1
-            self._then = now
-            return max(0.0, -self._level / self._rate)
 
 
 def api_key(variable: str | None) -> str | None:
@@ -300,35 +285,6 @@ def api_key(variable: str | None) -> str | None:
             "export the key again"
         )
     return key
-
-
-class _Stopped(Exception):
-    """Another request of the call has failed."""
-
-
-def _reading(read: Callable[[Any], Any], reply: bytes) -> Any:
-    """What is read from the first choice of a reply; None where the reply is not laid out so."""
-    try:
-        return read(json.loads(reply)["choices"][0])
-    except (ValueError, TypeError, LookupError, AttributeError, OverflowError):
-        return None
-
-
-def _yes_or_no(choice: Any) -> float | None:
-    """P(yes) / (P(yes) + P(no)) from the log-probs at the first token; None with neither."""
-    total = {"yes": 0.0, "no": 0.0}
-    for token in choice["logprobs"]["content"][0]["top_logprobs"]:
-        word = token["token"].strip().lower()
-        if word in total:
-            total[word] += math.exp(token["logprob"])
-    both = total["yes"] + total["no"]
-    return total["yes"] / both if 0 < both < math.inf else None
-
-
-def _per_cent(choice: Any) -> float | None:
-    """The reply, a whole number from 0 to 100, divided by 100; None where it is none."""
-    match = _NUMBER.fullmatch(choice["message"]["content"])
-    return int(match[1]) / 100 if match and int(match[1]) <= 100 else None
 
 
 def _tokens(reply: bytes) -> dict[str, int]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.client
+import functools
 import json
-import socket
 import threading
+from concurrent.futures import CancelledError, Future
 from typing import Any
-from urllib.parse import urlsplit
+
+import httpx
 
 from rlhf_data import UserError
+from rlhf_infer.http_client import HTTPClient, Unavailable
+from rlhf_infer.rewards import loop
 
 HEALTH_TIMEOUT_S = 10.0
 """How long a server may take to say that it is well."""
@@ -34,7 +36,10 @@ class ServerRefused(Exception):
 
 
 class VLLMClient:
-    """Makes calls to one server, from any number of threads.
+    """Makes calls to one server, from any number of threads; connections outlive it.
+
+    A failed call is not sent again here: a completion that broke off is the engine's to draw again, after it
+    has looked whether the server still has the right weights.
 
     Args:
         base_url: such as `http://localhost:8000`.
@@ -45,18 +50,15 @@ class VLLMClient:
     """
 
     def __init__(self, base_url: str, *, api_key: str | None = None) -> None:
-        parts = urlsplit(base_url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"{base_url!r} is no server address; expected one such as http://localhost:8000")
         self.base_url = base_url.rstrip("/")
-        self._secure = parts.scheme == "https"
-        self._host, self._port = parts.hostname, parts.port
-        self._prefix = parts.path.rstrip("/")
-        self._headers = {"Content-Type": "application/json"}
-        if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        try:
+            self._client = _http_client(self.base_url, api_key)
+        except UserError as error:
+            raise UserError(
+                f"{base_url!r} is no server address; expected one such as http://localhost:8000"
+            ) from error
         self._lock = threading.Lock()
-        self._open: set[http.client.HTTPConnection] = set()
+        self._calls: set[Future[httpx.Response]] = set()
         self._given_up = False
 
     def call(self, method: str, path: str, body: Any = None, *, timeout_s: float) -> Any:
@@ -66,7 +68,7 @@ class VLLMClient:
             method: GET or POST.
             path: below the base address.
             body: what JSON can hold; None sends none.
-            timeout_s: longest wait for the connection, and for the answer.
+            timeout_s: longest wait for the whole answer.
 
         Returns:
             The answer, read where it is JSON, as text otherwise; None where it is empty.
@@ -75,27 +77,24 @@ class VLLMClient:
             ServerLost: there is no answer.
             ServerRefused: the answer is an error.
         """
-        maker = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        connection = maker(self._host, self._port, timeout=timeout_s)
-        data = None if body is None else json.dumps(body)
-        try:
-            with self._lock:
-                self._open.add(connection)
-            connection.connect()
+        data = None if body is None else json.dumps(body).encode()
+        with self._lock:
             if self._given_up:
                 raise ServerLost("was given up")
-            connection.request(method, self._prefix + path, data, self._headers)
-            response = connection.getresponse()
-            text = response.read().decode(errors="replace")
-        except TimeoutError as error:
-            raise ServerLost(f"did not answer {method} {path} within {timeout_s:g} s") from error
-        except (OSError, http.client.HTTPException) as error:
-            raise ServerLost(f"broke off {method} {path} ({error or type(error).__name__})") from error
+            request = self._client.request(method, self.base_url + path, data, timeout_s=timeout_s)
+            future = loop.submit(request)
+            self._calls.add(future)
+        try:
+            return _content(future.result())
+        except Unavailable as error:
+            if error.timed_out:
+                raise ServerLost(f"did not answer {method} {path} within {timeout_s:g} s") from error
+            raise ServerLost(f"broke off {method} {path} ({error})") from error
+        except CancelledError as error:
+            raise ServerLost("was given up") from error
         finally:
             with self._lock:
-                self._open.discard(connection)
-            connection.close()
-        return _content(response, text)
+                self._calls.discard(future)
 
     def healthy(self, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
         """Whether the server says that it is well, within `timeout_s` and `HEALTH_TIMEOUT_S`."""
@@ -109,22 +108,27 @@ class VLLMClient:
         """Break off all calls under way, in whichever thread; further ones fail too."""
         with self._lock:
             self._given_up = True
-            sockets = [connection.sock for connection in self._open if connection.sock is not None]
-        for each in sockets:
-            with contextlib.suppress(OSError):  # closed by its own thread meanwhile
-                each.shutdown(socket.SHUT_RDWR)
+            calls = list(self._calls)
+        for each in calls:
+            each.cancel()
 
 
-def _content(response: http.client.HTTPResponse, text: str) -> Any:
+@functools.lru_cache(maxsize=16)
+def _http_client(base_url: str, api_key: str | None) -> HTTPClient:
+    return HTTPClient(base_url, what="vLLM server", timeout_s=HEALTH_TIMEOUT_S, api_key=api_key)
+
+
+def _content(response: httpx.Response) -> Any:
     """What an answer holds; raises ServerRefused where it is an error."""
+    text = response.text
     content: Any = text or None
-    if text and "json" in (response.getheader("Content-Type") or ""):
+    if text and "json" in response.headers.get("Content-Type", ""):
         try:
             content = json.loads(text)
         except ValueError as error:
-            raise ServerRefused(response.status, f"the answer is no JSON: {text[:200]!r}") from error
-    if response.status >= 400:
-        raise ServerRefused(response.status, _message(content) or response.reason)
+            raise ServerRefused(response.status_code, f"the answer is no JSON: {text[:200]!r}") from error
+    if not response.is_success:
+        raise ServerRefused(response.status_code, _message(content) or response.reason_phrase)
     return content
 
 

@@ -37,6 +37,7 @@ def total_usage(parts: Sequence[APIUsage]) -> APIUsage:
         cached=sum(part.cached for part in parts),
         prompt_tokens=sum(part.prompt_tokens for part in parts),
         completion_tokens=sum(part.completion_tokens for part in parts),
+        unread=sum(part.unread for part in parts),
         cost=sum(costs) if len(costs) == len(parts) else None,
     )
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_data import QARecord, TokenSequence, ensure_writable_folder, pack
-from rlhf_infer.api_judge import NUMBER_TOKENS
 from rlhf_minmax.checks import Checked, LongestText, ModelInfo, Ruler, check_run, time_to_build
 from rlhf_minmax.config import MinMaxConfig
 from rlhf_minmax.data import Stories, load_stories
@@ -316,8 +315,7 @@ def _cost(judge: JudgeConfig, config: MinMaxConfig, stories: Stories, requests: 
     questions = sum(len(record.question) for record in stories.train) / len(stories.train)
     prompt = (len(judge.question_template) + questions) / _CHARACTERS_PER_TOKEN
     prompt += config.policy_model.max_new_tokens + config.monitor_model.max_new_tokens
-    reply = 1 if judge.answer == "logprobs" else NUMBER_TOKENS
-    cost = judge.cost(requests * prompt, requests * reply)
+    cost = judge.cost(requests * prompt, requests * judge.reply_tokens)
     return "" if cost is None else f", for about {cost:.3g} (in the currency of the prices)"
 
 

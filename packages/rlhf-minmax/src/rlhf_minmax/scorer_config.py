@@ -9,7 +9,7 @@ from pydantic import ValidationInfo, field_validator, model_validator
 from rlhf_data import BaseConfig, LocalPath
 from rlhf_data.paths import absolute_path
 from rlhf_infer import APISettings
-from rlhf_infer.judge_settings import checked_template
+from rlhf_infer.judge_settings import JUDGE_TEMPLATE, checked_template
 
 _FIELDS_OF = {
     "head": {"model_name", "load_in_8bit", "share_backbone"},
@@ -79,7 +79,8 @@ class JudgeConfig(APISettings):
     @property
     def question_template(self) -> str:
         """What `prompted` and `api` ask: the template given, or the built-in one."""
-        return self.default_template if self.template is None else self.template
+        built_in = JUDGE_TEMPLATE if self.kind == "prompted" else self.default_template
+        return built_in if self.template is None else self.template
 
     @property
     def identity(self) -> tuple[str, str | None, str | None]:

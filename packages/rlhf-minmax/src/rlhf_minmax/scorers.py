@@ -261,5 +261,11 @@ def _api_judge(judge: JudgeConfig, *, seed: int) -> APIJudge:
     assert judge.base_url is not None and judge.model_name is not None, "JudgeConfig demands both"
     cache = default_cache_folder().parent / "judge" if judge.cache else None
     return APIJudge(
-        judge.base_url, judge.model_name, judge, template=judge.template, cache_folder=cache, seed=seed
+        judge.base_url,
+        judge.model_name,
+        judge,
+        template=judge.template,
+        cache_folder=cache,
+        seed=seed,
+        unread=0.5,  # says nothing for or against the answer; counted in api_usage
     )

@@ -177,6 +177,7 @@ def _builders(model_options: dict[str, Any]) -> dict[str, specs.Builder]:
         model, texts | {"k": float, "max_tokens": int}, ("path",), ("path", "base_model")
     )
     numbers = {"timeout_s": float, "backoff_s": float, "retries": int, "batch_size": int}
+    numbers |= {"deadline_s": float, "concurrency": int}
     builders["remote"] = specs.Builder(
         factory.remote, {"url": str, "protocol": str, "name": str, **numbers, "headers": dict}, ("url",)
     )

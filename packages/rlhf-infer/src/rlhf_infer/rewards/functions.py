@@ -15,7 +15,7 @@ import torch
 
 from rlhf_data import UserError
 from rlhf_data.transcripts import Text
-from rlhf_infer.http_post import ScorerUnavailable
+from rlhf_infer.http_client import ScorerUnavailable
 from rlhf_infer.rewards import loop
 from rlhf_infer.rewards.calling import (
     Caller,

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+import urllib.parse
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Unpack, get_args
 
 from rlhf_data import UserError
 from rlhf_data.transcripts import Text
-from rlhf_infer.http_post import Poster, Refused, ScorerUnavailable, Unavailable
+from rlhf_infer.http_client import (
+    HTTPClient,
+    Refused,
+    RetryOptions,
+    RetryPolicy,
+    ScorerUnavailable,
+    Unavailable,
+)
+from rlhf_infer.rewards import loop
 from rlhf_infer.rewards.texts import text_of
 
 Protocol = Literal["auto", "openrlhf", "columns"]
 """How the scorer is asked. "openrlhf": `{"query": [prompt + completion], "prompts": [...], "labels": [...]}`,
 the last only where the data have such a column; "columns": `{"prompts": [...], "completions": [...],
 "columns": {name: [...]}}`, texts or messages as they are. Both answer `{"rewards": [number or null, ...]}`.
-"auto" is "openrlhf" where the URL's path ends with `/get_reward`, else "columns"."""
+"auto" is "openrlhf" where the URL's path ends with `/get_reward`, else "columns"; and "columns" for messages,
+which "openrlhf" can send only as the texts in them, where `/v1/models` says that the server is our own."""
 
 _LABELS = ("labels", "label", "answer")
 _NOT_COLUMNS = ("completion_ids", "trainer_state", "log_metric", "log_extra")
@@ -25,19 +34,19 @@ _NOT_COLUMNS = ("completion_ids", "trainer_state", "log_metric", "log_extra")
 class RemoteReward:
     """Asks a scorer over HTTP; an asynchronous reward function.
 
-    A request is tried again after the failures that may pass (see `Poster.post`), with pauses of `backoff_s`,
-    2 `backoff_s`, 4 `backoff_s` and so on. Scorers on this machine are asked without a proxy; redirections
-    are not followed.
+    A request is tried again after the failures that may pass (see `HTTPClient.send` and `RetryPolicy`), with
+    doubling pauses and as the scorer's `Retry-After` asks. Connections are kept. Scorers on this machine are
+    asked without a proxy; redirections are not followed.
 
     Args:
         url: `http://` or `https://`.
         protocol: see `Protocol`.
         timeout_s: seconds without an answer after which a try is given up.
-        retries: further tries after the first.
-        backoff_s: seconds before the first of them.
         batch_size: completions in one request, requests being sent at the same time; None for all in one.
+        concurrency: requests under way at a time.
         headers: further HTTP headers, such as `Authorization`.
         name: what metrics call it.
+        **retry: `retries`, `backoff_s` and `deadline_s` of `RetryPolicy`.
 
     Raises:
         UserError: no such URL, an unknown protocol, or a number out of range.
@@ -49,26 +58,34 @@ class RemoteReward:
         *,
         protocol: Protocol = "auto",
         timeout_s: float = 60.0,
-        retries: int = 3,
-        backoff_s: float = 1.0,
         batch_size: int | None = None,
+        concurrency: int = 32,
         headers: Mapping[str, str] | None = None,
         name: str = "remote",
+        **retry: Unpack[RetryOptions],
     ) -> None:
-        self._poster = Poster(url, what="reward URL", timeout_s=timeout_s, headers=headers)
         if protocol not in get_args(Protocol):
             raise UserError(
                 f"reward {url}: protocol is {protocol!r}; expected one of {', '.join(get_args(Protocol))}"
             )
-        if min(retries, backoff_s) < 0 or not timeout_s > 0 or (batch_size is not None and batch_size < 1):
+        if not timeout_s > 0 or min(concurrency, 1 if batch_size is None else batch_size) < 1:
             raise UserError(
-                f"reward {url}: timeout_s {timeout_s}, retries {retries}, backoff_s {backoff_s}, batch_size "
-                f"{batch_size}; expected a timeout above 0, retries and backoff >= 0, a batch of at least 1"
+                f"reward {url}: timeout_s {timeout_s}, batch_size {batch_size}, concurrency {concurrency}; "
+                "expected a timeout above 0, a batch and a concurrency of at least 1"
             )
-        self.url, self.timeout_s, self.retries, self.backoff_s = url, timeout_s, retries, backoff_s
-        self.batch_size, self.name = batch_size, name
+        self._client = HTTPClient(
+            url,
+            what="reward URL",
+            timeout_s=timeout_s,
+            headers=headers,
+            concurrency=concurrency,
+            policy=RetryPolicy(**retry),
+        )
+        self.url, self.name, self.batch_size = url, name, batch_size
+        self._finds_out = protocol == "auto" and self._client.path.rstrip("/").endswith("/get_reward")
+        """Whether messages may be sent as they are is found out with the first ones."""
         if protocol == "auto":
-            protocol = "openrlhf" if self._poster.path.rstrip("/").endswith("/get_reward") else "columns"
+            protocol = "openrlhf" if self._finds_out else "columns"
         self.protocol: Protocol = protocol
 
     async def __call__(
@@ -81,6 +98,9 @@ class RemoteReward:
             UserError: the data cannot be sent as JSON.
         """
         columns = {key: values for key, values in columns.items() if key not in _NOT_COLUMNS}
+        if self._finds_out and not all(isinstance(text, str) for text in (*prompts, *completions)):
+            self.protocol = "columns" if await loop.on_loop(self._is_our_own()) else "openrlhf"
+            self._finds_out = False
         size = self.batch_size or len(completions)
         requests = []
         for start in range(0, len(completions), size):
@@ -88,13 +108,21 @@ class RemoteReward:
             rest = {key: list(values[part]) for key, values in columns.items()}
             body = self._body(list(prompts[part]), list(completions[part]), rest)
             requests.append((body, len(completions[part])))
-        tasks = [asyncio.ensure_future(self._ask(*request)) for request in requests]
+        answers = await loop.on_loop(loop.gathered(self._ask(*request) for request in requests))
+        return [reward for rewards in answers for reward in rewards]
+
+    async def _is_our_own(self) -> bool:
+        """Whether the server is rlhf-serve, which reads messages as the model in it does."""
+        parts = urllib.parse.urlsplit(self.url)
+        root = parts.path.rstrip("/").removesuffix("/get_reward")
+        models = urllib.parse.urlunsplit((parts.scheme, parts.netloc, f"{root}/v1/models", "", ""))
         try:
-            return [reward for rewards in await asyncio.gather(*tasks) for reward in rewards]
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            raise
+            found = json.loads(await self._client.send("GET", models))
+            return any(model["owned_by"] == "rlhf" for model in found["data"])
+        except (Refused, ValueError, TypeError, LookupError):
+            return False
+        except Unavailable as error:
+            raise self._unavailable(error) from error
 
     def _body(self, prompts: list[Text], completions: list[Text], columns: dict[str, list[Any]]) -> bytes:
         if self.protocol == "openrlhf":
@@ -114,32 +142,27 @@ class RemoteReward:
             ) from error
 
     async def _ask(self, body: bytes, count: int) -> list[float | None]:
-        for attempt in range(self.retries + 1):
-            try:
-                answer = await asyncio.to_thread(self._post, body)
-                break
-            except Unavailable as error:
-                if attempt == self.retries:
-                    raise ScorerUnavailable(
-                        f"{self.url} gave no rewards in {attempt + 1} tries, the last one: {error}; check "
-                        "that the scorer runs and is not overloaded, or raise timeout_s or retries"
-                    ) from error
-                await asyncio.sleep(self.backoff_s * 2**attempt)
-        return self._rewards(answer, count)
-
-    def _post(self, body: bytes) -> bytes:
         try:
-            return self._poster.post(body)
+            answer = await self._client.send("POST", self.url, body)
         except Refused as error:
             raise ScorerUnavailable(
                 f"{self.url} refuses the request: {error}; check URL and protocol"
             ) from error
+        except Unavailable as error:
+            raise self._unavailable(error) from error
+        return self._rewards(answer, count)
+
+    def _unavailable(self, error: Unavailable) -> ScorerUnavailable:
+        return ScorerUnavailable(
+            f"{self.url} gave no rewards in {error.tries} tries, the last one: {error}; check that the "
+            "scorer runs and is not overloaded, or raise timeout_s, deadline_s or retries"
+        )
 
     def _rewards(self, answer: bytes, count: int) -> list[float | None]:
         try:
             rewards = json.loads(answer)["rewards"]
         except (ValueError, TypeError, KeyError) as error:
-            said = self._poster.shown(answer)
+            said = self._client.shown(answer)
             raise ScorerUnavailable(
                 f'{self.url} answered {said}; expected JSON such as {{"rewards": [0.5, null]}}'
             ) from error

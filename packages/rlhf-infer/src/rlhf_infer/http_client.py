@@ -1,0 +1,357 @@
+"""HTTP requests to scorers, judges and engines: one client, and one policy for trying again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import email.utils
+import ipaddress
+import math
+import os
+import random
+import threading
+import urllib.parse
+import weakref
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypedDict, TypeVar
+
+import httpx
+
+from rlhf_data import UserError
+from rlhf_infer.rewards import loop
+
+_PASSING = (408, 409, 425, 429)
+"""Request timeout, conflict, too early, too many requests: with 500 to 599 what may pass."""
+_LONGEST_PAUSE_S = 60.0
+"""Where doubled pauses stop growing."""
+_SHOWN = 300
+"""Characters of an answer that messages show."""
+
+_JITTER = random.Random()
+"""Of pauses; not seeded, or the processes of a training would come back together."""
+_Value = TypeVar("_Value")
+
+
+class RetryOptions(TypedDict, total=False):
+    """The fields of a `RetryPolicy`."""
+
+    retries: int
+    backoff_s: float
+    deadline_s: float
+
+
+class ScorerUnavailable(UserError):
+    """A scorer behind HTTP gave no score: it is not reached, refuses, or answers what is no score.
+
+    The message is for whoever runs the program: it holds the scorer's URL and words. A server that uses the
+    scorer for others answers 502 or 503 and keeps the message for its log.
+    """
+
+
+class Unavailable(Exception):
+    """A request that failed for a reason that may pass.
+
+    Args:
+        message: what happened.
+        retry_after_s: seconds that the server asks to wait; None where it does not say.
+        timed_out: whether no answer came in time.
+    """
+
+    def __init__(self, message: str, retry_after_s: float | None = None, *, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.retry_after_s, self.timed_out = retry_after_s, timed_out
+        self.tries = 1
+        """Tries that were made until it was given up."""
+
+
+class Refused(Exception):
+    """A request that the server will not answer, however often it is sent; the message quotes the server."""
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """When a request that failed for a reason that may pass is sent again.
+
+    The pause before try n + 1 is `backoff_s` · 2^(n - 1), at most 60 seconds, shortened by up to a half at
+    random, so that clients that failed together do not come back together; it is never shorter than the
+    server's `Retry-After`.
+
+    Args:
+        retries: further tries after the first.
+        backoff_s: seconds before the first of them.
+        deadline_s: seconds from the first try on after which no answer is waited for; a pause that would
+            reach beyond is not begun.
+
+    Raises:
+        UserError: a number out of range.
+    """
+
+    retries: int = 3
+    backoff_s: float = 1.0
+    deadline_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if min(self.retries, self.backoff_s) < 0 or not self.deadline_s > 0:
+            raise UserError(
+                f"retries {self.retries}, backoff_s {self.backoff_s}, deadline_s {self.deadline_s}; expected "
+                "retries and backoff >= 0, and a deadline above 0"
+            )
+
+    async def run(self, attempt: Callable[[int], Awaitable[_Value]]) -> _Value:
+        """What `attempt(n)` returns, n counting the tries before.
+
+        Raises:
+            Unavailable: the last try's failure; `tries` says how many there were.
+        """
+        clock = asyncio.get_running_loop().time
+        end = clock() + self.deadline_s
+        for before in range(self.retries + 1):
+            try:
+                async with asyncio.timeout_at(end):
+                    return await attempt(before)
+            except (Unavailable, TimeoutError) as error:
+                failure = error if isinstance(error, Unavailable) else Unavailable("no answer in time")
+            failure.tries = before + 1
+            asked = failure.retry_after_s or 0.0
+            pause = max(asked, min(self.backoff_s * 2**before, _LONGEST_PAUSE_S) * (1 - _JITTER.random() / 2))
+            if before == self.retries:
+                break
+            if clock() + pause > end:
+                failure.args = (
+                    f"{failure} (the next try would be in {pause:.0f} seconds, beyond the "
+                    f"{self.deadline_s:g} for one request)",
+                )
+                break
+            await asyncio.sleep(pause)
+        raise failure
+
+
+class TokenBucket:
+    """Spreads requests over time: the bucket fills steadily and holds what a second brings, at least one.
+
+    Args:
+        per_minute: requests; None for no limit.
+    """
+
+    def __init__(self, per_minute: float | None) -> None:
+        self._rate = math.inf if per_minute is None else per_minute / 60
+        self._size = self._level = max(1.0, self._rate)
+        self._then = -math.inf
+        self._lock = threading.Lock()
+
+    def reserve(self, now: float) -> float:
+        """Take a token, if need be one that is still to come.
+
+        Args:
+            now: seconds of a clock that never goes back.
+
+        Returns:
+            Seconds until the token is there.
+        """
+        if self._rate == math.inf:
+            return 0.0
+        with self._lock:
+            self._level = min(self._size, self._level + (now - self._then) * self._rate) - 1
+            self._then = now
+            return max(0.0, -self._level / self._rate)
+
+
+class HTTPClient:
+    """Sends requests to one server over pooled connections, from any number of threads and event loops.
+
+    All requests run on the event loop of `rlhf_infer.rewards.loop`, so that connections are shared whoever
+    asks. What is on this machine is asked without a proxy. Redirections are not followed: they count as
+    refusals, and a key never goes to another host.
+
+    Args:
+        url: `http://` or `https://`.
+        what: what messages call the URL.
+        timeout_s: seconds without the whole answer after which a try is given up.
+        headers: further HTTP headers.
+        api_key: sent as bearer token, and never shown, not even where the server repeats it.
+        concurrency: requests under way at a time; None for any number.
+        requests_per_minute: most tries a minute; None for no limit.
+        policy: when `send` tries again.
+
+    Raises:
+        UserError: no such URL, or one with a user name.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        what: str,
+        timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+        api_key: str | None = None,
+        concurrency: int | None = None,
+        requests_per_minute: float | None = None,
+        policy: RetryPolicy | None = None,
+    ) -> None:
+        self.url, self.timeout_s, self.policy = url, timeout_s, policy or RetryPolicy()
+        self.path, host = _checked_url(url, what)
+        self._local = _is_local(host)
+        self._api_key, self._concurrency = api_key, concurrency
+        self._headers = {"Content-Type": "application/json", **(headers or {})}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._bucket = TokenBucket(requests_per_minute)
+        self._session: tuple[int, httpx.AsyncClient, contextlib.AbstractAsyncContextManager[Any]] | None = (
+            None
+        )
+
+    async def send(
+        self,
+        method: str,
+        url: str,
+        body: bytes | None = None,
+        *,
+        check: Callable[[bytes], None] | None = None,
+        on_try: Callable[[int], None] | None = None,
+    ) -> bytes:
+        """The answer to a request, tried again as the policy says; for any event loop.
+
+        Args:
+            method: GET or POST.
+            url: on the client's server.
+            body: JSON; None sends nothing.
+            check: raises `Unavailable` for an answer that is not worth having, such as a proxy's page.
+            on_try: called before each try with the number of tries before.
+
+        Raises:
+            Unavailable: every try ended with a broken connection, no answer in time, one of the statuses 408,
+                409, 425, 429 and 500 to 599, or an answer that `check` does not take.
+            Refused: any other status than success.
+        """
+
+        async def attempt(before: int) -> bytes:
+            if before:
+                await self._wait_for_token()
+            if on_try is not None:
+                on_try(before)
+            response = await self.request(method, url, body, timeout_s=self.timeout_s)
+            self._check_status(response)
+            if check is not None:
+                check(response.content)
+            return response.content
+
+        async def limited() -> bytes:
+            async with self._open()[1]:
+                await self._wait_for_token()  # not counted by the deadline, which begins with the first try
+                return await self.policy.run(attempt)
+
+        return await loop.on_loop(limited())
+
+    async def request(
+        self, method: str, url: str, body: bytes | None = None, *, timeout_s: float
+    ) -> httpx.Response:
+        """The answer to one request, whatever its status; must run on the loop of `rlhf_infer.rewards.loop`.
+
+        Raises:
+            Unavailable: a broken connection, or no whole answer in time.
+        """
+        client = self._open()[0]
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await client.request(method, url, content=body)
+        except TimeoutError as error:
+            raise Unavailable(f"no answer in {timeout_s:g} seconds", timed_out=True) from error
+        except httpx.HTTPError as error:
+            raise Unavailable(_reason(error)) from error
+
+    def shown(self, answer: bytes) -> str:
+        """The beginning of an answer, for messages."""
+        text = answer.decode("utf-8", errors="replace")
+        if self._api_key:
+            text = text.replace(self._api_key, "<the API key>")
+        return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")
+
+    async def _wait_for_token(self) -> None:
+        await asyncio.sleep(self._bucket.reserve(asyncio.get_running_loop().time()))
+
+    def _check_status(self, response: httpx.Response) -> None:
+        if response.is_success:
+            return
+        text = f"status {response.status_code} {response.reason_phrase}, {self.shown(response.content)}"
+        if response.status_code in _PASSING or response.status_code >= 500:
+            raise Unavailable(text, retry_after_s(response.headers.get("Retry-After")))
+        raise Refused(text)
+
+    def _open(self) -> tuple[httpx.AsyncClient, contextlib.AbstractAsyncContextManager[Any]]:
+        """This process's client, on its loop: a forked process must not share its parent's connections."""
+        if self._session is None or self._session[0] != os.getpid():
+            plain = self._local and self.url.startswith("http://")
+            client = httpx.AsyncClient(
+                headers=self._headers,
+                timeout=None,
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=self._concurrency or 64),
+                trust_env=not self._local,
+                verify=not plain,  # loading the authorities takes time, and without TLS they are not asked
+            )
+            slots = asyncio.Semaphore(self._concurrency) if self._concurrency else contextlib.nullcontext()
+            self._session = os.getpid(), client, slots
+            weakref.finalize(self, _close, os.getpid(), client).atexit = False
+        return self._session[1:]
+
+
+def _reason(error: BaseException) -> str:
+    """What the system said of a connection that failed; else what the library says."""
+    inner: BaseException | None = error
+    while inner is not None:
+        if isinstance(inner, OSError) and inner.errno is not None:
+            return os.strerror(inner.errno) if inner.errno > 0 else str(inner)  # below 0: of name resolution
+        inner = inner.__cause__ or inner.__context__
+    return str(error) or type(error).__name__
+
+
+def _close(pid: int, client: httpx.AsyncClient) -> None:
+    if pid == os.getpid():
+        loop.submit_soon(client.aclose)
+
+
+def retry_after_s(header: str | None, now: datetime.datetime | None = None) -> float | None:
+    """Seconds that a `Retry-After` header asks to wait, RFC 9110 section 10.2.3.
+
+    Args:
+        header: a whole number of seconds or a date; None where there is none.
+        now: time that a date is compared with; None for the clock's.
+
+    Returns:
+        At least 0; None where the header is missing or says neither.
+    """
+    text = (header or "").strip()
+    if text.isascii() and text.isdigit():
+        return float(text)
+    try:
+        date = email.utils.parsedate_to_datetime(text)
+    except ValueError:
+        return None
+    if date.tzinfo is None:  # "-0000": UTC, with nothing said of where the server stands
+        date = date.replace(tzinfo=datetime.UTC)
+    return max(0.0, (date - (now or datetime.datetime.now(datetime.UTC))).total_seconds())
+
+
+def _checked_url(url: str, what: str) -> tuple[str, str]:
+    """Path and host of a URL."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError as error:
+        raise UserError(f"{what} {url!r} cannot be read: {error}") from error
+    if not known:
+        raise UserError(f"{what} {url!r} is none; expected http://HOST:PORT/PATH or https://...")
+    if parts.username is not None:
+        raise UserError(
+            f"the {what} with host {parts.hostname} holds a user name; give headers with Authorization"
+        )
+    return parts.path, parts.hostname or ""
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
