@@ -107,6 +107,7 @@ class RetryPolicy:
         """
         clock = asyncio.get_running_loop().time
         end = clock() + self.deadline_s
+        failure = Unavailable("not tried")
         for before in range(self.retries + 1):
             try:
                 async with asyncio.timeout_at(end):

@@ -69,7 +69,7 @@ class RewardFunctions:
     `load_state` for what must survive a restart; `row_names` and `row_weights`, if it gives a mapping with
     one list of rewards per name; `components()`, if it stands for several functions with weights of their
     own, as `ConstitutionalRewardWrapper` does; `scores_open_answers`, if beside a checker it is only for
-    answers that cannot be checked, where the data has a column `verifiable`, see `rlhf_infer.rewards.routing`.
+    answers that cannot be checked, where the data has a column `verifiable`: see `rewards.routing`.
 
     Args:
         functions: at least one.

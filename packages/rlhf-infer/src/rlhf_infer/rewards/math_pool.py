@@ -82,7 +82,11 @@ class _Worker:
         command = [sys.executable, "-P", "-m", "rlhf_infer.rewards.math_worker", f"{timeout_s + _GRACE_S}"]
         with theirs:
             self._process = subprocess.Popen(
-                command, stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL, start_new_session=True
+                command,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
             )
         if self._line(_START_S) != b"ready":
             self.end()

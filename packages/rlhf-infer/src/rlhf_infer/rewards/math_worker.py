@@ -32,7 +32,8 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what libraries print is not a reply
     from math_verify import parse, verify
 
-    parsed = functools.lru_cache(maxsize=1024)(lambda text: parse(f"${text}$", parsing_timeout=None))
+    no_limit: Any = None  # math-verify's annotation knows only numbers
+    parsed = functools.lru_cache(maxsize=1024)(lambda text: parse(f"${text}$", parsing_timeout=no_limit))
     logging.disable(logging.CRITICAL)  # math-verify warns that it has no time limit; this process has one
     verify(parsed("x+1"), parsed("1+x"), timeout_seconds=None)  # loads what sympy loads at its first use
     replies.write("ready\n")

@@ -60,7 +60,7 @@ _QUOTES = "\"'“”‘’`* "
 _ENDINGS = f"{_QUOTES}.,;:!?"
 _WORDS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen
 sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety"""
-_NAMED_NUMBERS = dict(zip(_WORDS.split(), [*range(20), *range(20, 100, 10)], strict=True))
+_NAMED_NUMBERS: dict[str, int] = dict(zip(_WORDS.split(), [*range(20), *range(20, 100, 10)], strict=True))
 
 
 @dataclass(frozen=True)

@@ -73,15 +73,16 @@ class RemoteReward:
                 f"reward {url}: timeout_s {timeout_s}, batch_size {batch_size}, concurrency {concurrency}; "
                 "expected a timeout above 0, a batch and a concurrency of at least 1"
             )
+        self.retry = RetryPolicy(**retry)
         self._client = HTTPClient(
             url,
             what="reward URL",
             timeout_s=timeout_s,
             headers=headers,
             concurrency=concurrency,
-            policy=RetryPolicy(**retry),
+            policy=self.retry,
         )
-        self.url, self.name, self.batch_size = url, name, batch_size
+        self.url, self.name, self.batch_size, self.timeout_s = url, name, batch_size, timeout_s
         self._finds_out = protocol == "auto" and self._client.path.rstrip("/").endswith("/get_reward")
         """Whether messages may be sent as they are is found out with the first ones."""
         if protocol == "auto":
