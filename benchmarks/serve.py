@@ -5,7 +5,8 @@ A policy and a reward model of the same size with random weights, fp32. Four mea
 - `throughput`: requests a second of the server with many clients, times the seconds that a request takes to
   generate (by the engine alone, all requests in one call; vLLM with its own `n`) plus the seconds it takes to
   score (by the reward model alone, all in one call). 1 is a server that costs nothing beside both.
-- `overhead`: milliseconds of a request for one unscored completion through HTTP, less those of the engine.
+- `overhead`: milliseconds of a request for one unscored completion through HTTP, less those of the engine by
+  itself, in another process; and where they go: in the server's own generation, and outside of it.
 - `soak`: clients in a closed loop: latencies, errors, and the resident memory over time.
 - `overload`: ten times as many requests as the queue holds, all at once.
 
@@ -99,6 +100,7 @@ class Load:
         self.url, self.task = url, task
         self.statuses: Counter[int] = Counter()
         self.seconds: list[float] = []
+        self.generating: list[float] = []
 
     async def ask(self, client: httpx.AsyncClient, prompt: str, best_of: int) -> None:
         """One request."""
@@ -108,8 +110,11 @@ class Load:
         answer = await client.post(f"{self.url}/v1/completions", json=body)
         self.seconds.append(time.perf_counter() - start)
         self.statuses[answer.status_code] += 1
-        if answer.status_code == 200 and answer.json()["usage"]["candidates"] != best_of:
-            raise UserError("the server drew another number of candidates")
+        if answer.status_code == 200:
+            said = answer.json()
+            self.generating.append(said["timing"]["generate_s"])
+            if said["usage"]["candidates"] != best_of:
+                raise UserError("the server drew another number of candidates")
 
     async def at_once(self, best_of: int) -> float:
         """All prompts at the same time; seconds until the last answer."""
@@ -118,14 +123,15 @@ class Load:
             await asyncio.gather(*(self.ask(client, p, best_of) for p in self.task["prompts"]))
             return time.perf_counter() - start
 
-    async def one_by_one(self, count: int) -> float:
-        """Requests for one completion, one after the other; median seconds."""
+    async def one_by_one(self, count: int) -> tuple[float, float]:
+        """Requests for one completion, one after the other; median seconds, and those spent generating."""
         async with httpx.AsyncClient(timeout=None) as client:
             await self.ask(client, self.task["prompts"][0], 1)
             self.seconds.clear()
+            self.generating.clear()
             for _ in range(count):
                 await self.ask(client, self.task["prompts"][0], 1)
-        return statistics.median(self.seconds)
+        return statistics.median(self.seconds), statistics.median(self.generating)
 
     async def loop(self, clients: int, seconds: float, best_of: int, pid: int) -> list[float]:
         """Clients that ask again and again; resident memory in MB, twenty times."""
@@ -176,7 +182,7 @@ def measure(backend: str, folder: Path, task: dict[str, Any], options: argparse.
         load = Load(url, task)
         asyncio.run(load.at_once(task["n"]))
         together = [asyncio.run(load.at_once(task["n"])) for _ in range(task["repeats"])]
-        single = asyncio.run(Load(url, task).one_by_one(10 * task["repeats"]))
+        single, generating = asyncio.run(Load(url, task).one_by_one(10 * task["repeats"]))
         soak = Load(url, task)
         memory = asyncio.run(soak.loop(options.clients, options.seconds, task["n"], pid))
     alone.append(raw_seconds(python, backend, folder, task))
@@ -196,6 +202,8 @@ def measure(backend: str, folder: Path, task: dict[str, Any], options: argparse.
             "request_ms": 1000 * single,
             "engine_ms": 1000 * raw["single"],
             "overhead_ms": 1000 * (single - raw["single"]),
+            "in_generation_ms": 1000 * (generating - raw["single"]),
+            "outside_generation_ms": 1000 * (single - generating),
         },
         "soak": {
             "clients": options.clients,

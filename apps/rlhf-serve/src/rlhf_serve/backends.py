@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -83,11 +84,12 @@ class TransformersBackend:
         self.tokenizer = engine.tokenizer
         limit = context_length(engine.model)
         self.max_model_len = limit if limit is not None else 1 << 20
-        self._batcher = ContinuousBatcher(engine, threads=threads)
+        self._handover = _Handover()
+        self._batcher = ContinuousBatcher(engine, threads=threads, after_tokens=self._handover.wake)
 
     async def generate(self, draw: Draw, on_token: OnToken | None = None) -> list[Rollout]:
         """See `Backend.generate`; samples are always reproducible, and have log-probs."""
-        hand_over = None if on_token is None else _in_loop(on_token)
+        hand_over = None if on_token is None else self._handover.follow(on_token)
         # Cancelling the future that is awaited cancels the batcher's, which it looks at before every token.
         return await asyncio.wrap_future(
             self._batcher.submit(draw.prompt, draw.n, draw.params, first=draw.first, on_token=hand_over)
@@ -102,14 +104,27 @@ class TransformersBackend:
         await asyncio.to_thread(self._batcher.close)
 
 
-def _in_loop(function: OnToken) -> OnToken:
-    """The function, called in this event loop's thread."""
-    loop = asyncio.get_running_loop()
+class _Handover:
+    """Hands tokens over from the thread that generates to an event loop, which is woken once for many."""
 
-    def hand_over(sample: int, token: int) -> None:
-        loop.call_soon_threadsafe(function, sample, token)
+    def __init__(self) -> None:
+        self._tokens: deque[tuple[OnToken, int, int]] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
-    return hand_over
+    def follow(self, function: OnToken) -> OnToken:
+        """What the other thread calls in place of the function, which this event loop's thread then calls."""
+        self._loop = asyncio.get_running_loop()
+        return lambda sample, token: self._tokens.append((function, sample, token))
+
+    def wake(self) -> None:
+        """Have the event loop call what is there."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        while self._tokens:
+            function, sample, token = self._tokens.popleft()
+            function(sample, token)
 
 
 def load_backend(settings: ModelSettings, model: str, *, threads: int | None = None) -> Backend:

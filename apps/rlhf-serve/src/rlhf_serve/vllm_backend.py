@@ -72,6 +72,8 @@ class VLLMBackend:
         tokenizer = load_tokenizer(model)
         arguments = platform_arguments(model, settings.max_model_len)
         arguments["worker_extension_cls"] = "rlhf_infer.vllm_worker.WorkerExtension"
+        # They observe every token of every request in the event loop's thread, and nobody reads them.
+        arguments["disable_log_stats"] = True
         arguments |= vllm_settings(settings).engine_arguments()
         try:
             engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **arguments))

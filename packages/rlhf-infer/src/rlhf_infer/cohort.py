@@ -114,7 +114,8 @@ class Rows:
     """The completions of some samples of P prompts, while and after they are drawn.
 
     `place` (B,), `prompt` (B,) and `alive` (B,) describe the rows of the batch, finished ones among them:
-    their place among all completions, their prompt's, and whether they are unfinished.
+    their place among all completions, their prompt's, and whether they are unfinished. `finished` counts the
+    completions that have ended.
 
     Args:
         prompts: the P prompts.
@@ -130,6 +131,7 @@ class Rows:
         self.place = np.arange(count)
         self.prompt = np.repeat(np.arange(len(prompts)), len(samples))
         self.alive = np.ones(count, dtype=bool)
+        self.finished = 0
         self.logps = np.zeros((count, max_new_tokens), dtype=np.float32)
         self._tops: dict[int, list[list[tuple[int, float]]]] = {}
         self._lengths = np.zeros(count, dtype=np.int64)
@@ -157,6 +159,7 @@ class Rows:
         """Finish the rows marked in `ends` (B,) that are unfinished."""
         for place in self.place[ends & self.alive]:
             self._lengths[place], self._reasons[place] = self.length, reason
+            self.finished += 1
         self.alive &= ~ends
 
     def drop_finished(self) -> np.ndarray | None:

@@ -87,11 +87,18 @@ class ContinuousBatcher:
     Args:
         engine: its model stays in eval mode.
         threads: CPU threads of the batcher's thread; None for what torch takes.
+        after_tokens: called in the batcher's thread once all who follow have been told of a step's tokens.
     """
 
-    def __init__(self, engine: TransformersEngine, *, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        engine: TransformersEngine,
+        *,
+        threads: int | None = None,
+        after_tokens: Callable[[], None] | None = None,
+    ) -> None:
         self.engine = engine
-        self._threads = threads
+        self._threads, self._after_tokens = threads, after_tokens
         self._waiting: deque[_Piece] = deque()
         self._work: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._running: list[_Running] = []
@@ -225,6 +232,8 @@ class ContinuousBatcher:
     def _next_batch(self) -> list[_Piece]:
         """The pieces at the head of the queue that can start together now."""
         batch: list[_Piece] = []
+        if not self._waiting:  # as before nearly every token
+            return batch
         held = sum(each.cohort.most_tokens for each in self._running)
         with self._changed:
             while self._waiting:
@@ -255,12 +264,16 @@ class ContinuousBatcher:
         self._running = [each for each in self._running if not each.cohort.finished]
         if not self._running:
             return
+        before = [each.cohort.rows.finished for each in self._running]
         told = [(each, each.cohort.rows.live()) for each in self._running if _is_followed(each)]
         self.engine.advance([each.cohort for each in self._running], row_sizes=ROW_SIZES)
         for each, places in told:
             _tell(each, places)
-        for each in self._running:
-            self._answer(each)
+        if told and self._after_tokens is not None:
+            self._after_tokens()
+        for each, finished in zip(self._running, before, strict=True):
+            if each.cohort.rows.finished != finished:
+                self._answer(each)
         self._running = [each for each in self._running if not each.cohort.finished]
 
     @staticmethod
