@@ -60,12 +60,15 @@ def test_card_and_recipe(workshop: Any):
     assert head == {"library_name": "transformers", "tags": ["merge", "rlhf-merge", "ties"]}
     recipe = (merged.folder / RECIPE_FILE).read_text(encoding="utf-8")
     assert yaml.safe_load(recipe) == values
-    assert f"```yaml\n{recipe}```" in text
-    assert "# base, merged by TIES\n" in text
+    # The card names folders by their ends, and tells nobody where they were.
+    shown = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
+    assert shown == values | {"base": "base", "models": [{"model": "a", "weight": 0.75}, "b"]}
+    assert str(workshop.root) not in (merged.folder / "README.md").read_text(encoding="utf-8")
+    assert "# Merge of a, b on base\n" in text
     assert "TIES ([arXiv:2306.01708](https://arxiv.org/abs/2306.01708)): trim" in text
     elements = sum(tensor.numel() for tensor in workshop.tensors().values())
     assert f" {elements:,} parameters." in text
-    assert f"| `{a}` | 0.75 | 0.75 | 0.75 |\n| `{b}` | 1 | 1 | 1 |" in text
+    assert "| `a` | 0.75 | 0.75 | 0.75 |\n| `b` | 1 | 1 | 1 |" in text
     assert "before signs are elected" in text and "divided by the weights that agree" in text
 
 
@@ -106,7 +109,7 @@ def test_normalised_and_listed_weights_are_shown_as_they_were(workshop: Any):
     models = [{"model": a, "weight": 1.0}, {"model": b, "weight": [0.0, 3.0]}]
     _, text = card(ModelMerger({"method": "linear", "models": models}).merge(workshop.root / "out").folder)
     # The last layer has 1/4 and 3/4, all that is outside of the layers 1 and 0.
-    assert f"| `{a}` | 0.25 | " in text and f"| `{b}` | 0 | " in text
+    assert "| `a` | 0.25 | " in text and "| `b` | 0 | " in text
     assert text.count(" | 1 |") == 1 and text.count(" | 0.75 |") == 1
 
 
@@ -132,5 +135,12 @@ def test_names_with_special_signs(tmp_path: Path, workshop: Any):
     plan = plan_of({"method": "linear", "models": [path]})
     write_card(tmp_path, plan, {})
     head, text = card(tmp_path)
-    assert "base_model" not in head and "# ein Modell: #1 | übung, merged by Linear" in text
+    assert "base_model" not in head and "# Merge of ein Modell: #1 | übung\n" in text
     assert MergeConfig.from_file(tmp_path / RECIPE_FILE) == plan.config
+
+
+def test_models_that_all_lie_in_a_folder_final_are_told_apart(workshop: Any):
+    state = workshop.tensors()
+    runs = [workshop.save(f"{name}/final", workshop.tuned(state, i)) for i, name in enumerate(("dpo", "sft"))]
+    _, text = card(ModelMerger({"method": "linear", "models": runs}).merge(workshop.root / "out").folder)
+    assert "# Merge of dpo/final, sft/final\n" in text and "| `sft/final` | 0.5 |" in text

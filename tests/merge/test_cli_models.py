@@ -52,7 +52,7 @@ def test_adapters_behind_a_plus(workshop: Any):
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     spec = f"{path}+{folder}"
     said = run("task-arithmetic", "--base", path, "--model", f"{spec}:0.5", workshop.root / "out")
-    assert "effective weights: adapter 0.5" in said
+    assert "effective weights: base+adapter 0.5" in said
     found = workshop.load(workshop.root / "out")
     # Half of B A, scaled by alpha/r = 3.
     assert torch.allclose(found.pop(QUERY), base[QUERY] + 0.5 * 3 * up @ down, atol=1e-6)
@@ -127,3 +127,21 @@ def test_vocab_and_shards(workshop: Any):
     assert torch.equal(
         workshop.load(workshop.root / "union")["lm_head.weight"][16], longer["lm_head.weight"][16]
     )
+
+
+def test_slerp_from_the_base_to_one_model(workshop: Any):
+    """What mergekit calls base_model is where it starts."""
+    base, a, _ = workshop.trio()
+    out, same = workshop.root / "out", workshop.root / "same"
+    run("slerp", "--base", base, "--model", a, "--t", "0.25", out)
+    run("slerp", "--model", base, "--model", a, "--t", "0.25", same)
+    assert (out / "model.safetensors").read_bytes() == (same / "model.safetensors").read_bytes()
+
+
+def test_the_effective_weights_of_runs_name_the_runs(workshop: Any):
+    state = workshop.tensors()
+    models = [
+        workshop.save(f"{name}/final", workshop.tuned(state, i)) for i, name in enumerate(("dpo", "sft"))
+    ]
+    said = run("linear", "--model", models[0], "--model", f"{models[1]}:3", workshop.root / "out")
+    assert "effective weights: dpo/final 0.25, sft/final 0.75" in said

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhf_merge import engine
 from rlhf_merge.blocks import MemoryTensor
 from rlhf_merge.config import MergeConfig
-from rlhf_merge.engine import Resources, check_device, expected_bytes, merge_tensors, resident_bytes
+from rlhf_merge.engine import Resources, expected_bytes, merge_tensors, resident_bytes
 from rlhf_merge.errors import MergeError
 from rlhf_merge.plan import TensorJob, job_of, make_plan
 from rlhf_merge.tensor_names import source_names
@@ -261,28 +261,3 @@ def test_resident_bytes_grows_with_what_is_used():
         assert found and abs(before / (int(found[1]) * 1024) - 1) < 0.05
     kept = torch.ones(50_000_000, dtype=torch.uint8)
     assert 40_000_000 < resident_bytes() - before < 200_000_000 and len(kept)
-
-
-@pytest.mark.parametrize(
-    ("device", "message"),
-    [
-        ("tpu?", r"device 'tpu\?' is unknown; give cpu, cuda or cuda:N"),
-        ("", "device '' is unknown"),
-        ("meta", "device 'meta' is not supported; give cpu, cuda or cuda:N"),
-        ("cuda:7", "device cuda:7 is not available on this machine; leave --device out to use the CPU"),
-    ],
-)
-def test_devices_refused(device: str, message: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(MergeError, match=message):
-        check_device(device)
-    check_device("cpu")
-
-
-def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    check_device("cuda")
-    check_device("cuda:1")
-    with pytest.raises(MergeError, match="device cuda:2 is not available on this machine"):
-        check_device("cuda:2")

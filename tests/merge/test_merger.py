@@ -195,8 +195,6 @@ def test_a_mistake_is_found_before_anything_is_written(workshop: Any):
     config = {"method": "ties", "base": base, "models": [a]}
     with pytest.raises(MergeError, match="--max-memory allows 1 MB"):
         ModelMerger(config, resources=Resources(max_memory=10**6)).merge(workshop.root / "new" / "out")
-    with pytest.raises(MergeError, match="device 'no' is unknown"):
-        ModelMerger(config, resources=Resources(device="no"))
     other = workshop.save("other", workshop.tensors(), model_type="gpt2")
     with pytest.raises(MergeError, match="model_type"):
         ModelMerger(config | {"models": [other]}).merge(workshop.root / "new" / "out")

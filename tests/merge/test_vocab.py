@@ -358,3 +358,11 @@ def test_the_rows_are_those_of_the_input_embedding():
     }
     assert vocabulary_rows(tensors) == 7
     assert vocabulary_rows({"encoder.weight": Stored(torch.zeros(3, 3))}) is None
+
+
+def test_a_union_is_not_advised_where_a_tokenizer_is_missing():
+    for tokens in (None, TokenTable({"a": 0, "b": 1}, fast=False)):
+        models = [ModelVocab("base", 2, tokens), ModelVocab("A", 3, TokenTable({"a": 0, "b": 1, "c": 2}))]
+        with pytest.raises(MergeError) as caught:
+            align(None, models, 0, tensor="w")
+        assert "--vocab truncate (the first 2" in str(caught.value) and "union" not in str(caught.value)

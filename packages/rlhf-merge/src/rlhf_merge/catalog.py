@@ -78,7 +78,7 @@ class Method:
         buffers: blocks that it needs beside one for each input and eight.
         row_wise: whether its blocks hold whole rows of a tensor.
         divides: whether it divides by the sum of the weights where it has no switch `normalize` for that.
-        mergekit_names: mergekit's names of its parameters, with ours; None where they are ours without `sign`.
+        mergekit_names: mergekit's names of its parameters, with ours; None: the same without `sign`.
         mergekit_defaults: of parameters that mergekit's files leave out, where they differ from ours.
         from_base: whether mergekit starts from `base_model`, which is one of the models.
     """

@@ -41,7 +41,6 @@ _RESOURCES = (
         "--threads", type=click.IntRange(min=1), metavar="N", help="Tensors at once.  [default: one per core]"
     ),
     click.option("--max-memory", type=_SIZE, help="Most memory the process may take, such as 2GB."),
-    click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N."),
 )
 _OUTPUT = (
     click.option(

@@ -29,6 +29,7 @@ from rlhf_merge.errors import MergeError
 from rlhf_merge.merger import ModelMerger
 from rlhf_merge.output import check_output
 from rlhf_merge.plan import MergePlan
+from rlhf_merge.report_text import bytes_text, short_names
 
 _SHOWN_EVERY = 8_000_000
 
@@ -190,13 +191,14 @@ def _merge(config: MergeConfig, out: str, options: dict[str, Any]) -> None:
     if result.resumed:
         console.print(f"resumed: {result.resumed} of {result.tensors} tensors had been merged before")
     rows = effective_weights(plan, result.coefficients)
+    names = short_names([label for label, *_ in rows])
     shown = ", ".join(
-        f"{_short(label)} {mean:.4g}" + (f" ({low:.4g} to {high:.4g})" if high - low > 1e-9 else "")
-        for label, low, mean, high in rows
+        f"{name} {mean:.4g}" + (f" ({low:.4g} to {high:.4g})" if high - low > 1e-9 else "")
+        for name, (_, low, mean, high) in zip(names, rows, strict=True)
     )
     if shown:
         console.print(f"effective weights: {shown}", markup=False, soft_wrap=True)
-    written = f"{result.tensors} tensors, {_size(result.bytes_written)}"
+    written = f"{result.tensors} tensors, {bytes_text(result.bytes_written)}"
     console.print(f"{written}: {result.folder}", markup=False, soft_wrap=True)
 
 
@@ -239,14 +241,14 @@ def _print_plan(console: Console, merger: ModelMerger, plan: MergePlan) -> None:
     for spec, checkpoint in plan.checkpoints.items():
         sizes = {name: _bytes(tensor) for name, tensor in checkpoint.tensors.items()}
         types = sorted({str(t.dtype).removeprefix("torch.") for t in checkpoint.tensors.values()})
-        table.add_row(spec, str(len(sizes)), _size(sum(sizes.values())), ", ".join(types))
+        table.add_row(spec, str(len(sizes)), bytes_text(sum(sizes.values())), ", ".join(types))
     facts = _plan_json(merger, plan)
     console.print(table)
     console.print(config.to_yaml().rstrip(), markup=False, highlight=False, soft_wrap=True)
     lines = [
-        f"reads {_size(plan.bytes_read)} (every pass counted), writes {_size(plan.bytes_written)} in "
-        f"{len(plan.shards)} file{'s' if len(plan.shards) > 1 else ''}, {plan.parameters:,} parameters",
-        f"memory: {_size(facts['memory'])} with {facts['threads']} threads on {merger.resources.device}",
+        f"reads {bytes_text(plan.bytes_read)} (every pass counted), writes {bytes_text(plan.bytes_written)} "
+        f"in {len(plan.shards)} file{'s' if len(plan.shards) > 1 else ''}, {plan.parameters:,} parameters",
+        f"memory: {bytes_text(facts['memory'])} with {facts['threads']} threads",
         f"config of {plan.reference}, tokenizer of {plan.tokenizer}",
     ]
     if plan.alignment and any(index is not None for index in plan.alignment.indexes):
@@ -273,7 +275,7 @@ def _plan_json(merger: ModelMerger, plan: MergePlan) -> dict[str, Any]:
 
 
 def _resources(options: dict[str, Any]) -> Resources:
-    return Resources(options["threads"], options["max_memory"], options["device"])
+    return Resources(options["threads"], options["max_memory"])
 
 
 def _model(text: str) -> dict[str, Any] | str:
@@ -315,15 +317,3 @@ def _bytes(tensor: Any) -> int:
     for length in tensor.shape:
         size *= length
     return size
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"
-
-
-def _short(spec: str) -> str:
-    return spec.rstrip("/").rpartition("/")[2]

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from rlhf_merge.catalog import METHODS, PARAMETERS, PER_MODEL
+from rlhf_merge.catalog import METHODS, PARAMETERS, PER_MODEL, Method
 from rlhf_merge.errors import MergeError
 from rlhf_merge.settings import Setting
 
@@ -117,6 +117,7 @@ def read_fields(values: Any) -> dict[str, Any]:
             _read_entry(item, ("model",), own, f"models[{index}]")
             for index, item in enumerate(require_list(fields["models"], "models"))
         ]
+        _begin_with_base(fields, METHODS[method])
     if fields.get("slices") is not None:
         fields["slices"] = [
             _read_slice(item, taken, f"slices[{index}]")
@@ -245,6 +246,13 @@ def _divide(
         else:
             refuse_unknown(key, [*keys, *taken], where)
     return fields, settings
+
+
+def _begin_with_base(fields: dict[str, Any], method: Method) -> None:
+    """Let the base be the first model where it is what a method starts from, and one model is missing."""
+    base, models = fields.get("base"), fields["models"]
+    if method.from_base and base is not None and len(models) == method.models[0] - 1:
+        fields["models"] = [_read_entry(base, ("model",), (), "base"), *models]
 
 
 def _read_entry(item: Any, keys: tuple[str, ...], taken: Iterable[str], where: str) -> dict[str, Any]:

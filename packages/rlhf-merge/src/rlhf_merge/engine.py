@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import resource
 import sys
 import threading
 import time
@@ -56,12 +55,10 @@ class Resources:
     Args:
         threads: number of threads; None is one for each processor this process may use.
         max_memory: bytes that the whole process may take; None sets no bound.
-        device: of the arithmetic: cpu, cuda, cuda:1.
     """
 
     threads: int | None = None
     max_memory: int | None = None
-    device: str = "cpu"
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -90,30 +87,11 @@ class Resources:
         return min(wanted, fitting)
 
 
-def check_device(device: str) -> None:
-    """Refuse a device that is not there.
-
-    Raises:
-        MergeError: it is no device, or not available.
-    """
-    try:
-        kind, index = torch.device(device).type, torch.device(device).index or 0
-    except RuntimeError as error:
-        raise MergeError(f"device {device!r} is unknown; give cpu, cuda or cuda:N") from error
-    if kind == "cuda" and not (torch.cuda.is_available() and index < torch.cuda.device_count()):
-        raise MergeError(
-            f"device {device} is not available on this machine; leave --device out to use the CPU"
-        )
-    if kind not in ("cpu", "cuda"):
-        raise MergeError(f"device {device!r} is not supported; give cpu, cuda or cuda:N")
-
-
 def merge_tensors(
     jobs: Sequence[TensorJob],
     sink: Sink,
     *,
     threads: int,
-    device: str = "cpu",
     on_bytes: OnBytes | None = None,
 ) -> None:
     """Merge tensors into a sink, the largest first; the result does not depend on the number of threads.
@@ -122,7 +100,6 @@ def merge_tensors(
         jobs: what to merge.
         sink: where to.
         threads: how many tensors at once.
-        device: of the arithmetic.
         on_bytes: told of progress.
 
     Raises:
@@ -138,7 +115,7 @@ def merge_tensors(
         dtype = working_dtype(job.dtypes)
         if not hasattr(local, "spaces"):
             local.spaces = {}
-        space = local.spaces.setdefault(dtype, Workspace(dtype, device))
+        space = local.spaces.setdefault(dtype, Workspace(dtype))
         return _merge_one(job, sink, space, stop, on_bytes)
 
     pool = ThreadPoolExecutor(threads, thread_name_prefix="merge")
@@ -230,5 +207,7 @@ def resident_bytes() -> int:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:  # not Linux: the most it ever took
+        import resource
+
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024

@@ -14,7 +14,7 @@ from rlhf_merge.blocks import MemoryTensor
 from rlhf_merge.card import write_card
 from rlhf_merge.catalog import PARAMETERS
 from rlhf_merge.config import MergeConfig
-from rlhf_merge.engine import OnBytes, Resources, check_device, merge_tensors
+from rlhf_merge.engine import OnBytes, Resources, merge_tensors
 from rlhf_merge.errors import MergeError, UnwrittenError
 from rlhf_merge.functions import linear
 from rlhf_merge.matching import without
@@ -49,11 +49,11 @@ class ModelMerger:
 
     Args:
         config: a `MergeConfig`, its plain values, or a YAML or JSON file of our own schema or of mergekit's.
-        resources: threads, memory and device.
+        resources: threads and memory.
         max_shard_size: bytes of tensors per file of the result.
 
     Raises:
-        MergeError: the config holds a mistake, or the device is not there.
+        MergeError: the config holds a mistake.
     """
 
     def __init__(
@@ -70,7 +70,6 @@ class ModelMerger:
         self.config = config
         self.resources = resources or Resources()
         self.max_shard_size = max_shard_size
-        check_device(self.resources.device)
 
     def plan(self) -> MergePlan:
         """Open the models and decide everything but the arithmetic; the caller closes the plan.
@@ -110,11 +109,11 @@ class ModelMerger:
         partial = None
         try:
             threads = self.resources.threads_for(plan)
-            identity = plan.identity(self.resources.device)
+            identity = plan.identity()
             partial = PartialModel(out, plan.shards, identity, restart=restart)
             resumed = len(partial.finished)
             rest = _unfinished(plan, partial, on_bytes)
-            merge_tensors(rest, partial, threads=threads, device=self.resources.device, on_bytes=on_bytes)
+            merge_tensors(rest, partial, threads=threads, on_bytes=on_bytes)
             coefficients = {name: tuple(line["coefficients"]) for name, line in partial.finished.items()}
             with explained(out):
                 _write_small_files(plan, partial.folder, coefficients)
@@ -158,7 +157,7 @@ class ModelMerger:
         jobs = [job_of(self.config, names, tensors, reference) for names in found]
         sink = _Memory(jobs)
         threads = self.resources.threads or 1
-        merge_tensors(jobs, sink, threads=threads, device=self.resources.device)
+        merge_tensors(jobs, sink, threads=threads)
         return sink.tensors
 
 

@@ -65,7 +65,7 @@ class ModelSoup:
     Args:
         models: two or more, as folders, hub ids or either with `+adapter`.
         settings: further keys of a linear `MergeConfig`: base, dtype, vocab, ignore.
-        resources: threads, memory and device.
+        resources: threads and memory.
 
     Raises:
         MergeError: fewer than two models, or a key that a linear merge does not have.

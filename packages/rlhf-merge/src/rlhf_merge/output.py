@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import math
 import os
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from rlhf_merge.errors import MergeError, UnwrittenError
+from rlhf_merge.report_text import bytes_text
 from rlhf_merge.safetensors_file import DTYPES
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -259,8 +259,8 @@ class PartialModel:
             if not any(self.folder.iterdir()):
                 shutil.rmtree(self.root, ignore_errors=True)
             raise MergeError(
-                f"{self.out} needs {missing / 1e9:.2f} GB and its disk has {free / 1e9:.2f} GB free; free "
-                "some space or choose another folder"
+                f"{self.out} needs {bytes_text(missing)} and its disk has {bytes_text(free)} free; free some "
+                "space or choose another folder"
             )
 
     def _open(self, shard: Shard) -> int:
@@ -342,6 +342,8 @@ def locked(path: Path, out: Path) -> Any:
     Raises:
         MergeError: another process has it.
     """
+    import fcntl  # which Windows lacks; the package can be imported there
+
     file = open(path, "w")  # noqa: SIM115 - closed by the caller; the lock lasts as long as the file is open
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

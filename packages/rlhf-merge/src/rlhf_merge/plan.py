@@ -120,12 +120,8 @@ class MergePlan:
         """Bytes of the buffers that a thread needs for the largest of its blocks."""
         return max((_buffer_bytes(job) for job in self.jobs), default=0)
 
-    def identity(self, device: str = "cpu") -> dict[str, Any]:
-        """What the result's bytes depend on, as plain values: the config, the files read, the layout.
-
-        Args:
-            device: of the arithmetic.
-        """
+    def identity(self) -> dict[str, Any]:
+        """What the result's bytes depend on, as plain values: the config, the files read, the layout."""
         from importlib.metadata import version
 
         files = {spec: checkpoint.identity() for spec, checkpoint in self.checkpoints.items()}
@@ -136,7 +132,6 @@ class MergePlan:
             "shards": [[shard.file, shard.size] for shard in self.shards],
             "model_config": self.model_config,
             "vocabulary": _digest(self.alignment),
-            "device": device.partition(":")[0],
         }
         return json.loads(json.dumps(plain))
 

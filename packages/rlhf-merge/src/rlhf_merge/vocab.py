@@ -104,7 +104,7 @@ def align(mode: str | None, models: Sequence[ModelVocab], reference: int, *, ten
         MergeError: the vocabularies do not agree, or cannot be brought together in this way.
     """
     if mode is None:
-        _check_rows(models, tensor)
+        _check_rows(models, reference, tensor)
         _check_tokens(models, reference, models[reference].rows)
         return Alignment(models[reference].rows, (None,) * len(models), reference)
     if mode == "truncate":
@@ -120,14 +120,16 @@ def align(mode: str | None, models: Sequence[ModelVocab], reference: int, *, ten
     return _onto(models, target, _tokens(models[target]).ids, models[target].rows)
 
 
-def _check_rows(models: Sequence[ModelVocab], tensor: str) -> None:
-    first = models[0]
+def _check_rows(models: Sequence[ModelVocab], reference: int, tensor: str) -> None:
+    first, base = models[0], models[reference].tokens
+    united = base is not None and base.fast and all(model.tokens for model in models)
+    union = "--vocab union (all tokens) or " if united else ""
     for other in models[1:]:
         if other.rows != first.rows:
             fewest = min(model.rows for model in models)
             raise MergeError(
                 f"{tensor} has {first.rows} rows in {first.label} but {other.rows} in {other.label}; use "
-                f"--vocab union (all tokens) or --vocab truncate (the first {fewest}, which all models have)"
+                f"{union}--vocab truncate (the first {fewest}, which all models have)"
             )
 
 
