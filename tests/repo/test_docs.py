@@ -10,6 +10,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import yaml
 
@@ -121,7 +122,8 @@ def test_merge_commands_use_options_that_exist(page: Path) -> None:
     from rlhf_merge.cli import main
 
     for verb, arguments in commands(page, "rlhf-merge"):
-        assert main.commands[verb].make_context(verb, arguments).args == []
+        command = main.get_command(click.Context(main), verb)
+        assert command is not None and command.make_context(verb, arguments).args == []
 
 
 @EACH_PAGE

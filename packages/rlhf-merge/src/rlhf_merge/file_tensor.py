@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+import weakref
 from pathlib import Path
 
 import torch
@@ -35,11 +36,7 @@ class OpenFile:
         self.path = path
         with readable(path):
             self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-    @property
-    def status(self) -> os.stat_result:
-        """Size and times of what is open, whatever lies at the path by now."""
-        return os.fstat(self._file)
+        self._closed = weakref.finalize(self, os.close, self._file)
 
     def read(self, begin: int, out: torch.Tensor) -> None:
         """Fill `out`, contiguous, with the bytes from `begin` on.
@@ -60,9 +57,8 @@ class OpenFile:
 
     def close(self) -> None:
         """Close it; a later `read` fails."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._file = -1
+        self._closed()
 
 
 class FileTensor:
