@@ -192,7 +192,12 @@ def test_urls() -> None:
     reward: Any = from_spec("http://localhost:1234/get_reward", timeout_s=3.0)
     assert (reward.protocol, reward.timeout_s, reward.name) == ("openrlhf", 3.0, "remote")
     line: Any = from_spec("remote:url=https://h/x,retries=7,protocol=openrlhf,timeout_s=0.5")
-    assert (line.url, line.retry.retries, line.protocol, line.timeout_s) == ("https://h/x", 7, "openrlhf", 0.5)
+    assert (line.url, line.retry.retries, line.protocol, line.timeout_s) == (
+        "https://h/x",
+        7,
+        "openrlhf",
+        0.5,
+    )
 
 
 def test_functions_get_a_name() -> None:

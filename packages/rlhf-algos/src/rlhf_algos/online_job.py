@@ -21,15 +21,15 @@ __all__ = ["PREFLIGHT", "check_parts", "online_parts", "tell_findings"]
 
 _LOG = logging.getLogger(__name__)
 PREFLIGHT = "preflight.json"
-_HOLDS_MODELS = ("model:", "constitutional:")
+_HOLDS_MODELS = ("model:", "constitutional:", "judge:path=")
 """Lines that name models beside other things."""
 
 
 def check_parts(config: Any) -> None:
     """Refuse rewards and a value model that cannot be made; models are looked for, not loaded.
 
-    Not covered: models that lines beginning with `model:` or `constitutional:` name, and whether a URL
-    answers.
+    Not covered: models that lines beginning with `model:`, `constitutional:` or `judge:path=` name, and
+    whether a URL answers.
 
     Args:
         config: the job's settings.

@@ -16,6 +16,7 @@ _MODULES = {
     "http_client": ("ScorerUnavailable",),
     "judge_settings": ("APISettings",),
     "judges": ("Judge", "PromptedJudge", "RuleJudge", "verdict_rule"),
+    "pairwise_judge": ("Comparison", "PairwiseJudge"),
     "predictive": ("ScorePopulation",),
     "protocol": ("GenerationEngine", "LogitsProcessor", "Rollout", "SamplingParams"),
     "rewards": ("ConstitutionalRewardWrapper", "RewardFunctionFactory", "RewardFunctions", "RewardScores"),

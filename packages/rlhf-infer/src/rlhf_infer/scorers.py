@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from rlhf_data import UserError, model_folder
+from rlhf_data import model_folder
 from rlhf_data.transcripts import Text
-from rlhf_infer.judge_settings import JUDGE_TEMPLATE
-from rlhf_infer.judges import Judge, PromptedJudge
 from rlhf_infer.rewards import specs
 from rlhf_infer.rewards.calling import RewardFunction
 from rlhf_infer.rewards.factory import RewardFunctionFactory
 from rlhf_infer.rewards.functions import RewardFunctions
+from rlhf_infer.rewards.judged import JudgeReward as JudgeReward
 from rlhf_infer.rewards.texts import text_of
 
 if TYPE_CHECKING:
@@ -80,43 +79,15 @@ class ProcessReward:
         return [part for part in text_of(completion).split(self.model.step_separator) if part.strip()]
 
 
-class JudgeReward:
-    """A judge as a reward function: P(true) in [0, 1] of a completion as the answer to its prompt.
-
-    Args:
-        judge: the judge.
-        critiques: column with a critique of each completion, None where there is none; None for no critiques.
-        name: what metrics call it.
-    """
-
-    def __init__(self, judge: Judge, *, critiques: str | None = None, name: str = "judge") -> None:
-        self.judge, self.critiques, self.name = judge, critiques, name
-
-    def __call__(self, prompts: Sequence[Text], completions: Sequence[Text], **columns: Any) -> list[float]:
-        """Scores of B completions.
-
-        Raises:
-            UserError: there is no column of that name.
-        """
-        if self.critiques is not None and self.critiques not in columns:
-            raise UserError(
-                f"reward {self.name} needs the column {self.critiques} with critiques; add it to the data"
-            )
-        critiques = [None] * len(completions) if self.critiques is None else columns[self.critiques]
-        questions, answers = ([text_of(text) for text in texts] for texts in (prompts, completions))
-        return self.judge.score(questions, answers, critiques).tolist()
-
-
 def load_scorer(
     lines: Sequence[str], weights: Sequence[float] | None = None, **model_options: Any
 ) -> RewardFunctions:
     """Reward functions from lines of text.
 
     Args:
-        lines: each as in `RewardFunctionFactory.from_spec`: a rule, a folder, a URL, code. A folder with a
-            token classifier is a process reward model, one with an ensemble mean - k · standard deviation.
-            Two more kinds are known: `process:path=FOLDER,aggregate=min` and `judge:path=FOLDER`, a language
-            model that is asked whether the answer is true (`template=TEXT` for other words).
+        lines: each as in `RewardFunctionFactory.from_spec`: a rule, a folder, a URL, a judge, code. A folder
+            with a token classifier is a process reward model, one with an ensemble mean - k · standard
+            deviation. One more kind is known: `process:path=FOLDER,aggregate=min`.
         weights: one per line; None for 1 each.
         **model_options: for the models that are named: `device`, `dtype`, `load_in_8bit`, `load_in_4bit` and
             `max_tokens`.
@@ -140,17 +111,11 @@ def _scorer(line: str, model_options: Mapping[str, Any]) -> RewardFunction:
 
 def _builders(model_options: Mapping[str, Any]) -> dict[str, specs.Builder]:
     process = functools.partial(_process_reward, model_options=model_options)
-    judge = functools.partial(_judge_reward, model_options=model_options)
     texts = {"path": str, "name": str, "dtype": str, "device": str}
     return {
         "process": specs.Builder(
             lambda path, **options: process(path, **options),
             texts | {"aggregate": str, "base_model": str, "max_tokens": int},
-            ("path",),
-        ),
-        "judge": specs.Builder(
-            lambda path, **options: judge(path, **options),
-            texts | {"template": str, "max_tokens": int},
             ("path",),
         ),
     }
@@ -176,29 +141,6 @@ def _process_reward(
         name=name or Path(path).name,
         max_tokens=MAX_TOKENS if budget is None else budget,
     )
-
-
-def _judge_reward(
-    path: str,
-    *,
-    model_options: Mapping[str, Any],
-    name: str = "judge",
-    template: str = JUDGE_TEMPLATE,
-    **own: Any,
-) -> JudgeReward:
-    from rlhf_infer.rewards.models import MAX_TOKENS
-    from rlhf_models import load_causal_lm, load_tokenizer
-
-    path = model_folder(path)
-    options = {**model_options, **own}
-    budget = options.pop("max_tokens", None)
-    judge = PromptedJudge(
-        load_causal_lm(path, **options),
-        load_tokenizer(path),
-        template=template,
-        max_tokens=MAX_TOKENS if budget is None else budget,
-    )
-    return JudgeReward(judge, name=name)
 
 
 def _is_process_model(folder: str) -> bool:

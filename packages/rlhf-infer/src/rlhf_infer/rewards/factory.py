@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from rlhf_data import UserError, model_folder
 from rlhf_infer.rewards import specs
 from rlhf_infer.rewards.calling import RewardFunction
 from rlhf_infer.rewards.constitutional import ConstitutionalRewardWrapper, Principle
+from rlhf_infer.rewards.judged import API_OPTIONS, judge_reward
 from rlhf_infer.rewards.math_answers import MathReward
 from rlhf_infer.rewards.rules import FormatReward, LengthReward, NonEmptyReward, RepetitionReward
 from rlhf_infer.rewards.verifiable import ChoiceReward, ExactReward, NumberReward
@@ -37,8 +39,9 @@ class RewardFunctionFactory:
         """Build what a command line names.
 
         - a rule: `length:target=20`, `repetition`, `format:pattern=...`, `non_empty`, `choice`, `exact`,
-          `math`, `number:tolerance=0.01`; also `model:path=...,k=2`, `remote:url=...,timeout_s=5` and
-          `constitutional:principles=FILE,base=SPEC,judge=PATH`;
+          `math`, `number:tolerance=0.01`; also `model:path=...,k=2`, `remote:url=...,timeout_s=5`,
+          `constitutional:principles=FILE,base=SPEC,judge=PATH`, `judge:path=FOLDER`, a language model that is
+          asked whether the answer is true, and `judge:url=...,model=NAME`, one behind an API;
         - `http://...` or `https://...`: a remote scorer;
         - `pkg.mod:function`, `pkg.mod.function` or `path/to/file.py:function`: code, see `from_function`;
         - a folder or a name on the hub with a `/`: a reward model or an ensemble.
@@ -181,6 +184,7 @@ def _builders(model_options: dict[str, Any]) -> dict[str, specs.Builder]:
     builders["remote"] = specs.Builder(
         factory.remote, {"url": str, "protocol": str, "name": str, **numbers, "headers": dict}, ("url",)
     )
+    builders["judge"] = specs.Builder(functools.partial(judge_reward, model_options), API_OPTIONS)
     kinds = {"principles": str, "base": str, "judge": str}
     builders["constitutional"] = specs.Builder(
         constitutional, kinds, ("principles",), paths=("principles", "judge")

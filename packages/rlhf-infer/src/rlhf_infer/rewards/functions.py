@@ -69,7 +69,10 @@ class RewardFunctions:
     `load_state` for what must survive a restart; `row_names` and `row_weights`, if it gives a mapping with
     one list of rewards per name; `components()`, if it stands for several functions with weights of their
     own, as `ConstitutionalRewardWrapper` does; `scores_open_answers`, if beside a checker it is only for
-    answers that cannot be checked, where the data has a column `verifiable`: see `rewards.routing`.
+    answers that cannot be checked, where the data has a column `verifiable`: see `rewards.routing`;
+    `may_leave_out`, if its None may mean that it could not tell, as of a judge behind an API. A completion
+    that only such a function might have scored gets the mean total of its prompt's other completions, or of
+    the batch's, and the metric `unscored` is the share of these.
 
     Args:
         functions: at least one.
@@ -152,15 +155,29 @@ class RewardFunctions:
         for source, result in zip(self._sources, self._results(samples), strict=True):
             rows += _checked_rows(source, result, samples)
         rewards = torch.tensor(rows, dtype=torch.float32).view(len(self.names), len(samples.completions))
-        for i, none in enumerate(rewards.isnan().all(0).tolist()):
-            if none:
-                raise UserError(
-                    f"{sample_name(i, samples.completions[i])}: no reward function is applicable, all say "
-                    f"None ({', '.join(self.names)}); add one that is, or leave such rows out of the data"
-                )
         total = (torch.tensor(self.weights)[:, None] * rewards.nan_to_num(0.0)).sum(0)
+        if (unscored := rewards.isnan().all(0)).any():
+            self._fill_in(total, unscored, samples)
+            metrics["unscored"] = [float(unscored.float().mean())]
         means = {name: math.fsum(values) / len(values) for name, values in metrics.items()}
         return RewardScores(self.names, rewards, total, means, extras)
+
+    def _fill_in(self, total: torch.Tensor, unscored: torch.Tensor, samples: Samples) -> None:
+        """Give completions that no function scored the mean of those that were, in place.
+
+        Raises:
+            UserError: no function could have scored them, or none of the batch was scored.
+        """
+        first = int(unscored.nonzero()[0])
+        if unscored.all() or not any(getattr(s.function, "may_leave_out", False) for s in self._sources):
+            raise UserError(
+                f"{sample_name(first, samples.completions[first])}: no reward function is applicable, all "
+                f"say None ({', '.join(self.names)}); add one that is, or leave such rows out of the data"
+            )
+        known = [i for i, none in enumerate(unscored.tolist()) if not none]
+        for i in unscored.nonzero().flatten().tolist():
+            alike = [j for j in known if samples.prompts[j] == samples.prompts[i]] or known
+            total[i] = total[alike].mean()
 
     def state(self) -> dict[str, Any]:
         """What must survive a restart, as JSON values: the states of the functions that have one, by name."""

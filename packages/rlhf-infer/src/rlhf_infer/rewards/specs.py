@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import re
 import sys
@@ -38,7 +39,7 @@ class Builder:
     """
 
     build: Callable[..., RewardFunction]
-    options: Mapping[str, type]
+    options: Mapping[str, Callable[[str], Any]]
     required: tuple[str, ...] = ()
     paths: tuple[str, ...] = ()
 
@@ -187,13 +188,14 @@ def _refuse_option(rule: str, name: str, builder: Builder) -> typing.NoReturn:
     )
 
 
-def _converted(where: str, text: str, kind: type) -> Any:
+def _converted(where: str, text: str, kind: Callable[[str], Any]) -> Any:
     try:
         if kind is dict:
             raise ValueError("it is given in Python only")
         return kind(text)
     except ValueError as error:
-        raise UserError(f"{where} is {text!r}, which is no {kind.__name__}: {error}") from error
+        name = "JSON" if kind is json.loads else getattr(kind, "__name__", str(kind))
+        raise UserError(f"{where} is {text!r}, which is no {name}: {error}") from error
 
 
 def _plain_type(annotation: Any) -> type:
