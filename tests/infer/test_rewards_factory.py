@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -97,7 +98,7 @@ def test_a_comma_in_a_value_stays() -> None:
 
 def test_every_rule_s_options_have_types_a_line_can_give() -> None:
     for name, builder in factory._builders({}).items():
-        assert set(builder.options.values()) <= {str, int, float, dict}, name
+        assert set(builder.options.values()) <= {str, int, float, dict, json.loads}, name
         if isinstance(builder.build, type):
             assert list(builder.options) == list(inspect.signature(builder.build).parameters)
 
