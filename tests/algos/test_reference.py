@@ -10,10 +10,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from rlhf_algos import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
-from rlhf_algos.reference import ReferenceScorer, ReferenceTrainer, disable_dropout
+from rlhf_algos.reference import ReferenceScorer, ReferenceTrainer
 from rlhf_algos.reference_cache import cache_folder, data_hash, model_hash
-from rlhf_data import TokenSequence
-from rlhf_models import tiny_model
+from rlhf_data import TokenSequence, pack
+from rlhf_models import disable_dropout, tiny_model
 
 MAKERS = {"pairs": (DPOTrainer, DPOConfig), "labelled": (KTOTrainer, KTOConfig)}
 KINDS = pytest.mark.parametrize("kind", list(MAKERS))
@@ -195,3 +195,16 @@ def test_dropout_is_switched_off_unless_asked_for(examples):
     model = _model(attention_dropout=0.3)
     disable_dropout(model)
     assert {layer.self_attn.attention_dropout for layer in model.model.layers} == {0.0}
+
+
+def test_the_reference_of_an_adapter_has_no_dropout(examples):
+    model = _lora(lora_dropout=0.0)
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
+    trainer = _trainer("pairs", examples("pairs"), model=model, config={"disable_dropout": False})
+    (batch,) = pack([side for pair in examples("pairs") for side in pair[:2]])
+    expected = trainer.reference_logps(batch)
+    trainer.scorer.train()
+    assert torch.equal(trainer.reference_logps(batch), expected)
+    assert not torch.equal(trainer.forward(batch).logps, trainer.forward(batch).logps)

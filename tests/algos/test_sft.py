@@ -88,3 +88,9 @@ def test_rows_made_on_demand_are_asked_for_one_step_at_a_time(examples):
     assert rows.asked == []
     trainer.train()
     assert rows.asked == [0, 1, 2, 3]
+
+
+def test_dropout_is_that_of_the_model():
+    model = tiny_model("gpt2", vocab_size=40, resid_pdrop=0.5)
+    SFTTrainer(model, SFTConfig(max_steps=1), [TokenSequence([5, 6, 7], 1)]).train()
+    assert model.transformer.h[0].mlp.dropout.p == 0.5

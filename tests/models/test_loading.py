@@ -21,6 +21,7 @@ from rlhf_models import (
     add_adapters,
     check_prompt_fits,
     context_length,
+    disable_dropout,
     encode_completion,
     encode_prompt,
     load_causal_lm,
@@ -88,9 +89,11 @@ def test_gradient_checkpointing_changes_memory_not_gradients(tiny_model_folder):
         torch.testing.assert_close(a.grad, b.grad)
 
 
-def test_train_mode_has_no_dropout(gpt2_hub_cache):
+def test_train_mode_has_the_dropout_of_the_config(gpt2_hub_cache):
     model = load_causal_lm("gpt2")
     assert model.config.resid_pdrop > 0
+    assert not torch.equal(_logits(model.train()), _logits(model.eval()))
+    disable_dropout(model)
     assert torch.equal(_logits(model.train()), _logits(model.eval()))
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_data import RunFolder, TokenSequence
+from rlhf_models import evaluating
 
 __all__ = ["ActivationHistograms", "GradientFlow", "Sampler", "decoder_layers", "nonfinite_message"]
 
@@ -194,14 +195,9 @@ class Sampler:
         """One row per prompt: `step`, `prompt` and `completion` as text, `finish_reason`."""
         from rlhf_infer import SamplingParams, TransformersEngine
 
-        training = [module for module in self.model.modules() if module.training]
-        self.model.eval()
-        try:
+        with evaluating(self.model):
             params = SamplingParams(max_new_tokens=self.max_new_tokens, temperature=0.0)
             drawn = TransformersEngine(self.model, self.tokenizer).generate(self.prompts, 1, params)
-        finally:
-            for module in training:  # one by one: frozen parts may have been in eval mode
-                module.training = True
         return [
             {
                 "step": step,

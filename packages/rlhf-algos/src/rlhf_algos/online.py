@@ -15,7 +15,7 @@ from torch import nn
 from rlhf_algos.batching import epoch_order
 from rlhf_algos.online_configs import OnlineConfig
 from rlhf_algos.processes import from_first_process
-from rlhf_algos.reference import ReferenceScorer, adapter_off_is, disable_dropout
+from rlhf_algos.reference import ReferenceScorer, adapter_off_is
 from rlhf_algos.rollout_samples import keep_samples
 from rlhf_algos.rollouts import Completion, StepTable, flat, keep_tokens, rollout_metrics, table_row
 from rlhf_algos.scoring import LanguageModelTrainer, LogpsModule
@@ -23,6 +23,7 @@ from rlhf_algos.updates import combined, optimizer_step, share_of_step
 from rlhf_data import PackedBatch, PromptExample, TokenSequence, UserError, pack
 from rlhf_infer import GenerationEngine, Rollout, SamplingParams, TransformersEngine
 from rlhf_infer.rewards import RewardFunctions
+from rlhf_models import disable_dropout
 
 __all__ = ["OnlineTrainer"]
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from rlhf_algos.losses import binary_cross_entropy, outcome_ranking
 from rlhf_algos.method_configs import PRMConfig
 from rlhf_algos.outputs import LossOutput
-from rlhf_algos.reference import disable_dropout
 from rlhf_algos.trainer import BaseTrainer
 from rlhf_data import PackedBatch, StepExample, StepPair, TokenSequence
+from rlhf_models import disable_dropout
 
 __all__ = ["PRMConfig", "PRMTrainer", "ProcessRewardModelTrainer"]
 

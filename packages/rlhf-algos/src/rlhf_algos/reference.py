@@ -17,9 +17,9 @@ from rlhf_algos.method_configs import ReferenceConfig
 from rlhf_algos.reference_cache import data_hash, load_logps, model_hash, save_logps
 from rlhf_algos.scoring import LanguageModelTrainer, LogpsModule
 from rlhf_data import PackedBatch, TokenSequence
-from rlhf_models import TokenLogps
+from rlhf_models import TokenLogps, disable_dropout
 
-__all__ = ["ReferenceConfig", "ReferenceScorer", "ReferenceTrainer", "adapter_off_is", "disable_dropout"]
+__all__ = ["ReferenceConfig", "ReferenceScorer", "ReferenceTrainer", "adapter_off_is"]
 
 _LOG = logging.getLogger(__name__)
 Example = TypeVar("Example", bound=tuple[Any, ...])
@@ -185,16 +185,6 @@ class _Referenced(Sequence[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return (self[i] for i in range(len(self)))
-
-
-def disable_dropout(model: nn.Module) -> None:
-    """Set the probability of every dropout in a model to zero, for good."""
-    module: Any
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        elif isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
 
 
 def adapter_off_is(model: Any) -> bool:

@@ -11,9 +11,9 @@ from torch import Tensor
 from rlhf_algos.losses import bradley_terry, calibration_error, pair_calibration
 from rlhf_algos.method_configs import RewardConfig
 from rlhf_algos.outputs import LossOutput
-from rlhf_algos.reference import disable_dropout
 from rlhf_algos.trainer import BaseTrainer
 from rlhf_data import PackedBatch, PreferencePair, TokenSequence
+from rlhf_models import disable_dropout
 
 __all__ = ["PreferencePair", "RewardConfig", "RewardModelTrainer", "RewardTrainer"]
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from rlhf_algos.trainer import BaseTrainer
 from rlhf_data import PackedBatch
-from rlhf_models import TokenLogps, token_logps
+from rlhf_models import TokenLogps, evaluating, token_logps
 
 __all__ = ["LanguageModelTrainer", "LogpsModule"]
 
@@ -43,7 +43,7 @@ class LogpsModule(nn.Module):
             temperature: see `token_logps`.
             with_entropy: see `token_logps`.
             with_stats: see `token_logps`.
-            reference: score with the model's adapters switched off, without gradients.
+            reference: score with the model's adapters switched off, without gradients or dropout.
 
         Raises:
             ValueError: `reference` of a model without adapters.
@@ -53,7 +53,7 @@ class LogpsModule(nn.Module):
             return token_logps(self.lm, batch, with_stats=with_stats, **options)
         if not hasattr(self.lm, "disable_adapter"):
             raise ValueError("a model without adapters is not its own reference; give a frozen copy")
-        with torch.no_grad(), self.lm.disable_adapter():
+        with torch.no_grad(), evaluating(self.lm), self.lm.disable_adapter():
             return token_logps(self.lm, batch, with_stats=with_stats, **options)
 
 

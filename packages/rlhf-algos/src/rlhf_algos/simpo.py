@@ -12,9 +12,9 @@ from rlhf_algos._pairs import Sides, pair_output, pair_sequences
 from rlhf_algos.losses import chosen_nll, simpo_loss
 from rlhf_algos.method_configs import SimPOConfig
 from rlhf_algos.outputs import LossOutput
-from rlhf_algos.reference import disable_dropout
 from rlhf_algos.scoring import LanguageModelTrainer
 from rlhf_data import PackedBatch, PreferencePair, TokenSequence
+from rlhf_models import disable_dropout
 
 __all__ = ["SimPOConfig", "SimPOTrainer"]
 

@@ -16,6 +16,7 @@ from rlhf_models import (
     LoraSettings,
     PolicyModel,
     add_adapters,
+    disable_dropout,
     load_causal_lm,
     load_tokenizer,
 )
@@ -129,6 +130,7 @@ def _load(
         device=devices.device(roles[0]),
         gradient_checkpointing=config.gradient_checkpointing,
     )
+    disable_dropout(model)
     tokenizer = load_tokenizer(name)
     if config.use_lora:
         adapters = AdapterSet(add_adapters(model, roles, lora_settings(config), seed=seed))

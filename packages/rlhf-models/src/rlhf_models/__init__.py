@@ -11,6 +11,7 @@ _MODULES = {
     "attention": ("OptimizedAttention", "TreeAttention", "prepare_for_packing"),
     "compile": ("compile_model",),
     "device_manager": ("DeviceManager", "Placement"),
+    "dropout": ("disable_dropout", "evaluating"),
     "ensemble": ("RewardEnsemble", "aggregate_scores"),
     "head": ("TokenLogps",),
     "encoding": ("encode_completion", "encode_prompt"),

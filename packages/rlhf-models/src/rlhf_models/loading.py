@@ -56,8 +56,8 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """Load a decoder with its language-modelling head, ready for packed scoring.
 
-    The model is in eval mode and without dropout, so that `model.train()` changes nothing but gradient
-    checkpointing, which transformers applies in train mode only.
+    The model is in eval mode. In train mode it has the dropout of its config, drawn once for text that
+    sequences share; `disable_dropout` takes it away.
 
     Args:
         name_or_path: a model folder, or a name on the Hugging Face hub (the local cache is asked first).
@@ -327,11 +327,6 @@ def _checked_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
 
 
 def _finish(model: Any, where: str) -> PreTrainedModel:
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        elif isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
     _align(model)
     prepare_quantized(model, where)
     try:

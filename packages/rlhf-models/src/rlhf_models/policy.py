@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from rlhf_data import PackedBatch, TokenSequence, UserError, atomic_folder, pack
 from rlhf_models.adapter_files import adapter_base, is_adapter, load_adapter, load_adapter_tokenizer
 from rlhf_models.adapters import AdapterSet, LoraSettings, add_adapters
+from rlhf_models.dropout import evaluating
 from rlhf_models.head import TokenLogps
 from rlhf_models.loading import check_tokenizer_fits, load_causal_lm, load_tokenizer, save_model
 from rlhf_models.logps import token_logps
@@ -95,7 +96,7 @@ class PolicyModel(nn.Module):
         if not reference:
             with self.active() as model:
                 return token_logps(model, batch, with_stats=with_stats, **options)
-        with torch.no_grad(), self._as_reference() as model:
+        with torch.no_grad(), self._as_reference() as model, evaluating(model):
             return token_logps(model, batch, with_stats=with_stats, **options)
 
     def logps(

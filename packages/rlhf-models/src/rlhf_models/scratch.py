@@ -78,7 +78,7 @@ class ModelConfig(TokenizerConfig):
     """Longest text in tokens."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout probability while training: GPT-2 drops embeddings, attention and what blocks add, Llama
-    attention only. A saved model is loaded without dropout."""
+    attention only. `disable_dropout` of a training takes it away."""
     activation_function: str | None = None
     """Activation of the MLP, by transformers' names; null: gelu_new for GPT-2, silu for Llama."""
     layer_norm_epsilon: float = Field(default=1e-5, gt=0)
