@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 from rlhf_algos import (
     DPOConfig,
@@ -228,6 +229,16 @@ def test_keys_of_the_trainers(tiny_llama: Any, byte_tokenizer: Any) -> None:
     for name, trainer in trainers(tiny_llama, byte_tokenizer).items():
         written = {re.sub(r"/\d+$", "/<k>", key) for key in trainer.train()}
         assert written | {"step"} == expected_keys(name), name
+
+
+def test_keys_of_models_with_experts() -> None:
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape |= {"num_key_value_heads": 2, "num_local_experts": 2, "num_experts_per_tok": 1, "pad_token_id": 0}
+    model = AutoModelForCausalLM.from_config(MixtralConfig(vocab_size=32, **shape))
+    rows = [TokenSequence([5, 6, 7], 1)]
+    written = set(SFTTrainer(model, SFTConfig(max_steps=1), rows, eval_examples=rows).train())
+    own = {row[0] for row in documented("Models with experts: metrics.jsonl")}
+    assert written | {"step"} == expected_keys("sft") | own | {f"eval_{key}" for key in own}
 
 
 def test_every_method_page_lists_the_methods_keys() -> None:

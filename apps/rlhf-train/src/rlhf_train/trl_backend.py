@@ -52,11 +52,17 @@ _SAME_NAME = (
     *("logging_steps",),
 )
 _METHOD_KEYS = {
-    "sft": ("assistant_only_loss",),
+    "sft": ("assistant_only_loss", "router_aux_loss_coef"),
     "reward": ("center_rewards_coefficient", "disable_dropout"),
-    "dpo": ("beta", "label_smoothing", "precompute_ref_log_probs", "disable_dropout"),
+    "dpo": (
+        *("beta", "label_smoothing", "precompute_ref_log_probs", "disable_dropout"),
+        "router_aux_loss_coef",
+    ),
     "simpo": ("beta", "label_smoothing", "simpo_gamma", "cpo_alpha", "disable_dropout"),
-    "kto": ("beta", "desirable_weight", "undesirable_weight", "precompute_ref_log_probs", "disable_dropout"),
+    "kto": (
+        *("beta", "desirable_weight", "undesirable_weight", "precompute_ref_log_probs", "disable_dropout"),
+        "router_aux_loss_coef",
+    ),
 }
 """Keys of each method that TRL has under the same name."""
 _OURS_ALONE = (
@@ -89,6 +95,11 @@ def check_settings(name: str, config: Any) -> None:
     for key in _changed(config, _OURS_ALONE):
         raise UserError(
             f"TRL cannot honour {key} {getattr(config, key)!r}; leave it out, or leave out --backend trl"
+        )
+    if name == "simpo" and config.router_aux_loss_coef is not None:
+        raise UserError(
+            "TRL takes the weight of the routers' loss for simpo from the model's config; "
+            "leave router_aux_loss_coef out, or leave out --backend trl"
         )
     if name == "dpo" and config.label_smoothing and config.loss_type == "sigmoid":
         raise UserError(

@@ -48,7 +48,7 @@ class DPOTrainer(ReferenceTrainer[PreferencePair]):
         ref_logps = self.known_logps(examples)
         if ref_logps is None:
             ref_logps = self.reference_logps(batch).view(-1, 2)
-        scores = self.forward(batch, with_stats=True)
+        scores = self.policy_scores(batch, with_stats=True)
         sides = Sides.of(scores.logps, batch)
         result = dpo_loss(
             sides.chosen_logps,
@@ -60,4 +60,5 @@ class DPOTrainer(ReferenceTrainer[PreferencePair]):
             lengths=sides.lengths,
         )
         logps = (sides.chosen_logps, sides.rejected_logps)
-        return pair_output(result.loss, result, logps=logps, scores=scores, batch=batch)
+        output = pair_output(result.loss, result, logps=logps, scores=scores, batch=batch)
+        return self.balanced(output, scores, self.terms(batch, examples))

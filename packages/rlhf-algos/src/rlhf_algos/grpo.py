@@ -84,7 +84,7 @@ class GRPOTrainer(OnlineTrainer):
     def loss(self, batch: PackedBatch, examples: Sequence[Any]) -> LossOutput:
         """The clipped loss with its KL and entropy terms, and TRL's metrics."""
         config, device = self.config, self.device
-        scores = self.forward(
+        scores = self.policy_scores(
             batch,
             temperature=config.temperature,
             with_entropy=config.entropy_coef > 0,
@@ -132,12 +132,9 @@ class GRPOTrainer(OnlineTrainer):
             "clip_ratio/high_mean": (stats.high, stats.count),
             "clip_ratio/region_mean": (stats.region, stats.count),
         }
-        return LossOutput(
-            loss,
-            means=means,
-            lows={"clip_ratio/low_min": stats.low_min},
-            highs={"clip_ratio/high_max": stats.high_max},
-        )
+        lows, highs = {"clip_ratio/low_min": stats.low_min}, {"clip_ratio/high_max": stats.high_max}
+        output = LossOutput(loss, means=means, lows=lows, highs=highs)
+        return self.balanced(output, scores, self.terms(batch, examples))
 
     def _counted(self, completion: Completion) -> int:
         """Tokens of a completion that count: none of one that was cut off, where those are masked."""

@@ -88,7 +88,7 @@ class KTOTrainer(ReferenceTrainer[KTOExample]):
     def loss(self, batch: PackedBatch, examples: Sequence[KTOExample]) -> LossOutput:
         """KTO's loss of the completions, and TRL's metrics."""
         ref_logps = self._reference_of(batch, examples)
-        scores = self.forward(batch, with_stats=True)
+        scores = self.policy_scores(batch, with_stats=True)
         logps = sequence_sums(scores.logps, batch)
         labels = torch.tensor([bool(example.label) for example in examples], device=logps.device)
         result = kto_loss(
@@ -100,7 +100,7 @@ class KTOTrainer(ReferenceTrainer[KTOExample]):
             desirable_weight=self.config.desirable_weight,
             undesirable_weight=self.config.undesirable_weight,
         )
-        return LossOutput(
+        output = LossOutput(
             result.loss,
             sums={"kl": logps.new_tensor(self._kl * len(logps)), "log_ratio": (logps - ref_logps).sum()},
             means={
@@ -111,6 +111,7 @@ class KTOTrainer(ReferenceTrainer[KTOExample]):
                 **side_metrics(scores, labels[batch.score_sequence]),
             },
         )
+        return self.balanced(output, scores, self.terms(batch, examples))
 
     def train_step(self, examples: Sequence[KTOExample]) -> dict[str, float]:
         """See `BaseTrainer.train_step`; moves the average of the KL along."""

@@ -27,6 +27,8 @@ class SFTConfig(TrainerConfig):
     """Peak learning rate of AdamW."""
     max_length: int | None = Field(default=1024, ge=2)
     """Tokens kept of a row, from its start; null keeps all."""
+    router_aux_loss_coef: float | None = Field(default=None, ge=0)
+    """Weight of the load-balancing loss of a model with experts; null takes that in the model's config."""
     assistant_only_loss: bool = False
     """Of a conversation, learn only what the assistant says; of a prompt's completion, it is always so."""
 
@@ -72,6 +74,8 @@ class ReferenceConfig(TrainerConfig):
     """Tokens kept of prompt and completion, from the start; null keeps all."""
     precompute_ref_log_probs: bool = False
     """Score every completion under the reference once, before training, and keep the result on disk."""
+    router_aux_loss_coef: float | None = Field(default=None, ge=0)
+    """Weight of the load-balancing loss of a model with experts; null takes that in the model's config."""
     disable_dropout: bool = True
     """Train without dropout, the adapters' too, so that learning alone tells policy and reference apart."""
 
@@ -110,6 +114,8 @@ class SimPOConfig(TrainerConfig):
     """Probability that a pair is labelled the wrong way round."""
     cpo_alpha: float = Field(default=0.0, ge=0)
     """Weight of the chosen completions' negative log-likelihood per token; above 0 this is CPO-SimPO."""
+    router_aux_loss_coef: float | None = Field(default=None, ge=0)
+    """Weight of the load-balancing loss of a model with experts; null takes that in the model's config."""
     disable_dropout: bool = True
     """Train without dropout, the adapters' too."""
 

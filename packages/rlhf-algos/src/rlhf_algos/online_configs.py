@@ -170,6 +170,8 @@ class GRPOConfig(OnlineConfig):
     """How the KL is estimated from the sampled tokens."""
     use_bias_correction_kl: bool = True
     """Multiply the KL by the ratio of the policies, which makes its gradient unbiased."""
+    router_aux_loss_coef: float | None = Field(default=None, ge=0)
+    """Weight of the load-balancing loss of a model with experts; null takes that in the model's config."""
     num_iterations: int = Field(default=1, ge=1)
     """Passes over each rollout."""
     steps_per_generation: int = Field(default=1, ge=1)

@@ -62,11 +62,13 @@ class SFTTrainer(LanguageModelTrainer[SFTExample]):
 
     def loss(self, batch: PackedBatch, examples: Sequence[SFTExample]) -> LossOutput:
         """Negative log-likelihood of the scored tokens."""
-        scores = self.forward(batch, with_stats=True)
-        return LossOutput(
+        scores = self.policy_scores(batch, with_stats=True)
+        assert scores.entropy is not None and scores.correct is not None
+        output = LossOutput(
             next_token_loss(scores.logps).loss,
             sums={"entropy": scores.entropy.sum(), "mean_token_accuracy": scores.correct.sum()},
         )
+        return self.balanced(output, scores, self.terms(batch, examples))
 
     def _check(self, kind: str, rows: Sequence[SFTExample]) -> None:
         for i, row in enumerate(rows):

@@ -74,7 +74,7 @@ class SimPOTrainer(LanguageModelTrainer[PreferencePair]):
 
     def loss(self, batch: PackedBatch, examples: Sequence[PreferencePair]) -> LossOutput:
         """SimPO's loss of the pairs with the weighted likelihood of the chosen ones, and TRL's metrics."""
-        scores = self.forward(batch, with_stats=True)
+        scores = self.policy_scores(batch, with_stats=True)
         sides = Sides.of(scores.logps, batch)
         result = simpo_loss(
             sides.chosen_logps,
@@ -91,7 +91,8 @@ class SimPOTrainer(LanguageModelTrainer[PreferencePair]):
         logps = (result.chosen_rewards / self.config.beta, result.rejected_rewards / self.config.beta)
         output = pair_output(loss, result, logps=logps, scores=scores, batch=batch)
         nll_loss = (-sides.chosen_logps.sum(), sides.chosen_lengths.sum())
-        return replace(output, means={**output.means, "nll_loss": nll_loss})
+        output = replace(output, means={**output.means, "nll_loss": nll_loss})
+        return self.balanced(output, scores, self.terms(batch, examples))
 
 
 def _chosen_tokens(pairs: Sequence[PreferencePair]) -> int:

@@ -8,6 +8,8 @@ from rlhf_models.attention import prepare_for_packing as prepare_for_packing
 from rlhf_models.compile import compile_model as compile_model
 from rlhf_models.device_manager import DeviceManager as DeviceManager
 from rlhf_models.device_manager import Placement as Placement
+from rlhf_models.dropout import disable_dropout as disable_dropout
+from rlhf_models.dropout import evaluating as evaluating
 from rlhf_models.encoding import encode_completion as encode_completion
 from rlhf_models.encoding import encode_prompt as encode_prompt
 from rlhf_models.ensemble import RewardEnsemble as RewardEnsemble

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,15 +32,17 @@ class TokenLogps:
         entropy: (M,) fp32 in nats, entropy of the distribution each target was drawn from; None if not asked.
         correct: (M,) bool, whether the target is the first of the likeliest tokens; None if not asked.
         mean_logits: (M,) fp32, mean over the vocabulary of the model's logits; None if not asked.
+        router_loss: scalar, load-balancing loss of the routers over the stream; None if not asked.
     """
 
     logps: torch.Tensor
     entropy: torch.Tensor | None = None
     correct: torch.Tensor | None = None
     mean_logits: torch.Tensor | None = None
+    router_loss: torch.Tensor | None = None
 
 
-_FIELDS = tuple(field.name for field in fields(TokenLogps))
+_FIELDS = ("logps", "entropy", "correct", "mean_logits")
 
 
 def causal_lm(model: Any) -> Any:

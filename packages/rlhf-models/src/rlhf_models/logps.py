@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from rlhf_data import PackedBatch, TokenSequence, UserError, pack
 from rlhf_models.attention import AttentionPlan, TreeAttention, packed_forward, prepare_for_packing
 from rlhf_models.cpu_linear import rounding
 from rlhf_models.head import TokenLogps, causal_lm, lm_logits, score_targets
+from rlhf_models.router import router_loss
 
 _PART = 8
 """Tokens of each part of the tree that `check_packing` scores: convolutions beside attention span about 4."""
@@ -32,6 +34,13 @@ def stream_forward(
         UserError: some layers of the architecture do not leave their attention to the plan, so that their
             tokens would see what they must not.
     """
+    return _run(model, input_ids, position_ids, plan).last_hidden_state[0]
+
+
+def _run(
+    model: Any, input_ids: torch.Tensor, position_ids: torch.Tensor, plan: AttentionPlan, **options: Any
+) -> Any:
+    """What the backbone returns for a stream; see `stream_forward`."""
     lm = prepare_for_packing(causal_lm(model))
     backbone: Any = lm.base_model
     if backbone is lm:
@@ -43,6 +52,7 @@ def stream_forward(
             position_ids=position_ids[None],
             use_cache=False,
             packed=plan,
+            **options,
         )
     config = lm.config.get_text_config()
     expected = config.num_hidden_layers
@@ -52,7 +62,7 @@ def stream_forward(
             f"{expected} layers do not use transformers' attention interface; take another architecture"
         )
     _check_window(config, layers.values())
-    return output.last_hidden_state[0]
+    return output
 
 
 @torch.no_grad()
@@ -134,9 +144,14 @@ def hidden_states(model: Any, batch: PackedBatch) -> torch.Tensor:
     Returns:
         (N, hidden) in the model's dtype.
     """
+    return _run_batch(model, batch).last_hidden_state[0][: batch.num_tokens]
+
+
+def _run_batch(model: Any, batch: PackedBatch, **options: Any) -> Any:
+    """What the backbone returns for a batch, with rows behind it on some processors (`rounding`)."""
     extra = rounding(batch.num_tokens, next(causal_lm(model).parameters()))
     ids, positions = (pad(x, (0, extra)) for x in (batch.input_ids, batch.position_ids))
-    return stream_forward(model, ids, positions, TreeAttention(batch))[: batch.num_tokens]
+    return _run(model, ids, positions, TreeAttention(batch), **options)
 
 
 def token_logps(
@@ -146,6 +161,7 @@ def token_logps(
     temperature: float = 1.0,
     with_entropy: bool = False,
     with_stats: bool = False,
+    with_router_loss: bool = False,
 ) -> TokenLogps:
     """Log π of every target token of a packed batch, at the sampling temperature.
 
@@ -159,15 +175,20 @@ def token_logps(
         temperature: > 0, divides the logits.
         with_entropy: also return the entropy -Σ p log p of each predicted distribution, with gradients.
         with_stats: also return `entropy`, `correct` and `mean_logits`, without gradients of their own.
+        with_router_loss: also return the load-balancing loss of a model with experts; see `router_loss`.
     """
-    return score_hidden(
+    output = _run_batch(model, batch, **({"output_router_logits": True} if with_router_loss else {}))
+    scores = score_hidden(
         model,
-        hidden_states(model, batch),
+        output.last_hidden_state[0][: batch.num_tokens],
         batch,
         temperature=temperature,
         with_entropy=with_entropy,
         with_stats=with_stats,
     )
+    if not with_router_loss:
+        return scores
+    return replace(scores, router_loss=router_loss(model, output.router_logits, batch.num_tokens))
 
 
 def score_hidden(

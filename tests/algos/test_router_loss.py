@@ -1,0 +1,72 @@
+"""Methods on models with experts train the routers' load-balancing loss with their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MixtralConfig
+
+from rlhf_algos import (
+    DPOConfig,
+    DPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    SFTConfig,
+    SFTTrainer,
+    SimPOConfig,
+    SimPOTrainer,
+)
+from rlhf_data import UserError
+from rlhf_models import tiny_model
+
+METHODS: dict[str, Any] = {
+    "sft": (SFTTrainer, SFTConfig, "sequences"),
+    "dpo": (DPOTrainer, DPOConfig, "pairs"),
+    "simpo": (SimPOTrainer, SimPOConfig, "pairs"),
+    "kto": (KTOTrainer, KTOConfig, "labelled"),
+}
+
+
+def experts() -> Any:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = MixtralConfig(
+        vocab_size=40,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        pad_token_id=0,
+        **shape,
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_loss_and_a_metric_have_it(name: str, examples: Any, history: Any) -> None:
+    trainer_class, config, kind = METHODS[name]
+
+    def rows(coefficient: float | None, **settings: Any) -> list[dict[str, float]]:
+        settings |= {"router_aux_loss_coef": coefficient, "shuffle": False, "max_steps": 2}
+        trainer = trainer_class(
+            experts(), config(**settings), examples(kind, 4), eval_examples=examples(kind, 4)
+        )
+        return [*history(trainer), trainer.evaluate()]
+
+    without, own, strong = rows(0.0), rows(None), rows(0.5)
+    assert all("aux_loss" not in row for row in without)
+    assert own[0]["loss"] - without[0]["loss"] == pytest.approx(0.001 * own[0]["aux_loss"], rel=1e-3)
+    assert strong[0]["loss"] - without[0]["loss"] == pytest.approx(0.5 * strong[0]["aux_loss"], rel=1e-4)
+    assert strong[0]["aux_loss"] == own[0]["aux_loss"] > 1.9
+    assert "eval_aux_loss" in own[-1]
+    # Cut into single examples it is their mean, each weighed by its terms.
+    cut = rows(0.5, max_tokens_per_batch=1)
+    assert cut[0]["loss"] - without[0]["loss"] == pytest.approx(0.5 * cut[0]["aux_loss"], rel=1e-4)
+
+
+def test_a_model_without_experts_has_none(examples: Any) -> None:
+    with pytest.raises(UserError, match="router_aux_loss_coef"):
+        SFTTrainer(
+            tiny_model("llama", vocab_size=40), SFTConfig(router_aux_loss_coef=0.1), examples("sequences")
+        )
