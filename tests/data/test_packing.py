@@ -1,5 +1,6 @@
 """Prefix trees: every sequence can be read back, prefixes are stored once, budgets are kept."""
 
+import dataclasses
 import random
 
 import pytest
@@ -102,3 +103,14 @@ def test_score_mask_scores_the_marked_tokens_only():
 def test_score_mask_must_cover_every_token():
     with pytest.raises(ValueError, match="score_mask"):
         pack([TokenSequence([1, 2, 3], 1, [True, False])])
+
+
+def test_a_batch_on_a_device_keeps_its_host_tables():
+    """Nothing can be read back from the device `meta`, as nothing is to be read back from a GPU."""
+    (batch,) = pack([TokenSequence([1, 2, 3], 1), TokenSequence([1, 2, 4], 2)])
+    assert batch.to("cpu") is batch and batch.host is batch
+    moved = batch.to("meta")
+    assert moved.host is batch and moved.to("meta") is moved
+    for field in dataclasses.fields(batch):
+        mine, other = getattr(moved, field.name), getattr(batch, field.name)
+        assert mine.device.type == "meta" and (mine.shape, mine.dtype) == (other.shape, other.dtype)

@@ -8,7 +8,7 @@ parent. Scoring such a stream gives what scoring each sequence by itself gives, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -79,8 +79,22 @@ class PackedBatch:
         return torch.cat(ranges[::-1])
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """The same batch with every tensor on `device`."""
-        return replace(self, **{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+        """The same batch with every tensor on `device`, moved in one copy."""
+        target = torch.device(device)
+        if self.input_ids.device == target:
+            return self
+        tensors = [getattr(self, field.name) for field in fields(self)]
+        joined = torch.cat(tensors)
+        to_gpu = target.type == "cuda" and joined.device.type == "cpu"
+        moved = (joined.pin_memory() if to_gpu else joined).to(target, non_blocking=to_gpu)
+        batch = PackedBatch(*moved.split([len(tensor) for tensor in tensors]))
+        object.__setattr__(batch, "_host", self.host)
+        return batch
+
+    @property
+    def host(self) -> PackedBatch:
+        """The same batch on the CPU: what was moved from there, so that no device is waited for."""
+        return getattr(self, "_host", None) or self.to("cpu")
 
 
 def pack(sequences: Sequence[TokenSequence], max_tokens: int | None = None) -> list[PackedBatch]:

@@ -13,6 +13,7 @@ from rlhf_data import PackedBatch, TokenSequence, UserError, pack
 from rlhf_models.attention import AttentionPlan, TreeAttention, packed_forward, prepare_for_packing
 from rlhf_models.cpu_linear import rounding
 from rlhf_models.head import TokenLogps, causal_lm, lm_logits, score_targets
+from rlhf_models.rotary import check_positions
 from rlhf_models.router import router_loss
 
 _PART = 8
@@ -149,7 +150,9 @@ def hidden_states(model: Any, batch: PackedBatch) -> torch.Tensor:
 
 def _run_batch(model: Any, batch: PackedBatch, **options: Any) -> Any:
     """What the backbone returns for a batch, with rows behind it on some processors (`rounding`)."""
-    extra = rounding(batch.num_tokens, next(causal_lm(model).parameters()))
+    lm = causal_lm(model)
+    check_positions(lm.config.get_text_config(), batch)
+    extra = rounding(batch.num_tokens, next(lm.parameters()))
     ids, positions = (pad(x, (0, extra)) for x in (batch.input_ids, batch.position_ids))
     return _run(model, ids, positions, TreeAttention(batch), **options)
 
@@ -201,7 +204,8 @@ def score_hidden(
     with_stats: bool = False,
 ) -> TokenLogps:
     """What `token_logps` gives, from hidden states (N, hidden) that are there already."""
-    positions, rows = batch.score_positions.unique(return_inverse=True)
+    found = batch.host.score_positions.unique(return_inverse=True)
+    positions, rows = (x.to(hidden.device, non_blocking=True) for x in found)
     positions = pad(positions, (0, rounding(len(positions), hidden)))
     return score_targets(
         model,

@@ -50,9 +50,10 @@ class AttentionTree:
     @classmethod
     def of(cls, batch: PackedBatch) -> AttentionTree:
         """Read the tree of a batch, on whichever device that is."""
+        host = batch.host
         start, length, parent, position = (
-            x.cpu().numpy()
-            for x in (batch.segment_start, batch.segment_length, batch.segment_parent, batch.position_ids)
+            x.numpy()
+            for x in (host.segment_start, host.segment_length, host.segment_parent, host.position_ids)
         )
         end = start + length
         for segment in range(len(parent) - 1, -1, -1):

@@ -1,0 +1,54 @@
+"""Rotary frequencies that depend on the longest text of a batch."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import Any
+
+from rlhf_data import PackedBatch
+
+_LOG = logging.getLogger(__name__)
+
+
+def check_positions(config: Any, batch: PackedBatch) -> None:
+    """Warn, once, of a text beyond the length at which a model's frequencies change for the whole batch.
+
+    So it is with dynamic NTK scaling (arXiv:2309.00071, section 3.3) and LongRoPE (arXiv:2402.13753), in
+    transformers' padded batches as well: there scores depend on which texts share a batch.
+
+    Args:
+        config: of the text model.
+        batch: the stream.
+    """
+    length = _stable_length(config)
+    if length is None or batch.num_sequences == 1:
+        return
+    longest = int(batch.host.position_ids.max()) + 1
+    if longest > length:
+        _warn_once(config.model_type, length)
+
+
+def _stable_length(config: Any) -> int | None:
+    """Tokens up to which frequencies are the same for every text; None where they always are."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope] if "rope_type" in rope else [each for each in rope.values() if isinstance(each, dict)]
+    lengths = [
+        config.max_position_embeddings
+        if "dynamic" in kind["rope_type"]
+        else kind["original_max_position_embeddings"]
+        for kind in kinds
+        if "dynamic" in kind.get("rope_type", "") or kind.get("rope_type") == "longrope"
+    ]
+    return min(lengths, default=None)
+
+
+@cache
+def _warn_once(model_type: str, length: int) -> None:
+    _LOG.warning(
+        "%s changes its rotary frequencies for a whole batch when one of its texts has more than %d tokens, "
+        "so scores there depend on how texts are batched; set max_length to %d to rule that out",
+        model_type,
+        length,
+        length,
+    )
