@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from rlhf_algos.config import TrainerConfig
 from rlhf_algos.outputs import LossOutput
 from rlhf_algos.trainer import BaseTrainer
 from rlhf_data import PackedBatch
@@ -78,7 +77,7 @@ class LanguageModelTrainer(BaseTrainer[Example]):
         UserError: `router_aux_loss_coef` for a model without experts.
     """
 
-    def __init__(self, model: Any, config: TrainerConfig, *options: Any, **more_options: Any) -> None:
+    def __init__(self, model: Any, config: Any, *options: Any, **more_options: Any) -> None:
         self._router_coef = 0.0
         if hasattr(config, "router_aux_loss_coef"):
             self._router_coef = router_coefficient(model, config.router_aux_loss_coef)
@@ -88,7 +87,7 @@ class LanguageModelTrainer(BaseTrainer[Example]):
         """The model behind `LogpsModule`."""
         return LogpsModule(model)
 
-    def policy_scores(self, batch: PackedBatch, **options: Any) -> TokenLogps:
+    def policy_scores(self, batch: PackedBatch, **options: Any) -> Any:
         """`forward` for a loss that `balanced` completes."""
         if self._router_coef:
             options["with_router_loss"] = True

@@ -63,7 +63,6 @@ class SFTTrainer(LanguageModelTrainer[SFTExample]):
     def loss(self, batch: PackedBatch, examples: Sequence[SFTExample]) -> LossOutput:
         """Negative log-likelihood of the scored tokens."""
         scores = self.policy_scores(batch, with_stats=True)
-        assert scores.entropy is not None and scores.correct is not None
         output = LossOutput(
             next_token_loss(scores.logps).loss,
             sums={"entropy": scores.entropy.sum(), "mean_token_accuracy": scores.correct.sum()},
