@@ -111,3 +111,4 @@ def test_the_first_of_the_stop_texts_counts() -> None:
     assert until_stop("one two three", ["three", "two"]) == "one "
     assert until_stop("one", ["two"]) == until_stop("one", []) == "one"
     assert until_stop("aaa", ["aa"], 2) == "a"  # one that begins before may end behind
+    assert until_stop("xabc", ["abc", "b"]) == "xa"  # character by character b would be complete first

@@ -99,9 +99,10 @@ def text_before_stops(tokenizer: Any, ids: Sequence[int], params: SamplingParams
 
 
 def until_stop(text: str, stops: Sequence[str], start: int = 0) -> str:
-    """A text up to the first of the stop texts that ends behind its first `start` characters."""
-    places = [text.find(stop, max(0, start - len(stop) + 1)) for stop in stops]
-    return text[: min((place for place in places if place >= 0), default=len(text))]
+    """A text up to the stop text that is complete first behind its first `start` characters."""
+    found = [(text.find(stop, max(0, start - len(stop) + 1)), stop) for stop in stops]
+    ends = [(place + len(stop), place) for place, stop in found if place >= 0]
+    return text[: min(ends)[1]] if ends else text
 
 
 def _plain(tokenizer: Any, ids: Sequence[int]) -> str:
