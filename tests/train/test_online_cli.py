@@ -29,7 +29,8 @@ STATEFUL = {
 """Settings under which there is much to remember between steps."""
 FILES = {
     *("before.json", "checkpoint-2", "checkpoint-4", "config.json", "final", "metrics.jsonl"),
-    *("preflight.json", "results.json", "samples.jsonl", "training_curves.png"),
+    *("preflight.json", "results.json", "samples.html", "samples.jsonl"),
+    "training_curves.png",
 }
 CLOCK = ("step_time", "time/rollout", "time/score", "time/update")
 KEYS = {
@@ -147,6 +148,13 @@ def test_what_a_run_says(whole: Whole) -> None:
 
 def test_samples_are_kept_as_they_were_rewarded(whole: Whole) -> None:
     rows = [json.loads(line) for line in (whole.run / "samples.jsonl").read_text().splitlines()]
+    stages = [(row["stage"], row["step"]) for row in rows if "stage" in row]
+    assert stages == [("start", 0)] * 4 + [("end", 4)] * 4
+    start, end = ([row for row in rows if row.get("stage") == stage] for stage in ("start", "end"))
+    assert [row["prompt"] for row in start] == [row["prompt"] for row in end]
+    page = (whole.run / "samples.html").read_text()
+    assert page.count("at the start, reward") == page.count("at the end, reward") == 4
+    rows = [row for row in rows if "stage" not in row]
     assert [row["step"] for row in rows] == [step for step in (1, 2, 3, 4) for _ in range(4)]
     for row in rows:
         assert row["prompt"].endswith("answer:") and row["finish_reason"] in ("length", "stop")

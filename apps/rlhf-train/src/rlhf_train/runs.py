@@ -15,7 +15,7 @@ from rlhf_train.options import NEWEST
 
 ROOT = "outputs"
 _CONFIG = "config.json"
-_FILES = (_CONFIG, "before.json", "preflight.json")
+_FILES = (_CONFIG, "before.json", "preflight.json", "samples.jsonl")
 """What is written before the first step."""
 _BASE = "base"
 _FLAG_OF = {"overrides": "--set"}

@@ -19,6 +19,7 @@ from rlhf_algos.online_job import PREFLIGHT, online_parts, tell_findings
 from rlhf_algos.processes import from_first_process
 from rlhf_algos.progress import check_best_metric
 from rlhf_algos.results import finish_run
+from rlhf_algos.rollout_samples import sample_stage
 from rlhf_algos.step_report import OnReport
 from rlhf_data import RunFolder, UserError, atomic_write_json
 from rlhf_data.files import finite
@@ -86,9 +87,13 @@ class TrainingJob(Job):
             if self.method.online and not looked:
                 tell_findings(trainer, self.run)
                 clock.lap("preflight")
+            if self.method.online:
+                sample_stage(trainer, "start")
             last = trainer.train()
             clock.lap("training")
             after = self._after(trainer, last)
+            if self.method.online:
+                sample_stage(trainer, "end")
             _LOG.info("saving the model to %s", self.run.path / "final")
             trainer.save_model(self.run.path / "final")
             clock.lap("evaluation")

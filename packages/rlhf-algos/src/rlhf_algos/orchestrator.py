@@ -23,7 +23,7 @@ __all__ = ["STAGES", "RLHFConfig", "RLHFOrchestrator", "RLHFTrainer", "Stage", "
 
 _LOG = logging.getLogger(__name__)
 _CONFIG, _EVALUATION = "config.json", "evaluation.json"
-_BEFORE_TRAINING = (_CONFIG, "base", "before.json", "preflight.json")
+_BEFORE_TRAINING = (_CONFIG, "base", "before.json", "preflight.json", "samples.jsonl")
 """What a stage's folder holds before the first step."""
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rlhf_eval.metrics import true_positive_rate as true_positive_rate
     from rlhf_eval.plots import minmax_figure as minmax_figure
     from rlhf_eval.report import write_minmax_report as write_minmax_report
+    from rlhf_eval.side_by_side import samples_page as samples_page
 
 _MODULES = {
     "activation_figure": "debug_plots",
@@ -28,6 +29,7 @@ _MODULES = {
     "metric_keys": "curves",
     "minmax_figure": "plots",
     "rate": "metrics",
+    "samples_page": "side_by_side",
     "training_curves": "curves",
     "true_negative_rate": "metrics",
     "true_positive_rate": "metrics",
