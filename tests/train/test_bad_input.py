@@ -267,3 +267,30 @@ def test_the_installed_command(tmp_path: Path, arguments: list[str], part: str) 
     assert run.returncode == 2
     assert run.stderr.startswith("Error: ") and part in run.stderr and run.stderr.count("\n") == 1
     assert run.stdout == "" and list(tmp_path.iterdir()) == []
+
+
+def test_a_base_that_cannot_read_the_rows_ends_the_run_without_force(
+    refused: Refused, cli: Callable[..., Any], rows_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    steps = ("pretrain_steps=1", "sft_steps=1", "reward_steps=1", "judge_steps=1", "batch_size=2")
+    small = [f"--set=demo.{text}" for text in steps]
+    small += ["--set=data.probe_stories=2", "--set=game.num_generations=2", "--set=game.num_critiques=2"]
+    rows = ["--train-data", rows_file(), "--no-baseline", "--max-steps", 1]
+    message = refused(*rows, *small)
+    assert "demo.min_verdict_accuracy" in message and "--force" in message
+    forced = cli(*rows, *small, "--force", "--output-dir", tmp_path / "forced")
+    assert forced.exit_code == 0, (forced.output, forced.exception)
+    assert json.loads((tmp_path / "forced" / "config.json").read_text())["force"] is True
+    assert (tmp_path / "forced" / "results.json").exists()
+
+
+def test_bad_rows_of_the_game_are_named_or_skipped(
+    refused: Refused, cli: Callable[..., Any], rows_file: Callable[..., Path]
+) -> None:
+    good = [json.loads(line) for line in rows_file().read_text().splitlines()]
+    path = rows_file([*good, good[0] | {"answer": None}], "bad.jsonl")
+    message = refused("--train-data", path, "--dry-run")
+    assert "bad.jsonl, line 11, field answer: missing" in message and "on_bad_row" in message
+    skipped = cli("--train-data", path, "--dry-run", "--on-bad-row", "skip")
+    assert skipped.exit_code == 0, skipped.output
+    assert "rows left out: 1; the first:" in skipped.output and "line 11" in skipped.output

@@ -222,12 +222,12 @@ class MinMaxJob:
         self.events.break_even(check)
         self.events.evaluated("before", saved["before"])
         obstacles = why_impossible(check, ReadRates(**saved["read"]))
-        for warning in [*obstacles, *form_warnings(saved["before"])]:
-            self.events.warning(warning)
         if obstacles and to_play and not self.config.force:
             raise UserError(
                 f"the game cannot work: {'; '.join(obstacles)}; or play all the same with --force"
             )
+        for warning in obstacles or form_warnings(saved["before"]):
+            self.events.warning(warning)
         return Game(pipeline, held_out, game.demo), check, saved["before"]
 
     def _play_plain(
