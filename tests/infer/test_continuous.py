@@ -54,9 +54,13 @@ def test_a_request_joins_while_another_is_generated(lively_model: Any) -> None:
     expected = [engine.generate([PROMPTS[1]], 2, SamplingParams(n, seed=4))[0] for n in (300, 10)]
     batcher, started = ContinuousBatcher(engine), threading.Event()
     tokens: list[tuple[int, int]] = []
+    logps: list[float] = []
 
-    def follow(sample: int, token: int) -> None:
+    def follow(sample: int, token: int, logp: float, top: Any) -> None:
         tokens.append((sample, token))
+        if sample == 0:
+            logps.append(logp)
+        assert not top
         started.set()
 
     long = batcher.submit(PROMPTS[1], 2, SamplingParams(300, seed=4), on_token=follow)
@@ -67,6 +71,7 @@ def test_a_request_joins_while_another_is_generated(lively_model: Any) -> None:
     assert [r.completion_ids for r in long.result()] == [r.completion_ids for r in expected[0]]
     for sample, own in enumerate(expected[0]):
         assert [token for index, token in tokens if index == sample] == own.completion_ids
+    assert logps == pytest.approx(expected[0][0].logps, abs=1e-4)
     batcher.close()
 
 

@@ -121,9 +121,12 @@ class Rows:
         prompts: the P prompts.
         samples: indices of the samples drawn of each.
         max_new_tokens: T.
+        raw: whether log-probs at temperature 1 are kept too.
     """
 
-    def __init__(self, prompts: list[tuple[int, ...]], samples: range, max_new_tokens: int) -> None:
+    def __init__(
+        self, prompts: list[tuple[int, ...]], samples: range, max_new_tokens: int, *, raw: bool = False
+    ) -> None:
         count = len(prompts) * len(samples)
         self.prompts, self.samples = prompts, samples
         self.length = 0
@@ -133,7 +136,8 @@ class Rows:
         self.alive = np.ones(count, dtype=bool)
         self.finished = 0
         self.logps = np.zeros((count, max_new_tokens), dtype=np.float32)
-        self._tops: dict[int, list[list[tuple[int, float]]]] = {}
+        self.raw_logps = np.zeros((count, max_new_tokens), dtype=np.float32) if raw else None
+        self.tops: dict[int, list[list[tuple[int, float]]]] = {}
         self._lengths = np.zeros(count, dtype=np.int64)
         self._reasons: list[Literal["stop", "length"]] = ["length"] * count
 
@@ -141,10 +145,12 @@ class Rows:
         """Add a token to every row."""
         self.tokens[self.place, self.length] = drawn.tokens.cpu().numpy()
         self.logps[self.place, self.length] = drawn.logps.cpu().numpy()
+        if self.raw_logps is not None:
+            self.raw_logps[self.place, self.length] = drawn.raw_logps.cpu().numpy()
         if drawn.top_tokens is not None and drawn.top_logps is not None:
             tops = zip(self.place, drawn.top_tokens.tolist(), drawn.top_logps.tolist(), strict=True)
             for place, tokens, logps in tops:
-                self._tops.setdefault(int(place), []).append(list(zip(tokens, logps, strict=True)))
+                self.tops.setdefault(int(place), []).append(list(zip(tokens, logps, strict=True)))
         self.length += 1
 
     def completion(self, row: int) -> list[int] | None:
@@ -196,5 +202,6 @@ class Rows:
             self.tokens[place, :length].tolist(),
             self.logps[place, :length].tolist(),
             self._reasons[place],
-            self._tops[place][:length] if self._tops else None,
+            self.tops[place][:length] if self.tops else None,
+            None if self.raw_logps is None else self.raw_logps[place, :length].tolist(),
         )

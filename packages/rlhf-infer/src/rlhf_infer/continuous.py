@@ -18,8 +18,12 @@ from rlhf_infer.protocol import Rollout, SamplingParams
 
 _LOG = logging.getLogger(__name__)
 
-OnToken = Callable[[int, int], None]
-"""Told of each token as it comes: the sample's index and the token."""
+OnToken = Callable[[int, int, float, "TopLogps"], None]
+"""Told of each token as it comes: the sample's index, the token, its log-prob, those of the likeliest tokens.
+
+The log-probs are at temperature 1 where `SamplingParams.raw_logprobs` asks for them."""
+TopLogps = Sequence[tuple[int, float]]
+"""The likeliest tokens and their log-probs, likeliest first; empty where none were asked for."""
 
 T = TypeVar("T")
 
@@ -302,9 +306,11 @@ def _is_followed(each: _Running) -> bool:
 def _tell(each: _Running, places: Sequence[int]) -> None:
     """Tell those who follow of the newest token of the completions that got one."""
     rows = each.cohort.rows
+    newest = rows.length - 1
+    logps = rows.logps if rows.raw_logps is None else rows.raw_logps
     for place in places:
         piece = each.pieces[place // len(rows.samples)]
         if piece is not None and piece.on_token is not None:
             sample = rows.samples[place % len(rows.samples)]
-            newest = rows.length - 1
-            piece.on_token(sample, int(rows.tokens[place, newest]))
+            top = rows.tops[place][newest] if rows.tops else ()
+            piece.on_token(sample, int(rows.tokens[place, newest]), float(logps[place, newest]), top)

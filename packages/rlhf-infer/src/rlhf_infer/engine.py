@@ -262,7 +262,7 @@ class TransformersEngine:
             seeds=seeds,
         )
         return Cohort(
-            Rows(prompts, samples, params.max_new_tokens),
+            Rows(prompts, samples, params.max_new_tokens, raw=params.raw_logprobs),
             sampler,
             DecodeAttention(cache, len(samples), params.max_new_tokens),
             lengths=cache.lengths,

@@ -36,6 +36,8 @@ class SamplingParams:
             it ends behind them; at most `max_new_tokens`.
         logits_processors: called one after the other, for every row and token.
         top_logprobs: so many of the likeliest tokens are reported beside each token drawn.
+        raw_logprobs: also report log-probs at temperature 1, `Rollout.raw_logps`; `top_logps` are then those
+            too.
 
     Raises:
         UserError: a value outside its range.
@@ -52,6 +54,7 @@ class SamplingParams:
     min_new_tokens: int = 0
     logits_processors: tuple[LogitsProcessor, ...] = ()
     top_logprobs: int = 0
+    raw_logprobs: bool = False
 
     def __post_init__(self) -> None:
         _check("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "at least 1")
@@ -86,6 +89,7 @@ class Rollout:
         finish_reason: `stop` at an end-of-sequence token or a stop text, `length` at `max_new_tokens`.
         top_logps: for each completion token the likeliest tokens and their log-probs, likeliest first, as
             many as `SamplingParams.top_logprobs`; None where none were asked for.
+        raw_logps: log-probability of each completion token at temperature 1; None where it was not asked for.
     """
 
     prompt_ids: Sequence[int]
@@ -93,6 +97,7 @@ class Rollout:
     logps: list[float]
     finish_reason: Literal["stop", "length"]
     top_logps: list[list[tuple[int, float]]] | None = None
+    raw_logps: list[float] | None = None
 
 
 class GenerationEngine(Protocol):

@@ -25,12 +25,14 @@ class Drawn:
     Args:
         tokens: (B,).
         logps: (B,) their log-probs, as `Rollout.logps` describes them.
+        raw_logps: (B,) their log-probs at temperature 1.
         top_tokens: (B, K) the likeliest tokens, likeliest first; None where none were asked for.
         top_logps: (B, K) their log-probs.
     """
 
     tokens: Tensor
     logps: Tensor
+    raw_logps: Tensor
     top_tokens: Tensor | None = None
     top_logps: Tensor | None = None
 
@@ -112,6 +114,7 @@ class Sampler:
         params, greedy = self._params, self._params.temperature == 0
         temperature = 1.0 if greedy else params.temperature
         logps = (logits if temperature == 1 else logits / temperature).log_softmax(-1)
+        raw = logits.log_softmax(-1) if params.raw_logprobs and temperature != 1 else logps
         processed = self._processed(logits, rows, step, completions)
         if self._uniforms is None:
             tokens = processed.argmax(-1)
@@ -120,10 +123,10 @@ class Sampler:
             if processed is not logits or params.top_k or params.top_p < 1 or params.min_p:
                 wanted = truncated(processed / temperature, params).log_softmax(-1)
             tokens = invert(wanted, self._uniforms[rows, step])
-        chosen = tokens, logps.gather(-1, tokens[:, None])[:, 0]
+        chosen = tokens, *(each.gather(-1, tokens[:, None])[:, 0] for each in (logps, raw))
         if not params.top_logprobs:
             return chosen
-        likeliest = logps.topk(min(params.top_logprobs, logps.shape[-1]), -1)
+        likeliest = raw.topk(min(params.top_logprobs, raw.shape[-1]), -1)
         return *chosen, likeliest.indices, likeliest.values
 
     def _processed(

@@ -111,10 +111,16 @@ def check_requests(prompts: Sequence[Sequence[int]], params: SamplingParams, lim
         limit: longest prompt and completion in tokens.
 
     Raises:
-        UserError: logits processors, a temperature out of vLLM's range, an empty or too long prompt.
+        UserError: logits processors, log-probs at temperature 1, a temperature out of vLLM's range, an empty
+            or too long prompt.
     """
     if params.logits_processors:
         raise UserError("vLLM takes no logits processors per request; use the transformers engine for them")
+    if params.raw_logprobs:
+        raise UserError(
+            "this engine's log-probs are those at the sampling temperature; use the transformers engine for "
+            "raw_logprobs"
+        )
     low, high = TEMPERATURES
     if params.temperature and not low <= params.temperature <= high:
         raise UserError(
@@ -168,6 +174,12 @@ def sample_seeds(
     return [{"seed": sample_seed(params.seed, prompt, k)} for prompt in prompts for k in samples]
 
 
+def likeliest(entry: Any, count: int) -> list[tuple[int, float]]:
+    """The likeliest tokens in vLLM's log-probs of one position, with their log-probs, likeliest first."""
+    pairs = ((token, each.logprob) for token, each in entry.items())
+    return sorted(pairs, key=lambda pair: -pair[1])[:count]
+
+
 def rollout_from(prompt: Sequence[int], output: Any, top_logprobs: int = 0) -> Rollout:
     """A rollout of vLLM's output for one sample (`CompletionOutput`), without log-probs where it has none.
 
@@ -181,12 +193,7 @@ def rollout_from(prompt: Sequence[int], output: Any, top_logprobs: int = 0) -> R
         raise RuntimeError(f"vLLM ended a completion for the reason {output.finish_reason!r}")
     tops = None
     if top_logprobs:
-        tops = [
-            sorted(((token, each.logprob) for token, each in entry.items()), key=lambda pair: -pair[1])[
-                :top_logprobs
-            ]
-            for entry in entries
-        ]
+        tops = [likeliest(entry, top_logprobs) for entry in entries]
     return Rollout(prompt, tokens, logps, output.finish_reason, tops)
 
 

@@ -50,8 +50,17 @@ class RewardScores:
 
 
 @dataclass(frozen=True)
-class _Source:
-    """One function that is called, and its rows in the scores: several where it has `row_names`."""
+class Source:
+    """One function that is called, and its rows in the scores: several where it has `row_names`.
+
+    Args:
+        function: what is called.
+        call: calls it with samples, by its convention.
+        name: what messages call it.
+        rows: names of its rows.
+        weights: of its rows.
+        many: whether it gives a mapping with one list per row.
+    """
 
     function: RewardFunction
     call: Caller
@@ -59,6 +68,27 @@ class _Source:
     rows: tuple[str, ...]
     weights: tuple[float, ...]
     many: bool
+
+    @property
+    def is_async(self) -> bool:
+        """Whether calling it gives an awaitable at once."""
+        inner: Any = inspect.unwrap(self.function)
+        return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
+
+    def checked(self, result: Any, samples: Samples) -> list[list[float]]:
+        """What the function returned as one list of B rewards per row, NaN for None.
+
+        Raises:
+            UserError: it is of another type or number, or not finite in fp32.
+        """
+        if not self.many:
+            return [checked_rewards(result, self.name, samples)]
+        if not isinstance(result, Mapping) or set(result) != set(self.rows):
+            raise UserError(
+                f"reward function {self.name} returned {shown(result)}; expected a mapping with the keys "
+                f"{', '.join(self.rows)}"
+            )
+        return [checked_rewards(result[row], row, samples) for row in self.rows]
 
 
 class RewardFunctions:
@@ -95,24 +125,26 @@ class RewardFunctions:
             raise UserError("there is no reward function; give at least one")
         weights = _checked_weights(functions, weights)
         given = _unique(map(function_name, functions)) if names is None else _checked_names(functions, names)
-        self._sources: list[_Source] = []
+        sources: list[Source] = []
         for function, weight, name in zip(functions, weights, given, strict=True):
-            self._sources += _sources(function, weight, name)
-        if any(hasattr(source.function, "required_columns") for source in self._sources):
-            self._sources = [_beside_a_checker(source) for source in self._sources]
-        rows = [row for source in self._sources for row in source.rows]
+            sources += _sources(function, weight, name)
+        if any(hasattr(source.function, "required_columns") for source in sources):
+            sources = [_beside_a_checker(source) for source in sources]
+        rows = [row for source in sources for row in source.rows]
         if len(set(rows)) < len(rows):
             double = next(row for row in rows if rows.count(row) > 1)
             raise UserError(f"two rewards are called {double!r}; give the reward functions different names")
+        self.sources: tuple[Source, ...] = tuple(sources)
+        """The functions that are called, for those who call them one by one; see `combined`."""
         self.names: tuple[str, ...] = tuple(rows)
         """Names of the rows of the scores."""
-        self.weights: tuple[float, ...] = tuple(w for source in self._sources for w in source.weights)
+        self.weights: tuple[float, ...] = tuple(w for source in sources for w in source.weights)
         """Weights of the rows."""
 
     @property
     def functions(self) -> tuple[RewardFunction, ...]:
         """The functions that are called."""
-        return tuple(source.function for source in self._sources)
+        return tuple(source.function for source in self.sources)
 
     def __call__(
         self,
@@ -152,15 +184,29 @@ class RewardFunctions:
             log_extra=lambda name, values: extras.__setitem__(name, list(values)),
         )
         rows: list[list[float]] = []
-        for source, result in zip(self._sources, self._results(samples), strict=True):
-            rows += _checked_rows(source, result, samples)
+        for source, result in zip(self.sources, self._results(samples), strict=True):
+            rows += source.checked(result, samples)
+        scores = self.combined(rows, samples)
+        means = {name: math.fsum(values) / len(values) for name, values in metrics.items()}
+        return replace(scores, metrics={**means, **scores.metrics}, extras=extras)
+
+    def combined(self, rows: Sequence[Sequence[float]], samples: Samples) -> RewardScores:
+        """The scores from what the functions gave.
+
+        Args:
+            rows: F lists of B rewards in the order of `names`, NaN where one is not applicable.
+            samples: the B samples that were scored.
+
+        Raises:
+            UserError: no function is applicable to one of them.
+        """
         rewards = torch.tensor(rows, dtype=torch.float32).view(len(self.names), len(samples.completions))
         total = (torch.tensor(self.weights)[:, None] * rewards.nan_to_num(0.0)).sum(0)
+        metrics = {}
         if (unscored := rewards.isnan().all(0)).any():
             self._fill_in(total, unscored, samples)
-            metrics["unscored"] = [float(unscored.float().mean())]
-        means = {name: math.fsum(values) / len(values) for name, values in metrics.items()}
-        return RewardScores(self.names, rewards, total, means, extras)
+            metrics["unscored"] = float(unscored.float().mean())
+        return RewardScores(self.names, rewards, total, metrics)
 
     def _fill_in(self, total: torch.Tensor, unscored: torch.Tensor, samples: Samples) -> None:
         """Give completions that no function scored the mean of those that were, in place.
@@ -169,7 +215,7 @@ class RewardFunctions:
             UserError: no function could have scored them, or none of the batch was scored.
         """
         first = int(unscored.nonzero()[0])
-        if unscored.all() or not any(getattr(s.function, "may_leave_out", False) for s in self._sources):
+        if unscored.all() or not any(getattr(s.function, "may_leave_out", False) for s in self.sources):
             raise UserError(
                 f"{sample_name(first, samples.completions[first])}: no reward function is applicable, all "
                 f"say None ({', '.join(self.names)}); add one that is, or leave such rows out of the data"
@@ -200,23 +246,23 @@ class RewardFunctions:
             function.load_state(state[name])
 
     def _stateful(self) -> dict[str, Any]:
-        found = {source.name: stateful_part(source.function) for source in self._sources}
+        found = {source.name: stateful_part(source.function) for source in self.sources}
         return {name: function for name, function in found.items() if function is not None}
 
     def _results(self, samples: Samples) -> list[Any]:
         """What each function returns, asynchronous ones running while the others do."""
-        results: list[Any] = [None] * len(self._sources)
+        results: list[Any] = [None] * len(self.sources)
         futures: dict[int, Future[Any]] = {}
         # Asynchronous functions first: they then run while this thread is busy with the others.
-        order = sorted(range(len(self._sources)), key=lambda i: not _is_async(self._sources[i].function))
+        order = sorted(range(len(self.sources)), key=lambda i: not self.sources[i].is_async)
         try:
             for i in order:
-                with _named_errors(self._sources[i], samples):
-                    results[i] = self._sources[i].call(samples)
+                with _named_errors(self.sources[i], samples):
+                    results[i] = self.sources[i].call(samples)
                 if inspect.isawaitable(results[i]):
                     futures[i] = loop.submit(results[i])
             for i, future in futures.items():
-                with _named_errors(self._sources[i], samples):
+                with _named_errors(self.sources[i], samples):
                     results[i] = future.result()
         except BaseException:
             for future in futures.values():
@@ -225,7 +271,7 @@ class RewardFunctions:
         return results
 
 
-def _sources(function: RewardFunction, weight: float, name: str) -> list[_Source]:
+def _sources(function: RewardFunction, weight: float, name: str) -> list[Source]:
     """A function as the functions that are called, with their weights."""
     components = getattr(function, "components", None)
     if components is not None:
@@ -233,31 +279,19 @@ def _sources(function: RewardFunction, weight: float, name: str) -> list[_Source
     call = caller_of(function, name)
     rows = getattr(function, "row_names", None)
     if rows is None:
-        return [_Source(function, call, name, (name,), (weight,), many=False)]
+        return [Source(function, call, name, (name,), (weight,), many=False)]
     weights = tuple(weight * w for w in getattr(function, "row_weights", [1.0] * len(rows)))
-    return [_Source(function, call, name, tuple(rows), weights, many=True)]
+    return [Source(function, call, name, tuple(rows), weights, many=True)]
 
 
-def _beside_a_checker(source: _Source) -> _Source:
+def _beside_a_checker(source: Source) -> Source:
     if not getattr(source.function, "scores_open_answers", False):
         return source
     return replace(source, call=open_answers_only(source.call, source.rows if source.many else ()))
 
 
-def _checked_rows(source: _Source, result: Any, samples: Samples) -> list[list[float]]:
-    """One list of B rewards per row, NaN for None."""
-    if not source.many:
-        return [checked_rewards(result, source.name, samples)]
-    if not isinstance(result, Mapping) or set(result) != set(source.rows):
-        raise UserError(
-            f"reward function {source.name} returned {shown(result)}; expected a mapping with the keys "
-            f"{', '.join(source.rows)}"
-        )
-    return [checked_rewards(result[row], row, samples) for row in source.rows]
-
-
 @contextlib.contextmanager
-def _named_errors(source: _Source, samples: Samples) -> Iterator[None]:
+def _named_errors(source: Source, samples: Samples) -> Iterator[None]:
     """Turn what a function raises into a sentence that names it and, where one is at fault, the sample."""
     try:
         yield
@@ -276,7 +310,7 @@ def _named_errors(source: _Source, samples: Samples) -> Iterator[None]:
         ) from error
 
 
-def _culprit(source: _Source, samples: Samples) -> int | None:
+def _culprit(source: Source, samples: Samples) -> int | None:
     """Index of a sample that by itself makes a function raise, by halving; None where only several do."""
 
     def fails(indices: range) -> bool:
@@ -298,11 +332,6 @@ def _culprit(source: _Source, samples: Samples) -> int | None:
             return None
         indices = failing
     return indices[0] if indices else None
-
-
-def _is_async(function: RewardFunction) -> bool:
-    inner: Any = inspect.unwrap(function)
-    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
 
 
 def _check_lengths(samples: Samples) -> None:
