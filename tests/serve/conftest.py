@@ -112,13 +112,18 @@ class ThreadServer:
         file = settings.api_keys_file
         keys = KeyRing.load(file=None if file is None else Path(file), environment=environment)
         served = load(settings, lambda text: None)
-        self._server = uvicorn.Server(uvicorn_config(create_app(served, settings, keys), settings))
+        self.app = create_app(served, settings, keys)
+        self._server = uvicorn.Server(uvicorn_config(self.app, settings))
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self._thread = threading.Thread(target=lambda: self._server.run(sockets=[listener]))
         self._thread.start()
 
     fetch = ServerProcess.fetch
+
+    def hold_place(self, places: int) -> None:
+        """Have so many places of the queue taken by nobody who would give them back."""
+        self.app.state.door.running = places
 
     def stop(self) -> None:
         """Let it finish and end."""

@@ -175,13 +175,17 @@ def test_stop_texts_end_completions_and_are_no_part_of_them(server: Any) -> None
 def test_log_probs_of_tokens_and_of_others(server: Any) -> None:
     body = ask(server, best_of=1, logprobs=True, top_logprobs=3, temperature=0, seed=None)
     content = body["choices"][0]["logprobs"]["content"]
-    assert len(content) == body["usage"]["completion_tokens"]
+    # The end is no part of the content.
+    ended = body["choices"][0]["finish_reason"] == "stop"
+    assert len(content) == body["usage"]["completion_tokens"] - ended
     for entry in content:
         tops = [each["logprob"] for each in entry["top_logprobs"]]
         # Greedy: the token is the likeliest one.
         assert len(tops) == 3 and tops == sorted(tops, reverse=True)
         assert entry["logprob"] == pytest.approx(tops[0], abs=1e-5) and entry["logprob"] < 0
-        assert bytes(entry["bytes"]).decode() == entry["token"]
+        assert "\N{REPLACEMENT CHARACTER}" not in entry["token"]
+    text = body["choices"][0]["message"]["content"]
+    assert b"".join(bytes(entry["bytes"]) for entry in content).decode(errors="replace") == text
     status, body, _ = server.fetch(
         "/v1/completions",
         {"model": MODEL, "prompt": "where", "max_tokens": 4, "best_of": 1, "logprobs": 1, "seed": 1},
@@ -190,22 +194,51 @@ def test_log_probs_of_tokens_and_of_others(server: Any) -> None:
     assert status == 200 and len(found["tokens"]) == len(found["token_logprobs"]) == len(
         found["top_logprobs"]
     )
-    assert found["text_offset"][:2] == [0, len(found["tokens"][0])]
+    assert found["text_offset"][0] == 0 and found["text_offset"] == sorted(found["text_offset"])
 
 
-def test_log_probs_are_those_at_the_sampling_temperature(server: Any) -> None:
-    def first_token(temperature: float) -> dict[str, float]:
-        fields = {"model": MODEL, "prompt": "where", "max_tokens": 1, "best_of": 1, "logprobs": 3}
-        _, body, _ = server.fetch("/v1/completions", {**fields, "seed": 1, "temperature": temperature})
+def test_log_probs_are_those_of_the_model_whatever_the_temperature(server: Any, folders: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    fields = {"model": MODEL, "prompt": "where", "max_tokens": 1, "best_of": 1, "logprobs": 3, "seed": 1}
+    tokenizer = AutoTokenizer.from_pretrained(folders / "policy")
+    model = AutoModelForCausalLM.from_pretrained(folders / "policy")
+    with torch.no_grad():
+        logits = model(torch.tensor([tokenizer("where")["input_ids"]])).logits[0, -1]
+    expected = logits.log_softmax(-1).topk(3).values.tolist()
+    for changes in ({"temperature": 1.0}, {"temperature": 0.5}, {"temperature": 2, "repetition_penalty": 3}):
+        _, body, _ = server.fetch("/v1/completions", fields | changes)
         [tops] = body["choices"][0]["logprobs"]["top_logprobs"]
-        return dict(sorted(tops.items(), key=lambda item: -item[1])[:3])
+        assert sorted(tops.values(), reverse=True) == pytest.approx(expected, abs=1e-3)
 
-    warm, cool = first_token(1.0), first_token(0.5)
-    assert list(warm) == list(cool)
-    # log p_i - log p_j = (z_i - z_j) / T: half the temperature doubles the distances.
-    likeliest = next(iter(warm))
-    for token in warm:
-        assert cool[token] - cool[likeliest] == pytest.approx(2 * (warm[token] - warm[likeliest]), abs=1e-3)
+
+@pytest.mark.parametrize("fields", [{"best_of": 1}, {}, {"best_of": 1, "stop": ["e"], "max_tokens": 24}])
+def test_log_probs_come_with_the_chunk_of_their_tokens(server: Any, fields: dict[str, Any]) -> None:
+    fields = fields | {"logprobs": True, "top_logprobs": 2, "temperature": 1.5}
+    whole = ask(server, **fields)["choices"][0]
+    chunks = [each for chunk in events(server, **fields) for each in chunk["choices"]]
+    told = [entry for each in chunks for entry in (each.get("logprobs") or {"content": []})["content"]]
+    assert [entry["token"] for entry in told] == [e["token"] for e in whole["logprobs"]["content"]]
+    for mine, other in zip(told, whole["logprobs"]["content"], strict=True):
+        assert mine["logprob"] == pytest.approx(other["logprob"], abs=1e-4)
+        assert [top["token"] for top in mine["top_logprobs"]] == [t["token"] for t in other["top_logprobs"]]
+    assert chunks[-1]["logprobs"] is None and sum(bool(each.get("logprobs")) for each in chunks) > 1
+    # Every chunk's tokens spell its text, but for what goes on behind it.
+    for each in chunks[1:-1]:
+        spelled = b"".join(bytes(entry["bytes"]) for entry in each["logprobs"]["content"])
+        assert spelled.decode(errors="replace").startswith(each["delta"]["content"])
+
+
+def test_the_official_client_reads_log_probs_of_a_stream(client: Any) -> None:
+    stream = client.chat.completions.create(
+        **ASK, stream=True, logprobs=True, top_logprobs=1, extra_body={"best_of": 1}
+    )
+    with stream:
+        choices = [choice for chunk in stream for choice in chunk.choices]
+    text = "".join(choice.delta.content or "" for choice in choices)
+    told = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content or ()]
+    assert b"".join(bytes(entry.bytes) for entry in told).decode(errors="replace") == text
 
 
 def test_completions_of_texts_and_of_tokens(client: Any, byte_tokenizer: Any) -> None:
@@ -238,13 +271,13 @@ def test_what_the_server_tells_about_itself(client: Any, server: Any) -> None:
     ("fields", "param", "says"),
     [
         ({"model": "other"}, "model", "'other' is not served here"),
-        ({"best_off": 3}, None, "did you mean best_of?"),
-        ({"tools": [{"type": "function"}]}, None, "tools is not supported"),
+        ({"best_off": 3}, "best_off", "did you mean best_of?"),
+        ({"tools": [{"type": "function"}]}, "tools", "tools is not supported"),
         ({"n": 3, "best_of": 2}, "best_of", "n is 3 and best_of is 2"),
         ({"best_of": 65}, "best_of", "allows up to 64"),
         ({"best_of": 2, "budget": 2}, "budget", "budget alone"),
         ({"stop_early": True, "selection": "majority"}, "stop_early", "selection best"),
-        ({"stop_early": {"tolerence": 1}}, "stop_early", "did you mean tolerance?"),
+        ({"stop_early": {"tolerence": 1}}, "stop_early.tolerence", "did you mean tolerance?"),
         ({"stop_early": {"probability": 2}}, "stop_early.probability", "less than or equal to 1"),
         ({"temperature": 0, "best_of": 2}, "temperature", "all candidates are the same"),
         ({"max_tokens": 250}, "max_tokens", "context of 256"),
@@ -257,6 +290,8 @@ def test_what_the_server_tells_about_itself(client: Any, server: Any) -> None:
         ({"stop": ["a"] * 17}, "stop", "up to 16 texts"),
         ({"seed": 0.5}, "seed", "seed"),
         ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
+        ({"stream_options": {"usage": 1}}, "stream_options.usage", "no field"),
+        ({"stop": ["a", 3]}, "stop.1", "valid string"),
     ],
 )
 def test_bad_requests_are_told_why(server: Any, fields: dict[str, Any], param: str | None, says: str) -> None:
@@ -264,3 +299,9 @@ def test_bad_requests_are_told_why(server: Any, fields: dict[str, Any], param: s
     assert status == (404 if "model" in fields else 400)
     assert set(body["error"]) == {"message", "type", "param", "code"}
     assert says in body["error"]["message"] and body["error"]["param"] == param
+
+
+def test_a_wrong_token_id_is_told_as_one(server: Any) -> None:
+    status, body, _ = server.fetch("/v1/completions", {"model": MODEL, "prompt": [-1]})
+    assert status == 400 and body["error"]["param"] == "prompt.0"
+    assert "greater than or equal to 0" in body["error"]["message"]

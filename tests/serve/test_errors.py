@@ -101,11 +101,7 @@ def test_a_valid_request_passes() -> None:
             "stop",
             "stop: input should be a valid string, or input should be a valid list; it is 5",
         ),
-        (
-            {"messages": [], "stop": ["a", 5]},
-            "stop",
-            "stop: input should be a valid string",
-        ),
+        ({"messages": [], "stop": ["a", 5]}, "stop.1", "stop.1: input should be a valid string; it is 5"),
         ({"messages": [], "nn": 1}, "nn", "nn: extra inputs are not permitted"),
         ({"messages": [], "tools": []}, None, "tools are not supported by this server; leave them out"),
         (

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from rlhf_data import UserError
 from rlhf_infer import RewardFunctions
-from rlhf_serve.scoring import Scores, ScoringQueue, reads_messages
+from rlhf_infer.rewards.verifiable import NumberReward
+from rlhf_serve.errors import APIError
+from rlhf_serve.scoring import Scores, Scoring, reads_messages
+from rlhf_serve.texts import Texts
 
 
 class Length:
@@ -36,19 +40,28 @@ def half(completions: list[str], **columns: Any) -> list[float | None]:
     return [None if text == "aa" else 0.5 for text in completions]
 
 
-async def ask(queue: ScoringQueue, *completions: str) -> Scores:
-    return await queue.score(["p"] * len(completions), completions, [[1]] * len(completions))
+async def ask(scoring: Scoring, *completions: str) -> Scores:
+    return await scoring.score(["p"] * len(completions), completions)
 
 
-def test_what_waits_is_scored_in_one_call() -> None:
+@pytest.fixture
+def texts(byte_tokenizer: Any) -> Iterator[Texts]:
+    made = Texts(byte_tokenizer)
+    yield made
+    made.workers.close()
+
+
+def test_what_waits_is_scored_in_one_call(texts: Texts) -> None:
     length = Length()
-    queue = ScoringQueue(RewardFunctions([length, half], weights=[1.0, 2.0]), max_batch=5)
+    scoring = Scoring(RewardFunctions([length, half], weights=[1.0, 2.0]), texts, max_batch=5)
 
     async def run() -> list[Scores]:
-        first = asyncio.ensure_future(ask(queue, "a"))
+        first = asyncio.ensure_future(ask(scoring, "a"))
         await asyncio.to_thread(length.started.wait)
-        others = [asyncio.ensure_future(ask(queue, *words)) for words in (["aa", "b"], ["ccc"], ["d"] * 3)]
-        await asyncio.sleep(0.01)
+        others = []
+        for words in (["aa", "b"], ["ccc"], ["d"] * 3):
+            others.append(asyncio.ensure_future(ask(scoring, *words)))
+            await asyncio.sleep(0.1)
         length.go.set()
         return await asyncio.gather(first, *others)
 
@@ -57,44 +70,155 @@ def test_what_waits_is_scored_in_one_call() -> None:
     assert length.calls == [1, 3, 3]
     assert [scores.total for scores in found] == [[2.0], [2.0, 2.0], [4.0], [2.0] * 3]
     assert found[1].by_name == {"length": [2.0, 1.0], "half": [None, 0.5]}
-    queue.close()
+    scoring.close()
 
 
-def test_a_request_that_cannot_be_scored_fails_alone() -> None:
+def test_a_request_that_cannot_be_scored_fails_alone(texts: Texts) -> None:
     length = Length()
-    queue = ScoringQueue(RewardFunctions([length]))
+    scoring = Scoring(RewardFunctions([length]), texts)
 
     async def run() -> list[Any]:
-        first = asyncio.ensure_future(ask(queue, "a"))
+        first = asyncio.ensure_future(ask(scoring, "a"))
         await asyncio.to_thread(length.started.wait)
-        others = [asyncio.ensure_future(ask(queue, word)) for word in ("bb", "bad", "cc")]
-        await asyncio.sleep(0.01)
+        others = [asyncio.ensure_future(ask(scoring, word)) for word in ("bb", "bad", "cc")]
+        await asyncio.sleep(0.1)
         length.go.set()
         return await asyncio.gather(first, *others, return_exceptions=True)
 
     first, second, bad, third = asyncio.run(run())
     assert (first.total, second.total, third.total) == ([1.0], [2.0], [2.0])
-    assert isinstance(bad, UserError) and "cannot read it" in str(bad)
-    queue.close()
+    assert isinstance(bad, APIError) and bad.status_code == 502
+    assert "cannot read it" not in bad.message and "cannot read it" in str(bad.__cause__)
+    scoring.close()
 
 
-def test_a_closed_queue_gives_up_what_waits() -> None:
+def test_a_connection_that_fails_is_not_tried_again_for_each_request(texts: Texts) -> None:
+    class Dead(Length):
+        def __call__(self, completions: list[str], **columns: Any) -> list[float | None]:
+            super().__call__(completions)
+            if len(self.calls) > 1:
+                raise ConnectionRefusedError("nobody there")
+            return [0.0] * len(completions)
+
+    dead = Dead()
+    scoring = Scoring(RewardFunctions([dead]), texts)
+
+    async def run() -> list[Any]:
+        first = asyncio.ensure_future(ask(scoring, "a"))
+        await asyncio.to_thread(dead.started.wait)
+        others = [asyncio.ensure_future(ask(scoring, word)) for word in ("b", "c", "d")]
+        await asyncio.sleep(0.1)
+        dead.go.set()
+        return await asyncio.gather(first, *others, return_exceptions=True)
+
+    _, *failed = asyncio.run(run())
+    assert [error.status_code for error in failed] == [502] * 3
+    assert dead.calls == [1, 3]
+    scoring.close()
+
+
+def test_only_models_of_this_process_work_in_generations_thread(texts: Texts) -> None:
+    threads: dict[str, str] = {}
+
+    class Model(torch.nn.Module):
+        tokenizer = None
+
+    class Modelled:
+        name, model = "modelled", Model()
+
+        def __call__(self, completions: list[str], **columns: Any) -> list[float]:
+            threads["model"] = threading.current_thread().name
+            return [1.0] * len(completions)
+
+    def plain(completions: list[str], **columns: Any) -> list[float]:
+        threads["function"] = threading.current_thread().name
+        return [1.0] * len(completions)
+
+    async def awaited(completions: list[str], **columns: Any) -> list[float]:
+        threads["awaited"] = threading.current_thread().name
+        return [1.0] * len(completions)
+
+    works: list[Any] = []
+
+    def run(work: Any) -> Any:
+        works.append(work)
+        return work()
+
+    scoring = Scoring(RewardFunctions([Modelled(), plain, awaited]), texts, run=run)
+    assert asyncio.run(ask(scoring, "a", "b")).total == [3.0, 3.0]
+    assert len(works) == 1 and len(set(threads.values())) == 3
+    assert threads["awaited"] == "reward-functions"
+    scoring.close()
+
+
+def test_coroutine_functions_wait_for_all_requests_at_the_same_time(texts: Texts) -> None:
+    waiting = 0
+    both = asyncio.Event()
+
+    async def slow(completions: list[str], **columns: Any) -> list[float]:
+        nonlocal waiting
+        waiting += 1
+        if waiting == 3:
+            both.set()
+        await both.wait()  # for ever, if one request were scored after the other
+        return [1.0] * len(completions)
+
+    scoring = Scoring(RewardFunctions([slow]), texts)
+
+    async def run() -> list[Scores]:
+        async with asyncio.timeout(60):
+            return await asyncio.gather(*(ask(scoring, "a") for _ in range(3)))
+
+    assert [scores.total for scores in asyncio.run(run())] == [[1.0]] * 3
+    scoring.close()
+
+
+def test_a_closed_queue_gives_up_what_waits(texts: Texts) -> None:
     length = Length()
-    queue = ScoringQueue(RewardFunctions([length]))
+    scoring = Scoring(RewardFunctions([length]), texts)
 
     async def run() -> Any:
-        first = asyncio.ensure_future(ask(queue, "a"))
+        first = asyncio.ensure_future(ask(scoring, "a"))
         await asyncio.to_thread(length.started.wait)
-        second = asyncio.ensure_future(ask(queue, "b"))
-        await asyncio.sleep(0.01)
-        closing = asyncio.ensure_future(asyncio.to_thread(queue.close))
-        await asyncio.sleep(0.01)
+        second = asyncio.ensure_future(ask(scoring, "b"))
+        await asyncio.sleep(0.1)
+        closing = asyncio.ensure_future(asyncio.to_thread(scoring.close))
+        await asyncio.sleep(0.1)
         length.go.set()
         await closing
         return await asyncio.gather(first, second, return_exceptions=True)
 
     first, second = asyncio.run(run())
     assert first.total == [1.0] and isinstance(second, asyncio.CancelledError)
+
+
+def test_tokens_are_those_of_the_text(texts: Texts, byte_tokenizer: Any) -> None:
+    seen: list[Any] = []
+
+    def counts(completions: Any, completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        seen.extend(completion_ids)
+        return [float(len(ids)) for ids in completion_ids]
+
+    scoring = Scoring(RewardFunctions([counts]), texts)
+    message = [{"role": "assistant", "content": "where is mary"}]
+    scores = asyncio.run(scoring.score(["p", [message[0]]], ["where is mary", message]))
+    ids = byte_tokenizer("where is mary", add_special_tokens=False)["input_ids"]
+    assert seen == [ids, ids] and scores.total == [len(ids)] * 2
+    scoring.close()
+
+
+def test_columns_that_a_reward_reads(texts: Texts) -> None:
+    def hidden(completions: Any, secret: list[int], **columns: Any) -> list[float]:
+        return [float(value) for value in secret]
+
+    scoring = Scoring(RewardFunctions([NumberReward(), hidden]), texts)
+    assert scoring.columns == {"number": ("answer",), "hidden": ("secret",)}
+    with pytest.raises(APIError, match="reads the column secret") as refused:
+        scoring.check_columns({"answer": "3"})
+    assert (refused.value.status_code, refused.value.param) == (400, "reward_columns")
+    scores = asyncio.run(scoring.score(["p", "p"], ["3", "4"], {"answer": ["3", "3"], "secret": [1, 2]}))
+    assert scores.by_name == {"number": [1.0, 0.0], "hidden": [1.0, 2.0]}
+    scoring.close()
 
 
 @pytest.mark.parametrize(("template", "expected"), [("{{ messages }}", True), (None, False)])

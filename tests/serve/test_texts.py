@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from rlhf_infer import SamplingParams
+from rlhf_infer import Rollout, SamplingParams
 from rlhf_infer.stops import completion_text
 from rlhf_serve.errors import APIError
+from rlhf_serve.logprobs import Piece, unfolded
 from rlhf_serve.texts import GrowingText, Texts, checked_messages
 
 TEXT = "naïve ☃ — Grüße, 你好 🦙🦙 ok"
@@ -20,20 +21,41 @@ def texts(byte_tokenizer: Any) -> Texts:
     return Texts(byte_tokenizer)
 
 
+def spelled(texts: Texts, ids: list[int], **params: Any) -> list[Piece]:
+    rollout = Rollout([0], ids, [0.0] * len(ids), "stop")
+    return list(unfolded(texts, SamplingParams(100, **params), rollout))
+
+
 def test_pieces_join_to_the_text_and_break_no_character(texts: Texts, byte_tokenizer: Any) -> None:
     ids = byte_tokenizer(TEXT)["input_ids"]
     assert len(ids) > len(TEXT)  # some characters have several tokens
-    pieces = texts.pieces(ids)
-    assert len(pieces) == len(ids) and "".join(pieces) == TEXT
-    assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
+    pieces = spelled(texts, ids)
+    assert "".join(piece.text for piece in pieces) == TEXT
+    assert all("\N{REPLACEMENT CHARACTER}" not in piece.text for piece in pieces)
+    # Each piece has the tokens that spell it, byte for byte.
+    for piece in pieces:
+        assert b"".join(texts.token_bytes.of(row.token) for row in piece.rows).decode() == piece.text
+    assert [row.token for piece in pieces for row in piece.rows] == ids
 
 
 def test_a_character_that_is_never_finished_comes_as_decoding_shows_it(
     texts: Texts, byte_tokenizer: Any
 ) -> None:
     ids = byte_tokenizer("ab🦙")["input_ids"][:-1]
-    assert "".join(texts.pieces(ids)) == texts.decode(ids)
+    pieces = spelled(texts, ids)
+    assert "".join(piece.text for piece in pieces) == texts.decode(ids)
     assert texts.decode(ids).endswith("\N{REPLACEMENT CHARACTER}")
+    assert [row.token for piece in pieces for row in piece.rows] == ids
+
+
+def test_tokens_of_ends_and_of_stop_texts_belong_to_no_piece(texts: Texts, byte_tokenizer: Any) -> None:
+    ids = [*byte_tokenizer("ab cd")["input_ids"], byte_tokenizer.eos_token_id]
+    whole = [row.token for piece in spelled(texts, ids) for row in piece.rows]
+    assert whole == ids[:-1]
+    cut = spelled(texts, ids, stop=(" cd",))
+    assert "".join(piece.text for piece in cut) == "ab"
+    assert b"".join(texts.token_bytes.of(row.token) for piece in cut for row in piece.rows) == b"ab"
+    assert spelled(texts, [byte_tokenizer.eos_token_id]) == []
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from rlhf_serve import middleware, page
-from rlhf_serve.clients import ClientLeft, EventStream, attended, within
+from rlhf_serve.clients import ClientLeft, EventStream, attended
 from rlhf_serve.errors import draining
 from rlhf_serve.generation import Generating
-from rlhf_serve.keys import ANONYMOUS, KeyRing
+from rlhf_serve.keys import KeyRing
 from rlhf_serve.limits import Admission, ConcurrencyLimiter, RateLimiter
 from rlhf_serve.observe import AccessLog, Metrics, record_of
 from rlhf_serve.orders import chat_orders, completion_orders
 from rlhf_serve.responses import Format
-from rlhf_serve.schema import ChatRequest, CompletionRequest
+from rlhf_serve.schema import ChatRequest, CompletionRequest, Generation
 from rlhf_serve.score_routes import add_scoring
 from rlhf_serve.served import Served
+from rlhf_serve.service import Order
 from rlhf_serve.settings import ServeSettings
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 """Names of this machine that no other can reach."""
 _OPEN = ("/", "/health", "/page/info", "/ready", "/version")
 """What is answered without a key."""
+_COMPUTING = ("/v1/chat/completions", "/v1/completions", "/v1/score", "/get_reward")
+"""What counts against a key's limits, and waits in the queue."""
 try:
     VERSION = version("rlhf-serve")
 except PackageNotFoundError:  # run from its sources
@@ -63,6 +66,7 @@ def create_app(served: Served, settings: ServeSettings, keys: KeyRing | None = N
 
     app = FastAPI(title="rlhf-serve", version=VERSION, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.door = door
+    app.add_middleware(middleware.Gate, limits=_limits(settings, door))
     middleware.install(
         app,
         metrics=metrics,
@@ -72,13 +76,12 @@ def create_app(served: Served, settings: ServeSettings, keys: KeyRing | None = N
         open_paths=_OPEN,
         hosts=LOOPBACK if settings.host in LOOPBACK and not keys else None,
     )
-    guard = _guard(settings)
     _add_open_routes(app, served, settings, door)
-    _add_models(app, served, guard)
-    _add_generation(app, served, settings, door, guard)
-    add_scoring(app, served, settings, door, guard)
+    _add_models(app, served)
+    _add_generation(app, served, settings, door)
+    add_scoring(app, served, settings, door)
 
-    @app.get("/metrics", dependencies=[guard])
+    @app.get("/metrics")
     async def prometheus(request: Request) -> Response:
         """Metrics in Prometheus' format."""
         body, kind = metrics.render(request.headers.get("accept", ""))
@@ -87,23 +90,15 @@ def create_app(served: Served, settings: ServeSettings, keys: KeyRing | None = N
     return app
 
 
-def _guard(settings: ServeSettings) -> Any:
-    """Lets requests in whose key is within its limits, for as long as they last."""
-    rate = None if settings.requests_per_minute is None else RateLimiter(settings.requests_per_minute)
-    at_once = settings.max_concurrent_per_key
-    concurrency = None if at_once is None else ConcurrencyLimiter(at_once)
-
-    async def let_in(request: Request) -> AsyncIterator[None]:
-        name = record_of(request).key or ANONYMOUS
-        if rate is not None:
-            rate.take(name)
-        if concurrency is None:
-            yield
-        else:
-            with concurrency.hold(name):
-                yield
-
-    return Depends(let_in)
+def _limits(settings: ServeSettings, door: Admission) -> middleware.Limits:
+    """What a key may ask of the routes that compute, and whether there is room for another request."""
+    rate, at_once = settings.requests_per_minute, settings.max_concurrent_per_key
+    return middleware.Limits(
+        _COMPUTING,
+        door=door,
+        rate=None if rate is None else RateLimiter(rate),
+        concurrency=None if at_once is None else ConcurrencyLimiter(at_once),
+    )
 
 
 def _add_open_routes(app: FastAPI, served: Served, settings: ServeSettings, door: Admission) -> None:
@@ -140,7 +135,7 @@ def _add_open_routes(app: FastAPI, served: Served, settings: ServeSettings, door
         return {"version": VERSION}
 
 
-def _add_models(app: FastAPI, served: Served, guard: Any) -> None:
+def _add_models(app: FastAPI, served: Served) -> None:
     card = {
         "id": served.model,
         "object": "model",
@@ -150,52 +145,48 @@ def _add_models(app: FastAPI, served: Served, guard: Any) -> None:
         "rewards": list(served.rewards),
     }
 
-    @app.get("/v1/models", dependencies=[guard])
+    @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The model that is served."""
         return {"object": "list", "data": [card]}
 
-    @app.get("/v1/models/{model:path}", dependencies=[guard])
+    @app.get("/v1/models/{model:path}")
     async def model(model: str) -> dict[str, Any]:
         """One model."""
         served.check_model(model)
         return card
 
 
-def _add_generation(
-    app: FastAPI, served: Served, settings: ServeSettings, door: Admission, guard: Any
-) -> None:
-    @app.post("/v1/chat/completions", dependencies=[guard])
+def _add_generation(app: FastAPI, served: Served, settings: ServeSettings, door: Admission) -> None:
+    service = served.service
+
+    @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answers to a conversation, the best of several candidates."""
         served.check_model(body.model)
-        orders = chat_orders(body, settings, served.service)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        style = Format(True, served.model, served.service.texts, logprobs, body.return_candidates)
-        return await _generate(Generating(served.service, orders, style), body, request)
+        style = Format(True, served.model, service.texts, logprobs, body.return_candidates)
+        return await _generate(partial(chat_orders, body, settings, service), style, body, request)
 
-    @app.post("/v1/completions", dependencies=[guard])
+    @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Completions of texts, the best of several candidates each."""
         served.check_model(body.model)
-        orders = completion_orders(body, settings, served.service)
-        style = Format(False, served.model, served.service.texts, body.logprobs, body.return_candidates)
-        return await _generate(Generating(served.service, orders, style), body, request)
+        style = Format(False, served.model, service.texts, body.logprobs, body.return_candidates)
+        return await _generate(partial(completion_orders, body, settings, service), style, body, request)
 
-    async def _generate(job: Generating, body: Any, request: Request) -> Response:
-        job.record = record_of(request)
-        if settings.log_prompts:
-            job.record.prompt = served.service.texts.decode(job.orders[0].prompt_ids)
-        place = partial(job.placed, door)
+    async def _generate(
+        make_orders: Callable[[], Sequence[Order]], style: Format, body: Generation, request: Request
+    ) -> Response:
+        record = record_of(request)
+        log_prompts = settings.log_prompts
+        job = Generating(
+            service, make_orders, style, record, settings.request_timeout_s, log_prompts=log_prompts
+        )
         if body.stream:
             with_usage = body.stream_options is not None and body.stream_options.include_usage
-            return EventStream(place, lambda: job.events(settings.request_timeout_s, with_usage))
-
-        async def whole() -> dict[str, Any]:
-            async with within(settings.request_timeout_s), place():
-                return await job.whole()
-
+            return EventStream(job.events(door, with_usage))
         try:
-            return JSONResponse(await attended(request.receive, whole()))
+            return JSONResponse(await attended(request.receive, job.whole(door)))
         except ClientLeft:
             return Response(status_code=499)

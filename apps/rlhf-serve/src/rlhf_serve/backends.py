@@ -51,6 +51,9 @@ class Backend(Protocol):
     async def generate(self, draw: Draw, on_token: OnToken | None = None) -> list[Rollout]:
         """The samples `first` to `first + n - 1` of a prompt; cancelling the call ends them.
 
+        With `raw_logprobs` in the parameters, `on_token` is told log-probs at temperature 1, and rollouts
+        have them.
+
         Args:
             draw: what is asked for.
             on_token: called in the event loop's thread.
@@ -108,13 +111,13 @@ class _Handover:
     """Hands tokens over from the thread that generates to an event loop, which is woken once for many."""
 
     def __init__(self) -> None:
-        self._tokens: deque[tuple[OnToken, int, int]] = deque()
+        self._tokens: deque[tuple[OnToken, tuple[Any, ...]]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def follow(self, function: OnToken) -> OnToken:
         """What the other thread calls in place of the function, which this event loop's thread then calls."""
         self._loop = asyncio.get_running_loop()
-        return lambda sample, token: self._tokens.append((function, sample, token))
+        return lambda *told: self._tokens.append((function, told))
 
     def wake(self) -> None:
         """Have the event loop call what is there."""
@@ -123,8 +126,8 @@ class _Handover:
 
     def _deliver(self) -> None:
         while self._tokens:
-            function, sample, token = self._tokens.popleft()
-            function(sample, token)
+            function, told = self._tokens.popleft()
+            function(*told)
 
 
 def load_backend(settings: ModelSettings, model: str, *, threads: int | None = None) -> Backend:

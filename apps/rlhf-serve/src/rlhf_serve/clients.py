@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rlhf_serve.errors import timed_out
+
+T = TypeVar("T")
 
 
 class ClientLeft(Exception):
@@ -41,16 +44,23 @@ async def attended(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
 
 
 @asynccontextmanager
-async def within(seconds: float) -> AsyncIterator[None]:
-    """Give up after so many seconds.
+async def within(seconds: float, since: float) -> AsyncIterator[None]:
+    """Give up `seconds` after a request came.
+
+    Args:
+        seconds: the limit.
+        since: when it came, in seconds of `time.perf_counter`.
 
     Raises:
         APIError: 504.
     """
+    limit = asyncio.timeout(seconds - (time.perf_counter() - since))
     try:
-        async with asyncio.timeout(seconds):
+        async with limit:
             yield
     except TimeoutError:
+        if not limit.expired():
+            raise
         raise timed_out(seconds) from None
 
 
@@ -60,23 +70,20 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events of work that a context holds places for; it ends when the client leaves.
+    """Server-sent events, which end when the client leaves.
+
+    The response begins with the first event: what fails before that is answered with a status of its own.
 
     Args:
-        place: entered before anything is sent, so that it may refuse with an error of its own.
         events: gives the events.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self,
-        place: Callable[[], AbstractAsyncContextManager[Any]],
-        events: Callable[[], AsyncIterator[str]],
-    ) -> None:
+    def __init__(self, events: AsyncGenerator[str, None]) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._place, self._events = place, events
+        self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
@@ -86,21 +93,24 @@ class EventStream(Response):
             return
 
     async def _send(self, send: Send) -> None:
-        async with self._place():
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for text in self._events():
+        begun = False
+        async with aclosing(self._events) as events:
+            async for text in events:
+                if not begun:
+                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                begun = True
                 await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def with_pauses(queue: asyncio.Queue[str | None], seconds: float, pause: str) -> AsyncIterator[str]:
+async def with_pauses(queue: asyncio.Queue[T | None], seconds: float, pause: T) -> AsyncIterator[T]:
     """What is put into a queue until None comes, and `pause` whenever nothing comes for so long."""
     while True:
         try:
             async with asyncio.timeout(seconds):
-                text = await queue.get()
+                item = await queue.get()
         except TimeoutError:
-            text = pause
-        if text is None:
+            item = pause
+        if item is None:
             return
-        yield text
+        yield item

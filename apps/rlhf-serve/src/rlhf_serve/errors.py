@@ -157,6 +157,14 @@ def timed_out(seconds: float) -> APIError:
     return APIError(504, message, "server_error", code="timeout")
 
 
+def reward_failed() -> APIError:
+    """502: a reward function gave no scores; whoever runs the server finds the reason in the log."""
+    message = (
+        "a reward of this server gave no scores; try again, and tell whoever runs it if that does not help"
+    )
+    return APIError(502, message, "server_error", code="reward_failed")
+
+
 def internal_error(request_id: str) -> APIError:
     """500: a mistake of the server's; whoever runs it finds the traceback in the log by the request's id."""
     return APIError(
@@ -180,7 +188,15 @@ def from_validation(error: RequestValidationError) -> APIError:
         return invalid_request(
             "the body is not a JSON object; send one with the header `Content-Type: application/json`"
         )
-    same = [problem for problem in problems[:_COMPARED] if _param(problem, error.body) == param]
+    field = getattr(first.get("ctx", {}).get("error"), "field", None)  # of a whole body that is refused
+    if field is not None:
+        param = f"{param}.{field}" if param else field
+        return invalid_request(_reason(first), param)
+    # Of a field that may be of several types, what is said of its items says more than that it is none.
+    own = [problem for problem in problems[:_COMPARED] if problem["loc"][:2] == first["loc"][:2]]
+    first = max(own, key=lambda problem: _param(problem, error.body).count("."))
+    param = _param(first, error.body)
+    same = [problem for problem in own if _param(problem, error.body) == param]
     reasons = dict.fromkeys(_reason(problem) for problem in same)
     where = f"{param}: " if param else ""
     return invalid_request(f"{where}{', or '.join(reasons)}{_given(first)}", param or None)
@@ -195,13 +211,20 @@ def install(app: FastAPI) -> None:
     """
 
     async def answer(request: Request, error: Exception) -> Response:
-        known = as_api_error(error, request.method, request.url.path)
-        record_of(request).error = known.code or known.type
+        known, record = as_api_error(error, request.method, request.url.path), record_of(request)
+        record.error = known.code or known.type
+        log_cause(known, record.id)
         return known.response()
 
     for kind in (HTTPException, RequestValidationError, UserError):
         app.add_exception_handler(kind, answer)
     app.add_middleware(LastResort)
+
+
+def log_cause(error: APIError, request_id: str) -> None:
+    """Write to the log what a client is not told of a failure of the server's."""
+    if error.status_code >= 500 and error.__cause__ is not None:
+        logger.error("request %s: %s", request_id, error.__cause__, exc_info=error.__cause__)
 
 
 def as_api_error(error: Exception, method: str, path: str) -> APIError:

@@ -4,100 +4,125 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from rlhf_data import UserError
-from rlhf_serve.clients import with_pauses
-from rlhf_serve.errors import APIError, internal_error, invalid_request, timed_out
+from rlhf_infer.continuous import TopLogps
+from rlhf_serve.clients import with_pauses, within
+from rlhf_serve.errors import APIError, internal_error, invalid_request, log_cause
 from rlhf_serve.limits import Admission
+from rlhf_serve.logprobs import Unfolding
 from rlhf_serve.observe import RequestRecord
 from rlhf_serve.responses import WAITING, Format, event
 from rlhf_serve.service import BestOfNService, Order, Outcome, Timing
-from rlhf_serve.texts import GrowingText
 
-logger = logging.getLogger("rlhf_serve")
-
-_PAUSE_S = 10.0
+PAUSE_S = 5.0
 """Seconds after which a stream shows that it lives."""
 
 
 class Generating:
-    """One request for candidates.
+    """One request for candidates, from its place in the queue to its last byte.
 
     Args:
         service: draws and scores.
-        orders: one per prompt.
+        make_orders: reads the request, one order per prompt; done in a thread, for a chat template may take
+            any time.
         style: how it is answered.
+        record: what is told of the request.
+        timeout_s: seconds after its coming at which it is given up.
+        log_prompts: whether the record gets the prompt.
     """
 
-    def __init__(self, service: BestOfNService, orders: Sequence[Order], style: Format) -> None:
-        self.service, self.orders, self.style = service, orders, style
-        self.timing = Timing()
-        self.record = RequestRecord()
+    def __init__(
+        self,
+        service: BestOfNService,
+        make_orders: Callable[[], Sequence[Order]],
+        style: Format,
+        record: RequestRecord,
+        timeout_s: float,
+        *,
+        log_prompts: bool = False,
+    ) -> None:
+        self.service, self.style, self.record = service, style, record
+        self.orders: Sequence[Order] = ()
+        self.timing = Timing(started=record.began)
+        self._make_orders, self._timeout_s, self._log_prompts = make_orders, timeout_s, log_prompts
 
     @asynccontextmanager
-    async def placed(self, door: Admission) -> AsyncIterator[None]:
-        """Wait for a place in the queue, and have it for as long as the context lasts.
+    async def _placed(self, door: Admission) -> AsyncIterator[None]:
+        """Wait for a place in the queue and have it for as long as the context lasts, the orders being read.
 
         Raises:
-            APIError: 429, the queue is full; 503, the server drains.
+            APIError: 400, the request is wrong; 429, the queue is full; 503, the server drains; 504, the
+                request took too long.
         """
-        async with door.enter() as waited:
+        async with within(self._timeout_s, self.record.began), door.enter() as waited:
             self.timing.queue_s = self.record.queue_s = waited
-            yield
+            try:
+                self.orders = await self.service.texts.workers.run(self._make_orders)
+                if self._log_prompts:
+                    self.record.prompt = self.service.texts.decode(self.orders[0].prompt_ids)
+                yield
+            except UserError as error:
+                raise invalid_request(str(error)) from error
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self, door: Admission) -> dict[str, Any]:
         """The response at once.
 
         Raises:
-            APIError: a candidate cannot be drawn or scored.
+            APIError: as `_placed`; a candidate cannot be drawn or scored.
         """
-        try:
+        async with self._placed(door):
             outcomes = await self.service.run_all(self.orders, self.timing)
-        except UserError as error:
-            raise invalid_request(str(error)) from error
         self._note(outcomes)
         return self.style.whole(outcomes, self.timing)
 
-    async def events(self, timeout_s: float, with_usage: bool) -> AsyncIterator[str]:
+    async def events(self, door: Admission, with_usage: bool) -> AsyncGenerator[str, None]:
         """The response as events: a single candidate token by token as it comes, winners once they are known.
 
-        An error comes as an event, for the response has begun.
-
         Args:
-            timeout_s: seconds after which the request is given up.
+            door: the queue.
             with_usage: whether the last event tells the usage.
+
+        Raises:
+            APIError: as `whole`, before the first event; later ones come as events.
         """
-        queue: asyncio.Queue[str | None] = asyncio.Queue()
-        work = asyncio.ensure_future(self._fill(queue, timeout_s, with_usage))
+        queue: asyncio.Queue[str | APIError | None] = asyncio.Queue()
+        work = asyncio.ensure_future(self._fill(queue, door, with_usage))
+        begun = False
         try:
-            async for text in with_pauses(queue, _PAUSE_S, WAITING):
-                yield text
+            async for item in with_pauses(queue, PAUSE_S, WAITING):
+                if isinstance(item, APIError):
+                    if not begun:
+                        raise item
+                    self.record.error = item.code
+                    log_cause(item, self.record.id)
+                    item = event(item.body())
+                begun = True
+                yield item
         finally:
             work.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await work
 
-    async def _fill(self, queue: asyncio.Queue[str | None], timeout_s: float, with_usage: bool) -> None:
-        """Put events into the queue, and None behind the last."""
+    async def _fill(
+        self, queue: asyncio.Queue[str | APIError | None], door: Admission, with_usage: bool
+    ) -> None:
+        """Put events into the queue, and an error or None behind the last."""
         try:
-            async with asyncio.timeout(timeout_s):
+            async with self._placed(door):
                 await self._stream(queue, with_usage)
         except APIError as error:
-            self._fail(queue, error)
-        except UserError as error:
-            self._fail(queue, invalid_request(str(error)))
-        except TimeoutError:
-            self._fail(queue, timed_out(timeout_s))
-        except Exception:  # the response has begun: its reader is told here or never
-            logger.exception("request %s failed", self.record.id)
-            self._fail(queue, internal_error(self.record.id))
+            queue.put_nowait(error)
+        except Exception as error:  # the response may have begun: its reader is told here or never
+            failed = internal_error(self.record.id)
+            failed.__cause__ = error
+            queue.put_nowait(failed)
         queue.put_nowait(None)
 
-    async def _stream(self, queue: asyncio.Queue[str | None], with_usage: bool) -> None:
+    async def _stream(self, queue: asyncio.Queue[str | APIError | None], with_usage: bool) -> None:
         head = self.style.stream_head()
         [first, *others] = self.orders
         if not others and first.candidates == 1:
@@ -109,27 +134,25 @@ class Generating:
         self._note(outcomes)
         queue.put_nowait(self.style.ending(head, outcomes, self.timing, with_usage=with_usage))
 
-    async def _live(self, order: Order, head: dict[str, Any], queue: asyncio.Queue[str | None]) -> Outcome:
+    async def _live(
+        self, order: Order, head: dict[str, Any], queue: asyncio.Queue[str | APIError | None]
+    ) -> Outcome:
         """A single candidate, token by token as it comes."""
-        growing = GrowingText(self.service.texts, order.params.stop, order.params.min_new_tokens)
+        unfolding = Unfolding(self.service.texts, order.params)
 
-        def on_token(sample: int, token: int) -> None:
+        def on_token(sample: int, token: int, logp: float, top: TopLogps) -> None:
             del sample
-            if piece := growing.add(token):
+            if piece := unfolding.add(token, logp, top):
                 queue.put_nowait(self.style.piece(head, 0, piece))
 
         if opening := self.style.opening(head, 0):
             queue.put_nowait(opening)
         outcome = await self.service.run(order, self.timing, on_token)
         await asyncio.sleep(0)  # tokens that were handed over are told first
-        if rest := growing.rest():
+        if rest := unfolding.rest():
             queue.put_nowait(self.style.piece(head, 0, rest))
         queue.put_nowait(self.style.closing(head, 0, outcome.candidates[0]))
         return outcome
-
-    def _fail(self, queue: asyncio.Queue[str | None], error: APIError) -> None:
-        self.record.error = error.code
-        queue.put_nowait(event(error.body()))
 
     def _note(self, outcomes: Sequence[Outcome]) -> None:
         """Tell the record what became of the request."""

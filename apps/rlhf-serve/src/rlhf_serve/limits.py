@@ -181,14 +181,22 @@ class Admission:
             self._idle.append(future)
             await future
 
-    async def _acquire(self) -> None:
+    def check(self) -> None:
+        """Whether one more would be taken now.
+
+        Raises:
+            APIError: as `enter`.
+        """
         if self.closed:
             raise draining()
+        if self.running >= self.max_running and self.waiting >= self.max_waiting:
+            raise queue_full(self.retry_after_s())
+
+    async def _acquire(self) -> None:
+        self.check()
         if self.running < self.max_running:
             self.running += 1
             return
-        if self.waiting >= self.max_waiting:
-            raise queue_full(self.retry_after_s())
         future = asyncio.get_running_loop().create_future()
         self._queue.append(future)
         try:

@@ -11,7 +11,7 @@ from rlhf_data import UserError
 from rlhf_infer import RewardFunctions
 from rlhf_infer.scorers import load_scorer
 from rlhf_serve.backends import check_backend, load_backend
-from rlhf_serve.scoring import ScoringQueue, reads_messages
+from rlhf_serve.scoring import Scoring, reads_messages
 from rlhf_serve.served import Served
 from rlhf_serve.service import BestOfNService
 from rlhf_serve.settings import ModelSettings, ServeSettings
@@ -60,14 +60,15 @@ def load(
     name = settings.served_model_name or parts.name
     say(f"policy: {parts.model} as {name}, on {backend.name}")
     give_template(backend.tokenizer, parts.chat_template)
+    texts = Texts(backend.tokenizer)
     scoring, names, messages = None, (), True
     if parts.rewards is not None:
-        scoring = ScoringQueue(parts.rewards, run=backend.run_work, threads=threads)
+        scoring = Scoring(parts.rewards, texts, run=backend.run_work, threads=threads)
+        for reward, columns in scoring.columns.items():
+            say(f"reward {reward} reads {', '.join(columns)}: requests must send that in reward_columns")
         names = parts.rewards.names
         messages = reads_messages(parts.rewards.functions)
-    service = BestOfNService(
-        backend, Texts(backend.tokenizer), scoring, messages=messages, answer=settings.answer
-    )
+    service = BestOfNService(backend, texts, scoring, messages=messages, answer=settings.answer)
     return Served(service, name, names, parts.examples)
 
 

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI
@@ -14,7 +15,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rlhf_serve import errors
-from rlhf_serve.keys import KeyRing
+from rlhf_serve.keys import ANONYMOUS, KeyRing
+from rlhf_serve.limits import Admission, ConcurrencyLimiter, RateLimiter
 from rlhf_serve.observe import OTHER, AccessLog, Metrics, RequestRecord, record_of, status_of
 
 MAX_BODY_BYTES = 4 * 2**20
@@ -79,7 +81,6 @@ class Observed:
         """Run the app within."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        began = time.perf_counter()
         record = _new_record(scope)
         status: int | None = None
         ended = False
@@ -101,7 +102,7 @@ class Observed:
         try:
             await self.app(scope, watched_receive, watched_send)
         finally:
-            seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - record.began
             answered = status_of(status, record)
             route = getattr(scope.get("route"), "path", OTHER)
             self.metrics.observe(scope["method"], route, answered, seconds, record)
@@ -162,6 +163,56 @@ class Door:
             record.error = error.code
             return await error.response()(scope, receive, send)
         await self.app(scope, receive, send)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What requests are let in.
+
+    Args:
+        paths: what is limited; nothing else counts.
+        door: the queue, which must have room.
+        rate: requests a minute of each key; None for any number.
+        concurrency: requests at a time of each key; None for any number.
+    """
+
+    paths: Collection[str]
+    door: Admission
+    rate: RateLimiter | None = None
+    concurrency: ConcurrencyLimiter | None = None
+
+    @contextlib.contextmanager
+    def hold(self, key: str) -> Iterator[None]:
+        """Count a request of a key for as long as the context lasts.
+
+        Raises:
+            APIError: 429 or 503.
+        """
+        self.door.check()
+        with contextlib.nullcontext() if self.concurrency is None else self.concurrency.hold(key):
+            if self.rate is not None:
+                self.rate.take(key)
+            yield
+
+
+class Gate:
+    """Refuses requests that are over a limit, before anything of their body is read."""
+
+    def __init__(self, app: ASGIApp, *, limits: Limits) -> None:
+        self.app, self.limits = app, limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the app within, or answer with 429 or 503."""
+        if scope["type"] != "http" or scope["path"] not in self.limits.paths:
+            return await self.app(scope, receive, send)
+        record = record_of(scope)
+        with contextlib.ExitStack() as held:
+            try:
+                held.enter_context(self.limits.hold(record.key or ANONYMOUS))
+            except errors.APIError as error:
+                record.error = error.code
+                return await error.response()(scope, receive, send)
+            await self.app(scope, receive, send)
 
 
 class BodyLimit:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ class RequestRecord:
 
     id: str = field(default_factory=lambda: f"req-{uuid.uuid4().hex}")
     """The request's id, in the header x-request-id of its response."""
+    began: float = field(default_factory=time.perf_counter)
+    """When it came, in seconds of `time.perf_counter`."""
     key: str | None = None
     """The name of the API key, never the key."""
     prompt_tokens: int = 0

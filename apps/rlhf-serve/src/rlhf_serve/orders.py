@@ -32,15 +32,17 @@ def chat_orders(body: ChatRequest, settings: ServeSettings, service: BestOfNServ
     """
     messages = checked_messages(body.messages)
     texts, template = service.texts, body.chat_template_kwargs
+    texts.check_template(template)
     ids = texts.prompt_ids(messages, template)
-    prompt: Text = messages if service.messages else texts.rendered(messages, template)
+    prompt = service.as_scored(messages, template)
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise invalid_request("give max_tokens or max_completion_tokens, not both", "max_tokens")
     if body.top_logprobs and not body.logprobs:
         raise invalid_request("top_logprobs needs logprobs: true", "top_logprobs")
     limit = body.max_completion_tokens or body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return [_order(body, prompt, ids, limit, logprobs, settings, service)]
+    columns = body.reward_columns or {}
+    return [_order(body, prompt, ids, limit, logprobs, columns, settings, service)]
 
 
 def completion_orders(
@@ -58,7 +60,7 @@ def completion_orders(
         )
     orders = []
     vocabulary = len(service.texts.tokenizer)
-    for prompt in prompts:
+    for prompt, columns in zip(prompts, _rows(body, len(prompts)), strict=True):
         if isinstance(prompt, str):
             text, ids = prompt, service.texts.prompt_ids(prompt)
         else:
@@ -67,8 +69,22 @@ def completion_orders(
                     f"prompt has a token id outside the vocabulary of {vocabulary}", "prompt"
                 )
             text, ids = service.texts.decode(prompt), prompt
-        orders.append(_order(body, text, ids, body.max_tokens, body.logprobs, settings, service))
+        orders.append(_order(body, text, ids, body.max_tokens, body.logprobs, columns, settings, service))
     return orders
+
+
+def _rows(body: CompletionRequest, count: int) -> list[dict[str, Any]]:
+    """The reward columns of each prompt: where the request lists prompts, a column is a list with as many."""
+    columns = body.reward_columns or {}
+    if isinstance(body.prompt, str) or (body.prompt and isinstance(body.prompt[0], int)):
+        return [columns]
+    for name, values in columns.items():
+        if not isinstance(values, list) or len(values) != count:
+            raise invalid_request(
+                f"reward_columns.{name[:64]} must be a list of {count} values, one for each prompt",
+                "reward_columns",
+            )
+    return [{name: values[i] for name, values in columns.items()} for i in range(count)]
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:
@@ -83,15 +99,18 @@ def _order(
     ids: Sequence[int],
     max_tokens: int | None,
     logprobs: int | None,
+    columns: dict[str, Any],
     settings: ServeSettings,
     service: BestOfNService,
 ) -> Order:
     max_new_tokens = _length(len(ids), max_tokens, settings, service.backend)
-    params = _params(body, max_new_tokens, logprobs or 0)
+    params = _params(body, max_new_tokens, logprobs)
     n, candidates, selection = _counts(body, settings, service.scoring is not None)
     stopping = _stopping(body, settings, candidates)
     scored = service.scoring is not None and selection != "none"
     scored = scored and (candidates > 1 or body.return_candidates or body.best_of is not None)
+    if scored and service.scoring is not None:
+        service.scoring.check_columns(columns)
     return Order(
         prompt=prompt,
         prompt_ids=tuple(ids),
@@ -104,6 +123,7 @@ def _order(
         reproducible=body.seed is not None,
         # the rule that ends drawing early reads them
         logps=logprobs is not None or stopping is not None,
+        columns=columns,
     )
 
 
@@ -133,7 +153,7 @@ def _length(prompt: int, asked: int | None, settings: ServeSettings, backend: Ba
     return asked
 
 
-def _params(body: Generation, max_new_tokens: int, top_logprobs: int) -> SamplingParams:
+def _params(body: Generation, max_new_tokens: int, logprobs: int | None) -> SamplingParams:
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stops) > _MAX_STOPS or not all(0 < len(stop) <= _MAX_STOP_LENGTH for stop in stops):
         raise invalid_request(
@@ -156,7 +176,13 @@ def _params(body: Generation, max_new_tokens: int, top_logprobs: int) -> Samplin
         "repetition_penalty": body.repetition_penalty,
         "min_new_tokens": body.min_tokens,
     }
-    params = SamplingParams(max_new_tokens, seed=seed, stop=tuple(stops), top_logprobs=top_logprobs)
+    params = SamplingParams(
+        max_new_tokens,
+        seed=seed,
+        stop=tuple(stops),
+        top_logprobs=logprobs or 0,
+        raw_logprobs=logprobs is not None,
+    )
     try:
         return dataclasses.replace(params, **{k: v for k, v in given.items() if v is not None})
     except UserError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 import uuid
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_infer.candidates import Candidate
+from rlhf_serve.logprobs import Piece, TokenRow, chat_logprobs, completion_logprobs, unfolded
 from rlhf_serve.service import Outcome, Timing, scores_of
 from rlhf_serve.texts import Texts
 
@@ -47,7 +47,7 @@ class Format:
                     body["message"] = {"role": "assistant", "content": each.text, "refusal": None}
                 else:
                     body["text"] = each.text
-                body["logprobs"] = self._logprobs(each)
+                body["logprobs"] = self._logprobs(self._rows(outcome, each))
                 body["finish_reason"] = each.rollout.finish_reason
                 choices.append(body | {"score": each.score})
         response = self._head("chat.completion" if self.chat else "text_completion")
@@ -61,12 +61,12 @@ class Format:
         return self._head("chat.completion.chunk" if self.chat else "text_completion")
 
     def chunks(self, head: dict[str, Any], outcomes: Sequence[Outcome]) -> Iterator[str]:
-        """The winners, token by token."""
+        """The winners, piece by piece."""
         index = 0
         for outcome in outcomes:
             for each in outcome.chosen:
                 yield from self._opening(head, index)
-                for piece in _within(self.texts.pieces(each.rollout.completion_ids), each.text):
+                for piece in unfolded(self.texts, outcome.order.params, each.rollout):
                     yield self.piece(head, index, piece)
                 yield self.closing(head, index, each)
                 index += 1
@@ -80,17 +80,18 @@ class Format:
         """The first chunk of a choice; nothing for completions."""
         return "".join(self._opening(head, index))
 
-    def piece(self, head: dict[str, Any], index: int, text: str) -> str:
-        """A chunk with a piece of a choice's text."""
-        body: dict[str, Any] = {"index": index, "finish_reason": None, "logprobs": None}
-        body |= {"delta": {"content": text}} if self.chat else {"text": text}
+    def piece(self, head: dict[str, Any], index: int, piece: Piece) -> str:
+        """A chunk with a piece of a choice's text, and the log-probs of its tokens if asked for."""
+        body: dict[str, Any] = {"index": index, "finish_reason": None}
+        body["logprobs"] = self._logprobs(piece.rows)
+        body |= {"delta": {"content": piece.text}} if self.chat else {"text": piece.text}
         return event(head | {"choices": [body]})
 
     def closing(self, head: dict[str, Any], index: int, candidate: Candidate) -> str:
-        """The last chunk of a choice: why it ended, its score, and its log-probs if asked for."""
+        """The last chunk of a choice: why it ended, and its score."""
         body: dict[str, Any] = {"index": index, "finish_reason": candidate.rollout.finish_reason}
         body |= {"delta": {}} if self.chat else {"text": ""}
-        body |= {"logprobs": self._logprobs(candidate), "score": candidate.score}
+        body |= {"logprobs": None, "score": candidate.score}
         return event(head | {"choices": [body]})
 
     def ending(
@@ -113,31 +114,17 @@ class Format:
             "model": self.model,
         }
 
-    def _logprobs(self, candidate: Candidate) -> dict[str, Any] | None:
+    def _rows(self, outcome: Outcome, candidate: Candidate) -> list[TokenRow]:
+        """The tokens of a candidate's text, where log-probs are asked for."""
+        if self.logprobs is None:
+            return []
+        pieces = unfolded(self.texts, outcome.order.params, candidate.rollout)
+        return [row for piece in pieces for row in piece.rows]
+
+    def _logprobs(self, rows: Sequence[TokenRow]) -> dict[str, Any] | None:
         if self.logprobs is None:
             return None
-        rollout, decode = candidate.rollout, self.texts.tokenizer.decode
-        tops = rollout.top_logps or [[] for _ in rollout.completion_ids]
-        rows = zip(rollout.completion_ids, rollout.logps, tops, strict=True)
-        if self.chat:
-            content = [
-                _entry(decode([token]), logp)
-                | {"top_logprobs": [_entry(decode([other]), value) for other, value in top]}
-                for token, logp, top in rows
-            ]
-            return {"content": content, "refusal": None}
-        tokens = [decode([token]) for token in rollout.completion_ids]
-        offsets = list(itertools.accumulate((len(token) for token in tokens[:-1]), initial=0))[: len(tokens)]
-        return {
-            "tokens": tokens,
-            "token_logprobs": rollout.logps,
-            "top_logprobs": [{decode([other]): value for other, value in top} for top in tops] or None,
-            "text_offset": offsets,
-        }
-
-
-def _entry(text: str, logp: float) -> dict[str, Any]:
-    return {"token": text, "logprob": logp, "bytes": list(text.encode())}
+        return (chat_logprobs if self.chat else completion_logprobs)(self.texts.token_bytes, rows)
 
 
 def event(body: dict[str, Any]) -> str:
@@ -168,14 +155,3 @@ def listed(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
             row |= {"rank": rank[place], "selected": rank[place] < outcome.order.n}
             rows.append(row | ({"prompt": prompt} if len(outcomes) > 1 else {}))
     return rows
-
-
-def _within(pieces: Sequence[str], text: str) -> Iterator[str]:
-    """The pieces, cut where the text ends, for a stop text is no part of it."""
-    left = len(text)
-    for piece in pieces:
-        if piece[:left]:
-            yield piece[:left]
-        left -= len(piece)
-        if left <= 0:
-            return

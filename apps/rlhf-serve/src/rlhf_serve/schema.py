@@ -68,6 +68,19 @@ Probability = Annotated[float, Field(gt=0, le=1)]
 Selection = Literal["best", "majority", "weighted", "none"]
 
 
+class WrongField(ValueError):
+    """A field that a request does not have, or not with this value.
+
+    Args:
+        message: what is wrong.
+        field: its name.
+    """
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
 class Body(BaseModel):
     """Fields that are not known are refused, with the nearest name that is."""
 
@@ -80,11 +93,12 @@ class Body(BaseModel):
             return values
         for name in [name for name in values if name not in cls.model_fields]:
             if name in _NEUTRAL and values[name] not in _NEUTRAL[name]:
-                raise ValueError(f"{name} is not supported by this server; leave it out")
+                raise WrongField(f"{name} is not supported by this server; leave it out", name)
             if name not in _NEUTRAL and name not in WITHOUT_EFFECT:
                 near = difflib.get_close_matches(str(name), cls.model_fields, n=1)
                 hint = f"; did you mean {near[0]}?" if near else "; leave it out"
-                raise ValueError(f"{str(name)[:64]!r} is no field of this request{hint}")
+                shown = str(name)[:64]
+                raise WrongField(f"{shown!r} is no field of this request{hint}", shown)
         return {name: value for name, value in values.items() if name in cls.model_fields}
 
 
@@ -149,6 +163,14 @@ class Generation(Body):
     """Two requests with the same seed draw the same candidates."""
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
+    reward_columns: dict[Utf8, Any] | None = None
+    """Further columns that rewards read, such as the right `answer`; for several prompts a list each."""
+
+    @field_validator("reward_columns")
+    @classmethod
+    def _columns(cls, value: Any) -> Any:
+        _check_texts(value)
+        return value
 
 
 class ChatRequest(Generation):
@@ -161,7 +183,7 @@ class ChatRequest(Generation):
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    """Arguments for the chat template."""
+    """Switches of the chat template: texts, numbers, true, false or null under names that it reads."""
 
     @field_validator("messages", "chat_template_kwargs")
     @classmethod
@@ -178,22 +200,48 @@ class CompletionRequest(Generation):
     logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
 
 
+Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=4096, fail_fast=True)]
+Conversations = Annotated[list[Messages], Field(fail_fast=True)]
+
+
 class ScoreRequest(Body):
     """`POST /v1/score`: how good completions are after their prompts."""
 
     model: Annotated[Utf8, Field(max_length=512)] | None = None
-    text_1: Utf8 | Utf8s
-    """Prompts; one stands for all completions."""
+    text_1: Utf8 | Utf8s | Messages | Conversations
+    """Prompts, texts or messages; one stands for all completions."""
     text_2: Utf8 | Utf8s
     """Completions."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """As in a chat, where a reward reads what the policy reads."""
+    reward_columns: dict[Utf8, list[Any]] | None = None
+    """Further columns that rewards read, one value for each completion."""
+
+    @field_validator("text_1", "chat_template_kwargs", "reward_columns")
+    @classmethod
+    def _texts(cls, value: Any) -> Any:
+        _check_texts(value)
+        return value
 
 
 class RewardRequest(BaseModel):
-    """OpenRLHF's `POST /get_reward`; other fields have no effect."""
+    """`POST /get_reward`, as OpenRLHF's trainers ask; fields that are not named here have no effect."""
 
     model_config = ConfigDict(extra="ignore")
 
-    query: Utf8 | Utf8s
-    """Prompt and completion in one text."""
-    prompts: Utf8 | Utf8s | None = None
+    query: Utf8 | Utf8s | None = None
+    """Prompt and completion in one text, with the policy's special tokens or without."""
+    prompts: Utf8 | Utf8s | Conversations | None = None
     """The prompts; null reads the query as a completion after an empty prompt."""
+    labels: list[Any] | None = None
+    """For rewards that read the columns `labels` or `answer`."""
+    completions: Utf8s | Conversations | None = None
+    """Instead of `query`: what comes after each of the prompts; both may then be messages."""
+    columns: dict[Utf8, list[Any]] | None = None
+    """Further columns that rewards read."""
+
+    @field_validator("prompts", "labels", "completions", "columns")
+    @classmethod
+    def _texts(cls, value: Any) -> Any:
+        _check_texts(value)
+        return value

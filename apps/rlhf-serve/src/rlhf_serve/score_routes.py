@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from rlhf_data import UserError
-from rlhf_data.transcripts import Text
+from rlhf_data.transcripts import Message, Text
 from rlhf_serve.clients import ClientLeft, attended, within
 from rlhf_serve.errors import invalid_request
 from rlhf_serve.limits import Admission
@@ -18,20 +20,38 @@ from rlhf_serve.observe import record_of
 from rlhf_serve.schema import RewardRequest, ScoreRequest
 from rlhf_serve.scoring import Scores
 from rlhf_serve.served import Served
+from rlhf_serve.service import BestOfNService
 from rlhf_serve.settings import ServeSettings
+from rlhf_serve.texts import checked_messages
+from rlhf_serve.wire import split_query
 
 
-def add_scoring(app: FastAPI, served: Served, settings: ServeSettings, door: Admission, guard: Any) -> None:
+@dataclass(frozen=True)
+class Batch:
+    """What a request wants scored.
+
+    Args:
+        prompts: B texts or messages.
+        completions: B texts, or messages after messages.
+        columns: B values each.
+    """
+
+    prompts: list[Text]
+    completions: list[Text]
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+
+
+def add_scoring(app: FastAPI, served: Served, settings: ServeSettings, door: Admission) -> None:
     """Add `/v1/score` and `/get_reward`."""
+    service = served.service
 
-    @app.post("/v1/score", dependencies=[guard])
+    @app.post("/v1/score")
     async def score(body: ScoreRequest, request: Request) -> Response:
         """How good completions are after their prompts."""
         if body.model is not None:
             served.check_model(body.model)
-        pairs = _score_pairs(body)
         try:
-            found = await _scores(served, settings, door, request, pairs, "text_2")
+            found = await _scores(service, settings, door, request, partial(_score_batch, body, service))
         except ClientLeft:
             return Response(status_code=499)
         data = [
@@ -41,51 +61,57 @@ def add_scoring(app: FastAPI, served: Served, settings: ServeSettings, door: Adm
         head = {"id": f"score-{uuid.uuid4().hex}", "object": "list", "created": int(time.time())}
         return JSONResponse(head | {"model": ",".join(served.rewards), "data": data})
 
-    @app.post("/get_reward", dependencies=[guard])
+    @app.post("/get_reward")
     async def get_reward(body: RewardRequest, request: Request) -> Response:
-        """Rewards as OpenRLHF's trainers ask for them."""
-        pairs = _reward_pairs(body)
+        """Rewards as OpenRLHF's trainers ask for them, and `rlhf-train --reward URL`."""
         try:
-            found = await _scores(served, settings, door, request, pairs, "query")
+            found = await _scores(service, settings, door, request, partial(_reward_batch, body, service))
         except ClientLeft:
             return Response(status_code=499)
         return JSONResponse({"rewards": found.total, "scores": found.total, "extra_logs": found.by_name})
 
 
 async def _scores(
-    served: Served,
+    service: BestOfNService,
     settings: ServeSettings,
     door: Admission,
     request: Request,
-    pairs: list[tuple[str, str]],
-    field: str,
+    make_batch: Callable[[], Batch],
 ) -> Scores:
-    """Scores of pairs of a prompt and a completion; `field` is what the request calls the completions."""
-    scoring = served.service.scoring
+    """Scores of what `make_batch` reads from the request, which it does in a thread."""
+    scoring = service.scoring
     if scoring is None:
         raise invalid_request("this server has no reward; start it with --reward-model")
-    if not 1 <= len(pairs) <= settings.max_scored:
-        raise invalid_request(f"{field} holds {len(pairs)} texts; expected 1 to {settings.max_scored}", field)
-    tokenizer = served.service.texts.tokenizer
-    prompts: list[Text] = [prompt for prompt, _ in pairs]
-    completions: list[Text] = [completion for _, completion in pairs]
+    record = record_of(request)
 
     async def work() -> Scores:
-        async with within(settings.request_timeout_s), door.enter() as waited:
-            record_of(request).queue_s = waited
-            ids = [list(tokenizer(text)["input_ids"]) for text in completions]
-            return await scoring.score(prompts, completions, ids)
+        async with within(settings.request_timeout_s, record.began), door.enter() as waited:
+            record.queue_s = waited
+            batch = await service.texts.workers.run(make_batch)
+            if not 1 <= len(batch.completions) <= settings.max_scored:
+                raise invalid_request(
+                    f"there are {len(batch.completions)} texts to score; expected 1 to {settings.max_scored}"
+                )
+            scoring.check_columns(batch.columns)
+            return await scoring.score(batch.prompts, batch.completions, batch.columns)
 
-    try:
-        found = await attended(request.receive, work())
-    except UserError as error:
-        raise invalid_request(str(error), field) from error
-    record_of(request).rewards = found.total
+    found = await attended(request.receive, work())
+    record.rewards = found.total
     return found
 
 
-def _score_pairs(body: ScoreRequest) -> list[tuple[str, str]]:
-    prompts, completions = _listed(body.text_1), _listed(body.text_2)
+def _score_batch(body: ScoreRequest, service: BestOfNService) -> Batch:
+    service.texts.check_template(body.chat_template_kwargs)
+    given = body.text_1
+    if isinstance(given, str) or (given and isinstance(given[0], dict)):
+        given = [given]
+    completions = [body.text_2] if isinstance(body.text_2, str) else body.text_2
+    prompts = [
+        each
+        if isinstance(each, str)
+        else service.as_scored(checked_messages(each), body.chat_template_kwargs)
+        for each in given
+    ]
     if len(prompts) == 1:
         prompts = prompts * len(completions)
     if len(prompts) != len(completions):
@@ -94,24 +120,74 @@ def _score_pairs(body: ScoreRequest) -> list[tuple[str, str]]:
             "text_1",
             "text_1",
         )
-    return list(zip(prompts, completions, strict=True))
+    after = [_completion(p, c) for p, c in zip(prompts, completions, strict=True)]
+    return _batch(prompts, after, body.reward_columns or {}, "reward_columns")
 
 
-def _reward_pairs(body: RewardRequest) -> list[tuple[str, str]]:
-    queries = _listed(body.query)
-    prompts = [""] * len(queries) if body.prompts is None else _listed(body.prompts)
-    if len(prompts) != len(queries):
+def _reward_batch(body: RewardRequest, service: BestOfNService) -> Batch:
+    columns = dict(body.columns or {})
+    if body.labels is not None:
+        columns = {"labels": body.labels, "label": body.labels, "answer": body.labels} | columns
+    if body.completions is not None:
+        prompts, completions = _listed(body.prompts), list(body.completions)
+    elif body.query is not None:
+        queries = [body.query] if isinstance(body.query, str) else body.query
+        texts = [""] * len(queries) if body.prompts is None else _listed(body.prompts)
+        if len(texts) != len(queries) or not all(isinstance(text, str) for text in texts):
+            raise invalid_request(
+                f"query holds {len(queries)} texts and prompts {len(texts)}; expected as many texts",
+                "prompts",
+            )
+        pairs = [split_query(q, p, service.texts) for q, p in zip(queries, texts, strict=True)]
+        return _batch([p for p, _ in pairs], [c for _, c in pairs], columns, "columns")
+    else:
+        raise invalid_request("expected query, or prompts and completions", "query")
+    if len(prompts) != len(completions):
         raise invalid_request(
-            f"query holds {len(queries)} texts and prompts {len(prompts)}; expected as many", "prompts"
+            f"there are {len(prompts)} prompts and {len(completions)} completions; expected as many",
+            "prompts",
         )
-    for i, (query, prompt) in enumerate(zip(queries, prompts, strict=True)):
-        if not query.startswith(prompt):
-            raise invalid_request(f"query[{i}] does not begin with prompts[{i}]", "query")
-    return [(prompt, query[len(prompt) :]) for query, prompt in zip(queries, prompts, strict=True)]
+    read = [_as_read(p, c, service) for p, c in zip(prompts, completions, strict=True)]
+    return _batch([p for p, _ in read], [c for _, c in read], columns, "columns")
 
 
-def _listed(texts: str | list[str]) -> list[str]:
-    return [texts] if isinstance(texts, str) else texts
+def _as_read(prompt: Any, completion: Any, service: BestOfNService) -> tuple[Text, Text]:
+    """Prompt and completion as rewards read them: both messages, or both texts."""
+    if isinstance(prompt, str):
+        if not isinstance(completion, str):
+            raise invalid_request(
+                "a prompt is a text and its completion messages; write both alike", "completions"
+            )
+        return prompt, completion
+    if not isinstance(completion, str):
+        completion = checked_messages(completion)
+        if service.messages:
+            return checked_messages(prompt), completion
+        completion = "\n".join(message["content"] for message in completion)
+    found = service.as_scored(checked_messages(prompt))
+    return found, _completion(found, completion)
+
+
+def _completion(prompt: Text, completion: str) -> Text:
+    """A completion as rewards read it after a prompt."""
+    return completion if isinstance(prompt, str) else [Message(role="assistant", content=completion)]
+
+
+def _batch(
+    prompts: list[Text], completions: list[Text], columns: dict[str, list[Any]], field_name: str
+) -> Batch:
+    for name, values in columns.items():
+        if len(values) != len(completions):
+            raise invalid_request(
+                f"the column {name[:64]!r} has {len(values)} values; expected {len(completions)}, one for "
+                "each completion",
+                field_name,
+            )
+    return Batch(prompts, completions, columns)
+
+
+def _listed(prompts: Any) -> list[Any]:
+    return [] if prompts is None else [prompts] if isinstance(prompts, str) else list(prompts)
 
 
 def _row(scores: Scores, place: int) -> dict[str, float | None]:

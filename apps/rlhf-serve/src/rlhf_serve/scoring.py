@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import threading
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from rlhf_data import UserError
 from rlhf_data.transcripts import Text
-from rlhf_infer import RewardFunctions
+from rlhf_infer import RewardFunctions, ScorerUnavailable
+from rlhf_infer.rewards import loop
+from rlhf_infer.rewards.calling import Samples
+from rlhf_infer.rewards.functions import Source
+from rlhf_infer.rewards.needs import computes_with_torch, needed_columns
+from rlhf_infer.rewards.texts import text_of
+from rlhf_serve.errors import APIError, invalid_request, reward_failed
+from rlhf_serve.lanes import Lane, Rows
+from rlhf_serve.texts import Texts
+from rlhf_serve.workers import together
 
-_LOG = logging.getLogger(__name__)
+_LAST_S = 1.0
+"""Seconds that a Python function has to come back when the server ends."""
+_OWN = "rlhf_infer.rewards."
+"""Modules of the rules, whose messages are about the texts and columns that a request brings."""
 
 
 @dataclass(frozen=True)
@@ -32,123 +39,132 @@ class Scores:
     by_name: dict[str, list[float | None]]
 
 
-@dataclass(eq=False)
-class _Job:
-    prompts: list[Text]
-    completions: list[Text]
-    completion_ids: list[list[int]]
-    result: Future[Scores] = field(default_factory=Future)
+class Scoring:
+    """Scores completions; no reward function holds up what does not wait for it.
 
-
-class ScoringQueue:
-    """Scores what is there in one call, so that models read shared prompts once and small requests together.
+    - Models of this process share the thread that generation computes in, for a second one would only take
+      its cores. All completions that wait are scored in one call, which reads shared prompts once.
+    - Coroutine functions, such as scorers behind HTTP, are awaited, those of all requests at the same time.
+    - Other Python functions have a thread of their own, which takes all that waits in one call.
 
     Args:
         rewards: the reward functions.
+        texts: of the policy, whose tokens functions that count tokens get: those of the completion's text,
+            without special tokens.
+        run: does a piece of work in generation's thread; None: at once.
+        threads: CPU threads of what computes; None for what torch takes.
         max_batch: completions in one call, unless one request alone has more.
-        run: does a piece of work in the thread that it belongs to; None for the queue's own.
-        threads: CPU threads of the queue's own thread; None for what torch takes.
     """
 
     def __init__(
         self,
         rewards: RewardFunctions,
+        texts: Texts,
         *,
-        max_batch: int = 512,
         run: Callable[[Callable[[], Any]], Any] | None = None,
         threads: int | None = None,
+        max_batch: int = 512,
     ) -> None:
-        self.rewards, self.max_batch = rewards, max_batch
-        self._run_work, self._threads = run or (lambda work: work()), threads
-        self._waiting: deque[_Job] = deque()
-        self._changed = threading.Condition()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="rlhf-scoring", daemon=True)
-        self._thread.start()
+        self.rewards, self._texts = rewards, texts
+        self.columns: Mapping[str, tuple[str, ...]] = _needs(rewards.sources)
+        """Columns without which rewards cannot score, by the reward's name."""
+        waited = [source for source in rewards.sources if source.is_async]
+        models = [s for s in rewards.sources if s not in waited and computes_with_torch(s.function)]
+        others = [source for source in rewards.sources if source not in (*waited, *models)]
+        self._awaited = waited
+        self._lanes: list[Lane] = []
+        if models:
+            self._lanes.append(Lane(models, name="models", run=run, threads=threads, max_batch=max_batch))
+        if others:
+            self._lanes.append(Lane(others, name="functions", max_batch=max_batch, last_s=_LAST_S))
+        self._reads_tokens = bool(waited or others)
+
+    def check_columns(self, columns: Mapping[str, Any]) -> None:
+        """Refuse a request that lacks a column.
+
+        Raises:
+            APIError: 400; the column is named.
+        """
+        for name, needed in self.columns.items():
+            if missing := [column for column in needed if column not in columns]:
+                raise invalid_request(
+                    f"reward {name} reads the column {missing[0]}; send it in reward_columns",
+                    "reward_columns",
+                )
 
     async def score(
         self,
         prompts: Sequence[Text],
         completions: Sequence[Text],
-        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> Scores:
         """Scores of B completions.
 
         Args:
             prompts: B texts or messages.
             completions: B texts or messages.
-            completion_ids: B lists of token ids.
+            columns: B values for each further column.
 
         Raises:
-            UserError: a function cannot score one of them.
+            APIError: 400, a model or a rule cannot score one of them; 502, a reward function failed; what
+                happened is the error's cause.
         """
-        job = _Job(list(prompts), list(completions), [list(ids) for ids in completion_ids])
-        with self._changed:
-            if self._closed:
-                raise RuntimeError("the queue is closed")
-            self._waiting.append(job)
-            self._changed.notify()
-        return await asyncio.wrap_future(job.result)
+        ids = None
+        if self._reads_tokens:
+            ids = await self._texts.workers.run(
+                lambda: [self._texts.token_ids(text_of(completion)) for completion in completions]
+            )
+        samples = Samples(list(prompts), list(completions), ids, dict(columns or {}))
+        works = [self._in_lane(lane, samples) for lane in self._lanes]
+        found = await together([*works, *(self._wait_for(source, samples) for source in self._awaited)])
+        rows: Rows = {name: row for part in found for name, row in part.items()}
+        try:
+            scores = self.rewards.combined([rows[name] for name in self.rewards.names], completions)
+        except UserError as error:
+            raise invalid_request(str(error)) from error
+        by_name = {
+            name: [None if value != value else value for value in row.tolist()]
+            for name, row in zip(scores.names, scores.rewards, strict=True)
+        }
+        return Scores(scores.total.tolist(), by_name)
 
     def close(self) -> None:
-        """End the thread; what waits is given up."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        self._thread.join()
+        """End the threads; what waits is given up."""
+        for lane in self._lanes:
+            lane.close()
 
-    def _run(self) -> None:
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)
-        while (batch := self._next_batch()) is not None:
-            if live := [job for job in batch if job.result.set_running_or_notify_cancel()]:
-                self._settle(live)
-
-    def _next_batch(self) -> list[_Job] | None:
-        """Everything that waits, up to the limit; None when the queue is closed."""
-        with self._changed:
-            while not (self._waiting or self._closed):
-                self._changed.wait()
-            if self._closed:
-                for job in self._waiting:
-                    job.result.cancel()
-                return None
-            batch = [self._waiting.popleft()]
-            size = len(batch[0].completions)
-            while self._waiting and size + len(self._waiting[0].completions) <= self.max_batch:
-                batch.append(self._waiting.popleft())
-                size += len(batch[-1].completions)
-            return batch
-
-    def _settle(self, jobs: Sequence[_Job]) -> None:
-        """Answer jobs together or, where that fails, each alone: one request's mistake is not the others'."""
+    async def _in_lane(self, lane: Lane, samples: Samples) -> Rows:
         try:
-            self._answer(jobs)
+            return await lane.rows(samples)
         except Exception as error:
-            if len(jobs) == 1:
-                jobs[0].result.set_exception(error)
-                return
-            for job in jobs:
-                self._settle([job])
+            raise _told(error, lane.sources) from error
 
-    def _answer(self, jobs: Sequence[_Job]) -> None:
-        scores = self._run_work(
-            lambda: self.rewards(
-                [prompt for job in jobs for prompt in job.prompts],
-                [completion for job in jobs for completion in job.completions],
-                completion_ids=[ids for job in jobs for ids in job.completion_ids],
-                columns={},
-            )
-        )
-        start = 0
-        for job in jobs:
-            part = slice(start, start + len(job.completions))
-            start = part.stop
-            by_name = {
-                name: [None if value != value else value for value in row[part].tolist()]
-                for name, row in zip(scores.names, scores.rewards, strict=True)
-            }
-            job.result.set_result(Scores(scores.total[part].tolist(), by_name))
+    async def _wait_for(self, source: Source, samples: Samples) -> Rows:
+        """What a coroutine function gives; it runs in the loop in which its sessions live, not in ours."""
+        try:
+            result = await asyncio.wrap_future(loop.submit(source.call(samples)))
+            return dict(zip(source.rows, source.checked(result, samples), strict=True))
+        except Exception as error:
+            raise reward_failed() from error
+
+
+def _told(error: Exception, sources: Iterable[Source]) -> APIError:
+    """What a client is told of a failure: the message of a model or a rule, which is about what it asked for.
+
+    Anything else is the server's own affair.
+    """
+    known = all(
+        computes_with_torch(source.function) or type(source.function).__module__.startswith(_OWN)
+        for source in sources
+    )
+    if known and isinstance(error, UserError) and not isinstance(error, ScorerUnavailable):
+        return invalid_request(str(error))
+    return reward_failed()
+
+
+def _needs(sources: Iterable[Source]) -> dict[str, tuple[str, ...]]:
+    found = {source.name: needed_columns(source.function) for source in sources}
+    return {name: columns for name, columns in found.items() if columns}
 
 
 def reads_messages(rewards: Any) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_data.transcripts import Text
+from rlhf_data.transcripts import Message, Text
 from rlhf_infer import SamplingParams
 from rlhf_infer.answers import extractor
 from rlhf_infer.candidates import VOTES, Candidate, SamplingCost, Selected, Selection
@@ -16,8 +16,9 @@ from rlhf_infer.continuous import OnToken
 from rlhf_infer.search import BestOfNSearch, SearchRules
 from rlhf_infer.stopping import ConfidenceBasedStopping
 from rlhf_serve.backends import Backend, Draw
-from rlhf_serve.scoring import ScoringQueue
+from rlhf_serve.scoring import Scoring
 from rlhf_serve.texts import Texts
+from rlhf_serve.workers import together
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Order:
         params: how candidates are drawn.
         reproducible: whether the same seed has to give the same candidates.
         logps: whether log-probs of their tokens are needed.
+        columns: further values that reward functions read.
     """
 
     prompt: Text
@@ -47,6 +49,7 @@ class Order:
     params: SamplingParams
     reproducible: bool
     logps: bool
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -108,7 +111,7 @@ class BestOfNService:
         self,
         backend: Backend,
         texts: Texts,
-        scoring: ScoringQueue | None,
+        scoring: Scoring | None,
         *,
         messages: bool = True,
         answer: str = "text",
@@ -116,6 +119,14 @@ class BestOfNService:
         self.backend, self.texts, self.scoring = backend, texts, scoring
         self.messages = messages
         self._extract = extractor(answer)
+
+    def as_scored(self, messages: list[Message], template: Mapping[str, Any] | None = None) -> Text:
+        """A conversation as reward functions read it: as messages, or as the text that the policy reads.
+
+        Raises:
+            APIError: the chat template refuses the messages.
+        """
+        return messages if self.messages else self.texts.rendered(messages, template)
 
     async def run(self, order: Order, timing: Timing, on_token: OnToken | None = None) -> Outcome:
         """Draw and rank the candidates of an order.
@@ -140,19 +151,12 @@ class BestOfNService:
         while count := search.next_samples():
             await self._draw(order, search, count, timing, on_token)
             if order.scored and self.scoring is not None:
-                await self._score(self.scoring, search, timing)
+                await self._score(self.scoring, search, order, timing)
         return Outcome(order, search.selected())
 
     async def run_all(self, orders: Sequence[Order], timing: Timing) -> list[Outcome]:
         """The outcomes of several orders, worked on at the same time."""
-        tasks = [asyncio.ensure_future(self.run(order, timing)) for order in orders]
-        try:
-            return list(await asyncio.gather(*tasks))
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
+        return await together(self.run(order, timing) for order in orders)
 
     async def _draw(
         self, order: Order, search: BestOfNSearch, count: int, timing: Timing, on_token: OnToken | None
@@ -163,7 +167,7 @@ class BestOfNService:
         search.add(await self.backend.generate(draw, on_token))
         timing.generate_s += time.perf_counter() - start
 
-    async def _score(self, scoring: ScoringQueue, search: BestOfNSearch, timing: Timing) -> None:
+    async def _score(self, scoring: Scoring, search: BestOfNSearch, order: Order, timing: Timing) -> None:
         """Score what has no score yet; repeats have theirs already."""
         if not (new := search.unscored()):
             return
@@ -171,7 +175,7 @@ class BestOfNService:
         found = await scoring.score(
             [search.prompt] * len(new),
             [search.completion(each) for each in new],
-            [each.rollout.completion_ids for each in new],
+            {name: [value] * len(new) for name, value in order.columns.items()},
         )
         timing.score_s += time.perf_counter() - start
         search.give_scores(new, found.total, found.by_name)
@@ -181,6 +185,7 @@ class BestOfNService:
         await self.backend.close()
         if self.scoring is not None:
             await asyncio.to_thread(self.scoring.close)
+        self.texts.workers.close()
 
 
 def scores_of(candidate: Candidate) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +11,9 @@ from rlhf_data import Encoder, UserError
 from rlhf_data.transcripts import Message, Text
 from rlhf_infer.stops import until_stop
 from rlhf_serve.errors import invalid_request
+from rlhf_serve.templates import check_switches, switches_of
+from rlhf_serve.token_bytes import TokenBytes
+from rlhf_serve.workers import Workers
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _ROLES = ("assistant", "developer", "system", "tool", "user")
@@ -23,7 +28,29 @@ class Texts:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._encoder = Encoder(tokenizer)
+        self.workers = Workers()
+        """Threads in which prompts are to be rendered and tokenised."""
+        self._encoder = self._chats = Encoder(tokenizer)
+        if getattr(tokenizer, "split_special_tokens", False):
+            # Chats are read otherwise, and no thread may change how a tokenizer reads while another reads.
+            own = copy.deepcopy(tokenizer)
+            own("", split_special_tokens=False)
+            self._chats = Encoder(own)
+        self._switches = switches_of(tokenizer)
+        self.token_bytes = TokenBytes(tokenizer)
+        """What the policy's tokens stand for."""
+
+    def check_template(self, template: Mapping[str, Any] | None) -> None:
+        """Refuse arguments for the chat template that are not its switches.
+
+        Raises:
+            APIError: 400; the argument is named.
+        """
+        check_switches(template or {}, self._switches)
+
+    def token_ids(self, text: str) -> list[int]:
+        """Token ids of a text, without special tokens."""
+        return self._encoder.text(text, start=False)
 
     def prompt_ids(self, prompt: Text, template: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of a text, or of messages up to where the assistant's answer starts.
@@ -31,36 +58,43 @@ class Texts:
         Raises:
             APIError: 400, where the chat template is missing or refuses the messages.
         """
-        if not isinstance(prompt, str) and self.tokenizer.chat_template is None:
+        if isinstance(prompt, str):
+            return self._encoder.prompt(prompt)
+        self._check_template_exists()
+        try:
+            return self._chats.prompt(prompt, template)
+        except UserError as error:
+            raise invalid_request(str(error), "messages") from error
+
+    def rendered(self, prompt: Text, template: Mapping[str, Any] | None = None) -> str:
+        """The text that a model reads for a prompt.
+
+        Raises:
+            APIError: as `prompt_ids`.
+        """
+        if isinstance(prompt, str):
+            return prompt
+        self._check_template_exists()
+        try:
+            return self.tokenizer.apply_chat_template(
+                prompt, tokenize=False, add_generation_prompt=True, **(template or {})
+            )
+        except Exception as error:  # a template is a program, and fails as it likes
+            raise invalid_request(
+                f"the chat template refuses the conversation ({error})", "messages"
+            ) from error
+
+    def _check_template_exists(self) -> None:
+        if self.tokenizer.chat_template is None:
             raise invalid_request(
                 "the model's tokenizer has no chat template; use /v1/completions, or start the server with "
                 "--chat-template",
                 "messages",
             )
-        try:
-            return self._encoder.prompt(prompt, template)
-        except UserError as error:
-            raise invalid_request(str(error), "prompt" if isinstance(prompt, str) else "messages") from error
-
-    def rendered(self, prompt: Text, template: Mapping[str, Any] | None = None) -> str:
-        """The text that a model reads for a prompt."""
-        if isinstance(prompt, str):
-            return prompt
-        return self.tokenizer.apply_chat_template(
-            prompt, tokenize=False, add_generation_prompt=True, **(template or {})
-        )
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-    def pieces(self, ids: Sequence[int]) -> list[str]:
-        """What each token adds to the text; joined they are `decode(ids)`."""
-        growing = GrowingText(self, ())
-        pieces = [growing.add(token) for token in ids]
-        if pieces:
-            pieces[-1] += growing.rest()
-        return pieces
 
 
 def give_template(tokenizer: Any, template: str | None) -> None:
@@ -84,6 +118,8 @@ class GrowingText:
         self._ids: list[int] = []
         self._start, self._read = 0, 0
         self._text, self._sent = "", 0
+        self.ends: list[int] = []
+        """Characters of the text after each token; it grows with the last token of a character only."""
 
     def add(self, token: int) -> str:
         """The text that is certain now and was not before."""
@@ -95,6 +131,7 @@ class GrowingText:
             self._start, self._read = self._read, len(self._ids)
         if self._stops and len(self._ids) <= self._min_tokens:
             self._unstopped = len(self._texts.decode(self._ids).rstrip(_BROKEN))
+        self.ends.append(len(self._text))
         return self._send(self._certain())
 
     def rest(self) -> str:
@@ -102,7 +139,14 @@ class GrowingText:
         known = self._texts.decode(self._ids[self._start : self._read])
         self._text += self._texts.decode(self._ids[self._start :])[len(known) :]
         self._start = self._read = len(self._ids)
+        if self.ends:
+            self.ends[-1] = len(self._text)
         return self._send(self._end(len(self._text)))
+
+    @property
+    def sent_tokens(self) -> int:
+        """The first tokens that all of the text handed out comes from: no end, and nothing of a stop text."""
+        return bisect.bisect_left(self.ends, self._sent) + 1 if self._sent else 0
 
     def _send(self, end: int) -> str:
         piece = self._text[self._sent : max(end, self._sent)]

@@ -7,6 +7,7 @@ import os
 import tempfile
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from rlhf_infer.vllm_settings import (
     VLLMSettings,
     check_requests,
     end_token_ids,
+    likeliest,
     request_fields,
     require_vllm,
     rollout_from,
@@ -47,7 +49,6 @@ class VLLMBackend:
         self.tokenizer = tokenizer
         self.max_model_len: int = engine.model_config.max_model_len
         self._engine, self._ends, self._folder = engine, eos_token_ids, folder
-        self._exact_logps = False
 
     @classmethod
     def start(cls, settings: ModelSettings, model: str) -> VLLMBackend:
@@ -85,12 +86,10 @@ class VLLMBackend:
         """See `Backend.generate`; greedy samples are computed once.
 
         Reproducible samples are requests of their own, with seeds of their own; others are one request.
+        Log-probs are vLLM's own, at temperature 1, in `logps` too.
         """
         params, prompt = draw.params, tuple(draw.prompt)
-        check_requests([prompt], params, self.max_model_len)
-        if not self._exact_logps:
-            await self._engine.collective_rpc("return_exact_logps")
-            self._exact_logps = True
+        check_requests([prompt], replace(params, raw_logprobs=False), self.max_model_len)
         fields = request_fields(params, self._ends) | {"detokenize": bool(params.stop)}
         if not draw.logps:
             fields["logprobs"] = None
@@ -132,15 +131,15 @@ class VLLMBackend:
         async for answer in answers:
             outputs = answer.outputs
             if on_token is not None:
-                for token in outputs[0].token_ids[told:]:
-                    on_token(sample, token)
+                _tell(on_token, sample, outputs[0], told, params.top_logprobs)
                 told = len(outputs[0].token_ids)
         if not outputs:
             raise RuntimeError("vLLM ended a request without an answer")
-        return [
+        rollouts = [
             rollout_from(prompt, each, params.top_logprobs)
             for each in sorted(outputs, key=lambda output: output.index)
         ]
+        return [replace(each, raw_logps=each.logps) for each in rollouts] if params.raw_logprobs else rollouts
 
     def run_work(self, work: Callable[[], Any]) -> Any:
         """See `Backend.run_work`: at once, for vLLM computes in a process of its own."""
@@ -151,6 +150,14 @@ class VLLMBackend:
         self._engine.shutdown()
         if self._folder is not None:
             self._folder.cleanup()
+
+
+def _tell(on_token: OnToken, sample: int, output: Any, told: int, top_logprobs: int) -> None:
+    """Tell of a sample's tokens behind the first `told`; without log-probs they are 0."""
+    for place in range(told, len(output.token_ids)):
+        token, entry = output.token_ids[place], (output.logprobs[place] if output.logprobs else {})
+        logp = entry[token].logprob if entry else 0.0
+        on_token(sample, token, logp, likeliest(entry, top_logprobs))
 
 
 def full_model(model: str) -> tuple[str, tempfile.TemporaryDirectory[str] | None]:

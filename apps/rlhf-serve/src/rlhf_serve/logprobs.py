@@ -1,0 +1,111 @@
+"""Log-probs of tokens in OpenAI's two formats, and the pieces of a completion that they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhf_infer import Rollout, SamplingParams
+from rlhf_serve.texts import GrowingText, Texts
+from rlhf_serve.token_bytes import TokenBytes
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """One token of a completion.
+
+    Args:
+        token: its id.
+        logp: its log-prob.
+        top: the likeliest tokens and their log-probs, likeliest first.
+        offset: characters of the completion before it.
+    """
+
+    token: int
+    logp: float
+    top: Sequence[tuple[int, float]] = ()
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of a completion's text, and the tokens that it comes from."""
+
+    text: str
+    rows: list[TokenRow] = field(default_factory=list)
+
+
+class Unfolding:
+    """A completion piece by piece, as its tokens come.
+
+    Tokens are told with the piece that their text is in; those of the end and of a stop text belong to none.
+
+    Args:
+        texts: decodes.
+        params: how the completion was drawn.
+    """
+
+    def __init__(self, texts: Texts, params: SamplingParams) -> None:
+        self._growing = GrowingText(texts, params.stop, params.min_new_tokens)
+        self._rows: list[tuple[int, float, Sequence[tuple[int, float]]]] = []
+        self._told = 0
+
+    def add(self, token: int, logp: float = 0.0, top: Sequence[tuple[int, float]] = ()) -> Piece | None:
+        """The piece that is certain now and was not before."""
+        self._rows.append((token, logp, top))
+        return self._piece(self._growing.add(token))
+
+    def rest(self) -> Piece | None:
+        """What is left when the completion has ended."""
+        return self._piece(self._growing.rest())
+
+    def _piece(self, text: str) -> Piece | None:
+        if not text:
+            return None
+        first, self._told = self._told, self._growing.sent_tokens
+        starts = [0, *self._growing.ends]
+        return Piece(text, [TokenRow(*self._rows[i], starts[i]) for i in range(first, self._told)])
+
+
+def unfolded(texts: Texts, params: SamplingParams, rollout: Rollout) -> Iterator[Piece]:
+    """All pieces of a completion."""
+    unfolding = Unfolding(texts, params)
+    logps = rollout.raw_logps or rollout.logps or [0.0] * len(rollout.completion_ids)
+    tops = rollout.top_logps or [()] * len(rollout.completion_ids)
+    for token, logp, top in zip(rollout.completion_ids, logps, tops, strict=True):
+        if piece := unfolding.add(token, logp, top):
+            yield piece
+    if piece := unfolding.rest():
+        yield piece
+
+
+def chat_logprobs(tokens: TokenBytes, rows: Sequence[TokenRow]) -> dict[str, Any]:
+    """`logprobs` of a chat's choice, or of one of its chunks."""
+
+    def entry(token: int, logp: float) -> dict[str, Any]:
+        return {"token": tokens.text(token), "logprob": logp, "bytes": list(tokens.of(token))}
+
+    content = [
+        entry(row.token, row.logp) | {"top_logprobs": [entry(*other) for other in row.top]} for row in rows
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(tokens: TokenBytes, rows: Sequence[TokenRow]) -> dict[str, Any]:
+    """`logprobs` of a completion, or of one of its chunks."""
+    return {
+        "tokens": [tokens.text(row.token) for row in rows],
+        "token_logprobs": [row.logp for row in rows],
+        "top_logprobs": [_by_text(tokens, row) for row in rows] if any(row.top for row in rows) else None,
+        "text_offset": [row.offset for row in rows],
+    }
+
+
+def _by_text(tokens: TokenBytes, row: TokenRow) -> dict[str, float]:
+    """Log-probs by the tokens' texts; of two with the same text the less likely one by its id."""
+    found: dict[str, float] = {}
+    for token, logp in row.top:
+        text = tokens.text(token)
+        found[f"token_id:{token}" if text in found else text] = logp
+    return found

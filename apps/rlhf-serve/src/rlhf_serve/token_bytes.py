@@ -1,0 +1,60 @@
+"""The bytes that tokens stand for."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_BLANK = "▁"
+
+
+class TokenBytes:
+    """The bytes that each token of a tokenizer stands for, whether or not they are whole characters.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._special = frozenset(tokenizer.all_special_ids)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        decoder = {} if backend is None else json.loads(backend.to_str()).get("decoder") or {}
+        parts = decoder.get("decoders", [decoder])
+        self._byte_level = any(part.get("type") == "ByteLevel" for part in parts)
+        self._blanks = any(_BLANK in json.dumps(part, ensure_ascii=False) for part in parts)
+
+    def of(self, token: int) -> bytes:
+        """The bytes of a token; a special token's are its name."""
+        piece = self._tokenizer.convert_ids_to_tokens(token)
+        if piece is None:  # an id beside the vocabulary
+            return b""
+        if token in self._special:
+            return piece.encode()
+        if self._byte_level and all(character in _BYTES for character in piece):
+            return bytes(_BYTES[character] for character in piece)
+        if found := _BYTE.fullmatch(piece):
+            return bytes([int(found[1], 16)])
+        if self._blanks:
+            return piece.replace(_BLANK, " ").encode()
+        return piece.encode() if self._byte_level else self._tokenizer.decode([token]).encode()
+
+    def text(self, token: int) -> str:
+        """The text of a token; bytes that are no whole characters are spelled, as OpenAI does."""
+        found = self.of(token)
+        try:
+            return found.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that byte-level vocabularies spell bytes with: themselves where they can be seen."""
+    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in seen]
+    return {chr(byte): byte for byte in seen} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()
