@@ -38,7 +38,7 @@ def test_an_event_loop_is_woken_once_a_step_where_somebody_follows(
 
         monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
 
-        def on_token(sample: int, token: int) -> None:
+        def on_token(sample: int, token: int, logp: float, top: Any) -> None:
             told.setdefault(sample, []).append(token)
 
         rollouts = await backend.generate(Draw([5, 6, 7], 6, PARAMS), on_token if follow else None)

@@ -65,11 +65,25 @@ def test_all_doors_give_one_score(
     assert [row["score"] for row in scored["data"]] == expected
     asked = {"prompts": [MESSAGES] * 4, "completions": answers, "columns": {}}
     assert server.fetch("/get_reward", asked)[1]["rewards"] == expected
-    remote = RemoteReward(server.url + "/get_reward", protocol="columns")
+    remote = RemoteReward(server.url + "/get_reward")
     assert asyncio.run(remote([MESSAGES] * 4, answers)) == expected
     if not reads_chats:
         scored = server.fetch("/v1/score", {"text_1": prompt, "text_2": texts})[1]
         assert [row["score"] for row in scored["data"]] == expected
+    server.stop()
+
+
+def test_our_own_url_gives_the_reward_of_the_path(start: Callable[..., Any], chat_reward: Path) -> None:
+    from rlhf_infer import RewardFunctionFactory, RewardFunctions
+
+    server = start("--reward-model", str(chat_reward))
+    answers = [[{"role": "assistant", "content": text}] for text in ("the shed", "the garden .")]
+    totals = []
+    for line in (str(chat_reward), server.url + "/get_reward"):
+        rewards = RewardFunctions([RewardFunctionFactory.from_spec(line)])
+        found = rewards([MESSAGES] * 2, answers, completion_ids=[[1], [1]], columns={})
+        totals.append(found.total.tolist())
+    assert totals[0] == pytest.approx(totals[1], abs=1e-4)
     server.stop()
 
 

@@ -16,13 +16,13 @@ _MODELS = ("model", "ensemble", "judge")
 def needed_columns(function: RewardFunction) -> tuple[str, ...]:
     """Columns without which a reward function cannot score, as far as it says so.
 
-    A rule says it with its `column`, `choices` or `critiques`, any other function with the parameters that it
-    requires; verl's `ground_truth` may come from several columns, of which `ground_truth` is named.
+    A checker of answers says it with `required_columns`, a judge of critiques with `critiques`, any other
+    function with the parameters that it requires; verl's `ground_truth` may come from several columns, of
+    which it is named.
     """
-    fields = (getattr(function, name, None) for name in ("column", "choices", "critiques"))
-    named = [column for column in fields if isinstance(column, str)]
+    named = getattr(function, "required_columns", None) or getattr(function, "critiques", None)
     if named:
-        return tuple(named)
+        return (named,) if isinstance(named, str) else tuple(named)
     parameters = inspect.signature(function).parameters.values()
     required = [
         parameter.name
