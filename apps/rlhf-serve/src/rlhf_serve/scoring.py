@@ -119,7 +119,7 @@ class Scoring:
         found = await together([*works, *(self._wait_for(source, samples) for source in self._awaited)])
         rows: Rows = {name: row for part in found for name, row in part.items()}
         try:
-            scores = self.rewards.combined([rows[name] for name in self.rewards.names], completions)
+            scores = self.rewards.combined([rows[name] for name in self.rewards.names], samples)
         except UserError as error:
             raise invalid_request(str(error)) from error
         by_name = {
