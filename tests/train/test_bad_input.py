@@ -44,7 +44,7 @@ Writes = Callable[..., Path]
         ("devices.referee=cpu", ["referee", "policy, monitor, reward, judge"]),
         ("monitor_model.lora_r=4", ["one backbone", "lora_r"]),
         ("monitor_model.lora_target_modules=[q_proj]", ["one backbone", "lora_target_modules"]),
-        ("data.eval_data=rows.jsonl", ["eval_data", "--train-data"]),
+        ("data.eval_data=.", ["eval_data", "--train-data"]),
         ("demo.max_positions=64", ["context holds 64"]),
     ],
 )
@@ -71,7 +71,7 @@ def test_settings(refused: Refused, setting: str, parts: list[str]) -> None:
         ("config.yaml", "seed: [1", ["config.yaml, line 1"]),
         ("config.yaml", "- seed", ["config.yaml", "mapping"]),
         ("config.json", '{"seed": -1}', ["config.json", "seed", ">= 0"]),
-        ("config.json", '{"training": {"lr": 1}}', ["config.json", "training.lr", "valid keys"]),
+        ("config.json", '{"training": {"lr": 1}}', ["config.json", "training.lr", "learning_rate"]),
         ("config.json", '{"training": 3}', ["training", "3"]),
     ],
 )

@@ -71,3 +71,61 @@ def test_a_wrong_setting_is_answered_without_loading_torch(tmp_path: Path) -> No
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
     assert run.stdout == "2 False\n"
+
+
+@pytest.mark.parametrize(
+    "method", ["sft", "reward", "prm", "dpo", "simpo", "kto", "ppo", "grpo", "minmax", "rlhf"]
+)
+def test_every_setting_is_listed_with_its_default(method: str) -> None:
+    from rlhf_algos import METHODS
+    from rlhf_train.cli import main
+
+    done = CliRunner().invoke(main, ["settings", method, "--json"])
+    assert done.exit_code == 0, (done.output, done.exception)
+    rows = {row["key"]: row for row in json.loads(done.stdout)}
+    assert all(row["meaning"] and row["allowed"] for row in rows.values())
+    if method in METHODS:
+        fields = METHODS[method].job_config.model_fields
+        assert set(rows) == {field.alias or name for name, field in fields.items()}
+        assert rows["learning_rate"]["default"] == fields["learning_rate"].default
+        assert rows["learning_rate"]["allowed"] == "number > 0"
+        assert rows["learning_rate"]["tiny"] == METHODS[method].tiny["learning_rate"]
+    help_text = CliRunner().invoke(main, [method, "--help"]).stdout
+    assert help_text.strip().endswith(f"rlhf-train settings {method}")
+
+
+def test_settings_as_a_table_and_of_nothing() -> None:
+    from rlhf_train.cli import main
+
+    table = CliRunner().invoke(main, ["settings", "dpo"]).stdout
+    assert "learning_rate" in table and "for the tiny model" in table
+    none = CliRunner().invoke(main, ["settings", "dpp"])
+    assert none.exit_code == 2 and "dpo" in none.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("lr", "learning_rate"),
+        ("dataset_name", "train_data"),
+        ("batch_size", "per_device_train_batch_size"),
+        ("epochs", "num_train_epochs"),
+        ("max_seq_length", "max_length"),
+        ("torch_dtype", "dtype"),
+        ("bta", "beta"),
+    ],
+)
+def test_names_of_other_libraries_are_understood(given: str, meant: str) -> None:
+    from rlhf_train.cli import main
+
+    refused = CliRunner().invoke(main, ["dpo", "--set", f"{given}=1"])
+    assert refused.exit_code == 2
+    assert f"unknown key {given}; did you mean {meant}" in refused.stderr
+
+
+def test_an_unknown_key_names_a_few_and_where_all_are() -> None:
+    from rlhf_train.cli import main
+
+    refused = CliRunner().invoke(main, ["dpo", "--set", "zzzzzz=1"])
+    assert refused.exit_code == 2 and "rlhf-train settings" in refused.stderr
+    assert len(refused.stderr) < 300

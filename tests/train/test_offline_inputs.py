@@ -193,7 +193,7 @@ def test_files(
         ("dpo", ["--set=report_to=mlflow"], ["report_to", "mlflow", "tensorboard"]),
         ("dpo", ["--set=bf16=true", "--set=fp16=true"], ["bf16 and fp16"]),
         ("dpo", ["--set=deepspeed=a.json", "--set=fsdp=true"], ["deepspeed and fsdp"]),
-        ("dpo", ["--set=deepspeed=none.json"], ["none.json", "configs/"]),
+        ("dpo", ["--set=deepspeed=none.json"], ["none.json", "zero_optimization"]),
         ("dpo", ["--set=fsdp=true"], ["fsdp", "torchrun"]),
         ("dpo", ["--set=load_in_4bit=true"], ["use_peft"]),
         ("dpo", ["--set=load_in_4bit=true", "--set=use_peft=true"], ["--model"]),

@@ -208,7 +208,7 @@ def test_the_example_config_trains_adapters_in_every_stage(
     options = (f"--config={file}", f"--data={data}", "--set=ppo.per_device_train_batch_size=4")
     options += ("--set=ppo.max_completion_length=6", "--max-steps=1")
     planned = done(train("rlhf", *options, "--dry-run"))
-    assert planned.count("gpt2") == 6  # kind and name of the model, in each stage
+    assert planned.count("gpt2") == 7  # the first line; kind and name of the model, in each stage
     done(train("rlhf", *options, "--output-dir=run"))
     for stage in STAGES:
         assert Path(f"run/{stage}/final/adapter_config.json").is_file(), stage

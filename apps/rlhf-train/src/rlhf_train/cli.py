@@ -33,10 +33,70 @@ _BACKENDS = ("rlhf", "trl")
 _STAGES = ("sft", "reward", "ppo", "rlhf")
 _ON_BAD_ROW = ("error", "skip")
 
+_METHOD_MODULE = "--method-module"
+
 _exit_cleanly = partial(exit_cleanly, stopped="Stopped; nothing was begun")
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """The commands, and those of methods from files (`--method-module`) and installed packages."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Take `--method-module FILE` out of a command's arguments too, and load the file first."""
+        kept: list[str] = []
+        rest = iter(args)
+        for argument in rest:
+            option, equals, file = argument.partition("=")
+            if option != _METHOD_MODULE:
+                kept.append(argument)
+            elif file or (file := "" if equals else next(rest, "")):
+                _load_methods(file)
+            else:
+                raise click.UsageError(f"Option '{_METHOD_MODULE}' requires an argument.", ctx)
+        return super().resolve_command(ctx, kept)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of all commands."""
+        from rlhf_train.plugins import installed_methods
+
+        return sorted({*super().list_commands(ctx), *installed_methods()})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of a name; None where there is none."""
+        from rlhf_train.plugins import installed_methods
+
+        found = super().get_command(ctx, cmd_name)
+        entry = None if found else installed_methods().get(cmd_name)
+        if entry is None:
+            return found
+        return _training_command(cmd_name, f"A method of {entry.value}.", installed=True)
+
+
+def _load_methods(file: str) -> None:
+    """Add the methods of a file to the commands."""
+    from rlhf_train.plugins import load_methods
+
+    names: list[str] = []
+    _exit_cleanly(lambda: names.extend(load_methods(file)))
+    for name in names:
+        from rlhf_algos.methods import METHODS
+
+        main.add_command(_training_command(name, f"A method of {file}.", online=METHODS[name].online))
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    _METHOD_MODULE,
+    multiple=True,
+    expose_value=False,
+    is_eager=True,
+    metavar="FILE",
+    callback=lambda ctx, parameter, files: [_load_methods(file) for file in files],
+    help="Python file that adds methods to rlhf_algos.METHODS, which become commands; may stand behind a "
+    "command too.",
+)
 @click.version_option(package_name="rlhf-train")
 def main() -> None:
     """Train language models to answer well, and to be hard to fool."""
@@ -87,15 +147,21 @@ def _minmax_options() -> list[Any]:
     ]
 
 
-def _training_command(method: str, summary: str) -> click.Command:
-    """The command of a method of `rlhf_algos.METHODS`."""
+def _training_command(
+    method: str, summary: str, *, online: bool | None = None, installed: bool = False
+) -> click.Command:
+    """The command of a method of `rlhf_algos.METHODS`, or of one that an installed package adds."""
 
     def command(**options: Any) -> None:
         from rlhf_train.training import run_training
 
+        if installed:
+            from rlhf_train.plugins import load_installed
+
+            _exit_cleanly(lambda: load_installed(method))
         _exit_cleanly(lambda: run_training(method, options))
 
-    online = method in ONLINE_METHODS
+    online = method in ONLINE_METHODS if online is None else online
     options = [
         *settings_options(),
         model_option("--model", "Model to start from.  [default: a tiny one, built now]"),
@@ -111,13 +177,13 @@ def _training_command(method: str, summary: str) -> click.Command:
             "--subset-size", type=click.IntRange(min=1), metavar="N", help="Use the first N training rows."
         ),
         _bad_row_option(),
-        _reward_option() if online else _backend_option(),
+        _reward_option() if online or installed else _backend_option(),
     ]
     help_text = (
         f"{summary}\n\nWithout arguments it trains a tiny model, built now, on rows of the story world; the "
         "run folder it names at the end holds the model, metrics, results and curves."
     )
-    return click.command(method, help=help_text)(decorated(command, options))
+    return click.command(method, help=help_text, epilog=_epilog(method))(decorated(command, options))
 
 
 def _rlhf(**options: Any) -> None:
@@ -180,7 +246,21 @@ def _reward_option() -> Any:
     )
 
 
-minmax = main.command("minmax")(decorated(_minmax, _minmax_options()))
-rlhf = main.command("rlhf")(decorated(_rlhf, _rlhf_options()))
+def _epilog(method: str) -> str:
+    return f"All settings for --set and --config: rlhf-train settings {method}"
+
+
+@main.command("settings")
+@click.argument("method")
+@click.option("--json", "as_json", is_flag=True, help="Print a list of JSON objects.")
+def settings(method: str, as_json: bool) -> None:
+    """List the settings of a command, with defaults, allowed values and meaning."""
+    from rlhf_train.settings import print_settings
+
+    _exit_cleanly(lambda: print_settings(method, as_json=as_json))
+
+
+minmax = main.command("minmax", epilog=_epilog("minmax"))(decorated(_minmax, _minmax_options()))
+rlhf = main.command("rlhf", epilog=_epilog("rlhf"))(decorated(_rlhf, _rlhf_options()))
 for _method, _summary in {**OFFLINE_METHODS, **ONLINE_METHODS}.items():
     main.add_command(_training_command(_method, _summary))

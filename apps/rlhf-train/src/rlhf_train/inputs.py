@@ -10,6 +10,7 @@ from rlhf_data import BaseConfig, UserError
 from rlhf_models.sources import check_available
 
 _MODELS = ("model_name_or_path", "value_model_path", "reward_model", "model_name")
+_DEEPSPEED = 'check the path, or write {"zero_optimization": {"stage": 2}} into it, which shards with ZeRO-2'
 _ROWS = ("train_data", "eval_data", "sft_data", "preference_data", "prompt_data")
 
 
@@ -26,7 +27,8 @@ def check_inputs(config: BaseConfig) -> None:
         if key in _MODELS:
             check_available(name)
         elif not Path(name).exists() and not (key in _ROWS and _may_be_on_hub(name)):
-            raise UserError(f"{key}: {name} does not exist; check the path")
+            hint = _DEEPSPEED if key == "deepspeed" else "check the path"
+            raise UserError(f"{key}: {name} does not exist; {hint}")
     for line in getattr(config, "reward", ()) if not isinstance(getattr(config, "reward", ()), dict) else ():
         if ":" not in line and "/" in line:
             check_available(line)
@@ -35,8 +37,9 @@ def check_inputs(config: BaseConfig) -> None:
 def described(config: BaseConfig) -> str:
     """Model and rows in a few words."""
     values = config.to_dict()
-    model = values.get("model_name_or_path") or values.get("model_config") or "a tiny model, built now"
-    return f"{model} on {values.get('train_data') or 'embedded rows'}"
+    model = values.get("model_name_or_path") or values.get("model_config") or "a tiny model"
+    rows = next((values[key] for key in _ROWS if values.get(key)), values.get("data"))
+    return f"{model} on {rows or 'embedded rows'}"
 
 
 def _named(config: BaseConfig) -> Iterator[tuple[str, str]]:

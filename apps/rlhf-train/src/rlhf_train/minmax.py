@@ -86,7 +86,7 @@ def _nested(values: dict[str, Any], section: str, name: str, value: Any) -> dict
 def _check(config: MinMaxConfig, run: RunFolder) -> None:
     from rlhf_train.training_display import TrainingDisplay
 
-    model = config.policy_model.model_name or "a tiny model, built now"
+    model = config.policy_model.model_name or "a tiny model"
     with TrainingDisplay(quiet=not is_first_process()) as display:
         display.say(
             f"rlhf-train {_JOB}: {model} on {config.data.train_data or 'embedded rows'}, into {run.path}"

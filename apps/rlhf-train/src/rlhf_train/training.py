@@ -8,6 +8,7 @@ from rlhf_algos.methods import METHODS
 from rlhf_algos.processes import is_first_process
 from rlhf_data import RunFolder, UserError, apply_overrides, load_config_file
 from rlhf_train.inputs import check_inputs, described
+from rlhf_train.plugins import source_of
 from rlhf_train.runs import checkpoint_to_evaluate, resumable, resumed_run, run_of_all
 
 _KEY_OF_OPTION = {
@@ -114,7 +115,7 @@ def _work(method: str, config: Any, run: RunFolder, options: dict[str, Any]) -> 
             return
         job = _job(method, config, run, display)
         resume = options["resume"] is not None
-        with resumable(run, method):
+        with resumable(run, f"{method}{source_of(method)}"):
             if options["eval_only"]:
                 results = job.evaluate_only(checkpoint_to_evaluate(run) if resume else None)
             else:

@@ -345,7 +345,8 @@ def _deepspeed_settings(path: str) -> dict[str, Any]:
         settings = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(
-            f"deepspeed file {path} cannot be read ({error.strerror}); the repository's configs/ has some"
+            f"deepspeed file {path} cannot be read ({error.strerror}); a file with "
+            '{"zero_optimization": {"stage": 2}} is enough for ZeRO-2'
         ) from error
     except ValueError as error:
         raise UserError(f"deepspeed file {path} is not valid JSON ({error}); correct it") from error

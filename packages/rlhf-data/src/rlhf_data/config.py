@@ -19,6 +19,47 @@ from pydantic_core import ErrorDetails
 from rlhf_data.errors import UserError
 from rlhf_data.paths import absolute_path, relocated
 
+KNOWN_ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "batch_size": ("per_device_train_batch_size",),
+    "cutoff_len": ("max_length",),
+    "dataset": ("train_data",),
+    "dataset_name": ("train_data",),
+    "dataset_path": ("train_data",),
+    "dataset_text_field": ("columns",),
+    "epochs": ("num_train_epochs", "num_epochs"),
+    "eval_dataset": ("eval_data",),
+    "gradient_accumulation": ("gradient_accumulation_steps",),
+    "lora_rank": ("lora_r",),
+    "lr": ("learning_rate",),
+    "lr_scheduler": ("lr_scheduler_type",),
+    "max_new_tokens": ("max_completion_length", "max_new_tokens"),
+    "max_prompt_length": ("max_length",),
+    "max_seq_length": ("max_length",),
+    "max_seq_len": ("max_length",),
+    "model": ("model_name_or_path", "model_name"),
+    "model_name": ("model_name_or_path",),
+    "model_path": ("model_name_or_path",),
+    "n_epochs": ("num_train_epochs", "num_epochs"),
+    "num_epochs": ("num_train_epochs",),
+    "num_samples": ("num_generations",),
+    "optimizer": ("optim",),
+    "per_device_batch_size": ("per_device_train_batch_size",),
+    "reward_funcs": ("reward",),
+    "reward_model": ("reward",),
+    "reward_model_path": ("reward",),
+    "rollout_n": ("num_generations",),
+    "scheduler": ("lr_scheduler_type",),
+    "steps": ("max_steps",),
+    "torch_dtype": ("dtype",),
+    "total_steps": ("max_steps",),
+    "train_batch_size": ("per_device_train_batch_size",),
+    "train_file": ("train_data",),
+    "validation_file": ("eval_data",),
+    "warmup_ratio": ("warmup_steps",),
+}
+"""Names of TRL, transformers and others, and the keys here that mean the same, the likeliest first."""
+_LISTED = 12
+"""Most keys that a message lists."""
 _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 LocalPath = Annotated[str, AfterValidator(absolute_path)]
 """A file or folder, which becomes an absolute path where it is there, or another name, as on the hub."""
@@ -227,11 +268,20 @@ def _explain_unknown(model: type[BaseModel], owner: type[BaseModel], path: str) 
     names = [field.alias or name for name, field in owner.model_fields.items()]
     siblings = [f"{prefix}.{name}" if prefix else name for name in names]
     by_name = {name.rpartition(".")[2]: name for name in siblings}
-    near = [by_name[name] for name in difflib.get_close_matches(key, by_name)]
-    near += [name for name in _all_paths(model) if name.rpartition(".")[2] == key and name not in near]
+    near = [by_name[name] for name in KNOWN_ELSEWHERE.get(key, ()) if name in by_name]
+    near = near or [by_name[name] for name in difflib.get_close_matches(key, by_name)]
+    wanted = (key, *KNOWN_ELSEWHERE.get(key, ()))
+    if not near or key in by_name:
+        near += [name for name in _all_paths(model) if name.rpartition(".")[2] in wanted and name not in near]
     if near:
         return f"unknown key {path}; did you mean {' or '.join(near)}?"
-    return f"unknown key {path}; valid keys are {', '.join(siblings)}"
+    if len(siblings) <= _LISTED:
+        return f"unknown key {path}; valid keys are {', '.join(siblings)}"
+    nearest = [by_name[name] for name in difflib.get_close_matches(key, by_name, cutoff=0.0)]
+    return (
+        f"unknown key {path}; the nearest of {len(siblings)} are {', '.join(nearest)}; "
+        "rlhf-train settings METHOD lists all"
+    )
 
 
 def _all_paths(model: type[BaseModel], prefix: str = "") -> list[str]:

@@ -1,0 +1,92 @@
+"""Methods of training that are not in `rlhf_algos`: from a file, or from an installed package."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+
+from rlhf_data import UserError
+
+__all__ = ["GROUP", "installed_methods", "load_installed", "load_methods", "source_of"]
+
+GROUP = "rlhf.methods"
+"""Entry points whose name is a method's, and whose object is a `rlhf_algos.Method`."""
+_FILES: dict[str, Path] = {}
+"""Methods that came from files."""
+
+
+def load_methods(file: str) -> list[str]:
+    """Run a Python file that adds methods to `rlhf_algos.METHODS`; their names.
+
+    The file may import what lies beside it.
+
+    Raises:
+        UserError: there is no such file, it fails, or it adds none.
+    """
+    from rlhf_algos.methods import METHODS
+
+    path = Path(file).expanduser().absolute()
+    if not path.is_file():
+        raise UserError(f"method module {file} does not exist; check the path given to --method-module")
+    known = [name for name, source in _FILES.items() if source == path]
+    if known:
+        return known
+    name = f"rlhf_method_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"method module {file} is no Python file; its name must end in .py")
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    before = set(METHODS)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # a program of the user's, which fails as it likes
+        del sys.modules[name]
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+        where = f", line {lines[-1]}" if lines else ""
+        raise UserError(f"method module {file}{where}: {type(error).__name__}: {error}; fix it") from error
+    added = [method for method in METHODS if method not in before]
+    if not added:
+        raise UserError(
+            f"method module {file} adds no method; it should end with METHODS['name'] = Method(...), where "
+            "METHODS is rlhf_algos.METHODS"
+        )
+    _FILES.update(dict.fromkeys(added, path))
+    return added
+
+
+def source_of(method: str) -> str:
+    """The option that a command line needs for a method, with a space before it; empty for most."""
+    return f" --method-module {_FILES[method]}" if method in _FILES else ""
+
+
+def installed_methods() -> dict[str, importlib.metadata.EntryPoint]:
+    """The entry points of installed packages by name; nothing is imported."""
+    return {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}
+
+
+def load_installed(name: str) -> None:
+    """Put the method of an installed package into `rlhf_algos.METHODS`.
+
+    Raises:
+        UserError: the package fails, or gives something else.
+    """
+    from rlhf_algos.methods import METHODS, Method
+
+    entry = installed_methods()[name]
+    try:
+        found = entry.load()
+    except Exception as error:  # of another's package
+        raise UserError(
+            f"method {name}: {entry.value} cannot be imported ({type(error).__name__}: {error})"
+        ) from error
+    if not isinstance(found, Method):
+        raise UserError(f"method {name}: {entry.value} is a {type(found).__name__}; expected a Method")
+    METHODS[name] = found
