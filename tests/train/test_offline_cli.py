@@ -261,6 +261,10 @@ def test_the_example_config_is_what_no_arguments_mean(method: str) -> None:
     file = Path(__file__).parents[2] / "configs" / f"{method}.yaml"
     values = load_config_file(file)
     assert METHODS[method].resolve(values, where=str(file)) == METHODS[method].resolve({})
+    assert not set(values) & set(METHODS[method].tiny), "what suits the tiny model is not for a copy's own"
+    copied = {**values, "model_name_or_path": "gpt2"}
+    real = METHODS[method].resolve(copied, where=str(file))
+    assert real.learning_rate == METHODS[method].job_config.model_fields["learning_rate"].default
     assert f"({method}.yaml)" in (file.parent / "README.md").read_text()
 
 
