@@ -202,8 +202,12 @@ def _labelled(value: Any, where: str) -> tuple[Any, list[str]]:
     if not isinstance(value, dict):
         return value, []
     texts, labels = value.get("text"), value.get("label")
-    lists = isinstance(texts, list) and isinstance(labels, list)
-    if not lists or len(texts) != len(labels) or len(set(map(str, labels))) < len(labels):
+    if (
+        not isinstance(texts, list)
+        or not isinstance(labels, list)
+        or len(texts) != len(labels)
+        or len(set(map(str, labels))) < len(labels)
+    ):
         raise UserError(
             f'{where}: expected a list of texts, or {{"text": [...], "label": [...]}} with another label '
             f"for every text, got {value!r}"
