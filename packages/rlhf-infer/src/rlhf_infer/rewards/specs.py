@@ -33,13 +33,13 @@ class Builder:
 
     Args:
         build: makes the reward function from its options.
-        options: names of the options, and the type that a text is turned into.
+        options: names of the options, and the type or function that turns a text into each.
         required: options that must be given.
         paths: options that name files or folders.
     """
 
     build: Callable[..., RewardFunction]
-    options: Mapping[str, Callable[[str], Any]]
+    options: Mapping[str, Any]
     required: tuple[str, ...] = ()
     paths: tuple[str, ...] = ()
 
