@@ -20,6 +20,7 @@ from typing import Any
 
 from rlhf_data import UserError
 from rlhf_data.transcripts import Text
+from rlhf_infer.rewards.failures import raised
 from rlhf_infer.rewards.texts import sample_name, text_of
 
 RewardFunction = Callable[..., Any]
@@ -221,7 +222,7 @@ def _call_verl(
             raise
         except Exception as error:
             where = f"reward function {name}, {sample_name(i, completion)}"
-            raise UserError(f"{where}: raised {type(error).__name__}: {error}") from error
+            raise UserError(f"{where}: {raised(error)}") from error
     if any(inspect.isawaitable(score) for score in scores):
         return _then(_gathered(scores), lambda values: _verl_rewards(values, samples))
     return _verl_rewards(scores, samples)

@@ -26,6 +26,7 @@ from rlhf_infer.rewards.calling import (
     stateful_part,
 )
 from rlhf_infer.rewards.checks import checked_rewards, shown
+from rlhf_infer.rewards.failures import raised
 from rlhf_infer.rewards.routing import open_answers_only
 from rlhf_infer.rewards.texts import sample_name
 
@@ -305,9 +306,7 @@ def _named_errors(source: Source, samples: Samples) -> Iterator[None]:
         index = _culprit(source, samples)
         where = f"{len(samples.completions)} samples together" if index is None else ""
         where = where or sample_name(index or 0, samples.completions[index or 0])
-        raise UserError(
-            f"reward function {source.name}, {where}: raised {type(error).__name__}: {error}"
-        ) from error
+        raise UserError(f"reward function {source.name}, {where}: {raised(error)}") from error
 
 
 def _culprit(source: Source, samples: Samples) -> int | None:
