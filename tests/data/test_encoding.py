@@ -170,6 +170,23 @@ def test_turns_that_close_otherwise_than_the_conversation(with_template, name, c
     assert ids == tokenizer.apply_chat_template(_TALK, return_dict=True)["input_ids"]
 
 
+def test_long_texts_are_not_warned_of(with_template, caplog, monkeypatch):
+    from transformers.utils import logging as transformers_logging
+
+    tokenizer = with_template("marked")
+    tokenizer.model_max_length = 8
+    monkeypatch.setattr(tokenizer, "deprecation_warnings", {})
+    transformers_logging.get_logger("transformers").addHandler(caplog.handler)
+    try:
+        encoder = Encoder(tokenizer)
+        encoder.completions("mary went to the shed", [" and then back again to the house ."])
+        encoder.conversation(_TALK, assistant_only=True)
+        encoder.conversation(_TALK, assistant_only=False)
+    finally:
+        transformers_logging.get_logger("transformers").removeHandler(caplog.handler)
+    assert "indexing errors" not in caplog.text and not tokenizer.deprecation_warnings
+
+
 _TRL = Path(getattr(importlib.util.find_spec("trl"), "origin", None) or "none").parent / "chat_templates"
 
 

@@ -16,6 +16,8 @@ from rlhf_data.transcripts import Message, Text, common_prefix
 
 _MARKER = "␟"
 """Put behind a message to find where its content ends; no text of a chat template."""
+_QUIET = {"verbose": False}
+"""Without the warning that a text is too long for the model: what reads the ids cuts it or leaves it out."""
 _UNCLEAR_TURNS = (
     "the chat template does not show where the assistant's turns start and end; mark them there with "
     "{% generation %}"
@@ -43,7 +45,7 @@ class Encoder:
 
     def text(self, text: str, *, start: bool = True) -> list[int]:
         """Token ids of a text, at its start with the special tokens that the tokenizer adds."""
-        return list(self.tokenizer(text, add_special_tokens=start)["input_ids"])
+        return list(self.tokenizer(text, add_special_tokens=start, **_QUIET)["input_ids"])
 
     def ended_text(self, text: str) -> list[int]:
         """Token ids of a text and the end token, which is not repeated where the text ends with it.
@@ -150,8 +152,7 @@ class Encoder:
     ) -> tuple[list[int], list[bool]]:
         """Token ids, and what the template marks as the assistant's."""
         marks: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-        if self._literal:
-            marks["tokenizer_kwargs"] = {"split_special_tokens": False}
+        marks["tokenizer_kwargs"] = _QUIET | ({"split_special_tokens": False} if self._literal else {})
         result = self._apply(messages, template, **marks)
         return list(result["input_ids"]), [bool(marked) for marked in result["assistant_masks"]]
 
@@ -165,7 +166,7 @@ class Encoder:
             ) from error
 
     def _chat_ids(self, text: str) -> list[int]:
-        options = {"split_special_tokens": False} if self._literal else {}
+        options = _QUIET | ({"split_special_tokens": False} if self._literal else {})
         return list(self.tokenizer(text, add_special_tokens=False, **options)["input_ids"])
 
     def _by_turns(
