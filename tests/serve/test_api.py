@@ -246,6 +246,11 @@ def test_completions_of_texts_and_of_tokens(client: Any, byte_tokenizer: Any) ->
     texts = ["mary went to", "ball moved to the shed ."]
     together = client.completions.create(prompt=texts, **options)
     assert [choice.index for choice in together.choices] == [0, 1] and together.usage.candidates == 16
+    timing: Any = together.model_extra["timing"]  # pyright: ignore[reportOptionalSubscript]
+    assert len(timing["prompts"]) == 2
+    for part in ("generate_s", "score_s"):
+        assert sum(each[part] for each in timing["prompts"]) == pytest.approx(timing[part], abs=1e-3)
+    assert together.system_fingerprint and together.system_fingerprint.startswith("fp_")
     for text, choice in zip(texts, together.choices, strict=True):
         alone = client.completions.create(prompt=text, **options)
         assert alone.choices[0].text == choice.text

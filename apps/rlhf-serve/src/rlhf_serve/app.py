@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -159,20 +161,22 @@ def _add_models(app: FastAPI, served: Served) -> None:
 
 def _add_generation(app: FastAPI, served: Served, settings: ServeSettings, door: Admission) -> None:
     service = served.service
+    parts = (VERSION, service.backend.name, served.model, *served.rewards)
+    fingerprint = f"fp_{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]}"
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answers to a conversation, the best of several candidates."""
         served.check_model(body.model)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        style = Format(True, served.model, service.texts, logprobs, body.return_candidates)
+        style = Format(True, served.model, service.texts, logprobs, body.return_candidates, fingerprint)
         return await _generate(partial(chat_orders, body, settings, service), style, body, request)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Completions of texts, the best of several candidates each."""
         served.check_model(body.model)
-        style = Format(False, served.model, service.texts, body.logprobs, body.return_candidates)
+        style = Format(False, served.model, service.texts, body.logprobs, body.return_candidates, fingerprint)
         return await _generate(partial(completion_orders, body, settings, service), style, body, request)
 
     async def _generate(

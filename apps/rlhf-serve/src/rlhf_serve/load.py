@@ -84,7 +84,7 @@ def load_parts(settings: ModelSettings, say: Callable[[str], None], progress: An
     if model is None:
         from rlhf_serve.demo import CHAT_TEMPLATE, NAME, demo
 
-        say("model: the embedded demonstration, built once and then cached")
+        say("model: the embedded demonstration, built at the first start, which takes minutes, then cached")
         built = demo(settings.seed, progress)
         model, examples, template = str(built.policy), built.examples, template or CHAT_TEMPLATE
         lines, name = lines or [str(built.reward)], NAME

@@ -29,6 +29,7 @@ class Format:
         texts: decodes.
         logprobs: alternatives beside each token; None for no log-probs.
         candidates: whether all candidates come back.
+        fingerprint: of what serves; another one may answer the same seed otherwise.
     """
 
     chat: bool
@@ -36,6 +37,7 @@ class Format:
     texts: Texts
     logprobs: int | None
     candidates: bool
+    fingerprint: str | None = None
 
     def whole(self, outcomes: Sequence[Outcome], timing: Timing) -> dict[str, Any]:
         """The response to a request that is not streamed."""
@@ -112,6 +114,7 @@ class Format:
             "object": kind,
             "created": int(time.time()),
             "model": self.model,
+            "system_fingerprint": self.fingerprint,
         }
 
     def _rows(self, outcome: Outcome, candidate: Candidate) -> list[TokenRow]:

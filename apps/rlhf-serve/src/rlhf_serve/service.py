@@ -54,18 +54,22 @@ class Order:
 
 @dataclass
 class Timing:
-    """Seconds that parts of a request took."""
+    """Seconds that parts of a request took; of several prompts the sums, and those of each."""
 
     queue_s: float = 0.0
     generate_s: float = 0.0
     score_s: float = 0.0
     started: float = field(default_factory=time.perf_counter)
+    prompts: list[Timing] = field(default_factory=list)
 
-    def to_dict(self) -> dict[str, float]:
+    def to_dict(self) -> dict[str, Any]:
         """The seconds, and those since the request started."""
-        total = time.perf_counter() - self.started
-        parts = {"queue_s": self.queue_s, "generate_s": self.generate_s, "score_s": self.score_s}
-        return {name: round(value, 4) for name, value in (parts | {"total_s": total}).items()}
+        found: dict[str, Any] = {"queue_s": round(self.queue_s, 4), **self._work()}
+        found["total_s"] = round(time.perf_counter() - self.started, 4)
+        return found | ({"prompts": [each._work() for each in self.prompts]} if self.prompts else {})
+
+    def _work(self) -> dict[str, float]:
+        return {"generate_s": round(self.generate_s, 4), "score_s": round(self.score_s, 4)}
 
 
 @dataclass(frozen=True)
@@ -156,7 +160,12 @@ class BestOfNService:
 
     async def run_all(self, orders: Sequence[Order], timing: Timing) -> list[Outcome]:
         """The outcomes of several orders, worked on at the same time."""
-        return await together(self.run(order, timing) for order in orders)
+        timings = [Timing() for _ in orders]
+        found = await together(self.run(o, t) for o, t in zip(orders, timings, strict=True))
+        timing.generate_s += sum(each.generate_s for each in timings)
+        timing.score_s += sum(each.score_s for each in timings)
+        timing.prompts = timings if len(timings) > 1 else []
+        return found
 
     async def _draw(
         self, order: Order, search: BestOfNSearch, count: int, timing: Timing, on_token: OnToken | None
