@@ -73,6 +73,7 @@ def dense_blocks(
     blocks = sorted(
         _blocks(tree, window), key=lambda b: (b.causal, len(b.keys), len(b.queries)), reverse=True
     )
+    tables = [torch.from_numpy(x).to(device) for x in (tree.token_end, tree.token_position)]
     order = np.empty(len(tree.token_end), dtype=np.int64)
     groups: list[Group] = []
     queries: list[np.ndarray] = []
@@ -82,7 +83,7 @@ def dense_blocks(
         members = _similar(blocks[at:], _SLACK["cpu" if device.type == "cpu" else "cuda"])
         query, _ = _padded([block.queries for block in members])
         key, real = _padded([block.keys for block in members])
-        mask = None if members[0].causal else _mask(tree, query, key, real, window, dtype).to(device)
+        mask = None if members[0].causal else _mask(tables, query, key, real, window, dtype)
         groups.append(Group((*query.shape, key.shape[1]), mask))
         for row, block in enumerate(members):
             order[block.queries] = offset + row * query.shape[1] + np.arange(len(block.queries))
@@ -148,16 +149,26 @@ def _padded(rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _mask(
-    tree: AttentionTree,
+    tables: list[torch.Tensor],
     query: np.ndarray,
     key: np.ndarray,
     real: np.ndarray,
     window: int | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    query, key = query[:, :, None], key[:, None, :]
-    seen = real[:, None] & (key <= query) & (query < tree.token_end[key])
+    """(B, 1, queries, keys), 0 where a query sees a key, else -inf; made on the device of the tables.
+
+    Args:
+        tables: `token_end` and `token_position` of the tree.
+        query: (B, queries) stream positions.
+        key: (B, keys) stream positions.
+        real: (B, keys) which keys are no padding.
+        window: see `dense_blocks`.
+        dtype: see `dense_blocks`.
+    """
+    token_end, token_position = tables
+    q, k, real_key = (torch.from_numpy(x).to(token_end.device) for x in (query, key, real))
+    seen = real_key[:, None] & (k[:, None] <= q[..., None]) & (q[..., None] < token_end[k][:, None])
     if window is not None:
-        seen &= tree.token_position[query] - tree.token_position[key] < window
-    seen = torch.from_numpy(seen)[:, None]
-    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
+        seen &= token_position[q][..., None] - token_position[k][:, None] < window
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)[:, None]
