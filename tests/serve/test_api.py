@@ -61,6 +61,10 @@ def test_scores_are_those_of_the_reward_model(server: Any, folders: Path) -> Non
     assert [each["score"] for each in scored["data"]] == pytest.approx(expected, abs=1e-4)
     remote = RemoteReward(server.url + "/get_reward")
     assert asyncio.run(remote([prompt] * 8, texts)) == pytest.approx(expected, abs=1e-4)
+    # Messages go as messages, as the server says that it is our own.
+    messages = [[{"role": "assistant", "content": text}] for text in texts]
+    assert asyncio.run(remote([MESSAGES] * 8, messages)) == pytest.approx(expected, abs=1e-4)
+    assert remote.protocol == "columns"
 
 
 def test_more_candidates_begin_with_the_fewer(server: Any) -> None:
