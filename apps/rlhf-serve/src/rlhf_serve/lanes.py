@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rlhf_infer import ScorerUnavailable
+from rlhf_infer.http_client import ScorerUnavailable
 from rlhf_infer.rewards import loop
 from rlhf_infer.rewards.calling import Samples
 from rlhf_infer.rewards.functions import Source

@@ -102,7 +102,7 @@ async def _scores(
 
 def _score_batch(body: ScoreRequest, service: BestOfNService) -> Batch:
     service.texts.check_template(body.chat_template_kwargs)
-    given = body.text_1
+    given: Any = body.text_1
     if isinstance(given, str) or (given and isinstance(given[0], dict)):
         given = [given]
     completions = [body.text_2] if isinstance(body.text_2, str) else body.text_2

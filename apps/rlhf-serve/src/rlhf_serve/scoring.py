@@ -9,7 +9,8 @@ from typing import Any
 
 from rlhf_data import UserError
 from rlhf_data.transcripts import Text
-from rlhf_infer import RewardFunctions, ScorerUnavailable
+from rlhf_infer import RewardFunctions
+from rlhf_infer.http_client import ScorerUnavailable
 from rlhf_infer.rewards import loop
 from rlhf_infer.rewards.calling import Samples
 from rlhf_infer.rewards.functions import Source
