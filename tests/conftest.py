@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell starts background jobs so, and their children inherit it: tests that send Ctrl-C would do nothing.
+    # A shell starts background jobs so, and their children inherit it: Ctrl-C in tests would do nothing.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
