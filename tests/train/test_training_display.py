@@ -85,3 +85,32 @@ def test_training_does_not_load_the_game(tmp_path: Path) -> None:
     program = "import sys, rlhf_train.training_display, rlhf_train.training; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_a_dry_run_shows_what_the_model_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model_folder: Path
+) -> None:
+    from click.testing import CliRunner
+
+    from rlhf_train.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    Path("pairs.jsonl").write_text(
+        '{"prompt": "where is mary ?\\n", "chosen": "garden", "rejected": "kitchen"}\n' * 2
+    )
+    arguments = (
+        "--model",
+        str(tiny_model_folder),
+        "--train-data",
+        "pairs.jsonl",
+        "--set=eval_fraction=0",
+        "--dry-run",
+    )
+    shown = CliRunner().invoke(main, ["dpo", *arguments, "--output-dir", "mine"], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0, (shown.output, shown.exception)
+    for part in (r"where is mary ?\n |=> garden", "|=> kitchen", "1e-06, linear", "output folder", "mine"):
+        assert part in shown.stdout, part
+    online = CliRunner().invoke(
+        main, ["grpo", *arguments, "--reward=length:target=4"], env={"COLUMNS": "200"}
+    )
+    assert r"where is mary ?\n" in online.stdout and "length:target=4" in online.stdout

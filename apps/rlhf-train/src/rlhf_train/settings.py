@@ -11,7 +11,6 @@ from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from rlhf_data import UserError
 
@@ -85,8 +84,8 @@ def _settings(model: type[BaseModel], tiny: typing.Mapping[str, Any], prefix: st
         if section is not None:
             yield from _settings(section, {}, f"{key}.")
             continue
-        default = field.get_default(call_default_factory=True, validated_data={})
-        default = None if default is PydanticUndefined else default
+        required = field.is_required()
+        default = None if required else field.get_default(call_default_factory=True, validated_data={})
         other = tiny.get(name)
         meaning = " ".join((field.description or "").split())
         yield Setting(key, default, _allowed(field), meaning, None if other == default else other)

@@ -111,7 +111,8 @@ def _work(method: str, config: Any, run: RunFolder, options: dict[str, Any]) -> 
         if options["dry_run"]:
             from rlhf_algos.planning import plan_training
 
-            display.show_plan(plan_training(method, config))
+            plan = plan_training(method, config)
+            display.show_plan({**plan, "rows": [*plan["rows"], ("output folder", str(run.path))]})
             return
         job = _job(method, config, run, display)
         resume = options["resume"] is not None

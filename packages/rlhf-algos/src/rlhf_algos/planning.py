@@ -41,6 +41,8 @@ _CLASSES: dict[str, Any] = {
     "reward": AutoModelForSequenceClassification,
     "prm": AutoModelForTokenClassification,
 }
+_SHOWN_CHARACTERS = 600
+"""Of each part of the rendered example."""
 _MOMENT_BYTES = {"adamw_torch": 8, "adamw_bnb_8bit": 2}
 """Both moments of a parameter."""
 
@@ -58,7 +60,7 @@ def plan_training(name: str, config: Any) -> dict[str, Any]:
         config: the job's settings.
 
     Returns:
-        `rows`, pairs of label and text.
+        `rows`, pairs of label and text; the last are the first example, `|=>` where its completion begins.
 
     Raises:
         UserError: data, model or settings cannot be used.
@@ -99,9 +101,10 @@ def plan_training(name: str, config: Any) -> dict[str, Any]:
             ("longest sequence", f"{longest:,} tokens, {limit}"),
             (
                 "precision",
-                f"{precision if precision != 'no' else str(dtype).removeprefix('torch.')}: {reason}",
+                f"{str(dtype).removeprefix('torch.') if precision == 'no' else precision}: {reason}",
             ),
             (f"memory on {device}", _memory_text(name, config, model, largest, precision)),
+            *_example_rows(config, train[0], tokenizer),
         ]
     }
 
@@ -197,6 +200,24 @@ def _sequences(example: Any) -> Iterator[TokenSequence]:
     elif isinstance(example, tuple):
         for part in example:
             yield from _sequences(part)
+
+
+def _example_rows(config: Any, example: Any, tokenizer: Any) -> list[tuple[str, str]]:
+    """Learning rate, rewards, and the first example as the model reads it, with special tokens."""
+    rows = [("learning rate", f"{config.learning_rate:g}, {config.lr_scheduler_type}")]
+
+    def text(ids: Sequence[int]) -> str:
+        whole = tokenizer.decode(list(ids), skip_special_tokens=False).replace("\n", "\\n")
+        half = _SHOWN_CHARACTERS // 2
+        return whole if len(whole) <= _SHOWN_CHARACTERS else f"{whole[:half]} ... {whole[-half:]}"
+
+    if isinstance(example, PromptExample):
+        rewards = ("rewards", ", ".join(config.reward))
+        return [*rows, rewards, ("first prompt", text(example.prompt_ids))]
+    for number, sequence in enumerate(_sequences(example), start=1):
+        ids, start = sequence.input_ids, sequence.score_from
+        rows.append((f"first row, sequence {number}", f"{text(ids[:start])} |=> {text(ids[start:])}"))
+    return rows
 
 
 def _model_text(config: Any, model: Any) -> str:

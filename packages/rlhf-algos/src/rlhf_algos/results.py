@@ -74,9 +74,9 @@ def finish_run(
         **facts,
     }
     if keys := metric_keys(rows):
-        training_curves(
-            rows, keys, run.path / "training_curves.png", title=f"{method}: {run.path.resolve().name}"
-        )
+        name = run.path.resolve().name
+        title = method if name == method else f"{method}: {name}"
+        training_curves(rows, keys, run.path / "training_curves.png", title=title)
     if (run.path / _FINAL).is_dir():
         write_model_card(run.path / _FINAL, method=method, config=config, results=results)
     run.write_results(results)

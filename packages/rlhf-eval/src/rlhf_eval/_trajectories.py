@@ -47,6 +47,8 @@ _MEASURES = (
 """Measure of a player, title, caption, whether its axis is logarithmic."""
 _TIME_SCALE_BOUNDS = (0.1, 10.0)
 """Beyond these one player is as good as frozen (docs/minmax.md, two time scales)."""
+_WIDE = 1e4
+"""Ratio of a logarithmic axis above which only decades are labelled."""
 _SMALL: dict[str, Any] = {"width": 4.2, "height": 3.0}
 _SHARES = (-0.03, 1.03)
 """Limits of an axis of shares, with room for markers at its ends."""
@@ -115,7 +117,9 @@ def _draw_lines(axes: Axes, *, lines: Sequence[_Line], log: bool, bounds: Sequen
         from matplotlib.ticker import LogLocator, NullFormatter
 
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+        low, high = axes.get_ylim()
+        wide = high / low > _WIDE  # then a locator with ticks between the decades gives none at all
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 3.0)))
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     else:

@@ -89,7 +89,13 @@ def _panel(axes: Axes, metrics: Rows, key: str) -> None:
     axes.set_title(key, parse_math=False)
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.4g}")  # no factor that hides under the title
+    axes.yaxis.set_major_formatter(lambda value, _: _label(value, axes.get_yticks()))
+
+
+def _label(value: float, ticks: Sequence[float]) -> str:
+    """A tick's number with as many digits as tell the ticks apart; no factor, which hides under the title."""
+    digits = next((n for n in range(4, 12) if len({f"{x:.{n}g}" for x in ticks}) == len(set(ticks))), 12)
+    return f"{value:.{digits}g}"
 
 
 def _curve(axes: Axes, points: list[tuple[float, float]], *, color: str, label: str) -> None:
