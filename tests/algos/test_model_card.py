@@ -83,7 +83,7 @@ def test_a_base_model_that_is_not_on_the_hub_is_not_linked(tmp_path, base, monke
     header, text = _card(tmp_path / "final")
     assert header.get("base_model") is None and "Versions" not in text and "Held-out" not in text
     assert f"# {tmp_path.name}\n" in text  # the run's name
-    assert "on `rows`." in text and (base is None or f"from `{base}`" in text)
+    assert "on `rows`." in text and (base is None or f"from `{base.removeprefix('/')}`" in text)
 
 
 def test_a_folder_with_a_hub_like_name_is_a_path(tmp_path, monkeypatch):
@@ -91,6 +91,21 @@ def test_a_folder_with_a_hub_like_name_is_a_path(tmp_path, monkeypatch):
     (tmp_path / "org" / "base-1b").mkdir(parents=True)
     write_model_card(tmp_path, method="dpo", config=CONFIG)
     assert "base_model" not in _card(tmp_path)[0]
+
+
+def test_local_paths_are_not_published(tmp_path):
+    home = str(tmp_path / "of a person")
+    config = {
+        "model_name_or_path": f"{home}/sft/final",
+        "train_data": f"{home}/data/pairs.jsonl",
+        "reward": [f"{home}/mine/happy.py:happy", "https://scores.example/get_reward", "math"],
+        "run_folder": home,
+    }
+    write_model_card(tmp_path, method="grpo", config=config)
+    header, text = _card(tmp_path)
+    assert "of a person" not in text and str(tmp_path) not in text and "base_model" not in header
+    assert "from `sft/final` on `data/pairs.jsonl`" in text
+    assert '"mine/happy.py:happy"' in text and "https://scores.example/get_reward" in text
 
 
 def test_another_method_is_called_by_its_name(tmp_path):

@@ -81,7 +81,7 @@ def write_model_card(
     """Write `README.md` beside a saved model: what it is, how to load it, held-out metrics, recipe, versions.
 
     The header has `base_model` (where that is a name on the hub rather than a path), `library_name`,
-    `pipeline_tag` and `tags`.
+    `pipeline_tag` and `tags`. Cards are published, so of local paths only the last two names are shown.
 
     Args:
         folder: the saved model; its files say what kind it is.
@@ -97,12 +97,13 @@ def write_model_card(
     """
     folder, results = Path(folder), results or {}
     base = base_model or config.get("model_name_or_path")
-    data = data or config.get("train_data") or (results.get("data") or {}).get("source")
+    config = _without_places(config)
+    data = _without_places(data) or config.get("train_data") or (results.get("data") or {}).get("source")
     kind = _kind(folder, method)
     sections = [
         _header(kind, method, base),
         f"# {folder.resolve().parent.name if folder.name == 'final' else folder.resolve().name}",
-        _summary(method, base, data, kind),
+        _summary(method, _without_places(base), data, kind),
         f"## Use\n\n```python\n{kind.code('path/to/this/folder')}\n```",
         kind.note,
         _held_out(results),
@@ -110,6 +111,15 @@ def write_model_card(
         _versions(results),
     ]
     atomic_write_text(folder / "README.md", "\n\n".join(section for section in sections if section) + "\n")
+
+
+def _without_places(value: Any) -> Any:
+    """Settings with what leads to a local file or folder left out, but for its name and its folder's."""
+    if isinstance(value, Mapping):
+        return {key: _without_places(each) for key, each in value.items() if key != "run_folder"}
+    if isinstance(value, list | tuple):
+        return [_without_places(each) for each in value]
+    return "/".join(Path(value).parts[-2:]) if isinstance(value, str) and Path(value).is_absolute() else value
 
 
 def _kind(folder: Path, method: str) -> _Kind:
