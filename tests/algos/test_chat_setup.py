@@ -66,8 +66,9 @@ def test_a_base_model_learns_to_end_its_turn(job: Any, tmp_path: Path) -> None:
     assert tokenizer.chat_template == TEMPLATE
     assert json.loads((final / "config.json").read_text())["eos_token_id"] == end
     assert json.loads((final / "generation_config.json").read_text())["eos_token_id"] == [end, old]
-    prompt = tokenizer.apply_chat_template(TALK[:1], add_generation_prompt=True)["input_ids"]
-    [[rollout]] = TransformersEngine(model, tokenizer).generate([prompt], 1, SamplingParams(12, 0.0))
+    prompt: Any = tokenizer.apply_chat_template(TALK[:1], add_generation_prompt=True)
+    engine = TransformersEngine(model, tokenizer)
+    [[rollout]] = engine.generate([prompt["input_ids"]], 1, SamplingParams(12, 0.0))
     assert tokenizer.decode(rollout.completion_ids) == "yes<|im_end|>" and rollout.finish_reason == "stop"
 
 

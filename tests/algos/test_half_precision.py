@@ -57,10 +57,11 @@ def test_small_steps_are_not_lost(dtype: torch.dtype, examples: Any) -> None:
 def test_what_is_trained_is_in_fp32_and_the_rest_as_it_was(dtype: torch.dtype, examples: Any) -> None:
     adapted = add_adapters(start(dtype), ["default"], LoraSettings(lora_r=2))
     reward = RewardModel.from_backbone(start(dtype, 300), train_byte_tokenizer(["a"], 300)).add_lora()
-    for model, trainer_class, config, kind in (
+    cases: list[tuple[Any, Any, Any, str]] = [
         (adapted, DPOTrainer, DPOConfig, "pairs"),
         (reward, RewardTrainer, RewardConfig, "pairs"),
-    ):
+    ]
+    for model, trainer_class, config, kind in cases:
         trainer = trainer_class(model, config(max_steps=1), examples(kind, 2))
         trainer.train()
         for parameter in model.parameters():

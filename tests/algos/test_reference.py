@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -199,7 +200,8 @@ def test_dropout_is_switched_off_unless_asked_for(examples):
 
 def test_the_reference_of_an_adapter_has_no_dropout(examples):
     model = _lora(lora_dropout=0.0)
-    for module in model.modules():
+    modules: list[Any] = list(model.modules())
+    for module in modules:
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.5
     trainer = _trainer("pairs", examples("pairs"), model=model, config={"disable_dropout": False})

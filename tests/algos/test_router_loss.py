@@ -31,7 +31,8 @@ METHODS: dict[str, Any] = {
 
 def experts() -> Any:
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48}
+    shape |= {"num_hidden_layers": 2, "num_attention_heads": 4}
     config = MixtralConfig(
         vocab_size=40,
         num_key_value_heads=2,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +92,6 @@ def test_rows_made_on_demand_are_asked_for_one_step_at_a_time(examples):
 
 
 def test_dropout_is_that_of_the_model():
-    model = tiny_model("gpt2", vocab_size=40, resid_pdrop=0.5)
+    model: Any = tiny_model("gpt2", vocab_size=40, resid_pdrop=0.5)
     SFTTrainer(model, SFTConfig(max_steps=1), [TokenSequence([5, 6, 7], 1)]).train()
     assert model.transformer.h[0].mlp.dropout.p == 0.5

@@ -12,6 +12,7 @@ import random
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -40,10 +41,11 @@ def main(folder: Path) -> None:
     rng = random.Random(0)
     rows = [sequence(rng, length) for length in (90, 14)]
     pairs = [PreferencePair(sequence(rng, length), sequence(rng, length)) for length in (45, 7)]
-    for name, architecture, trainer, config, examples in (
+    jobs: list[tuple[str, str, Any, Any, Any]] = [
         ("sft", "llama", SFTTrainer, SFTConfig, rows),
         ("dpo", "gemma2", DPOTrainer, DPOConfig, pairs),  # its logits are capped
-    ):
+    ]
+    for name, architecture, trainer, config, examples in jobs:
         losses = []
         made = trainer(
             tiny_model(architecture, vocab_size=VOCABULARY, seed=0),

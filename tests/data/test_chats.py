@@ -1,6 +1,7 @@
 """Transcripts and instructions become chat messages."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,8 @@ def test_pairs_become_messages():
 
 def test_completions_of_several_turns():
     record = PreferenceRecord("\n\nHuman: a\n\nAssistant:", " b\n\nHuman: c\n\nAssistant: d", " e")
-    roles = [(message["role"], message["content"]) for message in as_messages(record).chosen]
+    turned: Any = as_messages(record)
+    roles = [(message["role"], message["content"]) for message in turned.chosen]
     assert roles == [("assistant", "b"), ("user", "c"), ("assistant", "d")]
 
 
@@ -78,7 +80,7 @@ def test_sets_in_memory_and_on_disk_convert_alike(tmp_path, with_template):
 
 def test_hh_transcripts_alternate(hh_pairs):
     records = load_records(hh_pairs, "preference", on_bad_row="skip").records
-    turned = [as_messages(record) for record in records]
+    turned: list[Any] = [as_messages(record) for record in records]
     assert len(turned) == 1498
     roles = ["".join(message["role"][0] for message in record.prompt) for record in turned]
     # Three dialogues of the file have two turns of the assistant in a row.

@@ -222,5 +222,6 @@ def test_shipped_templates_show_the_turns_that_trl_marks(tokenizer, name):
 def test_shipped_templates_are_not_refused(tokenizer, name):
     tokenizer.chat_template = (_TRL / f"{name}.jinja").read_text(encoding="utf-8")
     ids, mask = Encoder(tokenizer).conversation(_TALK[1:], assistant_only=True)
+    assert mask is not None
     said = tokenizer.decode([token for token, scored in zip(ids, mask, strict=True) if scored])
     assert said.count("yes") == said.count("no no") == 1 and "and ?" not in said

@@ -1,6 +1,7 @@
 """Rows become records: accepted spellings, other column names, and what is wrong with bad rows."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ _NO = {"role": "assistant", "content": "no"}
 _VERL = {"reward_model": {"style": "rule", "ground_truth": "72"}}
 
 
-def _parse(kind, row, columns=None):
+def _parse(kind, row, columns=None) -> Any:
     return row_parser(kind, columns or {})(row, "f.jsonl, line 3")
 
 

@@ -117,7 +117,8 @@ def judge(
     **settings: Any,
 ) -> APIJudge:
     """A judge that asks a server, without pauses."""
-    options = APISettings(**{"backoff": 0.0} | settings)
+    settings = {"backoff": 0.0} | settings
+    options = APISettings(**settings)
     return APIJudge(server.url, "m", options, template=template, cache_folder=cache, seed=seed)
 
 

@@ -11,6 +11,7 @@ import torch
 from rlhf_data import UserError
 from rlhf_infer import ContinuousBatcher, SamplingParams, TransformersEngine
 from rlhf_infer.cohort import Cohort
+from rlhf_infer.continuous import TopLogps
 from rlhf_models.tiny import TINY_ARCHITECTURES
 
 
@@ -114,7 +115,8 @@ def test_a_request_larger_than_the_bound_is_drawn_in_pieces(lively_model: Any) -
     most: list[int] = []
     told: dict[int, list[int]] = {}
 
-    def follow(sample: int, token: int) -> None:
+    def follow(sample: int, token: int, logp: float, top: TopLogps) -> None:
+        del logp, top
         most.append(sum(each.cohort.most_tokens for each in batcher._running))
         told.setdefault(sample, []).append(token)
         assert batcher.running <= 1
@@ -142,7 +144,7 @@ def test_rows_that_finish_make_room(lively_model: Any) -> None:
     batcher = ContinuousBatcher(engine)
     held: list[tuple[int, int]] = []
 
-    def follow(*_: int) -> None:
+    def follow(*_: Any) -> None:
         [running] = batcher._running
         held.append((running.cohort.most_tokens, len(running.cohort.rows.alive)))
 

@@ -20,7 +20,7 @@ from rlhf_infer.rewards import RewardFunctions
 
 PROMPTS: list[Any] = ["p0 ", "p1 ", "p2 "]
 COMPLETIONS: list[Any] = ["a", "bb", "ccc"]
-Reply = Callable[[http.server.BaseHTTPRequestHandler, dict[str, Any]], None]
+Reply = Callable[[http.server.BaseHTTPRequestHandler, dict[str, Any]], object]
 
 
 def say(handler: Any, value: Any, status: int = 200) -> None:

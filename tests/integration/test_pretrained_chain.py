@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -63,7 +64,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 @pytest.fixture
 def serve() -> Iterator[Callable[..., str]]:
     """Starts `rlhf-serve` in a folder; its address."""
-    processes: list[subprocess.Popen[str]] = []
+    processes: list[subprocess.Popen[bytes]] = []
 
     def start(folder: Path, *arguments: str) -> str:
         command = [sys.executable, "-m", "rlhf_serve", "--port", "0", "--backend", "transformers", *arguments]
@@ -105,7 +106,7 @@ def test_from_pairs_to_a_server_across_two_folders(
     run("deeper/used there", "rlhf-merge", "linear", "--model", "dpo/final", "--model", "ppo/final", "merged")
     run("elsewhere", "dpo", "dpo", "--resume", "../deeper/used there/dpo", "--eval-only")
 
-    merged = AutoModelForCausalLM.from_pretrained(used / "merged")
+    merged: Any = AutoModelForCausalLM.from_pretrained(used / "merged")
     assert sum(parameter.numel() for parameter in merged.parameters()) == 260_032
     tokenizer = AutoTokenizer.from_pretrained(used / "merged")
     ids = merged.generate(**tokenizer(STARTS[0], return_tensors="pt"), max_new_tokens=12, do_sample=False)

@@ -30,13 +30,14 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1}
-MAMBA = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}
-DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
+EXPERTS: dict[str, Any] = {"num_experts": 2, "num_experts_per_tok": 1}
+MAMBA: dict[str, Any] = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1}
+MAMBA |= {"mamba_d_state": 8, "mamba_chunk_size": 8, "head_dim": 8}
+DELTA: dict[str, Any] = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
 DELTA |= {"linear_value_head_dim": 8, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 REFUSED: dict[str, Any] = {
     # Attention and a state-space model in each layer: all layers attend, and yet the state goes on.
-    "FalconH1": lambda: FalconH1Config(**SHAPE, **MAMBA, mamba_chunk_size=8, head_dim=8),
+    "FalconH1": lambda: FalconH1Config(**SHAPE, **MAMBA),
     "Jamba": lambda: JambaConfig(
         **SHAPE, **EXPERTS, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, mamba_dt_rank=4
     ),
@@ -69,8 +70,8 @@ def test_such_a_model_is_refused_when_it_is_loaded(tmp_path: Any) -> None:
 @pytest.mark.parametrize("name", [*TINY_ARCHITECTURES, "mixtral"])
 def test_decoders_are_accepted_in_every_precision(name: str, dtype: torch.dtype) -> None:
     experts = MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2)
-    model = make(experts, dtype) if name == "mixtral" else tiny_model(name).to(dtype)
-    check_packing(prepare_for_packing(model))
+    model: Any = make(experts) if name == "mixtral" else tiny_model(name)
+    check_packing(prepare_for_packing(model.to(dtype)))
 
 
 @pytest.mark.parametrize("sizes", [{"vocab_size": 7}, {"max_position_embeddings": 3}])

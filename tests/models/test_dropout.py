@@ -11,8 +11,9 @@ from rlhf_models import LoraSettings, PolicyModel, disable_dropout, evaluating, 
 from rlhf_models.adapters import AdapterSet, add_adapters
 
 HALF = 0.5
-NEOX = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-OPT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 48}
+SHAPE: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+NEOX: dict[str, Any] = SHAPE | {"intermediate_size": 48}
+OPT: dict[str, Any] = SHAPE | {"ffn_dim": 48}
 MODELS: dict[str, Any] = {
     "gpt2, everywhere": lambda: tiny_model("gpt2", resid_pdrop=HALF, embd_pdrop=HALF, attn_pdrop=HALF),
     "gpt2, attention": lambda: tiny_model("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=HALF),

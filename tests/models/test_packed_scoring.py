@@ -242,10 +242,11 @@ def test_variable_length_tables_describe_the_same_attention(window: int | None, 
     sequences = ragged_tree() if shared else [TokenSequence([i, *range(5 + i)], 1) for i in range(4)]
     (batch,) = pack(sequences)
     torch.manual_seed(0)
-    inputs = [
+    query, key, value = (
         torch.randn(batch.num_tokens, heads, 8, dtype=torch.float64, requires_grad=True)
         for heads in (4, 2, 2)
-    ]
+    )
+    inputs = query, key, value
     options = AttentionOptions(0.5, window)
     tables = VarlenTables.of(AttentionTree.of(batch), torch.device("cpu"))
     assert (tables.key_index is None) == (not shared)

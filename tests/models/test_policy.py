@@ -1,5 +1,7 @@
 """A policy with its reference."""
 
+from typing import Any
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -184,7 +186,7 @@ def test_log_probs_of_padded_batches(tiny_model_folder, side):
 
 def test_texts_are_completed_greedily(tiny_model_folder):
     policy = PolicyModel.from_pretrained(tiny_model_folder, lora=LORA)
-    plain = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+    plain: Any = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
     texts = policy.generate(["Where is", "the ball"], max_new_tokens=6, do_sample=False)
     for prompt, text in zip(["Where is", "the ball"], texts, strict=True):
         ids = policy.tokenizer(prompt, return_tensors="pt")["input_ids"]

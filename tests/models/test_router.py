@@ -29,6 +29,7 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+QWEN3: dict[str, Any] = {"head_dim": 8}
 CONFIGS: dict[str, Any] = {
     "mixtral": lambda: MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
     "qwen2_moe": lambda: Qwen2MoeConfig(
@@ -39,7 +40,7 @@ CONFIGS: dict[str, Any] = {
         shared_expert_intermediate_size=16,
     ),
     "qwen3_moe": lambda: Qwen3MoeConfig(
-        **SHAPE, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+        **SHAPE, **QWEN3, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
     ),
     "olmoe": lambda: OlmoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2),
 }

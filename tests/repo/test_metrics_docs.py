@@ -232,8 +232,9 @@ def test_keys_of_the_trainers(tiny_llama: Any, byte_tokenizer: Any) -> None:
 
 
 def test_keys_of_models_with_experts() -> None:
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    shape |= {"num_key_value_heads": 2, "num_local_experts": 2, "num_experts_per_tok": 1, "pad_token_id": 0}
+    shape: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0}
+    shape |= {"num_local_experts": 2, "num_experts_per_tok": 1}
     model = AutoModelForCausalLM.from_config(MixtralConfig(vocab_size=32, **shape))
     rows = [TokenSequence([5, 6, 7], 1)]
     written = set(SFTTrainer(model, SFTConfig(max_steps=1), rows, eval_examples=rows).train())

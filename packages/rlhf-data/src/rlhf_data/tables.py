@@ -79,7 +79,7 @@ def read_hub(name: str) -> _Rows:
     return enumerate((dict(row) for row in table), start=1)
 
 
-def _part(datasets: Any, repository: str, part: str) -> dict[str, str]:
+def _part(datasets: Any, repository: str, part: str) -> dict[str, Any]:
     """The argument of `load_dataset` for what stands behind the name of a data set."""
     is_configuration = part in datasets.get_dataset_config_names(repository)
     return {"name": part} if is_configuration else {"data_dir": part}

@@ -92,7 +92,7 @@ def _panel(axes: Axes, metrics: Rows, key: str) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: _label(value, axes.get_yticks()))
 
 
-def _label(value: float, ticks: Sequence[float]) -> str:
+def _label(value: float, ticks: Sequence[float] | np.ndarray) -> str:
     """A tick's number with as many digits as tell the ticks apart; no factor, which hides under the title."""
     digits = next((n for n in range(4, 12) if len({f"{x:.{n}g}" for x in ticks}) == len(set(ticks))), 12)
     return f"{value:.{digits}g}"

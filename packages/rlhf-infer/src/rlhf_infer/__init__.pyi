@@ -10,11 +10,14 @@ from rlhf_infer.candidates import select as select
 from rlhf_infer.continuous import ContinuousBatcher as ContinuousBatcher
 from rlhf_infer.engine import TransformersEngine as TransformersEngine
 from rlhf_infer.ensemble_policy import EnsemblePolicy as EnsemblePolicy
+from rlhf_infer.http_client import ScorerUnavailable as ScorerUnavailable
 from rlhf_infer.judge_settings import APISettings as APISettings
 from rlhf_infer.judges import Judge as Judge
 from rlhf_infer.judges import PromptedJudge as PromptedJudge
 from rlhf_infer.judges import RuleJudge as RuleJudge
 from rlhf_infer.judges import verdict_rule as verdict_rule
+from rlhf_infer.pairwise_judge import Comparison as Comparison
+from rlhf_infer.pairwise_judge import PairwiseJudge as PairwiseJudge
 from rlhf_infer.predictive import ScorePopulation as ScorePopulation
 from rlhf_infer.protocol import GenerationEngine as GenerationEngine
 from rlhf_infer.protocol import LogitsProcessor as LogitsProcessor
