@@ -10,7 +10,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from rlhf_data import TokenSequence, UserError, pack
 from rlhf_models import (
@@ -209,10 +209,9 @@ def test_weights_that_lack_tensors_are_refused(tiny_model_folder):
 
 
 def test_weights_without_use_are_logged(tmp_path, caplog):
-    config = tiny_model("llama").config
-    config.num_labels = 1
-    config.tie_word_embeddings = True
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    model = tiny_model("llama")
+    score = {"score.weight": torch.zeros(1, model.config.hidden_size)}
+    model.save_pretrained(tmp_path, state_dict=model.state_dict() | score)
     with caplog.at_level(logging.WARNING, "rlhf_models"):
         load_causal_lm(tmp_path)
     assert "weights without use here: score.weight" in caplog.text

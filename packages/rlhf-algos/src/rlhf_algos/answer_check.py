@@ -39,17 +39,17 @@ def check_answers(config: Any, path: str, *, subset_size: int | None = None) -> 
         return
     alone = len(rules) == len(config.reward)
     seen: set[str] = set()
+    unanswered: str | None = None
+    where = None
     for where, row in _rows(config, path, subset_size):
         seen |= row.keys()
         for rule in rules:
             if rule.column in row:
                 rule.check_row(row, where)
-        if alone and all(not is_checked(row, rule.column) for rule in rules):
-            columns = " or ".join(rule.column for rule in rules)
-            raise UserError(
-                f"{where}: there is no {columns} to check a completion with, and no other reward; add one, "
-                "give another reward beside it, or leave such rows out"
-            )
+        if not any(is_checked(row, rule.column) for rule in rules):
+            unanswered = unanswered or where
+    if where is None:  # reading the rows says what is wrong with them
+        return
     for rule in rules:
         if missing := [column for column in rule.required_columns if column not in seen]:
             raise UserError(
@@ -57,6 +57,12 @@ def check_answers(config: Any, path: str, *, subset_size: int | None = None) -> 
                 f"{', '.join(sorted(seen)) or 'none beside prompt'}: name another one with "
                 f"{rule.name}:column=NAME, or add it"
             )
+    if alone and unanswered:
+        columns = " or ".join(rule.column for rule in rules)
+        raise UserError(
+            f"{unanswered}: there is no {columns} to check a completion with, and no other reward; add one, "
+            "give another reward beside it, or leave such rows out"
+        )
 
 
 def _rows(config: Any, path: str, subset_size: int | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
