@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlhf_algos import CheckpointManager
 from rlhf_data import RunFolder, UserError
-from rlhf_train.runs import resumable
+from rlhf_train.runs import new_run, resumable
 
 
 def _checkpoint(run: RunFolder, step: int) -> None:
@@ -47,3 +51,31 @@ def test_an_end_says_how_to_go_on(
         raise error("no reply")
     expected = [f"continue with: rlhf-train minmax --resume {run.path}"] if told else []
     assert getattr(raised.value, "__notes__", []) == expected
+
+
+@pytest.fixture
+def taken(tmp_path: Path) -> Iterator[Path]:
+    """An empty folder that another process is training in: a lock is of an open file, not of a process."""
+    folder = tmp_path / "taken"
+    folder.mkdir()
+    handle = os.open(folder, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    yield folder
+    os.close(handle)
+
+
+def test_a_folder_has_one_run_at_a_time(taken: Path, train_refused: Callable[..., str]) -> None:
+    message = train_refused("sft", "--max-steps=1", f"--output-dir={taken}")
+    assert str(taken) in message and list(taken.iterdir()) == []
+    run = RunFolder(taken)
+    with pytest.raises(UserError, match="another process"), resumable(run, "sft"):
+        pytest.fail("two at once")
+    with resumable(run, "sft", trains=False):  # evaluating a run that goes on is fine
+        pass
+
+
+def test_a_folder_is_free_again_after_a_run(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"output_dir": str(tmp_path / "run"), "dry_run": False}
+    for _ in range(2):
+        with new_run(options, "sft") as run, resumable(run, "sft"):
+            pass

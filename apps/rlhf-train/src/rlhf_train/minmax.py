@@ -101,7 +101,7 @@ def _play(config: MinMaxConfig, run: RunFolder, options: dict[str, Any]) -> None
     events = ConsoleEvents(quiet=not is_first_process())
     job = MinMaxJob(config, run, events, rebuild_demo=options["rebuild_demo"])
     resume = options["resume"] is not None
-    with events, resumable(run, _JOB):
+    with events, resumable(run, _JOB, trains=not options["eval_only"]):
         if options["eval_only"]:
             results = job.evaluate_only(checkpoint=checkpoint_to_evaluate(run) if resume else None)
         else:

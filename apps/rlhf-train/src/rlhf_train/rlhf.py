@@ -119,7 +119,7 @@ def _work(config: Any, run: RunFolder, options: dict[str, Any]) -> None:
 
     shown = ("loss", "reward", "accuracy", "objective/kl")
     display = TrainingDisplay(shown, quiet=not is_first_process())
-    with display, resumable(run, _JOB), rows_for(run):
+    with display, resumable(run, _JOB, trains=not options["eval_only"]), rows_for(run):
         if config.embedded:
             config = story_stages(config, run, display)
         job = RLHFOrchestrator(

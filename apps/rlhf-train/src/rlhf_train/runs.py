@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,14 @@ from rlhf_data import RunFolder, UserError
 from rlhf_data.run_folder import newest_unfinished
 from rlhf_train.options import NEWEST
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+_LOG = logging.getLogger(__name__)
+_HELD: set[Path] = set()
+"""Folders that this process is alone in."""
 ROOT = "outputs"
 _CONFIG = "config.json"
 _FILES = (_CONFIG, "before.json", "preflight.json", "samples.jsonl")
@@ -35,21 +45,22 @@ def new_run(options: dict[str, Any], job: str) -> Iterator[RunFolder]:
     named = options["output_dir"]
     existed = named is not None and Path(named).is_dir()
     run = RunFolder.create(named, job=job, root=ROOT)
-    refused = options["dry_run"]
-    try:
-        yield run
-    except UserError:
-        refused = True
-        raise
-    except KeyboardInterrupt:
-        refused = not (run.path / _CONFIG).exists()
-        raise
-    finally:
-        if refused:
-            _remove_unstarted(run.path, keep=existed)
-            if named is None:
-                with suppress(OSError):  # where earlier runs lie in it
-                    Path(ROOT).rmdir()
+    with _alone_in(run.path):
+        refused = options["dry_run"]
+        try:
+            yield run
+        except UserError:
+            refused = True
+            raise
+        except KeyboardInterrupt:
+            refused = not (run.path / _CONFIG).exists()
+            raise
+        finally:
+            if refused:
+                _remove_unstarted(run.path, keep=existed)
+                if named is None:
+                    with suppress(OSError):  # where earlier runs lie in it
+                        Path(ROOT).rmdir()
 
 
 @contextmanager
@@ -93,14 +104,23 @@ def resumed_run(options: dict[str, Any], job: str, changing: Sequence[str]) -> R
 
 
 @contextmanager
-def resumable(run: RunFolder, job: str) -> Iterator[None]:
+def resumable(run: RunFolder, job: str, *, trains: bool = True) -> Iterator[None]:
     """Within this context, an interruption says how the run is continued, where it has begun.
 
     So does a mistake that shows after the first checkpoint, such as a judge that no longer replies.
+
+    Args:
+        run: its folder.
+        job: the command.
+        trains: whether more than an evaluation is written there, which no other process may do meanwhile.
+
+    Raises:
+        UserError: another process trains in the folder.
     """
     before = run.checkpoints()
     try:
-        yield
+        with _alone_in(run.path) if trains and is_first_process() else nullcontext():
+            yield
     except (KeyboardInterrupt, UserError) as stop:
         interrupted = isinstance(stop, KeyboardInterrupt) and (run.path / _CONFIG).exists()
         if interrupted or run.checkpoints() != before:
@@ -118,6 +138,34 @@ def checkpoint_to_evaluate(run: RunFolder) -> Path:
     if checkpoint is None:
         raise UserError(f"{run.path} has no checkpoint to evaluate; train it first")
     return checkpoint
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Keep other processes out of a run's folder until this context or this process ends.
+
+    Raises:
+        UserError: another process is in it.
+    """
+    key = folder.resolve()
+    if fcntl is None or key in _HELD:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"another process is training in {folder}; wait for its end, or choose another --output-dir"
+            ) from error
+        except OSError as error:  # some network file systems have no locks
+            _LOG.debug("%s cannot be locked: %s", folder, error)
+        _HELD.add(key)
+        yield
+    finally:
+        _HELD.discard(key)
+        os.close(handle)
 
 
 def _remove_unstarted(folder: Path, *, keep: bool) -> None:

@@ -116,7 +116,7 @@ def _work(method: str, config: Any, run: RunFolder, options: dict[str, Any]) -> 
             return
         job = _job(method, config, run, display)
         resume = options["resume"] is not None
-        with resumable(run, f"{method}{source_of(method)}"):
+        with resumable(run, f"{method}{source_of(method)}", trains=not options["eval_only"]):
             if options["eval_only"]:
                 results = job.evaluate_only(checkpoint_to_evaluate(run) if resume else None)
             else:

@@ -269,7 +269,7 @@ class PPOConfig(OnlineConfig):
 
     @field_validator("value_model_path")
     @classmethod
-    def _model_of_a_run(cls, name: str | None) -> str | None:
+    def _value_model_of_a_run(cls, name: str | None) -> str | None:
         return name and model_folder(name)
 
     @model_validator(mode="after")
