@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from typing import Any
@@ -29,7 +30,7 @@ from rlhf_models import (
     tiny_model,
     token_logps,
 )
-from rlhf_models.loading import check_tokenizer_fits
+from rlhf_models.loading import check_tokenizer_fits, check_weights
 
 # 4-bit weights come in blocks of 64.
 WIDE = {"gpt2": {"n_embd": 64}, "llama": {"hidden_size": 64, "intermediate_size": 128}}
@@ -201,6 +202,13 @@ def test_an_adapter_without_its_model_is_named_as_such(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(UserError, match=r"holds an adapter without its model; merge both"):
         load_causal_lm(tmp_path)
+
+
+def test_adapters_of_a_reward_model_are_no_language_model(tmp_path, tiny_model_folder):
+    shutil.copy(tiny_model_folder / "config.json", tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="adapters of a reward model"):
+        check_weights(tmp_path)
 
 
 def test_weights_that_lack_tensors_are_refused(tiny_model_folder):

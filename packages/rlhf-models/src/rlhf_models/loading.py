@@ -279,6 +279,11 @@ def _checked_source(name_or_path: str | Path, *, needs: tuple[str, ...]) -> str:
                 )
             raise UserError(f"model folder {name} has no config.json; expected a saved transformers model")
         if "weights" in needs and not any((path / file).is_file() for file in _WEIGHT_FILES):
+            if (path / "adapter_config.json").is_file():
+                raise UserError(
+                    f"model folder {name} holds adapters of a reward model, which is no language model and "
+                    "cannot be trained further; name the model that they were trained on"
+                )
             raise UserError(
                 f"model folder {name} has no weights; expected model.safetensors beside config.json"
             )
