@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rlhf_merge.errors import MergeError, readable
+from rlhf_merge.errors import MergeError, readable, regular
 from rlhf_merge.float8 import dequantised
 from rlhf_merge.hub import download, split_id
 from rlhf_merge.lora import apply_adapter
@@ -75,7 +75,7 @@ class Checkpoint:
         self.folder = folder
         self.adapter_folders = adapter_folders
         config = folder / "config.json"
-        self.config: dict[str, Any] = read_json(inside(folder, config)) if config.is_file() else {}
+        self.config: dict[str, Any] = read_json(inside(folder, config)) if regular(config).is_file() else {}
         self.tensors: Mapping[str, Readable] = {}
         self._files: list[SafetensorsFile | TorchFile] = []
         self._identity: list[Identity] = []
@@ -94,7 +94,7 @@ class Checkpoint:
     def tokenizer_folder(self) -> Path:
         """Where the tokenizer is: with the last adapter that brings one, else with the base."""
         for folder in reversed(self.adapter_folders):
-            if any((folder / name).is_file() for name in _TOKENIZER_FILES):
+            if any(regular(folder / name).is_file() for name in _TOKENIZER_FILES):
                 return folder
         return self.folder
 
@@ -171,7 +171,7 @@ class Checkpoint:
         tensors: dict[str, Readable] = {}
         for file in sorted(set(weight_map.values())):
             path = weights.with_name(file)
-            if not path.is_file():
+            if not regular(path).is_file():
                 first = next(name for name, other in weight_map.items() if other == file)
                 raise MergeError(
                     f"{path} is missing, where {weights.name} has tensor {first!r}; get the file."
@@ -275,10 +275,10 @@ def _locate(name: str, revision: str | None) -> Path:
 def _model_of(folder: Path) -> Path:
     """The folder itself or, where it is that of a training run, the trained model's in it."""
     final = folder / "final"
-    if not final.is_dir() or find_weights(folder) is not None or (folder / ADAPTER_CONFIG).is_file():
+    if not final.is_dir() or find_weights(folder) is not None or regular(folder / ADAPTER_CONFIG).is_file():
         return folder
     config = folder / "config.json"
-    return folder if config.is_file() and "model_type" in read_json(config) else final
+    return folder if regular(config).is_file() and "model_type" in read_json(config) else final
 
 
 def _base_of(adapter: Path) -> Path:

@@ -174,15 +174,17 @@ def _merge(config: MergeConfig, out: str, options: dict[str, Any]) -> None:
     console = Console(stderr=True, quiet=quiet, highlight=False)
     check_output(Path(out))
     plan = merger.plan()
+    try:
+        plan.check_outside(Path(out))
+        if not dry_run:
+            merger.resources.threads_for(plan)
+    except MergeError:
+        plan.close()
+        raise
     if dry_run:
         _print_plan(Console(quiet=quiet), merger, plan)
         plan.close()
         return
-    try:
-        merger.resources.threads_for(plan)
-    except MergeError:
-        plan.close()
-        raise
     with _progress(console, METHODS[config.method].title) as (on_total, on_bytes):
         on_total(plan.bytes_read + plan.bytes_written)
         result = merger.merge(out, restart=restart, on_bytes=on_bytes, plan=plan)

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+_QUOTED = re.compile(r"""(?<![\w\\])(["'])(?:\\.|(?!\1)[^\\])*\1""", re.DOTALL)
+"""What `repr` quotes; an apostrophe follows a letter."""
 
 
 class MergeError(ValueError):
     """A mistake in the input: one sentence saying what is wrong, where, what was expected and what to do.
 
     The command line prints the message without a traceback and exits with code 2.
+
+    Args:
+        message: the sentence; what a file holds may be of any length, so quoted values that are long, and the
+            middle of a message that still is, are left out.
     """
+
+    def __init__(self, message: str) -> None:
+        quoted = _QUOTED.sub(lambda value: _shortened(value[0], 60, 20), message)
+        super().__init__(_shortened(quoted, 1400, 600))
+
+
+def _shortened(text: str, begin: int, end: int) -> str:
+    """The text without its middle, where it is longer than its begin and end together."""
+    return text if len(text) <= begin + end else f"{text[:begin]}…{text[-end:]}"
 
 
 class UnwrittenError(MergeError):
@@ -56,3 +73,16 @@ def readable(what: str | Path) -> Iterator[None]:
         raise MergeError(
             f"{place} cannot be read ({error.strerror or error}); check that it is there and may be read."
         ) from error
+
+
+def regular(path: Path) -> Path:
+    """The path of a file of a model's folder, unless something else than a file is there.
+
+    A FIFO would be waited for without end, and a device may hold anything.
+
+    Raises:
+        MergeError: a folder, FIFO, socket or device is there.
+    """
+    if not path.is_file() and path.exists():
+        raise MergeError(f"{path} is not a regular file; put the file itself there.")
+    return path

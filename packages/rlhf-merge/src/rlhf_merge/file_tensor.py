@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from rlhf_merge.errors import MergeError, readable
+from rlhf_merge.errors import MergeError, readable, regular
 
 _scratch = threading.local()
 """One buffer of bytes for each thread, for pieces that are converted."""
@@ -27,7 +27,7 @@ class OpenFile:
         path: the file.
 
     Raises:
-        MergeError: it cannot be opened.
+        MergeError: it cannot be opened, or is not a regular file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -35,7 +35,7 @@ class OpenFile:
             raise MergeError("this system cannot read files at a place (preadv); use Linux, macOS or WSL.")
         self.path = path
         with readable(path):
-            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._file = os.open(regular(path), os.O_RDONLY | os.O_CLOEXEC)
         self._closed = weakref.finalize(self, os.close, self._file)
 
     def read(self, begin: int, out: torch.Tensor) -> None:

@@ -11,10 +11,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from glob import escape
 
 from rlhf_merge.checkpoint import Checkpoint
 from rlhf_merge.config_json import tied
-from rlhf_merge.errors import damaged
+from rlhf_merge.errors import MergeError, damaged
 from rlhf_merge.lora_tensors import same_values
 from rlhf_merge.tensor_names import endings, layer_name, missing
 from rlhf_merge.tensors import Readable
@@ -79,28 +80,62 @@ def matched(checkpoints: Mapping[str, Checkpoint], ignore: Sequence[str] = ()) -
         ignore: patterns of the names of tensors to leave out, with * and ?.
 
     Raises:
-        MergeError: a model lacks a head that is not tied.
+        MergeError: a model lacks a head that is not tied; see `without`, too.
     """
-    tensors: Models = {
-        spec: {name: t for name, t in checkpoint.tensors.items() if not is_buffer(name, tuple(t.shape))}
-        for spec, checkpoint in checkpoints.items()
-    }
-    tensors, named_by = _renamed(tensors)
-    every = dict.fromkeys(name for own in tensors.values() for name in own)
-    tensors = without(tensors, ignore)
+    tensors, named_by = _named(checkpoints)
+    tensors, ignored = without(tensors, ignore)
     _drop_copies(tensors)
-    ignored = tuple(name for name in every if any(fnmatchcase(name, pattern) for pattern in ignore))
     lent = _match_heads(tensors, checkpoints)
     return Matched(tensors, False if lent else None, named_by, ignored, lent)
 
 
-def without(tensors: Mapping[str, Mapping[str, Readable]], ignore: Sequence[str]) -> Models:
-    """The tensors whose names no pattern fits."""
+def without(
+    tensors: Mapping[str, Mapping[str, Readable]], ignore: Sequence[str]
+) -> tuple[Models, tuple[str, ...]]:
+    """The tensors whose names no pattern fits, and the names of the others.
 
-    def stays(name: str) -> bool:
-        return not any(fnmatchcase(name, pattern) for pattern in ignore)
+    Raises:
+        MergeError: a pattern fits a tensor that all models have, or no tensor.
+    """
+    every = dict.fromkeys(name for own in tensors.values() for name in own)
+    ignored: dict[str, None] = {}
+    for pattern in ignore:
+        fitting = [name for name in every if fnmatchcase(name, pattern)]
+        if not fitting:
+            raise MergeError(f"ignore: no tensor of the models fits {pattern!r}; correct it or take it away")
+        for name in fitting:
+            if all(name in own for own in tensors.values()):
+                raise MergeError(
+                    f"ignore: {pattern!r} fits tensor {name}, which all models have; give one that fits "
+                    "only tensors which some models lack"
+                )
+        ignored |= dict.fromkeys(fitting)
+    kept = {
+        spec: {name: t for name, t in own.items() if name not in ignored} for spec, own in tensors.items()
+    }
+    return kept, tuple(ignored)
 
-    return {spec: {name: t for name, t in own.items() if stays(name)} for spec, own in tensors.items()}
+
+def uneven(checkpoints: Mapping[str, Checkpoint], ignore: Sequence[str]) -> list[str]:
+    """The names, as patterns, of the tensors that a pattern fits and some of the models lack."""
+    tensors, _ = _named(checkpoints)
+    every = dict.fromkeys(name for own in tensors.values() for name in own)
+    return [
+        escape(name)
+        for name in every
+        if any(fnmatchcase(name, pattern) for pattern in ignore)
+        and not all(name in own for own in tensors.values())
+    ]
+
+
+def _named(checkpoints: Mapping[str, Checkpoint]) -> tuple[Models, str | None]:
+    """The tensors without buffers, by the names of one model, and that model where any name changed."""
+    return _renamed(
+        {
+            spec: {name: t for name, t in checkpoint.tensors.items() if not is_buffer(name, tuple(t.shape))}
+            for spec, checkpoint in checkpoints.items()
+        }
+    )
 
 
 def _renamed(tensors: Models) -> tuple[Models, str | None]:

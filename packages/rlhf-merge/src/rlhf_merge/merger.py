@@ -99,7 +99,8 @@ class ModelMerger:
             files: names and contents of further text files to put beside the model.
 
         Raises:
-            MergeError: see `plan` and `merge_tensors`; the output folder is not empty; no space is left.
+            MergeError: see `plan` and `merge_tensors`; the output folder is not empty, or inside of a
+                model's; no space is left.
         """
         out = Path(out)
         check_output(out)
@@ -108,6 +109,7 @@ class ModelMerger:
         plan = plan or self.plan()
         partial = None
         try:
+            plan.check_outside(out)
             threads = self.resources.threads_for(plan)
             identity = plan.identity()
             partial = PartialModel(out, plan.shards, identity, restart=restart)
@@ -152,7 +154,8 @@ class ModelMerger:
             spec: {name: MemoryTensor(tensor.detach()) for name, tensor in models[spec].items()}
             for spec in self.config.model_specs
         }
-        reference, tensors = self.config.model_specs[0], without(tensors, self.config.ignore)
+        reference = self.config.model_specs[0]
+        tensors, _ = without(tensors, self.config.ignore)
         found = source_names(self.config, tensors, reference)
         jobs = [job_of(self.config, names, tensors, reference) for names in found]
         sink = _Memory(jobs)

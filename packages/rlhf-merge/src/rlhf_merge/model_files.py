@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_merge.errors import damaged, readable
+from rlhf_merge.errors import damaged, readable, regular
 from rlhf_merge.tokens import AddedToken, append_tokens
 from rlhf_merge.weight_files import inside, read_json
 
@@ -62,7 +62,7 @@ def write_model_files(
         target = out / name
         target.parent.mkdir(exist_ok=True)
         with readable(source):
-            content = source.read_bytes()
+            content = regular(source).read_bytes()
         target.write_bytes(content)
     if added_tokens:
         with damaged(f"the tokenizer in {tokenizer_from}"):
@@ -92,4 +92,4 @@ def copied_files(config_from: Path, tokenizer_from: Path) -> dict[str, Path]:
 
 
 def _has_code(path: Path) -> bool:
-    return path.is_file() and "auto_map" in read_json(path)
+    return regular(path).is_file() and "auto_map" in read_json(path)

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from rlhf_merge.checkpoint import open_checkpoint
 from rlhf_merge.config import MergeConfig
 from rlhf_merge.engine import OnBytes, Resources
 from rlhf_merge.errors import MergeError
+from rlhf_merge.matching import uneven
 from rlhf_merge.merger import MergeResult, ModelMerger
 from rlhf_merge.output import check_output, explained, locked, write_json
 
@@ -131,7 +133,9 @@ class ModelSoup:
         """
         out = Path(out).absolute()
         check_output(out)
-        self._merger(self.models).plan().close()  # models that do not fit are refused before any is scored
+        plan = self._merger(self.models).plan()  # models that do not fit are refused before any is scored
+        plan.close()
+        plan.check_outside(out)
         with _Kitchen(self, out, evaluate, on_trial, on_merge) as kitchen:
             if restart:
                 kitchen.forget()
@@ -163,11 +167,18 @@ class ModelSoup:
         """The config of the uniform soup."""
         return self._config(self.models)
 
-    def _config(self, members: Sequence[str]) -> MergeConfig:
-        return MergeConfig.from_dict({**self.settings, "method": "linear", "models": list(members)}, "soup")
+    def _config(self, members: Sequence[str], **changes: Any) -> MergeConfig:
+        values = {**self.settings, **changes, "method": "linear", "models": list(members)}
+        return MergeConfig.from_dict(values, "soup")
 
     def _merger(self, members: Sequence[str]) -> ModelMerger:
-        return ModelMerger(self._config(members), resources=self.resources)
+        config = self._config(members)
+        if config.ignore and len(members) < len(self.models):
+            # Some members may all have, or all lack, what only some of the models have.
+            with ExitStack() as opened:
+                checkpoints = {s: opened.enter_context(open_checkpoint(s)) for s in config.model_specs}
+                config = self._config(members, ignore=uneven(checkpoints, config.ignore))
+        return ModelMerger(config, resources=self.resources)
 
 
 class _Kitchen:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -134,6 +135,19 @@ class MergePlan:
             "vocabulary": _digest(self.alignment),
         }
         return json.loads(json.dumps(plain))
+
+    def check_outside(self, out: Path) -> None:
+        """Refuse an output folder inside of a model's, which would change what is read.
+
+        Raises:
+            MergeError: it is inside of the folder of a model or an adapter.
+        """
+        for checkpoint in self.checkpoints.values():
+            for folder in (checkpoint.folder, *checkpoint.adapter_folders):
+                if folder.resolve() in out.resolve().parents:
+                    raise MergeError(
+                        f"output folder {out} is inside of {folder}, which is merged; choose one elsewhere"
+                    )
 
     def close(self) -> None:
         """Close the models."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf_merge.errors import MergeError, readable
+from rlhf_merge.errors import MergeError, readable, regular
 from rlhf_merge.weight_files import read_json
 
 AddedToken = dict[str, Any]
@@ -51,15 +51,15 @@ def read_tokens(folder: Path) -> TokenTable | None:
 
 def _read_tokens(folder: Path) -> TokenTable | None:
     path = folder / "tokenizer.json"
-    fast = path.is_file()
+    fast = regular(path).is_file()
     if fast:
         content = read_json(path)
         ids = _model_ids(content.get("model"), path)
         added = {token["content"]: token for token in content.get("added_tokens") or ()}
-    elif (folder / "vocab.json").is_file():
+    elif regular(folder / "vocab.json").is_file():
         ids = _model_ids({"vocab": read_json(folder / "vocab.json")}, folder / "vocab.json")
         added = _listed_beside(folder)
-    elif (folder / "vocab.txt").is_file():
+    elif regular(folder / "vocab.txt").is_file():
         # Split at line feeds alone: other line separators of Unicode are tokens of some vocabularies.
         lines = (folder / "vocab.txt").read_text(encoding="utf-8").removesuffix("\n").split("\n")
         ids = {token: i for i, token in enumerate(lines)}
@@ -88,10 +88,10 @@ def _model_ids(model: Any, path: Path) -> dict[str, int]:
 def _listed_beside(folder: Path) -> dict[str, AddedToken]:
     """Return the added tokens that tokenizer_config.json and added_tokens.json list."""
     tokens: dict[str, AddedToken] = {}
-    if (folder / "added_tokens.json").is_file():
+    if regular(folder / "added_tokens.json").is_file():
         listed = read_json(folder / "added_tokens.json")
         tokens = {text: {**_FLAGS, "content": text, "id": i} for text, i in listed.items()}
-    if (folder / "tokenizer_config.json").is_file():
+    if regular(folder / "tokenizer_config.json").is_file():
         # This one knows the flags, too.
         decoder = read_json(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
         tokens |= {token["content"]: {**_FLAGS, **token, "id": int(i)} for i, token in decoder.items()}

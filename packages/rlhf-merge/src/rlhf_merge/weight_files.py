@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rlhf_merge.errors import MergeError, readable
+from rlhf_merge.errors import MergeError, readable, regular
 
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 SAFETENSORS = "model.safetensors"
@@ -32,7 +32,7 @@ def read_json(path: Path) -> dict[str, Any]:
         MergeError: it cannot be read or holds something else.
     """
     with readable(path):
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(regular(path).read_text(encoding="utf-8"))
         _check_depth([content] if isinstance(content, dict | list) else [])
     if not isinstance(content, dict):
         raise MergeError(
@@ -59,13 +59,13 @@ def inside(folder: Path, path: Path) -> Path:
     hub's cache, where its snapshots link to, are the model's own.
 
     Raises:
-        MergeError: it leads elsewhere.
+        MergeError: it leads elsewhere, or is not a regular file.
     """
     with readable(path):
         real, home = path.resolve(strict=True), folder.resolve()
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
     if home in real.parents or blobs in real.parents:
-        return path
+        return regular(path)
     raise MergeError(
         f"{path} is a link to {real}, outside of the model's folder; put a copy of the file there."
     )
@@ -96,7 +96,7 @@ def find_weights(folder: Path) -> Path | None:
         shards.
     """
     for index, single in WEIGHT_FILES:
-        present = [folder / name for name in (index, single) if (folder / name).is_file()]
+        present = [folder / name for name in (index, single) if regular(folder / name).is_file()]
         if len(present) == 2:
             raise MergeError(f"{folder} holds both {index} and {single}; remove the one that is out of date.")
         if present:
@@ -116,9 +116,9 @@ def find_weights(folder: Path) -> Path | None:
 
 def find_adapter(folder: Path) -> Path | None:
     """The weights of the adapter in a folder, None where it holds no adapter or no weights of one."""
-    if not (folder / ADAPTER_CONFIG).is_file():
+    if not regular(folder / ADAPTER_CONFIG).is_file():
         return None
-    return next((folder / name for name in ADAPTER_FILES if (folder / name).is_file()), None)
+    return next((folder / name for name in ADAPTER_FILES if regular(folder / name).is_file()), None)
 
 
 def no_weights(folder: Path) -> MergeError:
