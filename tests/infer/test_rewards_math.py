@@ -113,6 +113,48 @@ def test_formulas(gold: str, completion: str, right: bool) -> None:
     assert Factory.math()([completion], answer=[gold]) == [right]
 
 
+@pytest.mark.parametrize(
+    ("gold", "answer", "right"),
+    [
+        (r"\{1,2\}", "(1,2)", False),
+        ("(1,2)", r"\left\{1,2\right\}", False),
+        (r"\{1,2\}", "1,2", True),
+        (r"5 \text{ cm}", r"5 \text{ m}", False),
+        (r"5\text{ kg}", r"5\text{ m}", False),
+        (r"5\text{ m}", r"5\text{ m}^2", False),
+        (r"\frac{\pi}{2}\text{ cm}", r"\frac{1}{2}\pi\text{ m}", False),
+        (r"5\text{ cm}", "5 m", False),
+        (r"5\text{ dollars}", r"5\text{ cents}", False),
+        (r"5\text{ cm}", r"5\mathrm{~CM}", True),
+        (r"5\text{ cm}", r"5\text{ centimeters}", True),
+        (r"12\text{ cm}^2", r"12\text{ square centimeters}", True),
+        (r"12\text{ ft}^{2}", "12 feet^2", True),
+        (r"60\text{ mph}", r"60\text{ miles per hour}", True),
+        (r"25^\circ\text{C}", r"25\text{ degrees Celsius}", True),
+        (r"\$5\text{ per hour}", r"5\text{ dollars/hour}", True),
+        (r"3\text{ boxes}", r"3\text{ box}", True),
+        (r"5\text{ cm}", "5", True),
+        ("5", r"5\text{ cm}", True),
+        ("2a+3b", "3b+2a", True),
+        ("120_5", "120_6", False),
+        ("120_5", "120", False),
+        ("120_5", r"120_{\text{five}}", True),
+        ("120_5", r"120\text{ (base 5)}", True),
+        ("1A_{16}", "1A_{12}", False),
+        ("120", "120_5", True),
+        (r"\emptyset", r"\varnothing", True),
+        (r"\varnothing", "∅", True),
+    ],
+)
+def test_units_bases_and_brackets(gold: str, answer: str, right: bool) -> None:
+    assert Factory.math()([rf"\boxed{{{answer}}}"], answer=[gold]) == [right]
+
+
+def test_a_unit_in_a_sentence() -> None:
+    texts = ["The answer is 5 m.", "The answer is 5 cm.", "The answer is 5 cm in total, as 2+3 is 5."]
+    assert Factory.math()(texts, answer=[r"5\text{ cm}"] * 3) == [0, 1, 1]
+
+
 def test_a_comparison_that_does_not_end_is_wrong_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     logged: dict[str, float] = {}
     reward = Factory.math(timeout_s=2.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import http.server
 import inspect
 import json
@@ -305,6 +306,50 @@ def test_a_wrong_answer_is_shown(answer: Any, message: str) -> None:
         with pytest.raises(UserError, match=message):
             score(url)
         assert len(requests) == 1
+
+
+def test_an_answer_nested_too_deeply_is_the_scorers_failure() -> None:
+    with (
+        server(lambda handler, body: say(handler, b"[" * 200_000)) as (url, _),
+        pytest.raises(ScorerUnavailable, match="expected JSON") as error,
+    ):
+        score(url)
+    assert url in str(error.value) and "completion '" not in str(error.value)
+
+
+@pytest.mark.parametrize("status", [200, 500])
+def test_an_answer_that_does_not_end_is_not_read_on(status: int) -> None:
+    sent = 0
+
+    def endless(handler: Any, body: dict[str, Any]) -> None:
+        nonlocal sent
+        handler.close_connection = True
+        handler.send_response(status)
+        handler.end_headers()
+        with contextlib.suppress(OSError):
+            while sent < 2**28:
+                sent += handler.wfile.write(b" " * 2**20)
+
+    with (
+        server(endless) as (url, requests),
+        pytest.raises(ScorerUnavailable, match=r"longer than 64 MiB") as error,
+    ):
+        score(url)
+    assert url in str(error.value) and len(requests) == 1
+    assert sent < 2**28
+
+
+def test_a_packed_answer_is_unpacked() -> None:
+    def packed(handler: Any, body: dict[str, Any]) -> None:
+        answer = gzip.compress(b'{"rewards": [1, 2, 3]}')
+        handler.send_response(200)
+        handler.send_header("Content-Encoding", "gzip")
+        handler.send_header("Content-Length", str(len(answer)))
+        handler.end_headers()
+        handler.wfile.write(answer)
+
+    with server(packed) as (url, _):
+        assert score(url) == [1.0, 2.0, 3.0]
 
 
 def test_columns_that_json_cannot_express() -> None:

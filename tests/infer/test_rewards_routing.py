@@ -9,6 +9,7 @@ import pytest
 from rlhf_data import UserError
 from rlhf_infer.rewards import RewardFunctions
 from rlhf_infer.rewards.models import EnsembleReward, ModelReward
+from rlhf_infer.rewards.routing import can_be_checked
 from rlhf_infer.rewards.verifiable import NumberReward
 
 COMPLETIONS = ["it is 4", "it is 5", "a poem", "another"]
@@ -84,3 +85,24 @@ def test_a_checker_alone_leaves_open_answers_without_reward() -> None:
 
 def test_reward_models_are_for_open_answers() -> None:
     assert ModelReward.scores_open_answers and EnsembleReward.scores_open_answers
+
+
+@pytest.mark.parametrize(
+    ("value", "checked"),
+    [
+        *[(value, True) for value in (True, "true", "Yes", " 1 ", 1, 1.0, None, float("nan"), "")],
+        *[(value, False) for value in (False, "FALSE", "no", "0", 0, 0.0)],
+    ],
+)
+def test_what_the_column_may_say(value: Any, checked: bool) -> None:
+    assert can_be_checked(value) is checked
+
+
+@pytest.mark.parametrize("value", ["maybe", "n", "none", 2, [True]])
+def test_anything_else_is_refused_and_shown(value: Any) -> None:
+    columns = {"answer": ["4"] * 4, "verifiable": [True, True, value, True]}
+    with pytest.raises(UserError, match=r"sample 2 .*verifiable is") as error:
+        score(NumberReward(), columns=columns)
+    assert repr(value) in str(error.value)
+    with pytest.raises(UserError, match=r"rows.csv:3: .*verifiable is"):
+        NumberReward().check_row({"answer": "4", "verifiable": value}, "rows.csv:3")

@@ -46,7 +46,7 @@ def check_answers(config: Any, path: str, *, subset_size: int | None = None) -> 
         for rule in rules:
             if rule.column in row:
                 rule.check_row(row, where)
-        if not any(is_checked(row, rule.column) for rule in rules):
+        if not any(is_checked(row, rule.column, where) for rule in rules):
             unanswered = unanswered or where
     if where is None:  # reading the rows says what is wrong with them
         return

@@ -290,7 +290,7 @@ def api_key(variable: str | None) -> str | None:
 def _tokens(reply: bytes) -> dict[str, int]:
     """Prompt and completion tokens of a reply; 0 where it does not say."""
     counts = {"prompt_tokens": 0, "completion_tokens": 0}
-    with contextlib.suppress(ValueError, TypeError, LookupError, OverflowError):
+    with contextlib.suppress(ValueError, TypeError, LookupError, OverflowError, RecursionError):
         usage = json.loads(reply)["usage"]
         counts = {name: int(usage[name]) for name in counts}
     return counts

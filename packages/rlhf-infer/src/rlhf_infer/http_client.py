@@ -29,6 +29,9 @@ _LONGEST_PAUSE_S = 60.0
 _SHOWN = 300
 """Characters of an answer that messages show."""
 
+_LARGEST_ANSWER = 64 * 2**20
+"""Bytes of an answer of a scorer or judge beyond which it is not read on."""
+
 _JITTER = random.Random()
 """Of pauses; not seeded, or the processes of a training would come back together."""
 _Value = TypeVar("_Value")
@@ -225,7 +228,7 @@ class HTTPClient:
         Raises:
             Unavailable: every try ended with a broken connection, no answer in time, one of the statuses 408,
                 409, 425, 429 and 500 to 599, or an answer that `check` does not take.
-            Refused: any other status than success.
+            Refused: any other status than success, or an answer of more than 64 MiB.
         """
 
         async def attempt(before: int) -> bytes:
@@ -233,7 +236,9 @@ class HTTPClient:
                 await self._wait_for_token()
             if on_try is not None:
                 on_try(before)
-            response = await self.request(method, url, body, timeout_s=self.timeout_s)
+            response = await self.request(
+                method, url, body, timeout_s=self.timeout_s, largest=_LARGEST_ANSWER
+            )
             self._check_status(response)
             if check is not None:
                 check(response.content)
@@ -247,17 +252,32 @@ class HTTPClient:
         return await loop.on_loop(limited())
 
     async def request(
-        self, method: str, url: str, body: bytes | None = None, *, timeout_s: float
+        self,
+        method: str,
+        url: str,
+        body: bytes | None = None,
+        *,
+        timeout_s: float,
+        largest: int | None = None,
     ) -> httpx.Response:
         """The answer to one request, whatever its status; must run on the loop of `rlhf_infer.rewards.loop`.
 
+        Args:
+            method: GET or POST.
+            url: on the client's server.
+            body: JSON; None sends nothing.
+            timeout_s: seconds without the whole answer after which it is given up.
+            largest: bytes of the longest answer that is read, unpacked; None for no limit.
+
         Raises:
             Unavailable: a broken connection, or no whole answer in time.
+            Refused: the answer is longer than `largest`.
         """
         client = self._open()[0]
         try:
             async with asyncio.timeout(timeout_s):
-                return await client.request(method, url, content=body)
+                async with client.stream(method, url, content=body) as response:
+                    return await _read(response, largest)
         except TimeoutError as error:
             raise Unavailable(f"no answer in {timeout_s:g} seconds", timed_out=True) from error
         except httpx.HTTPError as error:
@@ -306,6 +326,21 @@ def _reason(error: BaseException) -> str:
             return os.strerror(inner.errno) if inner.errno > 0 else str(inner)  # below 0: of name resolution
         inner = inner.__cause__ or inner.__context__
     return str(error) or type(error).__name__
+
+
+async def _read(response: httpx.Response, largest: int | None) -> httpx.Response:
+    """A response that is being streamed, with its whole body, already unpacked."""
+    body = bytearray()
+    async for part in response.aiter_bytes():
+        body += part
+        if largest is not None and len(body) > largest:
+            raise Refused(f"its answer is longer than {largest / 2**20:g} MiB")
+    headers = response.headers.copy()
+    for name in ("Content-Encoding", "Content-Length", "Transfer-Encoding"):
+        headers.pop(name, None)
+    return httpx.Response(
+        response.status_code, headers=headers, content=bytes(body), extensions=response.extensions
+    )
 
 
 def _close(pid: int, client: httpx.AsyncClient) -> None:

@@ -20,7 +20,7 @@ def reading(read: Callable[[Any], Any], reply: bytes) -> Any:
     """What is read from the first choice of a reply; None where the reply is not laid out so."""
     try:
         return read(json.loads(reply)["choices"][0])
-    except (ValueError, TypeError, LookupError, AttributeError, OverflowError):
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
         return None
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from rlhf_data import UserError
 from rlhf_data.transcripts import Text
-from rlhf_infer.rewards.failures import raised
+from rlhf_infer.rewards.failures import Exited, raised
 from rlhf_infer.rewards.texts import sample_name, text_of
 
 RewardFunction = Callable[..., Any]
@@ -286,7 +286,10 @@ def _filled(
             positional.append(available[parameter.name])
         else:
             keywords[parameter.name] = available[parameter.name]
-    return function(*positional, **keywords)
+    try:
+        return function(*positional, **keywords)
+    except SystemExit as error:
+        raise Exited from error
 
 
 def _then(result: Any, convert: Callable[[Any], Any]) -> Any:

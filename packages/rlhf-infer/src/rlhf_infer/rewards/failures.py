@@ -7,19 +7,25 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-__all__ = ["raised"]
+__all__ = ["Exited", "raised"]
 
 _LOG = logging.getLogger(__name__)
 _OURS = str(Path(__file__).parents[1])
 _INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 
 
-def raised(error: Exception) -> str:
+class Exited(Exception):
+    """A reward function called `sys.exit()`, its cause: a failure as any other, and not the program's end."""
+
+
+def raised(error: BaseException) -> str:
     """`raised KeyError: 'a' (rewards.py:12)`; the whole traceback goes to the log.
 
     The line is the innermost one outside this package, Python's library and installed packages; without such
     a line none is named.
     """
+    if isinstance(error, Exited) and error.__cause__ is not None:
+        error = error.__cause__
     _LOG.info("a reward function raised", exc_info=error)
     frames = [
         frame

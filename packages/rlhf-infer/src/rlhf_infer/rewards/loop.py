@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from rlhf_infer.rewards.failures import Exited
+
 _Value = TypeVar("_Value")
 
 _LOOPS: dict[int, tuple[asyncio.AbstractEventLoop, threading.Thread]] = {}
@@ -74,15 +76,27 @@ def submit_soon(start: Callable[[], Coroutine[Any, Any, Any]]) -> None:
     loop.call_soon_threadsafe(begin)
 
 
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop until it is stopped; `sys.exit()` in a task that a function made fails that task only."""
+    while True:
+        try:
+            return loop.run_forever()
+        except SystemExit:  # asyncio has set it as the task's failure before it lets it through
+            continue
+
+
 async def _wait(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable
+    try:
+        return await awaitable
+    except SystemExit as error:
+        raise Exited from error
 
 
 def _running_loop() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
     with _LOCK:
         if os.getpid() not in _LOOPS:
             loop = asyncio.new_event_loop()
-            thread = threading.Thread(target=loop.run_forever, name="reward-functions", daemon=True)
+            thread = threading.Thread(target=_run, args=(loop,), name="reward-functions", daemon=True)
             thread.start()
             _LOOPS[os.getpid()] = loop, thread
         return _LOOPS[os.getpid()]

@@ -12,6 +12,7 @@ from typing import Any
 from rlhf_data import UserError
 from rlhf_data.transcripts import Text
 from rlhf_infer.rewards.amounts import number_of
+from rlhf_infer.rewards.math_notation import contradict
 from rlhf_infer.rewards.math_pool import math_pool
 from rlhf_infer.rewards.reading import (
     MATH,
@@ -32,6 +33,7 @@ _LONGEST = 1000
 _BLANKS = re.compile(r"\\(?:left|right|displaystyle|[,!;: ]|q?quad)(?![A-Za-z])|[\s$~]")
 _AROUND = " \n\t*`$"
 _ROOT = re.compile(r"√\s*(?:(\w+)|\(([^()]*)\))")
+_EMPTY = re.compile(r"\\varnothing(?![A-Za-z])|[∅⌀]")
 _FRACTION = re.compile(r"\\[dt]frac")
 _WORDS = re.compile(r"[^\W\d_]{2,}[^\W\d_ ,.'’-]*(?:[ ,.'’-]+[^\W\d_]+)*|\(?[A-Za-z]\)?")
 _JOINED = re.compile(rf"(?:{MATH.pattern})(?:\s*(?:,?\s*(?:and|or)|,)\s*(?:{MATH.pattern}))*", re.DOTALL)
@@ -79,7 +81,7 @@ class MathReward:
         Raises:
             UserError: it is not; the message begins with `where`.
         """
-        if is_checked(row, self.column):
+        if is_checked(row, self.column, where):
             self._gold(row, where)
 
     def __call__(
@@ -146,6 +148,8 @@ def _compared(text: str, gold: str, answer: Any, read: Read) -> bool | tuple[str
         return False
     if _canonical(formula) == _canonical(gold):
         return True
+    if contradict(gold, formula):
+        return False
     words = without_text_commands(gold)
     if _WORDS.fullmatch(words.strip()) and len(words.strip("() ")) != 1:
         return False
@@ -172,7 +176,7 @@ def _formula(text: str, read: Read) -> str | None:
 def _stripped(formula: str) -> str:
     r"""A formula without the delimiters, emphasis and full stop around it; `\boxed{}` is left to marks."""
     bare = re.sub(r"^\\[\[(]|\\[\])]$", "", formula.strip(_AROUND).removesuffix(".").strip(_AROUND))
-    return _ROOT.sub(r"\\sqrt{\1\2}", bare).strip()
+    return _EMPTY.sub(r"\\emptyset", _ROOT.sub(r"\\sqrt{\1\2}", bare)).strip()
 
 
 def _canonical(formula: str) -> str:

@@ -120,7 +120,7 @@ class RemoteReward:
         try:
             found = json.loads(await self._client.send("GET", models))
             return any(model["owned_by"] == "rlhf" for model in found["data"])
-        except (Refused, ValueError, TypeError, LookupError):
+        except (Refused, ValueError, TypeError, LookupError, RecursionError):
             return False
         except Unavailable as error:
             raise self._unavailable(error) from error
@@ -162,7 +162,7 @@ class RemoteReward:
     def _rewards(self, answer: bytes, count: int) -> list[float | None]:
         try:
             rewards = json.loads(answer)["rewards"]
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             said = self._client.shown(answer)
             raise ScorerUnavailable(
                 f'{self.url} answered {said}; expected JSON such as {{"rewards": [0.5, null]}}'

@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
+from rlhf_data import UserError
 from rlhf_infer.rewards.calling import Caller, Samples
 
 COLUMN = "verifiable"
+_YES, _NO = ("true", "yes", "1", "1.0"), ("false", "no", "0", "0.0")
+"""What values of the column mean, as text in lower case."""
 
 
 def can_be_checked(flag: Any) -> bool:
-    """Whether the answer of a row can be checked, by its value of the column; without one it can."""
-    return str(flag).strip().lower() not in ("false", "0")
+    """Whether the answer of a row can be checked, by its value of the column.
+
+    Args:
+        flag: true or false, yes or no, 1 or 0, also as text in any case; None, NaN or an
+            empty text (CSV's null) where the row does not say, and then it can.
+
+    Raises:
+        UserError: another value.
+    """
+    said = str(flag).strip().lower()
+    if said in _NO:
+        return False
+    if said in _YES or not said or flag is None or (isinstance(flag, Real) and said == "nan"):
+        return True
+    raise UserError(f"column {COLUMN} is {flag!r}; expected true or false, yes or no, 1 or 0, or null")
 
 
 def open_answers_only(call: Caller, rows: Sequence[str]) -> Caller:

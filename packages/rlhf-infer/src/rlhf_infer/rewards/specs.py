@@ -122,7 +122,7 @@ def user_function(function: RewardFunction | str, options: Mapping[str, Any]) ->
             found = found(**options)
         except UserError:
             raise
-        except Exception as error:  # a class of the user's, which fails as it likes
+        except (Exception, SystemExit) as error:  # a class of the user's, which fails as it likes
             raise UserError(
                 f"reward {function} cannot be made ({type(error).__name__}: {error}); check its options"
             ) from error
@@ -228,7 +228,7 @@ def _module(path: str, name: str) -> types.ModuleType:
     _see(os.getcwd())
     try:
         return importlib.import_module(name)
-    except Exception as error:  # a module is a program of the user's, and fails as it likes
+    except (Exception, SystemExit) as error:  # a module is a program of the user's, and fails as it likes
         raise _import_error(path, name, error) from error
 
 
@@ -247,13 +247,13 @@ def _file_module(path: str, file: str) -> types.ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # as in _module
+    except (Exception, SystemExit) as error:  # as in _module
         del sys.modules[name]
         raise _import_error(path, file, error) from error
     return module
 
 
-def _import_error(path: str, name: str, error: Exception) -> UserError:
+def _import_error(path: str, name: str, error: BaseException) -> UserError:
     return UserError(
         f"reward {path}: {name} cannot be imported ({type(error).__name__}: {error}); "
         "check the name, and that it is installed or in the working directory"

@@ -69,7 +69,7 @@ class NumberReward:
         Raises:
             UserError: it is not; the message begins with `where`.
         """
-        if is_checked(row, self.column):
+        if is_checked(row, self.column, where):
             self._gold(row, where)
 
     def _gold(self, row: Mapping[str, Any], where: str) -> Number:
@@ -132,7 +132,7 @@ class ChoiceReward:
         Raises:
             UserError: it is; the message begins with `where`.
         """
-        if is_checked(row, self.column):
+        if is_checked(row, self.column, where):
             self._record(row, where)
 
     def _record(self, row: Mapping[str, Any], where: str) -> QARecord:
@@ -182,7 +182,7 @@ class ExactReward:
         Raises:
             UserError: it is; the message begins with `where`.
         """
-        if is_checked(row, self.column):
+        if is_checked(row, self.column, where):
             self._accepted(row, where)
 
     def _accepted(self, row: Mapping[str, Any], where: str) -> list[Any]:
@@ -217,7 +217,7 @@ def checked_rows(
     for i, completion in enumerate(completions):
         row = {key: values[i] for key, values in per_sample.items()}
         where = f"reward {name}, {sample_name(i, completion)}"
-        rows.append((row, where) if is_checked(row, column) else None)
+        rows.append((row, where) if is_checked(row, column, where) else None)
     return rows
 
 
@@ -242,9 +242,16 @@ def _judged(
     ]
 
 
-def is_checked(row: Mapping[str, Any], column: str) -> bool:
-    """Whether a row has a right answer to check completions with."""
-    return row.get(column) is not None and can_be_checked(row.get(COLUMN))
+def is_checked(row: Mapping[str, Any], column: str, where: str) -> bool:
+    """Whether a row has a right answer to check completions with.
+
+    Raises:
+        UserError: its column `verifiable` says neither yes nor no; the message begins with `where`.
+    """
+    try:
+        return can_be_checked(row.get(COLUMN)) and row.get(column) is not None
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
 
 
 def _is_per_sample(values: Any, count: int) -> bool:
