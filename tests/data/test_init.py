@@ -1,3 +1,4 @@
+import importlib
 import subprocess
 import sys
 
@@ -6,7 +7,8 @@ import rlhf_data
 
 def test_every_exported_name_resolves():
     for name in rlhf_data.__all__:
-        assert getattr(rlhf_data, name).__name__ == name
+        module = importlib.import_module(f"rlhf_data.{rlhf_data._MODULE_OF[name]}")
+        assert getattr(rlhf_data, name) is getattr(module, name)
 
 
 def test_import_loads_no_heavy_library():

@@ -16,6 +16,9 @@ from rlhf_data import UserError
 
 _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
+_PIPED_WIDTH = 180
+"""Columns of the table in a pipe or a file, where lines are searched."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -68,13 +71,16 @@ def print_settings(method: str, *, as_json: bool) -> None:
 
     table = Table(title=f"Settings of rlhf-train {method}", title_justify="left", box=box.SIMPLE)
     for column in ("--set key", "default", "allowed", "meaning"):
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column == "--set key")
     for setting in found:
         default = _text(setting.default)
         if setting.tiny is not None:
             default += f" ({_text(setting.tiny)} for the tiny model)"
         table.add_row(*map(Text, (setting.key, default, setting.allowed, setting.meaning)))
-    make_console().print(table)
+    console = make_console()
+    if not console.is_terminal:
+        console.width = _PIPED_WIDTH
+    console.print(table)
 
 
 def _settings(model: type[BaseModel], tiny: typing.Mapping[str, Any], prefix: str = "") -> Iterator[Setting]:

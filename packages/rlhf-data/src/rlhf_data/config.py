@@ -58,7 +58,7 @@ KNOWN_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "warmup_ratio": ("warmup_steps",),
 }
 """Names of TRL, transformers and others, and the keys here that mean the same, the likeliest first."""
-_LISTED = 12
+_LISTED = 20
 """Most keys that a message lists."""
 _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 LocalPath = Annotated[str, AfterValidator(absolute_path)]
