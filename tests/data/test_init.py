@@ -1,14 +1,14 @@
 import importlib
 import subprocess
 import sys
-
-import rlhf_data
+from typing import Any
 
 
 def test_every_exported_name_resolves():
-    for name in rlhf_data.__all__:
-        module = importlib.import_module(f"rlhf_data.{rlhf_data._MODULE_OF[name]}")
-        assert getattr(rlhf_data, name) is getattr(module, name)
+    package: Any = importlib.import_module("rlhf_data")
+    for name in package.__all__:
+        module = importlib.import_module(f"rlhf_data.{package._MODULE_OF[name]}")
+        assert getattr(package, name) is getattr(module, name)
 
 
 def test_import_loads_no_heavy_library():
