@@ -277,7 +277,8 @@ def _run_tests(path: Path, apply: Callable[[], ast.Module] | None) -> None:
     try:
         if apply is not None:
             sys.meta_path.insert(0, _Finder(path, apply()))
-        arguments = ["-x", "-q", "--tb=no", "--assert=plain", "--noconftest", "-p", "no:cacheprovider"]
+        arguments = ["-o", "addopts=--import-mode=importlib -m 'not slow'"]  # none of plugins, which are off
+        arguments += ["-x", "-q", "--tb=no", "--assert=plain", "--noconftest", "-p", "no:cacheprovider"]
         code = pytest.main([*arguments, f"--rootdir={ROOT}", *tests_of(path)])
     except BaseException:  # the process ends here: whatever went wrong, the mutant was noticed
         code = 1
