@@ -140,6 +140,12 @@ def test_rewards_that_differ_by_rounding_are_equal(rewards, equal):
     assert advantages.zero_std_fraction(torch.tensor(rewards), groups).item() == float(equal)
 
 
+def test_rounding_is_that_of_the_largest_reward():
+    """2e-6 apart is rounding beside a 5, in whichever group that is; the other group has no spread."""
+    rewards = torch.tensor([5.0, 5.000002, 0.0, 0.0])
+    assert advantages.zero_std_fraction(rewards, torch.tensor([0, 0, 1, 1])).item() == 1.0
+
+
 def test_standardise_centres_and_scales():
     # mean 3, unbiased std sqrt((4 + 0 + 4) / 2) = 2
     assert advantages.standardise(torch.tensor([1.0, 3.0, 5.0])).tolist() == pytest.approx([-1.0, 0.0, 1.0])
@@ -260,6 +266,8 @@ def test_moments_of_one_value_or_none():
     kept = advantages.standardise_with(three, advantages.moments(three), shift_mean=False)
     assert kept.tolist() == pytest.approx([1 - 1 / 3**0.5, 1 - 1 / 3**0.5, 1 + 2 / 3**0.5])
     assert advantages.standardise_with(one, advantages.moments(one), shift_mean=False).tolist() == [5.0]
+    half = advantages.standardise_with(three.bfloat16(), advantages.moments(three), shift_mean=False)
+    assert half.dtype == torch.bfloat16
     # two values are enough
     two = torch.tensor([1.0, 3.0])
     assert advantages.scale_with(two, advantages.moments(two)).tolist() == pytest.approx(

@@ -295,7 +295,7 @@ def standardise_with(
     """
     mean, _ = _mean_and_std(moments)
     scaled = scale_with(values - mean, moments, epsilon=epsilon)
-    return scaled if shift_mean else (scaled + mean).to(values.dtype)
+    return scaled if shift_mean else scaled + mean
 
 
 def explained_variance(return_moments: Tensor, error_moments: Tensor) -> Tensor:
