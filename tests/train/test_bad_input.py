@@ -262,11 +262,14 @@ def test_options_that_click_refuses(cli: Callable[..., Result]) -> None:
     ],
 )
 def test_the_installed_command(tmp_path: Path, arguments: list[str], part: str) -> None:
+    """Only mistakes in the settings are answered before the first line, which says what is to run on what."""
     program = Path(sysconfig.get_path("scripts")) / "rlhf-train"
     run = subprocess.run([program, "minmax", *arguments], cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 2
     assert run.stderr.startswith("Error: ") and part in run.stderr and run.stderr.count("\n") == 1
-    assert run.stdout == "" and list(tmp_path.iterdir()) == []
+    first_line = part == "nowhere.jsonl"
+    assert run.stdout.count("\n") == first_line and run.stdout.startswith("rlhf-train minmax: ") == first_line
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_base_that_cannot_read_the_rows_ends_the_run_without_force(

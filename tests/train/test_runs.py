@@ -78,4 +78,8 @@ def test_a_folder_is_free_again_after_a_run(tmp_path: Path) -> None:
     options: dict[str, Any] = {"output_dir": str(tmp_path / "run"), "dry_run": False}
     for _ in range(2):
         with new_run(options, "sft") as run, resumable(run, "sft"):
-            pass
+            handle = os.open(run.path, os.O_RDONLY)
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(handle)
