@@ -41,7 +41,7 @@ from rlhf_data import atomic_write_json
 HERE = Path(__file__).parent
 WEIGHTS = (0.5, 0.3, 0.2)
 METHODS = ("ties", "dare_ties", "task_arithmetic", "linear", "slerp")
-IMPORTS = {"ours": "rlhf_merge.commands", "mergekit": "mergekit.scripts.run_yaml"}
+IMPORTS = {"ours": "rlhf_merge.cli.commands", "mergekit": "mergekit.scripts.run_yaml"}
 """What each command imports before it can merge."""
 
 AGREE: dict[str, Callable[[dict[str, Any]], bool]] = {

@@ -45,7 +45,7 @@ pytestmark = [
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Calls `rlhf-train` or `rlhf-merge` in a folder of the test's own, expecting it to succeed."""
-    from rlhf_merge.cli import main as merge
+    from rlhf_merge.cli.main import main as merge
     from rlhf_train.cli import main as train
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf_merge.card import RECIPE_FILE, effective_weights, write_card
-from rlhf_merge.config import MergeConfig
-from rlhf_merge.merger import ModelMerger
-from rlhf_merge.plan import MergePlan, make_plan
+from rlhf_merge.config.merge_config import MergeConfig
+from rlhf_merge.run.card import RECIPE_FILE, effective_weights, write_card
+from rlhf_merge.run.merger import ModelMerger
+from rlhf_merge.run.plan import MergePlan, make_plan
 
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
 

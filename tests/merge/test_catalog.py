@@ -11,10 +11,10 @@ from click.testing import CliRunner
 from torch import Tensor
 
 from rlhf_merge import MergeConfig, ModelMerger
-from rlhf_merge.blocks import Inputs, Workspace
-from rlhf_merge.catalog import METHODS, Method
-from rlhf_merge.cli import main
-from rlhf_merge.config_values import Values
+from rlhf_merge.cli.main import main
+from rlhf_merge.methods.blocks import Inputs, Workspace
+from rlhf_merge.methods.catalog import METHODS, Method
+from rlhf_merge.methods.values import Values
 
 
 class Median:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rlhf_merge.checkpoint import open_checkpoint
 from rlhf_merge.errors import MergeError
+from rlhf_merge.files.checkpoint import open_checkpoint
 
 
 def write(folder: Path, tensors: dict[str, torch.Tensor], name: str = "model.safetensors") -> Path:
@@ -111,7 +111,7 @@ def test_hub_ids_in_specs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         asked.append((repository, revision))
         return {"org/base": base, "org/adapter": adapter}[repository]
 
-    monkeypatch.setattr("rlhf_merge.checkpoint.download", download)
+    monkeypatch.setattr("rlhf_merge.files.checkpoint.download", download)
     assert [value("org/base@v1+org/adapter"), value("org/adapter@v2"), value(f"{base}+org/adapter")] == [
         11
     ] * 3

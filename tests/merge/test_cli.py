@@ -17,10 +17,10 @@ import torch
 import yaml
 from click.testing import CliRunner, Result
 
-from rlhf_merge.catalog import METHODS, PARAMETERS
-from rlhf_merge.cli import main
-from rlhf_merge.config import MergeConfig
-from rlhf_merge.merger import ModelMerger
+from rlhf_merge.cli.main import main
+from rlhf_merge.config.merge_config import MergeConfig
+from rlhf_merge.methods.catalog import METHODS, PARAMETERS
+from rlhf_merge.run.merger import ModelMerger
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 
@@ -87,7 +87,7 @@ def test_only_click_is_loaded_for_help():
     code = """
 import sys
 sys.argv = ["rlhf-merge", *sys.argv[1:]]
-from rlhf_merge.cli import main
+from rlhf_merge.cli.main import main
 try:
     main()
 except SystemExit as end:
@@ -223,14 +223,14 @@ def test_plan(workshop: Any):
     [("500MB", 5 * 10**8), ("2G", 2 * 10**9), ("1.5kb", 1500), ("7", 7), (" 3 TB", 3 * 10**12), ("9B", 9)],
 )
 def test_sizes(text: str, size: int):
-    from rlhf_merge.cli import Size
+    from rlhf_merge.cli.main import Size
 
     assert Size().convert(text, None, None) == size
 
 
 @pytest.mark.parametrize("text", ["", "B", "GB", "x", "-1GB", "0", "nan", "infG", "1PB", "1e30", "2 G B 3"])
 def test_what_is_no_size(text: str):
-    from rlhf_merge.cli import Size
+    from rlhf_merge.cli.main import Size
 
     with pytest.raises(click.BadParameter, match=r"is no size; give a number|is out of range; give a size"):
         Size().convert(text, None, None)

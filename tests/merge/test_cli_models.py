@@ -14,7 +14,7 @@ import yaml
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
-from rlhf_merge.cli import main
+from rlhf_merge.cli.main import main
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_merge.config import MergeConfig, ModelEntry, Slice, SliceSource
+from rlhf_merge.config.gradients import Rule, Setting
+from rlhf_merge.config.merge_config import MergeConfig, ModelEntry, Slice, SliceSource
 from rlhf_merge.errors import MergeError
-from rlhf_merge.settings import Rule, Setting
 
 EXAMPLE = """\
 method: dare-ties
@@ -216,7 +216,7 @@ def test_merged_wants_an_index_exactly_where_there_are_slices() -> None:
 
 def test_reading_configs_loads_no_torch() -> None:
     code = (
-        "import sys; from rlhf_merge.mergekit_config import MergeConfig; "
+        "import sys; from rlhf_merge.config.mergekit import MergeConfig; "
         "MergeConfig.from_dict({'method': 'linear', 'models': ['a']}); "
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )

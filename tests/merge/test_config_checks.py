@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_merge.catalog import METHODS
-from rlhf_merge.config import MergeConfig
+from rlhf_merge.config.merge_config import MergeConfig
 from rlhf_merge.errors import MergeError
+from rlhf_merge.methods.catalog import METHODS
 
 
 def ties(**changes: Any) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_merge.config_json import check_architectures, output_config, tied
 from rlhf_merge.errors import MergeError
+from rlhf_merge.files.config_json import check_architectures, output_config, tied
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

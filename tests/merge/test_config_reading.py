@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_merge.config import MergeConfig
-from rlhf_merge.config_reading import dump_yaml, parse_yaml, read_file
+from rlhf_merge.config.merge_config import MergeConfig
+from rlhf_merge.config.reading import dump_yaml, parse_yaml, read_file
 from rlhf_merge.errors import MergeError
 
 

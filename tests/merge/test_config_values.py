@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_merge.config import MergeConfig
+from rlhf_merge.config.merge_config import MergeConfig
 from rlhf_merge.errors import MergeError
 
 SUMMING = ["task_arithmetic", "dare_linear", "della_linear", "breadcrumbs"]

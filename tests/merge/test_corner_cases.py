@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from rlhf_merge import MergeError, ModelMerger, ModelSoup, Resources, breadcrumbs, linear, model_stock
-from rlhf_merge.card import effective_weights
-from rlhf_merge.config import MergeConfig
-from rlhf_merge.output import OutputTensor, PartialModel, lay_out
-from rlhf_merge.plan import make_plan
+from rlhf_merge.config.merge_config import MergeConfig
+from rlhf_merge.files.writer import OutputTensor, PartialModel, lay_out
+from rlhf_merge.run.card import effective_weights
+from rlhf_merge.run.plan import make_plan
 
 HEAD = "lm_head.weight"
 NORM = "model.norm.weight"

@@ -13,10 +13,10 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from rlhf_merge.difference import diff_models, difference_json, render_difference
-from rlhf_merge.difference_words import describe
+from rlhf_merge.compare.diff import diff_models, difference_json, render_difference
+from rlhf_merge.compare.diff_text import describe
+from rlhf_merge.compare.model_difference import ModelDifference
 from rlhf_merge.errors import MergeError
-from rlhf_merge.model_difference import ModelDifference
 
 UP = "model.layers.1.mlp.up_proj.weight"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

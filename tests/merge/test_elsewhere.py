@@ -17,7 +17,7 @@ import rlhf_merge
 for module in pkgutil.iter_modules(rlhf_merge.__path__):
     importlib.import_module(f"rlhf_merge.{module.name}")
 assert rlhf_merge.linear([torch.zeros(1), torch.ones(1)]) == 0.5
-from rlhf_merge.cli import main
+from rlhf_merge.cli.main import main
 main(["linear", "--model", sys.argv[1], "--model", sys.argv[1], sys.argv[2]])
 """
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_merge import engine
-from rlhf_merge.blocks import MemoryTensor
-from rlhf_merge.config import MergeConfig
-from rlhf_merge.engine import Resources, expected_bytes, merge_tensors, resident_bytes
+from rlhf_merge.config.merge_config import MergeConfig
 from rlhf_merge.errors import MergeError
-from rlhf_merge.plan import TensorJob, job_of, make_plan
-from rlhf_merge.tensor_names import source_names
+from rlhf_merge.methods.blocks import MemoryTensor
+from rlhf_merge.names.tensor_names import source_names
+from rlhf_merge.run import engine
+from rlhf_merge.run.engine import Resources, expected_bytes, merge_tensors, resident_bytes
+from rlhf_merge.run.plan import TensorJob, job_of, make_plan
 
 State = dict[str, Tensor]
 
@@ -75,7 +75,7 @@ DARE = {"method": "dare_ties", "base": "base", "models": ["a", "b"], "density": 
 
 @pytest.mark.parametrize("threads", [2, 3, 8])
 def test_the_number_of_threads_does_not_matter(threads: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rlhf_merge.blocks.BLOCK", 512)
+    monkeypatch.setattr("rlhf_merge.methods.blocks.BLOCK", 512)
     models = states("base", "a", "b")
     for values in (DARE, DARE | {"method": "ties"}, {"method": "karcher", "models": ["a", "b"]}):
         one, several = merged(models, 1, **values), merged(models, threads, **values)
@@ -104,7 +104,7 @@ def test_tensors_are_worked_on_at_once_and_torch_is_left_as_it_was(monkeypatch: 
 
 
 def test_progress_tells_every_byte(monkeypatch: pytest.MonkeyPatch, workshop: Any):
-    monkeypatch.setattr("rlhf_merge.blocks.BLOCK", 32)
+    monkeypatch.setattr("rlhf_merge.methods.blocks.BLOCK", 32)
     base, a, b = (
         workshop.save(name, workshop.tensors(seed, dtype=torch.bfloat16) | {"steps": torch.arange(6)})
         for seed, name in enumerate(("base", "a", "b"))
@@ -144,7 +144,7 @@ def test_the_largest_tensors_come_first():
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("spec", ["base", "a", "b"])
 def test_numbers_that_are_none_are_refused_by_name(spec: str, value: float, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rlhf_merge.blocks.BLOCK", 512)
+    monkeypatch.setattr("rlhf_merge.methods.blocks.BLOCK", 512)
     models = states("base", "a", "b")
     models[spec]["layers.2.w"][1300] = value
     name = r"layers\.2\.w"
@@ -172,7 +172,7 @@ def test_a_failure_ends_the_work_and_keeps_what_is_finished():
 
 
 def test_a_failure_stops_what_is_at_work_beside_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rlhf_merge.blocks.BLOCK", 10)
+    monkeypatch.setattr("rlhf_merge.methods.blocks.BLOCK", 10)
     models = {"a": {"broken": torch.full((3000,), torch.nan), "long": torch.ones(2000)}}
     begun = threading.Event()
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlhf_merge import ModelMerger
-from rlhf_merge.checkpoint import open_checkpoint
 from rlhf_merge.errors import MergeError
+from rlhf_merge.files.checkpoint import open_checkpoint
 
 BLOCK = [4, 3]
 

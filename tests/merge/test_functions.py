@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_merge import functions
-from rlhf_merge.catalog import METHODS
 from rlhf_merge.errors import MergeError
-from rlhf_merge.functions import (
+from rlhf_merge.methods import api as functions
+from rlhf_merge.methods.api import (
     breadcrumbs,
     dare,
     della,
@@ -24,6 +23,7 @@ from rlhf_merge.functions import (
     task_arithmetic,
     ties,
 )
+from rlhf_merge.methods.catalog import METHODS
 
 BASE = torch.tensor([10.0, 10.0, 10.0, 10.0])
 

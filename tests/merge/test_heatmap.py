@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_merge.difference import diff_models
+from rlhf_merge.compare.diff import diff_models
+from rlhf_merge.compare.heatmap import check_heatmap, heatmap
 from rlhf_merge.errors import MergeError
-from rlhf_merge.heatmap import check_heatmap, heatmap
 
 pytest.importorskip("matplotlib")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_merge.errors import MergeError
-from rlhf_merge.hub import download, split_id
+from rlhf_merge.files.hub import download, split_id
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 INDEX = json.dumps({"weight_map": {"a": "part-1.safetensors", "b": "part-2.safetensors"}})
@@ -111,7 +111,7 @@ class Hub(BaseHTTPRequestHandler):
 CLIENT = """
 import json, sys
 from rlhf_merge.errors import MergeError
-from rlhf_merge.hub import download
+from rlhf_merge.files.hub import download
 answers = []
 for repository, revision in json.loads(sys.argv[1]):
     try:

@@ -13,9 +13,15 @@ from rich.console import Console
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlhf_merge import blocks
+from rlhf_merge.compare.inspect import (
+    ModelSummary,
+    TensorSummary,
+    inspect_model,
+    render_summary,
+    summary_json,
+)
 from rlhf_merge.errors import MergeError
-from rlhf_merge.inspection import ModelSummary, TensorSummary, inspect_model, render_summary, summary_json
+from rlhf_merge.methods import blocks
 
 NAN, INF = math.nan, math.inf
 

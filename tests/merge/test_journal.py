@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rlhf_merge import output
 from rlhf_merge.errors import MergeError
-from rlhf_merge.output import (
+from rlhf_merge.files import writer as output
+from rlhf_merge.files.writer import (
     OutputTensor,
     PartialModel,
     lay_out,

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rlhf_merge.checkpoint import open_checkpoint
 from rlhf_merge.errors import MergeError
+from rlhf_merge.files.checkpoint import open_checkpoint
 
 
 def refusal(tmp_path: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor | None]) -> str:

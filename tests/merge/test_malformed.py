@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from rlhf_merge import ModelMerger, ModelSoup
-from rlhf_merge.checkpoint import open_checkpoint
 from rlhf_merge.errors import MergeError
+from rlhf_merge.files.checkpoint import open_checkpoint
 
 ODD: tuple[Any, ...] = (
     *(

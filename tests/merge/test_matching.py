@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlhf_merge import ModelMerger
-from rlhf_merge.blocks import MemoryTensor
 from rlhf_merge.errors import MergeError
-from rlhf_merge.matching import is_buffer, matched
+from rlhf_merge.methods.blocks import MemoryTensor
+from rlhf_merge.run.matching import is_buffer, matched
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

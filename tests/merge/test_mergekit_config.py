@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from rlhf_merge.catalog import METHODS
-from rlhf_merge.config import MergeConfig
-from rlhf_merge.config_reading import parse_yaml
-from rlhf_merge.mergekit_config import from_mergekit
+from rlhf_merge.config.merge_config import MergeConfig
+from rlhf_merge.config.mergekit import from_mergekit
+from rlhf_merge.config.reading import parse_yaml
+from rlhf_merge.methods.catalog import METHODS
 
 GRADIENT_SLERP = """
 slices:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_merge.config import MergeConfig
+from rlhf_merge.config.merge_config import MergeConfig
+from rlhf_merge.config.mergekit import from_mergekit
 from rlhf_merge.errors import MergeError
-from rlhf_merge.mergekit_config import from_mergekit
 
 
 def ties(**changes: Any) -> dict[str, Any]:

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlhf_merge import functions
-from rlhf_merge.catalog import METHODS
-from rlhf_merge.engine import Resources
 from rlhf_merge.errors import MergeError
-from rlhf_merge.merger import ModelMerger, layer_wise_interpolation
+from rlhf_merge.methods import api as functions
+from rlhf_merge.methods.catalog import METHODS
+from rlhf_merge.run.engine import Resources
+from rlhf_merge.run.merger import ModelMerger, layer_wise_interpolation
 
 EMBEDDING, HEAD, QUERY = (
     "model.embed_tokens.weight",
@@ -107,7 +107,7 @@ def test_files_are_merged_as_tensors_are(workshop: Any, method: str):
 
 @pytest.mark.parametrize("method", ["ties", "dare_ties", "della", "slerp", "linear"])
 def test_threads_memory_and_shards_do_not_matter(workshop: Any, method: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rlhf_merge.blocks.BLOCK", SMALL_BLOCK)
+    monkeypatch.setattr("rlhf_merge.methods.blocks.BLOCK", SMALL_BLOCK)
     paths = workshop.trio(torch.bfloat16)
     config = config_of(method, paths)
     one = ModelMerger(config, resources=Resources(threads=1)).merge(workshop.root / "one")

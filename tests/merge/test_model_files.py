@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlhf_merge.config_json import output_config
 from rlhf_merge.errors import MergeError
-from rlhf_merge.model_files import copied_files, write_model_files
-from rlhf_merge.tokens import read_tokens
-from rlhf_merge.vocab import ModelVocab, align
-from rlhf_merge.weight_files import read_json
+from rlhf_merge.files.config_json import output_config
+from rlhf_merge.files.small_files import copied_files, write_model_files
+from rlhf_merge.files.tokens import read_tokens
+from rlhf_merge.files.weight_index import read_json
+from rlhf_merge.vocab.union import ModelVocab, align
 
 TEXT = "mary went to kitchen"
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from rlhf_merge.errors import MergeError
-from rlhf_merge.functions import linear
-from rlhf_merge.merger import ModelMerger
-from rlhf_merge.model_soup import ModelSoup, Trial, shell_evaluation
+from rlhf_merge.methods.api import linear
+from rlhf_merge.run.merger import ModelMerger
+from rlhf_merge.run.soup import ModelSoup, Trial, shell_evaluation
 
 NORM = "model.norm.weight"
 

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rlhf_merge.errors import MergeError
-from rlhf_merge.output import (
+from rlhf_merge.files.safetensors_file import DTYPES
+from rlhf_merge.files.writer import (
     DTYPE_NAMES,
     OutputTensor,
     PartialModel,
@@ -25,7 +26,6 @@ from rlhf_merge.output import (
     lay_out,
     write_json,
 )
-from rlhf_merge.safetensors_file import DTYPES
 
 PLAN = {"config": {"method": "linear"}, "files": {"a": [["0/model.safetensors", 3, 4]]}}
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4).bfloat16(), "c": torch.tensor([1, -1])}

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_merge.checkpoint import open_checkpoint
-from rlhf_merge.config import MergeConfig
+from rlhf_merge.config.merge_config import MergeConfig
 from rlhf_merge.errors import MergeError
-from rlhf_merge.plan import COPY, MergePlan, make_plan
+from rlhf_merge.files.checkpoint import open_checkpoint
+from rlhf_merge.run.plan import COPY, MergePlan, make_plan
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 QUERY = "model.layers.1.self_attn.q_proj.weight"
@@ -255,6 +255,6 @@ def test_models_are_closed_when_one_cannot_be_read(workshop: Any, monkeypatch: p
         opened.append(open_checkpoint(spec))
         return opened[-1]
 
-    monkeypatch.setattr("rlhf_merge.plan.open_checkpoint", noted)
+    monkeypatch.setattr("rlhf_merge.run.plan.open_checkpoint", noted)
     assert "is no folder here" in refusal("linear", [a, str(workshop.root / "no model")])
     assert len(opened) == 1 and opened[0].tensors == {}

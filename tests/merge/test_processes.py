@@ -118,7 +118,7 @@ def test_a_bound_on_memory_is_kept(models: list[str], tmp_path: Path, method: st
 
 _MEASURED = """
 import re
-from rlhf_merge.cli import main
+from rlhf_merge.cli.main import main
 try:
     main(prog_name="rlhf-merge")
 finally:
@@ -140,9 +140,9 @@ mount -o remount,size=200m "$DISK"
 _HOPEFUL = """
 import shutil, types
 if {hopeful}: shutil.disk_usage = lambda path: types.SimpleNamespace(free=10**12)
-import rlhf_merge.engine
-rlhf_merge.engine._FLUSH_SECONDS = 0.1
-from rlhf_merge.cli import main
+import rlhf_merge.run.engine
+rlhf_merge.run.engine._FLUSH_SECONDS = 0.1
+from rlhf_merge.cli.main import main
 main(prog_name="rlhf-merge")
 """
 """The command; with a disk that seems to be empty, as one that others fill meanwhile was."""

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_merge import blocks
-from rlhf_merge.functions import (
+from rlhf_merge.methods import blocks
+from rlhf_merge.methods.api import (
     breadcrumbs,
     dare,
     della,

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from rlhf_merge import MergeError, ModelMerger, ModelSoup
-from rlhf_merge.file_tensor import OpenFile
-from rlhf_merge.weight_files import read_json
+from rlhf_merge.files.file_tensor import OpenFile
+from rlhf_merge.files.weight_index import read_json
 
 HEADED = {"v_head.summary.weight": torch.ones(1, 8)}
 
@@ -125,7 +125,7 @@ def test_an_output_folder_inside_of_a_models(workshop: Any):
 def test_a_dry_run_refuses_an_output_folder_inside_of_a_models(workshop: Any):
     from click.testing import CliRunner
 
-    from rlhf_merge.cli import main
+    from rlhf_merge.cli.main import main
 
     a, b = workshop.save("a", workshop.tensors()), workshop.save("b", workshop.tensors(1))
     ran = CliRunner().invoke(main, ["linear", f"{a}/out", "--model", a, "--model", b, "--dry-run"])

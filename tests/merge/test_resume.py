@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_merge import merger as merging
-from rlhf_merge import output
 from rlhf_merge.errors import MergeError
-from rlhf_merge.merger import MergeResult, ModelMerger
+from rlhf_merge.files import writer as output
+from rlhf_merge.run import merger as merging
+from rlhf_merge.run.merger import MergeResult, ModelMerger
 
 slow = pytest.mark.slow
 COMMAND = str(Path(sys.executable).with_name("rlhf-merge"))
@@ -51,7 +51,7 @@ def stopped_after(count: int) -> Callable[[int], None]:
 
 @pytest.mark.parametrize("method", SETTINGS)
 def test_stopped_anywhere_and_resumed(workshop: Any, method: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rlhf_merge.blocks.BLOCK", 64)
+    monkeypatch.setattr("rlhf_merge.methods.blocks.BLOCK", 64)
     values = values_of(method, workshop)
     whole = ModelMerger(values, max_shard_size=1500).merge(workshop.root / "whole")
     total = MergeCount()
@@ -153,10 +153,10 @@ def test_a_model_exchanged_for_another_of_its_size_and_time_is_not_mixed_in(work
 
 _SERVER = """
 import json, os, sys
-import rlhf_merge.blocks, rlhf_merge.commands, rlhf_merge.engine
-from rlhf_merge.cli import main
-rlhf_merge.blocks.BLOCK = 512
-rlhf_merge.engine._FLUSH_SECONDS = 0.02
+import rlhf_merge.methods.blocks, rlhf_merge.cli.commands, rlhf_merge.run.engine
+from rlhf_merge.cli.main import main
+rlhf_merge.methods.blocks.BLOCK = 512
+rlhf_merge.run.engine._FLUSH_SECONDS = 0.02
 for line in sys.stdin:
     arguments, log = json.loads(line)
     child = os.fork()

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_merge.catalog import PARAMETERS
+from rlhf_merge.config.gradients import Rule, Setting, resolve
 from rlhf_merge.errors import MergeError
-from rlhf_merge.settings import Rule, Setting, resolve
+from rlhf_merge.methods.catalog import PARAMETERS
 
 
 def setting(plain: Any, name: str = "weight") -> Setting:

@@ -9,9 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_merge.blocks import Workspace
-from rlhf_merge.masks import LEVELS, MaskBits
-from rlhf_merge.sparsify import RandomDrop, RankDrop, Sparsifier, Trim, kept_count, row_ranks, share_count
+from rlhf_merge.methods.blocks import Workspace
+from rlhf_merge.methods.random_masks import LEVELS, MaskBits
+from rlhf_merge.methods.sparsify import (
+    RandomDrop,
+    RankDrop,
+    Sparsifier,
+    Trim,
+    kept_count,
+    row_ranks,
+    share_count,
+)
 
 SPACE = Workspace()
 

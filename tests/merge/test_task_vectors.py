@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_merge import blocks
-from rlhf_merge.blocks import Inputs, MemoryTensor, Workspace
 from rlhf_merge.errors import MergeError
-from rlhf_merge.functions import ties
-from rlhf_merge.task_vectors import Measures, measure, passes
+from rlhf_merge.methods import blocks
+from rlhf_merge.methods.api import ties
+from rlhf_merge.methods.blocks import Inputs, MemoryTensor, Workspace
+from rlhf_merge.methods.task_vectors import Measures, measure, passes
 
 
 def measured(base: Tensor, *models: Tensor, density: float | None = None) -> Measures:

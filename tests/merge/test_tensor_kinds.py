@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_merge.tensor_kinds import ordered_kinds, ordered_rows, place_tensors
+from rlhf_merge.names.tensor_kinds import ordered_kinds, ordered_rows, place_tensors
 
 LLAMA, GPT2, BERT, T5 = (
     "model.layers.7.",

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_merge.config import MergeConfig
+from rlhf_merge.config.merge_config import MergeConfig
 from rlhf_merge.errors import MergeError
-from rlhf_merge.tensor_names import (
+from rlhf_merge.names.tensor_names import (
     LayerName,
     SourceNames,
     depth_of,

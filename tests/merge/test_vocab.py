@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_merge.aligned import AlignedTensor, aligned
 from rlhf_merge.errors import MergeError
+from rlhf_merge.files.tokens import TokenTable
 from rlhf_merge.tensors import Readable
-from rlhf_merge.tokens import TokenTable
-from rlhf_merge.vocab import Alignment, ModelVocab, align, is_vocabulary_tensor, vocabulary_rows
+from rlhf_merge.vocab.aligned import AlignedTensor, aligned
+from rlhf_merge.vocab.union import Alignment, ModelVocab, align, is_vocabulary_tensor, vocabulary_rows
 
 EMBEDDING = "model.embed_tokens.weight"
 

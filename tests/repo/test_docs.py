@@ -121,7 +121,7 @@ def settings_of(method: str, options: dict[str, Any]) -> dict[str, Any]:
 
 @EACH_PAGE
 def test_merge_commands_use_options_that_exist(page: Path) -> None:
-    from rlhf_merge.cli import main
+    from rlhf_merge.cli.main import main
 
     for verb, arguments in commands(page, "rlhf-merge"):
         command = main.get_command(click.Context(main), verb)

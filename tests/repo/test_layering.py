@@ -13,10 +13,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CONTRACTS = {
-    contract["id"]: contract["name"]
-    for contract in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-}
+_CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+CONTRACTS = {contract["id"]: contract["name"] for contract in _CONTRACTS}
 # contract -> (module to plant or extend, the import that breaks this contract and no other)
 VIOLATIONS = [
     ("layers", "rlhf_data/planted.py", "import rlhf_models"),
@@ -39,6 +37,16 @@ VIOLATIONS = [
     ("algos-pure", "rlhf_algos/advantages.py", "import transformers"),
     ("minmax-pure", "rlhf_minmax/constraint.py", "import rlhf_algos"),
     ("minmax-pure", "rlhf_minmax/duals.py", "import transformers"),
+]
+# Of every package with rooms: a module in a room of the second layer from above imports the room above it.
+VIOLATIONS += [
+    (
+        contract["id"],
+        f"{contract['layers'][1].split(' | ')[0].replace('.', '/')}/planted.py",
+        f"import {contract['layers'][0].split(' | ')[0]}",
+    )
+    for contract in _CONTRACTS
+    if contract["id"].endswith("-rooms")
 ]
 
 

@@ -6,15 +6,15 @@ import importlib
 from typing import Any
 
 _MODULES = {
-    "config": ("MergeConfig",),
-    "engine": ("Resources",),
+    "config.merge_config": ("MergeConfig",),
+    "run.engine": ("Resources",),
     "errors": ("MergeError",),
-    "functions": (
+    "methods.api": (
         *("breadcrumbs", "dare", "della", "linear", "model_stock", "nearswap", "slerp", "spherical_mean"),
         *("task_arithmetic", "ties"),
     ),
-    "merger": ("MergeResult", "ModelMerger", "layer_wise_interpolation"),
-    "model_soup": ("ModelSoup", "SoupResult"),
+    "run.merger": ("MergeResult", "ModelMerger", "layer_wise_interpolation"),
+    "run.soup": ("ModelSoup", "SoupResult"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

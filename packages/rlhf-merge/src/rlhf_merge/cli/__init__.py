@@ -1,0 +1,1 @@
+"""The command `rlhf-merge`: parses, calls the library, prints."""

@@ -1,0 +1,321 @@
+"""What the commands do: call the library, show progress, print."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+
+from rlhf_merge.config.merge_config import MergeConfig
+from rlhf_merge.errors import MergeError
+from rlhf_merge.files.writer import check_output
+from rlhf_merge.methods.catalog import METHODS
+from rlhf_merge.report_text import bytes_text, short_names
+from rlhf_merge.run.card import effective_weights
+from rlhf_merge.run.engine import OnBytes, Resources, expected_bytes
+from rlhf_merge.run.merger import ModelMerger
+from rlhf_merge.run.plan import MergePlan
+
+_SHOWN_EVERY = 8_000_000
+
+
+def merge_config_file(config: str, out: str, **options: Any) -> None:
+    """`rlhf-merge run`."""
+    _merge(MergeConfig.from_file(config), out, options)
+
+
+def merge_by_options(
+    method: str, out: str, base: str | None, models: Sequence[str], options: dict[str, Any]
+) -> None:
+    """The command of a method."""
+    values: dict[str, Any] = {"method": method}
+    values |= {"base": base} if base is not None else {}
+    weighted = "weight" in METHODS[method].parameters
+    values["models"] = [_model(spec) if weighted else spec for spec in models]
+    for key in METHODS[method].parameters:
+        given = options.pop(f"set_{key}", ())
+        if given:
+            values[key] = _setting(key, given)
+    for key in ("dtype", "vocab", "ignore", "seed"):
+        value = options.pop(key)
+        values |= {key: value} if value not in (None, ()) else {}
+    _merge(MergeConfig.from_dict(values, method.replace("_", "-")), out, options)
+
+
+def show_plan(config: str, *, as_json: bool, **options: Any) -> None:
+    """`rlhf-merge plan`."""
+    merger = ModelMerger(MergeConfig.from_file(config), resources=_resources(options))
+    plan = merger.plan()
+    try:
+        if as_json:
+            print(json.dumps(_plan_json(merger, plan), indent=2))
+        else:
+            _print_plan(Console(), merger, plan)
+    finally:
+        plan.close()
+
+
+def cook_soup(
+    out: str,
+    *,
+    models: Sequence[str],
+    evaluate: str | None,
+    lower_is_better: bool,
+    restart: bool,
+    quiet: bool,
+    **options: Any,
+) -> None:
+    """`rlhf-merge soup`."""
+    from rlhf_merge.run.soup import ModelSoup, Trial
+
+    keys = ("base", "dtype", "vocab", "ignore")
+    settings = {key: value for key in keys if (value := options.pop(key)) not in (None, ())}
+    soup = ModelSoup(models, settings, _resources(options))
+    console = Console(stderr=True, quiet=quiet, highlight=False)
+    if evaluate is None:
+        if lower_is_better:
+            raise MergeError("--lower-is-better is about the number of --evaluate, which is missing; add it")
+        with _progress(console, "soup") as (on_total, on_bytes):
+            plan = ModelMerger(soup.config, resources=soup.resources).plan()
+            on_total(plan.bytes_read + plan.bytes_written)
+            plan.close()
+            result = soup.uniform(out, restart=restart, on_bytes=on_bytes)
+        console.print(f"uniform soup of {len(models)} models: {result.folder}", markup=False, soft_wrap=True)
+        return
+
+    def on_trial(trial: Trial) -> None:
+        soup = len(trial.members) > 1
+        verdict = ("  not worse, kept" if trial.accepted else "  worse, left out") if soup else ""
+        console.print(
+            f"{trial.score:.6g}  {' + '.join(trial.members)}{verdict}", markup=False, soft_wrap=True
+        )
+
+    with _progress(console, "soup") as (on_total, on_bytes):
+
+        def on_merge(total: int) -> OnBytes:
+            on_total(total)
+            return on_bytes
+
+        cooked = soup.greedy(
+            out,
+            evaluate,
+            higher_is_better=not lower_is_better,
+            restart=restart,
+            on_trial=on_trial,
+            on_merge=on_merge,
+        )
+    share = f"{len(cooked.members)} of {len(models)} models"
+    console.print(
+        f"greedy soup of {share}, {cooked.score:.6g}: {cooked.folder}", markup=False, soft_wrap=True
+    )
+
+
+def show_model(model: str, *, by: Literal["layer", "tensor"], as_json: bool, threads: int | None) -> None:
+    """`rlhf-merge inspect`."""
+    from rlhf_merge.compare.inspect import inspect_model, render_summary, summary_json
+
+    with _progress(Console(stderr=True), "reading") as (on_total, on_bytes):
+        summary = inspect_model(model, threads=threads, on_total=on_total, on_bytes=on_bytes)
+    if as_json:
+        print(json.dumps(summary_json(summary), indent=2))
+    else:
+        Console().print(render_summary(summary, by=by))
+
+
+def show_difference(
+    models: Sequence[str],
+    *,
+    base: str | None,
+    by: Literal["layer", "kind", "tensor"],
+    density: float | None,
+    png: str | None,
+    as_json: bool,
+    threads: int | None,
+) -> None:
+    """`rlhf-merge diff`."""
+    from rlhf_merge.compare.diff import diff_models, difference_json, render_difference
+    from rlhf_merge.compare.heatmap import check_heatmap, heatmap
+
+    first, others = (base, models) if base is not None else (models[0], models[1:])
+    if not others:
+        raise MergeError("diff compares models and got one; name a second one, or give --base")
+    if png is not None:
+        check_heatmap(Path(png))
+    with _progress(Console(stderr=True), "reading") as (on_total, on_bytes):
+        difference = diff_models(
+            first, list(others), density=density, threads=threads, on_total=on_total, on_bytes=on_bytes
+        )
+    if png is not None:
+        heatmap(difference, Path(png))
+    if as_json:
+        print(json.dumps(difference_json(difference), indent=2))
+    else:
+        Console().print(render_difference(difference, by=by))
+
+
+def _merge(config: MergeConfig, out: str, options: dict[str, Any]) -> None:
+    quiet, dry_run, restart = options["quiet"], options["dry_run"], options["restart"]
+    merger = ModelMerger(config, resources=_resources(options), max_shard_size=options["max_shard_size"])
+    console = Console(stderr=True, quiet=quiet, highlight=False)
+    check_output(Path(out))
+    plan = merger.plan()
+    try:
+        plan.check_outside(Path(out))
+        if not dry_run:
+            merger.resources.threads_for(plan)
+    except MergeError:
+        plan.close()
+        raise
+    if dry_run:
+        _print_plan(Console(quiet=quiet), merger, plan)
+        plan.close()
+        return
+    with _progress(console, METHODS[config.method].title) as (on_total, on_bytes):
+        on_total(plan.bytes_read + plan.bytes_written)
+        result = merger.merge(out, restart=restart, on_bytes=on_bytes, plan=plan)
+    if plan.ignored:
+        console.print(f"left out: {', '.join(plan.ignored)}", markup=False, soft_wrap=True)
+    if result.resumed:
+        console.print(f"resumed: {result.resumed} of {result.tensors} tensors had been merged before")
+    rows = effective_weights(plan, result.coefficients)
+    names = short_names([label for label, *_ in rows])
+    shown = ", ".join(
+        f"{name} {mean:.4g}" + (f" ({low:.4g} to {high:.4g})" if high - low > 1e-9 else "")
+        for name, (_, low, mean, high) in zip(names, rows, strict=True)
+    )
+    if shown:
+        console.print(f"effective weights: {shown}", markup=False, soft_wrap=True)
+    written = f"{result.tensors} tensors, {bytes_text(result.bytes_written)}"
+    console.print(f"{written}: {result.folder}", markup=False, soft_wrap=True)
+
+
+@contextmanager
+def _progress(console: Console, what: str) -> Iterator[tuple[OnBytes, OnBytes]]:
+    """A bar with bytes, bytes/s and the time left: what sets its total and, from any thread, moves it."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    lock, waiting = threading.Lock(), 0
+    with Progress(*columns, console=console, disable=console.quiet) as bar:
+        task = bar.add_task(what, total=None)
+
+        def on_total(count: int) -> None:
+            nonlocal waiting
+            waiting = 0
+            bar.reset(task, total=count)
+
+        def on_bytes(count: int) -> None:
+            nonlocal waiting
+            with lock:
+                waiting += count
+                if waiting < _SHOWN_EVERY:
+                    return
+                moved, waiting = waiting, 0
+            bar.advance(task, moved)
+
+        yield on_total, on_bytes
+        bar.advance(task, waiting)
+
+
+def _print_plan(console: Console, merger: ModelMerger, plan: MergePlan) -> None:
+    config = plan.config
+    title = METHODS[config.method].title
+    table = Table("model", "tensors", "size", "type", title=title, title_justify="left")
+    for spec, checkpoint in plan.checkpoints.items():
+        sizes = {name: _bytes(tensor) for name, tensor in checkpoint.tensors.items()}
+        types = sorted({str(t.dtype).removeprefix("torch.") for t in checkpoint.tensors.values()})
+        table.add_row(spec, str(len(sizes)), bytes_text(sum(sizes.values())), ", ".join(types))
+    facts = _plan_json(merger, plan)
+    console.print(table)
+    console.print(config.to_yaml().rstrip(), markup=False, highlight=False, soft_wrap=True)
+    lines = [
+        f"reads {bytes_text(plan.bytes_read)} (every pass counted), writes {bytes_text(plan.bytes_written)} "
+        f"in {len(plan.shards)} file{'s' if len(plan.shards) > 1 else ''}, {plan.parameters:,} parameters",
+        f"memory: {bytes_text(facts['memory'])} with {facts['threads']} threads",
+        f"config of {plan.reference}, tokenizer of {plan.tokenizer}",
+    ]
+    if plan.alignment and any(index is not None for index in plan.alignment.indexes):
+        lines.append(f"vocabulary: {plan.alignment.rows} rows, {len(plan.alignment.added)} tokens added")
+    if plan.ignored:
+        lines.append(f"leaves out {', '.join(plan.ignored)}")
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _plan_json(merger: ModelMerger, plan: MergePlan) -> dict[str, Any]:
+    threads = merger.resources.threads_for(plan)
+    return {
+        "config": plan.config.to_dict(),
+        "models": {spec: len(checkpoint.tensors) for spec, checkpoint in plan.checkpoints.items()},
+        "bytes_read": plan.bytes_read,
+        "bytes_written": plan.bytes_written,
+        "parameters": plan.parameters,
+        "files": {shard.file: shard.size for shard in plan.shards},
+        "threads": threads,
+        "memory": expected_bytes(plan, threads),
+        "tokenizer": plan.tokenizer,
+    }
+
+
+def _resources(options: dict[str, Any]) -> Resources:
+    return Resources(options["threads"], options["max_memory"])
+
+
+def _model(text: str) -> dict[str, Any] | str:
+    """MODEL:WEIGHT; what follows the last colon is a weight only if it is a number."""
+    spec, colon, weight = text.rpartition(":")
+    try:
+        return {"model": spec, "weight": float(weight)} if colon and spec else text
+    except ValueError:
+        return text
+
+
+def _setting(key: str, given: Sequence[str]) -> Any:
+    """VALUE, VALUE,VALUE or WORD=VALUE, as a config has them."""
+    rules = []
+    for text in given:
+        word, equals, value = text.rpartition("=")
+        parsed = [_value(part) for part in value.split(",")]
+        rules.append({"filter": word or "*", "value": parsed if len(parsed) > 1 else parsed[0]})
+        if equals and not word:
+            raise MergeError(f"--{key.replace('_', '-')} {text!r} has no word before the =; write WORD=VALUE")
+    return rules[0]["value"] if len(rules) == 1 and rules[0]["filter"] == "*" else rules
+
+
+def _value(text: str) -> Any:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    if isinstance(value, str):
+        try:
+            return float(value)  # YAML 1.1 reads 1e-5 as a word
+        except ValueError:
+            return value
+    return value
+
+
+def _bytes(tensor: Any) -> int:
+    size = tensor.dtype.itemsize
+    for length in tensor.shape:
+        size *= length
+    return size

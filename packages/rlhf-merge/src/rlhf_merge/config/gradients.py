@@ -1,0 +1,241 @@
+"""Settings: one value, a list of values over the depth of the model, or such for each kind of tensor."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_merge.errors import MergeError
+from rlhf_merge.methods.catalog import Parameter
+from rlhf_merge.methods.values import Scalar
+
+Plain = Scalar | list[Scalar] | dict[str, Any] | list[dict[str, Any]]
+
+_RULE_KEYS = {"filter", "value"}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a parameter is for some of the tensors.
+
+    Args:
+        filter: text that the tensors' names contain; None is every tensor.
+        values: one value, or several that lie evenly over the depth of the model.
+    """
+
+    filter: str | None
+    values: tuple[Scalar, ...]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a parameter is for each tensor: the first rule that fits the tensor's name holds.
+
+    Args:
+        rules: at least one; a rule for every tensor can only be the last.
+    """
+
+    rules: tuple[Rule, ...]
+
+    @classmethod
+    def parse(cls, plain: Any, parameter: Parameter, where: str) -> Setting:
+        """Read a setting from plain values and check each against the catalog.
+
+        Args:
+            plain: a scalar; a list of scalars, over the depth; a mapping from filters to either of these,
+                with `*` for the rest, whichever place it has; a list of `{filter, value}` mappings, of which
+                the last may lack its filter; or a `Setting`.
+            parameter: the catalog's entry.
+            where: the path that an error names, such as `models[1].density`.
+
+        Raises:
+            MergeError: a value of another type or out of range, an empty list, or a rule that no tensor
+                can reach because an earlier one always comes first.
+        """
+        if isinstance(plain, Setting):
+            plain = plain.plain()
+        rules: list[Rule] = []
+        for filter_, value, path in _split(plain, where):
+            values = tuple(_values(value, parameter, path))
+            _refuse_hidden(filter_, rules, path)
+            rules.append(Rule(filter_, values))
+        return cls(tuple(rules))
+
+    def at(self, tensor: str, depth: float) -> Scalar | None:
+        """Evaluate the setting for one tensor.
+
+        A list v₀ … vₙ₋₁ of numbers is interpolated linearly: with x = depth·(n−1) and i = ⌊x⌋ the value is
+        vᵢ + (x−i)·(vᵢ₊₁ − vᵢ). A list of booleans or words gives vᵢ.
+
+        Args:
+            tensor: the tensor's name.
+            depth: from 0, the first layer, to 1, the last.
+
+        Returns:
+            The value; None where no rule fits the name.
+
+        Raises:
+            MergeError: the depth is outside [0, 1].
+        """
+        if not 0 <= depth <= 1:
+            raise MergeError(f"depth is {depth!r} at tensor {tensor}, expected a number from 0 to 1")
+        for rule in self.rules:
+            if rule.filter is None or rule.filter in tensor:
+                return _along(rule.values, depth)
+        return None
+
+    @property
+    def constant(self) -> bool:
+        """Whether it is the same for every tensor."""
+        return self.complete and len(self.rules) == 1 and len(set(self.rules[0].values)) == 1
+
+    @property
+    def complete(self) -> bool:
+        """Whether it has a value for every tensor."""
+        return self.rules[-1].filter is None
+
+    def plain(self) -> Plain:
+        """Return the shortest plain form that `parse` reads back: a scalar, a list or a mapping."""
+        forms = {
+            rule.filter or "*": rule.values[0] if len(rule.values) == 1 else list(rule.values)
+            for rule in self.rules
+        }
+        if list(forms) == ["*"]:
+            return forms["*"]
+        if forms.keys() == _RULE_KEYS:  # as a mapping, this would read as one rule
+            return [{"filter": filter_, "value": value} for filter_, value in forms.items()]
+        return forms
+
+
+def resolve(
+    name: str, scopes: Iterable[Mapping[str, Setting]], default: Scalar, tensor: str, depth: float
+) -> Scalar:
+    """Evaluate a parameter that may be set in several places.
+
+    Args:
+        name: of the parameter.
+        scopes: where it may be set, the most specific first.
+        default: the value where no scope has a rule for the tensor.
+        tensor: the tensor's name.
+        depth: in [0, 1].
+
+    Raises:
+        MergeError: the depth is outside [0, 1].
+    """
+    for scope in scopes:
+        if name in scope and (value := scope[name].at(tensor, depth)) is not None:
+            return value
+    return default
+
+
+def _along(values: tuple[Scalar, ...], depth: float) -> Scalar:
+    place = depth * (len(values) - 1)
+    # i/(n-1)·(n-1) may round to just below i, which must still pick the i-th of a list of n words.
+    below = int(place + 1e-9)
+    low, high = values[below], values[min(below + 1, len(values) - 1)]
+    if not isinstance(low, float) or not isinstance(high, float):
+        return low
+    # In this form equal neighbours give exactly their value: a density of 1 stays 1.
+    return low + max(0.0, place - below) * (high - low)
+
+
+def _split(plain: Any, where: str) -> list[tuple[str | None, Any, str]]:
+    """Return (filter, value, path) of each rule, the one for every tensor as None."""
+    if isinstance(plain, Mapping):
+        if plain.keys() == _RULE_KEYS:
+            return [_read_rule(plain, where)]
+        if not plain:
+            raise MergeError(f"{where} is an empty mapping, expected filters with their values")
+        rules = [(_filter(key, where), value, f"{where}[{key!r}]") for key, value in plain.items()]
+        return sorted(rules, key=lambda rule: rule[0] is None)
+    if isinstance(plain, (list, tuple)) and any(isinstance(item, Mapping) for item in plain):
+        return [_read_rule(item, f"{where}[{index}]") for index, item in enumerate(plain)]
+    return [(None, plain, where)]
+
+
+def _read_rule(rule: Any, where: str) -> tuple[str | None, Any, str]:
+    if not isinstance(rule, Mapping):
+        raise MergeError(f"{where} is {rule!r} among mappings, expected a mapping with filter and value")
+    for key in rule:
+        if key not in _RULE_KEYS:
+            raise MergeError(f"unknown key {key} in {where}; valid keys are filter and value")
+    if "value" not in rule:
+        raise MergeError(f"{where} has no value; give it one beside its filter")
+    filter_ = rule.get("filter")
+    return (None if filter_ is None else _filter(filter_, where)), rule["value"], f"{where}.value"
+
+
+def _filter(value: Any, where: str) -> str | None:
+    if not isinstance(value, str) or not value:
+        raise MergeError(
+            f"{where} has the filter {value!r}, expected a part of tensors' names, or '*' for the rest"
+        )
+    return None if value == "*" else value
+
+
+def _refuse_hidden(filter_: str | None, rules: list[Rule], path: str) -> None:
+    for rule in rules:
+        if rule.filter is None or (filter_ is not None and rule.filter in filter_):
+            first = "every tensor" if rule.filter is None else repr(rule.filter)
+            raise MergeError(
+                f"{path} never applies: the rule for {first} comes first and fits the same tensors; "
+                "put the more specific rule first"
+            )
+
+
+def _values(plain: Any, parameter: Parameter, where: str) -> Iterable[Scalar]:
+    if not isinstance(plain, (list, tuple)):
+        return [_scalar(plain, parameter, where)]
+    if not plain:
+        raise MergeError(f"{where} is an empty list, expected {_expected(parameter)} or a list of such")
+    if _is_whole(parameter):
+        raise MergeError(f"{where} is a list, expected {_expected(parameter)}; it cannot vary with the depth")
+    return [_scalar(value, parameter, f"{where}[{index}]") for index, value in enumerate(plain)]
+
+
+def _scalar(value: Any, parameter: Parameter, where: str) -> Scalar:
+    if isinstance(parameter.default, (bool, str)):
+        allowed = parameter.choices or (False, True)
+        fitting = value if isinstance(value, type(parameter.default)) and value in allowed else None
+    else:
+        fitting = _number(value, parameter)
+    if fitting is None:
+        raise MergeError(f"{where} is {value!r}, expected {_expected(parameter)}")
+    return fitting
+
+
+def _number(value: Any, parameter: Parameter) -> float | int | None:
+    """Return the number, a whole one where the parameter is whole; None where it is none or out of range."""
+    kind = numbers.Integral if _is_whole(parameter) else numbers.Real
+    if isinstance(value, bool) or not isinstance(value, kind):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    low = -math.inf if parameter.low is None else parameter.low
+    high = math.inf if parameter.high is None else parameter.high
+    if not math.isfinite(number) or not low <= number <= high or (parameter.low_open and number == low):
+        return None
+    return int(number) if _is_whole(parameter) else number
+
+
+def _is_whole(parameter: Parameter) -> bool:
+    return isinstance(parameter.default, int) and not isinstance(parameter.default, bool)
+
+
+def _expected(parameter: Parameter) -> str:
+    if isinstance(parameter.default, bool):
+        return "true or false"
+    if parameter.choices:
+        return " or ".join(parameter.choices)
+    bounds = []
+    if parameter.low is not None:
+        bounds.append(f"{'>' if parameter.low_open else '>='} {parameter.low:g}")
+    if parameter.high is not None:
+        bounds.append(f"<= {parameter.high:g}")
+    kind = "a whole number" if _is_whole(parameter) else "a finite number"
+    return f"{kind} {' and '.join(bounds)}".rstrip()

@@ -1,0 +1,385 @@
+"""The result on disk: sharded safetensors, laid out beforehand, written in any order, and resumable.
+
+While it is made, a merge into `OUT` lives in `.OUT.merging` beside it: the model's files under `model`, what
+was to be merged in `plan.json`, and in `journal.jsonl` the tensors whose bytes have reached the disk. Only a
+finished model is renamed to `OUT`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_merge.errors import MergeError, UnwrittenError
+from rlhf_merge.files.safetensors_file import DTYPES
+from rlhf_merge.report_text import bytes_text
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""Types by their name in safetensors files."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True)
+class OutputTensor:
+    """A tensor of the result.
+
+    Args:
+        name: its name.
+        shape: its shape.
+        dtype: its type.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of the result.
+
+    Args:
+        file: its name.
+        header: its first bytes.
+        places: where each tensor begins, in bytes from the file's begin.
+        size: of the file, in bytes.
+    """
+
+    file: str
+    header: bytes
+    places: dict[str, int]
+    size: int
+
+
+def lay_out(tensors: Sequence[OutputTensor], max_shard_size: int) -> list[Shard]:
+    """Distribute tensors over files, in their order, as transformers names them.
+
+    Args:
+        tensors: of the result.
+        max_shard_size: bytes of tensors per file; a larger tensor gets a file of its own.
+    """
+    groups: list[list[OutputTensor]] = [[]]
+    room = max_shard_size
+    for tensor in tensors:
+        if groups[-1] and tensor.nbytes > room:
+            groups.append([])
+            room = max_shard_size
+        groups[-1].append(tensor)
+        room -= tensor.nbytes
+    count = len(groups)
+    if count == 1:
+        return [_shard("model.safetensors", groups[0])]
+    return [_shard(f"model-{i:05d}-of-{count:05d}.safetensors", group) for i, group in enumerate(groups, 1)]
+
+
+def _shard(file: str, tensors: Sequence[OutputTensor]) -> Shard:
+    """A file; its tensors are ordered by item size, so that each begins at a multiple of its own."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for tensor in sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize):
+        entries[tensor.name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, begin + tensor.nbytes],
+        }
+        begin += tensor.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    del entries["__metadata__"]
+    places = {name: len(header) + entry["data_offsets"][0] for name, entry in entries.items()}
+    return Shard(file, header, places, len(header) + begin)
+
+
+def index_of(shards: Sequence[Shard], total: int) -> dict[str, Any]:
+    """The contents of model.safetensors.index.json.
+
+    Args:
+        shards: the files.
+        total: bytes of all tensors.
+    """
+    weights = {name: shard.file for shard in shards for name in shard.places}
+    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+
+
+class PartialModel:
+    """A result while it is made; a merge that was interrupted is found again and gone on with.
+
+    Args:
+        out: the folder to make.
+        shards: its files.
+        plan: what is merged, as plain values; a merge of anything else is not gone on with.
+        restart: discard what an interrupted merge left.
+
+    Raises:
+        MergeError: `out` exists and is not empty; an interrupted merge of something else lies there; another
+            process is at work there; no space is left.
+    """
+
+    def __init__(self, out: Path, shards: Sequence[Shard], plan: dict[str, Any], *, restart: bool = False):
+        self.out, self._shards = out, shards
+        self.root = out.parent / f".{out.name}.merging"
+        self.folder = self.root / "model"
+        check_output(out)
+        self._files: dict[str, int] = {}
+        with explained(self.out), contextlib.ExitStack() as opened:
+            self.root.mkdir(parents=True, exist_ok=True)
+            opened.enter_context(locked(self.root / "lock", out))
+            check_output(out)  # what held the lock until now may have been this very merge
+            self.finished = self._trusted(self._begin(plan, restart))
+            self._check_space()
+            for shard in shards:
+                self._files[shard.file] = self._open(shard)
+                opened.callback(os.close, self._files[shard.file])
+            self._journal = opened.enter_context(open(self.root / "journal.jsonl", "ab"))
+            self._opened = opened.pop_all()
+        self._places = {
+            name: (self._files[shard.file], place) for shard in shards for name, place in shard.places.items()
+        }
+        self._waiting: list[dict[str, Any]] = []
+
+    def write(self, name: str, element: int, values: Tensor) -> None:
+        """Write a piece of a tensor; from any thread.
+
+        Args:
+            name: of the tensor.
+            element: index of its first element that is written.
+            values: (n,), on the CPU, of the tensor's type in the result.
+
+        Raises:
+            MergeError: no space is left.
+        """
+        file, place = self._places[name]
+        data = values.view(torch.uint8).numpy().data
+        offset = place + element * values.element_size()
+        with explained(self.out):
+            while data:
+                written = os.pwrite(file, data, offset)
+                data, offset = data[written:], offset + written
+
+    def tensor_finished(self, name: str, **facts: Any) -> None:
+        """Note that all of a tensor was written; it counts as finished after the next `flush`.
+
+        Args:
+            name: of the tensor.
+            **facts: what to remember of it, as plain values.
+        """
+        self._waiting.append({"tensor": name, **facts})
+
+    def flush(self) -> None:
+        """Wait until what was written is on the disk, and note it in the journal."""
+        if not self._waiting:
+            return
+        with explained(self.out):
+            for file in self._files.values():
+                os.fsync(file)
+            lines = "".join(_line(line) for line in self._waiting)
+            self._journal.write(lines.encode())
+            self._journal.flush()
+            os.fsync(self._journal.fileno())
+        self.finished |= {line["tensor"]: line for line in self._waiting}
+        self._waiting = []
+
+    def publish(self) -> None:
+        """Give the finished model, with the files put beside it in `folder`, its name."""
+        with explained(self.out):
+            for path in sorted(self.folder.rglob("*")):
+                if path.is_file():
+                    with open(path, "rb") as file:
+                        os.fsync(file.fileno())
+            _sync_folder(self.folder)
+            os.rename(self.folder, self.out)
+            _sync_folder(self.out.parent)
+        self.close()
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def close(self) -> None:
+        """Close the files; what is on the disk stays for the next time."""
+        with contextlib.suppress(OSError):  # lines of the journal that a full disk did not take
+            self._opened.close()
+
+    def discard(self) -> None:
+        """Remove what was written: what is merged cannot be finished as it is."""
+        self.close()
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def _begin(self, plan: dict[str, Any], restart: bool) -> dict[str, dict[str, Any]]:
+        """The finished tensors of an interrupted merge; none where there was none."""
+        plan_file, journal = self.root / "plan.json", self.root / "journal.jsonl"
+        if restart or not self.folder.is_dir() or not plan_file.exists():
+            for path in (self.folder, plan_file, journal):
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+            self.folder.mkdir()
+            write_json(plan_file, plan)
+            return {}
+        if json.loads(plan_file.read_text(encoding="utf-8")) != plan:
+            raise MergeError(
+                f"a merge into {self.out} with other settings or models was interrupted; repeat it as it was "
+                "to go on, or give --restart to discard what it wrote"
+            )
+        return {line["tensor"]: line for line in _whole_lines(journal)}
+
+    def _trusted(self, finished: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """The finished tensors whose files are still there; the journal forgets the others."""
+        whole = {
+            name
+            for shard in self._shards
+            if (file := self.folder / shard.file).is_file() and file.stat().st_size == shard.size
+            for name in shard.places
+        }
+        kept = {name: line for name, line in finished.items() if name in whole}
+        if len(kept) < len(finished):
+            fresh = self.root / "journal.new"
+            fresh.write_text("".join(_line(line) for line in kept.values()), encoding="utf-8")
+            os.replace(fresh, self.root / "journal.jsonl")
+        return kept
+
+    def _check_space(self) -> None:
+        there = sum(path.stat().st_blocks * 512 for path in self.folder.iterdir() if path.is_file())
+        missing = sum(shard.size for shard in self._shards) - there
+        free = shutil.disk_usage(self.root).free
+        if missing > free:
+            if not any(self.folder.iterdir()):
+                shutil.rmtree(self.root, ignore_errors=True)
+            raise MergeError(
+                f"{self.out} needs {bytes_text(missing)} and its disk has {bytes_text(free)} free; free some "
+                "space or choose another folder"
+            )
+
+    def _open(self, shard: Shard) -> int:
+        file = os.open(self.folder / shard.file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        os.ftruncate(file, shard.size)
+        os.pwrite(file, shard.header, 0)
+        return file
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write plain values as indented JSON; whenever it is stopped, the file is the old one or the new one.
+
+    Args:
+        path: the file.
+        content: the values.
+    """
+    part = path.with_name(f".{path.name}.part")
+    with open(part, "w", encoding="utf-8") as file:
+        file.write(json.dumps(content, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+
+
+def check_output(out: Path) -> None:
+    """Refuse an output folder that holds something, that a finished one cannot replace, or that is no folder.
+
+    Args:
+        out: the folder to make.
+
+    Raises:
+        MergeError: it is there and not empty, or it is a mount point or a file.
+    """
+    if "\0" in str(out):
+        raise MergeError(
+            f"output {str(out)!r} holds a NUL, which no name of a folder does; choose another name"
+        )
+    with explained(out):
+        is_folder, is_there = out.is_dir(), out.exists() or out.is_symlink()
+        if is_folder and os.path.ismount(out):
+            raise MergeError(
+                f"output folder {out} is a mount point, which a finished model cannot replace; choose a "
+                "folder inside of it"
+            )
+        if is_folder and any(out.iterdir()):
+            raise MergeError(f"output folder {out} is not empty; choose a new one, or empty it")
+    if is_there and not is_folder:
+        raise MergeError(f"output {out} is a file; a folder is written: choose a new name")
+
+
+def _line(facts: dict[str, Any]) -> str:
+    return json.dumps(facts, separators=(",", ":")) + "\n"
+
+
+def _whole_lines(journal: Path) -> Iterator[dict[str, Any]]:
+    """The journal's lines up to the first that a kill or power cut damaged, where the journal is cut off."""
+    if not journal.exists():
+        return
+    whole = 0
+    for line in journal.read_bytes().splitlines(keepends=True):
+        try:
+            facts = json.loads(line)
+        except ValueError:
+            break
+        if not line.endswith(b"\n") or not isinstance(facts, dict):
+            break
+        whole += len(line)
+        yield facts
+    os.truncate(journal, whole)
+
+
+def locked(path: Path, out: Path) -> Any:
+    """Take a lock that lasts as long as the file that is returned is open.
+
+    Args:
+        path: of the lock.
+        out: the folder to make, for the message.
+
+    Raises:
+        MergeError: another process has it.
+    """
+    import fcntl  # which Windows lacks; the package can be imported there
+
+    file = open(path, "w")  # noqa: SIM115 - closed by the caller; the lock lasts as long as the file is open
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise MergeError(
+            f"another process is merging into {out}; wait for it or choose another folder"
+        ) from None
+    return file
+
+
+@contextlib.contextmanager
+def explained(out: Path) -> Iterator[None]:
+    """Say in a sentence that the disk is full, or the folder cannot be written.
+
+    Args:
+        out: the folder to make.
+
+    Raises:
+        UnwrittenError: in place of an `OSError`.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise UnwrittenError(
+                f"no space is left for {out}; free some and give the same command again: it goes on"
+            ) from error
+        raise UnwrittenError(
+            f"{out} cannot be written ({error.strerror or error}); choose another folder"
+        ) from error
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

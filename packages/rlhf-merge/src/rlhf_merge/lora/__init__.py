@@ -1,0 +1,1 @@
+"""LoRA adapters as peft saves them, and tensors with their update added."""

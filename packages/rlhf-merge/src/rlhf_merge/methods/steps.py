@@ -1,0 +1,319 @@
+"""One tensor of the result from its inputs: passes over them for what a method must know, then one to merge.
+
+A method is fitted to a tensor (`Method.fit`), which gives the step that merges it block by block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rlhf_merge.errors import MergeError
+from rlhf_merge.methods.blocks import Inputs, Workspace, called
+from rlhf_merge.methods.coefficients import (
+    model_stock_coefficients,
+    slerp_coefficients,
+    spherical_mean_coefficients,
+)
+from rlhf_merge.methods.kth_largest import largest_magnitudes
+from rlhf_merge.methods.random_masks import MaskBits
+from rlhf_merge.methods.sparsify import RandomDrop, RankDrop, Sparsifier, Trim, kept_count, share_count
+from rlhf_merge.methods.values import Values
+
+_PIECE = 4096
+"""Elements whose products are summed in the type of the arithmetic: in float32, sums over a whole block were
+found wrong by 7e-6 of themselves, and so by 3e-8, in the same time."""
+
+
+class Step(Protocol):
+    """A method, fitted to one tensor, that merges it block by block, in order."""
+
+    row_length: int
+    """Blocks hold whole rows of this length."""
+    coefficients: tuple[float, ...]
+    """How much of each model (with a base: of each task vector) the result takes, where numbers say it."""
+
+    def __call__(self, start: int, stop: int, space: Workspace) -> Tensor:
+        """The merged elements `start` to `stop`, in a buffer of `space`."""
+        ...
+
+
+class Combine:
+    """Σ cᵢ xᵢ, or base + Σ cᵢ (xᵢ - base).
+
+    Sums of models are taken as the model with the largest coefficient plus differences to it, so that equal
+    models merge to themselves to the bit where the coefficients sum to 1; a coefficient of 0 leaves no
+    trace.
+
+    Args:
+        inputs: of the tensor.
+        coefficients: one for each model.
+    """
+
+    row_length = 1
+
+    def __init__(self, inputs: Inputs, coefficients: Sequence[float]):
+        self._inputs, self.coefficients = inputs, tuple(float(value) for value in coefficients)
+        self._used = [index for index, value in enumerate(self.coefficients) if value]
+        self._anchor = max(self._used, key=lambda index: abs(self.coefficients[index]), default=0)
+        self._total = 1.0 if inputs.base is not None else sum(self.coefficients)
+        if abs(self._total - 1) < 1e-12:
+            self._total = 1.0
+
+    def __call__(self, start: int, stop: int, space: Workspace) -> Tensor:
+        """See `Step`."""
+        size = stop - start
+        anchor = space.take("base", size)
+        if self._inputs.base is not None:
+            self._inputs.read_base(start, stop, anchor)
+        else:
+            self._inputs.read_model(self._anchor, start, stop, anchor)
+        out = torch.mul(anchor, self._total, out=space.take("out", size))
+        for index in self._used:
+            if self._inputs.base is None and index == self._anchor:
+                continue
+            other = self._inputs.read_model(index, start, stop, space.take("model", size))
+            out.sub_(torch.sub(anchor, other, out=other), alpha=self.coefficients[index])
+        return out
+
+
+class Elect:
+    """base + λ · merged task vectors, each made sparse, and with TIES's election of signs if asked for.
+
+    Args:
+        inputs: of the tensor; they have a base.
+        values: weight of each model; lambda and normalize; sign (mass or count) where signs are elected.
+        sparsifiers: for each model, what makes its task vector sparse, or None.
+        row_length: blocks hold whole rows of this length.
+    """
+
+    def __init__(
+        self, inputs: Inputs, values: Values, sparsifiers: Sequence[Sparsifier | None], row_length: int = 1
+    ):
+        self._inputs, self._sparsifiers, self.row_length = inputs, sparsifiers, row_length
+        self._weights = [float(weight) for weight in _of(values, "weight")]
+        self._sign = values.shared.get("sign")
+        self._normalize = bool(values.shared["normalize"])
+        self._factor = float(values.shared["lambda"])
+        self.coefficients = tuple(self._factor * weight for weight in self._weights)
+        if self._normalize and self._sign is None:
+            total = sum(self._weights)
+            if abs(total) < 1e-12:
+                raise _zero_weights(inputs)
+            self._factor /= total
+            self.coefficients = tuple(value / total for value in self.coefficients)
+
+    def __call__(self, start: int, stop: int, space: Workspace) -> Tensor:
+        """See `Step`."""
+        base = self._inputs.read_base(start, stop, space.take("base", stop - start))
+        change = space.take("out", stop - start).zero_()
+        if self._sign is None:
+            for _, delta in self._deltas(base, start, stop, space):
+                change.add_(delta)
+        else:
+            self._elect(change, list(self._deltas(base, start, stop, space)), space)
+        return torch.sub(base, change.mul_(self._factor), out=change)
+
+    def _deltas(
+        self, base: Tensor, start: int, stop: int, space: Workspace
+    ) -> Iterator[tuple[float, Tensor]]:
+        """Every weight that is not 0, with its sparse and weighted task vector, negated.
+
+        What is subtracted from the base in the end is +0 where models are equal, and leaves a -0 as it is.
+        """
+        for index, weight in enumerate(self._weights):
+            if not weight:
+                continue
+            slot = "model" if self._sign is None else f"delta {index}"
+            delta = self._inputs.read_model(index, start, stop, space.take(slot, stop - start))
+            torch.sub(base, delta, out=delta)
+            sparsifier = self._sparsifiers[index]
+            if sparsifier is not None:
+                sparsifier(delta, space)
+            yield weight, delta.mul_(weight)
+
+    def _elect(self, change: Tensor, deltas: list[tuple[float, Tensor]], space: Workspace) -> None:
+        """Add up the elements that have the elected sign; where no sign wins, none."""
+        scratch = space.take("model", change.numel())
+        votes = space.take("votes", change.numel()).zero_()
+        for _, delta in deltas:
+            votes.add_(delta if self._sign == "mass" else torch.sign(delta, out=scratch))
+        votes.sign_()
+        divisor = space.take("divisor", change.numel()).zero_() if self._normalize else None
+        for weight, delta in deltas:
+            agreeing = delta.mul_(votes).relu_()
+            change.add_(agreeing)
+            if divisor is not None:
+                divisor.add_(torch.sign(agreeing, out=scratch), alpha=abs(weight))
+        if divisor is not None:
+            change.div_(divisor.clamp_(min=torch.finfo(change.dtype).tiny))
+        change.mul_(votes)
+
+
+class NearSwap:
+    """base + clip(model - base, -t, t).
+
+    Args:
+        inputs: of the tensor: a base and one model.
+        reach: t ≥ 0.
+    """
+
+    row_length = 1
+    coefficients = ()
+
+    def __init__(self, inputs: Inputs, reach: float):
+        self._inputs, self._reach = inputs, reach
+
+    def __call__(self, start: int, stop: int, space: Workspace) -> Tensor:
+        """See `Step`."""
+        base = self._inputs.read_base(start, stop, space.take("base", stop - start))
+        other = self._inputs.read_model(0, start, stop, space.take("out", stop - start))
+        other = torch.sub(base, other, out=other).clamp_(-self._reach, self._reach)
+        return torch.sub(base, other, out=other)
+
+
+def fit_linear(inputs: Inputs, values: Values, space: Workspace) -> Step:
+    """Weighted mean or, without `normalize`, weighted sum."""
+    weights = np.array(_of(values, "weight"), dtype=np.float64)
+    if values.shared["normalize"]:
+        if abs(weights.sum()) < 1e-12:
+            raise _zero_weights(inputs)
+        weights = weights / weights.sum()
+    return Combine(inputs, weights.tolist())
+
+
+def fit_passthrough(inputs: Inputs, values: Values, space: Workspace) -> Step:
+    """The one model times its weight."""
+    return Combine(inputs, _of(values, "weight"))
+
+
+def fit_slerp(inputs: Inputs, values: Values, space: Workspace) -> Step:
+    """See `slerp_coefficients`."""
+    return Combine(inputs, slerp_coefficients(gram(inputs, space), float(values.shared["t"])).tolist())
+
+
+def fit_karcher(inputs: Inputs, values: Values, space: Workspace) -> Step:
+    """See `spherical_mean_coefficients`."""
+    weights = np.array(_of(values, "weight"), dtype=np.float64)
+    if weights.min() < 0 or not weights.any():
+        raise MergeError(
+            f"{inputs.name}: a spherical mean needs weights ≥ 0 that are not all 0, not {weights.tolist()}"
+        )
+    limits = int(values.shared["max_iter"]), float(values.shared["tol"])
+    found = spherical_mean_coefficients(gram(inputs, space), weights, *limits)
+    return Combine(inputs, found.tolist())
+
+
+def fit_model_stock(inputs: Inputs, values: Values, space: Workspace) -> Step:
+    """See `model_stock_coefficients`."""
+    return Combine(inputs, model_stock_coefficients(gram(inputs, space)).tolist())
+
+
+def fit_nearswap(inputs: Inputs, values: Values, space: Workspace) -> Step:
+    """See `NearSwap`."""
+    return NearSwap(inputs, float(values.shared["t"]))
+
+
+def fit_task_arithmetic(inputs: Inputs, values: Values, space: Workspace) -> Step:
+    """Task vectors as they are."""
+    return Elect(inputs, values, [None] * len(inputs.models))
+
+
+def fit_ties(inputs: Inputs, values: Values, space: Workspace) -> Step:
+    """Task vectors without their smallest elements."""
+    kept = [kept_count(density, inputs.numel) for density in _of(values, "density")]
+    wanted = [[count] if 0 < count < inputs.numel else [] for count in kept]
+    found = _magnitudes(inputs, space, wanted)
+    return Elect(inputs, values, [Trim(*low) if low else None for low in found])
+
+
+def fit_breadcrumbs(inputs: Inputs, values: Values, space: Workspace) -> Step:
+    """Task vectors without their largest and smallest elements."""
+    wanted: list[list[int]] = []
+    for density, gamma in zip(_of(values, "density"), _of(values, "gamma"), strict=True):
+        kept = kept_count(density, inputs.numel)
+        dropped = min(share_count(gamma, inputs.numel), inputs.numel - kept)
+        wanted.append([kept + dropped, dropped + 1] if inputs.numel and kept < inputs.numel else [])
+    found = _magnitudes(inputs, space, wanted)
+    return Elect(inputs, values, [Trim(*bounds) if bounds else None for bounds in found])
+
+
+def fit_dare(inputs: Inputs, values: Values, space: Workspace) -> Step:
+    """Task vectors with random elements dropped."""
+    return Elect(
+        inputs,
+        values,
+        [
+            RandomDrop(MaskBits(inputs.seed, inputs.name, index), density, bool(values.shared["rescale"]))
+            if density < 1
+            else None
+            for index, density in enumerate(_of(values, "density"))
+        ],
+    )
+
+
+def fit_della(inputs: Inputs, values: Values, space: Workspace) -> Step:
+    """Task vectors with elements dropped at random, small ones more often."""
+    row = inputs.shape[-1] if inputs.shape else 1
+    drops: list[Sparsifier | None] = []
+    for index, own in enumerate(values.per_model):
+        bits = MaskBits(inputs.seed, inputs.name, index)
+        full = own["density"] == 1
+        drops.append(
+            None
+            if full
+            else RankDrop(bits, own["density"], own["epsilon"], bool(values.shared["rescale"]), row)
+        )
+    return Elect(inputs, values, drops, row_length=max(1, row))
+
+
+def gram(inputs: Inputs, space: Workspace) -> NDArray[np.float64]:
+    """Scalar products (n, n) of the models or, with a base, of the task vectors, summed in float64."""
+    count = len(inputs.models)
+    total = np.zeros((count, count))
+    for start, stop in inputs.ranges():
+        rows = space.take_rows("rows", count, stop - start)
+        for index in range(count):
+            inputs.read_model(index, start, stop, rows[index])
+        if inputs.base is not None:
+            rows.sub_(inputs.read_base(start, stop, space.take("base", stop - start)))
+        total += _products(rows).cpu().numpy()
+    return total
+
+
+def _products(rows: Tensor) -> Tensor:
+    """Scalar products of rows in float64; short sums, added up in it, keep what float32 sums would lose."""
+    whole = rows.shape[1] // _PIECE * _PIECE
+    pieces = rows[:, :whole].unflatten(1, (-1, _PIECE)).transpose(0, 1)
+    rest = rows[:, whole:]
+    products = torch.bmm(pieces, pieces.transpose(1, 2)).sum(0, dtype=torch.float64)
+    return products + (rest @ rest.T)
+
+
+def _magnitudes(inputs: Inputs, space: Workspace, ranks: Sequence[Sequence[int]]) -> list[list[float]]:
+    """The k-th largest magnitudes of the task vectors."""
+
+    def blocks() -> Iterator[tuple[int, Tensor]]:
+        for start, stop in inputs.ranges():
+            base = inputs.read_base(start, stop, space.take("base", stop - start))
+            for index, wanted in enumerate(ranks):
+                if wanted:
+                    delta = inputs.read_model(index, start, stop, space.take("model", stop - start))
+                    yield index, delta.sub_(base).abs_()
+
+    return largest_magnitudes(blocks, ranks, space.dtype) if any(ranks) else [[] for _ in ranks]
+
+
+def _of(values: Values, parameter: str) -> list[float]:
+    return [own[parameter] for own in values.per_model]
+
+
+def _zero_weights(inputs: Inputs) -> MergeError:
+    return MergeError(
+        f"the weights of {called(inputs.name)} sum to zero and cannot be normalised; change one of them"
+    )

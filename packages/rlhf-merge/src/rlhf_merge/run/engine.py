@@ -1,0 +1,213 @@
+"""The arithmetic of a merge: tensors in parallel, each streamed block by block, within a bound on memory."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rlhf_merge.errors import MergeError
+from rlhf_merge.methods.blocks import Inputs, Workspace, check_range, working_dtype
+from rlhf_merge.methods.catalog import METHODS
+from rlhf_merge.methods.threads import processors
+from rlhf_merge.run.plan import COPY, MergePlan, TensorJob
+
+_FLUSH_SECONDS = 2.0
+"""How much work a power cut may lose: what was written is forced to the disk this often."""
+
+_LOADED_LATER = 24_000_000
+"""Bytes beside the buffers that a process grows by as it merges: code of libraries that is loaded when it is
+first run (12 MB with torch 2.13), threads, what numpy and malloc keep; 15 MB in all were seen."""
+
+OnBytes = Callable[[int], None]
+"""Told of bytes that were read or written; may be called from several threads."""
+
+
+class Sink(Protocol):
+    """Where merged tensors go."""
+
+    def write(self, name: str, element: int, values: Tensor) -> None:
+        """Take a piece of a tensor, from element `element` on; from any thread."""
+        ...
+
+    def tensor_finished(self, name: str, **facts: object) -> None:
+        """Take note that a tensor is whole."""
+        ...
+
+    def flush(self) -> None:
+        """Make what was finished last."""
+        ...
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a merge may use.
+
+    Args:
+        threads: number of threads; None is one for each processor this process may use.
+        max_memory: bytes that the whole process may take; None sets no bound.
+    """
+
+    threads: int | None = None
+    max_memory: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        for name, value in (("threads", self.threads), ("max_memory", self.max_memory)):
+            if value is not None and value < 1:
+                raise MergeError(f"{name} must be at least 1, got {value}; leave it out to set no bound")
+
+    def threads_for(self, plan: MergePlan) -> int:
+        """The number of threads whose buffers the memory allows.
+
+        Raises:
+            MergeError: not even those of one.
+        """
+        wanted = self.threads or processors()
+        if self.max_memory is None:
+            return wanted
+        taken = resident_bytes() + _LOADED_LATER
+        each = plan.bytes_per_thread
+        fitting = (self.max_memory - taken) // max(1, each)
+        if fitting < 1:
+            raise MergeError(
+                f"--max-memory allows {self.max_memory // 10**6} MB, but Python with torch takes "
+                f"{taken / 1e6:.0f} MB and the buffers of one thread {each / 1e6:.0f} MB; allow at least "
+                f"{math.ceil((taken + each) / 1e6)} MB"
+            )
+        return min(wanted, fitting)
+
+
+def merge_tensors(
+    jobs: Sequence[TensorJob],
+    sink: Sink,
+    *,
+    threads: int,
+    on_bytes: OnBytes | None = None,
+) -> None:
+    """Merge tensors into a sink, the largest first; the result does not depend on the number of threads.
+
+    Args:
+        jobs: what to merge.
+        sink: where to.
+        threads: how many tensors at once.
+        on_bytes: told of progress.
+
+    Raises:
+        MergeError: an input holds NaN or an infinity, the result's type cannot hold a value, or the disk is
+            full; what was finished before is in the sink.
+    """
+    stop = threading.Event()
+    local = threading.local()
+    before = torch.get_num_threads()
+
+    def work(job: TensorJob) -> tuple[float, ...]:
+        torch.set_num_threads(1)
+        dtype = working_dtype(job.dtypes)
+        if not hasattr(local, "spaces"):
+            local.spaces = {}
+        space = local.spaces.setdefault(dtype, Workspace(dtype))
+        return _merge_one(job, sink, space, stop, on_bytes)
+
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="merge")
+    try:
+        ordered = sorted(jobs, key=lambda job: -job.bytes_read)
+        futures = {pool.submit(work, job): job for job in ordered}
+        _collect(futures, sink)
+    finally:
+        stop.set()
+        pool.shutdown(wait=True, cancel_futures=True)
+        torch.set_num_threads(before)
+        sink.flush()
+
+
+def _collect(futures: dict[Future[tuple[float, ...]], TensorJob], sink: Sink) -> None:
+    """Note finished tensors, and force them to the disk every few seconds."""
+    pending = set(futures)
+    flushed = time.monotonic()
+    while pending:
+        done, pending = wait(pending, timeout=_FLUSH_SECONDS, return_when=FIRST_COMPLETED)
+        for future in sorted(done, key=lambda future: future.exception() is not None):  # failures last
+            coefficients = future.result()
+            sink.tensor_finished(futures[future].output.name, coefficients=list(coefficients))
+        if time.monotonic() - flushed > _FLUSH_SECONDS:
+            sink.flush()
+            flushed = time.monotonic()
+
+
+def _merge_one(
+    job: TensorJob, sink: Sink, space: Workspace, stop: threading.Event, on_bytes: OnBytes | None
+) -> tuple[float, ...]:
+    """Merge one tensor; its coefficients."""
+    moved = 0
+
+    def on_read(count: int) -> None:
+        nonlocal moved
+        if stop.is_set():
+            raise _Stopped
+        if on_bytes is not None:
+            on_bytes(count)
+            moved += count
+
+    name, dtype = job.output.name, job.output.dtype
+    inputs = replace(job.inputs, on_read=on_read)
+    if job.method == COPY:
+        _copy(inputs, sink, dtype, on_read)
+        return ()
+    step = METHODS[job.method].fitting(inputs, job.values, space)
+    for start, end in inputs.ranges(step.row_length):
+        merged = step(start, end, space)
+        check_range(merged, dtype, name)
+        values = torch.empty(end - start, dtype=dtype).copy_(merged)
+        sink.write(name, start, values)
+        on_read(values.nbytes)
+    on_read(job.bytes_read + job.output.nbytes - moved)  # models with the coefficient 0 are not read
+    return step.coefficients
+
+
+class _Stopped(Exception):
+    """Ends the work of a thread after another has failed."""
+
+
+def _copy(inputs: Inputs, sink: Sink, dtype: torch.dtype, on_bytes: OnBytes) -> None:
+    """Copy a tensor of integers, which must be the same in all models."""
+    for start, end in inputs.ranges():
+        first = torch.empty(end - start, dtype=dtype)
+        inputs.all[0].read(start, end, first)
+        for other, label in zip(inputs.all[1:], inputs.labels[1:], strict=True):
+            values = torch.empty_like(first)
+            other.read(start, end, values)
+            if not torch.equal(values, first):
+                raise MergeError(
+                    f"tensor {inputs.name} holds integers and differs between {inputs.labels[0]} and "
+                    f"{label}; integers cannot be merged: make them equal, or leave one model out"
+                )
+        on_bytes(first.nbytes * len(inputs.all))
+        sink.write(inputs.name, start, first)
+        on_bytes(first.nbytes)
+
+
+def expected_bytes(plan: MergePlan, threads: int) -> int:
+    """Memory this process will take for a merge that is about to begin, in bytes."""
+    return resident_bytes() + _LOADED_LATER + threads * plan.bytes_per_thread
+
+
+def resident_bytes() -> int:
+    """Memory this process takes now, in bytes."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # not Linux: the most it ever took
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024

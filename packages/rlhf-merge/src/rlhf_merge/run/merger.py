@@ -1,0 +1,247 @@
+"""Merging models on disk, or in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_merge.config.gradients import Setting
+from rlhf_merge.config.merge_config import MergeConfig
+from rlhf_merge.errors import MergeError, UnwrittenError
+from rlhf_merge.files.small_files import write_model_files
+from rlhf_merge.files.writer import PartialModel, check_output, explained, index_of, write_json
+from rlhf_merge.methods.api import linear
+from rlhf_merge.methods.blocks import MemoryTensor
+from rlhf_merge.methods.catalog import PARAMETERS
+from rlhf_merge.names.tensor_names import depth_of, layer_counts, source_names
+from rlhf_merge.run.card import write_card
+from rlhf_merge.run.engine import OnBytes, Resources, merge_tensors
+from rlhf_merge.run.matching import without
+from rlhf_merge.run.plan import MergePlan, TensorJob, job_of, make_plan
+
+
+@dataclass(frozen=True)
+class MergeResult:
+    """What a merge made.
+
+    Args:
+        folder: the model.
+        resumed: tensors that an interrupted merge had already finished.
+        tensors: number of tensors of the model.
+        bytes_written: of its tensors.
+        coefficients: for each tensor, how much of each model went into it, where numbers say it.
+    """
+
+    folder: Path
+    resumed: int
+    tensors: int
+    bytes_written: int
+    coefficients: dict[str, tuple[float, ...]]
+
+
+class ModelMerger:
+    """Merges models as a config says.
+
+    Args:
+        config: a `MergeConfig`, its plain values, or a YAML or JSON file of our own schema or of mergekit's.
+        resources: threads and memory.
+        max_shard_size: bytes of tensors per file of the result.
+
+    Raises:
+        MergeError: the config holds a mistake.
+    """
+
+    def __init__(
+        self,
+        config: MergeConfig | Mapping[str, Any] | str | Path,
+        *,
+        resources: Resources | None = None,
+        max_shard_size: int = 5_000_000_000,
+    ):
+        if isinstance(config, Mapping):
+            config = MergeConfig.from_dict(config)
+        elif not isinstance(config, MergeConfig):
+            config = MergeConfig.from_file(config)
+        self.config = config
+        self.resources = resources or Resources()
+        self.max_shard_size = max_shard_size
+
+    def plan(self) -> MergePlan:
+        """Open the models and decide everything but the arithmetic; the caller closes the plan.
+
+        Raises:
+            MergeError: the models cannot be read or do not fit together.
+        """
+        return make_plan(self.config, max_shard_size=self.max_shard_size)
+
+    def merge(
+        self,
+        out: str | Path,
+        *,
+        restart: bool = False,
+        on_bytes: OnBytes | None = None,
+        plan: MergePlan | None = None,
+        files: Mapping[str, str] | None = None,
+    ) -> MergeResult:
+        """Merge into a folder, which appears when it is complete; an interrupted merge is gone on with.
+
+        Args:
+            out: the folder to make; may exist if it is empty.
+            restart: discard what an interrupted merge left.
+            on_bytes: told of bytes read and written, `plan.bytes_read + plan.bytes_written` in all; those of
+                tensors finished earlier at once.
+            plan: of this merge, where the caller has made it; it is closed.
+            files: names and contents of further text files to put beside the model.
+
+        Raises:
+            MergeError: see `plan` and `merge_tensors`; the output folder is not empty, or inside of a
+                model's; no space is left.
+        """
+        out = Path(out)
+        check_output(out)
+        # A link to an empty folder stays; what it leads to is replaced.
+        out = out.resolve() if out.is_symlink() else out.absolute()
+        plan = plan or self.plan()
+        partial = None
+        try:
+            plan.check_outside(out)
+            threads = self.resources.threads_for(plan)
+            identity = plan.identity()
+            partial = PartialModel(out, plan.shards, identity, restart=restart)
+            resumed = len(partial.finished)
+            rest = _unfinished(plan, partial, on_bytes)
+            merge_tensors(rest, partial, threads=threads, on_bytes=on_bytes)
+            coefficients = {name: tuple(line["coefficients"]) for name, line in partial.finished.items()}
+            with explained(out):
+                _write_small_files(plan, partial.folder, coefficients)
+                for name, text in (files or {}).items():
+                    (partial.folder / name).write_text(text, encoding="utf-8")
+            partial.publish()
+        except MergeError as error:
+            if partial is not None and not isinstance(error, UnwrittenError):
+                partial.discard()
+            raise
+        finally:
+            if partial is not None:
+                partial.close()
+            plan.close()
+        return MergeResult(out, resumed, len(plan.jobs), plan.bytes_written, coefficients)
+
+    def merge_state_dicts(self, models: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Merge models in memory.
+
+        Args:
+            models: state dicts by what the config calls the models; it has no slices and no vocab.
+
+        Returns:
+            The merged state dict, with the base's (or the first model's) types unless the config has a
+            dtype.
+
+        Raises:
+            MergeError: a model or a tensor is missing, shapes differ, or an input holds NaN or an infinity.
+        """
+        if self.config.slices or self.config.vocab:
+            raise MergeError("slices and vocab are for models on disk; merge_state_dicts takes neither")
+        missing = [spec for spec in self.config.model_specs if spec not in models]
+        if missing:
+            raise MergeError(f"no state dict is given for {missing[0]}; got {', '.join(models) or 'none'}")
+        tensors = {
+            spec: {name: MemoryTensor(tensor.detach()) for name, tensor in models[spec].items()}
+            for spec in self.config.model_specs
+        }
+        reference = self.config.model_specs[0]
+        tensors, _ = without(tensors, self.config.ignore)
+        found = source_names(self.config, tensors, reference)
+        jobs = [job_of(self.config, names, tensors, reference) for names in found]
+        sink = _Memory(jobs)
+        threads = self.resources.threads or 1
+        merge_tensors(jobs, sink, threads=threads)
+        return sink.tensors
+
+
+def layer_wise_interpolation(
+    first: Mapping[str, Tensor], second: Mapping[str, Tensor], t: Any = 0.5
+) -> dict[str, Tensor]:
+    """(1-t) a + t b for every tensor of two state dicts, with a t for each layer or kind of tensor.
+
+    Args:
+        first: a.
+        second: b, with the same tensors.
+        t: a number in [0, 1]; a list of numbers, interpolated linearly over the depth (the first holds for
+            the first layer and all that is outside of the layers, the last for the last layer); or a mapping
+            from parts of tensor names to either, "*" for the rest: `{"self_attn": [0, 1], "mlp": 0.3, "*":
+            0.5}`.
+
+    Returns:
+        A new state dict; tensors of integers, which must be equal, are the first's.
+
+    Raises:
+        MergeError: t is none of these or has no value for a tensor, a tensor is missing or shapes differ.
+    """
+    setting = Setting.parse(t, PARAMETERS["t"], "t")
+    if first.keys() != second.keys():
+        name = min(first.keys() ^ second.keys())
+        raise MergeError(f"tensor {name} is in one of the models only; both must have the same tensors")
+    counts = layer_counts(first)
+    result = {}
+    for name, tensor in first.items():
+        if tensor.shape != second[name].shape:
+            shapes = f"{tuple(tensor.shape)} and {tuple(second[name].shape)}"
+            raise MergeError(f"tensor {name} has the shapes {shapes}; both models must have the same")
+        share = setting.at(name, depth_of(name, counts))
+        if share is None:
+            raise MergeError(f"t has no value for tensor {name}; add one for the rest under '*'")
+        if tensor.is_floating_point():
+            result[name] = linear([tensor, second[name]], [1 - float(share), float(share)])
+        elif torch.equal(tensor, second[name]):
+            result[name] = tensor.clone()
+        else:
+            raise MergeError(f"tensor {name} holds integers that differ, which cannot be interpolated")
+    return result
+
+
+class _Memory:
+    """Merged tensors in memory."""
+
+    def __init__(self, jobs: list[TensorJob]):
+        self.tensors = {
+            job.output.name: torch.empty(job.output.shape, dtype=job.output.dtype) for job in jobs
+        }
+
+    def write(self, name: str, element: int, values: Tensor) -> None:
+        self.tensors[name].view(-1)[element : element + len(values)] = values
+
+    def tensor_finished(self, name: str, **facts: object) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+
+def _unfinished(plan: MergePlan, partial: PartialModel, on_bytes: OnBytes | None) -> list[TensorJob]:
+    """What is left to merge; the rest is reported as done."""
+    rest = [job for job in plan.jobs if job.output.name not in partial.finished]
+    done = [job for job in plan.jobs if job.output.name in partial.finished]
+    if on_bytes is not None and done:
+        on_bytes(sum(job.bytes_read + job.output.nbytes for job in done))
+    return rest
+
+
+def _write_small_files(plan: MergePlan, folder: Path, coefficients: dict[str, tuple[float, ...]]) -> None:
+    """Everything of the result but the tensors."""
+    if len(plan.shards) > 1:
+        write_json(folder / "model.safetensors.index.json", index_of(plan.shards, plan.bytes_written))
+    alignment = plan.alignment
+    write_model_files(
+        folder,
+        config_from=plan.checkpoints[plan.config_from].folder,
+        tokenizer_from=plan.checkpoints[plan.tokenizer].tokenizer_folder,
+        config=plan.model_config,
+        added_tokens=alignment.added if alignment else None,
+    )
+    write_card(folder, plan, coefficients)

@@ -1,0 +1,330 @@
+"""Model soups: the mean of several fine-tunes of one model, all of them or those that help."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rlhf_merge.config.merge_config import MergeConfig
+from rlhf_merge.errors import MergeError
+from rlhf_merge.files.checkpoint import open_checkpoint
+from rlhf_merge.files.writer import check_output, explained, locked, write_json
+from rlhf_merge.run.engine import OnBytes, Resources
+from rlhf_merge.run.matching import uneven
+from rlhf_merge.run.merger import MergeResult, ModelMerger
+
+Evaluate = Callable[[Path], float]
+"""Scores the model in a folder."""
+
+OnMerge = Callable[[int], OnBytes]
+"""Told of the bytes of a merge as it begins; what it returns is told of its progress."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One model or soup that was scored.
+
+    Args:
+        members: the models in it.
+        score: what the evaluation gave.
+        accepted: whether it became the soup so far.
+    """
+
+    members: tuple[str, ...]
+    score: float
+    accepted: bool
+
+
+@dataclass(frozen=True)
+class SoupResult:
+    """A greedy soup.
+
+    Args:
+        folder: the model.
+        members: the models in it.
+        score: of the soup.
+        trials: everything that was scored, in order: first each model alone, then the soups.
+    """
+
+    folder: Path
+    members: tuple[str, ...]
+    score: float
+    trials: tuple[Trial, ...]
+
+
+@dataclass
+class ModelSoup:
+    """The mean of models. Wortsman et al. (2022), Model soups, arXiv:2203.05482.
+
+    Args:
+        models: two or more, as folders, hub ids or either with `+adapter`.
+        settings: further keys of a linear `MergeConfig`: base, dtype, vocab, ignore.
+        resources: threads and memory.
+
+    Raises:
+        MergeError: fewer than two models, or a key that a linear merge does not have.
+    """
+
+    models: Sequence[str]
+    settings: dict[str, Any] = field(default_factory=dict)
+    resources: Resources | None = None
+
+    def __post_init__(self) -> None:
+        """Check the models and settings."""
+        if len(self.models) < 2:
+            raise MergeError(f"a soup needs at least two models, got {len(self.models)}; add some")
+        if len(set(self.models)) < len(self.models):
+            raise MergeError(
+                "a soup has each model once; a model that counts twice needs a weight in `linear`"
+            )
+        self._config(self.models)
+
+    def uniform(
+        self, out: str | Path, *, restart: bool = False, on_bytes: OnBytes | None = None
+    ) -> MergeResult:
+        """The mean of all models (section 2, uniform soup).
+
+        Args:
+            out: the folder to make.
+            restart: see `ModelMerger.merge`.
+            on_bytes: see `ModelMerger.merge`.
+
+        Raises:
+            MergeError: see `ModelMerger.merge`.
+        """
+        return self._merger(self.models).merge(out, restart=restart, on_bytes=on_bytes)
+
+    def greedy(
+        self,
+        out: str | Path,
+        evaluate: Evaluate | str,
+        *,
+        higher_is_better: bool = True,
+        restart: bool = False,
+        on_trial: Callable[[Trial], None] | None = None,
+        on_merge: OnMerge | None = None,
+    ) -> SoupResult:
+        """The greedy soup (section 2, recipe 1).
+
+        The models are scored one by one; then, from the best to the worst, each is added to the soup if the
+        soup's score does not become worse. Those that a command gave are kept beside `out` until the end: an
+        interrupted soup does not repeat them.
+
+        Args:
+            out: the folder to make.
+            evaluate: a function of a model's folder, or a shell command that has `{model}` in the folder's
+                place and whose last printed word is the score.
+            higher_is_better: whether a greater score is a better one.
+            restart: discard what an interrupted soup left, its scores too.
+            on_trial: told of every score.
+            on_merge: told of the bytes of each merge as it begins; what it returns is told of its progress.
+
+        Raises:
+            MergeError: the command fails or prints no number, a score is not finite, or see
+                `ModelMerger.merge`.
+        """
+        out = Path(out).absolute()
+        check_output(out)
+        plan = self._merger(self.models).plan()  # models that do not fit are refused before any is scored
+        plan.close()
+        plan.check_outside(out)
+        with _Kitchen(self, out, evaluate, on_trial, on_merge) as kitchen:
+            if restart:
+                kitchen.forget()
+            members, best = self._choose(kitchen, 1 if higher_is_better else -1)
+            trials = tuple(kitchen.trials)
+            notes = {"members": members, "score": best, "trials": [vars(trial) for trial in trials]}
+            files = {"soup.json": json.dumps(notes, indent=2) + "\n"}
+            kitchen.merge(members, out, restart=restart, files=files)
+            kitchen.remove()
+        return SoupResult(out, members, best, trials)
+
+    def _choose(self, kitchen: _Kitchen, sign: int) -> tuple[tuple[str, ...], float]:
+        """The members of the greedy soup, and its score."""
+        alone = [(kitchen.score((model,)), model) for model in self.models]
+        order = [model for _, model in sorted(alone, key=lambda pair: -sign * pair[0])]
+        members, best = (order[0],), max(sign * score for score, _ in alone)
+        kitchen.begun(members)
+        for model in order[1:]:
+            candidate = (*members, model)
+            score = sign * kitchen.score(candidate)
+            accepted = score >= best
+            kitchen.judged(accepted)
+            if accepted:
+                members, best = candidate, score
+        return members, sign * best
+
+    @property
+    def config(self) -> MergeConfig:
+        """The config of the uniform soup."""
+        return self._config(self.models)
+
+    def _config(self, members: Sequence[str], **changes: Any) -> MergeConfig:
+        values = {**self.settings, **changes, "method": "linear", "models": list(members)}
+        return MergeConfig.from_dict(values, "soup")
+
+    def _merger(self, members: Sequence[str]) -> ModelMerger:
+        config = self._config(members)
+        if config.ignore and len(members) < len(self.models):
+            # Some members may all have, or all lack, what only some of the models have.
+            with ExitStack() as opened:
+                checkpoints = {s: opened.enter_context(open_checkpoint(s)) for s in config.model_specs}
+                config = self._config(members, ignore=uneven(checkpoints, config.ignore))
+        return ModelMerger(config, resources=self.resources)
+
+
+class _Kitchen:
+    """Scores models and soups once each, and remembers the scores on disk."""
+
+    def __init__(
+        self,
+        soup: ModelSoup,
+        out: Path,
+        evaluate: Evaluate | str,
+        on_trial: Callable[[Trial], None] | None,
+        on_merge: OnMerge | None,
+    ):
+        self._soup, self._on_trial, self._on_merge = soup, on_trial, on_merge
+        self._evaluate = shell_evaluation(evaluate) if isinstance(evaluate, str) else evaluate
+        self._root = _root_of(out)
+        with explained(out):
+            self._root.mkdir(parents=True, exist_ok=True)
+            self._lock = locked(self._root / "lock", out)
+        self._known = self._remembered(evaluate if isinstance(evaluate, str) else "")
+        self.trials: list[Trial] = []
+        self._last: tuple[tuple[str, ...], float] | None = None
+
+    def __enter__(self) -> _Kitchen:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+        if not self._known["scores"]:
+            self.remove()
+        self._lock.close()
+
+    def merge(
+        self, members: tuple[str, ...], out: Path, *, restart: bool, files: dict[str, str] | None = None
+    ) -> Path:
+        """Merge the mean of models into a folder."""
+        merger = self._soup._merger(members)
+        plan = merger.plan()
+        on_bytes = self._on_merge(plan.bytes_read + plan.bytes_written) if self._on_merge else None
+        return merger.merge(out, restart=restart, on_bytes=on_bytes, plan=plan, files=files).folder
+
+    def forget(self) -> None:
+        """Forget the scores of an interrupted soup."""
+        self._known["scores"] = {}
+
+    def begun(self, members: tuple[str, ...]) -> None:
+        """Note the model that the soup begins with."""
+        self.trials = [replace(trial, accepted=trial.members == members) for trial in self.trials]
+
+    def score(self, members: tuple[str, ...]) -> float:
+        """The score of a model, or of the mean of several."""
+        key = json.dumps(members)
+        if key not in self._known["scores"]:
+            given = self._evaluate(self._folder(members))
+            try:
+                value = float(given)
+            except (TypeError, ValueError):
+                value = math.nan
+            if not math.isfinite(value):
+                raise MergeError(
+                    f"the evaluation of {' + '.join(members)} gave {given!r}; it must be a finite number"
+                )
+            self._known["scores"][key] = value
+            write_json(self._root / "scores.json", self._known)
+        value = self._known["scores"][key]
+        if len(members) == 1:
+            self._note(Trial(members, value, accepted=False))
+        self._last = members, value
+        return value
+
+    def judged(self, accepted: bool) -> None:
+        """Note what became of the soup that was scored last."""
+        assert self._last is not None
+        self._note(Trial(*self._last, accepted=accepted))
+
+    def close(self) -> None:
+        """Remove the models that were made to be scored."""
+        shutil.rmtree(self._root / "candidate", ignore_errors=True)
+
+    def remove(self) -> None:
+        """Remove what was remembered."""
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    def _note(self, trial: Trial) -> None:
+        self.trials.append(trial)
+        if self._on_trial is not None:
+            self._on_trial(trial)
+
+    def _folder(self, members: tuple[str, ...]) -> Path:
+        """A folder with the model; one without adapters is its own."""
+        if len(members) == 1:
+            with open_checkpoint(members[0]) as checkpoint:
+                if not checkpoint.adapter_folders:
+                    return checkpoint.folder
+        self.close()
+        return self.merge(members, self._root / "candidate", restart=True)
+
+    def _remembered(self, command: str) -> dict[str, Any]:
+        """Scores of an interrupted soup of the same models and evaluation."""
+        identity = {}
+        for model in self._soup.models:
+            with open_checkpoint(model) as checkpoint:
+                identity[model] = [list(part) for part in checkpoint.identity()]
+        fresh = {"models": identity, "settings": self._soup.settings, "evaluate": command, "scores": {}}
+        file = self._root / "scores.json"
+        if command and file.exists():
+            known = json.loads(file.read_text(encoding="utf-8"))
+            if {**known, "scores": {}} == fresh:
+                return known
+        return fresh
+
+
+def _root_of(out: Path) -> Path:
+    """Where a soup is while it is made."""
+    return out.parent / f".{out.name}.soup"
+
+
+def shell_evaluation(command: str) -> Evaluate:
+    """A shell command as a function of a model's folder.
+
+    Args:
+        command: has `{model}` where the folder belongs; the last word it prints is the score.
+
+    Raises:
+        MergeError: from the function: the command fails, or its last word is no number; at once: it has no
+            `{model}`.
+    """
+    if "{model}" not in command:
+        raise MergeError(
+            f"the evaluation {command!r} has no {{model}}, where the model's folder would be put; add it"
+        )
+
+    def evaluate(folder: Path) -> float:
+        run = subprocess.run(
+            command.replace("{model}", shlex.quote(str(folder))), shell=True, capture_output=True, text=True
+        )
+        if run.returncode != 0:
+            said = (run.stderr.strip() or run.stdout.strip() or "nothing").splitlines()[-1]
+            raise MergeError(f"the evaluation {command!r} ended with {run.returncode} and said: {said}")
+        words = run.stdout.split()
+        try:
+            return float(words[-1])
+        except (IndexError, ValueError):
+            last = repr(words[-1]) if words else "nothing"
+            raise MergeError(
+                f"the evaluation {command!r} must print a number last, but printed {last}"
+            ) from None
+
+    return evaluate
