@@ -21,12 +21,12 @@ from typing import Any
 import pytest
 import uvicorn
 
-from rlhf_serve import cli
-from rlhf_serve.app import create_app
-from rlhf_serve.keys import KeyRing
-from rlhf_serve.load import load
-from rlhf_serve.options import settings_of
-from rlhf_serve.run import uvicorn_config
+from rlhf_serve.cli import main as cli
+from rlhf_serve.cli.load import load
+from rlhf_serve.cli.options import settings_of
+from rlhf_serve.cli.serve import uvicorn_config
+from rlhf_serve.http.api_keys import KeyRing
+from rlhf_serve.http.app import create_app
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [*ROOT.glob("packages/*/src"), *ROOT.glob("apps/*/src")]

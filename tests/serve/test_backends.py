@@ -10,7 +10,8 @@ import pytest
 
 from rlhf_infer import SamplingParams, TransformersEngine
 from rlhf_models import load_causal_lm, load_tokenizer
-from rlhf_serve.backends import Draw, TransformersBackend
+from rlhf_serve.backends.protocol import Draw
+from rlhf_serve.backends.transformers import TransformersBackend
 
 PARAMS = SamplingParams(40, seed=1, min_new_tokens=40)
 

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from rlhf_data import BaseConfig
-from rlhf_serve.cli import main
+from rlhf_serve.cli.main import main
 from rlhf_serve.settings import ServeSettings
 
 ROOT = Path(__file__).parents[2]

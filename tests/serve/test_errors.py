@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from rlhf_data import UserError
 from rlhf_serve import errors
 from rlhf_serve.errors import APIError
+from rlhf_serve.http import error_handlers
 
 
 class Message(BaseModel):
@@ -37,7 +38,7 @@ class Body(BaseModel):
 
 def build_app() -> FastAPI:
     app = FastAPI()
-    errors.install(app)
+    error_handlers.install(app)
 
     @app.post("/chat")
     async def chat(body: Body) -> dict[str, int]:

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from pydantic import ValidationError
 from schemathesis import GenerationMode
 
-from rlhf_serve.schema import ChatRequest, CompletionRequest, RewardRequest, ScoreRequest
+from rlhf_serve.openai.schema import ChatRequest, CompletionRequest, RewardRequest, ScoreRequest
 
 MAX_BODY_BYTES = 20_000
 HANGS_AFTER_S = 120.0

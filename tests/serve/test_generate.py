@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from rlhf_infer import RewardFunctions
-from rlhf_serve import generate as module
-from rlhf_serve.cli import main
+from rlhf_serve.cli import generate as module
+from rlhf_serve.cli.main import main
 
 ROWS = [{"prompt": f"where is mary {i} ?", "tag": i} for i in range(7)]
 
@@ -154,7 +154,7 @@ def test_a_failing_reward_names_the_rows_and_keeps_what_is_done(
             raise ValueError("no five please")
         return [float(len(text)) for text in completions]
 
-    monkeypatch.setattr("rlhf_serve.load.load_scorer", lambda *a, **k: RewardFunctions([fails]))
+    monkeypatch.setattr("rlhf_serve.cli.load.load_scorer", lambda *a, **k: RewardFunctions([fails]))
     result = run(folders, rows, tmp_path / "out.jsonl")
     assert result.exit_code == 2
     assert "rows 5 to 6" in result.output and "no five please" in result.output

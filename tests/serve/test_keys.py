@@ -7,7 +7,7 @@ from starlette.datastructures import Headers
 
 from rlhf_data import UserError
 from rlhf_serve.errors import APIError
-from rlhf_serve.keys import ANONYMOUS, KeyRing
+from rlhf_serve.http.api_keys import ANONYMOUS, KeyRing
 
 ALICE, BOB, EVE = "alice-0123456789", "bob-0123456789abc", "eve-0123456789abc"
 

@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_data import UserError
 from rlhf_serve.errors import APIError
-from rlhf_serve.limits import Admission, ConcurrencyLimiter, RateLimiter
+from rlhf_serve.http.limits import Admission, ConcurrencyLimiter, RateLimiter
 
 
 class Clock:

@@ -14,8 +14,8 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, StreamingResponse
 
-from rlhf_serve import middleware
-from rlhf_serve.observe import Metrics, record_of
+from rlhf_serve.http import middleware
+from rlhf_serve.http.telemetry import Metrics, record_of
 
 POLICY = "default-src 'none'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 

@@ -6,8 +6,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
 
-from rlhf_serve.limits import Admission
-from rlhf_serve.observe import OTHER, AccessLog, Metrics, RequestRecord, record_of, status_of
+from rlhf_serve.http.limits import Admission
+from rlhf_serve.http.telemetry import OTHER, AccessLog, Metrics, RequestRecord, record_of, status_of
 
 
 def samples(metrics: Metrics) -> dict[str, float]:

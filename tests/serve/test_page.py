@@ -5,8 +5,9 @@ from importlib import resources
 import httpx
 from fastapi import FastAPI
 
-from rlhf_serve import middleware, page
-from rlhf_serve.observe import Metrics
+from rlhf_serve import page
+from rlhf_serve.http import middleware
+from rlhf_serve.http.telemetry import Metrics
 
 
 def html() -> str:

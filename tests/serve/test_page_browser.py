@@ -19,9 +19,10 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Request
 
-from rlhf_serve import errors, middleware, page
-from rlhf_serve.keys import KeyRing
-from rlhf_serve.observe import Metrics
+from rlhf_serve import errors, page
+from rlhf_serve.http import middleware
+from rlhf_serve.http.api_keys import KeyRing
+from rlhf_serve.http.telemetry import Metrics
 
 if TYPE_CHECKING:
     from browser import Browser

@@ -8,7 +8,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Request
 
-from rlhf_serve.protocol import HTTPProtocol
+from rlhf_serve.http.h11 import HTTPProtocol
 
 
 class Hasty(HTTPProtocol):

@@ -14,7 +14,7 @@ from rlhf_infer import BestOfNSampler, SamplingParams, TransformersEngine
 from rlhf_infer.answers import extractor
 from rlhf_infer.scorers import load_scorer
 from rlhf_models import load_causal_lm, load_tokenizer
-from rlhf_serve.cli import main
+from rlhf_serve.cli.main import main
 
 PROMPTS = ["where is mary ?", "so"]
 # Low enough that completions repeat; the letter is one that many of these completions have.

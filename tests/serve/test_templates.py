@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rlhf_serve.errors import APIError
-from rlhf_serve.templates import check_switches, switches_of
+from rlhf_serve.service.chat_templates import check_switches, switches_of
 
 ENDLESS = "{% for i in range(30000) %}{% for j in range(99999) %}{% endfor %}{% endfor %}x"
 CHAT: dict[str, Any] = {

@@ -10,8 +10,8 @@ import pytest
 from rlhf_infer import Rollout, SamplingParams
 from rlhf_infer.stops import completion_text
 from rlhf_serve.errors import APIError
-from rlhf_serve.logprobs import Piece, unfolded
-from rlhf_serve.texts import GrowingText, Texts, checked_messages
+from rlhf_serve.openai.logprobs import Piece, unfolded
+from rlhf_serve.service.tokenization import GrowingText, Texts, checked_messages
 
 TEXT = "naïve ☃ — Grüße, 你好 🦙🦙 ok"
 

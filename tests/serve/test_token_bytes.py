@@ -7,8 +7,8 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_serve.logprobs import TokenRow, completion_logprobs
-from rlhf_serve.token_bytes import TokenBytes
+from rlhf_serve.openai.logprobs import TokenRow, completion_logprobs
+from rlhf_serve.service.token_bytes import TokenBytes
 
 
 def sentencepiece_like() -> PreTrainedTokenizerFast:

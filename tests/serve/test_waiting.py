@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from rlhf_serve import generation
+from rlhf_serve.http import generate_request as generation
 
 MODEL = "policy"
 SHORT: dict[str, Any] = {"model": MODEL, "prompt": "where", "max_tokens": 2, "seed": 1}

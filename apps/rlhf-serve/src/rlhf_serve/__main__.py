@@ -1,5 +1,5 @@
 """`python -m rlhf_serve`."""
 
-from rlhf_serve.cli import main
+from rlhf_serve.cli.main import main
 
 main(prog_name="rlhf-serve")

@@ -14,19 +14,20 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from rlhf_serve import middleware, page
-from rlhf_serve.clients import ClientLeft, EventStream, attended
+from rlhf_serve import page
 from rlhf_serve.errors import draining
-from rlhf_serve.generation import Generating
-from rlhf_serve.keys import KeyRing
-from rlhf_serve.limits import Admission, ConcurrencyLimiter, RateLimiter
-from rlhf_serve.observe import AccessLog, Metrics, record_of
-from rlhf_serve.orders import chat_orders, completion_orders
-from rlhf_serve.responses import Format
-from rlhf_serve.schema import ChatRequest, CompletionRequest, Generation
-from rlhf_serve.score_routes import add_scoring
-from rlhf_serve.served import Served
-from rlhf_serve.service import Order
+from rlhf_serve.http import middleware
+from rlhf_serve.http.api_keys import KeyRing
+from rlhf_serve.http.generate_request import Generating
+from rlhf_serve.http.limits import Admission, ConcurrencyLimiter, RateLimiter
+from rlhf_serve.http.score_routes import add_scoring
+from rlhf_serve.http.streaming import ClientLeft, EventStream, attended
+from rlhf_serve.http.telemetry import AccessLog, Metrics, record_of
+from rlhf_serve.openai.parse_request import chat_orders, completion_orders
+from rlhf_serve.openai.responses import Format
+from rlhf_serve.openai.schema import ChatRequest, CompletionRequest, Generation
+from rlhf_serve.service.best_of_n import Order
+from rlhf_serve.service.served_model import Served
 from rlhf_serve.settings import ServeSettings
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")

@@ -11,9 +11,9 @@ from rlhf_data import Encoder, UserError
 from rlhf_data.transcripts import Message, Text
 from rlhf_infer.stops import until_stop
 from rlhf_serve.errors import invalid_request
-from rlhf_serve.templates import check_switches, switches_of
-from rlhf_serve.token_bytes import TokenBytes
-from rlhf_serve.workers import Workers
+from rlhf_serve.service.chat_templates import check_switches, switches_of
+from rlhf_serve.service.token_bytes import TokenBytes
+from rlhf_serve.service.worker_threads import Workers
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _ROLES = ("assistant", "developer", "system", "tool", "user")

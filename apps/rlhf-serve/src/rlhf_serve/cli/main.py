@@ -91,8 +91,8 @@ def _serve(context: click.Context, **options: Any) -> None:
         return
 
     def job() -> None:
-        from rlhf_serve.options import settings_of
-        from rlhf_serve.run import serve
+        from rlhf_serve.cli.options import settings_of
+        from rlhf_serve.cli.serve import serve
 
         serve(settings_of(options))
 
@@ -107,8 +107,8 @@ def _generate(**options: Any) -> None:
     """
 
     def job() -> None:
-        from rlhf_serve.generate import generate
-        from rlhf_serve.options import batch_settings_of
+        from rlhf_serve.cli.generate import generate
+        from rlhf_serve.cli.options import batch_settings_of
 
         generate(batch_settings_of(options))
 

@@ -10,12 +10,12 @@ from typing import Any
 from rlhf_data import UserError
 from rlhf_infer import RewardFunctions
 from rlhf_infer.scorers import load_scorer
-from rlhf_serve.backends import check_backend, load_backend
-from rlhf_serve.scoring import Scoring, reads_messages
-from rlhf_serve.served import Served
-from rlhf_serve.service import BestOfNService
+from rlhf_serve.backends.transformers import check_backend, load_backend
+from rlhf_serve.service.best_of_n import BestOfNService
+from rlhf_serve.service.scoring_queue import Scoring, reads_messages
+from rlhf_serve.service.served_model import Served
+from rlhf_serve.service.tokenization import Texts, give_template
 from rlhf_serve.settings import ModelSettings, ServeSettings
-from rlhf_serve.texts import Texts, give_template
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def load_parts(settings: ModelSettings, say: Callable[[str], None], progress: An
     model, lines, examples, name = settings.model, list(settings.reward), (), ""
     template = _template(settings.chat_template)
     if model is None:
-        from rlhf_serve.demo import CHAT_TEMPLATE, NAME, demo
+        from rlhf_serve.cli.demo import CHAT_TEMPLATE, NAME, demo
 
         say("model: the embedded demonstration, built at the first start, which takes minutes, then cached")
         built = demo(settings.seed, progress)

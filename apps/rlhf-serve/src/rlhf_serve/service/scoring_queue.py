@@ -17,9 +17,9 @@ from rlhf_infer.rewards.functions import Source
 from rlhf_infer.rewards.needs import computes_with_torch, needed_columns
 from rlhf_infer.rewards.texts import text_of
 from rlhf_serve.errors import APIError, invalid_request, reward_failed
-from rlhf_serve.lanes import Lane, Rows
-from rlhf_serve.texts import Texts
-from rlhf_serve.workers import together
+from rlhf_serve.service.reward_lanes import Lane, Rows
+from rlhf_serve.service.tokenization import Texts
+from rlhf_serve.service.worker_threads import together
 
 _LAST_S = 1.0
 """Seconds that a Python function has to come back when the server ends."""

@@ -12,11 +12,11 @@ from rlhf_data import UserError, atomic_write_json, read_rows
 from rlhf_infer import AdaptiveComputeAllocator, BestOfNSampler, ConfidenceBasedStopping, SamplingParams
 from rlhf_infer.answers import extractor
 from rlhf_infer.candidates import VOTES, SamplingCost, Selected
-from rlhf_serve.backends import load_engine, wants_vllm
-from rlhf_serve.display import Display
-from rlhf_serve.load import Parts, load_parts
+from rlhf_serve.backends.transformers import load_engine, wants_vllm
+from rlhf_serve.cli.display import Display
+from rlhf_serve.cli.load import Parts, load_parts
+from rlhf_serve.service.tokenization import give_template
 from rlhf_serve.settings import BatchSettings
-from rlhf_serve.texts import give_template
 
 _NOT_COMPARED = ("batch_size", "device", "input_path", "max_batch_tokens", "output_path", "overwrite")
 """Settings that change no completion."""
@@ -146,7 +146,7 @@ def _sampler(settings: BatchSettings, parts: Parts) -> tuple[BestOfNSampler, Any
     if wants_vllm(settings):
         from rlhf_infer import VLLMEngine
         from rlhf_models import load_tokenizer
-        from rlhf_serve.vllm_backend import full_model, vllm_settings
+        from rlhf_serve.backends.vllm import full_model, vllm_settings
 
         folder, temporary = full_model(parts.model)
         tokenizer = load_tokenizer(folder)

@@ -15,10 +15,10 @@ from rlhf_infer.candidates import VOTES, Candidate, SamplingCost, Selected, Sele
 from rlhf_infer.continuous import OnToken
 from rlhf_infer.search import BestOfNSearch, SearchRules
 from rlhf_infer.stopping import ConfidenceBasedStopping
-from rlhf_serve.backends import Backend, Draw
-from rlhf_serve.scoring import Scoring
-from rlhf_serve.texts import Texts
-from rlhf_serve.workers import together
+from rlhf_serve.backends.protocol import Backend, Draw
+from rlhf_serve.service.scoring_queue import Scoring
+from rlhf_serve.service.tokenization import Texts
+from rlhf_serve.service.worker_threads import together
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,17 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from rlhf_data.transcripts import Message, Text
-from rlhf_serve.clients import ClientLeft, attended, within
 from rlhf_serve.errors import invalid_request
-from rlhf_serve.limits import Admission
-from rlhf_serve.observe import record_of
-from rlhf_serve.schema import RewardRequest, ScoreRequest
-from rlhf_serve.scoring import Scores
-from rlhf_serve.served import Served
-from rlhf_serve.service import BestOfNService
+from rlhf_serve.http.limits import Admission
+from rlhf_serve.http.streaming import ClientLeft, attended, within
+from rlhf_serve.http.telemetry import record_of
+from rlhf_serve.openai.openrlhf import split_query
+from rlhf_serve.openai.schema import RewardRequest, ScoreRequest
+from rlhf_serve.service.best_of_n import BestOfNService
+from rlhf_serve.service.scoring_queue import Scores
+from rlhf_serve.service.served_model import Served
+from rlhf_serve.service.tokenization import checked_messages
 from rlhf_serve.settings import ServeSettings
-from rlhf_serve.texts import checked_messages
-from rlhf_serve.wire import split_query
 
 
 @dataclass(frozen=True)

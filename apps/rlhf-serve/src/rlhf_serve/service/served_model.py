@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhf_serve.errors import model_not_found
-from rlhf_serve.service import BestOfNService
+from rlhf_serve.service.best_of_n import BestOfNService
 
 
 @dataclass(frozen=True)

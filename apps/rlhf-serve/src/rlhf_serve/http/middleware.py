@@ -15,9 +15,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rlhf_serve import errors
-from rlhf_serve.keys import ANONYMOUS, KeyRing
-from rlhf_serve.limits import Admission, ConcurrencyLimiter, RateLimiter
-from rlhf_serve.observe import OTHER, AccessLog, Metrics, RequestRecord, record_of, status_of
+from rlhf_serve.http import error_handlers
+from rlhf_serve.http.api_keys import ANONYMOUS, KeyRing
+from rlhf_serve.http.limits import Admission, ConcurrencyLimiter, RateLimiter
+from rlhf_serve.http.telemetry import OTHER, AccessLog, Metrics, RequestRecord, record_of, status_of
 
 MAX_BODY_BYTES = 4 * 2**20
 BODY_TIMEOUT_S = 30.0
@@ -60,7 +61,7 @@ def install(
         open_paths: what is answered without a key.
         hosts: names under which the server may be addressed; None for any.
     """
-    errors.install(app)
+    error_handlers.install(app)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, timeout_s=body_timeout_s)
     app.add_middleware(Door, keys=keys or KeyRing(), open_paths=open_paths, hosts=hosts)
     app.add_middleware(SecurityHeaders)

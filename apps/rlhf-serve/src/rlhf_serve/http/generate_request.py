@@ -10,13 +10,14 @@ from typing import Any
 
 from rlhf_data import UserError
 from rlhf_infer.continuous import TopLogps
-from rlhf_serve.clients import with_pauses, within
-from rlhf_serve.errors import APIError, internal_error, invalid_request, log_cause
-from rlhf_serve.limits import Admission
-from rlhf_serve.logprobs import Unfolding
-from rlhf_serve.observe import RequestRecord
-from rlhf_serve.responses import WAITING, Format, event
-from rlhf_serve.service import BestOfNService, Order, Outcome, Timing
+from rlhf_serve.errors import APIError, internal_error, invalid_request
+from rlhf_serve.http.error_handlers import log_cause
+from rlhf_serve.http.limits import Admission
+from rlhf_serve.http.streaming import with_pauses, within
+from rlhf_serve.http.telemetry import RequestRecord
+from rlhf_serve.openai.logprobs import Unfolding
+from rlhf_serve.openai.responses import WAITING, Format, event
+from rlhf_serve.service.best_of_n import BestOfNService, Order, Outcome, Timing
 
 PAUSE_S = 5.0
 """Seconds after which a stream shows that it lives."""

@@ -29,7 +29,7 @@ from rlhf_infer.vllm_worker import platform_arguments
 from rlhf_infer.weight_folder import write_weight_folder
 from rlhf_models import PolicyModel, load_tokenizer
 from rlhf_models.adapter_files import is_adapter
-from rlhf_serve.backends import Draw
+from rlhf_serve.backends.protocol import Draw
 from rlhf_serve.settings import ModelSettings
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_infer import Rollout, SamplingParams
-from rlhf_serve.texts import GrowingText, Texts
-from rlhf_serve.token_bytes import TokenBytes
+from rlhf_serve.service.token_bytes import TokenBytes
+from rlhf_serve.service.tokenization import GrowingText, Texts
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def record_of(request: HTTPConnection | Scope) -> RequestRecord:
 
 
 class Queue(Protocol):
-    """Whose lengths are shown as gauges; `rlhf_serve.limits.Admission` is one."""
+    """Whose lengths are shown as gauges; `rlhf_serve.http.limits.Admission` is one."""
 
     @property
     def running(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rlhf_serve.texts import Texts
+from rlhf_serve.service.tokenization import Texts
 
 
 def split_query(query: str, prompt: str, texts: Texts) -> tuple[str, str]:

@@ -12,11 +12,11 @@ import uvicorn
 from fastapi import FastAPI
 
 from rlhf_data import UserError
-from rlhf_serve.app import LOOPBACK, create_app
-from rlhf_serve.display import Display
-from rlhf_serve.keys import ENVIRONMENT, KeyRing
-from rlhf_serve.load import load
-from rlhf_serve.protocol import HTTPProtocol
+from rlhf_serve.cli.display import Display
+from rlhf_serve.cli.load import load
+from rlhf_serve.http.api_keys import ENVIRONMENT, KeyRing
+from rlhf_serve.http.app import LOOPBACK, create_app
+from rlhf_serve.http.h11 import HTTPProtocol
 from rlhf_serve.settings import ServeSettings
 
 _BACKLOG = 2048

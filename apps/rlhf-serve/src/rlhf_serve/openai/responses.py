@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_infer.candidates import Candidate
-from rlhf_serve.logprobs import Piece, TokenRow, chat_logprobs, completion_logprobs, unfolded
-from rlhf_serve.service import Outcome, Timing, scores_of
-from rlhf_serve.texts import Texts
+from rlhf_serve.openai.logprobs import Piece, TokenRow, chat_logprobs, completion_logprobs, unfolded
+from rlhf_serve.service.best_of_n import Outcome, Timing, scores_of
+from rlhf_serve.service.tokenization import Texts
 
 DONE = "data: [DONE]\n\n"
 WAITING = ": waiting\n\n"

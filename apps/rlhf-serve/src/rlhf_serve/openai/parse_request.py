@@ -10,12 +10,12 @@ from typing import Any
 from rlhf_data import UserError
 from rlhf_data.transcripts import Text
 from rlhf_infer import ConfidenceBasedStopping, SamplingParams
-from rlhf_serve.backends import Backend
+from rlhf_serve.backends.protocol import Backend
 from rlhf_serve.errors import invalid_request
-from rlhf_serve.schema import ChatRequest, CompletionRequest, Generation, StopEarly
-from rlhf_serve.service import BestOfNService, Order
+from rlhf_serve.openai.schema import ChatRequest, CompletionRequest, Generation, StopEarly
+from rlhf_serve.service.best_of_n import BestOfNService, Order
+from rlhf_serve.service.tokenization import checked_messages
 from rlhf_serve.settings import ServeSettings, StoppingSettings
-from rlhf_serve.texts import checked_messages
 
 _DEFAULT_TOKENS = 256
 _MAX_STOPS, _MAX_STOP_LENGTH = 16, 256

@@ -1,0 +1,1 @@
+"""What generates: transformers or vLLM behind one interface."""

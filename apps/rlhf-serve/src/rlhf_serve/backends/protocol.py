@@ -1,0 +1,63 @@
+"""What every backend takes and can do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rlhf_infer import Rollout, SamplingParams
+from rlhf_infer.continuous import OnToken
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Samples of one prompt that a backend is asked for.
+
+    Args:
+        prompt: token ids.
+        n: samples.
+        params: how they are drawn.
+        first: index of the first.
+        reproducible: whether the same seed has to give the same samples, which may cost time.
+        logps: whether log-probs are needed; without them rollouts may have none.
+    """
+
+    prompt: Sequence[int]
+    n: int
+    params: SamplingParams
+    first: int = 0
+    reproducible: bool = True
+    logps: bool = True
+
+
+class Backend(Protocol):
+    """Generates for many requests at a time."""
+
+    name: str
+    tokenizer: Any
+    max_model_len: int
+    """Longest prompt and completion in tokens."""
+
+    async def generate(self, draw: Draw, on_token: OnToken | None = None) -> list[Rollout]:
+        """The samples `first` to `first + n - 1` of a prompt; cancelling the call ends them.
+
+        With `raw_logprobs` in the parameters, `on_token` is told log-probs at temperature 1, and rollouts
+        have them.
+
+        Args:
+            draw: what is asked for.
+            on_token: called in the event loop's thread.
+
+        Raises:
+            UserError: the request cannot be met.
+        """
+        ...
+
+    def run_work(self, work: Callable[[], Any]) -> Any:
+        """Do work of another model where it disturbs generation least; not from the event loop's thread."""
+        ...
+
+    async def close(self) -> None:
+        """Give up what is running."""
+        ...

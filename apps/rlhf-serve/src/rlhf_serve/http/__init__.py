@@ -1,0 +1,1 @@
+"""The HTTP server: routes, middleware, API keys, limits, streams, telemetry."""

@@ -1,0 +1,1 @@
+"""OpenAI's protocol: request and response bodies, errors, log-probs; knows neither HTTP nor models."""
