@@ -258,7 +258,7 @@ class PaddedJudge:
     def score(
         self, questions: Sequence[str], answers: Sequence[str], critiques: Sequence[str | None]
     ) -> Tensor:
-        """See `rlhf_infer.judges.Judge.score`."""
+        """See `rlhf_infer.judges.prompted.Judge.score`."""
         prompts = [self.prompts.judge(q, a) for q, a in zip(questions, answers, strict=True)]
         return self.scorer.score(prompts, [critique or "" for critique in critiques]).sigmoid()
 

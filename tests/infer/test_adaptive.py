@@ -8,8 +8,8 @@ import random
 import pytest
 
 from rlhf_data import UserError
-from rlhf_infer.adaptive import AdaptiveComputeAllocator, marginal_gains
-from rlhf_infer.predictive import Predictive
+from rlhf_infer.sampling.budget import AdaptiveComputeAllocator, marginal_gains
+from rlhf_infer.sampling.score_model import Predictive
 
 PATTERN = (-1.0, -0.5, 0.0, 0.2, 0.6, 1.0)
 WIDE, NARROW, SAME = [10 * x for x in PATTERN], [0.1 * x for x in PATTERN], [0.0] * 6

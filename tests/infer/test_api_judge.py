@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_data import UserError
 from rlhf_infer import APIJudge, ScorerUnavailable
-from rlhf_infer.judge_settings import FENCED_NUMBER_TEMPLATE, FENCED_TEMPLATE, fill
+from rlhf_infer.judges.settings import FENCED_NUMBER_TEMPLATE, FENCED_TEMPLATE, fill
 
 
 def test_probability_over_spellings(fake: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhf_infer import PromptedJudge
-from rlhf_infer.judge_settings import FENCED_TEMPLATE, fill
+from rlhf_infer.judges.settings import FENCED_TEMPLATE, fill
 
 CRITIQUES = [f"c{i:02}" for i in range(20)]
 

@@ -11,8 +11,8 @@ import pytest
 
 from rlhf_data import UserError
 from rlhf_infer import APIJudge, APISettings
-from rlhf_infer.judge_cache import JudgeCache
-from rlhf_infer.judge_settings import FENCED_TEMPLATE
+from rlhf_infer.judges.cache import JudgeCache
+from rlhf_infer.judges.settings import FENCED_TEMPLATE
 
 
 def test_cost(fake: Any) -> None:
@@ -76,7 +76,7 @@ def test_two_processes_share_a_cache(tmp_path: Path) -> None:
     code = """if True:
         import sys
         from pathlib import Path
-        from rlhf_infer.judge_cache import JudgeCache
+        from rlhf_infer.judges.cache import JudgeCache
         cache, start = JudgeCache(Path(sys.argv[1])), int(sys.argv[2])
         for i in range(start, start + 200):
             cache.write(str(i), i / 300)

@@ -19,8 +19,8 @@ from rlhf_infer import (
     Selected,
     TransformersEngine,
 )
+from rlhf_infer.engines.stop_strings import until_stop
 from rlhf_infer.rewards import RewardFunctions
-from rlhf_infer.stops import until_stop
 from rlhf_models import RewardModel
 
 PROMPTS: list[Any] = ["where is mary ?", "where is ball ?", "mary went to kitchen .", "so"]

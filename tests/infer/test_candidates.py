@@ -10,8 +10,8 @@ import pytest
 
 from rlhf_data import UserError
 from rlhf_infer import Candidate, Rollout, SamplingCost, Selected, select
-from rlhf_infer.answers import extractor
-from rlhf_infer.candidates import answer_weights
+from rlhf_infer.sampling.answers import extractor
+from rlhf_infer.sampling.candidates import answer_weights
 
 
 def candidate(index: int, score: float | None, answer: str | None = None, text: str = "") -> Candidate:

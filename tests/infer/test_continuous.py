@@ -10,8 +10,8 @@ import torch
 
 from rlhf_data import UserError
 from rlhf_infer import ContinuousBatcher, SamplingParams, TransformersEngine
-from rlhf_infer.cohort import Cohort
-from rlhf_infer.continuous import TopLogps
+from rlhf_infer.engines.continuous_batching import TopLogps
+from rlhf_infer.engines.decode_batch import Cohort
 from rlhf_models.tiny import TINY_ARCHITECTURES
 
 

@@ -8,7 +8,7 @@ import torch
 
 from rlhf_data import TokenSequence, UserError, pack
 from rlhf_infer import GenerationEngine, SamplingParams, TransformersEngine
-from rlhf_infer.kv import BLOCK, DecodeAttention
+from rlhf_infer.engines.kv_cache import BLOCK, DecodeAttention
 from rlhf_models import token_logps, train_byte_tokenizer
 from rlhf_models.logps import stream_forward
 
@@ -31,7 +31,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         made.append(("decode" if isinstance(plan, DecodeAttention) else "prefill", len(ids)))
         return stream_forward(model, ids, positions, plan)
 
-    monkeypatch.setattr("rlhf_infer.engine.stream_forward", recorded)
+    monkeypatch.setattr("rlhf_infer.engines.transformers_engine.stream_forward", recorded)
     return made
 
 
@@ -100,7 +100,7 @@ def test_memory_grows_with_the_tokens_and_shrinks_with_the_rows(
             seen.append((plan._step, len(ids), held_bytes(plan)))
         return hidden
 
-    monkeypatch.setattr("rlhf_infer.engine.stream_forward", recorded)
+    monkeypatch.setattr("rlhf_infer.engines.transformers_engine.stream_forward", recorded)
     engine = TransformersEngine(model, _Eos)
     engine.eos_token_ids = [2, 3]
     prompts, params = prompts_of(5, 6), SamplingParams(300, 1.5, 0)
@@ -143,7 +143,7 @@ def test_keys_and_values_are_kept_in_the_dtype_of_autocast(
             super().__init__(*args)
             plans.append(self)
 
-    monkeypatch.setattr("rlhf_infer.engine.DecodeAttention", Recording)
+    monkeypatch.setattr("rlhf_infer.engines.transformers_engine.DecodeAttention", Recording)
     model, prompts = lively_model(), prompts_of(9, 5)
     params = SamplingParams(8, temperature=0)
     plain = TransformersEngine(model, _Eos).generate(prompts, 1, params)

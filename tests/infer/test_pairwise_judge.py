@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhf_infer import PairwiseJudge, PromptedJudge, RuleJudge
-from rlhf_infer.pairwise_judge import PAIR_NUMBER_TEMPLATE, PAIR_TEMPLATE
+from rlhf_infer.judges.pairwise import PAIR_NUMBER_TEMPLATE, PAIR_TEMPLATE
 
 
 def test_a_preference_for_a_place_cancels() -> None:

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from rlhf_data import UserError
-from rlhf_infer.predictive import ScorePopulation, predict, student_tail, unseen_share
+from rlhf_infer.sampling.score_model import ScorePopulation, predict, student_tail, unseen_share
 
 
 # 1 and 2 degrees of freedom have closed forms: 1/2 - atan(t)/π and 1/2 - t / (2 √(2 + t²)). The others are

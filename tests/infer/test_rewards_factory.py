@@ -209,7 +209,8 @@ def test_functions_get_a_name() -> None:
 def test_rules_load_neither_transformers_nor_the_engines() -> None:
     code = (
         "import sys; from rlhf_infer.rewards import RewardFunctionFactory as F; F.from_spec('number')\n"
-        "print([m for m in ('transformers', 'rlhf_models', 'rlhf_infer.engine') if m in sys.modules])"
+        "engine = 'rlhf_infer.engines.transformers_engine'\n"
+        "print([m for m in ('transformers', 'rlhf_models', engine) if m in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"

@@ -10,10 +10,10 @@ import pytest
 
 from rlhf_data import UserError
 from rlhf_infer import ScorerUnavailable
-from rlhf_infer.judge_settings import FENCED_TEMPLATE
+from rlhf_infer.judges.settings import FENCED_TEMPLATE
 from rlhf_infer.rewards import RewardFunctionFactory as Factory
 from rlhf_infer.rewards import RewardFunctions
-from rlhf_infer.scorers import load_scorer
+from rlhf_infer.sampling.scorers import load_scorer
 
 
 def rewarded(functions: RewardFunctions, *completions: str, prompts: Any = None) -> Any:

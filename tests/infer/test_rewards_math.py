@@ -12,7 +12,7 @@ import pytest
 
 from rlhf_data import UserError
 from rlhf_infer.rewards import RewardFunctionFactory as Factory
-from rlhf_infer.rewards.math_pool import MathPool
+from rlhf_infer.rewards.maths.pool import MathPool
 
 TABLE = Path(__file__).parents[1] / "fixtures/math_answers.jsonl"
 GSM8K = Path(__file__).parents[2] / "../shared/data/gsm8k/test-300.jsonl.gz"

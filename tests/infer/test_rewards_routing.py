@@ -8,9 +8,9 @@ import pytest
 
 from rlhf_data import UserError
 from rlhf_infer.rewards import RewardFunctions
+from rlhf_infer.rewards.answers.verifiable import NumberReward
 from rlhf_infer.rewards.models import EnsembleReward, ModelReward
 from rlhf_infer.rewards.routing import can_be_checked
-from rlhf_infer.rewards.verifiable import NumberReward
 
 COMPLETIONS = ["it is 4", "it is 5", "a poem", "another"]
 COLUMNS: dict[str, Any] = {"answer": ["4", "4", None, "none"], "verifiable": [True, "true", False, "false"]}

@@ -12,8 +12,8 @@ import pytest
 
 from rlhf_data import UserError
 from rlhf_infer.rewards import RewardFunctionFactory as Factory
-from rlhf_infer.rewards.amounts import numbers_in
-from rlhf_infer.rewards.reading import read_choice, read_number
+from rlhf_infer.rewards.answers.numbers import numbers_in
+from rlhf_infer.rewards.answers.read_answers import read_choice, read_number
 
 DATA = Path(__file__).parents[2] / "../shared/data/gsm8k"
 

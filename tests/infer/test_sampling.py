@@ -18,7 +18,7 @@ from transformers.generation.logits_process import (
 
 from rlhf_data import UserError
 from rlhf_infer import SamplingParams
-from rlhf_infer.sampling import Sampler, invert, truncated, uniforms
+from rlhf_infer.engines.sampler import Sampler, invert, truncated, uniforms
 
 EOS = [2, 5]
 CPU = torch.device("cpu")

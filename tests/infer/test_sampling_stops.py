@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_infer import SamplingParams
-from rlhf_infer.stops import StopTexts, completion_text, until_stop
+from rlhf_infer.engines.stop_strings import StopTexts, completion_text, until_stop
 from rlhf_models import train_byte_tokenizer
 
 TEXT = "the naïve café ☕ stops here 🙂🙂 stop.\n\nStop: 日本語 the end\n"

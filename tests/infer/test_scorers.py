@@ -11,7 +11,7 @@ import torch
 from rlhf_data import UserError
 from rlhf_infer import PromptedJudge, RuleJudge
 from rlhf_infer.rewards import RewardFunctions
-from rlhf_infer.scorers import JudgeReward, ProcessReward, load_scorer
+from rlhf_infer.sampling.scorers import JudgeReward, ProcessReward, load_scorer
 from rlhf_models import LoraSettings, ProcessRewardModel, RewardEnsemble, RewardModel
 
 PROMPTS: list[Any] = ["where is mary ?", "where is ball ?", "where is mary ?"]

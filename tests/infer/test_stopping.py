@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from rlhf_data import UserError
-from rlhf_infer.predictive import ScorePopulation
-from rlhf_infer.stopping import ConfidenceBasedStopping
+from rlhf_infer.sampling.confidence_stopping import ConfidenceBasedStopping
+from rlhf_infer.sampling.score_model import ScorePopulation
 
 RULE = ConfidenceBasedStopping(min_samples=4, max_samples=18, batch=4, probability=0.1)
 

@@ -17,10 +17,10 @@ import torch
 
 from rlhf_data import UserError
 from rlhf_infer import SamplingParams
-from rlhf_infer.vllm_remote import VLLMServerEngine
-from rlhf_infer.vllm_server import VLLMServer
-from rlhf_infer.vllm_settings import VLLMSettings, sample_seed
-from rlhf_infer.weight_folder import write_weight_folder
+from rlhf_infer.vllm.process import VLLMServer
+from rlhf_infer.vllm.server_engine import VLLMServerEngine
+from rlhf_infer.vllm.settings import VLLMSettings, sample_seed
+from rlhf_infer.vllm.weight_export import write_weight_folder
 from rlhf_models.adapters import LoraSettings, apply_lora
 
 FAKE = Path(__file__).with_name("fake_vllm_server.py")

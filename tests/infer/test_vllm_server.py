@@ -16,15 +16,16 @@ import pytest
 import torch
 
 from rlhf_data import UserError
-from rlhf_infer import SamplingParams, vllm_worker
-from rlhf_infer.vllm_server import VLLMServer
-from rlhf_infer.vllm_settings import (
+from rlhf_infer import SamplingParams
+from rlhf_infer.vllm import worker as vllm_worker
+from rlhf_infer.vllm.process import VLLMServer
+from rlhf_infer.vllm.settings import (
     VLLMSettings,
     check_requests,
     end_token_ids,
 )
-from rlhf_infer.vllm_watch import StallWatch, VLLMStalled
-from rlhf_infer.vllm_worker import ExactSampler
+from rlhf_infer.vllm.stall_watch import StallWatch, VLLMStalled
+from rlhf_infer.vllm.worker import ExactSampler
 
 FAKE = Path(__file__).with_name("fake_vllm_server.py")
 
@@ -81,8 +82,8 @@ def test_a_process_ends_with_its_parent(tmp_path: Path) -> None:
     child = (
         "import os, subprocess, sys\n"
         f"sys.path.insert(0, {str(Path(vllm_worker.__file__).parent)!r})\n"
-        "code = 'import sys; sys.path.insert(0, sys.argv[1]); import vllm_worker; '\n"
-        "code += 'print(1, flush=True); vllm_worker._end_with_parent(int(sys.argv[2]))'\n"
+        "code = 'import sys; sys.path.insert(0, sys.argv[1]); import worker; '\n"
+        "code += 'print(1, flush=True); worker._end_with_parent(int(sys.argv[2]))'\n"
         "arguments = ['-c', code, sys.path[0], str(os.getpid())]\n"
         "subprocess.Popen([sys.executable, *arguments], start_new_session=True).wait()\n"
     )
@@ -95,7 +96,7 @@ def test_a_process_ends_with_its_parent(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
 def test_a_missing_vllm_is_told(tmp_path: Path, byte_tokenizer: Any) -> None:
-    from rlhf_infer.vllm_engine import VLLMEngine
+    from rlhf_infer.vllm.engine import VLLMEngine
 
     for start in (lambda: VLLMEngine(tmp_path, byte_tokenizer), lambda: VLLMServer(tmp_path)):
         with pytest.raises(UserError, match=r'run `pip install "rlhf-infer\[vllm\]"`'):
@@ -103,8 +104,8 @@ def test_a_missing_vllm_is_told(tmp_path: Path, byte_tokenizer: Any) -> None:
 
 
 def test_importing_the_engines_does_not_import_vllm() -> None:
-    importlib.import_module("rlhf_infer.vllm_engine")
-    importlib.import_module("rlhf_infer.vllm_remote")
+    importlib.import_module("rlhf_infer.vllm.engine")
+    importlib.import_module("rlhf_infer.vllm.server_engine")
     assert "vllm" not in sys.modules
 
 

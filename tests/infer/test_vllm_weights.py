@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from rlhf_data import UserError
-from rlhf_infer import weight_folder
-from rlhf_infer.weight_folder import policy_tensors, write_adapter_folder, write_weight_folder
+from rlhf_infer.vllm import weight_export as weight_folder
+from rlhf_infer.vllm.weight_export import policy_tensors, write_adapter_folder, write_weight_folder
 from rlhf_models.adapter_files import load_adapter
 from rlhf_models.adapters import LoraSettings, add_adapters, apply_lora
 from rlhf_models.tiny import TINY_ARCHITECTURES, random_model, tiny_model

@@ -19,9 +19,9 @@ import torch
 
 from rlhf_data import TokenSequence, UserError, pack
 from rlhf_infer import SamplingParams, TransformersEngine
-from rlhf_infer.vllm_engine import VLLMEngine
-from rlhf_infer.vllm_settings import VLLMSettings
-from rlhf_infer.weight_folder import write_weight_folder
+from rlhf_infer.vllm.engine import VLLMEngine
+from rlhf_infer.vllm.settings import VLLMSettings
+from rlhf_infer.vllm.weight_export import write_weight_folder
 from rlhf_models.adapters import LoraSettings, apply_lora
 from rlhf_models.logps import token_logps
 from rlhf_models.tiny import build_tiny_llama, train_byte_tokenizer

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_infer.judge_settings import FENCED_TEMPLATE, fill
+from rlhf_infer.judges.settings import FENCED_TEMPLATE, fill
 from rlhf_minmax.break_even import measure_break_even
 from rlhf_minmax.demo_texts import answer_text
 

@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_data import UserError, apply_overrides
 from rlhf_infer import PromptedJudge
-from rlhf_infer.judge_settings import JUDGE_TEMPLATE
+from rlhf_infer.judges.settings import JUDGE_TEMPLATE
 from rlhf_minmax import MinMaxConfig
 from rlhf_minmax.checks import Ruler, check_run, inspect_models
 from rlhf_minmax.data import load_stories

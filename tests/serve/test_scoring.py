@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlhf_infer import RewardFunctions
-from rlhf_infer.rewards.verifiable import NumberReward
+from rlhf_infer.rewards.answers.verifiable import NumberReward
 from rlhf_serve.errors import APIError
 from rlhf_serve.service.scoring_queue import Scores, Scoring, reads_messages
 from rlhf_serve.service.tokenization import Texts

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhf_infer import Rollout, SamplingParams
-from rlhf_infer.stops import completion_text
+from rlhf_infer.engines.stop_strings import completion_text
 from rlhf_serve.errors import APIError
 from rlhf_serve.openai.logprobs import Piece, unfolded
 from rlhf_serve.service.tokenization import GrowingText, Texts, checked_messages

@@ -8,8 +8,8 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from rlhf_data import BaseConfig, model_folder
-from rlhf_infer.predictive import ScorePopulation
-from rlhf_infer.stopping import ConfidenceBasedStopping
+from rlhf_infer.sampling.confidence_stopping import ConfidenceBasedStopping
+from rlhf_infer.sampling.score_model import ScorePopulation
 
 
 class PopulationSettings(BaseConfig):

@@ -10,7 +10,7 @@ from rlhf_data import UserError
 from rlhf_data.readers import row_place, scan_rows
 from rlhf_data.record_files import record_rows
 from rlhf_infer.rewards import RewardFunctionFactory
-from rlhf_infer.rewards.verifiable import is_checked
+from rlhf_infer.rewards.answers.verifiable import is_checked
 
 __all__ = ["check_answers"]
 

@@ -9,11 +9,11 @@ from rlhf_algos.parallel import choose_precision
 from rlhf_algos.processes import from_first_process, is_first_process, num_processes
 from rlhf_data import RunFolder, UserError
 from rlhf_infer import GenerationEngine, SamplingParams
-from rlhf_infer.vllm_engine import VLLMEngine
-from rlhf_infer.vllm_remote import VLLMServerEngine
-from rlhf_infer.vllm_server import VLLMServer
-from rlhf_infer.vllm_settings import VLLMSettings
-from rlhf_infer.weight_folder import write_weight_folder
+from rlhf_infer.vllm.engine import VLLMEngine
+from rlhf_infer.vllm.process import VLLMServer
+from rlhf_infer.vllm.server_engine import VLLMServerEngine
+from rlhf_infer.vllm.settings import VLLMSettings
+from rlhf_infer.vllm.weight_export import write_weight_folder
 from rlhf_models.adapter_files import is_language_adapter
 
 __all__ = ["vllm_engine"]

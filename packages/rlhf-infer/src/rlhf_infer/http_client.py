@@ -20,7 +20,7 @@ from typing import Any, TypedDict, TypeVar
 import httpx
 
 from rlhf_data import UserError
-from rlhf_infer.rewards import loop
+from rlhf_infer import async_loop
 
 _PASSING = (408, 409, 425, 429)
 """Request timeout, conflict, too early, too many requests: with 500 to 599 what may pass."""
@@ -165,7 +165,7 @@ class TokenBucket:
 class HTTPClient:
     """Sends requests to one server over pooled connections, from any number of threads and event loops.
 
-    All requests run on the event loop of `rlhf_infer.rewards.loop`, so that connections are shared whoever
+    All requests run on the event loop of `rlhf_infer.async_loop`, so that connections are shared whoever
     asks. What is on this machine is asked without a proxy. Redirections are not followed: they count as
     refusals, and a key never goes to another host.
 
@@ -249,7 +249,7 @@ class HTTPClient:
                 await self._wait_for_token()  # not counted by the deadline, which begins with the first try
                 return await self.policy.run(attempt)
 
-        return await loop.on_loop(limited())
+        return await async_loop.on_loop(limited())
 
     async def request(
         self,
@@ -260,7 +260,7 @@ class HTTPClient:
         timeout_s: float,
         largest: int | None = None,
     ) -> httpx.Response:
-        """The answer to one request, whatever its status; must run on the loop of `rlhf_infer.rewards.loop`.
+        """The answer to one request, whatever its status; must run on the loop of `rlhf_infer.async_loop`.
 
         Args:
             method: GET or POST.
@@ -345,7 +345,7 @@ async def _read(response: httpx.Response, largest: int | None) -> httpx.Response
 
 def _close(pid: int, client: httpx.AsyncClient) -> None:
     if pid == os.getpid():
-        loop.submit_soon(client.aclose)
+        async_loop.submit_soon(client.aclose)
 
 
 def retry_after_s(header: str | None, now: datetime.datetime | None = None) -> float | None:

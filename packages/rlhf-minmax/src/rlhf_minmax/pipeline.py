@@ -13,7 +13,7 @@ from torch import Tensor
 from rlhf_algos.processes import gathered, own_part
 from rlhf_data import QARecord
 from rlhf_infer import Rollout, SamplingParams, TransformersEngine
-from rlhf_infer.judges import Judge
+from rlhf_infer.judges.prompted import Judge
 from rlhf_minmax.config import MinMaxConfig
 from rlhf_minmax.constraint import violations, weighted_violations
 from rlhf_minmax.players import Players

@@ -9,7 +9,7 @@ from pydantic import ValidationInfo, field_validator, model_validator
 from rlhf_data import BaseConfig, LocalPath
 from rlhf_data.paths import absolute_path
 from rlhf_infer import APISettings
-from rlhf_infer.judge_settings import JUDGE_TEMPLATE, checked_template
+from rlhf_infer.judges.settings import JUDGE_TEMPLATE, checked_template
 
 _FIELDS_OF = {
     "head": {"model_name", "load_in_8bit", "share_backbone"},

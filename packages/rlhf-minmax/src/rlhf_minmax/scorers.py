@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rlhf_data import UserError
 from rlhf_infer import APIJudge, PromptedJudge, RuleJudge
-from rlhf_infer.api_judge import api_key
-from rlhf_infer.judges import Judge
+from rlhf_infer.judges.api import api_key
+from rlhf_infer.judges.prompted import Judge
 from rlhf_minmax.chat_reward import reading
 from rlhf_minmax.config import MinMaxConfig
 from rlhf_minmax.demo import DemoModels, default_cache_folder
@@ -46,7 +46,7 @@ class HeadJudge:
     def score(
         self, questions: Sequence[str], answers: Sequence[str], critiques: Sequence[str | None]
     ) -> Tensor:
-        """See `rlhf_infer.judges.Judge.score`."""
+        """See `rlhf_infer.judges.prompted.Judge.score`."""
         prompts = [self.prompts.judge(q, a) for q, a in zip(questions, answers, strict=True)]
         texts = [critique or "" for critique in critiques]
         return self.model.score(prompts, texts, max_tokens=self.max_tokens)

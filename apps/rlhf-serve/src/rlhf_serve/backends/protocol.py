@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rlhf_infer import Rollout, SamplingParams
-from rlhf_infer.continuous import OnToken
+from rlhf_infer.engines.continuous_batching import OnToken
 
 
 @dataclass(frozen=True)

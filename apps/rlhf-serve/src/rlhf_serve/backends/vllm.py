@@ -13,8 +13,8 @@ from typing import Any
 
 from rlhf_data import UserError
 from rlhf_infer import Rollout, SamplingParams
-from rlhf_infer.continuous import OnToken
-from rlhf_infer.vllm_settings import (
+from rlhf_infer.engines.continuous_batching import OnToken
+from rlhf_infer.vllm.settings import (
     VLLMSettings,
     check_requests,
     end_token_ids,
@@ -25,8 +25,8 @@ from rlhf_infer.vllm_settings import (
     sample_seeds,
     set_environment,
 )
-from rlhf_infer.vllm_worker import platform_arguments
-from rlhf_infer.weight_folder import write_weight_folder
+from rlhf_infer.vllm.weight_export import write_weight_folder
+from rlhf_infer.vllm.worker import platform_arguments
 from rlhf_models import PolicyModel, load_tokenizer
 from rlhf_models.adapter_files import is_adapter
 from rlhf_serve.backends.protocol import Draw
@@ -72,7 +72,7 @@ class VLLMBackend:
         model, folder = full_model(model)
         tokenizer = load_tokenizer(model)
         arguments = platform_arguments(model, settings.max_model_len)
-        arguments["worker_extension_cls"] = "rlhf_infer.vllm_worker.WorkerExtension"
+        arguments["worker_extension_cls"] = "rlhf_infer.vllm.worker.WorkerExtension"
         # They observe every token of every request in the event loop's thread, and nobody reads them.
         arguments["disable_log_stats"] = True
         arguments |= vllm_settings(settings).engine_arguments()

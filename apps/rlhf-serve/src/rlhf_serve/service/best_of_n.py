@@ -10,11 +10,11 @@ from typing import Any
 
 from rlhf_data.transcripts import Message, Text
 from rlhf_infer import SamplingParams
-from rlhf_infer.answers import extractor
-from rlhf_infer.candidates import VOTES, Candidate, SamplingCost, Selected, Selection
-from rlhf_infer.continuous import OnToken
-from rlhf_infer.search import BestOfNSearch, SearchRules
-from rlhf_infer.stopping import ConfidenceBasedStopping
+from rlhf_infer.engines.continuous_batching import OnToken
+from rlhf_infer.sampling.answers import extractor
+from rlhf_infer.sampling.candidates import VOTES, Candidate, SamplingCost, Selected, Selection
+from rlhf_infer.sampling.confidence_stopping import ConfidenceBasedStopping
+from rlhf_infer.sampling.search import BestOfNSearch, SearchRules
 from rlhf_serve.backends.protocol import Backend, Draw
 from rlhf_serve.service.scoring_queue import Scoring
 from rlhf_serve.service.tokenization import Texts
@@ -108,7 +108,7 @@ class BestOfNService:
         texts: decodes.
         scoring: scores; None for a server without reward.
         messages: whether reward functions get conversations as messages.
-        answer: what a majority counts, see `rlhf_infer.answers.extractor`.
+        answer: what a majority counts, see `rlhf_infer.sampling.answers.extractor`.
     """
 
     def __init__(

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from rlhf_infer import async_loop
 from rlhf_infer.http_client import ScorerUnavailable
-from rlhf_infer.rewards import loop
-from rlhf_infer.rewards.calling import Samples
-from rlhf_infer.rewards.functions import Source
+from rlhf_infer.rewards.combine import Source
+from rlhf_infer.rewards.conventions import Samples
 
 Rows = dict[str, list[float]]
 """Rewards by the name of their row, NaN where one is not applicable."""
@@ -139,7 +139,7 @@ class Lane:
         for source in self.sources:
             result = source.call(samples)
             if inspect.isawaitable(result):
-                result = loop.submit(result).result()
+                result = async_loop.submit(result).result()
             rows |= zip(source.rows, source.checked(result, samples), strict=True)
         return rows
 

@@ -9,12 +9,11 @@ from typing import Any
 
 from rlhf_data import UserError
 from rlhf_data.transcripts import Text
-from rlhf_infer import RewardFunctions
+from rlhf_infer import RewardFunctions, async_loop
 from rlhf_infer.http_client import ScorerUnavailable
-from rlhf_infer.rewards import loop
-from rlhf_infer.rewards.calling import Samples
-from rlhf_infer.rewards.functions import Source
-from rlhf_infer.rewards.needs import computes_with_torch, needed_columns
+from rlhf_infer.rewards.combine import Source
+from rlhf_infer.rewards.conventions import Samples
+from rlhf_infer.rewards.requirements import computes_with_torch, needed_columns
 from rlhf_infer.rewards.texts import text_of
 from rlhf_serve.errors import APIError, invalid_request, reward_failed
 from rlhf_serve.service.reward_lanes import Lane, Rows
@@ -143,7 +142,7 @@ class Scoring:
     async def _wait_for(self, source: Source, samples: Samples) -> Rows:
         """What a coroutine function gives; it runs in the loop in which its sessions live, not in ours."""
         try:
-            result = await asyncio.wrap_future(loop.submit(source.call(samples)))
+            result = await asyncio.wrap_future(async_loop.submit(source.call(samples)))
             return dict(zip(source.rows, source.checked(result, samples), strict=True))
         except Exception as error:
             raise reward_failed() from error

@@ -6,25 +6,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlhf_infer.rewards.calling import RewardFunction as RewardFunction
-    from rlhf_infer.rewards.calling import TrainerState as TrainerState
-    from rlhf_infer.rewards.constitutional import PRINCIPLE_TEMPLATE as PRINCIPLE_TEMPLATE
-    from rlhf_infer.rewards.constitutional import ConstitutionalRewardWrapper as ConstitutionalRewardWrapper
-    from rlhf_infer.rewards.constitutional import Principle as Principle
+    from rlhf_infer.rewards.combine import RewardFunctions as RewardFunctions
+    from rlhf_infer.rewards.combine import RewardScores as RewardScores
+    from rlhf_infer.rewards.conventions import RewardFunction as RewardFunction
+    from rlhf_infer.rewards.conventions import TrainerState as TrainerState
     from rlhf_infer.rewards.factory import RewardFunctionFactory as RewardFunctionFactory
-    from rlhf_infer.rewards.functions import RewardFunctions as RewardFunctions
-    from rlhf_infer.rewards.functions import RewardScores as RewardScores
+    from rlhf_infer.rewards.judged.constitutional import PRINCIPLE_TEMPLATE as PRINCIPLE_TEMPLATE
+    from rlhf_infer.rewards.judged.constitutional import (
+        ConstitutionalRewardWrapper as ConstitutionalRewardWrapper,
+    )
+    from rlhf_infer.rewards.judged.constitutional import Principle as Principle
+    from rlhf_infer.rewards.judged.principle_files import load_principles as load_principles
     from rlhf_infer.rewards.normalise import RewardNormaliser as RewardNormaliser
     from rlhf_infer.rewards.normalise import normalised as normalised
-    from rlhf_infer.rewards.principle_files import load_principles as load_principles
 
 _MODULES = {
-    "calling": ("RewardFunction", "TrainerState"),
-    "constitutional": ("PRINCIPLE_TEMPLATE", "ConstitutionalRewardWrapper", "Principle"),
+    "conventions": ("RewardFunction", "TrainerState"),
+    "judged.constitutional": ("PRINCIPLE_TEMPLATE", "ConstitutionalRewardWrapper", "Principle"),
     "factory": ("RewardFunctionFactory",),
-    "functions": ("RewardFunctions", "RewardScores"),
+    "combine": ("RewardFunctions", "RewardScores"),
     "normalise": ("RewardNormaliser", "normalised"),
-    "principle_files": ("load_principles",),
+    "judged.principle_files": ("load_principles",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rlhf_data import UserError
-from rlhf_infer.rewards.calling import Samples
+from rlhf_infer.rewards.conventions import Samples
 from rlhf_infer.rewards.texts import sample_name
 
 _LARGEST = torch.finfo(torch.float32).max

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data import UserError, model_folder
-from rlhf_infer.rewards import specs
-from rlhf_infer.rewards.calling import RewardFunction
-from rlhf_infer.rewards.constitutional import ConstitutionalRewardWrapper, Principle
-from rlhf_infer.rewards.judged import API_OPTIONS, judge_reward
-from rlhf_infer.rewards.math_answers import MathReward
+from rlhf_infer.rewards import spec_parser
+from rlhf_infer.rewards.answers.verifiable import ChoiceReward, ExactReward, NumberReward
+from rlhf_infer.rewards.conventions import RewardFunction
+from rlhf_infer.rewards.judged.constitutional import ConstitutionalRewardWrapper, Principle
+from rlhf_infer.rewards.judged.judges import API_OPTIONS, judge_reward
+from rlhf_infer.rewards.maths.rule import MathReward
 from rlhf_infer.rewards.rules import FormatReward, LengthReward, NonEmptyReward, RepetitionReward
-from rlhf_infer.rewards.verifiable import ChoiceReward, ExactReward, NumberReward
 
 
 class RewardFunctionFactory:
@@ -57,7 +57,7 @@ class RewardFunctionFactory:
         Raises:
             UserError: it names nothing that is known, or an option is unknown, missing or wrong.
         """
-        return specs.build(spec, _builders(dict(model_options or {})), options)
+        return spec_parser.build(spec, _builders(dict(model_options or {})), options)
 
     @staticmethod
     def with_absolute_paths(spec: str) -> str:
@@ -66,7 +66,7 @@ class RewardFunctionFactory:
         A module in the working directory, `rewards:my_reward`, becomes `/path/to/rewards.py:my_reward`; one
         within a package stays as it is.
         """
-        return specs.with_absolute_paths(spec, _builders({}))
+        return spec_parser.with_absolute_paths(spec, _builders({}))
 
     @staticmethod
     def from_function(function: RewardFunction | str, **options: Any) -> RewardFunction:
@@ -83,7 +83,7 @@ class RewardFunctionFactory:
         Raises:
             UserError: there is no such function, or its module cannot be imported.
         """
-        return specs.user_function(function, options)
+        return spec_parser.user_function(function, options)
 
     @staticmethod
     def from_model(
@@ -149,14 +149,14 @@ class RewardFunctionFactory:
         Raises:
             UserError: the file or the principles are wrong.
         """
-        from rlhf_infer.rewards.principle_files import load_principles
+        from rlhf_infer.rewards.judged.principle_files import load_principles
 
         if isinstance(principles, str | Path):
             principles = load_principles(principles, judge=judge)
         return ConstitutionalRewardWrapper(base, principles)
 
 
-def _builders(model_options: dict[str, Any]) -> dict[str, specs.Builder]:
+def _builders(model_options: dict[str, Any]) -> dict[str, spec_parser.Builder]:
     """What a line may name, with the types of its options."""
     factory = RewardFunctionFactory
     load_options = {key: value for key, value in model_options.items() if key != "max_tokens"}
@@ -167,26 +167,26 @@ def _builders(model_options: dict[str, Any]) -> dict[str, specs.Builder]:
     def constitutional(
         *, principles: str, base: str | None = None, judge: str | None = None
     ) -> RewardFunction:
-        from rlhf_infer.rewards.principle_files import load_principle_judge
+        from rlhf_infer.rewards.judged.principle_files import load_principle_judge
 
         built = None if base is None else factory.from_spec(base, model_options=model_options)
         asked = None if judge is None else load_principle_judge(judge, **load_options)
         return factory.constitutional(built, principles, judge=asked)
 
     rules = ("length", "repetition", "format", "non_empty", "number", "math", "choice", "exact")
-    builders = {rule: specs.builder_of(getattr(factory, rule)) for rule in rules}
+    builders = {rule: spec_parser.builder_of(getattr(factory, rule)) for rule in rules}
     texts = {"path": str, "name": str, "aggregate": str, "dtype": str, "device": str, "base_model": str}
-    builders["model"] = specs.Builder(
+    builders["model"] = spec_parser.Builder(
         model, texts | {"k": float, "max_tokens": int}, ("path",), ("path", "base_model")
     )
     numbers = {"timeout_s": float, "backoff_s": float, "retries": int, "batch_size": int}
     numbers |= {"deadline_s": float, "concurrency": int}
-    builders["remote"] = specs.Builder(
+    builders["remote"] = spec_parser.Builder(
         factory.remote, {"url": str, "protocol": str, "name": str, **numbers, "headers": dict}, ("url",)
     )
-    builders["judge"] = specs.Builder(functools.partial(judge_reward, model_options), API_OPTIONS)
+    builders["judge"] = spec_parser.Builder(functools.partial(judge_reward, model_options), API_OPTIONS)
     kinds = {"principles": str, "base": str, "judge": str}
-    builders["constitutional"] = specs.Builder(
+    builders["constitutional"] = spec_parser.Builder(
         constitutional, kinds, ("principles",), paths=("principles", "judge")
     )
     return builders

@@ -11,14 +11,14 @@ import torch
 
 from rlhf_data import UserError
 from rlhf_data.transcripts import Text
-from rlhf_infer.rewards.calling import (
+from rlhf_infer.rewards.checks import checked_rewards
+from rlhf_infer.rewards.conventions import (
     RewardFunction,
     Samples,
     caller_of,
     function_name,
     stateful_part,
 )
-from rlhf_infer.rewards.checks import checked_rewards
 
 Gather = Callable[[Sequence[float]], Sequence[Sequence[float]]]
 """Gives the (count, mean, m2) of all processes for this one's."""

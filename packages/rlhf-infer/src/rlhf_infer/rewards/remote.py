@@ -9,6 +9,7 @@ from typing import Any, Literal, Unpack, get_args
 
 from rlhf_data import UserError
 from rlhf_data.transcripts import Text
+from rlhf_infer import async_loop
 from rlhf_infer.http_client import (
     HTTPClient,
     Refused,
@@ -17,7 +18,6 @@ from rlhf_infer.http_client import (
     ScorerUnavailable,
     Unavailable,
 )
-from rlhf_infer.rewards import loop
 from rlhf_infer.rewards.texts import text_of
 
 Protocol = Literal["auto", "openrlhf", "columns"]
@@ -100,7 +100,7 @@ class RemoteReward:
         """
         columns = {key: values for key, values in columns.items() if key not in _NOT_COLUMNS}
         if self._finds_out and not all(isinstance(text, str) for text in (*prompts, *completions)):
-            self.protocol = "columns" if await loop.on_loop(self._is_our_own()) else "openrlhf"
+            self.protocol = "columns" if await async_loop.on_loop(self._is_our_own()) else "openrlhf"
             self._finds_out = False
         size = self.batch_size or len(completions)
         requests = []
@@ -109,7 +109,7 @@ class RemoteReward:
             rest = {key: list(values[part]) for key, values in columns.items()}
             body = self._body(list(prompts[part]), list(completions[part]), rest)
             requests.append((body, len(completions[part])))
-        answers = await loop.on_loop(loop.gathered(self._ask(*request) for request in requests))
+        answers = await async_loop.on_loop(async_loop.gathered(self._ask(*request) for request in requests))
         return [reward for rewards in answers for reward in rewards]
 
     async def _is_our_own(self) -> bool:

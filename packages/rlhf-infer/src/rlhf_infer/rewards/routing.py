@@ -8,7 +8,7 @@ from numbers import Real
 from typing import Any
 
 from rlhf_data import UserError
-from rlhf_infer.rewards.calling import Caller, Samples
+from rlhf_infer.rewards.conventions import Caller, Samples
 
 COLUMN = "verifiable"
 _YES, _NO = ("true", "yes", "1", "1.0"), ("false", "no", "0", "0.0")

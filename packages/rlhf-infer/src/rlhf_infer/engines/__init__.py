@@ -1,0 +1,1 @@
+"""Generation with transformers models: prompts computed once, their samples decoded together."""

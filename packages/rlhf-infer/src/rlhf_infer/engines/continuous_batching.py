@@ -1,0 +1,316 @@
+"""Requests that come and go while others are being generated, with transformers models."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+
+from rlhf_infer.engines.decode_batch import Cohort
+from rlhf_infer.engines.protocol import Rollout, SamplingParams
+from rlhf_infer.engines.transformers_engine import TransformersEngine, eval_mode
+
+_LOG = logging.getLogger(__name__)
+
+OnToken = Callable[[int, int, float, "TopLogps"], None]
+"""Told of each token as it comes: the sample's index, the token, its log-prob, those of the likeliest tokens.
+
+The log-probs are at temperature 1 where `SamplingParams.raw_logprobs` asks for them."""
+TopLogps = Sequence[tuple[int, float]]
+"""The likeliest tokens and their log-probs, likeliest first; empty where none were asked for."""
+
+T = TypeVar("T")
+
+ROW_SIZES = (*range(1, 9), *range(16, 65, 8), *range(96, 257, 32), *range(320, 1025, 64))
+"""Rows that a forward pass is padded to: each shape costs memory for ever, so that few shall occur."""
+
+
+@dataclass(eq=False)
+class _Order:
+    """What a caller waits for: rollouts of a prompt, which may be drawn in several pieces."""
+
+    samples: range
+    drawn: dict[int, Rollout] = field(default_factory=dict)
+    result: Future[list[Rollout]] = field(default_factory=Future)
+
+    def take(self, samples: range, rollouts: Sequence[Rollout]) -> None:
+        """Take a piece; with the last one the caller gets all."""
+        self.drawn.update(zip(samples, rollouts, strict=True))
+        if len(self.drawn) == len(self.samples) and self._wanted():
+            self.result.set_result([self.drawn[sample] for sample in self.samples])
+
+    def fail(self, error: Exception) -> None:
+        """Tell the caller, once."""
+        if self._wanted():
+            self.result.set_exception(error)
+
+    def _wanted(self) -> bool:
+        return not self.result.done() and self.result.set_running_or_notify_cancel()
+
+
+@dataclass(eq=False)
+class _Piece:
+    """Samples of one prompt that are drawn together."""
+
+    prompt: tuple[int, ...]
+    samples: range
+    params: SamplingParams
+    on_token: OnToken | None
+    order: _Order
+
+    @property
+    def kind(self) -> tuple[range, SamplingParams]:
+        """What pieces must share to be decoded in one cohort; each has a seed of its own."""
+        return self.samples, replace(self.params, seed=0)
+
+
+@dataclass(eq=False)
+class _Running:
+    """A cohort and the pieces in it; None for one that was answered or given up."""
+
+    cohort: Cohort
+    pieces: list[_Piece | None]
+
+
+class ContinuousBatcher:
+    """Generates for many callers at a time; each pass decodes whatever is there, requests join at any token.
+
+    A request's samples are those of `TransformersEngine.generate` with the same arguments, up to rounding: a
+    token may differ where two are equally likely.
+
+    Requests start in the order in which they came, as soon as their keys and values fit into the engine's
+    `max_batch_tokens`, completions counted at their longest; one with more samples than fit at once is drawn
+    in pieces. A thread of its own does the work; the model must not be used otherwise.
+
+    Args:
+        engine: its model stays in eval mode.
+        threads: CPU threads of the batcher's thread; None for what torch takes.
+        after_tokens: called in the batcher's thread once all who follow have been told of a step's tokens.
+    """
+
+    def __init__(
+        self,
+        engine: TransformersEngine,
+        *,
+        threads: int | None = None,
+        after_tokens: Callable[[], None] | None = None,
+    ) -> None:
+        self.engine = engine
+        self._threads, self._after_tokens = threads, after_tokens
+        self._waiting: deque[_Piece] = deque()
+        self._work: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._running: list[_Running] = []
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="rlhf-generation", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        n: int,
+        params: SamplingParams,
+        *,
+        first: int = 0,
+        on_token: OnToken | None = None,
+    ) -> Future[list[Rollout]]:
+        """Ask for `n` samples of a prompt.
+
+        Args:
+            prompt: token ids.
+            n: samples, at least 1.
+            params: how they are drawn.
+            first: index of the first sample.
+            on_token: called from the batcher's thread; it must be quick.
+
+        Returns:
+            The rollouts, as soon as all have finished. Cancelling it ends the samples at the next token.
+
+        Raises:
+            UserError: the prompt is empty or, with a completion, longer than the model's context or the
+                engine's `max_batch_tokens`.
+            RuntimeError: the batcher is closed.
+        """
+        if n < 1:
+            raise ValueError(f"n must be at least 1, got {n}")
+        self.engine.check_lengths([prompt], params.max_new_tokens)
+        ids, order = tuple(map(int, prompt)), _Order(range(first, first + n))
+        pieces = [
+            _Piece(ids, samples, params, on_token, order)
+            for samples in self.engine.pieces(1, len(ids), order.samples, params.max_new_tokens)
+        ]
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("the batcher is closed")
+            self._waiting.extend(pieces)
+            self._changed.notify()
+        return order.result
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Do other work in the batcher's thread, between two tokens.
+
+        On CPUs two threads that both compute with many threads each take each other's cores; work that would
+        be done beside generation is done sooner in its midst.
+
+        Raises:
+            RuntimeError: the batcher is closed.
+            Exception: what `work` raises.
+        """
+        result: Future[Any] = Future()
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("the batcher is closed")
+            self._work.append((work, result))
+            self._changed.notify()
+        return result.result()
+
+    @property
+    def running(self) -> int:
+        """Requests that are being generated."""
+        pieces = [piece for each in list(self._running) for piece in each.pieces if piece is not None]
+        return len({id(piece.order) for piece in pieces})
+
+    def close(self) -> None:
+        """Give up what is not finished, and end the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        with eval_mode(self.engine.model):
+            while self._wait():
+                self._do_work()
+                try:
+                    self._admit()
+                    self._step()
+                except Exception as error:  # whoever waits is told; others may still be served
+                    _LOG.exception("generation failed")
+                    self._give_up(error)
+        with self._changed:
+            self._give_up(RuntimeError("the batcher was closed"))
+
+    def _wait(self) -> bool:
+        """Wait until there is something to do; False when the batcher is closed."""
+        with self._changed:
+            while not (self._closed or self._waiting or self._running or self._work):
+                self._changed.wait()
+            return not self._closed
+
+    def _do_work(self) -> None:
+        """Do what others have brought, one piece before each token."""
+        if not self._work:
+            return
+        work, result = self._work.popleft()
+        try:
+            result.set_result(work())
+        except Exception as error:
+            result.set_exception(error)
+
+    def _admit(self) -> None:
+        """Start the pieces that fit; neighbours of one kind become one cohort."""
+        while batch := self._next_batch():
+            samples, params = batch[0].kind
+            try:
+                cohort = self.engine.start(
+                    [piece.prompt for piece in batch],
+                    samples,
+                    params,
+                    seeds=[piece.params.seed for piece in batch],
+                )
+            except Exception as error:
+                _LOG.exception("a prompt could not be computed")
+                for piece in batch:
+                    piece.order.fail(error)
+                continue
+            self._running.append(_Running(cohort, list(batch)))
+
+    def _next_batch(self) -> list[_Piece]:
+        """The pieces at the head of the queue that can start together now."""
+        batch: list[_Piece] = []
+        if not self._waiting:  # as before nearly every token
+            return batch
+        held = sum(each.cohort.most_tokens for each in self._running)
+        with self._changed:
+            while self._waiting:
+                piece = self._waiting[0]
+                if piece.order.result.done():  # cancelled, or another piece of it failed
+                    self._waiting.popleft()
+                    continue
+                if batch and piece.kind != batch[0].kind:
+                    break
+                if held + self._size([*batch, piece]) > self.engine.max_batch_tokens:
+                    break
+                batch.append(self._waiting.popleft())
+        return batch
+
+    @staticmethod
+    def _size(batch: Sequence[_Piece]) -> int:
+        """Tokens whose keys and values a cohort may come to hold."""
+        each = len(batch[0].samples) * batch[0].params.max_new_tokens
+        return len(batch) * (max(len(piece.prompt) for piece in batch) + each)
+
+    def _step(self) -> None:
+        """Drop what nobody waits for, decode one token of everything else, answer what has finished."""
+        for each in self._running:
+            for prompt, piece in enumerate(each.pieces):
+                if piece is not None and piece.order.result.done():
+                    each.cohort.cancel(prompt)
+                    each.pieces[prompt] = None
+        self._running = [each for each in self._running if not each.cohort.finished]
+        if not self._running:
+            return
+        before = [each.cohort.rows.finished for each in self._running]
+        told = [(each, each.cohort.rows.live()) for each in self._running if _is_followed(each)]
+        self.engine.advance([each.cohort for each in self._running], row_sizes=ROW_SIZES)
+        for each, places in told:
+            _tell(each, places)
+        if told and self._after_tokens is not None:
+            self._after_tokens()
+        for each, finished in zip(self._running, before, strict=True):
+            if each.cohort.rows.finished != finished:
+                self._answer(each)
+        self._running = [each for each in self._running if not each.cohort.finished]
+
+    @staticmethod
+    def _answer(each: _Running) -> None:
+        """Hand over the completions of the pieces whose samples have all finished."""
+        unfinished = set(each.cohort.rows.prompt[each.cohort.rows.alive].tolist())
+        for prompt, piece in enumerate(each.pieces):
+            if piece is not None and prompt not in unfinished:
+                each.pieces[prompt] = None
+                piece.order.take(piece.samples, each.cohort.rows.rollouts_of(prompt))
+
+    def _give_up(self, error: Exception) -> None:
+        """Fail all that is running; all that waits too once the batcher is closed."""
+        running, self._running = self._running, []
+        waiting = list(self._waiting) if self._closed else []
+        for _, result in self._work if self._closed else ():
+            result.set_exception(error)
+        for piece in [*(piece for each in running for piece in each.pieces if piece is not None), *waiting]:
+            piece.order.fail(error)
+
+
+def _is_followed(each: _Running) -> bool:
+    return any(piece is not None and piece.on_token is not None for piece in each.pieces)
+
+
+def _tell(each: _Running, places: Sequence[int]) -> None:
+    """Tell those who follow of the newest token of the completions that got one."""
+    rows = each.cohort.rows
+    newest = rows.length - 1
+    logps = rows.logps if rows.raw_logps is None else rows.raw_logps
+    for place in places:
+        piece = each.pieces[place // len(rows.samples)]
+        if piece is not None and piece.on_token is not None:
+            sample = rows.samples[place % len(rows.samples)]
+            top = rows.tops[place][newest] if rows.tops else ()
+            piece.on_token(sample, int(rows.tokens[place, newest]), float(logps[place, newest]), top)

@@ -1,0 +1,222 @@
+"""Drawing next tokens: random numbers of their own for every sample, and the distribution's truncation."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf_data import UserError
+from rlhf_infer.engines.protocol import SamplingParams
+from rlhf_models.head import chunk_rows
+
+_NUCLEUS = 256
+"""Tokens that are sorted for top-p at first; more only where they have too little probability."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The next tokens of B rows.
+
+    Args:
+        tokens: (B,).
+        logps: (B,) their log-probs, as `Rollout.logps` describes them.
+        raw_logps: (B,) their log-probs at temperature 1.
+        top_tokens: (B, K) the likeliest tokens, likeliest first; None where none were asked for.
+        top_logps: (B, K) their log-probs.
+    """
+
+    tokens: Tensor
+    logps: Tensor
+    raw_logps: Tensor
+    top_tokens: Tensor | None = None
+    top_logps: Tensor | None = None
+
+
+class Sampler:
+    """Draws the next tokens of B rows by inverting cumulative distributions.
+
+    Args:
+        params: see `SamplingParams`.
+        eos_token_ids: the tokens that `min_new_tokens` holds back.
+        prompts: P prompts.
+        samples: indices of the samples drawn of each prompt; row p·len(samples) + i is sample samples[i].
+        vocab_size: V.
+        device: of the logits.
+        seeds: one per prompt; None for `params.seed`.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        eos_token_ids: Sequence[int],
+        prompts: Sequence[tuple[int, ...]],
+        samples: range,
+        *,
+        vocab_size: int,
+        device: torch.device,
+        seeds: Sequence[int] | None = None,
+    ) -> None:
+        self._params = params
+        self._eos = torch.tensor([e for e in eos_token_ids if e < vocab_size], device=device)
+        self._rows_per_chunk = chunk_rows(vocab_size, device)
+        self._uniforms: Tensor | None = None
+        if params.temperature > 0:
+            self._uniforms = uniforms(prompts, samples, params, seeds).to(device)
+        self._seen: Tensor | None = None
+        if params.repetition_penalty != 1:
+            seen = torch.zeros(len(prompts), vocab_size, dtype=torch.bool)
+            for row, prompt in zip(seen, prompts, strict=True):
+                row[[token for token in prompt if token < vocab_size]] = True
+            self._seen = seen.to(device).repeat_interleave(len(samples), 0)
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these rows only."""
+        self._uniforms = None if self._uniforms is None else self._uniforms[rows]
+        self._seen = None if self._seen is None else self._seen[rows]
+
+    def draw(
+        self,
+        head: Callable[[Tensor], Tensor],
+        hidden: Tensor,
+        step: int,
+        completions: Callable[[int], list[int] | None],
+    ) -> Drawn:
+        """The next token of every row.
+
+        Args:
+            head: maps states to fp32 logits (*, V).
+            hidden: (B, hidden) last states of the rows.
+            step: tokens that the rows have.
+            completions: the tokens of a row, for the logits processors; None for one that needs no more.
+
+        Raises:
+            UserError: a logits processor returns another shape, NaN, or no possible token.
+        """
+        drawn = [
+            self._draw_chunk(head(states), slice(first, first + len(states)), step, completions)
+            for first, states in zip(
+                range(0, len(hidden), self._rows_per_chunk), hidden.split(self._rows_per_chunk), strict=True
+            )
+        ]
+        found = Drawn(*(drawn[0] if len(drawn) == 1 else map(torch.cat, zip(*drawn, strict=True))))
+        if self._seen is not None:
+            self._seen.scatter_(1, found.tokens[:, None], True)
+        return found
+
+    def _draw_chunk(
+        self, logits: Tensor, rows: slice, step: int, completions: Callable[[int], list[int] | None]
+    ) -> tuple[Tensor, ...]:
+        params, greedy = self._params, self._params.temperature == 0
+        temperature = 1.0 if greedy else params.temperature
+        logps = (logits if temperature == 1 else logits / temperature).log_softmax(-1)
+        raw = logits.log_softmax(-1) if params.raw_logprobs and temperature != 1 else logps
+        processed = self._processed(logits, rows, step, completions)
+        if self._uniforms is None:
+            tokens = processed.argmax(-1)
+        else:
+            wanted = logps
+            if processed is not logits or params.top_k or params.top_p < 1 or params.min_p:
+                wanted = truncated(processed / temperature, params).log_softmax(-1)
+            tokens = invert(wanted, self._uniforms[rows, step])
+        chosen = tokens, *(each.gather(-1, tokens[:, None])[:, 0] for each in (logps, raw))
+        if not params.top_logprobs:
+            return chosen
+        likeliest = raw.topk(min(params.top_logprobs, raw.shape[-1]), -1)
+        return *chosen, likeliest.indices, likeliest.values
+
+    def _processed(
+        self, logits: Tensor, rows: slice, step: int, completions: Callable[[int], list[int] | None]
+    ) -> Tensor:
+        """The logits (B, V) after repetition penalty, `min_new_tokens` and processors; a copy if changed."""
+        params, changed = self._params, logits
+        if self._seen is not None:
+            penalty = params.repetition_penalty
+            penalised = torch.where(logits < 0, logits * penalty, logits / penalty)
+            changed = torch.where(self._seen[rows], penalised, logits)
+        if step < params.min_new_tokens:
+            changed = changed.index_fill(-1, self._eos, -torch.inf)
+        if params.logits_processors:
+            changed = changed.clone() if changed is logits else changed
+            for row in range(len(logits)):
+                completion = completions(rows.start + row)
+                if completion is not None:
+                    changed[row] = _through_processors(params, completion, changed[row])
+        return changed
+
+
+def _through_processors(params: SamplingParams, completion: list[int], logits: Tensor) -> Tensor:
+    for i, processor in enumerate(params.logits_processors):
+        where = f"logits processor {i} ({getattr(processor, '__name__', type(processor).__name__)})"
+        shape = logits.shape
+        logits = processor(completion, logits)
+        if logits.shape != shape:
+            raise UserError(
+                f"{where} returned logits of shape {tuple(logits.shape)}; expected {tuple(shape)}"
+            )
+        if not logits.max() > -torch.inf:  # also false where there is a NaN
+            raise UserError(
+                f"{where} left no possible token after {completion[-5:]}: all logits are -inf, or some NaN; "
+                "at least one must stay finite"
+            )
+    return logits
+
+
+def truncated(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Logits (B, V) at the sampling temperature with -inf for what top-k, top-p and min-p take away."""
+    if params.top_k:
+        least = logits.topk(min(params.top_k, logits.shape[-1]), -1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    if params.top_p < 1:
+        logits = logits.masked_fill(~_nucleus(logits.softmax(-1), params.top_p), -torch.inf)
+    if params.min_p:
+        probs = logits.softmax(-1)
+        logits = logits.masked_fill(probs < params.min_p * probs.amax(-1, keepdim=True), -torch.inf)
+    return logits
+
+
+def _nucleus(probs: Tensor, top_p: float) -> Tensor:
+    """Which tokens (B, V) have less than `top_p` of probability in all tokens that are likelier."""
+    size = 0
+    while True:
+        size = min(max(_NUCLEUS, 8 * size), probs.shape[-1])
+        likeliest, tokens = probs.topk(size, -1)
+        inside = likeliest.cumsum(-1) - likeliest < top_p
+        if size == probs.shape[-1] or not inside[:, -1].any():
+            return torch.zeros_like(probs, dtype=torch.bool).scatter_(1, tokens, inside)
+
+
+def invert(logps: Tensor, uniforms: Tensor) -> Tensor:
+    """Tokens (B,) where the cumulative distributions of log-probs (B, V) pass numbers (B,) in [0, 1)."""
+    cumulative = logps.double().exp_().cumsum_(-1)
+    draw = uniforms[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, draw, right=True)[:, 0].clamp_(max=logps.shape[-1] - 1)
+
+
+def uniforms(
+    prompts: Sequence[tuple[int, ...]],
+    samples: range,
+    params: SamplingParams,
+    seeds: Sequence[int] | None = None,
+) -> Tensor:
+    """(P·n, T) float64 in [0, 1): a hash of (seed, prompt, sample, position), whatever else is in the batch.
+
+    SplitMix64 (Steele et al. 2014, https://doi.org/10.1145/2714064.2660195) over a BLAKE2 key per sample.
+    """
+    keys = []
+    for prompt, seed in zip(prompts, seeds or [params.seed] * len(prompts), strict=True):
+        start = hashlib.blake2b(f"({seed}, {prompt!r}, ".encode(), digest_size=8)
+        for sample in samples:
+            key = start.copy()
+            key.update(f"{sample})".encode())
+            keys.append(key.digest())
+    state = np.frombuffer(b"".join(keys), dtype=np.uint64)[:, None]
+    state = state + np.arange(1, params.max_new_tokens + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    state = state ^ (state >> np.uint64(31))
+    return torch.from_numpy((state >> np.uint64(11)).astype(np.float64) / float(1 << 53))

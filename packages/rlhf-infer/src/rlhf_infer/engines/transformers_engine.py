@@ -1,0 +1,300 @@
+"""Generation with transformers models: every distinct prompt is computed once, its samples share the KV."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from rlhf_data import TokenSequence, UserError, pack
+from rlhf_infer.engines.decode_batch import Cohort, Rows
+from rlhf_infer.engines.kv_cache import DecodeAttention, JoinedAttention, PrefillAttention, PromptCache
+from rlhf_infer.engines.protocol import GenerationEngine as GenerationEngine
+from rlhf_infer.engines.protocol import LogitsProcessor as LogitsProcessor
+from rlhf_infer.engines.protocol import Rollout as Rollout
+from rlhf_infer.engines.protocol import SamplingParams as SamplingParams
+from rlhf_infer.engines.sampler import Sampler
+from rlhf_infer.engines.stop_strings import StopTexts
+from rlhf_models.attention import AttentionPlan
+from rlhf_models.cpu_linear import rounding
+from rlhf_models.head import causal_lm, chunk_rows, lm_logits
+from rlhf_models.logps import stream_forward
+
+
+class TransformersEngine:
+    """Generates from a transformers causal LM (or a PeftModel around one) through packed attention.
+
+    Each distinct prompt is prefilled once, prompts that share a prefix share its computation too, the samples
+    of a prompt read one copy of its keys and values, and finished rows leave the batch. The model is in eval
+    mode while it generates.
+
+    Args:
+        model: the model; whichever adapter is active when `generate` is called is sampled from.
+        tokenizer: for its end-of-sequence token, and to find stop texts.
+        max_batch_tokens: prompt and completion tokens whose keys and values are held at a time, counting
+            completions at their longest; more samples are drawn in parts, a longer one is refused.
+        max_prefill_tokens: prompt tokens that one forward pass computes, unless one prompt alone has more.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        max_batch_tokens: int = 1 << 18,
+        max_prefill_tokens: int = 1 << 14,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.max_batch_tokens, self.max_prefill_tokens = max_batch_tokens, max_prefill_tokens
+        self._stops: StopTexts | None = None
+        ends = getattr(causal_lm(model).generation_config, "eos_token_id", None)
+        ends = ends if isinstance(ends, list) else [ends]
+        self.eos_token_ids = sorted({e for e in [*ends, tokenizer.eos_token_id] if e is not None})
+        if not self.eos_token_ids:
+            raise UserError(
+                "the tokenizer and the generation config have no end-of-sequence token; "
+                "set eos_token in the tokenizer"
+            )
+
+    def update_weights(self, model: Any) -> None:
+        """Nothing to do: the engine shares the model, and every `generate` sees its weights as they are.
+
+        Raises:
+            ValueError: the model is another one than the engine's.
+        """
+        if causal_lm(model) is not causal_lm(self.model):
+            raise ValueError(
+                "the transformers engine generates from the model that it was made with; "
+                "make another engine for another model"
+            )
+
+    def close(self) -> None:
+        """Nothing to do: between calls of `generate` the engine holds no more than the model."""
+
+    # inference_mode would mark what the model keeps of a forward pass, and training could not use it.
+    @torch.no_grad()
+    def generate(
+        self, prompts: Sequence[Sequence[int]], n: int, params: SamplingParams, *, first: int = 0
+    ) -> list[list[Rollout]]:
+        """Draw `n` completions of each prompt.
+
+        Args:
+            prompts: token ids; equal prompts are computed once and get the same samples.
+            n: samples per prompt, at least 1.
+            params: see `SamplingParams`.
+            first: index of the first sample.
+
+        Returns:
+            One list of `n` rollouts per prompt, in the order of the prompts.
+
+        Raises:
+            UserError: a prompt is empty, or prompt and completion do not fit the model's context or
+                `max_batch_tokens`, or a logits processor leaves nothing to draw from.
+        """
+        if n < 1:
+            raise ValueError(f"n must be at least 1, got {n}")
+        self.check_lengths(prompts, params.max_new_tokens)
+        samples = range(first, first + n)
+        keys = [tuple(map(int, prompt)) for prompt in prompts]
+        drawn: dict[tuple[int, ...], list[Rollout]] = {}
+        with eval_mode(self.model):
+            for part in self._parts(list(dict.fromkeys(keys)), n, params.max_new_tokens):
+                drawn |= zip(part, self._generate_part(part, samples, params), strict=True)
+        return [drawn[key] for key in keys]
+
+    def check_lengths(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+        """Refuse prompts that are empty, or do not fit context and `max_batch_tokens` with a completion.
+
+        Raises:
+            UserError: a prompt is one of these.
+        """
+        limit = getattr(causal_lm(self.model).config.get_text_config(), "max_position_embeddings", None)
+        for i, prompt in enumerate(prompts):
+            if not len(prompt):
+                raise UserError(f"prompt {i} has no tokens; expected at least one")
+            if limit is not None and len(prompt) + max_new_tokens > limit:
+                raise UserError(
+                    f"prompt {i} has {len(prompt)} tokens and max_new_tokens is {max_new_tokens}, together "
+                    f"more than the model's context of {limit}; shorten the prompt or lower max_new_tokens"
+                )
+            if len(prompt) + max_new_tokens > self.max_batch_tokens:
+                raise UserError(
+                    f"prompt {i} has {len(prompt)} tokens and max_new_tokens is {max_new_tokens}, together "
+                    f"more than the {self.max_batch_tokens} tokens whose keys and values are held at a time; "
+                    "shorten the prompt, lower max_new_tokens, or raise max_batch_tokens (max_kv_tokens in "
+                    "training)"
+                )
+
+    def pieces(self, prompts: int, longest: int, samples: range, max_new_tokens: int) -> list[range]:
+        """Cut samples so that the keys and values of each piece fit `max_batch_tokens`, as evenly as it goes.
+
+        Args:
+            prompts: how many prompts they are drawn of.
+            longest: tokens of the longest prompt.
+            samples: of each prompt.
+            max_new_tokens: of a sample; one alone fits.
+        """
+        n = len(samples)
+        most = (self.max_batch_tokens // prompts - longest) // max_new_tokens
+        width = math.ceil(n / math.ceil(n / min(most, n)))
+        return [samples[first : first + width] for first in range(0, n, width)]
+
+    def _parts(
+        self, prompts: list[tuple[int, ...]], n: int, max_new_tokens: int
+    ) -> list[list[tuple[int, ...]]]:
+        """Cut the prompts so that all samples of a part of several stay within the token budget."""
+        parts: list[list[tuple[int, ...]]] = []
+        longest = 0
+        for prompt in prompts:
+            longest = max(longest, len(prompt))
+            size = (len(parts[-1]) + 1 if parts else 1) * (longest + n * max_new_tokens)
+            if not parts or size > self.max_batch_tokens:
+                parts.append([])
+                longest = len(prompt)
+            parts[-1].append(prompt)
+        return parts
+
+    def _generate_part(
+        self, prompts: list[tuple[int, ...]], samples: range, params: SamplingParams
+    ) -> list[list[Rollout]]:
+        """Prefill prompts and decode their samples, a single prompt's in several rounds if need be."""
+        prefilled = self._prefill(prompts)
+        groups: list[list[Rollout]] = [[] for _ in prompts]
+        for piece in self.pieces(len(prompts), prefilled[0].longest, samples, params.max_new_tokens):
+            cohort = self._cohort(prompts, piece, params, prefilled)
+            while not cohort.finished:
+                self.advance([cohort])
+            for group, new in zip(groups, cohort.rows.rollouts(), strict=True):
+                group += new
+        return groups
+
+    @torch.no_grad()
+    def start(
+        self,
+        prompts: list[tuple[int, ...]],
+        samples: range,
+        params: SamplingParams,
+        *,
+        seeds: Sequence[int] | None = None,
+    ) -> Cohort:
+        """Compute prompts, whose samples `advance` then decodes; the model has to be in eval mode.
+
+        Args:
+            prompts: token ids that fit the model's context, also the same several times.
+            samples: indices of the samples.
+            params: how they are drawn.
+            seeds: one per prompt, instead of that of `params`.
+        """
+        return self._cohort(prompts, samples, params, self._prefill(prompts), seeds)
+
+    @torch.no_grad()
+    def advance(self, cohorts: Sequence[Cohort], *, row_sizes: Sequence[int] = ()) -> None:
+        """Draw a token for every row of cohorts that have not finished, and compute it in one pass.
+
+        Args:
+            cohorts: started by this engine, not finished.
+            row_sizes: sizes, ascending, that the pass is padded to, where many different ones would cost.
+        """
+        self._draw(cohorts)
+        going = [cohort for cohort in cohorts if not cohort.finished]
+        if not going:
+            return
+        sizes = [len(cohort.tokens) for cohort in going]
+        extra = next((size for size in row_sizes if size >= sum(sizes)), sum(sizes)) - sum(sizes)
+        if len(going) == 1 and not extra:
+            going[0].hidden = self._forward(going[0].tokens, going[0].positions, going[0].plan)
+            return
+        tokens, positions = (
+            pad(torch.cat([getattr(cohort, name) for cohort in going]), (0, extra))
+            for name in ("tokens", "positions")
+        )
+        plan = JoinedAttention([cohort.plan for cohort in going], sizes)
+        hidden = self._forward(tokens, positions, plan)
+        for cohort, part in zip(going, hidden[: sum(sizes)].split(sizes), strict=True):
+            cohort.hidden = part
+
+    def _draw(self, cohorts: Sequence[Cohort]) -> None:
+        """Draw the next tokens, from logits that are computed at once where they are not too many."""
+        sizes = [len(cohort.hidden) for cohort in cohorts]
+        vocabulary = causal_lm(self.model).config.get_text_config().vocab_size
+        if len(cohorts) == 1 or sum(sizes) > chunk_rows(vocabulary, cohorts[0].hidden.device):
+            for cohort in cohorts:
+                cohort.draw(self._head, cohort.hidden)
+            return
+        logits = self._head(torch.cat([cohort.hidden for cohort in cohorts])).split(sizes)
+        for cohort, part in zip(cohorts, logits, strict=True):
+            cohort.draw(lambda states: states, part)
+
+    def _prefill(self, prompts: list[tuple[int, ...]]) -> tuple[PromptCache, torch.Tensor]:
+        """Run the prompts as packed trees; their keys and values, and each one's last hidden state."""
+        lm = causal_lm(self.model)
+        cache = PromptCache([len(prompt) for prompt in prompts], lm.device)
+        states, order = [], []
+        for batch in pack([TokenSequence(p, len(p)) for p in prompts], self.max_prefill_tokens):
+            extra = rounding(batch.num_tokens, next(lm.parameters()))
+            ids, positions = (pad(x, (0, extra)).to(lm.device) for x in (batch.input_ids, batch.position_ids))
+            hidden = self._forward(ids, positions, PrefillAttention(batch, cache))
+            states.append(hidden[batch.last_positions.to(lm.device)])
+            order.append(batch.sequence_ids)
+        return cache, torch.cat(states)[torch.cat(order).argsort().to(lm.device)]
+
+    def _cohort(
+        self,
+        prompts: list[tuple[int, ...]],
+        samples: range,
+        params: SamplingParams,
+        prefilled: tuple[PromptCache, torch.Tensor],
+        seeds: Sequence[int] | None = None,
+    ) -> Cohort:
+        cache, hidden = prefilled
+        sampler = Sampler(
+            params,
+            self.eos_token_ids,
+            prompts,
+            samples,
+            vocab_size=causal_lm(self.model).config.get_text_config().vocab_size,
+            device=hidden.device,
+            seeds=seeds,
+        )
+        return Cohort(
+            Rows(prompts, samples, params.max_new_tokens, raw=params.raw_logprobs),
+            sampler,
+            DecodeAttention(cache, len(samples), params.max_new_tokens),
+            lengths=cache.lengths,
+            hidden=hidden,
+            params=params,
+            ends=self.eos_token_ids,
+            stops=self._stop_texts(params),
+        )
+
+    def _stop_texts(self, params: SamplingParams) -> StopTexts | None:
+        """What finds the stop texts; the last one is kept, for it learns about tokens."""
+        if not params.stop:
+            return None
+        if self._stops is None or self._stops.texts != tuple(params.stop):
+            self._stops = StopTexts(self.tokenizer, params.stop)
+        return self._stops
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        return stream_forward(self.model, ids, positions, plan)
+
+    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+        return lm_logits(self.model, hidden)
+
+
+@contextlib.contextmanager
+def eval_mode(model: torch.nn.Module) -> Iterator[None]:
+    """The model in eval mode, and afterwards each of its parts in the mode it was in."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

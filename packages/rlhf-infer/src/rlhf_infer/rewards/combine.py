@@ -1,0 +1,378 @@
+"""Several reward functions with weights, called together, and every value they give checked."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from numbers import Real
+from typing import Any
+
+import torch
+
+from rlhf_data import UserError
+from rlhf_data.transcripts import Text
+from rlhf_infer import async_loop
+from rlhf_infer.failures import raised
+from rlhf_infer.http_client import ScorerUnavailable
+from rlhf_infer.rewards.checks import checked_rewards, shown
+from rlhf_infer.rewards.conventions import (
+    Caller,
+    RewardFunction,
+    Samples,
+    caller_of,
+    function_name,
+    stateful_part,
+)
+from rlhf_infer.rewards.routing import open_answers_only
+from rlhf_infer.rewards.texts import sample_name
+
+
+@dataclass(frozen=True)
+class RewardScores:
+    """What F reward functions say of B completions.
+
+    Args:
+        names: F names, all different.
+        rewards: (F, B) fp32 on the CPU, not weighted; NaN where a function is not applicable.
+        total: (B,) fp32, the weighted sum over the functions that are applicable.
+        metrics: what functions logged with `log_metric`, the mean of each.
+        extras: what functions logged with `log_extra`, B values each.
+    """
+
+    names: tuple[str, ...]
+    rewards: torch.Tensor
+    total: torch.Tensor
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    extras: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One function that is called, and its rows in the scores: several where it has `row_names`.
+
+    Args:
+        function: what is called.
+        call: calls it with samples, by its convention.
+        name: what messages call it.
+        rows: names of its rows.
+        weights: of its rows.
+        many: whether it gives a mapping with one list per row.
+    """
+
+    function: RewardFunction
+    call: Caller
+    name: str
+    rows: tuple[str, ...]
+    weights: tuple[float, ...]
+    many: bool
+
+    @property
+    def is_async(self) -> bool:
+        """Whether calling it gives an awaitable at once."""
+        inner: Any = inspect.unwrap(self.function)
+        return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
+
+    def checked(self, result: Any, samples: Samples) -> list[list[float]]:
+        """What the function returned as one list of B rewards per row, NaN for None.
+
+        Raises:
+            UserError: it is of another type or number, or not finite in fp32.
+        """
+        if not self.many:
+            return [checked_rewards(result, self.name, samples)]
+        if not isinstance(result, Mapping) or set(result) != set(self.rows):
+            raise UserError(
+                f"reward function {self.name} returned {shown(result)}; expected a mapping with the keys "
+                f"{', '.join(self.rows)}"
+            )
+        return [checked_rewards(result[row], row, samples) for row in self.rows]
+
+
+class RewardFunctions:
+    """Reward functions with weights: total = Σ_f w_f · r_f over the functions that are applicable.
+
+    A function follows one of the conventions of `rewards.conventions`. Asynchronous ones run at the same time
+    as each other and as the others. A function may have further attributes: `name`; `state` and
+    `load_state` for what must survive a restart; `row_names` and `row_weights`, if it gives a mapping with
+    one list of rewards per name; `components()`, if it stands for several functions with weights of their
+    own, as `ConstitutionalRewardWrapper` does; `scores_open_answers`, if beside a checker it is only for
+    answers that cannot be checked, where the data has a column `verifiable`: see `rewards.routing`;
+    `may_leave_out`, if its None may mean that it could not tell, as of a judge behind an API. A completion
+    that only such a function might have scored gets the mean total of its prompt's other completions, or of
+    the batch's, and the metric `unscored` is the share of these.
+
+    Args:
+        functions: at least one.
+        weights: one per function; None for 1 each.
+        names: one per function, all different; None takes the functions' own, a second `f` becoming `f_2`.
+
+    Raises:
+        UserError: no function, a wrong number of weights or names, a weight that is not finite, names that
+            repeat, or something that is not callable.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[RewardFunction],
+        *,
+        weights: Sequence[float] | None = None,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        if not functions:
+            raise UserError("there is no reward function; give at least one")
+        weights = _checked_weights(functions, weights)
+        given = _unique(map(function_name, functions)) if names is None else _checked_names(functions, names)
+        sources: list[Source] = []
+        for function, weight, name in zip(functions, weights, given, strict=True):
+            sources += _sources(function, weight, name)
+        if any(hasattr(source.function, "required_columns") for source in sources):
+            sources = [_beside_a_checker(source) for source in sources]
+        rows = [row for source in sources for row in source.rows]
+        if len(set(rows)) < len(rows):
+            double = next(row for row in rows if rows.count(row) > 1)
+            raise UserError(f"two rewards are called {double!r}; give the reward functions different names")
+        self.sources: tuple[Source, ...] = tuple(sources)
+        """The functions that are called, for those who call them one by one; see `combined`."""
+        self.names: tuple[str, ...] = tuple(rows)
+        """Names of the rows of the scores."""
+        self.weights: tuple[float, ...] = tuple(w for source in sources for w in source.weights)
+        """Weights of the rows."""
+
+    @property
+    def functions(self) -> tuple[RewardFunction, ...]:
+        """The functions that are called."""
+        return tuple(source.function for source in self.sources)
+
+    def __call__(
+        self,
+        prompts: Sequence[Text],
+        completions: Sequence[Text],
+        *,
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Sequence[Any]],
+        step: int = 0,
+    ) -> RewardScores:
+        """Score B completions.
+
+        Args:
+            prompts: B texts or message lists.
+            completions: B texts, or message lists after a prompt of messages.
+            completion_ids: B lists of token ids.
+            columns: B values for each further column of the data.
+            step: optimizer steps done, which functions see as `trainer_state.global_step`.
+
+        Raises:
+            UserError: a function raises, or returns a wrong type, a wrong number of rewards, or one that is
+                not finite in fp32; no function is applicable to a completion. Function and sample are named.
+            ScorerUnavailable: a scorer behind HTTP gave no rewards.
+            ValueError: arguments of different lengths.
+        """
+        samples = Samples(prompts, completions, completion_ids, columns, step)
+        return self.score(samples)
+
+    def score(self, samples: Samples) -> RewardScores:
+        """See `__call__`."""
+        _check_lengths(samples)
+        metrics: dict[str, list[float]] = {}
+        extras: dict[str, list[Any]] = {}
+        samples = replace(
+            samples,
+            log_metric=lambda name, value: metrics.setdefault(name, []).append(float(value)),
+            log_extra=lambda name, values: extras.__setitem__(name, list(values)),
+        )
+        rows: list[list[float]] = []
+        for source, result in zip(self.sources, self._results(samples), strict=True):
+            rows += source.checked(result, samples)
+        scores = self.combined(rows, samples)
+        means = {name: math.fsum(values) / len(values) for name, values in metrics.items()}
+        return replace(scores, metrics={**means, **scores.metrics}, extras=extras)
+
+    def combined(self, rows: Sequence[Sequence[float]], samples: Samples) -> RewardScores:
+        """The scores from what the functions gave.
+
+        Args:
+            rows: F lists of B rewards in the order of `names`, NaN where one is not applicable.
+            samples: the B samples that were scored.
+
+        Raises:
+            UserError: no function is applicable to one of them.
+        """
+        rewards = torch.tensor(rows, dtype=torch.float32).view(len(self.names), len(samples.completions))
+        total = (torch.tensor(self.weights)[:, None] * rewards.nan_to_num(0.0)).sum(0)
+        metrics = {}
+        if (unscored := rewards.isnan().all(0)).any():
+            self._fill_in(total, unscored, samples)
+            metrics["unscored"] = float(unscored.float().mean())
+        return RewardScores(self.names, rewards, total, metrics)
+
+    def _fill_in(self, total: torch.Tensor, unscored: torch.Tensor, samples: Samples) -> None:
+        """Give completions that no function scored the mean of those that were, in place.
+
+        Raises:
+            UserError: no function could have scored them, or none of the batch was scored.
+        """
+        first = int(unscored.nonzero()[0])
+        if unscored.all() or not any(getattr(s.function, "may_leave_out", False) for s in self.sources):
+            raise UserError(
+                f"{sample_name(first, samples.completions[first])}: no reward function is applicable, all "
+                f"say None ({', '.join(self.names)}); add one that is, or leave such rows out of the data"
+            )
+        known = [i for i, none in enumerate(unscored.tolist()) if not none]
+        for i in unscored.nonzero().flatten().tolist():
+            alike = [j for j in known if samples.prompts[j] == samples.prompts[i]] or known
+            total[i] = total[alike].mean()
+
+    def state(self) -> dict[str, Any]:
+        """What must survive a restart, as JSON values: the states of the functions that have one, by name."""
+        return {name: function.state() for name, function in self._stateful().items()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Put the functions into a state that `state` gave.
+
+        Raises:
+            UserError: it is the state of other functions.
+        """
+        stateful = self._stateful()
+        if set(state) != set(stateful):
+            raise UserError(
+                f"the saved state is of the reward functions {', '.join(sorted(state)) or '(none)'}, but "
+                f"those with a state are {', '.join(sorted(stateful)) or '(none)'}; give the same --reward "
+                "as before"
+            )
+        for name, function in stateful.items():
+            function.load_state(state[name])
+
+    def _stateful(self) -> dict[str, Any]:
+        found = {source.name: stateful_part(source.function) for source in self.sources}
+        return {name: function for name, function in found.items() if function is not None}
+
+    def _results(self, samples: Samples) -> list[Any]:
+        """What each function returns, asynchronous ones running while the others do."""
+        results: list[Any] = [None] * len(self.sources)
+        futures: dict[int, Future[Any]] = {}
+        # Asynchronous functions first: they then run while this thread is busy with the others.
+        order = sorted(range(len(self.sources)), key=lambda i: not self.sources[i].is_async)
+        try:
+            for i in order:
+                with _named_errors(self.sources[i], samples):
+                    results[i] = self.sources[i].call(samples)
+                if inspect.isawaitable(results[i]):
+                    futures[i] = async_loop.submit(results[i])
+            for i, future in futures.items():
+                with _named_errors(self.sources[i], samples):
+                    results[i] = future.result()
+        except BaseException:
+            for future in futures.values():
+                future.cancel()
+            raise
+        return results
+
+
+def _sources(function: RewardFunction, weight: float, name: str) -> list[Source]:
+    """A function as the functions that are called, with their weights."""
+    components = getattr(function, "components", None)
+    if components is not None:
+        return [s for part, w, own in components(name) for s in _sources(part, weight * w, own)]
+    call = caller_of(function, name)
+    rows = getattr(function, "row_names", None)
+    if rows is None:
+        return [Source(function, call, name, (name,), (weight,), many=False)]
+    weights = tuple(weight * w for w in getattr(function, "row_weights", [1.0] * len(rows)))
+    return [Source(function, call, name, tuple(rows), weights, many=True)]
+
+
+def _beside_a_checker(source: Source) -> Source:
+    if not getattr(source.function, "scores_open_answers", False):
+        return source
+    return replace(source, call=open_answers_only(source.call, source.rows if source.many else ()))
+
+
+@contextlib.contextmanager
+def _named_errors(source: Source, samples: Samples) -> Iterator[None]:
+    """Turn what a function raises into a sentence that names it and, where one is at fault, the sample."""
+    try:
+        yield
+    except UserError as error:
+        where = f"reward function {source.name}"
+        if where in str(error):
+            raise
+        kind = ScorerUnavailable if isinstance(error, ScorerUnavailable) else UserError
+        raise kind(f"{where}: {error}") from error
+    except Exception as error:
+        index = _culprit(source, samples)
+        where = f"{len(samples.completions)} samples together" if index is None else ""
+        where = where or sample_name(index or 0, samples.completions[index or 0])
+        raise UserError(f"reward function {source.name}, {where}: {raised(error)}") from error
+
+
+def _culprit(source: Source, samples: Samples) -> int | None:
+    """Index of a sample that by itself makes a function raise, by halving; None where only several do."""
+
+    def fails(indices: range) -> bool:
+        try:
+            result = source.call(samples.part(indices))
+            if inspect.isawaitable(result):
+                async_loop.submit(result).result()
+        except Exception:
+            return True
+        return False
+
+    indices = range(len(samples.completions))
+    if len(indices) == 1:
+        return 0
+    while len(indices) > 1:
+        middle = len(indices) // 2
+        failing = next((half for half in (indices[:middle], indices[middle:]) if fails(half)), None)
+        if failing is None:
+            return None
+        indices = failing
+    return indices[0] if indices else None
+
+
+def _check_lengths(samples: Samples) -> None:
+    count = len(samples.completions)
+    lengths = {"prompts": len(samples.prompts)} | {k: len(v) for k, v in samples.columns.items()}
+    if samples.completion_ids is not None:
+        lengths["completion_ids"] = len(samples.completion_ids)
+    wrong = [f"{name} {length}" for name, length in lengths.items() if length != count]
+    if wrong or not count:
+        raise ValueError(f"expected one entry for each of {count} > 0 completions, got {', '.join(wrong)}")
+
+
+def _checked_weights(functions: Sequence[Any], weights: Sequence[float] | None) -> list[float]:
+    if weights is None:
+        return [1.0] * len(functions)
+    if len(weights) != len(functions):
+        raise UserError(
+            f"there are {len(weights)} reward weights for {len(functions)} reward functions; give one for "
+            "each"
+        )
+    for weight in weights:
+        if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight):
+            raise UserError(f"reward weight {weight!r} is not a finite number")
+    return [float(weight) for weight in weights]
+
+
+def _checked_names(functions: Sequence[Any], names: Sequence[str]) -> list[str]:
+    if len(names) != len(functions) or len(set(names)) < len(names):
+        raise UserError(
+            f"the names of {len(functions)} reward functions are {', '.join(names)}; give one for each, "
+            "all different"
+        )
+    return list(names)
+
+
+def _unique(names: Iterator[str]) -> list[str]:
+    """Names of which the second `f` becomes `f_2`, or the next number that is free."""
+    found: list[str] = []
+    for name in names:
+        number, unique = 1, name
+        while unique in found:
+            number += 1
+            unique = f"{name}_{number}"
+        found.append(unique)
+    return found

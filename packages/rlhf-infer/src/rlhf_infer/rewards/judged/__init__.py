@@ -1,0 +1,1 @@
+"""Rewards given by judges: directly, or by the principles of a constitution."""

@@ -1,0 +1,121 @@
+"""Constitutions in files, and the judges that their texts are put to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rlhf_data import BaseConfig, UserError, load_config_file
+from rlhf_infer.rewards.judged.constitutional import PRINCIPLE_TEMPLATE, Principle
+
+
+class PrincipleConfig(BaseConfig):
+    """One principle: at most one of `keywords`, `pattern` and `function`; without, a judge reads its text."""
+
+    name: str
+    """What metrics call it, after `constitution/`."""
+
+    weight: float = 1.0
+    """Weight of its score in the total."""
+
+    text: str = ""
+    """The principle in words; what a judge is asked about."""
+
+    keywords: tuple[str, ...] | None = None
+    """Words or phrases that are looked for, whole and in any case."""
+
+    pattern: str | None = None
+    """Regular expression that is looked for, in any case."""
+
+    found: float = -1.0
+    """Score where keyword or pattern is found."""
+
+    absent: float = 0.0
+    """Score where it is not."""
+
+    function: str | None = None
+    """Reward function, as `--reward` names it: a rule, `pkg.mod:function`, a model, a URL."""
+
+
+def load_principles(path: str | Path, *, judge: Any = None) -> list[Principle]:
+    """Read the principles of a JSON or YAML file `{principles: [{name, weight, text, ...}, ...]}`.
+
+    Args:
+        path: the file; its keys are those of `PrincipleConfig`.
+        judge: decides on principles that are only a text, see `Principle.judged`; None where there is none.
+
+    Raises:
+        UserError: the file is missing or malformed, or a principle is a text and there is no judge.
+    """
+    if not Path(path).is_file():
+        raise UserError(f"there is no file {path} with principles; check the path")
+    values = load_config_file(path)
+    entries = values.get("principles")
+    if set(values) != {"principles"} or not isinstance(entries, list) or not entries:
+        raise UserError(
+            f"file {path} has the keys {', '.join(values) or '(none)'}; expected one key principles with a "
+            "list of at least one principle"
+        )
+    principles = []
+    for number, entry in enumerate(entries, 1):
+        where = f"{path}, principle {number}"
+        if not isinstance(entry, dict):
+            raise UserError(f"{where} is {entry!r}; expected a mapping with name, weight, text and so on")
+        principles.append(_principle(PrincipleConfig.from_dict(entry, where), judge, where))
+    return principles
+
+
+def load_principle_judge(name_or_path: str | Path, **load_options: Any) -> Any:
+    """Load a judge for principles: a model with one score, or a language model that is asked.
+
+    Args:
+        name_or_path: a model folder or a hub name.
+        **load_options: `dtype`, `load_in_8bit`, `load_in_4bit` and `device`, see `load_causal_lm`.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+    from rlhf_infer.judges.prompted import PromptedJudge
+    from rlhf_infer.rewards.models import MAX_TOKENS
+    from rlhf_models import JudgeModel, load_causal_lm, load_tokenizer
+    from rlhf_models.adapter_files import is_adapter
+    from rlhf_models.loading import load_config
+
+    if is_adapter(name_or_path) or _is_classifier(load_config(name_or_path)):
+        return JudgeModel.from_pretrained(name_or_path, **load_options).eval()
+    model = load_causal_lm(name_or_path, **load_options)
+    return PromptedJudge(
+        model, load_tokenizer(name_or_path), template=PRINCIPLE_TEMPLATE, max_tokens=MAX_TOKENS
+    )
+
+
+def _principle(config: PrincipleConfig, judge: Any, where: str) -> Principle:
+    from rlhf_infer.rewards.factory import RewardFunctionFactory
+
+    name, weight, text = config.name, config.weight, config.text
+    kinds = [kind for kind in ("keywords", "pattern", "function") if getattr(config, kind) is not None]
+    if len(kinds) > 1 or not name:
+        raise UserError(
+            f"{where} is named {name!r} and has {' and '.join(kinds) or 'only a text'}; expected a name, and "
+            "at most one of keywords, pattern, function"
+        )
+    if kinds in ([], ["function"]) and config.model_fields_set & {"found", "absent"}:
+        raise UserError(f"{where} has found or absent, which go with keywords or a pattern; take them out")
+    scores = {"found": config.found, "absent": config.absent, "weight": weight, "text": text}
+    if config.keywords is not None:
+        return Principle.keywords(name, config.keywords, **scores)
+    if config.pattern is not None:
+        return Principle.pattern(name, config.pattern, **scores)
+    if config.function is not None:
+        return Principle.function(
+            name, RewardFunctionFactory.from_spec(config.function), weight=weight, text=text
+        )
+    if judge is None:
+        raise UserError(
+            f"{where} is only a text, which needs a judge; give one, or keywords, a pattern or a function"
+        )
+    return Principle.judged(name, text, judge, weight=weight)
+
+
+def _is_classifier(config: Any) -> bool:
+    return (config.architectures or [""])[0].endswith("Classification")

@@ -1,0 +1,1 @@
+"""The `math` rule: formulas compared by math-verify, in processes with a time limit."""

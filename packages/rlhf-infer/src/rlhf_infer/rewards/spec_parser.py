@@ -1,0 +1,266 @@
+"""Lines of text that name a reward function, and the code that they name."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_data import UserError
+from rlhf_data.paths import absolute_path
+from rlhf_infer.rewards.conventions import RewardFunction, function_name
+
+_DOTTED = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)+")
+_ATTRIBUTES = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*")
+
+
+@dataclass(frozen=True)
+class Builder:
+    """Something a line may name.
+
+    Args:
+        build: makes the reward function from its options.
+        options: names of the options, and the type or function that turns a text into each.
+        required: options that must be given.
+        paths: options that name files or folders.
+    """
+
+    build: Callable[..., RewardFunction]
+    options: Mapping[str, Any]
+    required: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()
+
+
+def builder_of(kind: type) -> Builder:
+    """The builder of a class whose options are its constructor's annotated arguments."""
+    options = {}
+    for name, parameter in inspect.signature(kind, eval_str=True).parameters.items():
+        options[name] = _plain_type(parameter.annotation)
+    return Builder(kind, options)
+
+
+def build(spec: str, builders: Mapping[str, Builder], options: Mapping[str, Any]) -> RewardFunction:
+    """The reward function that a line names; see `RewardFunctionFactory.from_spec`.
+
+    Args:
+        spec: the line.
+        builders: what it may name before a colon.
+        options: further options, over those in the line.
+    """
+    rule, _, rest = spec.partition(":")
+    if rule in builders:
+        return _built(rule, builders[rule], _parsed(rule, builders[rule], rest) | dict(options))
+    if spec.startswith(("http://", "https://")):
+        return _built("remote", builders["remote"], {"url": spec, **options})
+    path, colon, attributes = spec.rpartition(":")
+    is_path = path.endswith(".py") or _DOTTED.fullmatch(path) or _ATTRIBUTES.fullmatch(path)
+    if colon and is_path and _ATTRIBUTES.fullmatch(attributes):
+        return user_function(spec, options)
+    if spec.endswith(".py"):
+        raise UserError(f"reward {spec!r} is a file; name the function in it, as in {spec}:my_reward")
+    if spec and not colon and ("/" in spec or Path(spec).is_dir()):
+        return _built("model", builders["model"], {"path": spec, **options})
+    if _DOTTED.fullmatch(spec) and _finds(spec.partition(".")[0]):
+        return user_function(spec, options)
+    near = difflib.get_close_matches(rule, builders, n=1)
+    raise UserError(
+        f"reward {spec!r} is unknown{f'; did you mean {near[0]}?' if near else ''}; expected a rule "
+        f"({', '.join(builders)}), a model folder, a hub name with a slash, pkg.mod:function, "
+        "path/to/file.py:function, or a URL"
+    )
+
+
+def with_absolute_paths(spec: str, builders: Mapping[str, Builder]) -> str:
+    """See `RewardFunctionFactory.with_absolute_paths`; a line that `build` refuses stays as it is."""
+    rule, _, rest = spec.partition(":")
+    if rule in builders:
+        parts = _parts(builders[rule], rest) if builders[rule].paths and rest else []
+        found = [_absolute_option(part, builders[rule], builders) for part in parts]
+        return f"{rule}:{','.join(found)}" if found else spec
+    path, colon, attributes = spec.rpartition(":")
+    if colon and path.endswith(".py"):
+        return f"{absolute_path(path)}:{attributes}"
+    file = Path(f"{path}.py")
+    if colon and path.isidentifier() and file.is_file() and _origin(path) in (None, str(file.absolute())):
+        return f"{file.absolute()}:{attributes}"
+    return spec if colon else absolute_path(spec)
+
+
+def _absolute_option(part: str, builder: Builder, builders: Mapping[str, Builder]) -> str:
+    name, equals, value = part.partition("=")
+    if name in builder.paths:
+        value = absolute_path(value)
+    if name == "base":
+        value = with_absolute_paths(value, builders)
+    return f"{name}{equals}{value}"
+
+
+def _origin(module: str) -> str | None:
+    """The file of a top-level module in Python's path."""
+    found = importlib.util.find_spec(module)
+    return found.origin if found else None
+
+
+def user_function(function: RewardFunction | str, options: Mapping[str, Any]) -> RewardFunction:
+    """See `RewardFunctionFactory.from_function`."""
+    found: Any = _imported(function) if isinstance(function, str) else function
+    if isinstance(found, type):
+        try:
+            found = found(**options)
+        except UserError:
+            raise
+        except (Exception, SystemExit) as error:  # a class of the user's, which fails as it likes
+            raise UserError(
+                f"reward {function} cannot be made ({type(error).__name__}: {error}); check its options"
+            ) from error
+    elif options:
+        found = functools.partial(found, **options)
+    if not callable(found):
+        raise UserError(f"reward {function} is a {type(found).__name__}; expected a function")
+    return found if hasattr(found, "name") else _Named(found)
+
+
+class _Named:
+    """A user's function under its name; `inspect.unwrap` and `inspect.signature` see the function itself."""
+
+    def __init__(self, function: RewardFunction) -> None:
+        self.__wrapped__ = function
+        self.name = function_name(function)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.__wrapped__(*args, **options)
+
+
+def _finds(module: str) -> bool:
+    """Whether there is a top-level module of a name, in Python's path or the working directory."""
+    _see(os.getcwd())
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _built(rule: str, builder: Builder, options: dict[str, Any]) -> RewardFunction:
+    if missing := [name for name in builder.required if name not in options]:
+        raise UserError(f"reward {rule} needs {', '.join(missing)}; write {rule}:{missing[0]}=...")
+    for name in options:
+        if name not in builder.options:
+            _refuse_option(rule, name, builder)
+    return builder.build(**options)
+
+
+def _parsed(rule: str, builder: Builder, text: str) -> dict[str, Any]:
+    """The options `name=value,name=value` of a rule; a comma inside a value may stay."""
+    if not text:
+        return {}
+    options: dict[str, Any] = {}
+    for part in _parts(builder, text):
+        name, equals, value = part.partition("=")
+        if name not in builder.options or not equals:
+            _refuse_option(rule, name, builder)
+        options[name] = _converted(f"reward {rule}: {name}", value, builder.options[name])
+    return options
+
+
+def _parts(builder: Builder, text: str) -> list[str]:
+    names = "|".join(map(re.escape, builder.options))
+    return re.split(rf",(?=(?:{names})=)", text)
+
+
+def _refuse_option(rule: str, name: str, builder: Builder) -> typing.NoReturn:
+    near = difflib.get_close_matches(name, builder.options, n=1)
+    raise UserError(
+        f"reward {rule} has no option {name!r}{f'; did you mean {near[0]}?' if near else ''}; "
+        f"write {rule}:name=value,name=value with {', '.join(builder.options)}"
+    )
+
+
+def _converted(where: str, text: str, kind: Callable[[str], Any]) -> Any:
+    try:
+        if kind is dict:
+            raise ValueError("it is given in Python only")
+        return kind(text)
+    except ValueError as error:
+        name = "JSON" if kind is json.loads else getattr(kind, "__name__", str(kind))
+        raise UserError(f"{where} is {text!r}, which is no {name}: {error}") from error
+
+
+def _plain_type(annotation: Any) -> type:
+    """`int` of `int | None`, `str` of `Literal["a", "b"]`."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        annotation = next(each for each in typing.get_args(annotation) if each is not type(None))
+    if typing.get_origin(annotation) is typing.Literal:
+        return str
+    return annotation
+
+
+def _imported(path: str) -> Any:
+    """The object that a dotted path names."""
+    module_name, colon, attributes = path.rpartition(":")
+    if not colon:
+        module_name, _, attributes = path.rpartition(".")
+    module = _file_module(path, module_name) if module_name.endswith(".py") else _module(path, module_name)
+    found: Any = module
+    for attribute in attributes.split("."):
+        if not hasattr(found, attribute):
+            public = [name for name, each in vars(module).items() if callable(each) and name[0] != "_"]
+            near = difflib.get_close_matches(attribute, public, n=1)
+            hint = f"did you mean {near[0]}?" if near else "check the name"
+            raise UserError(f"reward {path}: {module_name} has no {attribute}; {hint}")
+        found = getattr(found, attribute)
+    return found
+
+
+def _module(path: str, name: str) -> types.ModuleType:
+    _see(os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:  # a module is a program of the user's, and fails as it likes
+        raise _import_error(path, name, error) from error
+
+
+def _file_module(path: str, file: str) -> types.ModuleType:
+    """Run a Python file as a module of a name that no other has; it may import what lies beside it."""
+    full = Path(file).resolve()
+    if not full.is_file():
+        raise UserError(f"reward {path}: there is no file {file}; check the path")
+    name = f"reward_file_{full.stem}_{hashlib.sha256(str(full).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    _see(str(full.parent))
+    spec = importlib.util.spec_from_file_location(name, full)
+    assert spec is not None and spec.loader is not None, "a .py file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # as in _module
+        del sys.modules[name]
+        raise _import_error(path, file, error) from error
+    return module
+
+
+def _import_error(path: str, name: str, error: BaseException) -> UserError:
+    return UserError(
+        f"reward {path}: {name} cannot be imported ({type(error).__name__}: {error}); "
+        "check the name, and that it is installed or in the working directory"
+    )
+
+
+def _see(folder: str) -> None:
+    """Add a folder to Python's path, which in a console script has no working directory, hiding nothing."""
+    if folder not in sys.path:
+        sys.path.append(folder)

@@ -1,0 +1,1 @@
+"""Strategies over engines: best-of-N, budgets, early stopping, votes, ensembles of policies."""

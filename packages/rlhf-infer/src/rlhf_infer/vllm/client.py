@@ -1,0 +1,140 @@
+"""Calls to a vLLM server: every one has a time limit, and every failure says what it was."""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from concurrent.futures import CancelledError, Future
+from typing import Any
+
+import httpx
+
+from rlhf_data import UserError
+from rlhf_infer import async_loop
+from rlhf_infer.http_client import HTTPClient, Unavailable
+
+HEALTH_TIMEOUT_S = 10.0
+"""How long a server may take to say that it is well."""
+
+
+class ServerLost(Exception):
+    """A server does not answer, or broke off; the message says how."""
+
+
+class ServerRefused(Exception):
+    """A server answered with an error.
+
+    Args:
+        status: of HTTP.
+        message: what the server says.
+    """
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(f"{message} (HTTP {status})")
+        self.status = status
+
+
+class VLLMClient:
+    """Makes calls to one server, from any number of threads; connections outlive it.
+
+    A failed call is not sent again here: a completion that broke off is the engine's to draw again, after it
+    has looked whether the server still has the right weights.
+
+    Args:
+        base_url: such as `http://localhost:8000`.
+        api_key: sent as bearer token; None sends none.
+
+    Raises:
+        UserError: the address is none of HTTP.
+    """
+
+    def __init__(self, base_url: str, *, api_key: str | None = None) -> None:
+        self.base_url = base_url.rstrip("/")
+        try:
+            self._client = _http_client(self.base_url, api_key)
+        except UserError as error:
+            raise UserError(
+                f"{base_url!r} is no server address; expected one such as http://localhost:8000"
+            ) from error
+        self._lock = threading.Lock()
+        self._calls: set[Future[httpx.Response]] = set()
+        self._given_up = False
+
+    def call(self, method: str, path: str, body: Any = None, *, timeout_s: float) -> Any:
+        """Make one call.
+
+        Args:
+            method: GET or POST.
+            path: below the base address.
+            body: what JSON can hold; None sends none.
+            timeout_s: longest wait for the whole answer.
+
+        Returns:
+            The answer, read where it is JSON, as text otherwise; None where it is empty.
+
+        Raises:
+            ServerLost: there is no answer.
+            ServerRefused: the answer is an error.
+        """
+        data = None if body is None else json.dumps(body).encode()
+        with self._lock:
+            if self._given_up:
+                raise ServerLost("was given up")
+            request = self._client.request(method, self.base_url + path, data, timeout_s=timeout_s)
+            future = async_loop.submit(request)
+            self._calls.add(future)
+        try:
+            return _content(future.result())
+        except Unavailable as error:
+            if error.timed_out:
+                raise ServerLost(f"did not answer {method} {path} within {timeout_s:g} s") from error
+            raise ServerLost(f"broke off {method} {path} ({error})") from error
+        except CancelledError as error:
+            raise ServerLost("was given up") from error
+        finally:
+            with self._lock:
+                self._calls.discard(future)
+
+    def healthy(self, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
+        """Whether the server says that it is well, within `timeout_s` and `HEALTH_TIMEOUT_S`."""
+        try:
+            self.call("GET", "/health", timeout_s=min(timeout_s, HEALTH_TIMEOUT_S))
+        except (ServerLost, ServerRefused):
+            return False
+        return True
+
+    def give_up(self) -> None:
+        """Break off all calls under way, in whichever thread; further ones fail too."""
+        with self._lock:
+            self._given_up = True
+            calls = list(self._calls)
+        for each in calls:
+            each.cancel()
+
+
+@functools.lru_cache(maxsize=16)
+def _http_client(base_url: str, api_key: str | None) -> HTTPClient:
+    return HTTPClient(base_url, what="vLLM server", timeout_s=HEALTH_TIMEOUT_S, api_key=api_key)
+
+
+def _content(response: httpx.Response) -> Any:
+    """What an answer holds; raises ServerRefused where it is an error."""
+    text = response.text
+    content: Any = text or None
+    if text and "json" in response.headers.get("Content-Type", ""):
+        try:
+            content = json.loads(text)
+        except ValueError as error:
+            raise ServerRefused(response.status_code, f"the answer is no JSON: {text[:200]!r}") from error
+    if not response.is_success:
+        raise ServerRefused(response.status_code, _message(content) or response.reason_phrase)
+    return content
+
+
+def _message(content: Any) -> str:
+    """The sentence in an error's content, as vLLM and FastAPI lay it out."""
+    if isinstance(content, dict):
+        error = content.get("error", content.get("detail", content))
+        return str(error.get("message", error) if isinstance(error, dict) else error)
+    return str(content or "")[:500]
