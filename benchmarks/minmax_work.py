@@ -12,7 +12,7 @@ from offline_vs_trl import SHAPES, VOCABULARY
 from online_pace import Task, vowels
 
 from rlhf_data import StoryWorldConfig, UserError, atomic_write_text, generate_stories
-from rlhf_data.story_world import split_sentences
+from rlhf_data.worlds.story import split_sentences
 from rlhf_minmax import MinMaxConfig
 from rlhf_minmax.data import load_stories
 from rlhf_models import (

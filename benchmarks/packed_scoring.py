@@ -35,7 +35,7 @@ from rlhf_data import (
     pack,
     read_rows,
 )
-from rlhf_data.story_world import split_sentences
+from rlhf_data.worlds.story import split_sentences
 from rlhf_models import build_tiny_llama, token_logps, train_byte_tokenizer
 
 HH_DATA = Path(__file__).parents[2] / "shared/data/hh-rlhf/harmless-base-1500.jsonl.gz"

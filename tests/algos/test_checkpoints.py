@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from rlhf_algos.checkpoints import STATE_FILE, CheckpointManager
 from rlhf_data import RunFolder, UserError
-from rlhf_data.files import DiskFullError
+from rlhf_data.runs.atomic import DiskFullError
 
 
 def _write(manager, step, **metrics):

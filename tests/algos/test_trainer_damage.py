@@ -11,7 +11,7 @@ import torch
 from rlhf_algos import DPOConfig, DPOTrainer
 from rlhf_algos.batching import epoch_order
 from rlhf_data import RunFolder, UserError
-from rlhf_data.files import DiskFullError
+from rlhf_data.runs.atomic import DiskFullError
 from rlhf_models import LoraSettings, add_adapters, tiny_model
 
 STEPS = 7

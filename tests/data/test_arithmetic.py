@@ -3,7 +3,7 @@
 import pytest
 
 from rlhf_data import UserError, arithmetic_records
-from rlhf_data.arithmetic import ArithmeticKind, careless
+from rlhf_data.worlds.arithmetic import ArithmeticKind, careless
 
 _KINDS: tuple[ArithmeticKind, ...] = ("sft", "preference", "prompts")
 

@@ -14,7 +14,7 @@ from rlhf_data import (
     ensure_writable_folder,
     json_hash,
 )
-from rlhf_data.files import DiskFullError, explain_full_disk, finite, remove_folder, remove_stale_temps
+from rlhf_data.runs.atomic import DiskFullError, explain_full_disk, finite, remove_folder, remove_stale_temps
 
 
 def test_write_replaces_whole_content(tmp_path):
@@ -56,7 +56,7 @@ def test_folder_appears_only_on_success(tmp_path):
 def test_stale_temps_of_a_killed_process_are_removed(tmp_path):
     code = (
         "import os, signal, sys\n"
-        "from rlhf_data.files import atomic_folder\n"
+        "from rlhf_data.runs.atomic import atomic_folder\n"
         "with atomic_folder(sys.argv[1]) as temp:\n"
         "    (temp / 'x').write_text('1')\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rlhf_data.integrity import find_damage, write_checksums
+from rlhf_data.runs.checksums import find_damage, write_checksums
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_data import BaseConfig, LocalPath, RunFolder, load_config_file
-from rlhf_data.paths import moved_path
+from rlhf_data.runs.paths import moved_path
 
 
 class _Settings(BaseConfig):

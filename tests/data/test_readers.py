@@ -6,7 +6,7 @@ import pyarrow.parquet
 import pytest
 
 from rlhf_data import UserError, read_rows
-from rlhf_data.readers import row_place, scan_rows
+from rlhf_data.readers.files import row_place, scan_rows
 
 _ROWS = [{"story": "a\u2028b ü", "n": "1"}, {"story": "c", "n": "2"}]
 

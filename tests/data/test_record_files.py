@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from rlhf_data import LabelledRecord, PreferenceRecord, UserError, load_records
-from rlhf_data.record_files import unpaired
+from rlhf_data.readers.load import unpaired
 
 _ROWS = [{"prompt": f"p{i}", "chosen": f"good {i} ü", "rejected": f"bad {i}"} for i in range(5)]
 _RECORDS = [PreferenceRecord(row["prompt"], row["chosen"], row["rejected"]) for row in _ROWS]

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from rlhf_data import RunFolder, UserError, atomic_folder, newest_unfinished
-from rlhf_data.files import DiskFullError
-from rlhf_data.integrity import write_checksums
+from rlhf_data.runs.atomic import DiskFullError
+from rlhf_data.runs.checksums import write_checksums
 
 
 def _checkpoint(run, step):

@@ -3,8 +3,8 @@
 import pytest
 
 from rlhf_data import StepDataset, StoryWorldConfig, UserError, story_records
-from rlhf_data.story_tasks import StoryKind
-from rlhf_data.story_world import sentence_kind, sentence_place, split_sentences
+from rlhf_data.worlds.story import sentence_kind, sentence_place, split_sentences
+from rlhf_data.worlds.story_tasks import StoryKind
 
 _KINDS: tuple[StoryKind, ...] = ("sft", "preference", "kto", "steps", "step_pairs", "prompts")
 

@@ -1,7 +1,7 @@
 import pytest
 
 from rlhf_data import StoryWorldConfig, UserError, generate_stories, split_of
-from rlhf_data.story_world import (
+from rlhf_data.worlds.story import (
     hearsay,
     movers,
     observation,

@@ -1,7 +1,7 @@
 import pytest
 
 from rlhf_data import SumWorldConfig, UserError, generate_sums, split_of
-from rlhf_data.sum_world import misread_working, nearest_round, read_working, working
+from rlhf_data.worlds.sums import misread_working, nearest_round, read_working, working
 
 _CONFIG = SumWorldConfig()
 

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from rlhf_data import UserError, load_records, read_rows
-from rlhf_data.tables import read_hub
+from rlhf_data.readers.columnar import read_hub
 
 
 def test_both_arrow_formats(tmp_path):

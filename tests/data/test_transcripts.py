@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from rlhf_data.transcripts import common_prefix, is_empty, split_last_turn, split_pair
+from rlhf_data.records.transcripts import common_prefix, is_empty, split_last_turn, split_pair
 
 _START = "\n\nHuman: hi\n\nAssistant:"
 _USER = {"role": "user", "content": "hi"}

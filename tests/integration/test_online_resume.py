@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_data.story_tasks import story_records
+from rlhf_data.worlds.story_tasks import story_records
 
 pytestmark = pytest.mark.slow
 _SETTINGS: dict[str, Any] = {

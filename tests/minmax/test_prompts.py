@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_data import QADatasetConfig, QARecord, UserError, load_config_file
-from rlhf_data.transcripts import common_prefix
+from rlhf_data.records.transcripts import common_prefix
 from rlhf_minmax import MinMaxConfig
 from rlhf_minmax.config import PlayerConfig
 from rlhf_minmax.prompts import Prompts, prompt_ids

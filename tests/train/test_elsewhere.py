@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from peft import AutoPeftModelForCausalLM
 
 from rlhf_data import UserError
-from rlhf_data.story_tasks import story_records
+from rlhf_data.worlds.story_tasks import story_records
 from rlhf_models.adapter_files import adapter_base, save_adapter
 from rlhf_models.adapters import LoraSettings, apply_lora
 

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from rlhf_algos import METHODS
-from rlhf_data.story_tasks import story_records
+from rlhf_data.worlds.story_tasks import story_records
 
 Train = Callable[..., Result]
 Refused = Callable[..., str]

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhf_algos.processes import from_first_process, is_first_process
 from rlhf_data import RunFolder, UserError
-from rlhf_data.run_folder import newest_unfinished
+from rlhf_data.runs.run_folder import newest_unfinished
 from rlhf_train.options import NEWEST
 
 try:

@@ -36,7 +36,7 @@ from rlhf_algos.job_models import (
 from rlhf_algos.parallel import choose_precision
 from rlhf_algos.results import finish_run
 from rlhf_data import UserError, atomic_folder, atomic_write_json
-from rlhf_data.files import finite
+from rlhf_data.runs.atomic import finite
 from rlhf_models.adapter_files import is_language_adapter
 from rlhf_models.adapters import apply_lora
 from rlhf_models.quantization import quantization_config

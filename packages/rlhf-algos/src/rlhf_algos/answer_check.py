@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlhf_data import UserError
-from rlhf_data.readers import row_place, scan_rows
-from rlhf_data.record_files import record_rows
+from rlhf_data.readers.files import row_place, scan_rows
+from rlhf_data.readers.load import record_rows
 from rlhf_infer.rewards import RewardFunctionFactory
 from rlhf_infer.rewards.answers.verifiable import is_checked
 

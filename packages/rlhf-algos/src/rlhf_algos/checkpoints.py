@@ -22,8 +22,8 @@ from rlhf_algos.saved_state import save_optimizer_state as save_optimizer_state
 from rlhf_algos.saved_state import save_rng_state as save_rng_state
 from rlhf_algos.stopping import is_greater_better
 from rlhf_data import UserError, atomic_folder, atomic_write_json
-from rlhf_data.files import finite
-from rlhf_data.integrity import write_checksums
+from rlhf_data.runs.atomic import finite
+from rlhf_data.runs.checksums import write_checksums
 from rlhf_models.adapter_files import ADAPTER_CONFIG, anchor_base
 
 __all__ = [

@@ -14,7 +14,7 @@ from rlhf_algos.checkpoints import save_pretrained
 from rlhf_algos.processes import from_first_process, is_first_process
 from rlhf_algos.sft import SFTConfig, SFTTrainer
 from rlhf_data import CompletionRecord, SFTDataset, atomic_folder, ensure_writable_folder, json_hash
-from rlhf_data.preferences import (
+from rlhf_data.records.kinds import (
     ConversationRecord,
     LabelledRecord,
     StepPairRecord,

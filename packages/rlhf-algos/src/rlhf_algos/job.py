@@ -22,7 +22,7 @@ from rlhf_algos.results import finish_run
 from rlhf_algos.rollout_samples import sample_stage
 from rlhf_algos.step_report import OnReport
 from rlhf_data import RunFolder, UserError, atomic_write_json
-from rlhf_data.files import finite
+from rlhf_data.runs.atomic import finite
 
 __all__ = ["Clock", "Job", "TrainingJob"]
 

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any, Literal
 from rlhf_algos.answer_check import check_answers
 from rlhf_algos.processes import num_processes
 from rlhf_data import UserError, as_messages
-from rlhf_data.arithmetic import arithmetic_records
-from rlhf_data.datasets import GRPODataset, KTODataset, PreferenceDataset, SFTDataset, StepDataset
-from rlhf_data.preferences import Record
-from rlhf_data.record_files import load_records
-from rlhf_data.story_tasks import story_records
-from rlhf_data.streaming import (
+from rlhf_data.datasets.in_memory import GRPODataset, KTODataset, PreferenceDataset, SFTDataset, StepDataset
+from rlhf_data.datasets.streaming import (
     StreamingGRPODataset,
     StreamingKTODataset,
     StreamingPreferenceDataset,
     StreamingSFTDataset,
     StreamingStepDataset,
 )
+from rlhf_data.readers.load import load_records
+from rlhf_data.records.kinds import Record
+from rlhf_data.worlds.arithmetic import arithmetic_records
+from rlhf_data.worlds.story_tasks import story_records
 
 if TYPE_CHECKING:
     from rlhf_algos.methods import Method

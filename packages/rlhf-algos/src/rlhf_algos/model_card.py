@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data import atomic_write_text
-from rlhf_data.files import finite
+from rlhf_data.runs.atomic import finite
 
 __all__ = ["write_model_card"]
 

@@ -17,7 +17,7 @@ from rlhf_algos.orchestrator_config import STAGES, RLHFConfig, Stage, TrainingSt
 from rlhf_algos.processes import from_first_process, is_first_process
 from rlhf_algos.step_report import OnReport
 from rlhf_data import RunFolder, UserError, atomic_write_json
-from rlhf_data.files import finite, remove_folder
+from rlhf_data.runs.atomic import finite, remove_folder
 
 __all__ = ["STAGES", "RLHFConfig", "RLHFOrchestrator", "RLHFTrainer", "Stage", "TrainingStage"]
 

@@ -6,33 +6,33 @@ import importlib
 from typing import Any
 
 _MODULES = {
-    "arithmetic": ("arithmetic_records",),
-    "chats": ("as_messages",),
+    "worlds.arithmetic": ("arithmetic_records",),
+    "records.chats": ("as_messages",),
     "config": ("BaseConfig", "LocalPath", "apply_overrides", "load_config_file"),
-    "datasets": ("GRPODataset", "KTODataset", "PreferenceDataset", "SFTDataset", "StepDataset"),
-    "encoding": ("Encoder",),
+    "datasets.in_memory": ("GRPODataset", "KTODataset", "PreferenceDataset", "SFTDataset", "StepDataset"),
+    "datasets.encode": ("Encoder",),
     "errors": ("UserError", "exit_cleanly"),
-    "examples": ("KTOExample", "PreferencePair", "PromptExample", "StepExample", "StepPair"),
-    "files": (
+    "datasets.examples": ("KTOExample", "PreferencePair", "PromptExample", "StepExample", "StepPair"),
+    "runs.atomic": (
         *("atomic_folder", "atomic_write_json", "atomic_write_text", "ensure_writable_folder", "json_hash"),
     ),
-    "model_folders": ("model_folder",),
-    "packing": ("PackedBatch", "TokenSequence", "pack"),
-    "preferences": (
+    "runs.model_folders": ("model_folder",),
+    "datasets.packing": ("PackedBatch", "TokenSequence", "pack"),
+    "records.kinds": (
         *("CompletionRecord", "ConversationRecord", "LabelledRecord", "PreferenceRecord", "PromptRecord"),
         *("StepPairRecord", "StepwiseRecord", "TextRecord"),
     ),
-    "readers": ("read_rows",),
-    "record_files": ("LoadedRows", "load_records"),
-    "records": ("QADatasetConfig", "QARecord", "load_qa", "qa_from_row", "render_prompt", "split_of"),
-    "run_folder": ("RunFolder", "newest_unfinished"),
-    "story_tasks": ("story_records",),
-    "story_world": ("StoryWorldConfig", "generate_stories"),
-    "streaming": (
+    "readers.files": ("read_rows",),
+    "readers.load": ("LoadedRows", "load_records"),
+    "readers.qa": ("QADatasetConfig", "QARecord", "load_qa", "qa_from_row", "render_prompt", "split_of"),
+    "runs.run_folder": ("RunFolder", "newest_unfinished"),
+    "worlds.story_tasks": ("story_records",),
+    "worlds.story": ("StoryWorldConfig", "generate_stories"),
+    "datasets.streaming": (
         *("StreamingGRPODataset", "StreamingKTODataset", "StreamingPreferenceDataset", "StreamingSFTDataset"),
         *("StreamingStepDataset",),
     ),
-    "sum_world": ("SumWorldConfig", "generate_sums"),
+    "worlds.sums": ("SumWorldConfig", "generate_sums"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from rlhf_data.errors import UserError
-from rlhf_data.paths import absolute_path, relocated
+from rlhf_data.runs.paths import absolute_path, relocated
 
 KNOWN_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "batch_size": ("per_device_train_batch_size",),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_data.files import explain_full_disk
+from rlhf_data.runs.atomic import explain_full_disk
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

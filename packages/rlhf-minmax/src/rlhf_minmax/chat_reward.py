@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from rlhf_data import UserError
-from rlhf_data.transcripts import Message
+from rlhf_data.records.transcripts import Message
 from rlhf_minmax.config import MinMaxConfig
 from rlhf_minmax.prompts import uses_chat
 from rlhf_minmax.scorer_config import RewardModelConfig

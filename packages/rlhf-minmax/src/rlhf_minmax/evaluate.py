@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhf_data import QARecord
-from rlhf_data.files import finite
+from rlhf_data.runs.atomic import finite
 from rlhf_eval import (
     auroc,
     balanced_accuracy,

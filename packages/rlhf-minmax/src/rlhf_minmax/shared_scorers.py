@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from rlhf_data import UserError
-from rlhf_data.transcripts import Text
+from rlhf_data.records.transcripts import Text
 from rlhf_minmax.config import MinMaxConfig, PlayerConfig
 from rlhf_minmax.players import backbone_settings, share_backbone
 from rlhf_minmax.scorer_config import JudgeConfig, RewardModelConfig

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlhf_data import QARecord
-from rlhf_data.story_world import sentence_kind, sentence_place, split_sentences
+from rlhf_data.worlds.story import sentence_kind, sentence_place, split_sentences
 from rlhf_minmax.texts import TextRules, evidence_in_story
 
 

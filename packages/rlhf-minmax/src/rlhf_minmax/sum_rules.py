@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from rlhf_data import QARecord
-from rlhf_data.sum_world import misread_working, read_working
+from rlhf_data.worlds.sums import misread_working, read_working
 from rlhf_minmax.texts import TextRules
 
 _ANSWER = re.compile(r"it is (\d+) \.")

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from rlhf_data import PackedBatch, UserError
-from rlhf_data.transcripts import Text
+from rlhf_data.records.transcripts import Text
 from rlhf_models.adapters import LoraSettings
 from rlhf_models.classifiers import Head, build_classifier, load_classifier, stored_head
 from rlhf_models.loading import load_config

@@ -26,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import has_file
 
 from rlhf_data import UserError, atomic_folder
-from rlhf_data.paths import absolute_path
+from rlhf_data.runs.paths import absolute_path
 from rlhf_models.attention import prepare_for_packing
 from rlhf_models.logps import check_packing
 from rlhf_models.quantization import prepare_quantized, quantization_config

@@ -10,10 +10,10 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForTokenClassification
 
 from rlhf_data import PackedBatch, TokenSequence, UserError, pack
-from rlhf_data.builders import StepBuilder
-from rlhf_data.examples import StepExample
-from rlhf_data.preferences import StepwiseRecord
-from rlhf_data.transcripts import Text
+from rlhf_data.datasets.build import StepBuilder
+from rlhf_data.datasets.examples import StepExample
+from rlhf_data.records.kinds import StepwiseRecord
+from rlhf_data.records.transcripts import Text
 from rlhf_models.classifiers import head_of, set_linear_head
 from rlhf_models.loading import check_prompt_fits
 from rlhf_models.scalar import HeadModel, check_choice

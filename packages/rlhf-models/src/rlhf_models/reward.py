@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from rlhf_data import PackedBatch
-from rlhf_data.encoding import Encoder
-from rlhf_data.transcripts import Text
+from rlhf_data.datasets.encode import Encoder
+from rlhf_data.records.transcripts import Text
 from rlhf_models.encoding import encode_completion, encode_prompt
 from rlhf_models.scalar import HeadModel, scores_of
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_data.transcripts import Message, Text
+from rlhf_data.records.transcripts import Message, Text
 from rlhf_infer import SamplingParams
 from rlhf_infer.engines.continuous_batching import OnToken
 from rlhf_infer.sampling.answers import extractor

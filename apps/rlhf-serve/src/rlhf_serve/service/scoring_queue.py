@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_data import UserError
-from rlhf_data.transcripts import Text
+from rlhf_data.records.transcripts import Text
 from rlhf_infer import RewardFunctions, async_loop
 from rlhf_infer.http_client import ScorerUnavailable
 from rlhf_infer.rewards.combine import Source

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from rlhf_data import TokenSequence, UserError, pack
-from rlhf_data.encoding import Encoder
+from rlhf_data.datasets.encode import Encoder
 from rlhf_infer.judges.settings import JUDGE_TEMPLATE, checked_template, fill
 from rlhf_models.encoding import encode_completion, encode_prompt
 from rlhf_models.head import causal_lm

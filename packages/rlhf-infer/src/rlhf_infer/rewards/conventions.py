@@ -19,7 +19,7 @@ from numbers import Real
 from typing import Any
 
 from rlhf_data import UserError
-from rlhf_data.transcripts import Text
+from rlhf_data.records.transcripts import Text
 from rlhf_infer.failures import Exited, raised
 from rlhf_infer.rewards.texts import sample_name, text_of
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rlhf_data import UserError
-from rlhf_data.transcripts import Text
+from rlhf_data.records.transcripts import Text
 from rlhf_infer.rewards.texts import sample_name
 from rlhf_models import RewardEnsemble, RewardModel, aggregate_scores, context_length
 from rlhf_models.ensemble import Aggregate

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
 from rlhf_data import UserError
-from rlhf_data.transcripts import Text
+from rlhf_data.records.transcripts import Text
 
 if TYPE_CHECKING:
     from rlhf_infer.engines.protocol import Rollout

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_data import UserError, model_folder
-from rlhf_data.transcripts import Text
+from rlhf_data.records.transcripts import Text
 from rlhf_infer.judges.settings import FENCED_TEMPLATE, JUDGE_TEMPLATE, APISettings
 from rlhf_infer.rewards.texts import text_of
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_data import UserError
-from rlhf_data.transcripts import Text
+from rlhf_data.records.transcripts import Text
 from rlhf_infer.rewards.answers.numbers import number_of
 from rlhf_infer.rewards.answers.read_answers import (
     MATH,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from rlhf_data.errors import UserError
-from rlhf_data.records import QARecord, split_of
+from rlhf_data.readers.qa import QARecord, split_of
 
 _TRIES_PER_STORY = 1000
 

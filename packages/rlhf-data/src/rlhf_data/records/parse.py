@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf_data.errors import UserError
-from rlhf_data.preferences import (
+from rlhf_data.records.kinds import (
     CompletionRecord,
     ConversationRecord,
     LabelledRecord,
@@ -21,7 +21,7 @@ from rlhf_data.preferences import (
     StepwiseRecord,
     TextRecord,
 )
-from rlhf_data.transcripts import Message, Text, is_empty, split_last_turn, split_pair
+from rlhf_data.records.transcripts import Message, Text, is_empty, split_last_turn, split_pair
 
 _OTHER_NAMES = {
     "completion": ("response", "answer"),

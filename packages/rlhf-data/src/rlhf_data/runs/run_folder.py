@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rlhf_data.errors import UserError
-from rlhf_data.files import (
+from rlhf_data.runs.atomic import (
     atomic_write_json,
     atomic_write_text,
     ensure_writable_folder,
@@ -21,8 +21,8 @@ from rlhf_data.files import (
     remove_folder,
     remove_stale_temps,
 )
-from rlhf_data.integrity import find_damage
-from rlhf_data.paths import placed, relocated
+from rlhf_data.runs.checksums import find_damage
+from rlhf_data.runs.paths import placed, relocated
 
 _LOG = logging.getLogger(__name__)
 _CONFIG, _METRICS, _RESULTS, _SAMPLES = "config.json", "metrics.jsonl", "results.json", "samples.jsonl"

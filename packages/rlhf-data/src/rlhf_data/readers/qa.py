@@ -14,8 +14,8 @@ from pydantic import Field, field_validator
 
 from rlhf_data.config import BaseConfig
 from rlhf_data.errors import UserError
-from rlhf_data.readers import row_place, scan_rows
-from rlhf_data.record_files import OnBadRow, good_rows
+from rlhf_data.readers.files import row_place, scan_rows
+from rlhf_data.readers.load import OnBadRow, good_rows
 
 _TEMPLATE_FIELDS = ("choices", "question", "story")
 _EVAL_TENTHS = 3

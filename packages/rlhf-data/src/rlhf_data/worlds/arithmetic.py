@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from rlhf_data.errors import UserError
-from rlhf_data.preferences import CompletionRecord, PreferenceRecord, PromptRecord
-from rlhf_data.records import split_of
+from rlhf_data.readers.qa import split_of
+from rlhf_data.records.kinds import CompletionRecord, PreferenceRecord, PromptRecord
 
 ArithmeticKind = Literal["sft", "preference", "prompts"]
 

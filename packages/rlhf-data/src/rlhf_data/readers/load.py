@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from rlhf_data.errors import UserError
-from rlhf_data.preferences import Record, RecordKind
-from rlhf_data.readers import row_place, scan_rows
-from rlhf_data.rows import row_parser
+from rlhf_data.readers.files import row_place, scan_rows
+from rlhf_data.records.kinds import Record, RecordKind
+from rlhf_data.records.parse import row_parser
 
 OnBadRow = Literal["error", "skip"]
 _Item = TypeVar("_Item")

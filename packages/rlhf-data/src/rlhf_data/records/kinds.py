@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rlhf_data.transcripts import Message, Text
+from rlhf_data.records.transcripts import Message, Text
 
 RecordKind = Literal["sft", "preference", "kto", "steps", "prompt"]
 """What the rows of a file are to become, see `load_records`."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rlhf_data.errors import UserError
-from rlhf_data.transcripts import Message, Text, common_prefix
+from rlhf_data.records.transcripts import Message, Text, common_prefix
 
 _MARKER = "␟"
 """Put behind a message to find where its content ends; no text of a chat template."""

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypedDict, Unpack
 
-from rlhf_data.builders import (
+from rlhf_data.datasets.build import (
     Builder,
     KTOBuilder,
     Overlong,
@@ -19,10 +19,10 @@ from rlhf_data.builders import (
     SFTBuilder,
     StepBuilder,
 )
-from rlhf_data.example_sets import PROGRESS_ROWS, Convert, Example, ExampleSet, KTOSet, OnProgress
-from rlhf_data.examples import KTOExample, PreferencePair, PromptExample, StepExample, StepPair
-from rlhf_data.packing import TokenSequence
-from rlhf_data.record_files import OnBadRow
+from rlhf_data.datasets.common import PROGRESS_ROWS, Convert, Example, ExampleSet, KTOSet, OnProgress
+from rlhf_data.datasets.examples import KTOExample, PreferencePair, PromptExample, StepExample, StepPair
+from rlhf_data.datasets.packing import TokenSequence
+from rlhf_data.readers.load import OnBadRow
 
 
 class BuildOptions(TypedDict, total=False):

@@ -14,8 +14,8 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from rlhf_data.config import BaseConfig
-from rlhf_data.records import QARecord
-from rlhf_data.worlds import distinct_records
+from rlhf_data.readers.qa import QARecord
+from rlhf_data.worlds.distinct import distinct_records
 
 _PEOPLE = ("mary", "john", "anna", "peter", "lucy", "tom", "nina", "paul")
 _THINGS = ("ball", "book", "lamp", "coat", "cup", "key", "hat", "box")

@@ -10,7 +10,8 @@ import random
 from typing import Any, Literal
 
 from rlhf_data.errors import UserError
-from rlhf_data.preferences import (
+from rlhf_data.readers.qa import QADatasetConfig, QARecord, render_prompt
+from rlhf_data.records.kinds import (
     CompletionRecord,
     LabelledRecord,
     PreferenceRecord,
@@ -18,8 +19,7 @@ from rlhf_data.preferences import (
     StepPairRecord,
     StepwiseRecord,
 )
-from rlhf_data.records import QADatasetConfig, QARecord, render_prompt
-from rlhf_data.story_world import (
+from rlhf_data.worlds.story import (
     StoryWorldConfig,
     generate_stories,
     sentence_kind,

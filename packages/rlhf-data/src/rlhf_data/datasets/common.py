@@ -7,11 +7,11 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar, overload
 
-from rlhf_data.builders import Builder, KTOBuilder, Labelled, RowDropped, kl_partner
+from rlhf_data.datasets.build import Builder, KTOBuilder, Labelled, RowDropped, kl_partner
+from rlhf_data.datasets.examples import KTOExample
 from rlhf_data.errors import UserError
-from rlhf_data.examples import KTOExample
-from rlhf_data.preferences import Record
-from rlhf_data.record_files import OnBadRow, good_rows
+from rlhf_data.readers.load import OnBadRow, good_rows
+from rlhf_data.records.kinds import Record
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import json
 import zlib
 from pathlib import Path
 
-from rlhf_data.files import atomic_write_json
+from rlhf_data.runs.atomic import atomic_write_json
 
 __all__ = ["CHECKSUMS_FILE", "find_damage", "write_checksums"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from rlhf_data.encoding import Encoder
+from rlhf_data.datasets.encode import Encoder
+from rlhf_data.datasets.examples import KTOExample, PreferencePair, PromptExample, StepExample, StepPair
+from rlhf_data.datasets.packing import TokenSequence
 from rlhf_data.errors import UserError
-from rlhf_data.examples import KTOExample, PreferencePair, PromptExample, StepExample, StepPair
-from rlhf_data.packing import TokenSequence
-from rlhf_data.preferences import (
+from rlhf_data.records.kinds import (
     CompletionRecord,
     ConversationRecord,
     LabelledRecord,

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from rlhf_data.packing import TokenSequence
-    from rlhf_data.transcripts import Text
+    from rlhf_data.datasets.packing import TokenSequence
+    from rlhf_data.records.transcripts import Text
 
 
 class PreferencePair(NamedTuple):

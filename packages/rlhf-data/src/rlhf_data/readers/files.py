@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data.errors import UserError
-from rlhf_data.tables import read_arrow, read_folder, read_hub, read_parquet
+from rlhf_data.readers.columnar import read_arrow, read_folder, read_hub, read_parquet
 
 MAX_LINE_BYTES = 10_000_000
 """Longest line of a JSON-lines file; a longer one is rather a file without line ends than an example."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from rlhf_data.builders import (
+from rlhf_data.datasets.build import (
     Builder,
     KTOBuilder,
     Overlong,
@@ -21,14 +21,14 @@ from rlhf_data.builders import (
     SFTBuilder,
     StepBuilder,
 )
+from rlhf_data.datasets.common import PROGRESS_ROWS, Convert, Example, ExampleSet, KTOSet, OnProgress
+from rlhf_data.datasets.examples import KTOExample, PreferencePair, PromptExample, StepExample, StepPair
+from rlhf_data.datasets.packing import TokenSequence
 from rlhf_data.errors import UserError
-from rlhf_data.example_sets import PROGRESS_ROWS, Convert, Example, ExampleSet, KTOSet, OnProgress
-from rlhf_data.examples import KTOExample, PreferencePair, PromptExample, StepExample, StepPair
-from rlhf_data.packing import TokenSequence
-from rlhf_data.preferences import Record
-from rlhf_data.readers import iterate_lines, parse_line, row_place
-from rlhf_data.record_files import OnBadRow, first_rows, good_rows, unpaired
-from rlhf_data.rows import row_parser
+from rlhf_data.readers.files import iterate_lines, parse_line, row_place
+from rlhf_data.readers.load import OnBadRow, first_rows, good_rows, unpaired
+from rlhf_data.records.kinds import Record
+from rlhf_data.records.parse import row_parser
 
 _Key = tuple[int, int, int]
 """Byte offset, line number, and which of the line's records."""

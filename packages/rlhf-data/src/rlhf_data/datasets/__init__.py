@@ -1,0 +1,1 @@
+"""Tokenised examples, in memory or streamed, and their packing as prefix trees."""

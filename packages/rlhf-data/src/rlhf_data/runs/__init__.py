@@ -1,0 +1,1 @@
+"""Run folders, atomic writes, checksums, and paths that resolve from anywhere."""

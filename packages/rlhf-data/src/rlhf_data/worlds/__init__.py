@@ -1,0 +1,1 @@
+"""Procedural worlds and tasks: stories with gossip, small sums."""
