@@ -139,7 +139,7 @@ def _train_ours(task: Task, pace: Pace) -> None:
     else:
         model = load_causal_lm(task.model, dtype="float32")
         if task.lora:
-            from rlhf_models.adapters import LoraSettings, apply_lora
+            from rlhf_models.adapters.lora import LoraSettings, apply_lora
 
             model = apply_lora(model, LoraSettings(**LORA))
     model = model.to("cuda") if _cuda() else model

@@ -10,7 +10,7 @@ import torch
 from rlhf_algos import SFTConfig, SFTTrainer
 from rlhf_algos.parallel import Parallel, choose_precision
 from rlhf_data import RunFolder, TokenSequence, UserError
-from rlhf_models.tiny import tiny_model
+from rlhf_models.loading.tiny import tiny_model
 
 CPU, FP32 = torch.device("cpu"), torch.float32
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhf_algos.losses import StepAggregation, aggregate_steps
-from rlhf_models.process_reward import StepAggregate, aggregate_step_scores
+from rlhf_models.heads.process_reward import StepAggregate, aggregate_step_scores
 
 
 @pytest.mark.parametrize("how", get_args(StepAggregation))

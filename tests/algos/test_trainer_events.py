@@ -16,7 +16,7 @@ from rlhf_algos.progress import TrainingStopped
 from rlhf_algos.step_report import Pace
 from rlhf_data import RunFolder, TokenSequence, UserError
 from rlhf_models import RewardModel
-from rlhf_models.tiny import tiny_model, train_byte_tokenizer
+from rlhf_models.loading.tiny import tiny_model, train_byte_tokenizer
 
 ROWS = [TokenSequence([1 + i % 5, 2 + i % 7, i % 11, (3 * i) % 13, 4], 2) for i in range(12)]
 OTHER = [TokenSequence([9, 9, 1 + i, 15, 14, 13], 2) for i in range(3)]

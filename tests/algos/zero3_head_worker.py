@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-import rlhf_models.head
+import rlhf_models.language_model.head
 from rlhf_algos import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from rlhf_data import PreferencePair, TokenSequence
 from rlhf_models import tiny_model
@@ -60,7 +60,7 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    rlhf_models.head.CHUNK_BYTES = 4 * VOCABULARY * CHUNK
+    rlhf_models.language_model.head.CHUNK_BYTES = 4 * VOCABULARY * CHUNK
     if WORLD > 1:  # a process that waits for one that hangs ends with an error
         PartialState(cpu=True, timeout=timedelta(minutes=2))
     main(Path(sys.argv[1]))

@@ -12,7 +12,7 @@ from rlhf_data import UserError
 from rlhf_infer import ContinuousBatcher, SamplingParams, TransformersEngine
 from rlhf_infer.engines.continuous_batching import TopLogps
 from rlhf_infer.engines.decode_batch import Cohort
-from rlhf_models.tiny import TINY_ARCHITECTURES
+from rlhf_models.loading.tiny import TINY_ARCHITECTURES
 
 
 class _Tokenizer:

@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from rlhf_data import TokenSequence, UserError, pack
 from rlhf_infer import Rollout, SamplingParams, TransformersEngine
 from rlhf_models import tiny_model, token_logps, train_byte_tokenizer
-from rlhf_models.tiny import TINY_ARCHITECTURES
+from rlhf_models.loading.tiny import TINY_ARCHITECTURES
 
 VOCAB_SIZE = 300
 

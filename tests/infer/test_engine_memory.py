@@ -10,7 +10,7 @@ from rlhf_data import TokenSequence, UserError, pack
 from rlhf_infer import GenerationEngine, SamplingParams, TransformersEngine
 from rlhf_infer.engines.kv_cache import BLOCK, DecodeAttention
 from rlhf_models import token_logps, train_byte_tokenizer
-from rlhf_models.logps import stream_forward
+from rlhf_models.language_model.logps import stream_forward
 
 
 class _Eos:

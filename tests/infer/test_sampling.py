@@ -146,7 +146,7 @@ def test_rows_are_drawn_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, params = random_logits(10, 40), SamplingParams(1, repetition_penalty=1.2, seed=4)
     prompts = [(i, i + 1) for i in range(5)]
     tokens, logps = draw(params, logits, prompts)
-    monkeypatch.setattr("rlhf_models.head.CHUNK_BYTES", 4 * 3 * 40)
+    monkeypatch.setattr("rlhf_models.language_model.head.CHUNK_BYTES", 4 * 3 * 40)
     for whole, chunked in zip((tokens, logps), draw(params, logits, prompts), strict=True):
         assert torch.equal(whole, chunked)
 

@@ -23,8 +23,8 @@ from rlhf_infer.vllm.process import VLLMServer
 from rlhf_infer.vllm.server_engine import VLLMServerEngine
 from rlhf_infer.vllm.settings import VLLMSettings
 from rlhf_infer.vllm.weight_export import write_weight_folder
-from rlhf_models.adapters import LoraSettings, apply_lora
-from rlhf_models.tiny import train_byte_tokenizer
+from rlhf_models.adapters.lora import LoraSettings, apply_lora
+from rlhf_models.loading.tiny import train_byte_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 

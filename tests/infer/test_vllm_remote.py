@@ -21,7 +21,7 @@ from rlhf_infer.vllm.process import VLLMServer
 from rlhf_infer.vllm.server_engine import VLLMServerEngine
 from rlhf_infer.vllm.settings import VLLMSettings, sample_seed
 from rlhf_infer.vllm.weight_export import write_weight_folder
-from rlhf_models.adapters import LoraSettings, apply_lora
+from rlhf_models.adapters.lora import LoraSettings, apply_lora
 
 FAKE = Path(__file__).with_name("fake_vllm_server.py")
 WAITS, ENDS = 99, 98

@@ -19,9 +19,9 @@ from transformers import (
 from rlhf_data import UserError
 from rlhf_infer.vllm import weight_export as weight_folder
 from rlhf_infer.vllm.weight_export import policy_tensors, write_adapter_folder, write_weight_folder
-from rlhf_models.adapter_files import load_adapter
-from rlhf_models.adapters import LoraSettings, add_adapters, apply_lora
-from rlhf_models.tiny import TINY_ARCHITECTURES, random_model, tiny_model
+from rlhf_models.adapters.files import load_adapter
+from rlhf_models.adapters.lora import LoraSettings, add_adapters, apply_lora
+from rlhf_models.loading.tiny import TINY_ARCHITECTURES, random_model, tiny_model
 
 IDS = torch.arange(3, 12)[None]
 
@@ -144,7 +144,7 @@ def test_half_precision_is_rounded_once() -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantised_weights_come_as_what_the_model_computes_with(bits: int, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    from rlhf_models.loading import load_causal_lm
+    from rlhf_models.loading.pretrained import load_causal_lm
 
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 32}
     plain = tiny_model("llama", vocab_size=40, pad_token_id=None, **sizes)

@@ -22,9 +22,9 @@ from rlhf_infer import SamplingParams, TransformersEngine
 from rlhf_infer.vllm.engine import VLLMEngine
 from rlhf_infer.vllm.settings import VLLMSettings
 from rlhf_infer.vllm.weight_export import write_weight_folder
-from rlhf_models.adapters import LoraSettings, apply_lora
-from rlhf_models.logps import token_logps
-from rlhf_models.tiny import build_tiny_llama, train_byte_tokenizer
+from rlhf_models.adapters.lora import LoraSettings, apply_lora
+from rlhf_models.language_model.logps import token_logps
+from rlhf_models.loading.tiny import build_tiny_llama, train_byte_tokenizer
 
 TEXT = "mary went to kitchen . gossip says in garden . where is mary ?"
 GREEDY = SamplingParams(12, 0.0)

@@ -328,7 +328,7 @@ def test_options_that_make_no_sense_are_refused(
 def test_roofline_counts_the_products_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
     roofline = importlib.import_module("roofline")
-    monkeypatch.setattr("rlhf_models.cpu_linear._ROUND", 1)
+    monkeypatch.setattr("rlhf_models.kernels.cpu_linear._ROUND", 1)
     model = build_tiny_llama(64, hidden_size=8, num_layers=1, num_heads=2, intermediate_size=12)
     found = roofline.products(model, 200, 30)
     # q, k, v and o are 8 x 8; gate and up 12 x 8, down 8 x 12; the head 64 x 8 on the 30 rows. Per layer two

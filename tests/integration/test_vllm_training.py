@@ -14,7 +14,7 @@ import pytest
 
 from rlhf_infer import VLLMServer, VLLMSettings
 from rlhf_models import build_tiny_llama, train_byte_tokenizer
-from rlhf_models.loading import save_model
+from rlhf_models.loading.pretrained import save_model
 
 pytestmark = pytest.mark.slow
 STEPS = 3

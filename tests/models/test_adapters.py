@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from rlhf_data import TokenSequence, UserError, pack
-from rlhf_models.adapter_files import adapter_base, adapter_config, load_adapter
-from rlhf_models.adapters import AdapterSet, LoraSettings, add_adapters, apply_lora
-from rlhf_models.loading import load_causal_lm
-from rlhf_models.logps import token_logps
-from rlhf_models.tiny import TINY_ARCHITECTURES, tiny_model
+from rlhf_models.adapters.files import adapter_base, adapter_config, load_adapter
+from rlhf_models.adapters.lora import AdapterSet, LoraSettings, add_adapters, apply_lora
+from rlhf_models.language_model.logps import token_logps
+from rlhf_models.loading.pretrained import load_causal_lm
+from rlhf_models.loading.tiny import TINY_ARCHITECTURES, tiny_model
 
 BATCH = pack([TokenSequence([5, 9, 14, 3, 27], 2), TokenSequence([5, 9, 14, 60], 2)])[0]
 SETTINGS = LoraSettings(lora_r=2, lora_alpha=4.0)

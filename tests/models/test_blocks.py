@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from rlhf_data import PackedBatch, TokenSequence, pack
-from rlhf_models.blocks import DenseBlocks, dense_blocks
-from rlhf_models.tree import AttentionTree
+from rlhf_models.attention.dense import DenseBlocks, dense_blocks
+from rlhf_models.attention.tree import AttentionTree
 
 
 def group(prompt: int, completions: list[int], start: int = 0) -> list[TokenSequence]:
@@ -71,7 +71,7 @@ BATCHES = {
 def test_every_query_meets_each_key_it_sees_once(
     name: str, window: int | None, slack: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlhf_models.blocks._SLACK", {"cpu": slack})
+    monkeypatch.setattr("rlhf_models.attention.dense._SLACK", {"cpu": slack})
     (batch,) = pack(BATCHES[name])
     blocks = blocks_of(batch, window)
     assert torch.equal(blocks.query_index[blocks.order], torch.arange(batch.num_tokens))

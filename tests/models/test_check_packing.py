@@ -15,8 +15,8 @@ from transformers import (
 
 from rlhf_data import UserError
 from rlhf_models import load_causal_lm, prepare_for_packing, tiny_model
-from rlhf_models.logps import check_packing
-from rlhf_models.tiny import TINY_ARCHITECTURES
+from rlhf_models.language_model.logps import check_packing
+from rlhf_models.loading.tiny import TINY_ARCHITECTURES
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 61,

@@ -7,7 +7,7 @@ import torch
 
 from rlhf_data import TokenSequence, pack
 from rlhf_models import LoraSettings, RewardModel, apply_lora, compile_model, tiny_model, token_logps
-from rlhf_models.compile import decoder_layers
+from rlhf_models.kernels.compile import decoder_layers
 
 # torch's compiler warns of what it does itself.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")

@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_data import TokenSequence, pack
-from rlhf_models import build_tiny_llama, cpu_linear, prepare_for_packing, tiny_model, token_logps
-from rlhf_models.cpu_linear import product, use_fast_linears
+from rlhf_models import build_tiny_llama, prepare_for_packing, tiny_model, token_logps
+from rlhf_models.kernels import cpu_linear
+from rlhf_models.kernels.cpu_linear import product, use_fast_linears
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN"

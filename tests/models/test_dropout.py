@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, OPTConfig
 
 from rlhf_data import TokenSequence, pack
 from rlhf_models import LoraSettings, PolicyModel, disable_dropout, evaluating, tiny_model, token_logps
-from rlhf_models.adapters import AdapterSet, add_adapters
+from rlhf_models.adapters.lora import AdapterSet, add_adapters
 
 HALF = 0.5
 SHAPE: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -61,7 +61,7 @@ def test_dropout_is_drawn_in_train_mode_until_it_is_disabled(name: str) -> None:
 
 def test_kept_attention_weights_are_scaled_up() -> None:
     """Of many draws the mean is what there is without dropout, for the attention of one layer is linear."""
-    from rlhf_models.attention import AttentionOptions, TreeAttention
+    from rlhf_models.attention.packed import AttentionOptions, TreeAttention
 
     torch.manual_seed(0)
     plan = TreeAttention(batch())

@@ -11,10 +11,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GraniteConfig
 
 from rlhf_data import TokenSequence, UserError, pack
-from rlhf_models import head as head_module
 from rlhf_models import prepare_for_packing, tiny_model, token_logps
-from rlhf_models.fused_head import FusedHead, HeadTargets
-from rlhf_models.head import TokenLogps, logps_from_hidden, score_targets
+from rlhf_models.kernels.fused_head import FusedHead, HeadTargets
+from rlhf_models.language_model import head as head_module
+from rlhf_models.language_model.head import TokenLogps, logps_from_hidden, score_targets
 
 VOCAB = 61
 TREE = [TokenSequence([4, 5, 6, *rest], 3) for rest in ([7, 8, 2], [7, 9], [10, 11, 12, 2], [7, 8, 2])]
@@ -342,7 +342,7 @@ def test_the_head_sees_each_position_once(monkeypatch: pytest.MonkeyPatch) -> No
         seen.append(len(hidden))
         return score_targets(model, hidden, targets, **options)
 
-    monkeypatch.setattr("rlhf_models.logps.score_targets", record)
+    monkeypatch.setattr("rlhf_models.language_model.logps.score_targets", record)
     # Two answers [1] and [3] after one prompt: both are predicted from the prompt's last position.
     (batch,) = pack([TokenSequence([4, 5, 1], 2), TokenSequence([4, 5, 3], 2)])
     token_logps(make_model("tied"), batch)

@@ -24,10 +24,10 @@ from transformers import (
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from rlhf_data import PackedBatch, TokenSequence, UserError, pack
-from rlhf_models.attention import AttentionOptions, TreeAttention
-from rlhf_models.logps import token_logps
-from rlhf_models.tree import AttentionTree
-from rlhf_models.varlen import VarlenTables
+from rlhf_models.attention.packed import AttentionOptions, TreeAttention
+from rlhf_models.attention.tree import AttentionTree
+from rlhf_models.attention.varlen import VarlenTables
+from rlhf_models.language_model.logps import token_logps
 
 VOCAB = 61
 SHAPE: dict[str, Any] = {
@@ -134,7 +134,7 @@ def gradients(model: torch.nn.Module, value: torch.Tensor) -> dict[str, torch.Te
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("block_queries", [64, 5])
 def test_packed_equals_padded_eager(name: str, block_queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_models.blocks._BLOCK_QUERIES", block_queries)
+    monkeypatch.setattr("rlhf_models.attention.dense._BLOCK_QUERIES", block_queries)
     sequences = ragged_tree()
     eager, ours = make_model(name, "eager"), make_model(name)
     expected = plain_logps(eager, sequences, 0.7)
@@ -285,9 +285,9 @@ def test_autocast_reaches_the_flash_kernel(name: str, monkeypatch: pytest.Monkey
     wanted = gradients(model, expected)
     exact = packed_logps(model, batches, 1.0)
     exact_gradients = gradients(model, exact)
-    monkeypatch.setattr("rlhf_models.logps.TreeAttention", OnCuda)
-    monkeypatch.setattr("rlhf_models.attention.run_varlen", kernel)
-    monkeypatch.setattr("rlhf_models.cpu_linear._ROUND", 1)  # no such rows on CUDA
+    monkeypatch.setattr("rlhf_models.language_model.logps.TreeAttention", OnCuda)
+    monkeypatch.setattr("rlhf_models.attention.packed.run_varlen", kernel)
+    monkeypatch.setattr("rlhf_models.kernels.cpu_linear._ROUND", 1)  # no such rows on CUDA
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
     assert torch.equal(packed_logps(model, batches, 1.0), exact) and not dtypes
     with torch.autocast("cpu", torch.bfloat16):

@@ -16,7 +16,7 @@ from rlhf_data import TokenSequence, pack
 from rlhf_models import (
     LoraSettings, RewardEnsemble, RewardModel, ValueModel, tiny_model, train_byte_tokenizer
 )
-from rlhf_models.compile import decoder_layers
+from rlhf_models.kernels.compile import decoder_layers
 
 ROWS = [[5, 9, 14, 3, 27], [5, 9, 14, 60], [7, 7, 8], [9, 9]]
 LORA = LoraSettings(lora_r=2)

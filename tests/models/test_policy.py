@@ -8,10 +8,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from rlhf_data import TokenSequence, UserError, pack
-from rlhf_models.adapters import AdapterSet, LoraSettings, add_adapters
-from rlhf_models.logps import token_logps
+from rlhf_models.adapters.lora import AdapterSet, LoraSettings, add_adapters
+from rlhf_models.language_model.logps import token_logps
+from rlhf_models.loading.tiny import tiny_model
 from rlhf_models.policy import PolicyModel
-from rlhf_models.tiny import tiny_model
 
 BATCH = pack([TokenSequence([5, 9, 14, 3, 27], 2), TokenSequence([5, 9, 14, 60], 2)])[0]
 LORA = LoraSettings(lora_r=2)

@@ -10,7 +10,7 @@ from transformers import AutoModelForTokenClassification
 
 from rlhf_data import UserError, pack
 from rlhf_models import LoraSettings, ProcessRewardModel, aggregate_step_scores, tiny_model
-from rlhf_models.tiny import TINY_ARCHITECTURES
+from rlhf_models.loading.tiny import TINY_ARCHITECTURES
 
 PROMPT = "where is mary ?"
 STEPS = ["mary went to kitchen .", "so it is kitchen", "it is certainly garden ."]

@@ -20,10 +20,10 @@ from rlhf_models import (
     load_causal_lm,
     tiny_model,
 )
-from rlhf_models.adapters import AdapterSet, add_adapters
-from rlhf_models.classifiers import head_of, share_trunk
-from rlhf_models.reward import read_positions
-from rlhf_models.tiny import TINY_ARCHITECTURES
+from rlhf_models.adapters.lora import AdapterSet, add_adapters
+from rlhf_models.heads.classifiers import head_of, share_trunk
+from rlhf_models.heads.reward import read_positions
+from rlhf_models.loading.tiny import TINY_ARCHITECTURES
 
 PROMPTS = ["where is mary ?", "where is mary ?", "where is ball ?"]
 COMPLETIONS = [" it is kitchen .", " it is garden", " shed"]

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from rlhf_data import TokenSequence, pack
-from rlhf_models import rotary, tiny_model, token_logps
+from rlhf_models import tiny_model, token_logps
+from rlhf_models.attention import rotary
 
 HALF = 4  # of the dimensions of a head
 ROPES: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ from transformers import (
 
 from rlhf_data import TokenSequence, UserError, pack
 from rlhf_models import token_logps
-from rlhf_models.router import router_coefficient
+from rlhf_models.language_model.router_loss import router_coefficient
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 61,

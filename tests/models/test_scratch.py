@@ -16,7 +16,7 @@ from rlhf_models import (
     load_model_config,
     token_logps,
 )
-from rlhf_models.loading import load_causal_lm, load_tokenizer, save_model
+from rlhf_models.loading.pretrained import load_causal_lm, load_tokenizer, save_model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FILES = ("model_config.yaml", "model_config_llama.yaml")

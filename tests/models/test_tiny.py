@@ -5,7 +5,7 @@ import torch
 from transformers import AutoTokenizer
 
 from rlhf_data import UserError
-from rlhf_models.tiny import TINY_ARCHITECTURES, build_tiny_llama, tiny_model, train_byte_tokenizer
+from rlhf_models.loading.tiny import TINY_ARCHITECTURES, build_tiny_llama, tiny_model, train_byte_tokenizer
 
 ODD_TEXTS = [
     "",

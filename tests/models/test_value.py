@@ -9,7 +9,7 @@ from transformers import AutoModelForTokenClassification
 
 from rlhf_data import TokenSequence, UserError, pack
 from rlhf_models import LoraSettings, RewardModel, ValueModel, tiny_model
-from rlhf_models.tiny import TINY_ARCHITECTURES
+from rlhf_models.loading.tiny import TINY_ARCHITECTURES
 
 ROWS = [TokenSequence([5, 9, 14, 3, 27], 2), TokenSequence([5, 9, 14, 60], 2), TokenSequence([7, 7, 8], 1)]
 (BATCH,) = pack(ROWS)

@@ -26,7 +26,7 @@ from rlhf_algos import (
 )
 from rlhf_data import KTODataset, PreferenceDataset, SFTDataset, load_records, story_records
 from rlhf_models import RewardModel
-from rlhf_models.tiny import tiny_model, train_byte_tokenizer
+from rlhf_models.loading.tiny import tiny_model, train_byte_tokenizer
 
 STEPS, BATCH, RATE = 5, 4, 1e-3
 HH = Path(__file__).parents[3] / "shared" / "data" / "hh-rlhf" / "harmless-base-1500.jsonl.gz"

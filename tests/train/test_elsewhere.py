@@ -15,8 +15,8 @@ from peft import AutoPeftModelForCausalLM
 
 from rlhf_data import UserError
 from rlhf_data.worlds.story_tasks import story_records
-from rlhf_models.adapter_files import adapter_base, save_adapter
-from rlhf_models.adapters import LoraSettings, apply_lora
+from rlhf_models.adapters.files import adapter_base, save_adapter
+from rlhf_models.adapters.lora import LoraSettings, apply_lora
 
 SMALL = (
     *("--set=per_device_train_batch_size=4", "--max-steps=1", "--set=learning_rate=1e-3"),
@@ -181,7 +181,7 @@ def test_an_adapter_that_names_a_base_beside_it(
 def test_a_model_that_is_nowhere_is_asked_for_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from rlhf_models.loading import load_config
+    from rlhf_models.loading.pretrained import load_config
 
     with caplog.at_level(logging.INFO), pytest.raises(UserError, match="could not be fetched"):
         load_config("nobody/has-this-model")

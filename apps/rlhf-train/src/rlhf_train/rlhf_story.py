@@ -16,7 +16,7 @@ from rlhf_minmax.data import Stories, load_stories
 from rlhf_minmax.demo import demo_folder, demo_models, demo_tokenizer, untrained_base
 from rlhf_minmax.story_rules import StoryRules
 from rlhf_minmax.together import check_built
-from rlhf_models.loading import save_model
+from rlhf_models.loading.pretrained import save_model
 
 __all__ = ["accuracy", "hack_rate", "rows_for", "story_plan", "story_stages"]
 

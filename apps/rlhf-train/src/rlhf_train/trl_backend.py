@@ -37,9 +37,9 @@ from rlhf_algos.parallel import choose_precision
 from rlhf_algos.results import finish_run
 from rlhf_data import UserError, atomic_folder, atomic_write_json
 from rlhf_data.runs.atomic import finite
-from rlhf_models.adapter_files import is_language_adapter
-from rlhf_models.adapters import apply_lora
-from rlhf_models.quantization import quantization_config
+from rlhf_models.adapters.files import is_language_adapter
+from rlhf_models.adapters.lora import apply_lora
+from rlhf_models.loading.quantization import quantization_config
 from rlhf_train.trl_metrics import Recorder, log_to
 
 __all__ = ["TRLJob", "check_settings", "dataset_rows"]

@@ -24,7 +24,7 @@ from rlhf_algos.stopping import is_greater_better
 from rlhf_data import UserError, atomic_folder, atomic_write_json
 from rlhf_data.runs.atomic import finite
 from rlhf_data.runs.checksums import write_checksums
-from rlhf_models.adapter_files import ADAPTER_CONFIG, anchor_base
+from rlhf_models.adapters.files import ADAPTER_CONFIG, anchor_base
 
 __all__ = [
     "STATE_FILE",

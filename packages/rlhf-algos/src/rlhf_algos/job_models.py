@@ -16,13 +16,13 @@ from rlhf_algos.parallel import check_hardware
 from rlhf_algos.processes import is_first_process, num_processes
 from rlhf_data import UserError
 from rlhf_models import LoraSettings, RewardModel, context_length, load_causal_lm, load_tokenizer
-from rlhf_models.adapter_files import adapter_base, is_language_adapter, load_merged
-from rlhf_models.adapters import apply_lora
-from rlhf_models.ensemble import RewardEnsemble
-from rlhf_models.loading import check_tokenizer_fits, save_model
-from rlhf_models.process_reward import ProcessRewardModel
-from rlhf_models.quantization import quantization_config
-from rlhf_models.scratch import build_model, build_tokenizer
+from rlhf_models.adapters.files import adapter_base, is_language_adapter, load_merged
+from rlhf_models.adapters.lora import apply_lora
+from rlhf_models.heads.ensemble import RewardEnsemble
+from rlhf_models.heads.process_reward import ProcessRewardModel
+from rlhf_models.loading.pretrained import check_tokenizer_fits, save_model
+from rlhf_models.loading.quantization import quantization_config
+from rlhf_models.loading.scratch import build_model, build_tokenizer
 
 if TYPE_CHECKING:
     from rlhf_algos.methods import Method

@@ -14,7 +14,7 @@ from rlhf_infer.vllm.process import VLLMServer
 from rlhf_infer.vllm.server_engine import VLLMServerEngine
 from rlhf_infer.vllm.settings import VLLMSettings
 from rlhf_infer.vllm.weight_export import write_weight_folder
-from rlhf_models.adapter_files import is_language_adapter
+from rlhf_models.adapters.files import is_language_adapter
 
 __all__ = ["vllm_engine"]
 

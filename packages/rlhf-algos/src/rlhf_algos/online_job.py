@@ -13,9 +13,9 @@ from rlhf_algos.ppo import start_value_model
 from rlhf_data import RunFolder, atomic_write_json, model_folder
 from rlhf_infer.rewards import RewardFunctionFactory, RewardFunctions
 from rlhf_models import ValueHead, ValueModel
-from rlhf_models.adapter_files import adapter_base, is_adapter
-from rlhf_models.ensemble import ENSEMBLE_FILE
-from rlhf_models.loading import check_weights, load_config
+from rlhf_models.adapters.files import adapter_base, is_adapter
+from rlhf_models.heads.ensemble import ENSEMBLE_FILE
+from rlhf_models.loading.pretrained import check_weights, load_config
 
 __all__ = ["PREFLIGHT", "check_parts", "online_parts", "tell_findings"]
 

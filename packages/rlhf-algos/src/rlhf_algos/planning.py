@@ -26,11 +26,16 @@ from rlhf_algos.parallel import choose_precision
 from rlhf_algos.processes import num_processes
 from rlhf_data import PromptExample, TokenSequence, UserError, ensure_writable_folder
 from rlhf_models import load_tokenizer
-from rlhf_models.adapter_files import adapter_base, is_language_adapter, load_adapter_tokenizer
-from rlhf_models.adapters import apply_lora
-from rlhf_models.loading import check_language_model, check_tokenizer_fits, check_weights, load_config
+from rlhf_models.adapters.files import adapter_base, is_language_adapter, load_adapter_tokenizer
+from rlhf_models.adapters.lora import apply_lora
+from rlhf_models.loading.pretrained import (
+    check_language_model,
+    check_tokenizer_fits,
+    check_weights,
+    load_config,
+)
+from rlhf_models.loading.scratch import build_model, build_tokenizer
 from rlhf_models.memory import activation_bytes, format_bytes, weight_bytes
-from rlhf_models.scratch import build_model, build_tokenizer
 
 __all__ = ["plan_training"]
 

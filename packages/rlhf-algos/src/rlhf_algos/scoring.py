@@ -12,7 +12,7 @@ from rlhf_algos.outputs import LossOutput
 from rlhf_algos.trainer import BaseTrainer
 from rlhf_data import PackedBatch
 from rlhf_models import TokenLogps, evaluating, token_logps
-from rlhf_models.router import router_coefficient
+from rlhf_models.language_model.router_loss import router_coefficient
 
 __all__ = ["LanguageModelTrainer", "LogpsModule"]
 

@@ -32,11 +32,11 @@ from rlhf_models import (
     encode_prompt,
     load_tokenizer,
 )
-from rlhf_models.adapter_files import adapter_base, is_adapter, load_adapter_tokenizer
-from rlhf_models.classifiers import brings_head
-from rlhf_models.loading import check_tokenizer_fits, check_weights, load_config
-from rlhf_models.quantization import quantization_config
-from rlhf_models.reward import encode_scored
+from rlhf_models.adapters.files import adapter_base, is_adapter, load_adapter_tokenizer
+from rlhf_models.heads.classifiers import brings_head
+from rlhf_models.heads.reward import encode_scored
+from rlhf_models.loading.pretrained import check_tokenizer_fits, check_weights, load_config
+from rlhf_models.loading.quantization import quantization_config
 
 _SHOWN = 40
 """Characters of a story that stand for it in messages."""

@@ -34,7 +34,7 @@ from rlhf_models import (
     encode_prompt,
     token_logps,
 )
-from rlhf_models.loading import save_model
+from rlhf_models.loading.pretrained import save_model
 
 _DRILLS = 3
 """Storyless exercises per story of the pre-training."""

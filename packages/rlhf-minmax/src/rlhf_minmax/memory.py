@@ -17,7 +17,7 @@ from rlhf_minmax.players import PLAIN, backbone_settings, lora_settings, share_b
 from rlhf_minmax.scorers import scorer_hosts, scorer_sections
 from rlhf_minmax.stepping import zero_stage
 from rlhf_models import DeviceManager, add_adapters
-from rlhf_models.adapter_files import adapter_shapes
+from rlhf_models.adapters.files import adapter_shapes
 from rlhf_models.memory import activation_bytes, weight_bytes
 
 _WEIGHT_BYTES = 4

@@ -16,8 +16,8 @@ from rlhf_minmax.config import MinMaxConfig, PlayerConfig
 from rlhf_minmax.players import backbone_settings, share_backbone
 from rlhf_minmax.scorer_config import JudgeConfig, RewardModelConfig
 from rlhf_models import AdapterSet, DeviceManager, PolicyModel, ScalarModel
-from rlhf_models.adapter_files import adapter_base, is_adapter
-from rlhf_models.classifiers import brings_head, share_trunk
+from rlhf_models.adapters.files import adapter_base, is_adapter
+from rlhf_models.heads.classifiers import brings_head, share_trunk
 
 Host = Literal["policy", "monitor"]
 """The player whose backbone a scorer is an adapter of."""

@@ -7,25 +7,25 @@ import logging
 from typing import Any
 
 _MODULES = {
-    "adapters": ("AdapterSet", "LoraSettings", "add_adapters", "apply_lora"),
-    "attention": ("OptimizedAttention", "TreeAttention", "prepare_for_packing"),
-    "compile": ("compile_model",),
+    "adapters.lora": ("AdapterSet", "LoraSettings", "add_adapters", "apply_lora"),
+    "attention.packed": ("OptimizedAttention", "TreeAttention", "prepare_for_packing"),
+    "kernels.compile": ("compile_model",),
     "device_manager": ("DeviceManager", "Placement"),
-    "dropout": ("disable_dropout", "evaluating"),
-    "ensemble": ("RewardEnsemble", "aggregate_scores"),
-    "head": ("TokenLogps",),
-    "encoding": ("encode_completion", "encode_prompt"),
-    "loading": (
+    "language_model.dropout": ("disable_dropout", "evaluating"),
+    "heads.ensemble": ("RewardEnsemble", "aggregate_scores"),
+    "language_model.head": ("TokenLogps",),
+    "language_model.encoding": ("encode_completion", "encode_prompt"),
+    "loading.pretrained": (
         *("check_prompt_fits", "context_length"),
         *("load_causal_lm", "load_tokenizer"),
     ),
-    "logps": ("hidden_states", "score_hidden", "token_logps"),
+    "language_model.logps": ("hidden_states", "score_hidden", "token_logps"),
     "policy": ("PolicyModel",),
-    "process_reward": ("ProcessRewardModel", "aggregate_step_scores"),
-    "reward": ("JudgeModel", "RewardModel", "ScalarModel"),
-    "scratch": ("ModelConfig", "build_model", "build_tokenizer", "load_model_config"),
-    "tiny": ("build_tiny_llama", "tiny_model", "train_byte_tokenizer"),
-    "value": ("ValueHead", "ValueModel"),
+    "heads.process_reward": ("ProcessRewardModel", "aggregate_step_scores"),
+    "heads.reward": ("JudgeModel", "RewardModel", "ScalarModel"),
+    "loading.scratch": ("ModelConfig", "build_model", "build_tokenizer", "load_model_config"),
+    "loading.tiny": ("build_tiny_llama", "tiny_model", "train_byte_tokenizer"),
+    "heads.value": ("ValueHead", "ValueModel"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rlhf_models.head import chunk_rows
+from rlhf_models.language_model.head import chunk_rows
 
 __all__ = ["activation_bytes", "format_bytes", "weight_bytes"]
 

@@ -13,12 +13,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlhf_data import PackedBatch, TokenSequence, UserError, atomic_folder, pack
-from rlhf_models.adapter_files import adapter_base, is_adapter, load_adapter, load_adapter_tokenizer
-from rlhf_models.adapters import AdapterSet, LoraSettings, add_adapters
-from rlhf_models.dropout import evaluating
-from rlhf_models.head import TokenLogps
-from rlhf_models.loading import check_tokenizer_fits, load_causal_lm, load_tokenizer, save_model
-from rlhf_models.logps import token_logps
+from rlhf_models.adapters.files import adapter_base, is_adapter, load_adapter, load_adapter_tokenizer
+from rlhf_models.adapters.lora import AdapterSet, LoraSettings, add_adapters
+from rlhf_models.language_model.dropout import evaluating
+from rlhf_models.language_model.head import TokenLogps
+from rlhf_models.language_model.logps import token_logps
+from rlhf_models.loading.pretrained import check_tokenizer_fits, load_causal_lm, load_tokenizer, save_model
 
 
 class PolicyModel(nn.Module):

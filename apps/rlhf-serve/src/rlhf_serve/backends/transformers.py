@@ -14,7 +14,7 @@ from rlhf_data import UserError
 from rlhf_infer import Rollout, TransformersEngine
 from rlhf_infer.engines.continuous_batching import ContinuousBatcher, OnToken
 from rlhf_models import PolicyModel, context_length, load_causal_lm, load_tokenizer
-from rlhf_models.adapter_files import is_adapter
+from rlhf_models.adapters.files import is_adapter
 from rlhf_serve.backends.protocol import Backend, Draw
 from rlhf_serve.settings import ModelSettings
 

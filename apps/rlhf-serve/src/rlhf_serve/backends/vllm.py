@@ -28,7 +28,7 @@ from rlhf_infer.vllm.settings import (
 from rlhf_infer.vllm.weight_export import write_weight_folder
 from rlhf_infer.vllm.worker import platform_arguments
 from rlhf_models import PolicyModel, load_tokenizer
-from rlhf_models.adapter_files import is_adapter
+from rlhf_models.adapters.files import is_adapter
 from rlhf_serve.backends.protocol import Draw
 from rlhf_serve.settings import ModelSettings
 

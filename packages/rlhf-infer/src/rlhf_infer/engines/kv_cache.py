@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_data import PackedBatch
-from rlhf_models.attention import AttentionOptions, TreeAttention
+from rlhf_models.attention.packed import AttentionOptions, TreeAttention
 
 BLOCK = 128
 """Tokens by which a row's keys and values grow; copying them so often costs a hundredth of reading them."""
@@ -68,7 +68,7 @@ class PrefillAttention:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """See `rlhf_models.attention.AttentionPlan`."""
+        """See `rlhf_models.attention.packed.AttentionPlan`."""
         own_key, own_value = (x[self._index].transpose(1, 2) for x in (key, value))
         self._cache.store(layer, self._prompts, (own_key, own_value))
         return self._attention.attend(layer, query, key, value, options)
@@ -138,7 +138,7 @@ class DecodeAttention:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """See `rlhf_models.attention.AttentionPlan`; one token per row."""
+        """See `rlhf_models.attention.packed.AttentionPlan`; one token per row."""
         rows, heads, size = query.shape
         own_key, own_value = self._room(layer, rows)
         own_key[:, :, self._step], own_value[:, :, self._step] = key, value
@@ -211,7 +211,7 @@ class JoinedAttention:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """See `rlhf_models.attention.AttentionPlan`."""
+        """See `rlhf_models.attention.packed.AttentionPlan`."""
         parts = [
             plan.attend(layer, query[part], key[part], value[part], options)
             for plan, part in zip(self._plans, self._slices, strict=True)

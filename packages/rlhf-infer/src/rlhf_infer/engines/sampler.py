@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlhf_data import UserError
 from rlhf_infer.engines.protocol import SamplingParams
-from rlhf_models.head import chunk_rows
+from rlhf_models.language_model.head import chunk_rows
 
 _NUCLEUS = 256
 """Tokens that are sorted for top-p at first; more only where they have too little probability."""

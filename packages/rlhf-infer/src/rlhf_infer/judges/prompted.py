@@ -12,10 +12,10 @@ import torch
 from rlhf_data import TokenSequence, UserError, pack
 from rlhf_data.datasets.encode import Encoder
 from rlhf_infer.judges.settings import JUDGE_TEMPLATE, checked_template, fill
-from rlhf_models.encoding import encode_completion, encode_prompt
-from rlhf_models.head import causal_lm
-from rlhf_models.loading import check_prompt_fits
-from rlhf_models.logps import token_logps
+from rlhf_models.language_model.encoding import encode_completion, encode_prompt
+from rlhf_models.language_model.head import causal_lm
+from rlhf_models.language_model.logps import token_logps
+from rlhf_models.loading.pretrained import check_prompt_fits
 
 _VERDICT = re.compile(r"\b(not )?(right|wrong)\b", re.IGNORECASE)
 

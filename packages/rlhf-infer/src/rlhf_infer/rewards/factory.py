@@ -110,7 +110,7 @@ class RewardFunctionFactory:
         """
         from rlhf_infer.rewards.models import MAX_TOKENS, EnsembleReward, ModelReward
         from rlhf_models import RewardEnsemble, RewardModel
-        from rlhf_models.ensemble import ENSEMBLE_FILE
+        from rlhf_models.heads.ensemble import ENSEMBLE_FILE
 
         if isinstance(model, str | Path):
             model = model_folder(str(model))

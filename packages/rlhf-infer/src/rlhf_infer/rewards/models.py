@@ -11,9 +11,9 @@ from rlhf_data import UserError
 from rlhf_data.records.transcripts import Text
 from rlhf_infer.rewards.texts import sample_name
 from rlhf_models import RewardEnsemble, RewardModel, aggregate_scores, context_length
-from rlhf_models.ensemble import Aggregate
-from rlhf_models.reward import encode_scored
-from rlhf_models.scalar import scores_of
+from rlhf_models.heads.ensemble import Aggregate
+from rlhf_models.heads.reward import encode_scored
+from rlhf_models.heads.scalar_model import scores_of
 
 MAX_TOKENS = 16_384
 """Tokens in one forward pass of a reward model unless another budget is given."""

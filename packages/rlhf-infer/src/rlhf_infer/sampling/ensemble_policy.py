@@ -13,10 +13,10 @@ from rlhf_data import UserError
 from rlhf_infer.engines.protocol import GenerationEngine, Rollout, SamplingParams
 from rlhf_infer.engines.transformers_engine import TransformersEngine, eval_mode
 from rlhf_infer.sampling.candidates import Extract, answer_weights
-from rlhf_models.attention import AttentionOptions, AttentionPlan
-from rlhf_models.head import causal_lm, lm_logits
-from rlhf_models.loading import context_length
-from rlhf_models.logps import stream_forward
+from rlhf_models.attention.packed import AttentionOptions, AttentionPlan
+from rlhf_models.language_model.head import causal_lm, lm_logits
+from rlhf_models.language_model.logps import stream_forward
+from rlhf_models.loading.pretrained import context_length
 
 Combination = Literal["vote", "logits"]
 
@@ -189,7 +189,7 @@ class _LayersFrom:
         value: torch.Tensor,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        """See `rlhf_models.attention.AttentionPlan`."""
+        """See `rlhf_models.attention.packed.AttentionPlan`."""
         return self._plan.attend(self._first + layer, query, key, value, options)
 
 

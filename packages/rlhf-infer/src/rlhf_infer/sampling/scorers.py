@@ -18,7 +18,7 @@ from rlhf_infer.rewards.texts import text_of
 
 if TYPE_CHECKING:
     from rlhf_models import ProcessRewardModel
-    from rlhf_models.process_reward import StepAggregate
+    from rlhf_models.heads.process_reward import StepAggregate
 
 
 class ProcessReward:
@@ -45,8 +45,8 @@ class ProcessReward:
         name: str = "process_reward",
         max_tokens: int | None = None,
     ) -> None:
-        from rlhf_models.process_reward import StepAggregate
-        from rlhf_models.scalar import check_choice
+        from rlhf_models.heads.process_reward import StepAggregate
+        from rlhf_models.heads.scalar_model import check_choice
 
         check_choice(f"reward {name}: aggregate", aggregate, get_args(StepAggregate))
         self.model, self.name, self.max_tokens = model.eval(), name, max_tokens
@@ -145,8 +145,8 @@ def _process_reward(
 
 def _is_process_model(folder: str) -> bool:
     """Whether a folder holds a token classifier, or an adapter of one."""
-    from rlhf_models.adapter_files import adapter_config, is_adapter
-    from rlhf_models.loading import load_config
+    from rlhf_models.adapters.files import adapter_config, is_adapter
+    from rlhf_models.loading.pretrained import load_config
 
     if is_adapter(folder) and adapter_config(folder).task_type == "TOKEN_CLS":
         return True

@@ -19,7 +19,7 @@ from transformers import AutoModelForTokenClassification, PreTrainedConfig, PreT
 from transformers.utils.hub import cached_file
 
 from rlhf_data import UserError, atomic_folder
-from rlhf_models.adapter_files import (
+from rlhf_models.adapters.files import (
     adapter_base,
     adapter_shapes,
     adapter_tensors,
@@ -28,9 +28,9 @@ from rlhf_models.adapter_files import (
     load_adapter_tokenizer,
     save_adapter,
 )
-from rlhf_models.adapters import SCALAR_HEADS
-from rlhf_models.loading import load_config, load_model, load_tokenizer, save_model
-from rlhf_models.quantization import quantization_config
+from rlhf_models.adapters.lora import SCALAR_HEADS
+from rlhf_models.loading.pretrained import load_config, load_model, load_tokenizer, save_model
+from rlhf_models.loading.quantization import quantization_config
 
 HEAD_FILE = "score_head.safetensors"
 Head = Literal["linear", "mlp"]

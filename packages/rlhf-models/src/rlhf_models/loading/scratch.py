@@ -14,9 +14,9 @@ from transformers.activations import ACT2FN
 
 from rlhf_data import BaseConfig, UserError
 from rlhf_data.config import load_config_file
-from rlhf_models.attention import prepare_for_packing
-from rlhf_models.loading import check_tokenizer_fits, load_tokenizer
-from rlhf_models.tiny import MIN_VOCAB_SIZE, random_model, train_byte_tokenizer
+from rlhf_models.attention.packed import prepare_for_packing
+from rlhf_models.loading.pretrained import check_tokenizer_fits, load_tokenizer
+from rlhf_models.loading.tiny import MIN_VOCAB_SIZE, random_model, train_byte_tokenizer
 
 DEFAULT_VOCAB_SIZE = 4096
 _ALIASES = {

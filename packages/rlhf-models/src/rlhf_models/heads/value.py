@@ -12,11 +12,11 @@ from torch import nn
 from transformers import AutoModelForTokenClassification
 
 from rlhf_data import PackedBatch, UserError
-from rlhf_models.adapter_files import is_adapter
-from rlhf_models.classifiers import as_token_classifier, init_head
-from rlhf_models.loading import load_config
-from rlhf_models.reward import RewardModel
-from rlhf_models.scalar import HeadModel
+from rlhf_models.adapters.files import is_adapter
+from rlhf_models.heads.classifiers import as_token_classifier, init_head
+from rlhf_models.heads.reward import RewardModel
+from rlhf_models.heads.scalar_model import HeadModel
+from rlhf_models.loading.pretrained import load_config
 
 
 class ValueModel(HeadModel):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rlhf_models.tree import AttentionOptions, AttentionTree
+from rlhf_models.attention.tree import AttentionOptions, AttentionTree
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rlhf_models.tree import AttentionTree
+from rlhf_models.attention.tree import AttentionTree
 
 _BLOCK_QUERIES = 64
 """Queries of a masked block. Fewer leave fewer hidden pairs to compute, but take more kernel calls."""

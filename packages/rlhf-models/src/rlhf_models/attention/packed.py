@@ -22,11 +22,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rlhf_data import PackedBatch, UserError
-from rlhf_models.blocks import DenseBlocks, dense_blocks
-from rlhf_models.cpu_linear import use_fast_linears
-from rlhf_models.tree import AttentionOptions as AttentionOptions
-from rlhf_models.tree import AttentionTree
-from rlhf_models.varlen import VarlenTables, run_varlen, varlen_kernel
+from rlhf_models.attention.dense import DenseBlocks, dense_blocks
+from rlhf_models.attention.tree import AttentionOptions as AttentionOptions
+from rlhf_models.attention.tree import AttentionTree
+from rlhf_models.attention.varlen import VarlenTables, run_varlen, varlen_kernel
+from rlhf_models.kernels.cpu_linear import use_fast_linears
 
 IMPLEMENTATION = "rlhf_packed"
 _LOG = logging.getLogger(__name__)

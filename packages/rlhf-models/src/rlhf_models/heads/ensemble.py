@@ -14,11 +14,11 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from rlhf_data import PackedBatch, UserError
 from rlhf_data.records.transcripts import Text
-from rlhf_models.adapters import LoraSettings
-from rlhf_models.classifiers import Head, build_classifier, load_classifier, stored_head
-from rlhf_models.loading import load_config
-from rlhf_models.reward import RewardModel, encode_scored
-from rlhf_models.scalar import check_choice, scores_of
+from rlhf_models.adapters.lora import LoraSettings
+from rlhf_models.heads.classifiers import Head, build_classifier, load_classifier, stored_head
+from rlhf_models.heads.reward import RewardModel, encode_scored
+from rlhf_models.heads.scalar_model import check_choice, scores_of
+from rlhf_models.loading.pretrained import load_config
 
 Aggregate = Literal["mean", "std", "min", "mean_minus_std"]
 EnsembleKind = Literal["independent", "adapters", "heads"]
@@ -66,7 +66,7 @@ class RewardEnsemble(nn.Module, ABC):
         Raises:
             UserError: settings that do not go together, or an architecture without a scalar head.
         """
-        from rlhf_models.ensemble_kinds import IndependentEnsemble, on_one_trunk
+        from rlhf_models.heads.ensemble_kinds import IndependentEnsemble, on_one_trunk
 
         _check(kind, size, lora)
         if kind == "independent":
@@ -109,7 +109,7 @@ class RewardEnsemble(nn.Module, ABC):
         Raises:
             UserError: as `from_backbone`, or the model cannot be loaded.
         """
-        from rlhf_models.ensemble_kinds import IndependentEnsemble, on_one_trunk
+        from rlhf_models.heads.ensemble_kinds import IndependentEnsemble, on_one_trunk
 
         _check(kind, size, lora)
         if kind == "independent":
@@ -146,7 +146,7 @@ class RewardEnsemble(nn.Module, ABC):
         Raises:
             UserError: it cannot be loaded.
         """
-        from rlhf_models.ensemble_kinds import AdapterEnsemble, HeadEnsemble, IndependentEnsemble
+        from rlhf_models.heads.ensemble_kinds import AdapterEnsemble, HeadEnsemble, IndependentEnsemble
 
         folder = Path(folder)
         try:

@@ -10,11 +10,11 @@ import torch
 from torch.nn.functional import pad
 
 from rlhf_data import PackedBatch, TokenSequence, UserError, pack
-from rlhf_models.attention import AttentionPlan, TreeAttention, packed_forward, prepare_for_packing
-from rlhf_models.cpu_linear import rounding
-from rlhf_models.head import TokenLogps, causal_lm, lm_logits, score_targets
-from rlhf_models.rotary import check_positions
-from rlhf_models.router import router_loss
+from rlhf_models.attention.packed import AttentionPlan, TreeAttention, packed_forward, prepare_for_packing
+from rlhf_models.attention.rotary import check_positions
+from rlhf_models.kernels.cpu_linear import rounding
+from rlhf_models.language_model.head import TokenLogps, causal_lm, lm_logits, score_targets
+from rlhf_models.language_model.router_loss import router_loss
 
 _PART = 8
 """Tokens of each part of the tree that `check_packing` scores: convolutions beside attention span about 4."""

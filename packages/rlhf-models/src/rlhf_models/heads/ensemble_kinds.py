@@ -13,13 +13,13 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification
 
 from rlhf_data import PackedBatch, UserError, atomic_folder, atomic_write_json
-from rlhf_models.adapter_files import adapter_config, load_adapter_weights
-from rlhf_models.adapters import AdapterSet, LoraSettings, add_adapters, apply_lora
-from rlhf_models.attention import prepare_for_packing
-from rlhf_models.classifiers import head_of, init_head, load_classifier, run_head, save_classifier
-from rlhf_models.ensemble import ENSEMBLE_FILE, RewardEnsemble
-from rlhf_models.logps import hidden_states
-from rlhf_models.reward import RewardModel, read_positions
+from rlhf_models.adapters.files import adapter_config, load_adapter_weights
+from rlhf_models.adapters.lora import AdapterSet, LoraSettings, add_adapters, apply_lora
+from rlhf_models.attention.packed import prepare_for_packing
+from rlhf_models.heads.classifiers import head_of, init_head, load_classifier, run_head, save_classifier
+from rlhf_models.heads.ensemble import ENSEMBLE_FILE, RewardEnsemble
+from rlhf_models.heads.reward import RewardModel, read_positions
+from rlhf_models.language_model.logps import hidden_states
 
 
 class IndependentEnsemble(RewardEnsemble):

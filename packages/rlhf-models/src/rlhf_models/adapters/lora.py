@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_data import BaseConfig, UserError
-from rlhf_models.adapter_files import add_saved_adapter, load_adapter_weights, save_adapter
+from rlhf_models.adapters.files import add_saved_adapter, load_adapter_weights, save_adapter
 
 SCALAR_HEADS = ("score", "classifier")
 """Names that transformers gives to the heads of sequence and token classifiers."""

@@ -27,10 +27,10 @@ from transformers.utils.hub import has_file
 
 from rlhf_data import UserError, atomic_folder
 from rlhf_data.runs.paths import absolute_path
-from rlhf_models.attention import prepare_for_packing
-from rlhf_models.logps import check_packing
-from rlhf_models.quantization import prepare_quantized, quantization_config
-from rlhf_models.sources import check_not_a_missing_path, check_on_hub
+from rlhf_models.attention.packed import prepare_for_packing
+from rlhf_models.language_model.logps import check_packing
+from rlhf_models.loading.quantization import prepare_quantized, quantization_config
+from rlhf_models.loading.sources import check_not_a_missing_path, check_on_hub
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WEIGHT_FILES = (

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rlhf_data import UserError
-from rlhf_models.head import causal_lm
+from rlhf_models.language_model.head import causal_lm
 
 
 def router_coefficient(model: Any, wanted: float | None) -> float:

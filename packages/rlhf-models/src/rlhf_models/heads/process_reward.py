@@ -14,9 +14,9 @@ from rlhf_data.datasets.build import StepBuilder
 from rlhf_data.datasets.examples import StepExample
 from rlhf_data.records.kinds import StepwiseRecord
 from rlhf_data.records.transcripts import Text
-from rlhf_models.classifiers import head_of, set_linear_head
-from rlhf_models.loading import check_prompt_fits
-from rlhf_models.scalar import HeadModel, check_choice
+from rlhf_models.heads.classifiers import head_of, set_linear_head
+from rlhf_models.heads.scalar_model import HeadModel, check_choice
+from rlhf_models.loading.pretrained import check_prompt_fits
 
 StepAggregate = Literal["min", "mean", "last", "product"]
 DEFAULT_SEPARATOR = "\n"

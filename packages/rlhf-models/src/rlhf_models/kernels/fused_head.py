@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlhf_models.cpu_linear import add_product, product
+from rlhf_models.kernels.cpu_linear import add_product, product
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from rlhf_data import UserError, atomic_folder, atomic_write_json
-from rlhf_models.loading import load_causal_lm, load_config, load_tokenizer
+from rlhf_models.loading.pretrained import load_causal_lm, load_config, load_tokenizer
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BASE_PATH = "base_model.json"

@@ -12,10 +12,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlhf_data import PackedBatch, TokenSequence, UserError, pack
-from rlhf_models.adapter_files import load_adapter_weights
-from rlhf_models.adapters import LoraSettings, apply_lora
-from rlhf_models.attention import prepare_for_packing
-from rlhf_models.classifiers import (
+from rlhf_models.adapters.files import load_adapter_weights
+from rlhf_models.adapters.lora import LoraSettings, apply_lora
+from rlhf_models.attention.packed import prepare_for_packing
+from rlhf_models.heads.classifiers import (
     Head,
     build_classifier,
     head_of,
@@ -23,8 +23,8 @@ from rlhf_models.classifiers import (
     run_head,
     save_classifier,
 )
-from rlhf_models.loading import check_prompt_fits, check_tokenizer_fits
-from rlhf_models.logps import hidden_states
+from rlhf_models.language_model.logps import hidden_states
+from rlhf_models.loading.pretrained import check_prompt_fits, check_tokenizer_fits
 
 
 class HeadModel(nn.Module):

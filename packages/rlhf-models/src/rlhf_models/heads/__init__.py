@@ -1,0 +1,1 @@
+"""Models with scalar heads: reward, judge, value, process reward, ensembles."""

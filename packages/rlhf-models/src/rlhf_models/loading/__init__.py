@@ -1,0 +1,1 @@
+"""Decoders and tokenizers: pretrained, quantized, from scratch, tiny."""
