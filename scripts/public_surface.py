@@ -97,7 +97,7 @@ def _command(command: click.Command, name: str) -> Iterator[str]:
 
 
 def _settings() -> Iterator[str]:
-    from rlhf_algos.methods import METHODS
+    from rlhf_algos.jobs.methods import METHODS
     from rlhf_train.settings import settings_of
 
     for method in (*SETTINGS_OF_OTHER_COMMANDS, *METHODS):

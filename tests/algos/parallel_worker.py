@@ -25,9 +25,9 @@ from rlhf_algos import (
     RewardTrainer,
     SFTTrainer,
     SimPOTrainer,
-    reference_cache,
 )
-from rlhf_algos.methods import METHODS
+from rlhf_algos.jobs.methods import METHODS
+from rlhf_algos.reference import cache as reference_cache
 from rlhf_data import RunFolder
 from rlhf_models import (
     LoraSettings,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlhf_algos import METHODS
-from rlhf_algos.job_data import load_rows
+from rlhf_algos.jobs.data import load_rows
 from rlhf_data import UserError
 
 

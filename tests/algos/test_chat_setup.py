@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_algos.job import TrainingJob
-from rlhf_algos.job_models import start_model
-from rlhf_algos.methods import METHODS
+from rlhf_algos.jobs.methods import METHODS
+from rlhf_algos.jobs.models import start_model
+from rlhf_algos.jobs.training_job import TrainingJob
 from rlhf_data import RunFolder, UserError
 from rlhf_infer import SamplingParams, TransformersEngine
 from rlhf_models import load_causal_lm, load_tokenizer, tiny_model

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rlhf_algos.checkpoints import STATE_FILE, CheckpointManager
+from rlhf_algos.checkpoints.manager import STATE_FILE, CheckpointManager
 from rlhf_data import RunFolder, UserError
 from rlhf_data.runs.atomic import DiskFullError
 
@@ -147,7 +147,7 @@ import os, subprocess, sys
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", sys.argv[1]], check=True)
 import torch
 from safetensors.torch import save_file
-from rlhf_algos.checkpoints import CheckpointManager
+from rlhf_algos.checkpoints.manager import CheckpointManager
 from rlhf_data import RunFolder, UserError
 manager = CheckpointManager(RunFolder(sys.argv[1]), keep=2)
 for step in (1, 2, 3):

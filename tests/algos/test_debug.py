@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_algos.debug import ActivationHistograms, GradientFlow, Sampler, decoder_layers, nonfinite_message
+from rlhf_algos.tracking.debug import (
+    ActivationHistograms,
+    GradientFlow,
+    Sampler,
+    decoder_layers,
+    nonfinite_message,
+)
 from rlhf_data import RunFolder, TokenSequence, pack
 from rlhf_models import token_logps
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rlhf_algos import DPOConfig, DPOTrainer, RewardTrainer, SFTConfig, SFTTrainer, create_optimizer
-from rlhf_algos.method_configs import RewardConfig
-from rlhf_algos.optim import train_in_fp32
+from rlhf_algos.configs.offline import RewardConfig
+from rlhf_algos.engine.optimizer import train_in_fp32
 from rlhf_data import RunFolder, pack
 from rlhf_models import LoraSettings, RewardModel, add_adapters, tiny_model, token_logps, train_byte_tokenizer
 

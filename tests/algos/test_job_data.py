@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from rlhf_algos.job_data import build_sets, load_rows
-from rlhf_algos.methods import METHODS
+from rlhf_algos.jobs.data import build_sets, load_rows
+from rlhf_algos.jobs.methods import METHODS
 from rlhf_data import UserError
 
 _TEMPLATE = (

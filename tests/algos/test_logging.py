@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from rlhf_algos.logging import TrainingLogger, _rate
+from rlhf_algos.tracking.metrics_log import TrainingLogger, _rate
 from rlhf_data import RunFolder
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from rlhf_algos import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer
-from rlhf_algos.outputs import LossOutput, reduce_outputs
-from rlhf_algos.rollouts import Completion
+from rlhf_algos.engine.loss_output import LossOutput, reduce_outputs
+from rlhf_algos.online.rollouts import Completion
 from rlhf_data import PromptExample, RunFolder, UserError
 from rlhf_infer.rewards import RewardFunctions
 from rlhf_models import LoraSettings, add_adapters, tiny_model, train_byte_tokenizer

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_algos.config import TrainerConfig
-from rlhf_algos.optim import OPTIMIZERS, create_optimizer, create_scheduler, learning_rate_factor
+from rlhf_algos.configs.trainer import TrainerConfig
+from rlhf_algos.engine.optimizer import OPTIMIZERS, create_optimizer, create_scheduler, learning_rate_factor
 from rlhf_data import UserError
 
 

@@ -23,8 +23,8 @@ def test_logging_is_set_up_anew_each_time(tmp_path, rich):
     try:
         for name in ("first", "second"):
             setup_logging("INFO", rich=rich, file=tmp_path / name)
-            logging.getLogger("rlhf_algos.job").info("step of %s", name)
-        assert "INFO rlhf_algos.job: step of first" in (tmp_path / "first").read_text()
+            logging.getLogger("rlhf_algos.jobs.training_job").info("step of %s", name)
+        assert "INFO rlhf_algos.jobs.training_job: step of first" in (tmp_path / "first").read_text()
         assert "step of second" in (tmp_path / "second").read_text()
         assert "second" not in (tmp_path / "first").read_text()
     finally:

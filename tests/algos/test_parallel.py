@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhf_algos import SFTConfig, SFTTrainer
-from rlhf_algos.parallel import Parallel, choose_precision
+from rlhf_algos.engine.parallel import Parallel, choose_precision
 from rlhf_data import RunFolder, TokenSequence, UserError
 from rlhf_models.loading.tiny import tiny_model
 
@@ -44,7 +44,7 @@ def test_gpu_computes_in_what_it_is_made_for(monkeypatch, capability, settings, 
     [({}, "precision as loaded: fp32 on the CPU"), ({"bf16": True}, "precision bf16: bf16 is set")],
 )
 def test_the_log_says_which_precision_and_why(settings, said, caplog):
-    with caplog.at_level(logging.INFO, logger="rlhf_algos.parallel"):
+    with caplog.at_level(logging.INFO, logger="rlhf_algos.engine.parallel"):
         Parallel(SFTConfig.from_dict(settings), device=CPU, dtype=FP32)
     assert said in caplog.messages
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_algos.preflight import Finding, ReferenceRewards, preflight, repeated_prompts
+from rlhf_algos.online.preflight import Finding, ReferenceRewards, preflight, repeated_prompts
 from rlhf_infer import Rollout
 from rlhf_infer.rewards import RewardScores
 

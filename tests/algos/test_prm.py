@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from rlhf_algos import PRMConfig, PRMTrainer
-from rlhf_algos.prm import step_positions
+from rlhf_algos.offline.prm import step_positions
 from rlhf_data import StepExample, StepPair, TokenSequence, pack
 from rlhf_models import ProcessRewardModel, tiny_model, train_byte_tokenizer
 

@@ -11,8 +11,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from rlhf_algos import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
-from rlhf_algos.reference import ReferenceScorer, ReferenceTrainer
-from rlhf_algos.reference_cache import cache_folder, data_hash, model_hash
+from rlhf_algos.reference.cache import cache_folder, data_hash, model_hash
+from rlhf_algos.reference.trainer import ReferenceScorer, ReferenceTrainer
 from rlhf_data import TokenSequence, pack
 from rlhf_models import disable_dropout, tiny_model
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_algos.results import finish_run, versions
+from rlhf_algos.jobs.results import finish_run, versions
 from rlhf_data import RunFolder
 
 ROWS = [

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rlhf_algos.methods import METHODS
+from rlhf_algos.jobs.methods import METHODS
 
 
 @pytest.mark.parametrize("name", METHODS)

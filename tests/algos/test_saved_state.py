@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_algos.optim import create_optimizer
-from rlhf_algos.saved_state import (
+from rlhf_algos.checkpoints.optimizer_state import (
     load_optimizer_state,
     load_rng_state,
     save_optimizer_state,
     save_rng_state,
 )
+from rlhf_algos.engine.optimizer import create_optimizer
 from rlhf_data import UserError
 
 

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from rlhf_algos.signals import GracefulStop
+from rlhf_algos.engine.signals import GracefulStop
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -64,7 +64,7 @@ def test_another_thread_changes_nothing():
 
 _LOOP = """
 import sys, time
-from rlhf_algos.signals import GracefulStop
+from rlhf_algos.engine.signals import GracefulStop
 with GracefulStop() as stop:
     print("ready", flush=True)
     while True:

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from rlhf_algos.stopping import EarlyStopping
+from rlhf_algos.tracking.early_stopping import EarlyStopping
 
 
 def _stops(stopping, values):

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from rlhf_algos.trackers import create_trackers
+from rlhf_algos.tracking.trackers import create_trackers
 from rlhf_data import UserError
 
 CONFIG = {"learning_rate": 1e-3, "beta": 0.1, "columns": {"chosen": "better"}}
@@ -56,7 +56,7 @@ def test_tensorboard_events_hold_metrics_and_config(tmp_path):
 
 _OFFLINE = """
 import sys
-from rlhf_algos.trackers import create_trackers
+from rlhf_algos.tracking.trackers import create_trackers
 for first in (1, 3):
     trackers = create_trackers(["wandb"], sys.argv[1], {"beta": 0.1}, name="dpo", first_step=first)
     for step in (first, first + 1):

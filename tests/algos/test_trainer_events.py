@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from rlhf_algos import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
-from rlhf_algos.batching import cut, epoch_order
-from rlhf_algos.outputs import LossOutput, reduce_outputs
-from rlhf_algos.progress import TrainingStopped
-from rlhf_algos.step_report import Pace
+from rlhf_algos.engine.batching import cut, epoch_order
+from rlhf_algos.engine.events import TrainingStopped
+from rlhf_algos.engine.loss_output import LossOutput, reduce_outputs
+from rlhf_algos.tracking.step_report import Pace
 from rlhf_data import RunFolder, TokenSequence, UserError
 from rlhf_models import RewardModel
 from rlhf_models.loading.tiny import tiny_model, train_byte_tokenizer
@@ -65,7 +65,7 @@ def test_reports_say_pace_evaluation_and_checkpoint_of_every_step(tmp_path):
 
 def test_the_pace_of_a_resumed_run_is_its_own(tmp_path, monkeypatch):
     now = iter([100.0, 104.0, 110.0])
-    monkeypatch.setattr("rlhf_algos.step_report.time.perf_counter", lambda: next(now))
+    monkeypatch.setattr("rlhf_algos.tracking.step_report.time.perf_counter", lambda: next(now))
     pace = Pace(20, step=10, num_tokens=1000)
     first = pace.report(12, {"num_tokens": 1400})
     assert (first.seconds, first.tokens_per_second) == (4, 100)

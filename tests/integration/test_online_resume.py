@@ -66,7 +66,7 @@ _STAGES = {"sft": "sft.jsonl", "reward": "preference.jsonl", "ppo": "prompts.jso
 
 _SERVER = """
 import contextlib, importlib, json, os, sys
-import peft, rlhf_algos.job, rlhf_algos.orchestrator, rlhf_eval, rlhf_train.rlhf_story
+import peft, rlhf_algos.jobs.training_job, rlhf_algos.jobs.rlhf, rlhf_eval, rlhf_train.rlhf_story
 import rlhf_train.training_display, transformers.models.llama.modeling_llama
 from rlhf_train.cli import main
 with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(ImportError):

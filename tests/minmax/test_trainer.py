@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_algos.progress import TrainingStopped
+from rlhf_algos.engine.events import TrainingStopped
 from rlhf_data import RunFolder, UserError
 from rlhf_minmax import MinMaxTrainer
 

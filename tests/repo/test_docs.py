@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from rlhf_algos import METHODS
-from rlhf_algos.orchestrator import STAGES, RLHFConfig
+from rlhf_algos.jobs.rlhf import STAGES, RLHFConfig
 from rlhf_data import UserError, apply_overrides
 from rlhf_infer import RuleJudge
 from rlhf_infer.rewards import RewardFunctionFactory, load_principles

@@ -36,8 +36,8 @@ from rlhf_algos import (
     SimPOTrainer,
     TrainerConfig,
 )
-from rlhf_algos.online_configs import SamplingConfig, VLLMConfig
-from rlhf_algos.orchestrator import RLHFConfig
+from rlhf_algos.configs.online import SamplingConfig, VLLMConfig
+from rlhf_algos.jobs.rlhf import RLHFConfig
 from rlhf_data import (
     KTOExample,
     PreferencePair,

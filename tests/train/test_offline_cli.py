@@ -69,9 +69,9 @@ def test_a_run_leaves_a_model_and_everything_about_it(
 
 
 def test_without_a_model_a_tiny_one_is_built_once(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    import rlhf_algos.demo
+    import rlhf_algos.jobs.tiny_models
 
-    monkeypatch.setattr(rlhf_algos.demo, "_LESSONS", ((True, 2000, 5e-3), (False, 1000, 1e-3)))
+    monkeypatch.setattr(rlhf_algos.jobs.tiny_models, "_LESSONS", ((True, 2000, 5e-3), (False, 1000, 1e-3)))
     first = done(train("dpo", *SMALL, "--output-dir=first"))
     second = done(train("dpo", *SMALL, "--output-dir=second"))
     assert "a tiny Llama, made now, learns to write the rows' good completions" in first
@@ -245,7 +245,7 @@ def test_the_console_shows_each_text_once_and_no_minus_before_zero(tmp_path: Pat
     console = Console(file=io.StringIO(), width=100)
     with TrainingDisplay(console=console) as display:
         for _ in range(2):
-            logging.getLogger("rlhf_algos.job").warning("slow disk")
+            logging.getLogger("rlhf_algos.jobs.training_job").warning("slow disk")
         results = {"before": {"eval_loss": -1e-9}, "after": None, "wall_time": {"total": 1.0}}
         display.show_results(results, RunFolder.create(tmp_path / "run", job="sft"))
     assert isinstance(console.file, io.StringIO)

@@ -312,9 +312,9 @@ def test_a_signal_saves_and_says_how_to_continue(
 def test_without_a_model_a_tiny_one_is_built_once(
     train: Train, monkeypatch: pytest.MonkeyPatch, no_curves: None
 ) -> None:
-    import rlhf_algos.demo
+    import rlhf_algos.jobs.tiny_models
 
-    monkeypatch.setattr(rlhf_algos.demo, "_LESSONS", ((True, 2000, 5e-3), (False, 1000, 1e-3)))
+    monkeypatch.setattr(rlhf_algos.jobs.tiny_models, "_LESSONS", ((True, 2000, 5e-3), (False, 1000, 1e-3)))
     few = ("--set=story_rows=64", "--set=story_eval_rows=4", "--subset-size=8", "--max-steps=1")
     first = done(train("grpo", "--set=task=arithmetic", *few, "--output-dir=sums"))
     second = done(train("ppo", "--set=task=arithmetic", *few, "--output-dir=more"))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rlhf_algos.step_report import StepReport
+from rlhf_algos.tracking.step_report import StepReport
 from rlhf_train.training_display import TrainingDisplay
 
 

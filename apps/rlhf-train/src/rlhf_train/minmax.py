@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhf_algos.processes import is_first_process
+from rlhf_algos.process_group import is_first_process
 from rlhf_data import RunFolder, UserError, apply_overrides, load_config_file
 from rlhf_minmax import MinMaxConfig
 from rlhf_train.inputs import check_inputs

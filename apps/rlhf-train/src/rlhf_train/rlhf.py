@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rlhf_algos.processes import is_first_process
+from rlhf_algos.process_group import is_first_process
 from rlhf_data import RunFolder, apply_overrides
 from rlhf_train.inputs import check_inputs, described
 from rlhf_train.runs import resumable, resumed_run, run_of_all
@@ -35,7 +35,7 @@ def run_rlhf(options: dict[str, Any]) -> None:
     Raises:
         UserError: options, settings, data or models cannot be used.
     """
-    from rlhf_algos.orchestrator_config import RLHFConfig
+    from rlhf_algos.jobs.rlhf_config import RLHFConfig
 
     if options["resume"] is not None:
         run = resumed_run(options, _JOB, _CHANGES_A_RUN)
@@ -60,7 +60,7 @@ def resolve_config(options: dict[str, Any]) -> Any:
     Raises:
         UserError: an unknown key, a value out of range, a file that cannot be read.
     """
-    from rlhf_algos.orchestrator_config import STAGES, RLHFConfig
+    from rlhf_algos.jobs.rlhf_config import STAGES, RLHFConfig
 
     source = options["config"]
     where = str(source) if source else "config"
@@ -97,8 +97,8 @@ def _check(config: Any, run: RunFolder) -> None:
 
 
 def _plan(config: Any, run: RunFolder) -> None:
-    from rlhf_algos.orchestrator import RLHFOrchestrator
-    from rlhf_algos.planning import plan_training
+    from rlhf_algos.jobs.dry_run import plan_training
+    from rlhf_algos.jobs.rlhf import RLHFOrchestrator
     from rlhf_train.rlhf_story import story_plan
     from rlhf_train.training_display import TrainingDisplay
 
@@ -113,7 +113,7 @@ def _plan(config: Any, run: RunFolder) -> None:
 
 
 def _work(config: Any, run: RunFolder, options: dict[str, Any]) -> None:
-    from rlhf_algos.orchestrator import RLHFOrchestrator
+    from rlhf_algos.jobs.rlhf import RLHFOrchestrator
     from rlhf_train.rlhf_story import rows_for, story_stages
     from rlhf_train.training_display import TrainingDisplay
 

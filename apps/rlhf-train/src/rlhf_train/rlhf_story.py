@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_algos.orchestrator import STAGES, RLHFOrchestrator
-from rlhf_algos.processes import is_first_process, wait_for_all
+from rlhf_algos.jobs.rlhf import STAGES, RLHFOrchestrator
+from rlhf_algos.process_group import is_first_process, wait_for_all
 from rlhf_data import QARecord, RunFolder, UserError, atomic_write_text
 from rlhf_minmax import MinMaxConfig
 from rlhf_minmax.data import Stories, load_stories

@@ -22,10 +22,10 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from rlhf_algos.checkpoints import save_pretrained
-from rlhf_algos.job import Clock, Job
-from rlhf_algos.job_data import Rows, conversion, load_rows
-from rlhf_algos.job_models import (
+from rlhf_algos.checkpoints.manager import save_pretrained
+from rlhf_algos.engine.parallel import choose_precision
+from rlhf_algos.jobs.data import Rows, conversion, load_rows
+from rlhf_algos.jobs.models import (
     check_machine,
     job_device,
     keep_base,
@@ -33,8 +33,8 @@ from rlhf_algos.job_models import (
     lora_settings,
     start_model,
 )
-from rlhf_algos.parallel import choose_precision
-from rlhf_algos.results import finish_run
+from rlhf_algos.jobs.results import finish_run
+from rlhf_algos.jobs.training_job import Clock, Job
 from rlhf_data import UserError, atomic_folder, atomic_write_json
 from rlhf_data.runs.atomic import finite
 from rlhf_models.adapters.files import is_language_adapter

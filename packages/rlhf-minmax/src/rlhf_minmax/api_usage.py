@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rlhf_algos.processes import gathered
+from rlhf_algos.process_group import gathered
 from rlhf_infer import APIJudge, APIUsage
 from rlhf_minmax.together import ScoredByFirst, ScoredInParts
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_algos.processes import from_first_process, is_first_process, num_processes, wait_for_all
+from rlhf_algos.process_group import from_first_process, is_first_process, num_processes, wait_for_all
 from rlhf_data import RunFolder, UserError, atomic_write_json
 from rlhf_eval import minmax_figure, training_curves, write_minmax_report
 from rlhf_eval.report import run_metrics

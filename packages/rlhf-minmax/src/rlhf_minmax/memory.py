@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 
-from rlhf_algos.processes import num_processes
+from rlhf_algos.process_group import num_processes
 from rlhf_minmax.checks import ModelInfo
 from rlhf_minmax.config import MinMaxConfig, PlayerConfig
 from rlhf_minmax.players import PLAIN, backbone_settings, lora_settings, share_backbone

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlhf_algos.advantages import zero_std_fraction
-from rlhf_algos.processes import is_first_process
+from rlhf_algos.process_group import is_first_process
 from rlhf_minmax.config import MinMaxConfig
 from rlhf_minmax.constraints import (
     TRUTHFULNESS,

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rlhf_algos.processes import gathered, own_part
+from rlhf_algos.process_group import gathered, own_part
 from rlhf_data import QARecord
 from rlhf_infer import Rollout, SamplingParams, TransformersEngine
 from rlhf_infer.judges.prompted import Judge

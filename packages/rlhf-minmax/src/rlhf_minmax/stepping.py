@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_algos import create_optimizer, load_optimizer_state, save_optimizer_state
-from rlhf_algos.config import HardwareConfig
-from rlhf_algos.parallel import Parallel
-from rlhf_algos.processes import add_gradients, is_first_process
+from rlhf_algos.configs.trainer import HardwareConfig
+from rlhf_algos.engine.parallel import Parallel
+from rlhf_algos.process_group import add_gradients, is_first_process
 from rlhf_data import PackedBatch, UserError
 from rlhf_minmax.config import StepRule
 from rlhf_minmax.saddle import GameStep

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_algos.job_models import job_device
-from rlhf_algos.processes import (
+from rlhf_algos.jobs.models import job_device
+from rlhf_algos.process_group import (
     from_first_process,
     gathered,
     is_first_process,

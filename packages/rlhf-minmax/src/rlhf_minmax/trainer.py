@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from rlhf_algos import CheckpointManager, GracefulStop, load_weights
-from rlhf_algos.processes import (
+from rlhf_algos.engine.events import TrainingStopped
+from rlhf_algos.process_group import (
     from_first_process,
     gathered,
     is_first_process,
@@ -20,7 +21,6 @@ from rlhf_algos.processes import (
     process_number,
     wait_for_all,
 )
-from rlhf_algos.progress import TrainingStopped
 from rlhf_data import QARecord, RunFolder, UserError, json_hash
 from rlhf_minmax.config import MinMaxConfig
 from rlhf_minmax.doctor import Doctor

@@ -1,0 +1,139 @@
+"""Settings of the offline methods; the names and defaults are those of TRL, where it has them."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from rlhf_algos.configs.trainer import TrainerConfig
+
+__all__ = [
+    "DPOConfig",
+    "KTOConfig",
+    "PRMConfig",
+    "ReferenceConfig",
+    "RewardConfig",
+    "RewardModelConfig",
+    "SFTConfig",
+    "SimPOConfig",
+]
+
+
+class SFTConfig(TrainerConfig):
+    """Settings of supervised fine-tuning."""
+
+    learning_rate: float = Field(default=2e-5, gt=0)
+    """Peak learning rate of AdamW."""
+    max_length: int | None = Field(default=1024, ge=2)
+    """Tokens kept of a row, from its start; null keeps all."""
+    router_aux_loss_coef: float | None = Field(default=None, ge=0)
+    """Weight of the load-balancing loss of a model with experts; null takes that in the model's config."""
+    assistant_only_loss: bool = False
+    """Of a conversation, learn only what the assistant says; of a prompt's completion, it is always so."""
+
+
+class RewardConfig(TrainerConfig):
+    """Settings of reward modelling."""
+
+    learning_rate: float = Field(default=1e-4, gt=0)
+    """Peak learning rate of AdamW."""
+    max_length: int | None = Field(default=1024, ge=2)
+    """Rows with a longer prompt and completion, in tokens, are left out; null keeps all."""
+    center_rewards_coefficient: float | None = Field(default=None, ge=0)
+    """Weight of the squared sum of a pair's rewards, which ties their mean to zero; null for none."""
+    disable_dropout: bool = True
+    """Train without dropout, the adapters' too."""
+
+
+class PRMConfig(TrainerConfig):
+    """Settings of process reward modelling."""
+
+    learning_rate: float = Field(default=1e-5, gt=0)
+    """Peak learning rate of AdamW."""
+    max_length: int | None = Field(default=1024, ge=2)
+    """Tokens kept of a row, from its start; steps that end beyond are left out; null keeps all."""
+    step_separator: str = Field(default="\n", min_length=1)
+    """Text that ends every step; a step is scored at its last token."""
+    aggregate: Literal["min", "mean", "last", "product"] = "min"
+    """How the scores of a solution's steps make one score: the least, the mean, the last, or the product."""
+    step_weight: float = Field(default=1.0, ge=0)
+    """Weight of the cross-entropy of step labels, a mean over the labelled steps."""
+    outcome_weight: float = Field(default=1.0, ge=0)
+    """Weight of the ranking of pairs of solutions, a mean over the pairs."""
+    disable_dropout: bool = True
+    """Train without dropout, the adapters' too."""
+
+
+class ReferenceConfig(TrainerConfig):
+    """Settings of training against a reference policy."""
+
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """Peak learning rate of AdamW."""
+    max_length: int | None = Field(default=1024, ge=2)
+    """Tokens kept of prompt and completion, from the start; null keeps all."""
+    precompute_ref_log_probs: bool = False
+    """Score every completion under the reference once, before training, and keep the result on disk."""
+    router_aux_loss_coef: float | None = Field(default=None, ge=0)
+    """Weight of the load-balancing loss of a model with experts; null takes that in the model's config."""
+    disable_dropout: bool = True
+    """Train without dropout, the adapters' too, so that learning alone tells policy and reference apart."""
+
+
+class DPOConfig(ReferenceConfig):
+    """Settings of direct preference optimisation."""
+
+    beta: float = Field(default=0.1, gt=0)
+    """How closely the policy stays to its reference; higher is closer."""
+    loss_type: Literal["sigmoid", "hinge", "ipo", "robust"] = "sigmoid"
+    """sigmoid is DPO's own loss, hinge that of SLiC, ipo IPO's; robust allows for wrong labels."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Probability that a pair is labelled the wrong way round; for sigmoid and robust."""
+
+    @model_validator(mode="after")
+    def _smoothing_has_a_use(self) -> Self:
+        if self.label_smoothing and self.loss_type not in ("sigmoid", "robust"):
+            raise ValueError(
+                f"label_smoothing has no meaning with loss_type {self.loss_type}; set it to 0 or take sigmoid"
+            )
+        return self
+
+
+class SimPOConfig(TrainerConfig):
+    """Settings of simple preference optimisation."""
+
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """Peak learning rate of AdamW."""
+    max_length: int | None = Field(default=1024, ge=2)
+    """Tokens kept of prompt and completion, from the start; null keeps all."""
+    beta: float = Field(default=2.0, gt=0)
+    """Scale of the rewards, which are beta times a completion's mean log-probability per token."""
+    simpo_gamma: float = Field(default=1.0, ge=0)
+    """Margin by which the chosen reward is to exceed the rejected one, in units of reward."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Probability that a pair is labelled the wrong way round."""
+    cpo_alpha: float = Field(default=0.0, ge=0)
+    """Weight of the chosen completions' negative log-likelihood per token; above 0 this is CPO-SimPO."""
+    router_aux_loss_coef: float | None = Field(default=None, ge=0)
+    """Weight of the load-balancing loss of a model with experts; null takes that in the model's config."""
+    disable_dropout: bool = True
+    """Train without dropout, the adapters' too."""
+
+
+class KTOConfig(ReferenceConfig):
+    """Settings of Kahneman-Tversky optimisation."""
+
+    beta: float = Field(default=0.1, gt=0)
+    """How closely the policy stays to its reference; higher is closer."""
+    desirable_weight: float = Field(default=1.0, gt=0)
+    """Weight of the desirable completions' loss; raise it where they are the fewer ones."""
+    undesirable_weight: float = Field(default=1.0, gt=0)
+    """Weight of the undesirable completions' loss."""
+    kl_estimate: Literal["mismatched", "ema"] = "mismatched"
+    """Where the KL comes from: prompts with other rows' completions, or a moving average over the steps."""
+    kl_ema_decay: float = Field(default=0.9, ge=0, lt=1)
+    """What the moving average keeps of itself from step to step."""
+
+
+RewardModelConfig = RewardConfig
+"""Another name."""

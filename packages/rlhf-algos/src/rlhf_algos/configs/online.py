@@ -1,0 +1,315 @@
+"""Settings of the online methods; the names are those of TRL, and most defaults too."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from rlhf_algos.configs.trainer import TrainerConfig
+from rlhf_algos.kl_control import check_horizon
+from rlhf_algos.process_group import num_processes
+from rlhf_data import BaseConfig, LocalPath, model_folder
+
+__all__ = ["GRPOConfig", "OnlineConfig", "PPOConfig", "SamplingConfig", "VLLMConfig"]
+
+
+class SamplingConfig(BaseConfig):
+    """How completions are drawn."""
+
+    max_prompt_length: int | None = Field(default=None, ge=1)
+    """Prompts of more tokens are left out; null leaves out what the context has no room for."""
+    max_completion_length: int = Field(default=256, ge=1)
+    """Longest completion in tokens; one that reaches it without an end token is truncated."""
+    min_completion_length: int = Field(default=0, ge=0)
+    """No completion ends before so many tokens."""
+    num_generations_eval: int = Field(default=1, ge=1)
+    """Completions per prompt in evaluation."""
+    eval_temperature: float | None = Field(default=None, ge=0)
+    """Temperature in evaluation; 0 takes the likeliest tokens; null means `temperature`."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Divides the logits, when sampling and when scoring what was sampled."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the likeliest tokens that together have this probability; 1 from all."""
+    top_k: int = Field(default=0, ge=0)
+    """Sample from so many likeliest tokens; 0 from all."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Sample from tokens of at least this share of the likeliest one's probability."""
+    repetition_penalty: float = Field(default=1.0, gt=0)
+    """Above 1, tokens that were there before become less likely."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion, besides the end token."""
+    max_kv_tokens: int = Field(default=1 << 18, ge=1)
+    """Tokens whose keys and values are held at a time while sampling; transformers engine only."""
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_text(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _lengths_fit(self) -> Self:
+        if self.min_completion_length > self.max_completion_length:
+            raise ValueError(
+                f"min_completion_length {self.min_completion_length} is above max_completion_length "
+                f"{self.max_completion_length}; lower it"
+            )
+        return self
+
+
+class VLLMConfig(BaseConfig):
+    """Sampling with vLLM."""
+
+    use_vllm: bool = False
+    """Sample with vLLM in place of this toolkit's own engine; the weights go there after each update."""
+    vllm_mode: Literal["colocate", "server"] = "colocate"
+    """In this process, or on a server that `vllm_server_base_url` names."""
+    vllm_server_base_url: str | None = None
+    """Address of the server, such as http://localhost:8000; null starts one here."""
+    vllm_server_timeout: float = Field(default=240.0, gt=0)
+    """Seconds without an answer after which vLLM counts as lost."""
+    vllm_gpu_memory_utilization: float = Field(default=0.3, gt=0, le=1)
+    """Share of the GPU's memory that vLLM takes."""
+    vllm_kv_cache_gib: float | None = Field(default=None, gt=0)
+    """Size of vLLM's cache of keys and values in GiB; null is what the share of the memory leaves."""
+    vllm_max_model_length: int | None = Field(default=None, ge=2)
+    """Longest prompt and completion in tokens; null is the model's context."""
+    vllm_tensor_parallel_size: int = Field(default=1, ge=1)
+    """GPUs that vLLM spreads the model over."""
+    vllm_sync_adapters: bool = False
+    """Hand over LoRA adapters, under a new name each time, in place of all weights; needs use_peft."""
+    vllm_importance_sampling_correction: bool = True
+    """Correct for what vLLM's log-probs differ from the trainer's."""
+    vllm_importance_sampling_mode: Literal[
+        "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ] = "sequence_mask"
+    """Ratios outside the bounds are cut to them or count as zero; of each token or of the whole sequence."""
+    vllm_importance_sampling_clip_max: float | None = Field(default=3.0, gt=0)
+    """Upper bound of the ratio of trainer to vLLM; null for none."""
+    vllm_importance_sampling_clip_min: float | None = Field(default=None, ge=0)
+    """Lower bound of that ratio; null for none."""
+
+    @model_validator(mode="after")
+    def _server_is_used(self) -> Self:
+        if self.vllm_server_base_url and not (self.use_vllm and self.vllm_mode == "server"):
+            raise ValueError("vllm_server_base_url needs use_vllm=true and vllm_mode=server")
+        return self
+
+
+class OnlineConfig(SamplingConfig, VLLMConfig, TrainerConfig):
+    """Settings of training on the model's own completions; a step is one rollout and all its updates."""
+
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """Peak learning rate of AdamW."""
+    num_train_epochs: float = Field(default=1.0, gt=0)
+    """Passes over the prompts; a fraction ends inside an epoch."""
+    metric_for_best_model: str = "reward"
+    """Evaluation metric that says which checkpoint is best, with or without `eval_` in front."""
+    num_generations: int = Field(default=8, ge=1)
+    """Completions per prompt."""
+    reward_weights: tuple[float, ...] | None = None
+    """Weight of each reward function; null weighs all with 1."""
+    overlong_buffer: int | None = Field(default=None, ge=1)
+    """Tokens before `max_completion_length` over which a penalty grows from 0 to 1; null for none."""
+    mask_truncated_completions: bool = False
+    """Leave completions out of the loss that were cut off at `max_completion_length`."""
+    disable_dropout: bool = True
+    """Train without dropout, the adapters' too."""
+
+    @field_validator("reward_weights", mode="before")
+    @classmethod
+    def _one_weight(cls, value: object) -> object:
+        return (value,) if isinstance(value, int | float) else value
+
+    @model_validator(mode="after")
+    def _buffer_fits(self) -> Self:
+        if self.overlong_buffer and self.overlong_buffer > self.max_completion_length:
+            raise ValueError(
+                f"overlong_buffer {self.overlong_buffer} is above max_completion_length "
+                f"{self.max_completion_length}; lower it"
+            )
+        return self
+
+    @property
+    def max_length(self) -> int | None:
+        """Tokens of prompt and completion at most, where the prompt has a limit."""
+        return self.max_prompt_length and self.max_prompt_length + self.max_completion_length
+
+    @property
+    def passes(self) -> int:
+        """Passes over each rollout."""
+        raise NotImplementedError
+
+    @property
+    def mini_batches(self) -> int:
+        """Optimizer steps in each pass."""
+        raise NotImplementedError
+
+    def prompts_per_step(self, processes: int) -> int:
+        """Prompts of a rollout, over all processes.
+
+        Raises:
+            ValueError: the completions of an optimizer step are no whole groups.
+        """
+        size = self.per_device_train_batch_size * self.gradient_accumulation_steps * processes
+        if size % self.num_generations:
+            raise ValueError(
+                f"an optimizer step takes {size} completions (per_device_train_batch_size x "
+                f"gradient_accumulation_steps x processes), which is no multiple of num_generations "
+                f"{self.num_generations}; change one of them"
+            )
+        return size // self.num_generations * self.mini_batches
+
+
+class GRPOConfig(OnlineConfig):
+    """Settings of group-relative policy optimisation and its relatives."""
+
+    beta: float = Field(default=0.0, ge=0)
+    """Weight of the KL to the reference in the loss; 0 needs no reference."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """How the KL is estimated from the sampled tokens."""
+    use_bias_correction_kl: bool = True
+    """Multiply the KL by the ratio of the policies, which makes its gradient unbiased."""
+    router_aux_loss_coef: float | None = Field(default=None, ge=0)
+    """Weight of the load-balancing loss of a model with experts; null takes that in the model's config."""
+    num_iterations: int = Field(default=1, ge=1)
+    """Passes over each rollout."""
+    steps_per_generation: int = Field(default=1, ge=1)
+    """Optimizer steps that a rollout is cut into."""
+    epsilon: float | None = Field(default=0.2, ge=0)
+    """The ratio of the policies counts down to 1 - epsilon; null does not clip."""
+    epsilon_high: float | None = Field(default=None, ge=0)
+    """It counts up to 1 + epsilon_high; null takes epsilon."""
+    delta: float | None = Field(default=None, gt=1)
+    """Upper bound of the ratio whatever the advantage's sign; null for none."""
+    loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo"] = "dapo"
+    """What tokens count: 1 / length (grpo), the same (dapo, bnpo), or 1 / max_completion_length (dr_grpo)."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """The ratio of each token, or one of the whole completion (GSPO)."""
+    advantage_estimator: Literal["grpo", "rloo"] = "grpo"
+    """The baseline is the mean of the group, or of the others in it (RLOO)."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Divide by the standard deviation of the group, of the batch, or not at all."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Weight of the mean entropy of a token, in nats, a bonus, whatever `loss_type` divides by."""
+
+    @field_validator("scale_rewards", mode="before")
+    @classmethod
+    def _yes_or_no(cls, value: object) -> object:
+        return {True: "group", False: "none"}.get(value, value) if isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _has_groups(self) -> Self:
+        if self.num_generations < 2:
+            raise ValueError("num_generations is 1, but a group needs two completions or more; raise it")
+        if self.epsilon is None and self.epsilon_high is not None:
+            raise ValueError("epsilon_high is set without epsilon; set both or none")
+        return self
+
+    @property
+    def passes(self) -> int:
+        """`num_iterations`."""
+        return self.num_iterations
+
+    @property
+    def mini_batches(self) -> int:
+        """`steps_per_generation`."""
+        return self.steps_per_generation
+
+
+class PPOConfig(OnlineConfig):
+    """Settings of proximal policy optimisation with a value model."""
+
+    learning_rate: float = Field(default=3e-6, gt=0)
+    """Peak learning rate of AdamW, of policy and value model."""
+    num_generations: int = Field(default=1, ge=1)
+    """Completions per prompt."""
+    num_ppo_epochs: int = Field(default=4, ge=1)
+    """Passes over each rollout."""
+    num_mini_batches: int = Field(default=1, ge=1)
+    """Optimizer steps that a rollout is cut into, in each pass."""
+    value_model: Literal["separate", "shared"] = "separate"
+    """A value model with a trunk of its own, or a head on the policy's."""
+    value_model_path: LocalPath | None = None
+    """Folder or hub name that the value model starts from, a reward model's too; null takes the policy."""
+    kl_coef: float = Field(default=0.05, ge=0)
+    """Weight of the KL to the reference; 0 needs no reference."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """How the KL is estimated from the sampled tokens."""
+    kl_penalty: Literal["reward", "loss"] = "reward"
+    """Where the KL counts: as a reward of every token, or as a part of the loss."""
+    kl_target: float | None = Field(default=None, gt=0)
+    """Nats per completion that `kl_coef` is adapted to; null keeps it."""
+    kl_horizon: int = Field(default=10_000, ge=1)
+    """Completions over which `kl_coef` adapts."""
+    target_kl: float | None = Field(default=None, gt=0)
+    """Nats per token from the sampling policy at which the updates on a rollout end; null for no limit."""
+    cliprange: float = Field(default=0.2, ge=0)
+    """The ratio of the policies counts from 1 - cliprange to 1 + cliprange."""
+    cliprange_value: float | None = Field(default=0.2, ge=0)
+    """How far a value may move from the old one, in units of reward; null does not clip."""
+    vf_coef: float = Field(default=0.1, ge=0)
+    """Weight of the value loss."""
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """Discount per token."""
+    lam: float = Field(default=0.95, ge=0, le=1)
+    """GAE's weight of later errors."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Weight of the entropy, a bonus."""
+    whiten_advantages: bool = True
+    """Shift and scale the advantages of a rollout to mean 0 and deviation 1."""
+    whiten_rewards: bool = False
+    """Scale the token rewards of a rollout around their mean to deviation 1."""
+    missing_eos_penalty: float | None = Field(default=None, ge=0)
+    """Taken off the reward of a completion without an end token; null for none."""
+    cliprange_reward: float | None = Field(default=None, gt=0)
+    """Rewards are cut to this range around 0; null for none."""
+    normalize_rewards: bool = False
+    """Divide rewards by their deviation since the start of training."""
+
+    @field_validator("value_model_path")
+    @classmethod
+    def _value_model_of_a_run(cls, name: str | None) -> str | None:
+        return name and model_folder(name)
+
+    @model_validator(mode="after")
+    def _has_a_use(self) -> Self:
+        if self.kl_penalty == "loss" and self.kl_estimator == "k1":
+            raise ValueError(
+                "k1 has no gradient in the loss; take kl_estimator k2 or k3, or kl_penalty=reward"
+            )
+        if self.kl_target and not self.kl_coef:
+            raise ValueError("kl_target adapts kl_coef, which is 0 and would stay so; set kl_coef")
+        self._check_horizon()
+        if self.value_model_path and self.value_model == "shared":
+            raise ValueError(
+                "value_model_path is for a separate value model; leave it out or set value_model"
+            )
+        return self
+
+    def _check_horizon(self) -> None:
+        if self.kl_target is None:
+            return
+        completions = (
+            self.per_device_train_batch_size
+            * self.gradient_accumulation_steps
+            * self.num_mini_batches
+            * num_processes()
+        )
+        try:
+            check_horizon(completions, self.kl_horizon)
+        except ValueError as error:
+            raise ValueError(
+                f"kl_horizon is {self.kl_horizon} completions, too few for rollouts of {completions}; "
+                f"set it above {completions // 5}, better to many times a rollout"
+            ) from error
+
+    @property
+    def passes(self) -> int:
+        """`num_ppo_epochs`."""
+        return self.num_ppo_epochs
+
+    @property
+    def mini_batches(self) -> int:
+        """`num_mini_batches`."""
+        return self.num_mini_batches

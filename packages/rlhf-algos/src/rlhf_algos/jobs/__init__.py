@@ -1,0 +1,1 @@
+"""Whole jobs: settings, data, model, training, results; the table of methods."""

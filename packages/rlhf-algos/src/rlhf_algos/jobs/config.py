@@ -1,0 +1,243 @@
+"""Settings of a training job: a method's config, the model it starts from and the data it learns from."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import ConfigDict, Field, field_validator, model_validator
+
+from rlhf_algos.configs.online import OnlineConfig
+from rlhf_algos.configs.trainer import TrainerConfig
+from rlhf_data import BaseConfig, LocalPath, model_folder
+
+__all__ = [
+    "TASK_REWARDS",
+    "AdapterConfig",
+    "DataConfig",
+    "EnsembleConfig",
+    "HeadConfig",
+    "JobConfig",
+    "ModelKind",
+    "RewardSourceConfig",
+    "StartModelConfig",
+    "job_config",
+]
+
+ModelKind = Literal["policy", "reward", "prm"]
+"""A language model, a model that scores texts, or one that scores steps."""
+
+
+class StartModelConfig(BaseConfig):
+    """The model that training starts from: a given one, one from scratch, or else a tiny one built now."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    model_name_or_path: LocalPath | None = None
+    """Model folder, or a name on the Hugging Face hub."""
+    scratch: LocalPath | None = Field(default=None, alias="model_config")
+    """YAML or JSON file with the shape of a model that starts from random weights."""
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
+    """Type the weights are loaded in; `auto` as stored.  Trained ones become fp32, computed in this type."""
+    load_in_8bit: bool = False
+    """Quantise the frozen weights to 8 bits; needs use_peft."""
+    load_in_4bit: bool = False
+    """Quantise the frozen weights to 4 bits (NF4), as QLoRA does; needs use_peft."""
+
+    chat_template_path: LocalPath | None = None
+    """Jinja file (.jinja, .j2), or a tokenizer (folder or hub name) with a template; null keeps it."""
+    eos_token: str | None = None
+    """Token that ends a text and a turn, such as `<|im_end|>`; it is saved with the model.  Null keeps it."""
+
+    @field_validator("model_name_or_path")
+    @classmethod
+    def _model_of_a_run(cls, name: str | None) -> str | None:
+        return name and model_folder(name)
+
+    @model_validator(mode="after")
+    def _one_model(self) -> Self:
+        if self.model_name_or_path and self.scratch:
+            raise ValueError("model_name_or_path and model_config are both set; choose one")
+        if self.load_in_8bit and self.load_in_4bit:
+            raise ValueError("load_in_8bit and load_in_4bit are both true; choose one")
+        return self
+
+
+class AdapterConfig(BaseConfig):
+    """LoRA adapters in place of full training; the names are those of TRL's command line."""
+
+    use_peft: bool = False
+    """Train LoRA adapters on frozen weights."""
+    lora_r: int = Field(default=16, ge=1)
+    """Rank of the update."""
+    lora_alpha: float = Field(default=32.0, gt=0)
+    """The update is scaled by lora_alpha / lora_r."""
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout probability on the adapters' input in training."""
+    lora_target_modules: tuple[str, ...] | None = None
+    """Names of the layers to adapt, such as `q_proj`; null or all-linear adapts all but the head."""
+    use_rslora: bool = False
+    """Scale the update by lora_alpha / sqrt(lora_r) instead (arXiv:2312.03732)."""
+
+    @field_validator("lora_target_modules", mode="before")
+    @classmethod
+    def _one_layer(cls, value: object) -> object:
+        if isinstance(value, str):
+            return None if value == "all-linear" else (value,)
+        return value
+
+
+class DataConfig(BaseConfig):
+    """Rows to learn from and rows held out; without a file they come from the story world."""
+
+    train_data: LocalPath | None = None
+    """File (JSON, JSON lines, also gzipped, CSV, Parquet, Arrow), `datasets` folder, or a hub name."""
+    eval_data: LocalPath | None = None
+    """The same, of held-out rows; null holds out a part of the training rows."""
+    eval_fraction: float = Field(default=0.1, ge=0, lt=1)
+    """Share of the prompts of `train_data` held out where there is no `eval_data`; 0 holds out none."""
+    subset_size: int | None = Field(default=None, ge=1)
+    """Use the first so many rows of `train_data`, for quick runs; null uses all."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """Stop at a row that cannot be used, or skip it and count it."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Names of the file's columns where they differ, as `columns.chosen=better`."""
+    transcripts: Literal["auto", "messages", "text"] = "auto"
+    """Turn transcripts (`Human:` and `Assistant:`) and Alpaca rows into chat messages, or learn
+    them as texts; `auto` turns them where the tokenizer has a chat template."""
+    streaming: bool = False
+    """Check the rows of a plain JSON-lines file once and read each when it is needed, to save memory."""
+    story_rows: int = Field(default=2048, ge=2)
+    """Training rows of the story world."""
+    story_eval_rows: int = Field(default=256, ge=1)
+    """Held-out rows of the story world."""
+
+    @model_validator(mode="after")
+    def _has_rows_to_hold_out(self) -> Self:
+        if self.eval_data and not self.train_data:
+            raise ValueError("eval_data is set without train_data; give --train-data too")
+        if self.columns and not self.train_data:
+            raise ValueError(
+                "columns is set without train_data, whose columns it maps; give --train-data too"
+            )
+        if self.streaming and not self.train_data:
+            raise ValueError("streaming is for a file; give --train-data too")
+        return self
+
+
+class JobConfig(StartModelConfig, AdapterConfig, DataConfig, TrainerConfig):
+    """What the job of every method has; `job_config` adds the method's own keys."""
+
+    backend: Literal["rlhf", "trl"] = "rlhf"
+    """Who trains: this engine, or TRL's own trainer on the same model and data."""
+
+    @model_validator(mode="after")
+    def _quantised_weights_are_frozen(self) -> Self:
+        if (self.load_in_8bit or self.load_in_4bit) and not self.use_peft:
+            raise ValueError("quantised weights cannot be trained; set use_peft to train adapters on them")
+        if (self.load_in_8bit or self.load_in_4bit) and self.model_name_or_path is None:
+            raise ValueError("load_in_8bit and load_in_4bit are for weights from a folder; give --model")
+        return self
+
+    @property
+    def embedded(self) -> bool:
+        """Whether the start model is the tiny one that is built now."""
+        return self.model_name_or_path is None and self.scratch is None
+
+
+class HeadConfig(BaseConfig):
+    """The scalar head that a language model gets."""
+
+    head: Literal["linear", "mlp"] = "linear"
+    """One linear layer, as transformers' classifiers have, or two with a ReLU between."""
+
+
+class EnsembleConfig(HeadConfig):
+    """Several reward models that disagree where they do not know."""
+
+    num_members: int = Field(default=1, ge=1)
+    """Reward models that are trained together; 1 trains a single one."""
+    ensemble: Literal["independent", "adapters", "heads"] = "independent"
+    """Members of their own, LoRA adapters on one frozen model, or heads on one model."""
+
+    @model_validator(mode="after")
+    def _has_members(self) -> Self:
+        if self.num_members == 1 and self.ensemble != "independent":
+            raise ValueError(f"ensemble is {self.ensemble} with num_members 1; set num_members to 2 or more")
+        return self
+
+
+TASK_REWARDS = {"story": ("choice",), "arithmetic": ("exact",)}
+"""Embedded tasks of the online methods, and the reward of each where none is given."""
+
+
+class RewardSourceConfig(BaseConfig):
+    """What completions are rewarded by, and the embedded prompts."""
+
+    reward: tuple[str, ...] = ()
+    """Reward functions: model folders or hub names, `pkg.mod:function`, URLs, or rules such as `number`."""
+    task: Literal["story", "arithmetic"] = "story"
+    """Prompts where no file is given: stories with a question, or small sums."""
+
+    @field_validator("reward", mode="before")
+    @classmethod
+    def _one_reward(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("reward")
+    @classmethod
+    def _absolute_paths(cls, lines: tuple[str, ...]) -> tuple[str, ...]:
+        from rlhf_infer.rewards import RewardFunctionFactory
+
+        return tuple(map(RewardFunctionFactory.with_absolute_paths, lines))
+
+    @classmethod
+    def with_absolute_paths(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """See `BaseConfig.with_absolute_paths`."""
+        found = super().with_absolute_paths(values)
+        lines = cls._one_reward(found.get("reward", ()))
+        if isinstance(lines, list | tuple) and lines and all(isinstance(line, str) for line in lines):
+            found["reward"] = list(cls._absolute_paths(tuple(lines)))
+        return found
+
+    @model_validator(mode="after")
+    def _can_be_trained(self) -> Self:
+        settings: Any = self
+        if not self.reward:
+            raise ValueError(
+                "there is no reward; give one with --reward: a model, pkg.mod:function, a URL, or a rule "
+                "such as number or choice"
+            )
+        weights = settings.reward_weights
+        if weights is not None and len(weights) != len(self.reward):
+            raise ValueError(
+                f"reward_weights has {len(weights)} numbers for {len(self.reward)} rewards; give one for each"
+            )
+        if settings.vllm_sync_adapters and not (settings.use_vllm and settings.use_peft):
+            raise ValueError("vllm_sync_adapters hands over adapters; it needs use_vllm and use_peft")
+        if settings.backend != "rlhf":
+            raise ValueError("backend trl is for the offline methods; leave it out")
+        return self
+
+
+_SECTIONS: dict[ModelKind, tuple[type[BaseConfig], ...]] = {
+    "policy": (),
+    "reward": (EnsembleConfig,),
+    "prm": (HeadConfig,),
+}
+
+
+def job_config(method: type[TrainerConfig], model: ModelKind) -> Any:
+    """The flat config class of a job: the method's keys, those of its kind of model, and all of `JobConfig`.
+
+    Args:
+        method: the method's config class, whose defaults count.
+        model: what is trained.
+
+    Returns:
+        A subclass of all of them, whose instances a trainer takes as its method's config.
+    """
+    online = (RewardSourceConfig,) if issubclass(method, OnlineConfig) else ()
+    bases: Any = (*online, method, *_SECTIONS[model], JobConfig)
+    name = method.__name__.removesuffix("Config") + "JobConfig"
+    namespace = {"__doc__": f"Settings of a {method.__name__} job.", "__module__": __name__}
+    return type(name, bases, namespace)

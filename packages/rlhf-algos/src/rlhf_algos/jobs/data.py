@@ -1,0 +1,315 @@
+"""The data of a job: rows from a file or from the story world, held-out rows, tokenised sets of both."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from rlhf_algos.jobs.answer_check import check_answers
+from rlhf_algos.process_group import num_processes
+from rlhf_data import UserError, as_messages
+from rlhf_data.datasets.in_memory import GRPODataset, KTODataset, PreferenceDataset, SFTDataset, StepDataset
+from rlhf_data.datasets.streaming import (
+    StreamingGRPODataset,
+    StreamingKTODataset,
+    StreamingPreferenceDataset,
+    StreamingSFTDataset,
+    StreamingStepDataset,
+)
+from rlhf_data.readers.load import load_records
+from rlhf_data.records.kinds import Record
+from rlhf_data.worlds.arithmetic import arithmetic_records
+from rlhf_data.worlds.story_tasks import story_records
+
+if TYPE_CHECKING:
+    from rlhf_algos.jobs.methods import Method
+
+__all__ = [
+    "Rows",
+    "build_sets",
+    "conversion",
+    "demonstrated",
+    "load_rows",
+    "prompt_key",
+    "split_by_prompt",
+    "with_skipped",
+]
+
+_LOG = logging.getLogger(__name__)
+_SETS: Mapping[str, tuple[Any, Any]] = {
+    "sft": (SFTDataset, StreamingSFTDataset),
+    "preference": (PreferenceDataset, StreamingPreferenceDataset),
+    "kto": (KTODataset, StreamingKTODataset),
+    "steps": (StepDataset, StreamingStepDataset),
+    "prompt": (GRPODataset, StreamingGRPODataset),
+}
+_SAMPLE_ROWS = 2000
+"""Rows of a streamed file that are read to build a tiny model for it."""
+_SHOWN_BAD_ROWS = 3
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The records of a job.
+
+    Args:
+        train: training records; of a streamed file its first ones.
+        held_out: held-out records, may be none.
+        source: where they come from, in words.
+        skipped: bad rows left out; see `with_skipped`.
+        streamed: the file that the training set is read from as it is needed, if it is.
+    """
+
+    train: Sequence[Any]
+    held_out: Sequence[Any]
+    source: str
+    skipped: int = 0
+    streamed: str | None = None
+
+
+def load_rows(method: Method, config: Any) -> Rows:
+    """Read a job's rows, or make them from the story world.
+
+    Args:
+        method: whose rows.
+        config: the job's settings.
+
+    Raises:
+        UserError: a file cannot be read, a row is bad, no row is left to train on, or a row's right answer
+            cannot be read by a reward.
+    """
+    if config.train_data is None:
+        train = _embedded(method, config, config.story_rows, "train")
+        held_out = _embedded(method, config, config.story_eval_rows, "eval")
+        if config.subset_size:
+            train = train[: config.subset_size]
+        arithmetic = getattr(config, "task", "story") == "arithmetic"
+        return Rows(train, held_out, "small sums" if arithmetic else "the story world")
+    if method.online:
+        check_answers(config, config.train_data, subset_size=config.subset_size)
+        if config.eval_data is not None:
+            check_answers(config, config.eval_data)
+    options = {"columns": config.columns, "on_bad_row": config.on_bad_row}
+    size = min(config.subset_size or _SAMPLE_ROWS, _SAMPLE_ROWS) if config.streaming else config.subset_size
+    train, skipped = _read(config.train_data, method, options, size, report=not config.streaming)
+    if config.eval_data is not None:
+        held_out, more = _read(config.eval_data, method, options, None)
+        _warn_of_shared_prompts(train, held_out, config)
+    elif config.streaming:
+        held_out, more = [], 0
+        _LOG.info("no row is held out: a streamed file is not split; give held-out rows with --eval-data")
+    else:
+        train, held_out = split_by_prompt(train, config.eval_fraction)
+        more = 0
+        if not train:
+            raise UserError(
+                f"{config.train_data}: all its prompts are held out, none is left to train on; "
+                "give more rows, or set eval_fraction to 0"
+            )
+    streamed = config.train_data if config.streaming else None
+    return Rows(train, held_out, str(config.train_data), skipped + more, streamed)
+
+
+def split_by_prompt(records: Sequence[Any], fraction: float) -> tuple[list[Any], list[Any]]:
+    """Split records into training and held-out ones so that no prompt is on both sides.
+
+    A hash of the prompt decides, so a record is on the same side whatever the order and number of the others.
+
+    Args:
+        records: any records.
+        fraction: share of prompts held out.
+    """
+    sides: tuple[list[Any], list[Any]] = ([], [])
+    for record in records:
+        digest = hashlib.sha256(prompt_key(record).encode()).digest()
+        sides[int.from_bytes(digest[:8], "big") < fraction * 2**64].append(record)
+    return sides
+
+
+def prompt_key(record: Any) -> str:
+    """What a record shares with others of the same prompt, as JSON; without a prompt, the whole of it."""
+    for name in ("prompt", "messages", "text"):
+        if hasattr(record, name):
+            return json.dumps(getattr(record, name), sort_keys=True)
+    raise TypeError(f"{type(record).__name__} has neither prompt nor messages nor text")
+
+
+def build_sets(
+    method: Method, config: Any, rows: Rows, tokenizer: Any, *, max_length: int | None
+) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Tokenise training and held-out rows.
+
+    Args:
+        method: whose examples are made.
+        config: the job's settings.
+        rows: what `load_rows` gave.
+        tokenizer: the model's.
+        max_length: tokens of a sequence at most.
+
+    Raises:
+        UserError: a row cannot be encoded, or none is left to train on.
+    """
+    in_memory, streaming = _SETS[method.records]
+    options = _set_options(method, config, max_length) | {"convert": conversion(config, rows, tokenizer)}
+    if rows.streamed:
+        read = {"columns": config.columns, "subset_size": config.subset_size, "on_bad_row": config.on_bad_row}
+        train = streaming(rows.streamed, tokenizer, **options, **read)
+    else:
+        train = in_memory(rows.train, tokenizer, **options, on_bad_row=config.on_bad_row)
+    held_out: Any = []
+    if rows.held_out:
+        try:
+            held_out = in_memory(rows.held_out, tokenizer, **options, on_bad_row=config.on_bad_row)
+        except UserError as error:
+            raise UserError(f"held-out rows: {error}") from error
+    for name, examples in (("training", train), ("held-out", held_out)):
+        _warn_of_bad_rows(f"bad {name} rows", getattr(examples, "skipped", ()))
+        if getattr(examples, "dropped", 0):
+            _LOG.warning(
+                "left out: %d %s rows that do not fit max_length %s; the first: %s",
+                examples.dropped,
+                name,
+                max_length,
+                examples.drop_messages[0],
+            )
+    return train, held_out
+
+
+def conversion(config: Any, rows: Rows, tokenizer: Any) -> Callable[[Record], Record] | None:
+    """What turns transcripts and instructions into chat messages, where the job's settings want that.
+
+    Args:
+        config: the job's settings.
+        rows: what `load_rows` gave.
+        tokenizer: the model's.
+
+    Returns:
+        `as_messages`; None where nothing is to be turned.
+
+    Raises:
+        UserError: messages are wanted, and the tokenizer has no chat template.
+    """
+    if config.train_data is None or config.transcripts == "text":
+        return None
+    shown = rows.train[:_SAMPLE_ROWS]
+    found = sum(as_messages(record) is not record for record in shown)
+    if not found:
+        return None
+    if not tokenizer.chat_template:
+        if config.transcripts == "messages":
+            raise UserError(
+                "transcripts is messages, but the tokenizer has no chat template; set transcripts to text, "
+                "or give a model with a template"
+            )
+        _LOG.info("transcripts and instructions stay texts: the tokenizer has no chat template")
+        return None
+    _LOG.info(
+        "transcripts and instructions become chat messages, which the chat template renders (%d of the first "
+        "%d rows); to learn them as texts, set transcripts to text",
+        found,
+        len(shown),
+    )
+    return as_messages
+
+
+def with_skipped(rows: Rows, *sets: Any) -> Rows:
+    """The rows with their count of bad ones raised by those that could not be encoded for these sets."""
+    return replace(rows, skipped=rows.skipped + sum(len(getattr(each, "skipped", ())) for each in sets))
+
+
+def demonstrated(method: Method, config: Any, rows: Rows) -> Sequence[Any]:
+    """The records that a tiny model is made from: of an embedded task of prompts, right and wrong answers."""
+    if not method.online or config.train_data is not None:
+        return rows.train
+    if config.task == "arithmetic":
+        return arithmetic_records("preference", config.story_rows, split="train", seed=config.seed)
+    return story_records("preference", config.story_rows, split="train", seed=config.seed)
+
+
+def _embedded(method: Method, config: Any, count: int, split: Literal["train", "eval"]) -> list[Any]:
+    """Rows of the embedded task; of steps, labelled solutions and pairs of solutions in turn."""
+    seed = config.seed
+    if method.records == "prompt":
+        make = arithmetic_records if config.task == "arithmetic" else story_records
+        return make("prompts", count, split=split, seed=seed)
+    if method.records != "steps":
+        return story_records(method.records, count, split=split, seed=seed)
+    labelled = story_records("steps", count - count // 2, split=split, seed=seed)
+    pairs = story_records("step_pairs", count // 2, split=split, seed=seed + 1)
+    mixed = [row for both in zip(labelled, pairs, strict=False) for row in both]
+    return mixed + labelled[len(pairs) :]
+
+
+def _set_options(method: Method, config: Any, max_length: int | None) -> dict[str, Any]:
+    """What the set of a kind of records takes.
+
+    Raises:
+        UserError: a completion leaves no room for a prompt.
+    """
+    if method.online:
+        room = max_length and max_length - config.max_completion_length
+        if room is not None and room < 1:
+            raise UserError(
+                f"max_completion_length {config.max_completion_length} leaves no room for a prompt in the "
+                f"model's context of {max_length}; lower it"
+            )
+        return {"max_prompt_length": room}
+    return {"max_length": max_length, **_method_options(method, config)}
+
+
+def _method_options(method: Method, config: Any) -> dict[str, Any]:
+    """What is special to the set of a kind of records.
+
+    Raises:
+        UserError: steps of a single row, from which KTO's KL cannot be estimated.
+    """
+    if method.records == "sft":
+        return {"assistant_only_loss": config.assistant_only_loss}
+    if method.records == "preference":
+        return {"overlong": method.overlong}
+    if method.records == "steps":
+        return {"step_separator": config.step_separator}
+    step = config.per_device_train_batch_size * config.gradient_accumulation_steps * num_processes()
+    if config.kl_estimate != "mismatched":
+        return {"kl_batch_size": None}
+    if step < 2:
+        raise UserError(
+            "an optimizer step takes 1 row (per_device_train_batch_size x gradient_accumulation_steps x "
+            "processes), whose KL could only come from its own completion; take 2 or more, or set "
+            "kl_estimate to ema"
+        )
+    return {"kl_batch_size": step}
+
+
+def _read(
+    path: str, method: Method, options: dict[str, Any], subset_size: int | None, *, report: bool = True
+) -> tuple[list[Any], int]:
+    """Records of a file and the bad rows left out; a streamed file's are reported when its set is built."""
+    loaded = load_records(path, method.records, subset_size=subset_size, **options)
+    if report:
+        _warn_of_bad_rows(f"bad rows of {path}", loaded.skipped)
+    return loaded.records, len(loaded.skipped) if report else 0
+
+
+def _warn_of_bad_rows(what: str, messages: Sequence[str]) -> None:
+    if messages:
+        shown = "; ".join(messages[:_SHOWN_BAD_ROWS])
+        more = len(messages) - _SHOWN_BAD_ROWS
+        tail = f"; and {more} more" if more > 0 else ""
+        _LOG.warning("left out: %s: %d; %s%s", what, len(messages), shown, tail)
+
+
+def _warn_of_shared_prompts(train: Sequence[Any], held_out: Sequence[Any], config: Any) -> None:
+    known = {prompt_key(record) for record in held_out}
+    shared = sum(prompt_key(record) in known for record in train)
+    if shared:
+        _LOG.warning(
+            "%d of %d training rows have a prompt that is also in %s, so its metrics are too good",
+            shared,
+            len(train),
+            config.eval_data,
+        )

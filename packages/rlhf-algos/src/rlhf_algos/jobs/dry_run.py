@@ -1,0 +1,276 @@
+"""A dry run: settings, data and model are checked, tokens and memory are estimated, nothing is trained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from rlhf_algos.configs.offline import ReferenceConfig
+from rlhf_algos.configs.online import OnlineConfig
+from rlhf_algos.engine.batching import epoch_order, micro_batches
+from rlhf_algos.engine.optimizer import train_in_fp32
+from rlhf_algos.engine.parallel import choose_precision
+from rlhf_algos.jobs.data import Rows, build_sets, demonstrated, load_rows, with_skipped
+from rlhf_algos.jobs.methods import METHODS, Method
+from rlhf_algos.jobs.models import check_machine, job_device, longest_sequence, lora_settings
+from rlhf_algos.jobs.online import check_parts
+from rlhf_algos.jobs.tiny_models import (
+    CHAT_TEMPLATE,
+    demo_cache,
+    record_texts,
+    tiny_base,
+    tiny_positions,
+    tiny_tokenizer,
+)
+from rlhf_algos.process_group import num_processes
+from rlhf_data import PromptExample, TokenSequence, UserError, ensure_writable_folder
+from rlhf_models import load_tokenizer
+from rlhf_models.adapters.files import adapter_base, is_language_adapter, load_adapter_tokenizer
+from rlhf_models.adapters.lora import apply_lora
+from rlhf_models.loading.pretrained import (
+    check_language_model,
+    check_tokenizer_fits,
+    check_weights,
+    load_config,
+)
+from rlhf_models.loading.scratch import build_model, build_tokenizer
+from rlhf_models.memory import activation_bytes, format_bytes, weight_bytes
+
+__all__ = ["plan_training"]
+
+_MEASURED_STEPS = 64
+"""Steps whose tokens are counted; the rest is taken to be alike."""
+_CLASSES: dict[str, Any] = {
+    "policy": AutoModelForCausalLM,
+    "reward": AutoModelForSequenceClassification,
+    "prm": AutoModelForTokenClassification,
+}
+_SHOWN_CHARACTERS = 600
+"""Of each part of the rendered example."""
+_MOMENT_BYTES = {"adamw_torch": 8, "adamw_bnb_8bit": 2}
+"""Both moments of a parameter."""
+
+
+def plan_training(name: str, config: Any) -> dict[str, Any]:
+    """Resolve and check a job without training; what it would do, with how many tokens and how much memory.
+
+    Loads data and tokenizer, never weights.  Tokens are counted on the real prefix trees of the first 64
+    steps.  Memory is that of weights, a frozen reference, gradients, moments and
+    `rlhf_models.memory.activation_bytes` of the largest pass; on a GPU, CUDA's context and the allocator's
+    slack come on top.
+
+    Args:
+        name: of the method, a key of `METHODS`.
+        config: the job's settings.
+
+    Returns:
+        `rows`, pairs of label and text; the last are the first example, `|=>` where its completion begins.
+
+    Raises:
+        UserError: data, model or settings cannot be used.
+    """
+    method = METHODS[name]
+    check_machine(config)
+    if method.online:
+        check_parts(config)
+    rows = load_rows(method, config)
+    tokenizer, model = _shape(method, config, demonstrated(method, config, rows))
+    max_length = longest_sequence(model.config, config.max_length)
+    train, held_out = build_sets(method, config, rows, tokenizer, max_length=max_length)
+    step_size = _rows_per_step(method, config)
+    per_epoch = math.ceil(len(train) / step_size)
+    steps = (
+        config.max_steps if config.max_steps > 0 else max(1, math.ceil(config.num_train_epochs * per_epoch))
+    )
+    counted = _Completed(train, config) if method.online else train
+    packed, padded, largest, longest = _count_tokens(config, counted, step_size, steps)
+    rows_text = f"{min(step_size, len(train)):,} rows"
+    passes = 1
+    if method.online:
+        passes = config.passes
+        each = f"{config.num_generations} completion{'s' if config.num_generations > 1 else ''} each"
+        rows_text = f"{rows_text}, {each}, {passes} pass{'es' if passes > 1 else ''} over them"
+    device = job_device()
+    dtype = train_in_fp32(model)
+    precision, reason = choose_precision(config, device, dtype)
+    limit = "no limit" if max_length is None else f"limit {max_length:,}"
+    return {
+        "rows": [
+            ("method", f"{name}, trained by {'TRL' if config.backend == 'trl' else 'this engine'}"),
+            ("model", _model_text(config, model)),
+            ("data", _data_text(with_skipped(rows, train, held_out), train, held_out)),
+            ("steps", f"{steps:,} of {rows_text} ({steps / per_epoch:.3g} epochs)"),
+            ("tokens per step", f"{packed:,.0f} packed, {padded:,.0f} padded ({padded / packed:.1f}x)"),
+            ("tokens in all", f"{packed * steps * passes:,.0f}"),
+            ("longest sequence", f"{longest:,} tokens, {limit}"),
+            (
+                "precision",
+                f"{str(dtype).removeprefix('torch.') if precision == 'no' else precision}: {reason}",
+            ),
+            (f"memory on {device}", _memory_text(name, config, model, largest, precision)),
+            *_example_rows(config, train[0], tokenizer),
+        ]
+    }
+
+
+def _shape(method: Method, config: Any, records: Sequence[Any]) -> tuple[Any, Any]:
+    """The tokenizer, and the model to train without its weights."""
+    name = config.model_name_or_path
+    if name and is_language_adapter(name):
+        base = adapter_base(name)
+        shape, tokenizer = load_config(base), load_adapter_tokenizer(name, base)
+    elif name:
+        shape = load_config(name)
+        if method.model == "policy":
+            check_language_model(name)
+        check_weights(name)
+        tokenizer = load_tokenizer(name)
+        check_tokenizer_fits(shape, tokenizer)
+    elif config.scratch:
+        texts = (text for record in records for text in record_texts(record))
+        tokenizer = build_tokenizer(config.scratch, texts)
+        tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
+        with torch.device("meta"):
+            shape = build_model(config.scratch, tokenizer=tokenizer).config
+    else:
+        ensure_writable_folder(demo_cache())
+        tokenizer = tiny_tokenizer(records)
+        with torch.device("meta"):
+            positions = tiny_positions(config.max_length)
+            shape = tiny_base(tokenizer, seed=0, positions=positions).config
+    if method.model != "policy":
+        shape.num_labels = 1
+    dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
+    with torch.device("meta"):
+        model = _CLASSES[method.model].from_config(shape, dtype=dtype)
+        if config.use_peft:
+            model = apply_lora(model, lora_settings(config))
+    return tokenizer, model
+
+
+def _count_tokens(
+    config: Any, examples: Sequence[Any], step_size: int, steps: int
+) -> tuple[float, float, int, int]:
+    """Tokens of a step, packed and padded, of the largest pass, and of the longest sequence."""
+    order = epoch_order(len(examples), 0, shuffle=config.shuffle, seed=config.seed)
+    packed = padded = largest = longest = 0
+    measured = min(steps, math.ceil(len(order) / step_size), _MEASURED_STEPS)
+    for start in range(0, measured * step_size, step_size):
+        rows = [list(_sequences(examples[i])) for i in order[start : start + step_size]]
+        for batch, _ in micro_batches(rows, rows, config.max_tokens_per_batch):
+            packed += batch.num_tokens
+            largest = max(largest, batch.num_tokens)
+        lengths = [len(sequence.input_ids) for row in rows for sequence in row]
+        padded += max(lengths) * len(lengths)
+        longest = max(longest, *lengths)
+    return packed / measured, padded / measured, largest, longest
+
+
+class _Completed(Sequence[tuple[TokenSequence, ...]]):
+    """Prompts with their completions as long as they may get, no two alike."""
+
+    def __init__(self, prompts: Sequence[PromptExample], config: Any) -> None:
+        self._prompts, self._config = prompts, config
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __getitem__(self, index: Any) -> Any:
+        prompt, length = self._prompts[index].prompt_ids, self._config.max_completion_length
+        return tuple(
+            TokenSequence((*prompt, *(number,) * length), len(prompt))
+            for number in range(-self._config.num_generations, 0)
+        )
+
+
+def _rows_per_step(method: Method, config: Any) -> int:
+    """Rows of a step, over all processes.
+
+    Raises:
+        UserError: the completions of an optimizer step are no whole groups.
+    """
+    if method.online:
+        try:
+            return config.prompts_per_step(num_processes())
+        except ValueError as error:
+            raise UserError(str(error)) from error
+    return config.per_device_train_batch_size * config.gradient_accumulation_steps * num_processes()
+
+
+def _sequences(example: Any) -> Iterator[TokenSequence]:
+    """The token sequences of an example of any kind."""
+    if isinstance(example, TokenSequence):
+        yield example
+    elif isinstance(example, tuple):
+        for part in example:
+            yield from _sequences(part)
+
+
+def _example_rows(config: Any, example: Any, tokenizer: Any) -> list[tuple[str, str]]:
+    """Learning rate, rewards, and the first example as the model reads it, with special tokens."""
+    rows = [("learning rate", f"{config.learning_rate:g}, {config.lr_scheduler_type}")]
+
+    def text(ids: Sequence[int]) -> str:
+        whole = tokenizer.decode(list(ids), skip_special_tokens=False).replace("\n", "\\n")
+        half = _SHOWN_CHARACTERS // 2
+        return whole if len(whole) <= _SHOWN_CHARACTERS else f"{whole[:half]} ... {whole[-half:]}"
+
+    if isinstance(example, PromptExample):
+        rewards = ("rewards", ", ".join(config.reward))
+        return [*rows, rewards, ("first prompt", text(example.prompt_ids))]
+    for number, sequence in enumerate(_sequences(example), start=1):
+        ids, start = sequence.input_ids, sequence.score_from
+        rows.append((f"first row, sequence {number}", f"{text(ids[:start])} |=> {text(ids[start:])}"))
+    return rows
+
+
+def _model_text(config: Any, model: Any) -> str:
+    total = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    origin = config.model_name_or_path or config.scratch or "tiny, built from the rows"
+    if is_language_adapter(origin):
+        origin = f"the adapter {origin} merged into {adapter_base(origin)}"
+    members = getattr(config, "num_members", 1)
+    several = f"{members} members, " if members > 1 else ""
+    return f"{several}{model.config.model_type}, {origin}; {total:,} parameters, {trained:,} of them trained"
+
+
+def _data_text(rows: Rows, train: Sequence[Any], held_out: Sequence[Any]) -> str:
+    skipped = f", {rows.skipped:,} bad ones left out" if rows.skipped else ""
+    return f"{rows.source}: {len(train):,} rows for training, {len(held_out):,} held out{skipped}"
+
+
+def _memory_text(name: str, config: Any, model: Any, tokens: int, precision: str) -> str:
+    use_peft = config.use_peft
+    bits = 8 if config.load_in_8bit else 4 if config.load_in_4bit else None
+    members = getattr(config, "num_members", 1) if getattr(config, "ensemble", "") == "independent" else 1
+    base = model.get_base_model() if use_peft else model
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    has_reference = (
+        METHODS[name].trainer_class.needs_reference(config)
+        if isinstance(config, OnlineConfig)
+        else isinstance(config, ReferenceConfig) and not config.precompute_ref_log_probs
+    )
+    weights = members * weight_bytes(base, bits=bits)
+    reference = weights if has_reference and not use_peft else 0.0
+    moments = _MOMENT_BYTES[config.optim]
+    state = members * sum(p.numel() * (p.element_size() + moments) for p in trained)
+    itemsize = 2 if precision in ("bf16", "fp16") else next(model.parameters()).element_size()
+    text = model.config.get_text_config()
+    activations = members * activation_bytes(
+        text, tokens, itemsize, checkpointing=config.gradient_checkpointing, device=job_device()
+    )
+    parts = [("weights", weights), ("reference", reference), ("gradients and moments", state)]
+    parts.append(("activations", activations))
+    if getattr(config, "value_model", None) == "separate":
+        parts.append(("value model", weight_bytes(base) + (0 if use_peft else state) + activations))
+    total = sum(size for _, size in parts)
+    return f"about {format_bytes(total)}: " + ", ".join(f"{n} {format_bytes(x)}" for n, x in parts if x)

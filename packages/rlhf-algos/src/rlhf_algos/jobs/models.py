@@ -1,0 +1,189 @@
+"""The model of a job before its first step: loaded, from scratch or tiny, with its head or adapters."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlhf_algos.engine.parallel import check_hardware
+from rlhf_algos.jobs.chat_setup import set_chat_format, warn_of_endless_turns
+from rlhf_algos.jobs.tiny_models import CHAT_TEMPLATE, record_texts, tiny_start
+from rlhf_algos.process_group import is_first_process, num_processes
+from rlhf_data import UserError
+from rlhf_models import LoraSettings, RewardModel, context_length, load_causal_lm, load_tokenizer
+from rlhf_models.adapters.files import adapter_base, is_language_adapter, load_merged
+from rlhf_models.adapters.lora import apply_lora
+from rlhf_models.heads.ensemble import RewardEnsemble
+from rlhf_models.heads.process_reward import ProcessRewardModel
+from rlhf_models.loading.pretrained import check_tokenizer_fits, save_model
+from rlhf_models.loading.quantization import quantization_config
+from rlhf_models.loading.scratch import build_model, build_tokenizer
+
+if TYPE_CHECKING:
+    from rlhf_algos.jobs.methods import Method
+
+__all__ = [
+    "check_machine",
+    "job_device",
+    "longest_sequence",
+    "start_model",
+]
+
+_LOG = logging.getLogger(__name__)
+
+
+def job_device() -> torch.device:
+    """Where this process's model is loaded: its GPU, or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def check_machine(config: Any) -> None:
+    """Refuse settings that need another machine or more processes, before anything is loaded.
+
+    Raises:
+        UserError: see `rlhf_algos.engine.parallel.check_hardware`; quantisation without bitsandbytes.
+    """
+    check_hardware(config, job_device(), _dtype(config), world_size=num_processes())
+    quantization_config(config.load_in_8bit, config.load_in_4bit)
+
+
+def longest_sequence(model_config: Any, max_length: int | None) -> int | None:
+    """Tokens that a sequence may have: `max_length`, or the model's context where that is shorter."""
+    context = context_length(model_config)
+    if context is None or (max_length is not None and max_length <= context):
+        return max_length
+    if max_length is not None:
+        _LOG.warning("max_length %d is above the model's context of %d, which is taken", max_length, context)
+    return context
+
+
+def start_model(
+    method: Method, config: Any, records: Sequence[Any], *, base_folder: Path | None = None
+) -> tuple[Any, Any]:
+    """The model to train, on its device, and its tokenizer.
+
+    A language model that is given as an adapter's folder has the adapter merged into it.
+
+    Args:
+        method: what is trained.
+        config: the job's settings.
+        records: training records, from which a tokenizer and a tiny model are made where none is given.
+        base_folder: where a model that was made now is kept if adapters are trained on it, which need it.
+
+    Raises:
+        UserError: the model cannot be loaded, or does not go with the settings.
+    """
+    name = config.model_name_or_path
+    options = {"dtype": config.dtype, "device": job_device()}
+    options |= {"load_in_8bit": config.load_in_8bit, "load_in_4bit": config.load_in_4bit}
+    merged = name is not None and is_language_adapter(name)
+    if name and method.model != "policy" and not merged:
+        scorer = _scorer(method, config, "from_language_model", name, **options)
+        set_chat_format(scorer, scorer.tokenizer, config)
+        _describe(scorer, f"from {name}")
+        return _finished(method, scorer, config), scorer.tokenizer
+    lm, tokenizer = _language_model(method, config, records, options, merged=merged)
+    set_chat_format(lm, tokenizer, config)
+    if method.model == "policy":
+        warn_of_endless_turns(lm, tokenizer, records)
+    if base_folder and not lm.name_or_path and _trains_adapters(config):
+        keep_base(lm, tokenizer, base_folder)
+    model = lm if method.model == "policy" else _scorer(method, config, "from_backbone", lm, tokenizer)
+    return _finished(method, model, config), tokenizer
+
+
+def _language_model(
+    method: Method, config: Any, records: Sequence[Any], options: dict[str, Any], *, merged: bool
+) -> tuple[Any, Any]:
+    """The language model that a job starts from, and its tokenizer; `merged` where an adapter is given."""
+    name, device = config.model_name_or_path, options["device"]
+    if name and merged:
+        if config.load_in_8bit or config.load_in_4bit:
+            raise UserError(
+                f"{name} holds an adapter, which cannot be merged into quantised weights; merge it first"
+            )
+        lm, tokenizer = load_merged(name, dtype=config.dtype, device=device)
+        _describe(lm, f"from the adapter {name} merged into {adapter_base(name)}")
+    elif name:
+        lm, tokenizer = load_causal_lm(name, **options), load_tokenizer(name)
+        check_tokenizer_fits(lm, tokenizer)
+        _describe(lm, f"from {name}")
+    elif config.scratch:
+        tokenizer = build_tokenizer(
+            config.scratch, (text for record in records for text in record_texts(record))
+        )
+        tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
+        lm = build_model(config.scratch, tokenizer=tokenizer, seed=config.seed)
+        lm.to(device, _dtype(config))  # pyright: ignore[reportCallIssue, reportArgumentType]
+        _describe(lm, f"with random weights, as {config.scratch} says")
+    else:
+        lm, tokenizer = tiny_start(
+            records,
+            fine_tuned=method.records != "sft" and not (method.online and config.train_data),
+            seed=config.seed,
+            separator=getattr(config, "step_separator", "\n"),
+            max_length=config.max_length,
+        )
+        lm.to(device, _dtype(config))
+    return lm, tokenizer
+
+
+_SCORERS: dict[str, Any] = {"reward": RewardModel, "prm": ProcessRewardModel}
+
+
+def _scorer(method: Method, config: Any, maker: str, *source: Any, **options: Any) -> Any:
+    """A scoring model, or an ensemble, by one of the constructors that all of them have."""
+    options |= {"head": config.head, "seed": config.seed}
+    if getattr(config, "num_members", 1) == 1:
+        return getattr(_SCORERS[method.model], maker)(*source, **options)
+    if config.use_peft and config.ensemble == "independent":
+        raise UserError("independent members train in full; with use_peft take ensemble adapters or heads")
+    adapted = _trains_adapters(config)
+    options |= {"size": config.num_members, "kind": config.ensemble}
+    options["lora"] = lora_settings(config) if adapted else None
+    return getattr(RewardEnsemble, maker)(*source, **options)
+
+
+def _finished(method: Method, model: Any, config: Any) -> Any:
+    """The model with what its method reads texts by, and with adapters where they are wanted."""
+    if method.model == "reward":
+        model.append_eos = True
+    if method.model == "prm":
+        model.step_separator = config.step_separator
+    if not config.use_peft or isinstance(model, RewardEnsemble):
+        return model
+    if method.model == "policy":
+        return apply_lora(model, lora_settings(config), seed=config.seed)
+    return model.add_lora(lora_settings(config), seed=config.seed)
+
+
+def keep_base(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write a model that was made now, so that adapters trained on it can name what they belong to."""
+    if is_first_process() and not folder.exists():
+        save_model(model, tokenizer, folder)
+    model.name_or_path = model.config._name_or_path = str(folder.absolute())
+
+
+def _trains_adapters(config: Any) -> bool:
+    return config.use_peft or (getattr(config, "num_members", 1) > 1 and config.ensemble == "adapters")
+
+
+def lora_settings(config: Any) -> LoraSettings:
+    """The adapters that a job's settings ask for."""
+    return LoraSettings(**{name: getattr(config, name) for name in LoraSettings.model_fields})
+
+
+def _dtype(config: Any) -> torch.dtype:
+    return torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
+
+
+def _describe(model: Any, origin: str) -> None:
+    count = sum(parameter.numel() for parameter in model.parameters())
+    _LOG.info("model: %s of %s parameters, %s", type(model).__name__, f"{count:,}", origin)

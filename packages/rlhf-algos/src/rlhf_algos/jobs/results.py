@@ -1,0 +1,91 @@
+"""What a finished run leaves behind: results.json, training curves, a model card."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf_algos.jobs.model_card import write_model_card
+from rlhf_data import RunFolder
+
+__all__ = ["finish_run", "versions"]
+
+_PACKAGES = (
+    "rlhf-algos",
+    "rlhf-data",
+    "rlhf-infer",
+    "rlhf-models",
+    "accelerate",
+    "peft",
+    "torch",
+    "transformers",
+)
+_FINAL = "final"
+
+
+def finish_run(
+    run: RunFolder,
+    *,
+    method: str,
+    config: Mapping[str, Any],
+    before: Mapping[str, float] | None,
+    after: Mapping[str, float] | None,
+    wall_time: Mapping[str, float],
+    **facts: Any,
+) -> dict[str, Any]:
+    """Write `training_curves.png`, the model card of `final/`, then `results.json`: the run is finished.
+
+    Args:
+        run: the run's folder, with its metrics.jsonl; `final/` may be missing, then there is no card.
+        method: its name, as in `METHODS`.
+        config: the resolved settings.
+        before: held-out metrics of the start model; None without held-out rows.
+        after: held-out metrics of the trained model.
+        wall_time: seconds by part; `training` and `total` among them.
+        **facts: what else results.json is to say, JSON values; they go before what is said otherwise.
+
+    Returns:
+        What was written: `method`, `before`, `after`, `last_step` (the last line of metrics.jsonl), `steps`,
+        `num_tokens`, `tokens_per_second` (tokens of this process's training over its time; of a resumed run,
+        None), `wall_time`, `versions`, and the facts.
+
+    Raises:
+        DiskFullError: nothing can be added to the disk; the run is not marked as finished.
+    """
+    from rlhf_eval import metric_keys, training_curves
+
+    rows = run.read_metrics()
+    last = rows[-1] if rows else {}
+    seconds = wall_time.get("training")
+    tokens = facts.get("num_tokens", last.get("num_tokens"))
+    whole = bool(seconds and tokens) and not facts.get("resumed")
+    results = {
+        "method": method,
+        "before": dict(before) if before else None,
+        "after": dict(after) if after else None,
+        "last_step": last,
+        "steps": last.get("step", 0),
+        "num_tokens": tokens,
+        "tokens_per_second": tokens / seconds if whole and tokens and seconds else None,
+        "wall_time": dict(wall_time),
+        "versions": versions(),
+        **facts,
+    }
+    if keys := metric_keys(rows):
+        name = run.path.resolve().name
+        title = method if name == method else f"{method}: {name}"
+        training_curves(rows, keys, run.path / "training_curves.png", title=title)
+    if (run.path / _FINAL).is_dir():
+        write_model_card(run.path / _FINAL, method=method, config=config, results=results)
+    run.write_results(results)
+    return results
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages a run's numbers depend on."""
+    return {
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in _PACKAGES},
+    }

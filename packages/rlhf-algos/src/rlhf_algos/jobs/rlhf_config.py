@@ -1,0 +1,110 @@
+"""Settings of the three stages of traditional RLHF; loads no torch."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from rlhf_algos.jobs.methods import METHODS
+from rlhf_data import BaseConfig, LocalPath, UserError
+
+__all__ = ["STAGES", "RLHFConfig", "Stage", "TrainingStage"]
+
+Stage = Literal["sft", "reward", "ppo"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
+_FILES: dict[Stage, str] = {"sft": "sft.jsonl", "reward": "preference.jsonl", "ppo": "prompts.jsonl"}
+"""What each stage's rows are called in a folder of data."""
+_DATA_KEYS: dict[Stage, str] = {"sft": "sft_data", "reward": "preference_data", "ppo": "prompt_data"}
+
+
+class TrainingStage(StrEnum):
+    """A stage of the pipeline; the same as its name."""
+
+    SFT = "sft"
+    REWARD = "reward"
+    PPO = "ppo"
+
+
+class RLHFConfig(BaseConfig):
+    """Settings of the three stages; each section takes the keys of its method."""
+
+    model_name_or_path: LocalPath | None = None
+    """Where the first stage starts: a model folder, or a hub name; null builds a tiny model."""
+    reward_model: LocalPath | None = None
+    """A reward model for PPO, in place of the one that the stage `reward` trains."""
+    data: LocalPath | None = None
+    """Folder with `sft.jsonl`, `preference.jsonl` and `prompts.jsonl`; those of the stages that run."""
+    sft_data: LocalPath | None = None
+    """Rows of the stage `sft`: a file, a `datasets` folder or a hub name."""
+    preference_data: LocalPath | None = None
+    """Rows of the stage `reward`."""
+    prompt_data: LocalPath | None = None
+    """Rows of the stage `ppo`."""
+    stages: tuple[Stage, ...] = STAGES
+    """Stages to run, in this order."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of every stage."""
+    sft: dict[str, Any] = Field(default_factory=dict)
+    """Settings of supervised fine-tuning, as `rlhf-train sft` takes them."""
+    reward: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the reward model, as `rlhf-train reward` takes them."""
+    ppo: dict[str, Any] = Field(default_factory=dict)
+    """Settings of PPO, as `rlhf-train ppo` takes them."""
+
+    @field_validator("sft", "reward", "ppo")
+    @classmethod
+    def _absolute_paths(cls, section: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        return METHODS[str(info.field_name)].job_config.with_absolute_paths(section)
+
+    @model_validator(mode="after")
+    def _stages_in_order(self) -> RLHFConfig:
+        if not self.stages or list(self.stages) != [stage for stage in STAGES if stage in self.stages]:
+            raise ValueError(f"stages is {list(self.stages)}; expected some of {', '.join(STAGES)}, in order")
+        if self.reward_model and "reward" in self.stages:
+            raise ValueError(
+                "reward_model takes the place of what the stage reward trains; leave one of them out"
+            )
+        rewarded = "reward" in self.stages or self.reward_model or self.ppo.get("reward")
+        if "ppo" in self.stages and not rewarded and not self.embedded:
+            raise ValueError("the stage ppo without the stage reward needs a reward_model; name one")
+        return self
+
+    @property
+    def embedded(self) -> bool:
+        """Whether neither data nor models are given, so that the run is about the embedded stories."""
+        return not (self.model_name_or_path or self.reward_model or self.data or self._has_rows)
+
+    @property
+    def _has_rows(self) -> bool:
+        return any(map(self._own_rows, STAGES))
+
+    def _own_rows(self, stage: Stage) -> str | None:
+        return getattr(self, _DATA_KEYS[stage]) or getattr(self, stage).get("train_data")
+
+    def rows_of(self, stage: Stage) -> str | None:
+        """Where the rows of a stage are; None for those of the story world, where no stage is given any.
+
+        Raises:
+            UserError: the folder of data has none, or rows are given to other stages only.
+        """
+        if own := self._own_rows(stage):
+            return own
+        if self.data:
+            if not Path(self.data).is_dir():
+                raise UserError(f"data folder {self.data} does not exist; check the path")
+            path = Path(self.data) / _FILES[stage]
+            if not path.exists():
+                raise UserError(
+                    f"{self.data} has no {_FILES[stage]}, the rows of the stage {stage}; add it, or run "
+                    "other stages with --stage"
+                )
+            return str(path)
+        if self._has_rows:
+            option = f"--{_DATA_KEYS[stage].replace('_', '-')}"
+            raise UserError(
+                f"the stage {stage} has no rows; give it some with {option}, or run other stages with --stage"
+            )
+        return None

@@ -1,0 +1,220 @@
+"""A whole training job: data, model, training, held-out metrics before and after, results."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_algos.engine.events import check_best_metric
+from rlhf_algos.jobs.data import Rows, build_sets, demonstrated, load_rows, with_skipped
+from rlhf_algos.jobs.extend import check_extension
+from rlhf_algos.jobs.methods import METHODS, Method
+from rlhf_algos.jobs.models import check_machine, longest_sequence, start_model
+from rlhf_algos.jobs.online import PREFLIGHT, online_parts, tell_findings
+from rlhf_algos.jobs.results import finish_run
+from rlhf_algos.jobs.tiny_models import few_threads_for_a_small_model
+from rlhf_algos.online.samples import sample_stage
+from rlhf_algos.process_group import from_first_process
+from rlhf_algos.tracking.step_report import OnReport
+from rlhf_data import RunFolder, UserError, atomic_write_json
+from rlhf_data.runs.atomic import finite
+
+__all__ = ["Clock", "Job", "TrainingJob"]
+
+_LOG = logging.getLogger(__name__)
+_BEFORE, _EVALUATION = "before.json", "evaluation.json"
+
+
+@dataclass
+class Job:
+    """What one run of one method is given, whoever trains it.
+
+    Args:
+        name: of the method, a key of `METHODS`.
+        config: the settings, of the method's `job_config`.
+        run: the run's folder.
+        on_report: told of every step.
+    """
+
+    name: str
+    config: Any
+    run: RunFolder
+    on_report: OnReport | None = None
+
+    @property
+    def method(self) -> Method:
+        """What is trained."""
+        return METHODS[self.name]
+
+
+@dataclass
+class TrainingJob(Job):
+    """One run of one method, from its settings to its results; see `Job`.
+
+    Args:
+        progress: see `BaseTrainer`.
+    """
+
+    progress: bool | None = False
+
+    def train(self, *, resume: bool = False) -> dict[str, Any]:
+        """Train, or train on from the newest checkpoint, and write everything; the results.
+
+        A finished run is extended where the settings have more steps than it had.  The schedule of the
+        learning rate is that of the new length, so a decaying one rises again to where it would have been.
+
+        Raises:
+            UserError: data, model or settings cannot be used, or the run is finished already.
+        """
+        if resume:
+            check_extension(self.run, self.config)
+        clock = Clock()
+        trainer, rows = self.prepare()
+        if trainer.parallel.is_main:
+            self.run.remove_results()  # of the run that is extended
+        clock.lap("loading")
+        if resume:
+            self._say_where(trainer, trainer.resume())
+        with contextlib.closing(trainer):
+            before = self._before(trainer)
+            clock.lap("evaluation")
+            looked = from_first_process((self.run.path / PREFLIGHT).exists())
+            if self.method.online and not looked:
+                tell_findings(trainer, self.run)
+                clock.lap("preflight")
+            if self.method.online:
+                sample_stage(trainer, "start")
+            last = trainer.train()
+            clock.lap("training")
+            after = self._after(trainer, last)
+            if self.method.online:
+                sample_stage(trainer, "end")
+            _LOG.info("saving the model to %s", self.run.path / "final")
+            trainer.save_model(self.run.path / "final")
+            clock.lap("evaluation")
+        results = {"before": before, "after": after, "wall_time": clock.split(), "resumed": resume}
+        results |= {"backend": "rlhf", "data": describe_rows(rows, trainer), "num_tokens": trainer.num_tokens}
+        if trainer.parallel.is_main:
+            _LOG.info("drawing the curves, writing the model card and the results")
+            results = finish_run(self.run, method=self.name, config=self.config.to_dict(), **results)
+        return results
+
+    def prepare(self) -> tuple[Any, Rows]:
+        """Read the data, load the model, make the trainer; the settings are written when all of it fits.
+
+        Raises:
+            UserError: data, model or settings cannot be used.
+        """
+        config, method = self.config, self.method
+        check_machine(config)
+        rows = load_rows(method, config)
+        shown = demonstrated(method, config, rows)
+        model, tokenizer = start_model(method, config, shown, base_folder=self.run.path / "base")
+        few_threads_for_a_small_model(model)
+        max_length = longest_sequence(model.config, config.max_length)
+        train, held_out = build_sets(method, config, rows, tokenizer, max_length=max_length)
+        trainer: Any = method.trainer_class(
+            model,
+            config,
+            train,
+            eval_examples=held_out,
+            tokenizer=tokenizer,
+            run=self.run,
+            progress=self.progress,
+            **online_parts(config, model, tokenizer, self.run) if method.online else {},
+        )
+        trainer.on_report = self.on_report
+        if trainer.parallel.is_main:
+            self.run.write_config({"method": self.name, **config.to_dict()})
+        _LOG.info("data: %s rows of %s, %s held out", f"{len(train):,}", rows.source, f"{len(held_out):,}")
+        return trainer, with_skipped(rows, train, held_out)
+
+    def evaluate_only(self, checkpoint: Path | None = None) -> dict[str, Any]:
+        """Held-out metrics of the start model, or of a checkpoint; written to `evaluation.json`.
+
+        Raises:
+            UserError: data, model or settings cannot be used, or no row is held out.
+        """
+        clock = Clock()
+        trainer, rows = self.prepare()
+        if not len(trainer.eval_examples):
+            raise UserError("there are no held-out rows to evaluate on; give some with --eval-data")
+        if checkpoint is not None:
+            trainer.load_checkpoint(checkpoint)
+        clock.lap("loading")
+        with contextlib.closing(trainer):
+            metrics = trainer.evaluate()
+        clock.lap("evaluation")
+        results = {
+            "method": self.name,
+            "checkpoint": checkpoint.name if checkpoint else None,
+            "before" if checkpoint is None else "after": metrics,
+            "data": describe_rows(rows, trainer),
+            "wall_time": clock.split(),
+        }
+        if trainer.parallel.is_main:
+            atomic_write_json(self.run.path / _EVALUATION, finite(results))
+        return results
+
+    def _before(self, trainer: Any) -> dict[str, float] | None:
+        """Held-out metrics of the start model; of a resumed run those that were measured then."""
+        path = self.run.path / _BEFORE
+        if not len(trainer.eval_examples):
+            return None
+        if path.exists():
+            return json.loads(path.read_text(encoding="utf-8"))
+        _LOG.info("evaluating the start model on %s held-out rows", f"{len(trainer.eval_examples):,}")
+        before = trainer.evaluate()
+        check_best_metric(trainer.best_metric_name, before)
+        if trainer.parallel.is_main:
+            atomic_write_json(path, finite(before))
+        return before
+
+    def _after(self, trainer: Any, last: dict[str, float]) -> dict[str, float] | None:
+        """Held-out metrics of the trained model: those of the last step, unless other weights were taken."""
+        if not len(trainer.eval_examples):
+            return None
+        measured = {key: value for key, value in last.items() if key.startswith("eval_")}
+        if measured and not self.config.load_best_model_at_end:
+            return measured
+        _LOG.info("evaluating the trained model on %s held-out rows", f"{len(trainer.eval_examples):,}")
+        return trainer.evaluate()
+
+    def _say_where(self, trainer: Any, found: bool) -> None:
+        if found:
+            _LOG.info("resumed from step %d of %d", trainer.step, trainer.total_steps)
+        else:
+            _LOG.info("there is no checkpoint in %s yet; starting at the first step", self.run.path)
+
+
+def describe_rows(rows: Rows, trainer: Any) -> dict[str, Any]:
+    """What results say of the data."""
+    return {
+        "source": rows.source,
+        "train_rows": len(trainer.examples),
+        "eval_rows": len(trainer.eval_examples),
+        "bad_rows": rows.skipped,
+    }
+
+
+class Clock:
+    """Seconds spent on each part."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._started = self._mark = time.perf_counter()
+
+    def lap(self, part: str) -> None:
+        """Book the time since the last call on a part."""
+        now = time.perf_counter()
+        self._seconds[part] = self._seconds.get(part, 0.0) + now - self._mark
+        self._mark = now
+
+    def split(self) -> dict[str, float]:
+        """Seconds by part, and in all."""
+        return {**self._seconds, "total": time.perf_counter() - self._started}

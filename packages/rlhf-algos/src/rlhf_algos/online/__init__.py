@@ -1,0 +1,1 @@
+"""Methods that learn from the model's own completions: GRPO, PPO, their rollouts and pre-flight."""

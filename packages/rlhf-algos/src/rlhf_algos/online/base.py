@@ -1,0 +1,393 @@
+"""Training on the model's own completions: rollout, score, advantage, update; what GRPO and PPO share."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from rlhf_algos.configs.online import OnlineConfig
+from rlhf_algos.engine.batching import epoch_order
+from rlhf_algos.engine.language_model import LanguageModelTrainer, LogpsModule
+from rlhf_algos.engine.optimizer_step import combined, optimizer_step, share_of_step
+from rlhf_algos.online.rollouts import Completion, StepTable, flat, keep_tokens, rollout_metrics, table_row
+from rlhf_algos.online.samples import keep_samples
+from rlhf_algos.process_group import from_first_process
+from rlhf_algos.reference.trainer import ReferenceScorer, adapter_off_is
+from rlhf_data import PackedBatch, PromptExample, TokenSequence, UserError, pack
+from rlhf_infer import GenerationEngine, Rollout, SamplingParams, TransformersEngine
+from rlhf_infer.rewards import RewardFunctions
+from rlhf_models import disable_dropout
+
+__all__ = ["OnlineTrainer"]
+
+_LOG = logging.getLogger(__name__)
+_EVALUATION = 1 << 31
+"""Stands in the sampling seed in place of the step."""
+
+
+class OnlineTrainer(LanguageModelTrainer[PromptExample]):
+    """Samples completions, scores them with reward functions and updates the policy on them, step by step.
+
+    A step is one rollout and all its updates, so that between steps there is nothing to remember but model,
+    optimizer and controllers.  A completion's random numbers depend on the seed, the step, its prompt and its
+    number only, so rollouts do not depend on the number of processes.
+
+    Args:
+        model: a transformers causal LM, or a PeftModel around one.
+        config: the settings.
+        examples: the training prompts.
+        rewards: what completions are worth.
+        tokenizer: of the model.
+        eval_examples: prompts that `evaluate` measures.
+        engine: samples; None makes a `TransformersEngine`.
+        ref_model: another reference than the model itself.
+        **options: see `BaseTrainer`.
+
+    Raises:
+        UserError: no prompts, or settings that do not go together.
+    """
+
+    shown_metrics: ClassVar[tuple[str, ...]] = ("reward", "kl", "completions/mean_length")
+    samples_rollouts = True
+    compares_groups: ClassVar[bool] = False
+    """Whether completions of a prompt are compared with one another, so that equal ones teach nothing."""
+    token_fields: ClassVar[tuple[str, ...]] = ("old_logps", "ref_logps", "advantages", "importance")
+    """Names of `Completion.tokens` that the loss reads."""
+    terms_per_token: float
+    """What the loss of the present update is divided by, over its tokens that count."""
+    config: Any
+
+    def __init__(
+        self,
+        model: Any,
+        config: OnlineConfig,
+        examples: Sequence[PromptExample],
+        *,
+        rewards: RewardFunctions,
+        tokenizer: Any,
+        eval_examples: Sequence[PromptExample] = (),
+        engine: GenerationEngine | None = None,
+        ref_model: Any = None,
+        **options: Any,
+    ) -> None:
+        if config.disable_dropout:
+            disable_dropout(model)
+        self._ref_model = ref_model
+        self.rewards = rewards
+        self.terms_per_token = 1.0
+        self._said: dict[str, float] = {}  # what this process's reward functions logged last
+        super().__init__(model, config, examples, eval_examples=eval_examples, tokenizer=tokenizer, **options)
+        _LOG.info("a step: %d prompts, %d completions of each", self.step_size, config.num_generations)
+        # A sharded model cannot be sampled from piece by piece: a whole copy takes its weights each step.
+        self._sampled: Any = copy.deepcopy(model) if engine is None and self.parallel.sharded else model
+        self.engine = engine or TransformersEngine(
+            self._sampled, tokenizer, max_batch_tokens=config.max_kv_tokens
+        )
+
+    @staticmethod
+    @abstractmethod
+    def needs_reference(config: Any) -> bool:
+        """Whether these settings compare the policy with a reference."""
+
+    @abstractmethod
+    def assess(self, completions: Sequence[Completion], table: StepTable) -> dict[str, float]:
+        """Give this process's completions their advantages; metrics of the whole step."""
+
+    @property
+    def step_size(self) -> int:
+        """Prompts of a step, over all processes."""
+        try:
+            return self.config.prompts_per_step(self.parallel.world_size)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+
+    def sequences(self, example: PromptExample) -> Sequence[TokenSequence]:
+        """The prompt."""
+        return [TokenSequence(example.prompt_ids, len(example.prompt_ids))]
+
+    def count(self, batch: PackedBatch) -> int:
+        """The completions' tokens."""
+        return len(batch.score_targets)
+
+    def micro_batches(
+        self, examples: Sequence[Any], sequences: Callable[[Any], Sequence[TokenSequence]] | None = None
+    ) -> Iterator[tuple[PackedBatch, list[Any]]]:
+        """Completions packed by the token budget, those of a prompt sharing it."""
+        for batch in pack([each.sequence for each in examples], self.config.max_tokens_per_batch):
+            yield batch, [examples[i] for i in batch.sequence_ids.tolist()]
+
+    def build_scorer(self, model: Any) -> nn.Module:
+        """The policy, with its reference where that is a model of its own."""
+        if self.needs_reference(self.config) and self._ref_model is None and not adapter_off_is(model):
+            _LOG.info("the reference is a frozen copy of the model")
+            self._ref_model = copy.deepcopy(model)
+        return LogpsModule(model) if self._ref_model is None else ReferenceScorer(model, self._ref_model)
+
+    def train_step(self, examples: Sequence[PromptExample]) -> dict[str, float]:
+        """One rollout on these prompts, of which this process takes its share, and all its updates.
+
+        Returns:
+            Metrics of rollout and updates (means over the updates), `num_updates`, `time/rollout`,
+            `time/score`, `time/update` in seconds, and what `BaseTrainer.train_step` gives.
+
+        Raises:
+            UserError: a reward function failed, or the loss or the gradient became NaN or infinite.
+        """
+        started = time.perf_counter()
+        self.prepare()
+        self.scorer.eval()
+        rollouts = self.sample(examples, self.config.num_generations, seed=self.seed_of(self.step))
+        sampled = time.perf_counter()
+        completions, table = self.score(examples, rollouts, self.config.num_generations)
+        metrics = rollout_metrics(table) | self._said | self.assess(completions, table)
+        assessed = time.perf_counter()
+        self.scorer.train()
+        metrics |= self.update(completions, len(examples))
+        keep_samples(self, completions, table)
+        self.step += 1
+        metrics["epoch"] = self.step / self.steps_per_epoch
+        metrics["num_tokens"] = self.num_tokens
+        now = time.perf_counter()
+        spent = {"rollout": sampled - started, "score": assessed - sampled, "update": now - assessed}
+        metrics |= {f"time/{part}": seconds for part, seconds in spent.items()}
+        metrics["step_time"] = now - started
+        return metrics
+
+    def sample(
+        self, prompts: Sequence[PromptExample], n: int, *, seed: int, temperature: float | None = None
+    ) -> list[list[Rollout]]:
+        """`n` completions of each of this process's share of the prompts, by the present policy."""
+        config = self.config
+        params = SamplingParams(
+            config.max_completion_length,
+            config.temperature if temperature is None else temperature,
+            seed,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            min_p=config.min_p,
+            repetition_penalty=config.repetition_penalty,
+            stop=config.stop,
+            min_new_tokens=config.min_completion_length,
+        )
+        own = prompts[self.parallel.rank :: self.parallel.world_size]
+        self._hand_over_weights()
+        with self.parallel.autocast():
+            return self.engine.generate([prompt.prompt_ids for prompt in own], n, params) if own else []
+
+    def score(
+        self, prompts: Sequence[PromptExample], rollouts: Sequence[Sequence[Rollout]], n: int
+    ) -> tuple[list[Completion], StepTable]:
+        """This process's completions with their texts, and the rewards of all of them.
+
+        Args:
+            prompts: of all processes.
+            rollouts: `n` for each of this process's share of the prompts.
+            n: completions per prompt.
+
+        Raises:
+            UserError: a reward function failed.
+        """
+        rank, world = self.parallel.rank, self.parallel.world_size
+        completions = [
+            Completion(prompts[at], rollout, at * n + number, self.text_of(prompts[at], rollout))
+            for at, group in zip(range(rank, len(prompts), world), rollouts, strict=True)
+            for number, rollout in enumerate(group)
+        ]
+        columns = {name for completion in completions for name in completion.prompt.columns}
+        width = len(self.rewards.names) + 4
+        rows = torch.zeros(len(prompts) * n, width, device=self.device)
+        if completions:
+            scores = self.rewards(
+                [completion.prompt.prompt for completion in completions],
+                [completion.text for completion in completions],
+                completion_ids=[completion.rollout.completion_ids for completion in completions],
+                columns={name: [each.prompt.columns.get(name) for each in completions] for name in columns},
+                step=self.step,
+            )
+            self._said = dict(scores.metrics)
+            facts = [completion.facts(self.engine.eos_token_ids) for completion in completions]
+            places = torch.tensor([completion.index for completion in completions])
+            rows[places.to(self.device)] = table_row(scores.rewards, scores.total, facts).to(self.device)
+        rows = self.parallel.sum(rows).cpu()
+        return completions, StepTable.of(tuple(self.rewards.names), rows, n)
+
+    def update(self, completions: Sequence[Completion], num_prompts: int) -> dict[str, float]:
+        """All passes over the completions of a step; means of the updates' metrics.
+
+        Args:
+            completions: this process's, with their advantages.
+            num_prompts: of the step, over all processes.
+        """
+        done: list[dict[str, float]] = []
+        taken = False
+        for number in range(self.config.passes):
+            for prompts in self._mini_batches(num_prompts, number):
+                own = [each for each in completions if each.index // self.config.num_generations in prompts]
+                share = share_of_step(self, own, lambda: self._filler(completions))
+                tokens = self._total(sum(each.length for each in own if each.weight))
+                if not tokens:  # AdamW would move the weights by its memory of earlier gradients
+                    continue
+                self.terms_per_token = share.total / tokens
+                metrics, stepped = optimizer_step(self, share, observe=not done)
+                taken = taken or stepped
+                self.num_tokens += self._total(sum(b.num_tokens for b, _, real in share.batches if real))
+                done.append(metrics)
+                if self.strayed(metrics):
+                    break
+            if done and self.strayed(done[-1]):
+                break
+        if not done:
+            _LOG.info("step %d: no update, because every completion is masked", self.step + 1)
+        if taken:
+            self.scheduler.step()
+        return combined(done) | {"num_updates": float(len(done))}
+
+    def extra_state(self) -> dict[str, Any]:
+        """What reward functions remember."""
+        return {"reward_functions": self.rewards.state()}
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """Take up what `extra_state` gave."""
+        self.rewards.load_state(state["reward_functions"])
+
+    def close(self) -> None:
+        """Let go of the engine."""
+        self.engine.close()
+
+    def strayed(self, metrics: Mapping[str, float]) -> bool:
+        """Whether the policy is so far from the one that sampled that updates on this rollout end."""
+        return False
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Rewards and lengths of completions of `eval_examples`, their names with `eval_` in front.
+
+        The same random numbers are used each time.
+
+        Raises:
+            ValueError: there are no `eval_examples`.
+            UserError: a reward function failed.
+        """
+        if not len(self.eval_examples):
+            raise ValueError("there is nothing to evaluate on: the trainer was made without eval_examples")
+        self.prepare()
+        was_training = self.scorer.training
+        self.scorer.eval()
+        n = self.config.num_generations_eval
+        prompts = [self.eval_examples[i] for i in range(len(self.eval_examples))]
+        temperature = self.config.eval_temperature
+        rollouts = self.sample(prompts, n, seed=self.seed_of(_EVALUATION), temperature=temperature)
+        completions, table = self.score(prompts, rollouts, n)
+        metrics = rollout_metrics(table) | self._said
+        if self.needs_reference(self.config):
+            metrics["kl"] = self._divergence(completions, temperature)
+        self.scorer.train(was_training)
+        return {f"eval_{name}": value for name, value in metrics.items()}
+
+    def known_logps(
+        self,
+        completions: Sequence[Completion],
+        *,
+        reference: bool,
+        policy: bool = True,
+        temperature: float | None = None,
+    ) -> None:
+        """Give completions `old_logps` and, on request, `ref_logps`: tensors over their tokens, on the CPU.
+
+        The log-probs of the engine serve as the old ones where it computed them from the same weights in the
+        same precision; otherwise the trainer computes them.
+
+        Args:
+            completions: this process's.
+            reference: whether the reference's are wanted.
+            policy: whether the policy's are wanted.
+            temperature: that they were sampled at; both are scored at it, at 1 when greedy, as the engine
+                does. None means that of training.
+        """
+        temperature = self.config.temperature if temperature is None else temperature or 1.0
+        compute = policy and not self._engine_is_exact
+        for completion in completions:
+            logps = torch.tensor(completion.rollout.logps)
+            completion.tokens["sampling_logps"] = logps
+            if policy and not compute:
+                completion.tokens["old_logps"] = logps
+        if not (compute or reference):
+            return
+        share = share_of_step(self, completions, lambda: self._filler(completions))
+        with torch.no_grad():
+            for batch, members, real in share.batches:
+                batch = batch.to(self.device)
+                if compute:
+                    scores = self.forward(batch, temperature=temperature)
+                    keep_tokens("old_logps", scores.logps, members, real)
+                if reference:
+                    scores = self.forward(batch, temperature=temperature, reference=True)
+                    keep_tokens("ref_logps", scores.logps, members, real)
+
+    @property
+    def _engine_is_exact(self) -> bool:
+        shares = isinstance(self.engine, TransformersEngine)
+        return shares and self.parallel.precision == "no" and self.parameters[0].dtype == torch.float32
+
+    def _mini_batches(self, num_prompts: int, number: int) -> list[set[int]]:
+        """Prompts of each optimizer step of one pass over a step's completions."""
+        parts = self.config.mini_batches
+        seed = self.config.seed + self.step * self.config.passes + number
+        order = epoch_order(num_prompts, 0, shuffle=parts > 1, seed=seed)
+        size = -(-num_prompts // parts)
+        return [set(order[start : start + size]) for start in range(0, num_prompts, size)]
+
+    def _filler(self, completions: Sequence[Completion]) -> Sequence[Completion]:
+        """A completion for a process that has none to take part with; it does not count."""
+        if completions:
+            return completions[:1]
+        prompt = self.examples[0]
+        rollout = Rollout(prompt.prompt_ids, [self.engine.eos_token_ids[0]], [0.0], "stop")
+        idle = Completion(prompt, rollout, 0, weight=0.0)
+        idle.tokens = dict.fromkeys(self.token_fields, torch.zeros(1))
+        return [idle]
+
+    def _hand_over_weights(self) -> None:
+        if isinstance(self.engine, TransformersEngine):
+            if self._sampled is self.model:
+                return
+            with self.parallel.whole(self.scorer, everywhere=True):
+                self._sampled.load_state_dict(self.model.state_dict())
+            self._sampled.to(self.device)
+            return
+        with self.parallel.whole(self.scorer):
+            if self.parallel.is_main:
+                self.engine.update_weights(self.model)
+        if self.parallel.world_size > 1:  # of several processes one talks to the server for all
+            follow: Any = getattr(self.engine, "follow", None)
+            name = from_first_process(getattr(self.engine, "weights_name", None))
+            if follow is not None and not self.parallel.is_main:
+                follow(name)
+
+    def _divergence(self, completions: Sequence[Completion], temperature: float | None) -> float:
+        """Nats per token from the reference at this temperature, the k1 estimate over all completions."""
+        self.known_logps(completions, reference=True, temperature=temperature)
+        sums = torch.zeros(2, device=self.device)
+        if completions:
+            difference = flat("old_logps", completions, self.device) - flat(
+                "ref_logps", completions, self.device
+            )
+            sums = torch.stack([difference.sum(), torch.tensor(len(difference), device=self.device)])
+        total, count = self.parallel.sum(sums.float()).tolist()
+        return total / max(count, 1.0)
+
+    def text_of(self, prompt: PromptExample, rollout: Rollout) -> Any:
+        """What reward functions see: a text, or after messages the assistant's message."""
+        text = self.tokenizer.decode(rollout.completion_ids, skip_special_tokens=True)
+        return text if isinstance(prompt.prompt, str) else [{"role": "assistant", "content": text}]
+
+    def seed_of(self, step: int) -> int:
+        """Seed of the sampling of a step."""
+        return (self.config.seed << 32) + step

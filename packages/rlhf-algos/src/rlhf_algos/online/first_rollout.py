@@ -1,0 +1,97 @@
+"""The pre-flight of an online training: sample the first prompts, and look at what comes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlhf_algos.engine.batching import epoch_order
+from rlhf_algos.online.preflight import Finding, ReferenceRewards, preflight, repeated_prompts
+from rlhf_data import PromptExample
+from rlhf_infer.rewards import RewardScores
+
+if TYPE_CHECKING:
+    from rlhf_algos.online.base import OnlineTrainer
+
+__all__ = ["check_first_rollout"]
+
+_PROMPTS = 32
+"""Prompts that are looked at, at most."""
+_REFERENCES = ("completion", "chosen")
+_VERIFIABLE = ("number", "math", "choice", "exact")
+"""Rules whose `answer` column is a completion that they reward."""
+
+
+def check_first_rollout(trainer: OnlineTrainer) -> list[Finding]:
+    """What `rlhf_algos.online.preflight` says of completions of the first step's prompts; nothing is trained.
+
+    Every process must call it; each looks at its share of the prompts.
+
+    Raises:
+        UserError: a reward function failed.
+    """
+    config, parallel = trainer.config, trainer.parallel
+    trainer.prepare()
+    trainer.scorer.eval()
+    order = epoch_order(len(trainer.examples), 0, shuffle=config.shuffle, seed=config.seed)
+    prompts = [trainer.examples[i] for i in order[: min(trainer.step_size, _PROMPTS)]]
+    rollouts = trainer.sample(prompts, config.num_generations, seed=trainer.seed_of(0))
+    own = prompts[parallel.rank :: parallel.world_size]
+    if not own:
+        return []
+    remembered = trainer.rewards.state()
+    texts = [trainer.text_of(p, r) for p, group in zip(own, rollouts, strict=True) for r in group]
+    ids = [rollout.completion_ids for group in rollouts for rollout in group]
+    scores = _rewards(trainer, [p for p in own for _ in range(config.num_generations)], texts, ids)
+    references = _references(trainer, own)
+    trainer.rewards.load_state(remembered)
+    found = preflight(
+        rollouts,
+        scores,
+        eos_token_ids=trainer.engine.eos_token_ids,
+        max_completion_length=config.max_completion_length,
+        references=references,
+        relative_to_group=trainer.compares_groups,
+        mask_truncated=config.mask_truncated_completions,
+    )
+    return [*found, *repeated_prompts(rollouts, config.max_tokens_per_batch)]
+
+
+def _rewards(
+    trainer: OnlineTrainer,
+    prompts: Sequence[PromptExample],
+    texts: Sequence[Any],
+    ids: Sequence[Sequence[int]],
+) -> RewardScores:
+    columns = {name for prompt in prompts for name in prompt.columns}
+    return trainer.rewards(
+        [prompt.prompt for prompt in prompts],
+        texts,
+        completion_ids=ids,
+        columns={name: [prompt.columns.get(name) for prompt in prompts] for name in columns},
+        step=0,
+    )
+
+
+def _references(trainer: OnlineTrainer, prompts: Sequence[PromptExample]) -> ReferenceRewards | None:
+    """Rewards of the rows' own answers, each after its prompt and after another row's."""
+    names = [*_REFERENCES, *(["answer"] if set(trainer.rewards.names) <= set(_VERIFIABLE) else [])]
+    found = [
+        (at, next((p.columns[name] for name in names if isinstance(p.columns.get(name), str)), None))
+        for at, p in enumerate(prompts)
+    ]
+    answered = [(at, text) for at, text in found if text]
+    if len(answered) < 2:
+        return None
+    groups = [at for at, _ in answered]
+    own = [prompts[at] for at in groups]
+    texts = [_as_completion(prompts[at], text) for at, text in answered]
+    ids = [trainer.tokenizer.encode(text, add_special_tokens=False) for _, text in answered]
+    turned = [texts[-1], *texts[:-1]], [ids[-1], *ids[:-1]]
+    return ReferenceRewards(
+        groups, _rewards(trainer, own, texts, ids).total, _rewards(trainer, own, *turned).total
+    )
+
+
+def _as_completion(prompt: PromptExample, text: str) -> Any:
+    return text if isinstance(prompt.prompt, str) else [{"role": "assistant", "content": text}]

@@ -1,0 +1,142 @@
+"""Group-relative policy optimisation: completions of a prompt are compared with one another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rlhf_algos.advantages import group_advantages, overlong_penalty
+from rlhf_algos.configs.online import GRPOConfig
+from rlhf_algos.engine.loss_output import LossOutput
+from rlhf_algos.engine.sequence_sums import mean_where
+from rlhf_algos.losses import (
+    KL_ESTIMATORS,
+    clipped_policy_loss,
+    corrected_kl,
+    ratio_statistics,
+    token_weights,
+)
+from rlhf_algos.online.base import OnlineTrainer
+from rlhf_algos.online.importance_correction import correct_mismatch
+from rlhf_algos.online.rollouts import Completion, StepTable, flat, spread
+from rlhf_data import PackedBatch
+
+__all__ = ["GRPOConfig", "GRPOTrainer"]
+
+
+class GRPOTrainer(OnlineTrainer):
+    """Trains a policy by GRPO (https://arxiv.org/abs/2402.03300) and its relatives.
+
+    `loss_type`, `importance_sampling_level`, `advantage_estimator` and `scale_rewards` make it Dr. GRPO,
+    DAPO, GSPO or RLOO.  Metrics: those of `rollout_metrics`; `kl` to the reference (nats per token, where
+    `beta` is set), `entropy`, `approx_kl` (to the sampling policy), `clip_ratio/low_mean`, `low_min`,
+    `high_mean`, `high_max`, `region_mean`; with vLLM those of `correct_mismatch`.
+
+    See `OnlineTrainer` for the arguments.
+    """
+
+    compares_groups = True
+    config: GRPOConfig
+
+    @staticmethod
+    def needs_reference(config: Any) -> bool:
+        """Whether there is a KL in the loss."""
+        return config.beta > 0
+
+    def assess(self, completions: Sequence[Completion], table: StepTable) -> dict[str, float]:
+        """Advantages within the groups of the whole step, and what each token counts."""
+        config, metrics = self.config, {}
+        self.known_logps(completions, reference=config.beta > 0)
+        rewards = table.total
+        if config.overlong_buffer:
+            penalty = overlong_penalty(
+                table.lengths, max_length=config.max_completion_length, buffer=config.overlong_buffer
+            )
+            rewards = rewards + penalty
+            metrics["completions/overlong_penalty"] = float(penalty.mean())
+        advantages = group_advantages(
+            rewards,
+            table.groups,
+            baseline=config.advantage_estimator,
+            scale_rewards=config.scale_rewards,
+        )
+        weights = token_weights(
+            config.loss_type,
+            torch.tensor([self._counted(each) for each in completions]),
+            max_completion_length=config.max_completion_length,
+        ).weights.tolist()
+        for completion, weight in zip(completions, weights, strict=True):
+            completion.tokens["advantages"] = advantages[completion.index].expand(completion.length)
+            completion.weight = weight
+        if config.use_vllm:
+            metrics |= correct_mismatch(self, completions)
+        return metrics
+
+    def terms(self, batch: PackedBatch, examples: Sequence[Any]) -> int:
+        """What the loss type divides by: completions, their tokens, or completions of the longest length."""
+        lengths = torch.tensor([self._counted(each) for each in examples])
+        longest = self.config.max_completion_length
+        return int(token_weights(self.config.loss_type, lengths, max_completion_length=longest).normaliser)
+
+    def loss(self, batch: PackedBatch, examples: Sequence[Any]) -> LossOutput:
+        """The clipped loss with its KL and entropy terms, and TRL's metrics."""
+        config, device = self.config, self.device
+        scores = self.policy_scores(
+            batch,
+            temperature=config.temperature,
+            with_entropy=config.entropy_coef > 0,
+            with_stats=config.entropy_coef == 0,
+        )
+        logps, entropy = scores.logps, scores.entropy
+        old_logps = flat("old_logps", examples, device)
+        advantages = flat("advantages", examples, device)
+        weights = spread([each.weight for each in examples], examples, device)
+        sequence = batch.score_sequence if config.importance_sampling_level == "sequence" else None
+        low = math.inf if config.epsilon is None else config.epsilon
+        high = low if config.epsilon_high is None else config.epsilon_high
+        clip = {"clip_low": low, "clip_high": high, "delta": config.delta}
+        corrected = advantages
+        if config.use_vllm:
+            corrected = advantages * flat("importance", examples, device)
+        result = clipped_policy_loss(logps, old_logps, corrected, weights=weights, sequence=sequence, **clip)
+        loss = result.loss
+        counted = weights > 0
+        means = {"entropy": mean_where(entropy.detach(), counted)}
+        if config.beta:
+            ref_logps = flat("ref_logps", examples, device)
+            if config.use_bias_correction_kl:
+                kl = corrected_kl(
+                    logps, old_logps, ref_logps, estimator=config.kl_estimator, sequence=sequence
+                )
+            else:
+                kl = KL_ESTIMATORS[config.kl_estimator](logps, ref_logps)
+            loss = loss + config.beta * (weights * kl).sum()
+            means["kl"] = mean_where(kl.detach(), counted)
+        if config.entropy_coef:
+            # The mean over tokens, whatever the loss type divides by.
+            loss = loss - config.entropy_coef * self.terms_per_token * entropy[counted].sum()
+        stats = ratio_statistics(
+            logps[counted],
+            old_logps[counted],
+            advantages[counted],
+            batch.score_sequence[counted],
+            level=config.importance_sampling_level,
+            **clip,
+        )
+        means |= {
+            "approx_kl": (result.approx_kl, weights.sum()),
+            "clip_ratio/low_mean": (stats.low, stats.count),
+            "clip_ratio/high_mean": (stats.high, stats.count),
+            "clip_ratio/region_mean": (stats.region, stats.count),
+        }
+        lows, highs = {"clip_ratio/low_min": stats.low_min}, {"clip_ratio/high_max": stats.high_max}
+        output = LossOutput(loss, means=means, lows=lows, highs=highs)
+        return self.balanced(output, scores, self.terms(batch, examples))
+
+    def _counted(self, completion: Completion) -> int:
+        """Tokens of a completion that count: none of one that was cut off, where those are masked."""
+        masked = self.config.mask_truncated_completions and completion.truncated
+        return 0 if masked else completion.length

@@ -1,0 +1,136 @@
+"""From scores of completions to rewards, returns and advantages of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rlhf_algos.advantages import (
+    explained_variance,
+    gae,
+    moments,
+    overlong_penalty,
+    scale_with,
+    standardise_with,
+)
+from rlhf_algos.losses import KL_ESTIMATORS, KLEstimator
+from rlhf_algos.online.rollouts import Completion, StepTable, flat, spread
+
+if TYPE_CHECKING:
+    from rlhf_algos.online.ppo import PPOTrainer
+
+__all__ = ["PPORewards", "assess_tokens"]
+
+_CPU = torch.device("cpu")
+
+
+class PPORewards:
+    """Cuts, scales and penalises the scores of completions, remembering their spread.
+
+    Args:
+        config: `cliprange_reward`, `normalize_rewards`, `missing_eos_penalty`, `overlong_buffer`.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.moments = torch.zeros(3, dtype=torch.float64)
+
+    def __call__(self, table: StepTable) -> Tensor:
+        """(B,) what each completion of a step is worth; the step's scores join the running moments first."""
+        config, scores = self.config, table.total
+        if config.normalize_rewards:
+            self.moments = self.moments + moments(scores)
+            scores = scale_with(scores, self.moments)
+        if config.cliprange_reward is not None:
+            scores = scores.clamp(-config.cliprange_reward, config.cliprange_reward)
+        if config.missing_eos_penalty is not None:
+            scores = scores - config.missing_eos_penalty * ~table.ended
+        if config.overlong_buffer:
+            longest = config.max_completion_length
+            scores = scores + overlong_penalty(
+                table.lengths, max_length=longest, buffer=config.overlong_buffer
+            )
+        return scores
+
+    def state(self) -> dict[str, list[float]]:
+        """The running moments."""
+        return {"moments": self.moments.tolist()}
+
+    def load_state(self, state: dict[str, list[float]]) -> None:
+        """Take up what `state` gave."""
+        self.moments = torch.tensor(state["moments"], dtype=torch.float64)
+
+
+def assess_tokens(
+    trainer: PPOTrainer, completions: Sequence[Completion], table: StepTable
+) -> dict[str, float]:
+    """Give this process's completions `advantages` and `returns`; metrics of the whole step.
+
+    Args:
+        trainer: its settings, its KL controller, which is moved, and its processes.
+        completions: this process's, with `old_logps`, `old_values` and, where a KL counts, `ref_logps`.
+        table: of the step.
+    """
+    config, parallel = trainer.config, trainer.parallel
+    scores = trainer.reward_scale(table)
+    for completion in completions:
+        masked = config.mask_truncated_completions and completion.truncated
+        completion.weight = 0.0 if masked else 1.0
+    if completions:
+        kl = _divergence(config.kl_estimator, completions)
+        old_logps = flat("old_logps", completions, _CPU)
+        values = flat("old_values", completions, _CPU)
+        lengths = torch.tensor([completion.length for completion in completions])
+    else:
+        kl = old_logps = values = torch.zeros(0)
+        lengths = torch.zeros(0, dtype=torch.long)
+    penalty = trainer.controller.value * kl if config.kl_penalty == "reward" else torch.zeros_like(kl)
+    rewards = -penalty
+    rewards[lengths.cumsum(0) - 1] += scores[[completion.index for completion in completions]]
+    if config.whiten_rewards:
+        rewards = standardise_with(rewards, _summed(parallel, moments(rewards)), shift_mean=False)
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    estimate = gae(rewards, values, sequence, gamma=config.gamma, lam=config.lam)
+    advantages = estimate.advantages
+    if config.whiten_advantages:
+        counted = spread([completion.weight for completion in completions], completions, _CPU) > 0
+        advantages = standardise_with(advantages, _summed(parallel, moments(advantages[counted])))
+    for name, tokens in (("advantages", advantages), ("returns", estimate.returns)):
+        for completion, part in zip(completions, tokens.split(lengths.tolist()), strict=True):
+            completion.tokens[name] = part
+    variance = _summed(parallel, moments(estimate.returns))
+    errors = _summed(parallel, moments(estimate.returns - values))
+    sums = _summed(parallel, torch.stack([kl.sum(), -old_logps.sum(), -penalty.sum()]).double())
+    mean_kl, entropy, non_score = (sums / len(table.total)).tolist()
+    metrics = {
+        "objective/kl": mean_kl,
+        "objective/entropy": entropy,
+        "objective/scores": float(table.total.mean()),
+        "objective/non_score_reward": non_score,
+        "objective/rlhf_reward": non_score + float(scores.mean()),
+        "val/num_eos_tokens": float(table.ended.sum()),
+        "kl_coef": trainer.controller.value,
+    }
+    explained = float(explained_variance(variance, errors))
+    if explained == explained:
+        metrics["val/explained_variance"] = explained
+    trainer.controller.update(mean_kl, len(table.total))
+    return metrics
+
+
+def _divergence(estimator: KLEstimator, completions: Sequence[Completion]) -> Tensor:
+    """(M,) the KL estimate of each token; 0 without a reference."""
+    old_logps = flat("old_logps", completions, _CPU)
+    if "ref_logps" not in completions[0].tokens:
+        return torch.zeros_like(old_logps)
+    return KL_ESTIMATORS[estimator](old_logps, flat("ref_logps", completions, _CPU))
+
+
+def _summed(parallel: Any, values: Tensor) -> Tensor:
+    """The sum over processes, on the CPU."""
+    if parallel.world_size == 1:
+        return values
+    return parallel.sum(values.to(parallel.device)).cpu()

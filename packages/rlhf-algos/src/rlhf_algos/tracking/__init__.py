@@ -1,0 +1,1 @@
+"""Metrics, trackers, progress lines and debug switches."""
