@@ -31,10 +31,10 @@ from rlhf_infer import (
     load_scorer,
 )
 from rlhf_minmax import MinMaxConfig
-from rlhf_minmax.config import DemoSettings
-from rlhf_minmax.data import Stories, load_stories
-from rlhf_minmax.demo import DemoModels, demo_models
-from rlhf_minmax.story_rules import StoryRules
+from rlhf_minmax.config.run import DemoSettings
+from rlhf_minmax.demo.builder import DemoModels, demo_models
+from rlhf_minmax.game.stories import Stories, load_stories
+from rlhf_minmax.game.story_rules import StoryRules
 from rlhf_models import load_causal_lm, load_tokenizer
 
 REWARDS = ("flawed", "hasty", "sound")

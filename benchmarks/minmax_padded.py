@@ -23,16 +23,16 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-import rlhf_minmax.optimizer
-import rlhf_minmax.pipeline
+import rlhf_minmax.game.forward_pass
+import rlhf_minmax.optim.dual_ppo
 from rlhf_algos import create_optimizer
 from rlhf_algos.losses import clipped_policy_loss, kl_k3
 from rlhf_infer import Rollout, RuleJudge, SamplingParams
 from rlhf_minmax import MinMaxConfig, MinMaxPipeline, MinMaxTrainer
-from rlhf_minmax.config import PlayerConfig
-from rlhf_minmax.data import Stories
-from rlhf_minmax.players import Players
-from rlhf_minmax.prompts import Prompts
+from rlhf_minmax.config.run import PlayerConfig
+from rlhf_minmax.game.prompts import Prompts
+from rlhf_minmax.game.stories import Stories
+from rlhf_minmax.players.players import Players
 
 Ids = Sequence[int]
 
@@ -236,7 +236,7 @@ class PaddedScorer:
     def score(
         self, prompts: Sequence[str], completions: Sequence[str], *, max_tokens: int | None = None
     ) -> Tensor:
-        """See `rlhf_minmax.pipeline.Scorer`."""
+        """See `rlhf_minmax.game.forward_pass.Scorer`."""
         del max_tokens
         texts = [
             self.tokenizer.encode(prompt) + self.tokenizer.encode(completion)

@@ -19,15 +19,15 @@ from minmax_work import ROLES, VowelReward, game_config, script, with_adapters_f
 from online_pace import Pace, Task, move, peak_memory_mb, start, vowels
 from safetensors.torch import save_file
 
-import rlhf_minmax.pipeline
+import rlhf_minmax.game.forward_pass
 from rlhf_algos import PPOConfig, PPOTrainer
 from rlhf_data import PromptExample, TokenSequence, pack
 from rlhf_infer import Rollout, RuleJudge, SamplingParams, TransformersEngine
 from rlhf_infer.rewards import RewardFunctionFactory, RewardFunctions
 from rlhf_minmax import MinMaxConfig, MinMaxPipeline, MinMaxTrainer
-from rlhf_minmax.data import Stories, load_stories
-from rlhf_minmax.players import load_players
-from rlhf_minmax.scorers import load_judge, load_reward_model
+from rlhf_minmax.game.stories import Stories, load_stories
+from rlhf_minmax.players.players import load_players
+from rlhf_minmax.scorers.loading import load_judge, load_reward_model
 from rlhf_models import (
     DeviceManager,
     RewardModel,

@@ -14,7 +14,7 @@ from online_pace import Task, vowels
 from rlhf_data import StoryWorldConfig, UserError, atomic_write_text, generate_stories
 from rlhf_data.worlds.story import split_sentences
 from rlhf_minmax import MinMaxConfig
-from rlhf_minmax.data import load_stories
+from rlhf_minmax.game.stories import load_stories
 from rlhf_models import (
     AdapterSet,
     JudgeModel,
@@ -140,6 +140,6 @@ class VowelReward:
     def score(
         self, prompts: Sequence[str], completions: Sequence[str], *, max_tokens: int | None = None
     ) -> torch.Tensor:
-        """See `rlhf_minmax.pipeline.Scorer`."""
+        """See `rlhf_minmax.game.forward_pass.Scorer`."""
         del prompts, max_tokens
         return torch.tensor(vowels(completions))

@@ -21,9 +21,9 @@ import torch
 
 from rlhf_data import TokenSequence, atomic_write_json, pack
 from rlhf_infer import Rollout
-from rlhf_minmax.config import MinMaxConfig
-from rlhf_minmax.player_optimizer import PlayerOptimizer, sequence_advantages
-from rlhf_minmax.saddle import GameStep, IterateAverage, LookAhead
+from rlhf_minmax.config.run import MinMaxConfig
+from rlhf_minmax.optim.extragradient import GameStep, IterateAverage, LookAhead
+from rlhf_minmax.optim.player import PlayerOptimizer, sequence_advantages
 from rlhf_models import PolicyModel, build_tiny_llama
 
 BILINEAR: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from rlhf_data import load_qa, split_of
-from rlhf_minmax.data import load_stories
+from rlhf_minmax.game.stories import load_stories
 
 ROOT = Path(__file__).parents[2]
 STORIES = ROOT / "tests" / "fixtures" / "stories.jsonl"

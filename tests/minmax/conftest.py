@@ -85,10 +85,10 @@ def make_config() -> Callable[..., Any]:
 def make_game(demo_cache: Path, make_config: Callable[..., Any]) -> Callable[..., Any]:
     """Makes (pipeline, stories) of the tiny game with fresh players, from overrides as of `make_config`."""
     from rlhf_minmax import MinMaxPipeline
-    from rlhf_minmax.data import load_stories
-    from rlhf_minmax.demo import demo_models
-    from rlhf_minmax.players import load_players
-    from rlhf_minmax.scorers import load_judge, load_reward_model
+    from rlhf_minmax.demo.builder import demo_models
+    from rlhf_minmax.game.stories import load_stories
+    from rlhf_minmax.players.players import load_players
+    from rlhf_minmax.scorers.loading import load_judge, load_reward_model
     from rlhf_models import DeviceManager
 
     def make(*overrides: str) -> tuple[Any, Any]:
@@ -149,10 +149,10 @@ class ScriptedEngine:
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Lets both players write what `reply(prompt, sample)` says."""
-    import rlhf_minmax.pipeline
+    import rlhf_minmax.game.forward_pass
 
     def script(reply: Callable[[str, int], str]) -> None:
         engine = type("Engine", (ScriptedEngine,), {"reply": staticmethod(reply)})
-        monkeypatch.setattr(rlhf_minmax.pipeline, "TransformersEngine", engine)
+        monkeypatch.setattr(rlhf_minmax.game.forward_pass, "TransformersEngine", engine)
 
     return script

@@ -14,12 +14,12 @@ import torch
 
 from rlhf_data import RunFolder, apply_overrides
 from rlhf_minmax import MinMaxConfig, MinMaxJob
-from rlhf_minmax.data import load_stories
-from rlhf_minmax.demo import demo_models
-from rlhf_minmax.optimizer import DualPPOOptimizer
-from rlhf_minmax.pipeline import MinMaxPipeline
-from rlhf_minmax.players import load_players
-from rlhf_minmax.scorers import load_judge, load_reward_model
+from rlhf_minmax.demo.builder import demo_models
+from rlhf_minmax.game.forward_pass import MinMaxPipeline
+from rlhf_minmax.game.stories import load_stories
+from rlhf_minmax.optim.dual_ppo import DualPPOOptimizer
+from rlhf_minmax.players.players import load_players
+from rlhf_minmax.scorers.loading import load_judge, load_reward_model
 from rlhf_models import DeviceManager
 
 sys.path.insert(0, str(Path(__file__).parent))

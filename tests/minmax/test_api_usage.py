@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-import rlhf_minmax.api_usage
-import rlhf_minmax.job
+import rlhf_minmax.run.minmax_job
+import rlhf_minmax.scorers.api_usage
 from rlhf_data import RunFolder
 from rlhf_infer import APIUsage, RuleJudge
 from rlhf_minmax import Events, MinMaxJob
-from rlhf_minmax.api_usage import api_usage, total_usage
-from rlhf_minmax.together import ScoredByFirst, ScoredInParts
+from rlhf_minmax.scorers.api_usage import api_usage, total_usage
+from rlhf_minmax.scorers.distributed import ScoredByFirst, ScoredInParts
 
 PRICES = ("prompt_price=2", "completion_price=500")
 
@@ -50,7 +50,7 @@ def test_a_judge_that_processes_share_is_found(
     judge = fake.judge(server, prompt_price=2.0, completion_price=500.0, api_key_env=None)
     judge.score(["q", "q", "q"], ["a", "a", "b"], [None, None, None])
     other = APIUsage(requests=5, retries=1, cached=2, prompt_tokens=500, completion_tokens=5, cost=0.0035)
-    monkeypatch.setattr(rlhf_minmax.api_usage, "gathered", lambda own: [*own, other])
+    monkeypatch.setattr(rlhf_minmax.scorers.api_usage, "gathered", lambda own: [*own, other])
     # Two texts: 200 prompt tokens at 2 and 2 completion tokens at 500 a million are 0.0014; the other process
     # adds 5 requests for 0.0035.
     assert api_usage(RuleJudge(), share(judge)) == {
@@ -71,8 +71,8 @@ def test_a_judge_that_processes_share_is_found(
 def test_a_run_tells_what_it_asked(
     server: Any, make_config: Any, demo_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rlhf_minmax.job, "training_curves", lambda *_: None)
-    monkeypatch.setattr(rlhf_minmax.job, "minmax_figure", lambda *_: None)
+    monkeypatch.setattr(rlhf_minmax.run.minmax_job, "training_curves", lambda *_: None)
+    monkeypatch.setattr(rlhf_minmax.run.minmax_job, "minmax_figure", lambda *_: None)
     settings = ("kind=api", f"base_url={server.url}", "api_key_env=null", "cache=false")
     config = make_config(
         "baseline=false",

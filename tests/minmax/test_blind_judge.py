@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from rlhf_infer.judges.settings import FENCED_TEMPLATE, fill
-from rlhf_minmax.break_even import measure_break_even
-from rlhf_minmax.demo_texts import answer_text
+from rlhf_minmax.demo.teachers import answer_text
+from rlhf_minmax.evaluation.break_even import measure_break_even
 
 SIDES = ("policy", "monitor", "player", "adapter", "tampered", "made", "sampled", "gold", "label")
 """Words that would tell who wrote a text, or whether it is true; none is in the stories."""

@@ -6,9 +6,15 @@ import pytest
 import torch
 
 from rlhf_data import QADatasetConfig, QARecord
-from rlhf_minmax.break_even import ReadRates, _is_chance, measure_break_even, measure_scales, why_impossible
-from rlhf_minmax.prompts import Prompts
-from rlhf_minmax.texts import TextRules, parse_critique
+from rlhf_minmax.evaluation.break_even import (
+    ReadRates,
+    _is_chance,
+    measure_break_even,
+    measure_scales,
+    why_impossible,
+)
+from rlhf_minmax.formats import TextRules, parse_critique
+from rlhf_minmax.game.prompts import Prompts
 
 
 class FakeReward:

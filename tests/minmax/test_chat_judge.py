@@ -11,10 +11,10 @@ from rlhf_data import UserError, apply_overrides
 from rlhf_infer import PromptedJudge
 from rlhf_infer.judges.settings import JUDGE_TEMPLATE
 from rlhf_minmax import MinMaxConfig
-from rlhf_minmax.checks import Ruler, check_run, inspect_models
-from rlhf_minmax.data import load_stories
-from rlhf_minmax.scorer_config import JudgeConfig
-from rlhf_minmax.scorers import load_held_out, load_judge
+from rlhf_minmax.config.scorers import JudgeConfig
+from rlhf_minmax.game.stories import load_stories
+from rlhf_minmax.run.checks import Ruler, check_run, inspect_models
+from rlhf_minmax.scorers.loading import load_held_out, load_judge
 from rlhf_models import DeviceManager
 
 TINY = ("data.train_stories=6", "data.eval_stories=4", "demo.num_stories=6")

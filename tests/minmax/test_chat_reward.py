@@ -11,11 +11,11 @@ from transformers import AutoModelForSequenceClassification
 
 from rlhf_data import UserError, apply_overrides
 from rlhf_minmax import MinMaxConfig
-from rlhf_minmax.chat_reward import ChatReward, as_chat, reads_chat
-from rlhf_minmax.checks import Ruler, check_run, inspect_models
-from rlhf_minmax.data import Stories, load_stories
-from rlhf_minmax.scorer_config import RewardModelConfig
-from rlhf_minmax.scorers import load_held_out, load_reward_model
+from rlhf_minmax.config.scorers import RewardModelConfig
+from rlhf_minmax.game.stories import Stories, load_stories
+from rlhf_minmax.run.checks import Ruler, check_run, inspect_models
+from rlhf_minmax.scorers.chat_reward import ChatReward, as_chat, reads_chat
+from rlhf_minmax.scorers.loading import load_held_out, load_reward_model
 from rlhf_models import DeviceManager, RewardModel
 
 PROMPTS = ["where is mary ?", "where is mary ?", "where is ball ?"]

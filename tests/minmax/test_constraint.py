@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlhf_minmax.constraint import class_weights, violations, weighted_violations
+from rlhf_minmax.truthfulness import class_weights, violations, weighted_violations
 
 LABELS = torch.tensor([True, True, False, False])
 SAID = torch.tensor([True, False, True, False])

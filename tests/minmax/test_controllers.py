@@ -10,13 +10,13 @@ import torch
 
 from rlhf_data import TokenSequence, UserError, pack
 from rlhf_infer import Rollout
-from rlhf_minmax.config import MinMaxConfig
-from rlhf_minmax.constraint_config import ControllerConfig
-from rlhf_minmax.constraints import Controller, flags, length_violations, penalties
-from rlhf_minmax.optimizer import DualPPOOptimizer
-from rlhf_minmax.pipeline import Answer, CritiqueSample, MinMaxOutput
-from rlhf_minmax.player_optimizer import PlayerOptimizer, sequence_advantages
-from rlhf_minmax.texts import Critique
+from rlhf_minmax.config.constraints import ControllerConfig
+from rlhf_minmax.config.run import MinMaxConfig
+from rlhf_minmax.constraints.controllers import Controller, flags, length_violations, penalties
+from rlhf_minmax.formats import Critique
+from rlhf_minmax.game.forward_pass import Answer, CritiqueSample, MinMaxOutput
+from rlhf_minmax.optim.dual_ppo import DualPPOOptimizer
+from rlhf_minmax.optim.player import PlayerOptimizer, sequence_advantages
 from rlhf_models import PolicyModel
 
 CONSTRAINTS = (

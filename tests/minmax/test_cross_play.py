@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from rlhf_infer import RuleJudge
-from rlhf_minmax.cross_play import CrossPlay, cross_play
-from rlhf_minmax.pipeline import Scale
-from rlhf_minmax.pool import Member
+from rlhf_minmax.evaluation.cross_play import CrossPlay, cross_play
+from rlhf_minmax.game.forward_pass import Scale
+from rlhf_minmax.players.past_players import Member
 
 
 def marked(player, step):

@@ -6,10 +6,10 @@ import pytest
 
 from rlhf_data import UserError
 from rlhf_minmax import MinMaxConfig
-from rlhf_minmax.data import load_stories
-from rlhf_minmax.story_rules import StoryRules
-from rlhf_minmax.sum_rules import SumRules
-from rlhf_minmax.texts import TextRules
+from rlhf_minmax.formats import TextRules
+from rlhf_minmax.game.stories import load_stories
+from rlhf_minmax.game.story_rules import StoryRules
+from rlhf_minmax.game.sum_rules import SumRules
 
 
 def write(path, stories):

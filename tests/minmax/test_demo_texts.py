@@ -6,10 +6,10 @@ from collections import Counter
 import pytest
 
 from rlhf_data import QARecord, StoryWorldConfig, SumWorldConfig, generate_stories, generate_sums
-from rlhf_minmax.demo_texts import Teacher, answer_text, critique_text, drill
-from rlhf_minmax.story_rules import StoryRules
-from rlhf_minmax.sum_rules import SumRules
-from rlhf_minmax.texts import TextRules, evidence_in_story, parse_critique
+from rlhf_minmax.demo.teachers import Teacher, answer_text, critique_text, drill
+from rlhf_minmax.formats import TextRules, evidence_in_story, parse_critique
+from rlhf_minmax.game.story_rules import StoryRules
+from rlhf_minmax.game.sum_rules import SumRules
 
 STORIES = generate_stories(StoryWorldConfig(), 300, split="train", seed=3)
 SUMS = generate_sums(SumWorldConfig(), 300, split="train", seed=3)

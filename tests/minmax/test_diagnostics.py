@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlhf_eval import expected_calibration_error
-from rlhf_minmax.diagnostics import (
+from rlhf_minmax.evaluation.diagnostics import (
     calibration_curve,
     critique_effects,
     distinct_share,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rlhf_minmax.config import MinMaxConfig
-from rlhf_minmax.doctor import FIRST_STEPS, Doctor, config_findings
+from rlhf_minmax.config.run import MinMaxConfig
+from rlhf_minmax.evaluation.doctor import FIRST_STEPS, Doctor, config_findings
 
 CONFIG = MinMaxConfig()
 

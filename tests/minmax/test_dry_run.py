@@ -13,11 +13,11 @@ import torch
 
 from rlhf_data import UserError, apply_overrides
 from rlhf_minmax import MinMaxConfig
-from rlhf_minmax.checks import ModelInfo, Ruler, check_run, inspect_models
-from rlhf_minmax.constraint import ConstraintMeasure
-from rlhf_minmax.data import load_stories
-from rlhf_minmax.dry_run import ENGINE_TOKENS, plan_run, step_streams
-from rlhf_minmax.memory import estimate_memory, state_bytes
+from rlhf_minmax.game.stories import load_stories
+from rlhf_minmax.run.checks import ModelInfo, Ruler, check_run, inspect_models
+from rlhf_minmax.run.dry_run import ENGINE_TOKENS, plan_run, step_streams
+from rlhf_minmax.run.memory import estimate_memory, state_bytes
+from rlhf_minmax.truthfulness import ConstraintMeasure
 from rlhf_models import DeviceManager, tiny_model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -252,7 +252,7 @@ def test_exploitability_is_told() -> None:
 
 def test_keys_and_values_of_exploitability(monkeypatch: pytest.MonkeyPatch) -> None:
     """8 stories x 4 answers x 9 critiques are more at a time than anything in a step of 4 stories."""
-    import rlhf_minmax.dry_run
+    import rlhf_minmax.run.dry_run
 
     given: list[int] = []
 
@@ -260,7 +260,7 @@ def test_keys_and_values_of_exploitability(monkeypatch: pytest.MonkeyPatch) -> N
         given.append(cache_tokens)
         return []
 
-    monkeypatch.setattr(rlhf_minmax.dry_run, "estimate_memory", estimate)
+    monkeypatch.setattr(rlhf_minmax.run.dry_run, "estimate_memory", estimate)
     rows = plan("game.num_critiques=9", "data.probe_stories=4")
     longest = count(rows["longest monitor text"])
     assert given == [8 * 4 * 9 * longest]
@@ -428,7 +428,7 @@ def test_memory_of_activations() -> None:
 
 def test_names_that_must_agree() -> None:
     from rlhf_infer import TransformersEngine
-    from rlhf_minmax.constraint_config import ConstraintConfig
+    from rlhf_minmax.config.constraints import ConstraintConfig
 
     default = inspect.signature(TransformersEngine.__init__).parameters["max_batch_tokens"].default
     assert default == ENGINE_TOKENS

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from rlhf_minmax.duals import DualSettings, DualState, update_multiplier
+from rlhf_minmax.dual_ascent import DualSettings, DualState, update_multiplier
 
 RULES = ("multiplicative", "additive", "log", "pid")
 

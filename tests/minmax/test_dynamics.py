@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rlhf_minmax.dynamics import Dynamics
+from rlhf_minmax.evaluation.dynamics import Dynamics
 
 
 def step(monitor: int | None = 5, policy: int | None = 2, *, rates=(0.002, 0.001), value=0.0):

@@ -8,7 +8,7 @@ import torch
 
 from rlhf_eval import auroc, expected_calibration_error
 from rlhf_infer import RuleJudge
-from rlhf_minmax.evaluate import (
+from rlhf_minmax.evaluation.evaluate import (
     answer_metrics,
     batch_metrics,
     evaluate,
@@ -17,8 +17,8 @@ from rlhf_minmax.evaluate import (
     sample_exchanges,
     verdict_metrics,
 )
-from rlhf_minmax.pipeline import Answer, Scale
-from rlhf_minmax.scorers import HeldOut
+from rlhf_minmax.game.forward_pass import Answer, Scale
+from rlhf_minmax.scorers.loading import HeldOut
 
 
 def game_of(game, scripted, *, answer, verdict):

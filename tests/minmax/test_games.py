@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_minmax.duals import DualSettings, DualState, update_multiplier
-from rlhf_minmax.saddle import GameStep
+from rlhf_minmax.dual_ascent import DualSettings, DualState, update_multiplier
+from rlhf_minmax.optim.extragradient import GameStep
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 START = math.sqrt(2) * (1 / (1 + math.exp(-1.5)) - 0.5)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_minmax.constraint_config import GuardConfig
-from rlhf_minmax.guards import MonitorGuard, collapse
-from rlhf_minmax.optimizer import DualPPOOptimizer
+from rlhf_minmax.config.constraints import GuardConfig
+from rlhf_minmax.constraints.rollback import MonitorGuard, collapse
+from rlhf_minmax.optim.dual_ppo import DualPPOOptimizer
 
 CONFIG = GuardConfig()
 WELL: dict[str, Any] = {"slander": 0.1, "miss": 0.1, "zero_std": 0.0, "excess": 0.3, "saturated": True}

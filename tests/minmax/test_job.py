@@ -8,7 +8,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-import rlhf_minmax.job
+import rlhf_minmax.run.minmax_job
 from rlhf_data import RunFolder, UserError
 from rlhf_minmax import Events, MinMaxJob
 
@@ -170,7 +170,7 @@ def test_the_order_of_a_run(whole):
 def no_figures(monkeypatch):
     """Drawing is most of a tiny run; where only numbers matter it is left out."""
     for name in ("training_curves", "minmax_figure", "write_minmax_report"):
-        monkeypatch.setattr(rlhf_minmax.job, name, lambda *args: None)
+        monkeypatch.setattr(rlhf_minmax.run.minmax_job, name, lambda *args: None)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_a_run_killed_during_the_pre_flight_check_resumes(
     tmp_path, make_config, demo_cache, whole, where, monkeypatch, no_figures
 ):
     with monkeypatch.context() as patch:
-        patch.setattr(rlhf_minmax.job, where, die)
+        patch.setattr(rlhf_minmax.run.minmax_job, where, die)
         with pytest.raises(Killed):
             job_in(tmp_path, make_config(), demo_cache).play()
     assert not (tmp_path / "preflight.json").exists()
@@ -209,7 +209,7 @@ def test_a_run_killed_during_the_pre_flight_check_resumes(
 def test_a_run_killed_while_it_publishes(tmp_path, make_config, demo_cache, whole, where, monkeypatch):
     config = make_config("baseline=false")
     with monkeypatch.context() as patch:
-        patch.setattr(rlhf_minmax.job, where, die)
+        patch.setattr(rlhf_minmax.run.minmax_job, where, die)
         with pytest.raises(Killed):
             job_in(tmp_path, config, demo_cache).play()
     assert job_in(tmp_path, config, demo_cache).play(resume=True)["after"] == whole[1]["after"]

@@ -7,8 +7,8 @@ import torch
 
 from rlhf_data import UserError
 from rlhf_minmax import MinMaxTrainer
-from rlhf_minmax.optimizer import DualPPOOptimizer
-from rlhf_minmax.together import check_processes
+from rlhf_minmax.optim.dual_ppo import DualPPOOptimizer
+from rlhf_minmax.run.distributed import check_processes
 
 FULL = ("policy_model.use_lora=false", "monitor_model.use_lora=false")
 ROLES = ("policy", "monitor")

@@ -4,8 +4,8 @@ import torch
 
 from rlhf_data import QADatasetConfig, QARecord
 from rlhf_minmax import MonitorModel
-from rlhf_minmax.prompts import Prompts
-from rlhf_minmax.texts import TextRules
+from rlhf_minmax.formats import TextRules
+from rlhf_minmax.game.prompts import Prompts
 
 
 def test_it_criticises_what_the_game_would_show_it(tiny_model_folder, monkeypatch):

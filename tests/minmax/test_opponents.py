@@ -2,10 +2,10 @@
 
 import torch
 
-from rlhf_minmax.opponents import OpponentPools, Opponents
-from rlhf_minmax.optimizer import DualPPOOptimizer
-from rlhf_minmax.pool import Member
-from rlhf_minmax.schedule import PoolConfig
+from rlhf_minmax.config.schedule import PoolConfig
+from rlhf_minmax.optim.dual_ppo import DualPPOOptimizer
+from rlhf_minmax.players.league import OpponentPools, Opponents
+from rlhf_minmax.players.past_players import Member
 
 
 def other(player, scale):

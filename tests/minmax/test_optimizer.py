@@ -8,11 +8,11 @@ import torch
 
 from rlhf_data import TokenSequence, UserError, pack
 from rlhf_infer import Rollout
-from rlhf_minmax.optimizer import DualPPOOptimizer
-from rlhf_minmax.pipeline import Answer, CritiqueSample, MinMaxOutput
-from rlhf_minmax.player_optimizer import PlayerOptimizer
-from rlhf_minmax.rates import critique_rates
-from rlhf_minmax.texts import Critique
+from rlhf_minmax.formats import Critique
+from rlhf_minmax.game.forward_pass import Answer, CritiqueSample, MinMaxOutput
+from rlhf_minmax.game.rates import critique_rates
+from rlhf_minmax.optim.dual_ppo import DualPPOOptimizer
+from rlhf_minmax.optim.player import PlayerOptimizer
 
 FULL = ("policy_model.use_lora=false", "monitor_model.use_lora=false")
 each_kind = pytest.mark.parametrize("kind", [(), FULL], ids=["lora", "full"])

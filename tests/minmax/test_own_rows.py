@@ -12,12 +12,12 @@ import pytest
 
 from rlhf_data import QARecord, RunFolder, UserError, apply_overrides
 from rlhf_minmax import Events, MinMaxConfig, MinMaxJob
-from rlhf_minmax.break_even import ReadRates, measure_break_even, measure_scales, why_impossible
-from rlhf_minmax.checks import Checked, check_run, time_to_build
-from rlhf_minmax.data import load_stories
-from rlhf_minmax.demo import DemoModels, demo_models, missed_gates
-from rlhf_minmax.dry_run import plan_run
-from rlhf_minmax.texts import TextRules, parse_critique
+from rlhf_minmax.demo.builder import DemoModels, demo_models, missed_gates
+from rlhf_minmax.evaluation.break_even import ReadRates, measure_break_even, measure_scales, why_impossible
+from rlhf_minmax.formats import TextRules, parse_critique
+from rlhf_minmax.game.stories import load_stories
+from rlhf_minmax.run.checks import Checked, check_run, time_to_build
+from rlhf_minmax.run.dry_run import plan_run
 from rlhf_models import DeviceManager
 
 NAMES = ("Tom", "Ann", "Mia", "Ben", "Eva", "Sam")

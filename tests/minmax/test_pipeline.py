@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from rlhf_infer import Rollout
-from rlhf_minmax.evaluate import batch_metrics
-from rlhf_minmax.pipeline import Answer, Scale, verdict_probability
+from rlhf_minmax.evaluation.evaluate import batch_metrics
+from rlhf_minmax.game.forward_pass import Answer, Scale, verdict_probability
 
 
 def first(rules, records):

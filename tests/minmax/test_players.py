@@ -8,7 +8,7 @@ import torch
 
 from rlhf_data import TokenSequence, UserError, pack
 from rlhf_minmax import MinMaxConfig
-from rlhf_minmax.players import load_players
+from rlhf_minmax.players.players import load_players
 from rlhf_models import DeviceManager, tiny_model
 
 BATCH = pack([TokenSequence([5, 9, 14, 3, 27], 2)])[0]

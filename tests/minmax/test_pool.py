@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rlhf_data import TokenSequence, UserError, pack
-from rlhf_minmax.players import load_players
-from rlhf_minmax.pool import Member, OpponentPool, playing, priorities
+from rlhf_minmax.players.past_players import Member, OpponentPool, playing, priorities
+from rlhf_minmax.players.players import load_players
 from rlhf_models import DeviceManager
 
 BATCH = pack([TokenSequence([5, 9, 14, 3, 27], 2)])[0]

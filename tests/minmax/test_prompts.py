@@ -7,9 +7,9 @@ import pytest
 from rlhf_data import QADatasetConfig, QARecord, UserError, load_config_file
 from rlhf_data.records.transcripts import common_prefix
 from rlhf_minmax import MinMaxConfig
-from rlhf_minmax.config import PlayerConfig
-from rlhf_minmax.prompts import Prompts, prompt_ids
-from rlhf_minmax.texts import TextRules
+from rlhf_minmax.config.run import PlayerConfig
+from rlhf_minmax.formats import TextRules
+from rlhf_minmax.game.prompts import Prompts, prompt_ids
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RECORD = QARecord("Tom {saw} a cat.", "What?", ("cat", "dog"), 0)

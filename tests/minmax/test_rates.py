@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from rlhf_infer import Rollout
-from rlhf_minmax.pipeline import Answer, CritiqueSample
-from rlhf_minmax.rates import form_match, spread_ratio, verdict_errors
-from rlhf_minmax.texts import Critique
+from rlhf_minmax.formats import Critique
+from rlhf_minmax.game.forward_pass import Answer, CritiqueSample
+from rlhf_minmax.game.rates import form_match, spread_ratio, verdict_errors
 
 VERDICTS = ("right", "wrong", None, "wrong", None, "wrong", "wrong")
 LABELS = [True, True, True, False, False, False, False]

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from rlhf_infer import Rollout
-from rlhf_minmax.config import MinMaxConfig
-from rlhf_minmax.player_optimizer import PlayerOptimizer
-from rlhf_minmax.saddle import GameStep, IterateAverage, LookAhead
+from rlhf_minmax.config.run import MinMaxConfig
+from rlhf_minmax.optim.extragradient import GameStep, IterateAverage, LookAhead
+from rlhf_minmax.optim.player import PlayerOptimizer
 from rlhf_models import PolicyModel
 
 RULES = ("plain", "optimistic")

@@ -3,7 +3,7 @@
 import pytest
 
 from rlhf_data import UserError
-from rlhf_minmax.schedule import ScheduleConfig, Turn, next_turn, smoothed
+from rlhf_minmax.config.schedule import ScheduleConfig, Turn, next_turn, smoothed
 
 
 def turn(accuracy, *, updates=5, in_warmup=False, **settings):

@@ -17,16 +17,16 @@ import torch
 from rlhf_data import UserError, apply_overrides
 from rlhf_infer import APIJudge, PromptedJudge, RuleJudge
 from rlhf_minmax import MinMaxConfig
-from rlhf_minmax.checks import check_run, inspect_models
-from rlhf_minmax.data import load_stories
-from rlhf_minmax.demo import demo_models
-from rlhf_minmax.demo_held_out import with_held_out_reward
-from rlhf_minmax.demo_texts import answer_text
-from rlhf_minmax.dry_run import plan_run
-from rlhf_minmax.held_out import held_out_metrics, measure_held_out_scales
-from rlhf_minmax.memory import estimate_memory
-from rlhf_minmax.pipeline import Scale
-from rlhf_minmax.scorers import HeldOut, check_scorers, load_held_out, load_judge, needs_demo
+from rlhf_minmax.demo.builder import demo_models
+from rlhf_minmax.demo.held_out import with_held_out_reward
+from rlhf_minmax.demo.teachers import answer_text
+from rlhf_minmax.game.forward_pass import Scale
+from rlhf_minmax.game.stories import load_stories
+from rlhf_minmax.run.checks import check_run, inspect_models
+from rlhf_minmax.run.dry_run import plan_run
+from rlhf_minmax.run.memory import estimate_memory
+from rlhf_minmax.scorers.held_out import held_out_metrics, measure_held_out_scales
+from rlhf_minmax.scorers.loading import HeldOut, check_scorers, load_held_out, load_judge, needs_demo
 from rlhf_models import DeviceManager, RewardModel
 
 API = ("judge_model.kind=api", "judge_model.model_name=m", "judge_model.base_url=http://127.0.0.1:1/v1")

@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from rlhf_data import QARecord, RunFolder, TokenSequence, UserError, load_qa, pack
 from rlhf_minmax import MinMaxConfig, MinMaxPipeline, MinMaxTrainer
-from rlhf_minmax.checks import check_run
-from rlhf_minmax.data import Stories, load_stories
-from rlhf_minmax.dry_run import plan_run
-from rlhf_minmax.players import load_players
-from rlhf_minmax.scorers import HeadJudge, load_held_out, load_judge, load_reward_model, scorer_hosts
-from rlhf_minmax.shared_scorers import SharedScorer
+from rlhf_minmax.game.stories import Stories, load_stories
+from rlhf_minmax.players.players import load_players
+from rlhf_minmax.run.checks import check_run
+from rlhf_minmax.run.dry_run import plan_run
+from rlhf_minmax.scorers.loading import HeadJudge, load_held_out, load_judge, load_reward_model, scorer_hosts
+from rlhf_minmax.scorers.shared_trunk import SharedScorer
 from rlhf_models import (
     DeviceManager,
     JudgeModel,
@@ -387,8 +387,8 @@ def test_a_dry_run_counts_only_the_adapters(scorers: dict[str, Any], tmp_path: P
 
     The classifier is the language model with one row of 32 for the score in place of the LM head.
     """
-    from rlhf_minmax.checks import inspect_models
-    from rlhf_minmax.memory import estimate_memory
+    from rlhf_minmax.run.checks import inspect_models
+    from rlhf_minmax.run.memory import estimate_memory
 
     def weights(config: MinMaxConfig) -> float:
         models = inspect_models(config, load_stories(config))
@@ -411,7 +411,7 @@ def test_a_dry_run_counts_only_the_adapters(scorers: dict[str, Any], tmp_path: P
 def judge_examples(model: JudgeModel, records: list[QARecord], prompts: Any) -> list[Any]:
     from rlhf_algos import LabelledSequence
     from rlhf_data import TokenSequence
-    from rlhf_minmax.demo_texts import answer_text
+    from rlhf_minmax.demo.teachers import answer_text
 
     found = []
     for record in records:

@@ -5,11 +5,11 @@ import torch
 
 from rlhf_data import UserError
 from rlhf_minmax import MinMaxConfig, MinMaxTrainer
-from rlhf_minmax.constraint_config import LengthConstraint, PolicyConstraints
-from rlhf_minmax.constraints import Controller
-from rlhf_minmax.duals import DualSettings
-from rlhf_minmax.optimizer import DualPPOOptimizer
-from rlhf_minmax.player_optimizer import sequence_advantages
+from rlhf_minmax.config.constraints import LengthConstraint, PolicyConstraints
+from rlhf_minmax.constraints.controllers import Controller
+from rlhf_minmax.dual_ascent import DualSettings
+from rlhf_minmax.optim.dual_ppo import DualPPOOptimizer
+from rlhf_minmax.optim.player import sequence_advantages
 
 
 @pytest.mark.parametrize("baseline", ["group", "leave_one_out", "batch"])

@@ -3,8 +3,8 @@
 import pytest
 
 from rlhf_data import QARecord, StoryWorldConfig, generate_stories
-from rlhf_minmax.story_rules import StoryRules
-from rlhf_minmax.texts import evidence_in_story
+from rlhf_minmax.formats import evidence_in_story
+from rlhf_minmax.game.story_rules import StoryRules
 
 RULES = StoryRules()
 BAITED = QARecord(

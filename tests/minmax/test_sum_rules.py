@@ -7,9 +7,9 @@ import torch
 
 from rlhf_data import QARecord, SumWorldConfig, generate_sums
 from rlhf_minmax import MinMaxConfig
-from rlhf_minmax.data import load_stories
-from rlhf_minmax.demo import demo_tokenizer
-from rlhf_minmax.sum_rules import SumRules
+from rlhf_minmax.demo.builder import demo_tokenizer
+from rlhf_minmax.game.stories import load_stories
+from rlhf_minmax.game.sum_rules import SumRules
 
 RULES = SumRules()
 BAITED = QARecord(

@@ -3,7 +3,7 @@
 import pytest
 
 from rlhf_data import QARecord
-from rlhf_minmax.texts import Critique, TextRules, evidence_in_story, parse_critique
+from rlhf_minmax.formats import Critique, TextRules, evidence_in_story, parse_critique
 
 RULES = TextRules()
 CARS = QARecord(

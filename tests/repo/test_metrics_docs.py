@@ -53,16 +53,16 @@ from rlhf_data import (
 from rlhf_infer import RuleJudge, TransformersEngine
 from rlhf_infer.rewards import RewardFunctions
 from rlhf_minmax import MinMaxConfig, MinMaxPipeline, MinMaxTrainer
-from rlhf_minmax.break_even import BreakEven
-from rlhf_minmax.cross_play import cross_play
-from rlhf_minmax.doctor import FIRST_STEPS
-from rlhf_minmax.exploitability import BestResponse, Exploitability
-from rlhf_minmax.measurement import measure_game
-from rlhf_minmax.players import Players
-from rlhf_minmax.pool import Member
-from rlhf_minmax.prompts import Prompts
-from rlhf_minmax.scorers import HeldOut
-from rlhf_minmax.story_rules import StoryRules
+from rlhf_minmax.evaluation.break_even import BreakEven
+from rlhf_minmax.evaluation.cross_play import cross_play
+from rlhf_minmax.evaluation.doctor import FIRST_STEPS
+from rlhf_minmax.evaluation.exploitability import BestResponse, Exploitability
+from rlhf_minmax.evaluation.measure_game import measure_game
+from rlhf_minmax.game.prompts import Prompts
+from rlhf_minmax.game.story_rules import StoryRules
+from rlhf_minmax.players.past_players import Member
+from rlhf_minmax.players.players import Players
+from rlhf_minmax.scorers.loading import HeldOut
 from rlhf_models import (
     AdapterSet,
     PolicyModel,
@@ -184,7 +184,7 @@ def test_keys_of_how_good_the_players_are(pipeline: MinMaxPipeline) -> None:
 
 
 def test_keys_of_results() -> None:
-    source = (ROOT / "packages/rlhf-minmax/src/rlhf_minmax/job.py").read_text(encoding="utf-8")
+    source = (ROOT / "packages/rlhf-minmax/src/rlhf_minmax/run/minmax_job.py").read_text(encoding="utf-8")
     (play,) = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef) and n.name == "play"]
     dicts = [n.value for n in ast.walk(play) if isinstance(n, ast.Assign) and isinstance(n.value, ast.Dict)]
     written = {key.value for node in dicts for key in node.keys if isinstance(key, ast.Constant)}

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from rlhf_data import RunFolder
-from rlhf_minmax.break_even import BreakEven
+from rlhf_minmax.evaluation.break_even import BreakEven
 from rlhf_train import display
 from rlhf_train.display import ConsoleEvents, show_plan
 

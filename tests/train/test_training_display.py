@@ -64,7 +64,7 @@ def test_what_is_not_there_is_said_before_torch_is_loaded(
     program = (
         "import sys\nfrom rlhf_train.cli import main\n"
         "try:\n    main(sys.argv[1:])\n"
-        "finally:\n    print('torch' in sys.modules, 'rlhf_minmax.pipeline' in sys.modules)"
+        "finally:\n    print('torch' in sys.modules, 'rlhf_minmax.game.forward_pass' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments],

@@ -16,9 +16,9 @@ from rich.text import Text
 
 from rlhf_data import RunFolder, read_rows
 from rlhf_minmax import Events
-from rlhf_minmax.break_even import BreakEven
-from rlhf_minmax.evaluate import Metrics
-from rlhf_minmax.events import duration
+from rlhf_minmax.evaluation.break_even import BreakEven
+from rlhf_minmax.evaluation.evaluate import Metrics
+from rlhf_minmax.run.events import duration
 from rlhf_train.console import make_console
 
 _TITLES = {"plain": "plain RLHF", "minmax": "MinMax"}

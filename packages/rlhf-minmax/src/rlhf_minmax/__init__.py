@@ -6,32 +6,32 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlhf_minmax.config import MinMaxConfig as MinMaxConfig
-    from rlhf_minmax.demo import demo_models as demo_models
-    from rlhf_minmax.duals import DualSettings as DualSettings
-    from rlhf_minmax.duals import DualState as DualState
-    from rlhf_minmax.duals import update_multiplier as update_multiplier
-    from rlhf_minmax.events import Events as Events
-    from rlhf_minmax.job import MinMaxJob as MinMaxJob
-    from rlhf_minmax.monitor_model import MonitorModel as MonitorModel
-    from rlhf_minmax.optimizer import DualPPOOptimizer as DualPPOOptimizer
-    from rlhf_minmax.pipeline import MinMaxOutput as MinMaxOutput
-    from rlhf_minmax.pipeline import MinMaxPipeline as MinMaxPipeline
-    from rlhf_minmax.texts import Critique as Critique
-    from rlhf_minmax.texts import parse_critique as parse_critique
-    from rlhf_minmax.trainer import MinMaxTrainer as MinMaxTrainer
+    from rlhf_minmax.config.run import MinMaxConfig as MinMaxConfig
+    from rlhf_minmax.demo.builder import demo_models as demo_models
+    from rlhf_minmax.dual_ascent import DualSettings as DualSettings
+    from rlhf_minmax.dual_ascent import DualState as DualState
+    from rlhf_minmax.dual_ascent import update_multiplier as update_multiplier
+    from rlhf_minmax.formats import Critique as Critique
+    from rlhf_minmax.formats import parse_critique as parse_critique
+    from rlhf_minmax.game.forward_pass import MinMaxOutput as MinMaxOutput
+    from rlhf_minmax.game.forward_pass import MinMaxPipeline as MinMaxPipeline
+    from rlhf_minmax.optim.dual_ppo import DualPPOOptimizer as DualPPOOptimizer
+    from rlhf_minmax.players.monitor_model import MonitorModel as MonitorModel
+    from rlhf_minmax.run.events import Events as Events
+    from rlhf_minmax.run.minmax_job import MinMaxJob as MinMaxJob
+    from rlhf_minmax.run.trainer import MinMaxTrainer as MinMaxTrainer
 
 _MODULES = {
-    "config": ("MinMaxConfig",),
-    "demo": ("demo_models",),
-    "duals": ("DualSettings", "DualState", "update_multiplier"),
-    "events": ("Events",),
-    "job": ("MinMaxJob",),
-    "monitor_model": ("MonitorModel",),
-    "optimizer": ("DualPPOOptimizer",),
-    "pipeline": ("MinMaxOutput", "MinMaxPipeline"),
-    "texts": ("Critique", "parse_critique"),
-    "trainer": ("MinMaxTrainer",),
+    "config.run": ("MinMaxConfig",),
+    "demo.builder": ("demo_models",),
+    "dual_ascent": ("DualSettings", "DualState", "update_multiplier"),
+    "run.events": ("Events",),
+    "run.minmax_job": ("MinMaxJob",),
+    "players.monitor_model": ("MonitorModel",),
+    "optim.dual_ppo": ("DualPPOOptimizer",),
+    "game.forward_pass": ("MinMaxOutput", "MinMaxPipeline"),
+    "formats": ("Critique", "parse_critique"),
+    "run.trainer": ("MinMaxTrainer",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

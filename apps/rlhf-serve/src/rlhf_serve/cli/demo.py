@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_minmax import MinMaxConfig
-from rlhf_minmax.config import DemoSettings
-from rlhf_minmax.data import load_stories
-from rlhf_minmax.demo import demo_folder, demo_models
+from rlhf_minmax.config.run import DemoSettings
+from rlhf_minmax.demo.builder import demo_folder, demo_models
+from rlhf_minmax.game.stories import load_stories
 
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """The policy knows one kind of prompt, a story with a question; a chat is the texts of its messages."""
@@ -34,7 +34,7 @@ def demo(seed: int, progress: Any = None) -> Demo:
 
     Args:
         seed: of models and stories.
-        progress: told of every training step, see `rlhf_minmax.demo.demo_models`.
+        progress: told of every training step, see `rlhf_minmax.demo.builder.demo_models`.
 
     Raises:
         UserError: the cache folder cannot be written to.

@@ -1,0 +1,1 @@
+"""Settings of a game: players, scorers, constraints, whose turn it is."""

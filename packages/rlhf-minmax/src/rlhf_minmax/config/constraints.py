@@ -1,0 +1,145 @@
+"""Settings of constraints, of the controllers that move their multipliers, and of guards."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from rlhf_data import BaseConfig
+from rlhf_minmax.dual_ascent import DualRule, DualSettings
+from rlhf_minmax.formats import MIN_EVIDENCE_WORDS
+
+
+class DualConfig(BaseConfig):
+    """How a multiplier λ moves."""
+
+    threshold: float = Field(default=0.05, ge=0)
+    """Violation that is tolerated."""
+    rule: DualRule = "log"
+    """How λ moves: see docs/minmax.md."""
+    step_size: float = Field(default=0.5, gt=0)
+    """Step size of λ."""
+    smoothing: float = Field(default=0.5, gt=0, le=1)
+    """Weight of the newest violation in its moving average."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """First steps in which λ stays."""
+    lambda_min: float = Field(default=0.05, ge=0)
+    """Smallest λ."""
+    lambda_max: float = Field(default=20.0, gt=0)
+    """Largest λ."""
+    proportional_gain: float = Field(default=1.0, ge=0)
+    """P of rule pid, relative to step_size."""
+    derivative_gain: float = Field(default=0.5, ge=0)
+    """D of rule pid, relative to step_size; answers to rises of the violation only."""
+
+    @model_validator(mode="after")
+    def _bounds_fit_the_rule(self) -> Self:
+        if self.lambda_min >= self.lambda_max:
+            raise ValueError(f"lambda_min {self.lambda_min} must be below lambda_max {self.lambda_max}")
+        if self.rule in ("multiplicative", "log") and self.lambda_min == 0:
+            raise ValueError(f"rule {self.rule} cannot leave 0; set lambda_min above 0")
+        return self
+
+    def dual_settings(self) -> DualSettings:
+        """The controller's constants."""
+        return DualSettings(
+            rule=self.rule,
+            threshold=self.threshold,
+            step_size=self.step_size,
+            smoothing=self.smoothing,
+            minimum=self.lambda_min,
+            maximum=self.lambda_max,
+            proportional_gain=self.proportional_gain,
+            derivative_gain=self.derivative_gain,
+            warmup_steps=self.warmup_steps,
+        )
+
+
+class ConstraintConfig(DualConfig):
+    """The monitor's truthfulness constraint; its λ starts at `training.constraint_penalty_lambda`."""
+
+    measure: Literal["balanced_accuracy", "accuracy", "brier"] = "balanced_accuracy"
+    """What counts: errors balanced over right and wrong answers, plain errors, or the Brier score."""
+    check_evidence: bool = True
+    """Whether evidence that is not in the story, or contradicts the verdict, is a full violation."""
+    min_evidence_words: int = Field(default=MIN_EVIDENCE_WORDS, ge=1)
+    """Fewest words of a sentence, in a row, that are a quotation of a story from a file; a whole sentence
+    may be shorter."""
+
+    @model_validator(mode="after")
+    def _threshold_is_a_share(self) -> Self:
+        if self.threshold > 1:
+            raise ValueError(f"threshold {self.threshold} is a share of critiques; expected at most 1")
+        return self
+
+
+class ControllerConfig(DualConfig):
+    """A further constraint: its threshold, and how its λ moves."""
+
+    start: float = Field(default=1.0, ge=0)
+    """Multiplier λ at the start."""
+
+    @model_validator(mode="after")
+    def _start_is_within_bounds(self) -> Self:
+        if self.rule != "fixed" and self.start > self.lambda_max:
+            raise ValueError(f"start {self.start} is above lambda_max {self.lambda_max}; lower it")
+        return self
+
+
+class LengthConstraint(ControllerConfig):
+    """On the mean length of completions, as a share of the player's max_new_tokens."""
+
+    threshold: float = Field(default=0.5, ge=0)
+    """Share that is tolerated."""
+
+
+class KLConstraint(ControllerConfig):
+    """On the mean k3 KL to the reference, in nats per token."""
+
+    threshold: float = Field(default=0.5, ge=0)
+    """KL that is tolerated."""
+
+
+class MonitorConstraints(BaseConfig):
+    """Further constraints on critiques; null leaves one out."""
+
+    length: LengthConstraint | None = None
+    """Mean length of a critique, as a share of monitor_model.max_new_tokens."""
+    format: ControllerConfig | None = None
+    """Share of critiques that break the form or are cut off."""
+    evidence: ControllerConfig | None = None
+    """Share of critiques whose evidence is not quoted from the story."""
+
+
+class PolicyConstraints(BaseConfig):
+    """Constraints on answers; null leaves one out."""
+
+    kl: KLConstraint | None = None
+    """Mean k3 KL to the reference in nats per token; its λ adds to beta in the policy's loss."""
+    length: LengthConstraint | None = None
+    """Mean length of an answer, as a share of policy_model.max_new_tokens."""
+    refusal: ControllerConfig | None = None
+    """Share of answers that name no choice."""
+
+
+class ConstraintsConfig(BaseConfig):
+    """Constraints beside truthfulness, each with a multiplier of its own."""
+
+    monitor: MonitorConstraints = MonitorConstraints()
+    """On critiques."""
+    policy: PolicyConstraints = PolicyConstraints()
+    """On answers."""
+
+
+class GuardConfig(BaseConfig):
+    """When a monitor counts as collapsed, and what follows."""
+
+    rollback: bool = True
+    """Put a collapsed monitor, and its λ, back to where it was last good; false only reports it."""
+    patience: int = Field(default=3, ge=1)
+    """Steps in a row that must look collapsed."""
+    one_sided_rate: float = Field(default=0.95, gt=0.5, le=1)
+    """Share of right answers called wrong, or of wrong ones called right, that counts as collapsed."""
+    zero_std_share: float = Field(default=0.9, gt=0, le=1)
+    """Share of critique groups without spread of rewards that counts as collapsed."""

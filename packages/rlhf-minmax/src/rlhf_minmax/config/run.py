@@ -1,0 +1,377 @@
+"""The settings of a MinMax run."""
+
+from __future__ import annotations
+
+import math
+import string
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from rlhf_data import BaseConfig, LocalPath, QADatasetConfig, StoryWorldConfig, SumWorldConfig
+from rlhf_minmax.config.constraints import ConstraintConfig, ConstraintsConfig, GuardConfig
+from rlhf_minmax.config.schedule import PoolConfig, ScheduleConfig
+from rlhf_minmax.config.scorers import HeldOutConfig, JudgeConfig, RewardModelConfig
+from rlhf_minmax.formats import ANSWER_TEMPLATE
+
+Baseline = Literal["group", "leave_one_out", "batch", "critic"]
+StepRule = Literal["plain", "optimistic"]
+TIME_SCALE_LIMIT = 10
+_MOST_WARMUP_STEPS = 8
+
+
+def _check_template(template: str | None, fields: tuple[str, ...], *, name: str = "prompt_template") -> None:
+    """Refuse a template that lacks one of its placeholders or has another."""
+    if template is None:
+        return
+    try:
+        found = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
+    except ValueError as error:
+        raise ValueError(
+            f"{name} {template!r} is no template ({error}); write a literal brace twice"
+        ) from error
+    expected = " and ".join(f"{{{field}}}" for field in fields)
+    for field in found:
+        if field not in fields:
+            raise ValueError(f"{name} has the unknown placeholder {{{field}}}; use {expected}")
+    for field in fields:
+        if field not in found:
+            raise ValueError(f"{name} lacks the placeholder {{{field}}}; it needs {expected}")
+
+
+class PlayerConfig(BaseConfig):
+    """One player: its model, how it is trained and how it samples."""
+
+    model_name: LocalPath | None = None
+    """Folder or hub name of a causal language model; null takes the demonstration's base."""
+    load_in_8bit: bool = False
+    """Quantise the frozen weights to 8 bits; needs use_lora."""
+    load_in_4bit: bool = False
+    """Quantise the frozen weights to 4 bits; needs use_lora."""
+    use_lora: bool = True
+    """Train a LoRA adapter on frozen weights; false trains all weights."""
+    lora_r: int = Field(default=16, ge=1)
+    """Rank of the adapter."""
+    lora_alpha: float = Field(default=32, gt=0)
+    """The adapter's update is scaled by lora_alpha / lora_r."""
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout probability on the adapter's input while training."""
+    lora_target_modules: tuple[str, ...] | None = None
+    """Layers to adapt; null adapts every linear layer but the head."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature; log-probs are taken at it."""
+    max_new_tokens: int = Field(default=16, ge=1)
+    """Longest completion in tokens; a longer one counts as truncated."""
+    gradient_checkpointing: bool = False
+    """Recompute layers in the backward pass to save memory."""
+    baseline: Baseline = "group"
+    """What a reward is compared with: its group's mean, the others' in it, the batch's, or a critic."""
+    lam: float = Field(default=0.95, ge=0, le=1)
+    """With a critic: λ of the generalised advantage."""
+    vf_coef: float = Field(default=0.1, gt=0)
+    """With a critic: weight of the value loss."""
+    epsilon: float | None = Field(default=None, gt=0, lt=1)
+    """Clip range of the probability ratio; null takes game.epsilon."""
+    beta: float | None = Field(default=None, ge=0)
+    """Weight of the k3 KL to the reference; null takes game.beta."""
+    target_kl: float | None = Field(default=None, gt=0)
+    """KL to the sampling policy at which updates on one batch stop; null takes game.target_kl."""
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of AdamW's moments; the second is short, since rewards drift."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decoupled weight decay."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls over the run's steps."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the learning rate rises."""
+    step_rule: StepRule = "plain"
+    """How a gradient becomes a step."""
+    average_decay: float | None = Field(default=None, gt=0, lt=1)
+    """Decay per step of an average of the weights, evaluated and saved beside them; null keeps none."""
+    chat: bool | None = None
+    """Put prompts as a user's message into the tokenizer's chat template; null where it has one."""
+    prompt_template: str | None = None
+    """Prompt with {prompt} (the monitor's also with {answer}); null takes the built-in one."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not all(0 <= beta < 1 for beta in self.adam_betas):
+            raise ValueError(f"adam_betas {list(self.adam_betas)} are decay rates; expected two in [0, 1)")
+        if (self.load_in_8bit or self.load_in_4bit) and not self.use_lora:
+            raise ValueError(
+                "quantised weights cannot be trained; set use_lora true or load them unquantised"
+            )
+        return self
+
+
+class MonitorConfig(PlayerConfig):
+    """The monitor, whose critiques are longer than answers."""
+
+    max_new_tokens: int = Field(default=24, ge=1)
+    """Longest critique in tokens; a longer one counts as truncated."""
+
+
+class DataConfig(BaseConfig):
+    """Where stories come from: files of question-answering rows, or a procedural world."""
+
+    train_data: LocalPath | None = None
+    """File of training rows (.json, .jsonl, .jsonl.gz, .csv, .parquet); null draws from `world`."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """Stop at a row of a file that cannot be used or is too long, or skip and count it."""
+    eval_data: LocalPath | None = None
+    """File of held-out rows; null holds out the rows of train_data whose text hashes to 0-2 of 10."""
+    columns: QADatasetConfig = QADatasetConfig()
+    """Columns of the rows, and the template that turns a row into a prompt."""
+    world: Literal["stories", "sums"] = "stories"
+    """The world that stories are drawn from: where somebody is, or how many there are."""
+    story_world: StoryWorldConfig = StoryWorldConfig()
+    """The world of `stories`."""
+    sum_world: SumWorldConfig = SumWorldConfig()
+    """The world of `sums`."""
+    train_stories: int = Field(default=2048, ge=1)
+    """Stories drawn for training; of a file, the most rows used."""
+    eval_stories: int = Field(default=512, ge=1)
+    """Held-out stories; of a file, the most rows used."""
+    probe_stories: int = Field(default=256, ge=1)
+    """Training stories on which score scales and the break-even weight are measured."""
+
+
+class TrainingConfig(BaseConfig):
+    """Learning rates, sizes and schedule."""
+
+    policy_learning_rate: float = Field(default=3e-3, gt=0)
+    """AdamW learning rate of the policy."""
+    monitor_learning_rate: float = Field(default=3e-3, gt=0)
+    """AdamW learning rate of the monitor."""
+    monitor_updates_per_policy: int = Field(default=5, ge=0)
+    """Most inner updates of the monitor on a batch of critiques; the KL stop may end them; 0 freezes it."""
+    policy_updates: int = Field(default=2, ge=1)
+    """Updates of the policy on one batch of answers."""
+    monitor_warmup_steps: int | None = Field(default=None, ge=0)
+    """First steps in which only the monitor learns; null takes a quarter of the run's, at most 8."""
+    constraint_penalty_lambda: float = Field(default=5.0, ge=0)
+    """Multiplier λ at the start."""
+    batch_size: int = Field(default=32, ge=1)
+    """Stories per step."""
+    num_epochs: float = Field(default=1.0, gt=0)
+    """Passes over the training stories."""
+    max_steps: int = Field(default=-1, ge=-1)
+    """Steps; above 0 it takes the place of num_epochs."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """A longer gradient is scaled down to this 2-norm."""
+    max_tokens_per_batch: int = Field(default=16384, ge=1)
+    """Tokens in one forward pass."""
+    eval_steps: int | None = Field(default=None, ge=1)
+    """Evaluate on the held-out stories every so many steps; null only at start and end."""
+    save_steps: int | None = Field(default=10, ge=1)
+    """Write a checkpoint every so many steps; null only at the end."""
+    save_total_limit: int = Field(default=2, ge=1)
+    """Checkpoints kept, the newest."""
+    deepspeed: LocalPath | None = None
+    """JSON file of DeepSpeed settings (ZeRO-1, 2, or 3 for players trained in full); run under torchrun."""
+
+    def num_steps(self, num_stories: int, *, adversary: bool = True) -> int:
+        """Steps of a run; without a monitor, as many as the policy learns in after the monitor's warm-up."""
+        total = self.max_steps
+        if total < 1:
+            total = max(1, math.ceil(self.num_epochs * self.num_steps_per_epoch(num_stories)))
+        return total if adversary else max(1, total - self.num_warmup_steps(total))
+
+    def num_warmup_steps(self, steps: int) -> int:
+        """First steps of a game of so many in which only the monitor learns."""
+        if self.monitor_warmup_steps is not None:
+            return self.monitor_warmup_steps
+        return min(_MOST_WARMUP_STEPS, steps // 4)
+
+    def num_steps_per_epoch(self, num_stories: int) -> int:
+        """Steps of one pass over the stories; the last may hold fewer than `batch_size`."""
+        return math.ceil(num_stories / self.batch_size)
+
+    @property
+    def time_scale_ratio(self) -> float:
+        """How much further than the policy the monitor may move in a step: rates times updates, divided."""
+        monitor = self.monitor_learning_rate * self.monitor_updates_per_policy
+        return monitor / (self.policy_learning_rate * self.policy_updates)
+
+    def time_scale_warning(self) -> str | None:
+        """What a ratio of the two time scales above 10 or below 1/10 means; None for one in between.
+
+        Two time scales (arXiv:1706.08500) let the monitor follow the policy; too far apart, one stands still.
+        """
+        ratio = self.time_scale_ratio
+        if ratio == 0 or 1 / TIME_SCALE_LIMIT <= ratio <= TIME_SCALE_LIMIT:
+            return None
+        fast, slow = ("monitor", "policy") if ratio > 1 else ("policy", "monitor")
+        return (
+            f"the {fast} may move {max(ratio, 1 / ratio):.0f} times as far per step as the {slow}, which "
+            "hardly learns then; bring training.monitor_learning_rate x monitor_updates_per_policy nearer to "
+            "policy_learning_rate x policy_updates"
+        )
+
+
+class GameConfig(BaseConfig):
+    """The rewards of the game and the policy-gradient step of both players."""
+
+    num_generations: int = Field(default=4, ge=2)
+    """Answers per story (N)."""
+    num_critiques: int = Field(default=4, ge=2)
+    """Critiques per criticised answer (K) when the monitor learns."""
+    policy_critiques: int = Field(default=2, ge=0)
+    """Critiques per answer, from the updated monitor, that the policy's reward averages over; 0 for none."""
+    tampered_fraction: float = Field(default=0.5, ge=0, le=1)
+    """Made-up answers, right and wrong, that the monitor criticises besides, per story."""
+    answer_template: str = ANSWER_TEMPLATE
+    """Wording of every answer that the policy did not write, with {choice}: the one that the policy uses."""
+    w_reward: float = Field(default=1.0, ge=0)
+    """Weight of the reward model's standardised score."""
+    w_judge: float | None = Field(default=None, ge=0)
+    """Weight of the judge's standardised score; null takes break_even_factor times the break-even weight,
+    at least w_reward, and 1 where that is 0."""
+    break_even_factor: float = Field(default=1.75, gt=0)
+    """Safety factor on the break-even weight."""
+    unparsable_answer_penalty: float = Field(default=3.0, ge=0)
+    """Taken off the policy's reward for an answer that names no choice."""
+    unparsable_critique_penalty: float = Field(default=2.0, ge=0)
+    """Taken off the monitor's reward for a critique that breaks the form or is truncated."""
+    epsilon: float = Field(default=0.2, gt=0, lt=1)
+    """Clip range of the probability ratio."""
+    beta: float = Field(default=0.02, ge=0)
+    """Weight of the k3 KL to the reference in the loss of both players."""
+    target_kl: float = Field(default=0.05, gt=0)
+    """Updates on one batch stop when the mean KL to the sampling policy, in nats per token, exceeds this."""
+
+    @field_validator("answer_template")
+    @classmethod
+    def _answer_template(cls, template: str) -> str:
+        _check_template(template, ("choice",), name="answer_template")
+        if template.format(choice="\0").count("\0") > 1:
+            raise ValueError(f"answer_template {template!r} names {{choice}} more than once; name it once")
+        return template
+
+
+class DemoSettings(BaseConfig):
+    """Sizes of the demonstration models and lengths of their trainings."""
+
+    hidden_size: int = Field(default=64, ge=8)
+    """Width of the base."""
+    num_layers: int = Field(default=2, ge=1)
+    """Layers of the base."""
+    vocab_size: int = Field(default=512, ge=300)
+    """Largest vocabulary of the byte-level tokenizer."""
+    max_positions: int = Field(default=2048, ge=64)
+    """Context of the base in tokens."""
+    pretrain_steps: int = Field(default=300, ge=1)
+    """Optimizer steps on correct answers and critiques."""
+    sft_steps: int = Field(default=200, ge=1)
+    """Optimizer steps on sloppy demonstrations."""
+    reward_steps: int = Field(default=500, ge=1)
+    """Optimizer steps of the reward model."""
+    judge_steps: int = Field(default=400, ge=1)
+    """Optimizer steps of the judge."""
+    batch_size: int = Field(default=64, ge=1)
+    """Stories per optimizer step."""
+    num_stories: int = Field(default=4096, ge=1)
+    """Stories of the world that the models are built from, the game's among them; of a file, its rows."""
+    flawed_reward: bool | None = None
+    """Whether the reward model's annotators like the bait of a world, true or not: the place named last, or
+    the nearest round number; null does so where neither player is
+    a model of yours."""
+    min_evidence_share: float = Field(default=0.5, ge=0, le=1)
+    """Smallest share of the stories that must name their right choice; base and judge learn from those."""
+    min_verdict_accuracy: float = Field(default=0.98, ge=0, le=1)
+    """Share of true verdicts on truthful evidence that the base must reach on training stories; up to three
+    further passes of a third of pretrain_steps are made for it."""
+    min_judge_accuracy: float = Field(default=0.9, ge=0, le=1)
+    """Share of training stories on which the judge must prefer the right answer, shown truthful critiques."""
+
+
+class DiagnosticsConfig(BaseConfig):
+    """Measurements that cost rollouts of their own."""
+
+    exploitability_stories: int = Field(default=64, ge=0)
+    """Held-out stories on which exploitability is estimated by best of N and worst of K; 0 leaves it out."""
+    sample_steps: int | None = Field(default=10, ge=1)
+    """Keep greedy exchanges on four held-out stories in samples.jsonl every so many steps; null never."""
+    best_response_updates: int = Field(default=0, ge=0)
+    """Rounds of updates of each player in the best-response probes at the end; 0 leaves them out."""
+
+
+class MinMaxConfig(BaseConfig):
+    """Everything a MinMax run depends on."""
+
+    policy_model: PlayerConfig = PlayerConfig()
+    """The player that answers."""
+    monitor_model: MonitorConfig = MonitorConfig()
+    """The player that criticises."""
+    reward_model: RewardModelConfig = RewardModelConfig()
+    """Who scores answers."""
+    judge_model: JudgeConfig = JudgeConfig()
+    """Who scores answers with critiques."""
+    held_out: HeldOutConfig = HeldOutConfig()
+    """Scorers that measure and never train."""
+    data: DataConfig = DataConfig()
+    """Training and held-out stories."""
+    training: TrainingConfig = TrainingConfig()
+    """Learning rates, sizes and schedule."""
+    game: GameConfig = GameConfig()
+    """Rewards and the policy-gradient step."""
+    constraint: ConstraintConfig = ConstraintConfig()
+    """Truthfulness and its multiplier."""
+    constraints: ConstraintsConfig = ConstraintsConfig()
+    """Further constraints on both players, each with its multiplier."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """Whose turn it is, and for how many updates."""
+    pool: PoolConfig = PoolConfig()
+    """Past players as opponents."""
+    diagnostics: DiagnosticsConfig = DiagnosticsConfig()
+    """What is measured besides, at the start, at the end and with every evaluation."""
+    guards: GuardConfig = GuardConfig()
+    """When the monitor is put back to where it was good."""
+    demo: DemoSettings = DemoSettings()
+    """The models built on the spot."""
+    devices: dict[str, str] = Field(default_factory=dict)
+    """Role (policy, monitor, reward, judge) to device, where the plan is not to choose."""
+    force: bool = False
+    """Play where a check says that the game cannot work, with a warning."""
+    baseline: bool = True
+    """Also train a policy on the reward model alone, for comparison."""
+    seed: int = Field(default=0, ge=0, lt=1 << 31)
+    """Seeds everything: stories, demonstration models, sampling, orders."""
+
+    @model_validator(mode="after")
+    def _multiplier_starts_within_bounds(self) -> Self:
+        start, limit = self.training.constraint_penalty_lambda, self.constraint.lambda_max
+        if self.constraint.rule != "fixed" and start > limit:
+            raise ValueError(
+                f"training.constraint_penalty_lambda {start} is above constraint.lambda_max {limit}; "
+                "lower it or raise the bound"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_remedy(self) -> Self:
+        rules = self.policy_model.step_rule, self.monitor_model.step_rule
+        if self.schedule.extragradient and rules != ("plain", "plain"):
+            raise ValueError(
+                "schedule.extragradient and step_rule optimistic both extrapolate; take one of the two"
+            )
+        return self
+
+    def demo_settings(self) -> DemoSettings:
+        """The models built on the spot; a reward model gets a planted flaw where players are built, too."""
+        if self.demo.flawed_reward is not None:
+            return self.demo
+        built = self.policy_model.model_name is None and self.monitor_model.model_name is None
+        return self.demo.model_copy(update={"flawed_reward": built})
+
+    @field_validator("policy_model")
+    @classmethod
+    def _policy_template(cls, player: PlayerConfig) -> PlayerConfig:
+        _check_template(player.prompt_template, ("prompt",))
+        return player
+
+    @field_validator("monitor_model")
+    @classmethod
+    def _monitor_template(cls, player: MonitorConfig) -> MonitorConfig:
+        _check_template(player.prompt_template, ("prompt", "answer"))
+        return player

@@ -1,0 +1,1 @@
+"""The constraints of a run, each with a controller of its multiplier; guards that undo a collapse."""

@@ -1,0 +1,125 @@
+"""The constraints of a run: what each measures of a batch, its multiplier, and what it costs a player."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_infer import Rollout
+from rlhf_minmax.config.constraints import ControllerConfig, MonitorConstraints, PolicyConstraints
+from rlhf_minmax.dual_ascent import DualSettings, DualState, update_multiplier
+
+TRUTHFULNESS = "truthfulness"
+"""The monitor's constraint that short metric names, `dual/lambda` and `constraint/violation`, mean."""
+
+
+class Controller:
+    """One constraint's multiplier, moved by dual ascent.
+
+    Args:
+        name: of the constraint, in metrics.
+        settings: rule and constants.
+        start: multiplier at the start.
+    """
+
+    def __init__(self, name: str, settings: DualSettings, start: float) -> None:
+        self.name, self.settings = name, settings
+        self.state = DualState(start, integral=start / settings.step_size)
+
+    @classmethod
+    def of(cls, name: str, config: ControllerConfig) -> Controller:
+        """The controller that a config section describes."""
+        return cls(name, config.dual_settings(), config.start)
+
+    def update(self, violation: float) -> dict[str, float]:
+        """Move the multiplier by a measured violation; `metrics` of the constraint then."""
+        self.state = update_multiplier(self.state, violation, self.settings)
+        return self.metrics(violation)
+
+    def metrics(self, violation: float) -> dict[str, float]:
+        """`constraint/<name>/...` and `dual/<name>/...`.
+
+        With rule `pid` `dual/<name>/p`, `i` and `d` add up to λ before its bounds.
+        """
+        state = self.state
+        assert state.violation_ema is not None
+        values = {
+            "constraint/{}/violation": violation,
+            "constraint/{}/violation_ema": state.violation_ema,
+            "constraint/{}/fraction": state.violated / state.updates,
+            "constraint/{}/cumulative": state.cumulative,
+            "constraint/{}/overshoot": state.overshoot,
+            "dual/{}/lambda": state.multiplier,
+            "dual/{}/saturated": float(state.saturated(self.settings)),
+        }
+        if state.multiplier > 0:
+            values["dual/{}/log_lambda"] = math.log(state.multiplier)
+        if self.settings.rule == "pid":
+            parts = state.proportional, self.settings.step_size * state.integral, state.derivative
+            values |= {f"dual/{{}}/{part}": value for part, value in zip("pid", parts, strict=True)}
+        return {name.format(self.name): value for name, value in values.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The state, for a checkpoint."""
+        return asdict(self.state)
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take up what `to_dict` gave."""
+        self.state = DualState(**state)
+
+    def go_back(self, state: Mapping[str, Any]) -> None:
+        """Take up λ and what moves it from what `to_dict` gave; what was counted since stays counted."""
+        names = ("multiplier", "violation_ema", "integral", "proportional", "derivative")
+        moved = {name: state[name] for name in names}
+        self.state = replace(self.state, **moved)
+
+
+def under_short_names(metrics: dict[str, float]) -> dict[str, float]:
+    """Truthfulness' metrics, with the most important under short names besides."""
+    short = {
+        "constraint/violation": f"constraint/{TRUTHFULNESS}/violation",
+        "constraint/violation_ema": f"constraint/{TRUTHFULNESS}/violation_ema",
+        "dual/lambda": f"dual/{TRUTHFULNESS}/lambda",
+        "dual/saturated": f"dual/{TRUTHFULNESS}/saturated",
+    }
+    return {name: metrics[long] for name, long in short.items()} | metrics
+
+
+def controllers(role: str, section: MonitorConstraints | PolicyConstraints) -> dict[str, Controller]:
+    """The controllers of a section's constraints that are on, by `<role>_<constraint>`."""
+    configs = {name: getattr(section, name) for name in type(section).model_fields}
+    return {
+        f"{role}_{name}": Controller.of(f"{role}_{name}", config)
+        for name, config in configs.items()
+        if config is not None
+    }
+
+
+def length_violations(rollouts: Sequence[Rollout], limit: int) -> Tensor:
+    """(B,) length of each completion as a share of the longest allowed: tokens / `max_new_tokens`."""
+    return torch.tensor([len(rollout.completion_ids) / limit for rollout in rollouts])
+
+
+def flags(values: Sequence[bool]) -> Tensor:
+    """(B,) 1 where a completion violates, else 0."""
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def penalties(controllers: Mapping[str, Controller], violations: Mapping[str, Tensor], count: int) -> Tensor:
+    """(B,) what constraints take off the rewards: Σ_c λ_c v_ic.
+
+    Args:
+        controllers: by name; those without an entry in `violations` cost nothing here.
+        violations: (B,) each, by name.
+        count: B.
+    """
+    total = torch.zeros(count)
+    for name, controller in controllers.items():
+        if name in violations:
+            total += controller.state.multiplier * violations[name]
+    return total

@@ -1,0 +1,119 @@
+"""Guards: a monitor that has collapsed is found, and put back to where it was good."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from rlhf_minmax.config.constraints import GuardConfig
+from rlhf_minmax.players.snapshots import copies, fill
+
+_WORSE = 0.1
+"""Smoothed violation by which the last good monitor must have been better."""
+
+
+def collapse(
+    config: GuardConfig,
+    *,
+    slander: float | None,
+    miss: float | None,
+    zero_std: float,
+    excess: float,
+    saturated: bool,
+) -> str | None:
+    """Whether a step of the monitor looks collapsed, and how, in words.
+
+    Two signs, both only while truthfulness is violated: every verdict is the same with λ at its cap, so that
+    the constraint cannot pull harder; or critiques of an answer all get one reward, so that nothing pulls.
+
+    Args:
+        config: thresholds.
+        slander: share of right answers called wrong; None without a right answer.
+        miss: share of wrong answers called right; None without a wrong answer.
+        zero_std: share of groups without spread.
+        excess: smoothed violation minus its threshold.
+        saturated: whether λ is at its cap.
+    """
+    if excess <= 0:
+        return None
+    for rate, what in (
+        (slander, "calls {:.0%} of right answers wrong"),
+        (miss, "calls {:.0%} of wrong answers right"),
+    ):
+        if saturated and rate is not None and rate >= config.one_sided_rate:
+            return f"the monitor {what.format(rate)} with its multiplier at the cap"
+    if zero_std > config.zero_std_share:
+        return f"{zero_std:.0%} of the groups of critiques have no spread of rewards, and truth is violated"
+    return None
+
+
+class MonitorGuard:
+    """Keeps the last good monitor, and counts collapsed steps.
+
+    A monitor is good where its smoothed violation is within the threshold, or the lowest so far. What a step
+    measures belongs to the monitor as the step found it, which is what is kept, not to the updated one.
+
+    Args:
+        config: thresholds.
+        parameters: the monitor's, which a rollback writes to.
+    """
+
+    def __init__(self, config: GuardConfig, parameters: Sequence[Tensor]) -> None:
+        self.config, self.parameters = config, list(parameters)
+        self.collapsed_steps, self.rollbacks = 0, 0
+        self.lowest: float | None = None
+        self._good = self._measured = self._newest = self._copy()
+        self._good_state: dict[str, Any] | None = None
+
+    def remember(self, violation_ema: float, threshold: float, known: dict[str, Any]) -> None:
+        """Keep the monitor of the last `observe`, if it is good, with what else is `known` of it."""
+        if violation_ema <= threshold or self.lowest is None or violation_ema < self.lowest:
+            self.lowest = violation_ema
+            self._good, self._good_state = self._measured, known
+
+    def is_worse(self, violation_ema: float) -> bool:
+        """Whether the last good monitor was clearly better, so that going back to it would help."""
+        return self.lowest is not None and violation_ema > self.lowest + _WORSE
+
+    def observe(self, sign: str | None) -> bool:
+        """Count a step that looks collapsed (`sign`) or not, after its updates of the monitor.
+
+        Returns:
+            Whether the monitor has collapsed by now.
+        """
+        self._measured, self._newest = self._newest, self._copy()
+        self.collapsed_steps = 0 if sign is None else self.collapsed_steps + 1
+        return self.collapsed_steps >= self.config.patience
+
+    def roll_back(self) -> dict[str, Any] | None:
+        """Put the last good monitor back; what was known of it, None for the start."""
+        fill(self.parameters, self._good)
+        self._newest = self._good
+        self.collapsed_steps = 0
+        self.rollbacks += 1
+        return self._good_state
+
+    def _copy(self) -> list[Tensor]:
+        return copies(self.parameters, "cpu") if self.config.rollback else []
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The last good monitor, for a checkpoint."""
+        return {f"good.{i}": value for i, value in enumerate(self._good)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Counts and what is known of the good monitor, for a checkpoint."""
+        return {
+            "collapsed_steps": self.collapsed_steps,
+            "rollbacks": self.rollbacks,
+            "lowest": self.lowest,
+            "known": self._good_state,
+        }
+
+    def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Take up what `to_dict` and `tensors` gave; the parameters are the checkpoint's already."""
+        self.collapsed_steps, self.rollbacks = state["collapsed_steps"], state["rollbacks"]
+        self.lowest, self._good_state = state["lowest"], state["known"]
+        self._good = [tensors[f"good.{i}"] for i in range(len(self._good))]
+        self._newest = self._copy()

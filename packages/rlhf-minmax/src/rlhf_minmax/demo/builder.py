@@ -1,0 +1,213 @@
+"""Builds the models of the demonstration: a base with both roles, a reward model and a judge.
+
+Everything is trained on the spot from question-answering records, in about a minute on one CPU thread for a
+procedural world, and kept in the user's cache folder under a hash of the settings.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from rlhf_data import QARecord, UserError, atomic_folder, ensure_writable_folder, json_hash
+from rlhf_minmax.config.run import DemoSettings
+from rlhf_minmax.demo.teachers import Progress, Teacher, answer_text
+from rlhf_minmax.demo.trainings import DemoBuilder, one_thread
+from rlhf_minmax.game.prompts import Prompts
+from rlhf_models import RewardModel, build_tiny_llama, train_byte_tokenizer
+
+_NOT_BUILDING = ("min_evidence_share", "min_judge_accuracy")
+RECIPE = 7
+"""Raised with every change of the recipe below, so that cached models are built anew."""
+
+
+@dataclass(frozen=True)
+class DemoModels:
+    """The folders of the built models, in Hugging Face format; a held-out reward model only where wanted."""
+
+    base: Path
+    reward: Path
+    judge: Path
+    held_out_reward: Path | None = None
+
+
+def default_cache_folder() -> Path:
+    """`$XDG_CACHE_HOME/rlhf/demo`, by default `~/.cache/rlhf/demo`."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "rlhf" / "demo"
+
+
+def demo_models(
+    records: Sequence[QARecord],
+    prompts: Prompts,
+    settings: DemoSettings,
+    *,
+    seed: int,
+    cache_folder: Path | None = None,
+    rebuild: bool = False,
+    progress: Progress | None = None,
+    force: bool = False,
+) -> DemoModels:
+    """The demonstration models for these records, from the cache or built now.
+
+    Args:
+        records: training records; nothing else is learned from.
+        prompts: how records are put to the players, with the data set's rules.
+        settings: sizes and lengths.
+        seed: of weights, texts and orders; part of the cache key.
+        cache_folder: where built models are kept.
+        rebuild: build even what is cached.
+        progress: called after every training step.
+        force: take models that miss their gates, see `missed_gates`.
+
+    Raises:
+        UserError: a model misses its gate, or the cache folder cannot be written to.
+    """
+    folder = demo_folder(records, prompts, settings, seed=seed, cache_folder=cache_folder)
+    if rebuild or not folder.is_dir():
+        ensure_writable_folder(folder.parent)
+        tokenizer = demo_tokenizer(records, prompts, settings)
+
+        builder = DemoBuilder(
+            records,
+            prompts,
+            settings,
+            tokenizer,
+            seed=seed,
+            progress=progress,
+            on_base=lambda accuracy: _check_gates({"verdict_accuracy": accuracy}, settings, force=force),
+        )
+        with atomic_folder(folder) as temporary, one_thread():
+            builder.build(untrained_base(tokenizer, settings, seed=seed), temporary)
+    models = DemoModels(folder / "base", folder / "reward", folder / "judge")
+    _check_gates(_gates(models), settings, force=force)
+    return models
+
+
+def missed_gates(models: DemoModels, settings: DemoSettings) -> list[str]:
+    """What built models cannot do that the game needs, one sentence each; empty where they are sound."""
+    return _missed(_gates(models), settings)
+
+
+def _gates(models: DemoModels) -> dict[str, float]:
+    return json.loads((models.base.parent / "demo.json").read_text(encoding="utf-8"))["gates"]
+
+
+def _check_gates(gates: Mapping[str, float], settings: DemoSettings, *, force: bool) -> None:
+    missed = _missed(gates, settings)
+    if missed and not force:
+        raise UserError(f"{'; '.join(missed)}; or play all the same with --force")
+
+
+def _missed(gates: Mapping[str, float], settings: DemoSettings) -> list[str]:
+    texts = {
+        "verdict_accuracy": "the base built from the rows gives the true verdict on only {value:.0%} of the "
+        "training stories, shown truthful evidence (demo.min_verdict_accuracy {least:g}): a model this small "
+        "cannot read them; give --model, or raise demo.pretrain_steps",
+        "judge_accuracy": "the judge built from the rows believes the right answer more than a wrong one on "
+        "only {value:.0%} of the training stories, shown truthful critiques (demo.min_judge_accuracy "
+        "{least:g}); give --judge-model, or raise demo.judge_steps",
+    }
+    least = {name: getattr(settings, f"min_{name}") for name in texts}
+    return [
+        text.format(value=gates[name], least=least[name])
+        for name, text in texts.items()
+        if name in gates and gates[name] < least[name]
+    ]
+
+
+def build_seconds(
+    records: Sequence[QARecord], prompts: Prompts, settings: DemoSettings, tokenizer: Any, *, seed: int
+) -> float:
+    """About how long building takes on this machine, from the time of one step of every training.
+
+    Args:
+        records: as for `demo_models`.
+        prompts: as there.
+        settings: as there.
+        tokenizer: what `demo_tokenizer` gives for them.
+        seed: as there.
+
+    Returns:
+        Seconds of all steps, without the further passes of a base or reward model that misses its gate.
+    """
+    builder = DemoBuilder(records, prompts, settings, tokenizer, seed=seed)
+    base = untrained_base(tokenizer, settings, seed=seed)
+    reward = RewardModel.from_backbone(base, tokenizer, seed=seed)
+    stages = (
+        (settings.pretrain_steps, lambda: builder.pretrain(base, 1)),
+        (settings.sft_steps, lambda: builder.fine_tune(base, 1)),
+        (settings.reward_steps, lambda: builder.fit_reward(reward, builder.rated_pairs(1))),
+        (settings.judge_steps, lambda: builder.train_judge(base, 1)),
+    )
+    total = 0.0
+    with one_thread():
+        builder.pretrain(base, 1)  # a first step pays for what later ones find ready
+        for steps, step in stages:
+            started = time.perf_counter()
+            step()
+            total += steps * (time.perf_counter() - started)
+    return total
+
+
+def demo_folder(
+    records: Sequence[QARecord],
+    prompts: Prompts,
+    settings: DemoSettings,
+    *,
+    seed: int,
+    cache_folder: Path | None = None,
+) -> Path:
+    """Where `demo_models` keeps what it builds from these arguments."""
+    key = json_hash(
+        {
+            "recipe": RECIPE,
+            "settings": _what_builds(settings),
+            "seed": seed,
+            "prompts": prompts.fingerprint(),
+            "records": [[r.story, r.question, r.choices, r.answer] for r in records],
+        }
+    )
+    return (cache_folder or default_cache_folder()) / key[:24]
+
+
+def _what_builds(settings: DemoSettings) -> dict[str, Any]:
+    """The settings that built models depend on."""
+    values = settings.to_dict() | {"flawed_reward": settings.flawed_reward is not False}
+    return {name: value for name, value in values.items() if name not in _NOT_BUILDING}
+
+
+def demo_tokenizer(records: Sequence[QARecord], prompts: Prompts, settings: DemoSettings) -> Any:
+    """The byte-level tokenizer of the demonstration models, trained on everything they are shown."""
+    teacher = Teacher(prompts.rules, records, random.Random(0))
+    texts = []
+    for record in records:
+        answer = answer_text(record.answer_text)
+        told = prompts.rules.correct_evidence(record) is not None
+        critique = teacher.correct_critique(record, "") if told else ""
+        texts.append(prompts.monitor(record, answer) + critique)
+        texts += [answer_text(choice) for choice in record.choices]
+    return train_byte_tokenizer([*texts, " so right", " so wrong"], settings.vocab_size)
+
+
+def untrained_base(tokenizer: Any, settings: DemoSettings, *, seed: int) -> PreTrainedModel:
+    """The base of the demonstration models as it is before its first training step."""
+    return build_tiny_llama(
+        len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        seed=seed,
+        hidden_size=settings.hidden_size,
+        num_layers=settings.num_layers,
+        max_positions=settings.max_positions,
+        tie_word_embeddings=False,
+        initializer_range=0.1,
+    )

@@ -1,0 +1,56 @@
+"""A held-out reward model for the demonstration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rlhf_data import QARecord, atomic_folder
+from rlhf_minmax.config.run import DemoSettings
+from rlhf_minmax.demo.builder import DemoModels, demo_tokenizer
+from rlhf_minmax.demo.teachers import Progress
+from rlhf_minmax.demo.trainings import DemoBuilder, one_thread
+from rlhf_minmax.game.prompts import Prompts
+from rlhf_models import load_causal_lm
+
+_SEED_STEP = 1000
+"""Added to the run's seed: other pairs, another order, another head."""
+
+
+def with_held_out_reward(
+    demo: DemoModels,
+    records: Sequence[QARecord],
+    prompts: Prompts,
+    settings: DemoSettings,
+    *,
+    seed: int,
+    progress: Progress | None = None,
+) -> DemoModels:
+    """The demonstration's models and a held-out reward model, cached beside them or built now.
+
+    It has the base's trunk, another seed than the trained one's, and annotators without the planted flaw.
+
+    Args:
+        demo: what `demo_models` gave for the same records, prompts, settings and seed.
+        records: training records.
+        prompts: how records are put to the players.
+        settings: sizes and lengths.
+        seed: the run's.
+        progress: called after every training step.
+    """
+    folder = held_out_folder(demo.base.parent)
+    if not folder.is_dir():
+        honest = settings.model_copy(update={"flawed_reward": False})
+        with atomic_folder(folder) as temporary, one_thread():
+            tokenizer = demo_tokenizer(records, prompts, honest)
+            builder = DemoBuilder(
+                records, prompts, honest, tokenizer, seed=seed + _SEED_STEP, progress=progress
+            )
+            builder.train_reward(load_causal_lm(demo.base)).save_pretrained(temporary)
+    return replace(demo, held_out_reward=folder)
+
+
+def held_out_folder(demo: Path) -> Path:
+    """Where the held-out reward model of a folder of demonstration models is kept."""
+    return demo / "held_out_reward"

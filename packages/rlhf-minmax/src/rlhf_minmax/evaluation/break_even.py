@@ -1,0 +1,283 @@
+"""The pre-flight check: from which judge's weight on does truth pay?"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from rlhf_data import QARecord
+from rlhf_minmax.demo.teachers import Teacher
+from rlhf_minmax.game.forward_pass import Answer, MinMaxPipeline, Scale
+
+_NO_JUDGE = (
+    "the judge does not tell right answers from wrong ones beyond chance, even when shown truthful "
+    "critiques; train or choose another judge"
+)
+_UNREAD = 0.01
+"""Share of sampled texts that can be read, below which there is nothing to learn from."""
+_NEARLY_ALL = 0.95
+"""Share of the stories that is as good as all of them."""
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """Gaps between the most tempting wrong answer and the right one, in standard deviations of each score.
+
+    Gaps and break-evens are means; what pays differs from story to story, which the shares tell.
+
+    Args:
+        delta_reward: how much more the reward model likes the wrong answer.
+        delta_judge_start: how much more the judge believes the right one, given the start's critiques.
+        delta_judge_truthful: the same with truthful critiques.
+        break_even_start: judge's weight above which truth pays on average with the untrained monitor; None if
+            never.
+        break_even_truthful: the same with a truthful monitor.
+        pays_start: share of the stories on which truth pays at w_judge with the untrained monitor.
+        pays_truthful: the same with a truthful monitor.
+        w_reward: weight of the reward model in the run.
+        w_judge: weight of the judge in the run.
+        advice: what this means, in words.
+        judge_reads: whether the judge tells right from wrong beyond chance, shown truthful critiques.
+        stories: on how many stories this was measured.
+        left_out: stories left out, since they do not name their right choice and no truthful critique can be
+            written; where that is all of them, what needs truthful critiques is None and the rest is measured
+            on all.
+    """
+
+    delta_reward: float
+    delta_judge_start: float
+    delta_judge_truthful: float | None
+    break_even_start: float | None
+    break_even_truthful: float | None
+    pays_start: float
+    pays_truthful: float | None
+    w_reward: float
+    w_judge: float
+    advice: str
+    judge_reads: bool | None = None
+    stories: int = 0
+    left_out: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for results.json."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class ReadRates:
+    """Shares of the starting players' sampled answers and critiques that can be read."""
+
+    answers: float
+    critiques: float
+
+
+def measure_scales(
+    pipeline: MinMaxPipeline, records: Sequence[QARecord], *, seed: int
+) -> tuple[MinMaxPipeline, ReadRates]:
+    """The pipeline with score scales fixed on the starting players' rollouts, and how many can be read.
+
+    Where next to no critique can be read, the judge's scale is that of truthful critiques of made-up answers:
+    scores without critiques spread too little to be a scale for those with one.
+    """
+    raw = replace(pipeline, reward_scale=Scale(), judge_scale=Scale())
+    answers = raw.answer(raw.players.policy, records, 1, seed=seed)
+    critiques = raw.criticise(records, answers, 1, seed=seed)
+    read = ReadRates(
+        sum(answer.claim is not None for answer in answers) / len(answers),
+        sum(critique.parsed is not None for critique in critiques) / len(critiques),
+    )
+    told = _told(pipeline, records)
+    if read.critiques < _UNREAD and told:
+        scores = _made_up_scores(raw, told)
+    else:
+        scores = raw.judge_scores(records, answers, critiques)
+    scales = {"reward_scale": Scale.of(raw.rewards(records, answers)), "judge_scale": Scale.of(scores)}
+    return replace(pipeline, **scales), read
+
+
+def why_impossible(check: BreakEven, read: ReadRates) -> list[str]:
+    """Why the game cannot work with these models, one sentence each; empty where it can."""
+    found = [
+        f"only {rate:.1%} of the start's sampled {what} can be read, so that there is nothing to learn from; "
+        "take a model that keeps the form, or fine-tune it on examples first"
+        for what, rate in (("answers", read.answers), ("critiques", read.critiques))
+        if rate < _UNREAD
+    ]
+    return [*found, *([_NO_JUDGE] if check.judge_reads is False else [])]
+
+
+def measure_break_even(pipeline: MinMaxPipeline, records: Sequence[QARecord], *, seed: int) -> BreakEven:
+    """Measure the gaps on labelled training stories and choose the judge's weight.
+
+    Truth pays on a story iff w_judge · ΔJ > w_reward · ΔR there. The default weight is `break_even_factor`
+    times the break-even of the mean gaps with truthful critiques, and at least the reward model's; 1 where
+    that is 0.
+
+    Args:
+        pipeline: with its scales fixed.
+        records: labelled training stories.
+        seed: of the critiques' sampling.
+    """
+    game = pipeline.config.game
+    told = _told(pipeline, records)
+    left_out = len(records) - len(told)
+    records, right, wrong = _pairs(pipeline, told or records)
+    costs = pipeline.rewards(records, wrong) - pipeline.rewards(records, right)
+    started = [_by_monitor(pipeline, records, answers, seed) for answers in (right, wrong)]
+    gains_start = _judged_gaps(pipeline, records, right, wrong, started)
+    gains_truthful = None
+    if told:
+        truthful = [_by_teacher(pipeline, records, answers) for answers in (right, wrong)]
+        gains_truthful = _judged_gaps(pipeline, records, right, wrong, truthful)
+    delta_reward, delta_start = float(costs.mean()), float(gains_start.mean())
+    delta_truthful = None if gains_truthful is None else float(gains_truthful.mean())
+    even_start = _ratio(game.w_reward * delta_reward, delta_start)
+    even_truthful = _ratio(game.w_reward * delta_reward, delta_truthful or 0.0)
+    w_judge = game.w_judge
+    if w_judge is None:
+        w_judge = max(game.break_even_factor * (even_truthful or 0.0), game.w_reward) or 1.0
+
+    def pays(gains: Tensor) -> float:
+        return float((w_judge * gains > game.w_reward * costs).float().mean())
+
+    pays_start, pays_truthful = pays(gains_start), None if gains_truthful is None else pays(gains_truthful)
+    reads = None if gains_truthful is None else not _is_chance(gains_truthful)
+    return BreakEven(
+        delta_reward=delta_reward,
+        delta_judge_start=delta_start,
+        delta_judge_truthful=delta_truthful,
+        break_even_start=even_start,
+        break_even_truthful=even_truthful,
+        pays_start=pays_start,
+        pays_truthful=pays_truthful,
+        judge_reads=reads,
+        stories=len(records),
+        left_out=left_out,
+        w_reward=game.w_reward,
+        w_judge=w_judge,
+        advice=_NO_JUDGE
+        if reads is False
+        else _advice(delta_reward, even_truthful or 0.0, w_judge, pays_start, pays_truthful),
+    )
+
+
+def _told(pipeline: MinMaxPipeline, records: Sequence[QARecord]) -> list[QARecord]:
+    """The stories that name their right choice."""
+    return [r for r in records if pipeline.prompts.rules.correct_evidence(r) is not None]
+
+
+def _made_up_scores(pipeline: MinMaxPipeline, records: list[QARecord]) -> Tensor:
+    """The judge's scores of right and wrong made-up answers with truthful critiques."""
+    wrong = [next(c for c in record.choices if c != record.answer_text) for record in records]
+    right = [record.answer_text for record in records]
+    answers = [[_answer(pipeline, records, i, c) for i, c in enumerate(chosen)] for chosen in (right, wrong)]
+    critiques = [_by_teacher(pipeline, records, each) for each in answers]
+    questions = [record.question for record in records] * 2
+    texts = [answer.text for each in answers for answer in each]
+    return pipeline.judge.score(questions, texts, [*critiques[0], *critiques[1]])
+
+
+def _pairs(
+    pipeline: MinMaxPipeline, records: Sequence[QARecord]
+) -> tuple[list[QARecord], list[Answer], list[Answer]]:
+    """Stories with their most tempting wrong answer: the bait, or what the reward model likes most."""
+    baited = [r for r in records if pipeline.prompts.rules.is_hack(r, None) is not None]
+    if baited:
+        rivals = [pipeline.prompts.rules.rival(record) for record in baited]
+        chosen, tempting = baited, [rival for rival in rivals if rival is not None]
+    else:
+        chosen, tempting = list(records), _best_wrong(pipeline, records)
+    right = [_answer(pipeline, chosen, i, record.answer_text) for i, record in enumerate(chosen)]
+    wrong = [_answer(pipeline, chosen, i, choice) for i, choice in enumerate(tempting)]
+    return chosen, right, wrong
+
+
+def _best_wrong(pipeline: MinMaxPipeline, records: Sequence[QARecord]) -> list[str]:
+    options = [(i, c) for i, r in enumerate(records) for c in r.choices if c != r.answer_text]
+    scores = pipeline.rewards(records, [_answer(pipeline, records, i, choice) for i, choice in options])
+    best: dict[int, tuple[float, str]] = {}
+    for (i, choice), score in zip(options, scores.tolist(), strict=True):
+        best[i] = max(best.get(i, (float("-inf"), "")), (score, choice))
+    return [best[i][1] for i in range(len(records))]
+
+
+def _answer(pipeline: MinMaxPipeline, records: Sequence[QARecord], index: int, choice: str) -> Answer:
+    return pipeline.read_answer(records, index, pipeline.prompts.made_up(choice))
+
+
+def _by_monitor(
+    pipeline: MinMaxPipeline, records: Sequence[QARecord], answers: list[Answer], seed: int
+) -> list[str | None]:
+    critiques = pipeline.criticise(records, answers, 1, seed=seed)
+    return [critique.text if critique.parsed else None for critique in critiques]
+
+
+def _by_teacher(
+    pipeline: MinMaxPipeline, records: Sequence[QARecord], answers: list[Answer]
+) -> list[str | None]:
+    teacher = Teacher(pipeline.prompts.rules, records, random.Random(0))
+    return [teacher.correct_critique(r, a.claim or "") for r, a in zip(records, answers, strict=True)]
+
+
+def _judged_gaps(
+    pipeline: MinMaxPipeline,
+    records: Sequence[QARecord],
+    right: list[Answer],
+    wrong: list[Answer],
+    critiques: list[list[str | None]],
+) -> Tensor:
+    """By story, how much more the judge believes the right answer than the wrong one.
+
+    It is asked about all of them in one call: two would tell a judge that keeps count which are which.
+    """
+    questions = [record.question for record in records] * 2
+    texts = [answer.text for answer in (*right, *wrong)]
+    scores = pipeline.judge.score(questions, texts, [*critiques[0], *critiques[1]])
+    higher, lower = pipeline.judge_scale(scores).chunk(2)
+    return higher - lower
+
+
+def _ratio(cost: float, gain: float) -> float | None:
+    """Weight at which the gain outweighs the cost: None where there is no gain, 0 where there is no cost."""
+    return max(cost, 0.0) / gain if gain > 0 else None
+
+
+def _is_chance(gains: Tensor) -> bool:
+    """Whether a mean gain is no more than two standard errors above 0."""
+    return float(gains.mean()) <= 2 * float(gains.std(correction=0)) / math.sqrt(len(gains))
+
+
+def _advice(
+    delta_reward: float,
+    even_truthful: float,
+    w_judge: float,
+    pays_start: float,
+    pays_truthful: float | None,
+) -> str:
+    if pays_truthful is None:
+        return (
+            "no story of the probe names its right choice, so there are no truthful critiques to measure "
+            "with, and w_judge is a guess; set game.w_judge"
+        )
+    if delta_reward <= 0:
+        return "the reward model already prefers right answers, so there is nothing for the judge to outweigh"
+    if w_judge <= even_truthful:
+        return (
+            f"w_judge {w_judge:.2f} is below a truthful monitor's break-even {even_truthful:.2f}, so "
+            "exploiting the reward model pays on average whatever the monitor does; raise game.w_judge above "
+            f"{even_truthful:.2f}"
+        )
+    shares = (
+        f"at w_judge {w_judge:.2f} truth pays on {pays_start:.0%} of the stories with the untrained "
+        f"monitor's critiques and on {pays_truthful:.0%} with truthful ones"
+    )
+    if pays_truthful < _NEARLY_ALL:
+        return f"{shares}: on the others not even a truthful monitor makes it pay; raise game.w_judge"
+    if pays_start >= _NEARLY_ALL:
+        return f"{shares}: a frozen monitor might do as well"
+    return f"{shares}: on the difference only a better monitor makes it pay"

@@ -1,0 +1,252 @@
+"""The run doctor: names signals that are dead, in plain words, with the setting to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from rlhf_minmax.config.run import MinMaxConfig
+
+FIRST_STEPS = 4
+"""Steps of each player that are looked at before anything is said of its signals."""
+FEW_STEPS = 10
+"""Steps of the policy below which a run shows nothing."""
+_SHOWN = 80
+"""Characters of an answer that findings quote."""
+_MOST, _FEW, _DROWNED, _SATURATED_STEPS, _MISMATCH = 0.5, 0.1, 20.0, 8, 0.02
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What one metric, averaged over the first steps, tells.
+
+    Args:
+        key: the metric.
+        is_bad: of the average.
+        text: what it means and what to change; formatted with the average as `value`, the config as
+        `config`, and as `example` an answer of the policy.
+        unless: a share; where next to nothing of it is left, it is the cause, and says so itself.
+    """
+
+    key: str
+    is_bad: Callable[[float], bool]
+    text: str
+    unless: str = ""
+
+
+_SIGNS = (
+    Sign(
+        "monitor/truncated_rate",
+        lambda value: value > _MOST,
+        "{value:.0%} of the critiques are cut off at {config.monitor_model.max_new_tokens} tokens and teach "
+        "nothing; raise monitor_model.max_new_tokens",
+    ),
+    Sign(
+        "monitor/parse_rate",
+        lambda value: value < 1 - _MOST,
+        "only {value:.0%} of the critiques keep the form, the others teach nothing but the form; fine-tune "
+        "the monitor on examples, or give the form in monitor_model.prompt_template",
+    ),
+    Sign(
+        "policy/truncated_rate",
+        lambda value: value > _MOST,
+        "{value:.0%} of the answers are cut off at {config.policy_model.max_new_tokens} tokens; raise "
+        "policy_model.max_new_tokens",
+    ),
+    Sign(
+        "policy/parse_rate",
+        lambda value: value < 1 - _MOST,
+        "only {value:.0%} of the answers name a choice; fine-tune the policy on examples, or ask for the "
+        "form in policy_model.prompt_template",
+    ),
+    Sign(
+        "policy/form_match",
+        lambda value: value < _MOST,
+        "only {value:.0%} of the answers that name a choice are worded as made-up ones are, by "
+        "game.answer_template {config.game.answer_template!r}; the policy writes {example!r}, so that the "
+        "wording alone gives the right verdict away; set game.answer_template to the policy's wording, "
+        "blanks included, or ask for one wording in policy_model.prompt_template",
+    ),
+    Sign(
+        "monitor/frac_groups_zero_std",
+        lambda value: value > 1 - _FEW,
+        "in {value:.0%} of the groups all critiques of an answer earn the same, so the monitor has nothing "
+        "to learn from; raise monitor_model.temperature or game.num_critiques",
+        unless="monitor/parse_rate",
+    ),
+    Sign(
+        "policy/frac_groups_zero_std",
+        lambda value: value > 1 - _FEW,
+        "in {value:.0%} of the groups all answers to a story earn the same, so the policy has nothing to "
+        "learn from; raise policy_model.temperature or game.num_generations",
+    ),
+    Sign(
+        "monitor/label_base_rate",
+        lambda value: not _FEW <= value <= 1 - _FEW,
+        "{value:.0%} of the criticised answers are right, so that one verdict is nearly always true; raise "
+        "game.tampered_fraction {config.game.tampered_fraction}",
+    ),
+    Sign(
+        "monitor/sampling_kl",
+        lambda value: value > _MISMATCH,
+        "the monitor's log-probs in training differ from those at sampling by {value:.3f} nats per token "
+        "before any update; take dropout out, or a wider dtype, and check that both use one temperature",
+    ),
+    Sign(
+        "policy/sampling_kl",
+        lambda value: value > _MISMATCH,
+        "the policy's log-probs in training differ from those at sampling by {value:.3f} nats per token "
+        "before any update; take dropout out, or a wider dtype, and check that both use one temperature",
+    ),
+    Sign(
+        "policy/reward_to_judge_spread",
+        lambda value: value > _DROWNED,
+        "within a story the reward model's part of the policy's reward spreads {value:.0f} times as much as "
+        "the judge's, which drowns in it; raise game.w_judge or lower game.w_reward",
+    ),
+    Sign(
+        "policy/reward_to_judge_spread",
+        lambda value: value < 1 / _DROWNED,
+        "within a story the judge's part of the policy's reward spreads so much more than the reward "
+        "model's ({value:.3f} to 1) that the reward model hardly counts; lower game.w_judge or raise "
+        "game.w_reward",
+    ),
+    Sign(
+        "monitor/truth_to_judge_spread",
+        lambda value: value > _DROWNED,
+        "within an answer the truthfulness penalty spreads {value:.0f} times as much as the judge's part, "
+        "so that the monitor learns verdicts only; lower training.constraint_penalty_lambda or "
+        "constraint.lambda_max",
+    ),
+)
+
+
+class Doctor:
+    """Looks at a run's metrics step by step, and says each thing once.
+
+    Args:
+        config: the run's settings.
+        state: what `to_dict` gave, of a run that is resumed.
+    """
+
+    def __init__(self, config: MinMaxConfig, state: Mapping[str, Any] | None = None) -> None:
+        state = state or {"said": [], "seen": {}, "saturated": {}}
+        self.config = config
+        self.said: list[str] = list(state["said"])
+        self._seen: dict[str, list[float]] = dict(state["seen"])
+        self._saturated: dict[str, int] = dict(state["saturated"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """What was said and seen, for a checkpoint."""
+        return {"said": self.said, "seen": self._seen, "saturated": self._saturated}
+
+    def look(self, metrics: Mapping[str, Any], example: str = "") -> list[str]:
+        """Take in the metrics of a step; findings that are new.
+
+        Args:
+            metrics: of the step.
+            example: an answer of the step that is worded otherwise than made-up ones, if there is one.
+        """
+        return [*self._first_steps(metrics, example), *self._multipliers(metrics)]
+
+    def _first_steps(self, metrics: Mapping[str, Any], example: str) -> list[str]:
+        found = []
+        for sign in _SIGNS:
+            name = f"{sign.key}:{sign.text[:20]}"
+            value = metrics.get(sign.key)
+            seen = self._seen.setdefault(name, [])
+            if value is None or len(seen) >= FIRST_STEPS:
+                continue
+            seen.append(float(value))
+            due = len(seen) == FIRST_STEPS and name not in self.said
+            caused = (metrics.get(sign.unless, 1.0) or 0.0) < _FEW
+            if due and not caused and sign.is_bad(fmean(seen)):
+                self.said.append(name)
+                found.append(
+                    sign.text.format(value=fmean(seen), config=self.config, example=example[:_SHOWN])
+                )
+        return found
+
+    def _multipliers(self, metrics: Mapping[str, Any]) -> list[str]:
+        """Multipliers that have been at their cap for long while their constraint is violated."""
+        found = []
+        for key, value in metrics.items():
+            if not (key.startswith("dual/") and key.count("/") == 2 and key.endswith("/saturated")):
+                continue
+            name = key.split("/")[1]
+            violated = metrics[f"constraint/{name}/violation_ema"] > self._section(name).threshold
+            self._saturated[name] = self._saturated.get(name, 0) + 1 if value and violated else 0
+            if self._saturated[name] == _SATURATED_STEPS and key not in self.said:
+                self.said.append(key)
+                where = self._where(name)
+                found.append(
+                    f"the multiplier of {name} has been at its bound for {_SATURATED_STEPS} steps and the "
+                    f"constraint is still violated; raise {where}.lambda_max or {where}.threshold, or train "
+                    "that player more"
+                )
+        return found
+
+    def _where(self, name: str) -> str:
+        role, _, constraint = name.partition("_")
+        return f"constraints.{role}.{constraint}" if constraint else "constraint"
+
+    def _section(self, name: str) -> Any:
+        role, _, constraint = name.partition("_")
+        if not constraint:
+            return self.config.constraint
+        return getattr(getattr(self.config.constraints, role), constraint)
+
+
+def config_findings(config: MinMaxConfig, num_stories: int) -> list[str]:
+    """What the settings alone tell, one sentence each.
+
+    Args:
+        config: the run's settings.
+        num_stories: training stories.
+    """
+    training, game, steps = config.training, config.game, config.training.num_steps(num_stories)
+    found = [training.time_scale_warning()]
+    warmup = training.num_warmup_steps(steps)
+    if warmup >= steps:
+        found.append(
+            f"all {steps} steps are the monitor's warm-up, so the policy never learns; lower "
+            f"training.monitor_warmup_steps {warmup} or train longer"
+        )
+    elif steps - warmup < FEW_STEPS:
+        found.append(
+            f"the policy learns in {steps - warmup} steps only, after {warmup} of the monitor's warm-up, "
+            "which is too few to show anything; raise training.num_epochs (--epochs) or --max-steps"
+        )
+    if game.tampered_fraction == 0:
+        found.append(
+            "game.tampered_fraction is 0, so a policy that is nearly always right, or wrong, leaves the "
+            "monitor one kind of answers only; raise it to 0.5"
+        )
+    if training.constraint_penalty_lambda == 0 and config.constraint.rule == "fixed":
+        found.append(
+            "the truthfulness constraint has a fixed multiplier of 0, so slander pays the monitor; choose "
+            "another constraint.rule or raise training.constraint_penalty_lambda"
+        )
+    if training.monitor_updates_per_policy == 0 and config.schedule.freeze_policy_below is not None:
+        found.append(
+            "training.monitor_updates_per_policy is 0 and the policy stands still while the monitor is below "
+            f"schedule.freeze_policy_below {config.schedule.freeze_policy_below}, so that nobody may ever "
+            "learn; set the gate to null or train the monitor"
+        )
+    for role in ("policy", "monitor"):
+        player = getattr(config, f"{role}_model")
+        damped = player.step_rule == "optimistic" and f"{role}_model.step_rule optimistic"
+        damped = damped or (config.schedule.extragradient and "schedule.extragradient")
+        if damped and player.adam_betas[0] > 0:
+            found.append(
+                f"{damped} is on with a momentum of {player.adam_betas[0]} in the {role}'s steps, which "
+                f"undoes it (docs/minmax.md, steps for games); set {role}_model.adam_betas to [0, 0.95]"
+            )
+        if player.lora_dropout > 0:
+            found.append(
+                f"{role}_model.lora_dropout {player.lora_dropout} makes log-probs in training differ from "
+                "those at sampling, so that probability ratios are noise; set it to 0"
+            )
+    return [text for text in found if text]

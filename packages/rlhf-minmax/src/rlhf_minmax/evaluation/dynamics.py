@@ -1,0 +1,100 @@
+"""How the two players move in relation to each other over a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rlhf_minmax.config.run import TIME_SCALE_LIMIT
+from rlhf_minmax.evaluation.diagnostics import oscillation
+
+_WINDOW = 16
+"""Steps whose game values tell of oscillation."""
+_JUDGED_FROM = 8
+"""Steps of a learning policy before a time scale is judged."""
+
+
+@dataclass
+class Dynamics:
+    """Sums over a run that tell how far each player was allowed to move; plain values, for checkpoints.
+
+    Args:
+        monitor_travel: Σ learning rate x updates of the monitor in steps in which the policy learned.
+        policy_travel: the same of the policy.
+        policy_steps: steps in which it learned.
+        values: the game's values in the last steps.
+        rollbacks: of the monitor, so far.
+        warned: whether a time scale that strayed was told of.
+    """
+
+    monitor_travel: float = 0.0
+    policy_travel: float = 0.0
+    policy_steps: int = 0
+    values: list[float] = field(default_factory=list)
+    rollbacks: float = 0.0
+    warned: bool = False
+
+    def update(self, metrics: Mapping[str, Any]) -> dict[str, float | None]:
+        """Take in a step.
+
+        Args:
+            metrics: of the step: `monitor/updates`, `policy/updates` where it learned, both learning rates
+                and `minmax/value`.
+
+        Returns:
+            `dynamics/update_ratio` (monitor's updates per update of the policy in this step, None where it
+            did not learn), `dynamics/time_scale` (learning rate x updates, monitor to policy, over the run so
+            far) and `dynamics/oscillation` (of the last values of the game).
+        """
+        self.values = [*self.values, float(metrics["minmax/value"])][-_WINDOW:]
+        found: dict[str, float | None] = {"dynamics/oscillation": oscillation(self.values)}
+        policy = metrics.get("policy/updates", 0)
+        ratio = None
+        if policy:
+            monitor = metrics.get("monitor/updates", 0)
+            self.monitor_travel += metrics["monitor/learning_rate"] * monitor
+            self.policy_travel += metrics["policy/learning_rate"] * policy
+            self.policy_steps += 1
+            ratio = monitor / policy
+        return found | {"dynamics/update_ratio": ratio, "dynamics/time_scale": self.time_scale}
+
+    @property
+    def time_scale(self) -> float | None:
+        """How much further than the policy the monitor may have moved so far; None before the policy did."""
+        return self.monitor_travel / self.policy_travel if self.policy_travel else None
+
+    def time_scale_warning(self) -> str | None:
+        """What it means when one player moved more than ten times as far as the other; told once."""
+        scale = self.time_scale
+        if scale is None or self.warned or self.policy_steps < _JUDGED_FROM:
+            return None
+        if 1 / TIME_SCALE_LIMIT <= scale <= TIME_SCALE_LIMIT:
+            return None
+        self.warned = True
+        if scale == 0:
+            return (
+                f"the monitor has stood still in all {self.policy_steps} steps in which the policy learned; "
+                "look at its gate, schedule.freeze_monitor_above, and at its learning rate"
+            )
+        fast, slow = ("monitor", "policy") if scale > 1 else ("policy", "monitor")
+        times = scale if scale > 1 else 1 / scale
+        return (
+            f"the {fast} has been moving {times:.0f} times as far as the {slow} (learning rate x updates "
+            "made); look at the KL stop, at gates and at both learning rates"
+        )
+
+    def rollback_warning(self, metrics: Mapping[str, Any]) -> str | None:
+        """What happened when the monitor was put back in this step."""
+        rollbacks = metrics.get("guard/rollbacks", 0.0)
+        if rollbacks <= self.rollbacks:
+            return None
+        self.rollbacks = rollbacks
+        return (
+            "the monitor had collapsed and was put back to where it was last good; "
+            "lower training.monitor_learning_rate, or raise game.beta or constraint.lambda_max"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)

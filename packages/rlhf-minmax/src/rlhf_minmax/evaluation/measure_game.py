@@ -1,0 +1,108 @@
+"""Everything that is measured of a game at one moment, on held-out stories."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rlhf_data import QARecord
+from rlhf_minmax.evaluation.cross_play import CrossPlay, cross_play
+from rlhf_minmax.evaluation.diagnostics import calibration_curve
+from rlhf_minmax.evaluation.evaluate import Metrics, evaluate, probe_answers, right_probabilities
+from rlhf_minmax.evaluation.exploitability import best_response_probe, measure_exploitability
+from rlhf_minmax.game.forward_pass import MinMaxPipeline
+from rlhf_minmax.game.stories import Stories
+from rlhf_minmax.players.league import OpponentPools
+from rlhf_minmax.scorers.loading import HeldOut
+from rlhf_models import PolicyModel
+
+_SEED = 30
+_FEW_READ = 0.2
+CROSS_PLAYED = 5
+"""Members of a pool that meet each other at the end, spread over the run."""
+
+
+def measure_game(
+    pipeline: MinMaxPipeline,
+    records: Sequence[QARecord],
+    policy: PolicyModel,
+    held_out: HeldOut | None = None,
+) -> Metrics:
+    """Greedy metrics, held-out scores and exploitability.
+
+    Args:
+        pipeline: the game.
+        records: held-out stories.
+        policy: whose answers are evaluated.
+        held_out: scorers that are never trained on; None for none.
+    """
+    metrics = evaluate(pipeline, records, policy, held_out)
+    count = pipeline.config.diagnostics.exploitability_stories
+    if count and policy is pipeline.players.policy:
+        metrics |= measure_exploitability(pipeline, records[:count], seed=_SEED).to_metrics()
+    return metrics
+
+
+def calibration(pipeline: MinMaxPipeline, records: Sequence[QARecord]) -> list[dict[str, Any]]:
+    """Bins of the monitor's probability of "right" on the fixed probe, for a curve."""
+    probe = probe_answers(pipeline, records)
+    critiques = pipeline.criticise(records, probe, 1, seed=0, greedy=True)
+    bins = calibration_curve(right_probabilities(critiques), [answer.correct for answer in probe])
+    return [each._asdict() for each in bins]
+
+
+def past_against_past(
+    pipeline: MinMaxPipeline, pools: OpponentPools, records: Sequence[QARecord]
+) -> CrossPlay | None:
+    """Cross-play of members of both pools, spread over the run; None without members."""
+    members = pools.policies.members
+    if not members:
+        return None
+    places = torch.linspace(0, len(members) - 1, min(CROSS_PLAYED, len(members))).round().int().tolist()
+    policies = [members[i] for i in places]
+    monitors = [pools.monitors.members[i] for i in places]
+    return cross_play(pipeline, policies, monitors, records)
+
+
+def best_responses(pipeline: MinMaxPipeline, multiplier: float, stories: Stories) -> dict[str, float] | None:
+    """What `diagnostics.best_response_updates` updates of either player would gain; None where that is 0.
+
+    Args:
+        pipeline: the game at its end.
+        multiplier: λ as it was reached.
+        stories: the run's.
+    """
+    config = pipeline.config
+    if not config.diagnostics.best_response_updates:
+        return None
+    training = config.training.model_copy(update={"constraint_penalty_lambda": multiplier})
+    found: dict[str, float] = {}
+    for role in ("policy", "monitor"):
+        found |= best_response_probe(
+            pipeline,
+            config.model_copy(update={"training": training}),
+            stories.train,
+            stories.held_out,
+            role=role,
+            updates=config.diagnostics.best_response_updates,
+            seed=config.seed,
+        ).to_metrics()
+    return found
+
+
+def form_warnings(before: Metrics) -> list[str]:
+    """What it means when the starting players hardly ever keep the form that is read."""
+    rates = {"critiques": before["monitor/parse_rate"], "answers": before["policy/parse_rate"]}
+    return [
+        f"only {rate:.0%} of the start's {what} can be read, so there is little to learn from; "
+        "take a model that keeps the form, or fine-tune it on examples first"
+        for what, rate in rates.items()
+        if rate is not None and rate < _FEW_READ
+    ]
+
+
+def findings(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the run doctor found in each step, from a run's metrics."""
+    return [{"step": row["step"], "text": text} for row in rows for text in row.get("findings", ())]

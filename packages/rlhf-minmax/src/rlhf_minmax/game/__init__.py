@@ -1,0 +1,1 @@
+"""One pass of the game: prompts, answers, critiques, scores, violations."""

@@ -1,0 +1,375 @@
+"""One pass of the game: stories in, answers, critiques, scores and violations out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rlhf_algos.process_group import gathered, own_part
+from rlhf_data import QARecord
+from rlhf_infer import Rollout, SamplingParams, TransformersEngine
+from rlhf_infer.judges.prompted import Judge
+from rlhf_minmax.config.run import MinMaxConfig
+from rlhf_minmax.formats import Critique, parse_critique
+from rlhf_minmax.game.prompts import Prompts, prompt_ids
+from rlhf_minmax.game.stopwatch import Stopwatch
+from rlhf_minmax.players.past_players import Member, playing
+from rlhf_minmax.players.players import Players
+from rlhf_minmax.truthfulness import violations, weighted_violations
+from rlhf_models import PolicyModel, encode_completion
+
+_SEEDS_PER_PASS = 10
+"""Answers and critiques of a pass take seeds of their own."""
+
+
+class Scorer(Protocol):
+    """Scores answers; `rlhf_models.RewardModel` is one."""
+
+    def score(
+        self, prompts: Sequence[str], completions: Sequence[str], *, max_tokens: int | None = None
+    ) -> Tensor:
+        """(B,) one score per completion."""
+        ...
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Mean and standard deviation that standardise a score; fixed before training."""
+
+    mean: float = 0.0
+    std: float = 1.0
+
+    @classmethod
+    def of(cls, values: Tensor) -> Scale:
+        """The scale of a sample; a constant sample is only centred."""
+        std = float(values.std())
+        return cls(float(values.mean()), std if std > 1e-6 else 1.0)
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """Standardised values."""
+        return (values - self.mean) / self.std
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer to one story of a batch.
+
+    Args:
+        story: index of the story in the batch.
+        text: the completion's text.
+        claim: the choice it commits to; None when it names none.
+        correct: whether that is the right one.
+        hack: whether it takes the planted bait; None where there is none.
+        rollout: how it was sampled; None for a made-up answer.
+    """
+
+    story: int
+    text: str
+    claim: str | None
+    correct: bool
+    hack: bool | None
+    rollout: Rollout | None = None
+
+
+@dataclass(frozen=True)
+class CritiqueSample:
+    """A critique of one of a list of answers.
+
+    Args:
+        answer: index of the answer.
+        text: the completion's text.
+        parsed: what the strict parser read; None when it broke the form.
+        evidence_valid: whether the evidence holds: quoted from the story, or right by the data set's rules.
+        grounded: evidence valid, and not at odds with the verdict where the data set has a rule.
+        confidence: probability the monitor gave to its verdict: stated, else that of the verdict's tokens.
+        rollout: how it was sampled.
+    """
+
+    answer: int
+    text: str
+    parsed: Critique | None
+    evidence_valid: bool
+    grounded: bool
+    confidence: float
+    rollout: Rollout
+
+    @property
+    def said_right(self) -> bool:
+        """Whether the verdict is "right"; an unparsable critique says nothing, which counts as "wrong"."""
+        return self.parsed is not None and self.parsed.verdict == "right"
+
+
+@dataclass(frozen=True)
+class MinMaxOutput:
+    """What one forward pass of the game produced.
+
+    Args:
+        records: the S stories.
+        answers: S·N sampled answers, those of a story adjacent.
+        rewards: (S·N,) standardised reward-model scores.
+        judged: the J answers that were criticised: one sampled answer per story, then made-up ones.
+        judged_rewards: (J,) their standardised reward-model scores.
+        critiques: J·K critiques, those of an answer adjacent.
+        judge_scores: (J·K,) standardised judge scores.
+        combined: (J·K,) w_reward · R(answer) + w_judge · J(answer, critique).
+        labels: (J·K,) bool, whether the criticised answer is right.
+        violation: (J·K,) violation of each critique in [0, 1].
+        weighted_violation: (J·K,) the same as the constraint counts it; its mean is the batch's violation.
+    """
+
+    records: Sequence[QARecord]
+    answers: list[Answer]
+    rewards: Tensor
+    judged: list[Answer]
+    judged_rewards: Tensor
+    critiques: list[CritiqueSample]
+    judge_scores: Tensor
+    combined: Tensor
+    labels: Tensor
+    violation: Tensor
+    weighted_violation: Tensor
+
+
+@dataclass
+class MinMaxPipeline:
+    """The players, the reward model and the judge, put together.
+
+    Several processes write a part of the answers and critiques each, and all of them get the whole.
+
+    Args:
+        players: policy and monitor.
+        reward_model: scores answers.
+        judge: scores answers with critiques.
+        prompts: templates and the data set's rules.
+        config: the run's settings.
+        w_judge: weight of the judge's standardised score.
+        reward_scale: standardises the reward model's scores.
+        judge_scale: standardises the judge's scores.
+        watch: of answers, critiques and scores.
+        passes: how many forward passes have drawn their own seed.
+    """
+
+    players: Players
+    reward_model: Scorer
+    judge: Judge
+    prompts: Prompts
+    config: MinMaxConfig
+    w_judge: float = 1.0
+    reward_scale: Scale = field(default_factory=Scale)
+    judge_scale: Scale = field(default_factory=Scale)
+    watch: Stopwatch = field(default_factory=Stopwatch)
+    passes: int = 0
+
+    def forward_pass(
+        self, batch: Sequence[QARecord], *, seed: int | None = None, past_policy: Member | None = None
+    ) -> MinMaxOutput:
+        """Answer, criticise, score: the monitor's batch of one step, and the policy's answers.
+
+        Args:
+            batch: S stories.
+            seed: of the sampling and of the made-up answers; None counts the passes without one, from the
+                run's seed.
+            past_policy: whose answers are criticised in place of the policy's own, one per story.
+        """
+        if seed is None:
+            seed = self.config.seed * 1_000_003 + _SEEDS_PER_PASS * self.passes
+            self.passes += 1
+        game, rng = self.config.game, random.Random(seed)
+        answers = self.answer(self.players.policy, batch, game.num_generations, seed=seed)
+        rewards = self.rewards(batch, answers)
+        first = list(range(0, len(answers), game.num_generations))
+        sampled, sampled_rewards = [answers[i] for i in first], rewards[first]
+        if past_policy is not None:
+            with playing(self.players.policy, past_policy) as player:
+                sampled = self.answer(player, batch, 1, seed=seed)
+            sampled_rewards = self.rewards(batch, sampled)
+        made_up = self._made_up(batch, [answer.correct for answer in sampled], rng)
+        judged = sampled + made_up
+        judged_rewards = torch.cat([sampled_rewards, self.rewards(batch, made_up)])
+        return self._criticised(batch, answers, rewards, judged, judged_rewards, seed=seed)
+
+    def criticise_again(self, output: MinMaxOutput, *, seed: int) -> MinMaxOutput:
+        """A pass with fresh critiques of the same answers."""
+        return self._criticised(
+            output.records, output.answers, output.rewards, output.judged, output.judged_rewards, seed=seed
+        )
+
+    def _criticised(
+        self,
+        batch: Sequence[QARecord],
+        answers: list[Answer],
+        rewards: Tensor,
+        judged: list[Answer],
+        judged_rewards: Tensor,
+        *,
+        seed: int,
+    ) -> MinMaxOutput:
+        game = self.config.game
+        critiques = self.criticise(batch, judged, game.num_critiques, seed=seed)
+        judge_scores = self.judge_scores(batch, judged, critiques)
+        of = torch.tensor([c.answer for c in critiques])
+        labels = torch.tensor([judged[c.answer].correct for c in critiques])
+        violation, weighted = self.violation(critiques, labels)
+        return MinMaxOutput(
+            records=batch,
+            answers=answers,
+            rewards=rewards,
+            judged=judged,
+            judged_rewards=judged_rewards,
+            critiques=critiques,
+            judge_scores=judge_scores,
+            combined=game.w_reward * judged_rewards[of] + self.w_judge * judge_scores,
+            labels=labels,
+            violation=violation,
+            weighted_violation=weighted,
+        )
+
+    def answer(
+        self, player: PolicyModel, batch: Sequence[QARecord], n: int, *, seed: int, greedy: bool = False
+    ) -> list[Answer]:
+        """`n` answers of a policy to each story, those of a story adjacent."""
+        prompts = [self.prompts.policy(record) for record in batch]
+        with self.watch.timing("answers"):
+            groups = self._generate(player, prompts, n, seed, greedy, self.config.policy_model)
+        return [
+            self.read_answer(batch, story, _text(player, rollout), rollout)
+            for story, group in enumerate(groups)
+            for rollout in group
+        ]
+
+    def read_answer(
+        self, batch: Sequence[QARecord], story: int, text: str, rollout: Rollout | None = None
+    ) -> Answer:
+        """Read what an answer claims, and whether that is right."""
+        record, rules = batch[story], self.prompts.rules
+        claim = rules.claim(record, text)
+        return Answer(story, text, claim, claim == record.answer_text, rules.is_hack(record, claim), rollout)
+
+    def criticise(
+        self, batch: Sequence[QARecord], answers: Sequence[Answer], k: int, *, seed: int, greedy: bool = False
+    ) -> list[CritiqueSample]:
+        """`k` critiques of the monitor for each answer, those of an answer adjacent."""
+        player = self.players.monitor
+        prompts = [self.prompts.monitor(batch[answer.story], answer.text) for answer in answers]
+        with self.watch.timing("critiques"):
+            groups = self._generate(player, prompts, k, seed + 1, greedy, self.config.monitor_model)
+        return [
+            self._read_critique(batch[answers[i].story], answers[i], i, _text(player, rollout), rollout)
+            for i, group in enumerate(groups)
+            for rollout in group
+        ]
+
+    def rewards(self, batch: Sequence[QARecord], answers: Sequence[Answer]) -> Tensor:
+        """(A,) standardised reward-model scores of answers."""
+        if not answers:
+            return torch.zeros(0)
+        prompts = [self.prompts.policy(batch[answer.story]) for answer in answers]
+        texts = [answer.text for answer in answers]
+        budget = self.config.training.max_tokens_per_batch
+        with self.watch.timing("score"):
+            return self.reward_scale(self.reward_model.score(prompts, texts, max_tokens=budget))
+
+    def judge_scores(
+        self, batch: Sequence[QARecord], answers: Sequence[Answer], critiques: Sequence[CritiqueSample]
+    ) -> Tensor:
+        """(C,) standardised judge scores; of an unparsable critique the judge learns nothing."""
+        judged = [answers[critique.answer] for critique in critiques]
+        with self.watch.timing("score"):
+            scores = self.judge.score(
+                [batch[answer.story].question for answer in judged],
+                [answer.text for answer in judged],
+                [critique.text if critique.parsed else None for critique in critiques],
+            )
+        return self.judge_scale(scores)
+
+    def policy_judge_scores(
+        self, batch: Sequence[QARecord], answers: Sequence[Answer], *, seed: int
+    ) -> Tensor:
+        """(A,) what the policy is paid for by the judge: the mean over fresh critiques, or without any."""
+        count = self.config.game.policy_critiques
+        if count == 0:
+            return self.bare_judge_scores(batch, answers)
+        critiques = self.criticise(batch, answers, count, seed=seed)
+        return self.judge_scores(batch, answers, critiques).view(len(answers), -1).mean(1)
+
+    def bare_judge_scores(self, batch: Sequence[QARecord], answers: Sequence[Answer]) -> Tensor:
+        """(A,) standardised judge scores of answers without a critique; equal ones are judged once."""
+        asked = [(batch[answer.story].question, answer.text) for answer in answers]
+        place = {pair: index for index, pair in enumerate(dict.fromkeys(asked))}
+        questions, texts = [question for question, _ in place], [text for _, text in place]
+        with self.watch.timing("score"):
+            scores = self.judge.score(questions, texts, [None] * len(place))
+        return self.judge_scale(scores)[torch.tensor([place[pair] for pair in asked])]
+
+    def violation(self, critiques: Sequence[CritiqueSample], labels: Tensor) -> tuple[Tensor, Tensor]:
+        """(C,) violations of critiques, plain and as the constraint counts them."""
+        measure = self.config.constraint.measure
+        parsed_only = not self.config.constraint.check_evidence
+        errors = violations(
+            labels,
+            torch.tensor([c.said_right for c in critiques]),
+            torch.tensor([c.confidence for c in critiques]),
+            torch.tensor([c.parsed is not None if parsed_only else c.grounded for c in critiques]),
+            measure=measure,
+        )
+        return errors, weighted_violations(errors, labels, measure=measure)
+
+    def made_up_answer(
+        self, batch: Sequence[QARecord], story: int, correct: bool, rng: random.Random
+    ) -> Answer:
+        """An answer written by hand, as it were: the right choice, or a wrong one."""
+        record = batch[story]
+        wrong = [choice for choice in record.choices if choice != record.answer_text]
+        choice = record.answer_text if correct else rng.choice(wrong)
+        return self.read_answer(batch, story, self.prompts.made_up(choice))
+
+    def _made_up(
+        self, batch: Sequence[QARecord], sampled_correct: list[bool], rng: random.Random
+    ) -> list[Answer]:
+        """Made-up answers for the label that the policy's own answers are short of."""
+        count = round(self.config.game.tampered_fraction * len(sampled_correct))
+        total = len(sampled_correct) + count
+        num_correct = min(max(total // 2 - sum(sampled_correct), 0), count)
+        stories = rng.sample(range(len(batch)), min(count, len(batch)))
+        return [self.made_up_answer(batch, s, i < num_correct, rng) for i, s in enumerate(stories)]
+
+    def _generate(
+        self, player: PolicyModel, prompts: list[str], n: int, seed: int, greedy: bool, config: Any
+    ) -> list[list[Rollout]]:
+        ids = [prompt_ids(player.tokenizer, prompt, config) for prompt in own_part(prompts)]
+        params = SamplingParams(config.max_new_tokens, 0.0 if greedy else config.temperature, seed)
+        with player.active() as model:
+            return gathered(TransformersEngine(model, player.tokenizer).generate(ids, n, params))
+
+    def _read_critique(
+        self, record: QARecord, answer: Answer, index: int, text: str, rollout: Rollout
+    ) -> CritiqueSample:
+        parsed = parse_critique(text) if rollout.finish_reason == "stop" else None
+        if parsed is None:
+            return CritiqueSample(index, text, None, False, False, 0.5, rollout)
+        valid = self.prompts.rules.evidence_holds(record, parsed.evidence)
+        supports = self.prompts.rules.supports(parsed.evidence, answer.claim)
+        agrees = supports is None or supports == (parsed.verdict == "right")
+        confidence = parsed.confidence
+        if confidence is None:
+            confidence = verdict_probability(self.players.monitor.tokenizer, parsed.verdict, rollout)
+        return CritiqueSample(index, text, parsed, valid, valid and agrees, confidence, rollout)
+
+
+def verdict_probability(tokenizer: Any, verdict: str, rollout: Rollout) -> float:
+    """Probability with which a critique's verdict word was sampled: the product over the word's tokens."""
+    length = len(encode_completion(tokenizer, " " + verdict))
+    ids = rollout.completion_ids
+    for end in range(len(ids), length - 1, -1):
+        if tokenizer.decode(ids[end - length : end]).strip().startswith(verdict):
+            return float(torch.tensor(rollout.logps[end - length : end]).sum().exp())
+    return 0.5
+
+
+def _text(player: PolicyModel, rollout: Rollout) -> str:
+    return player.tokenizer.decode(rollout.completion_ids, skip_special_tokens=True)

@@ -1,0 +1,91 @@
+"""How records are put to the players and the judge, as text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_data import QADatasetConfig, QARecord, UserError, render_prompt
+from rlhf_data.datasets.encode import Encoder
+from rlhf_minmax.config.run import PlayerConfig
+from rlhf_minmax.config.scorers import JudgeConfig
+from rlhf_minmax.formats import ANSWER_TEMPLATE, MONITOR_TEMPLATE, POLICY_TEMPLATE, TextRules
+from rlhf_models import encode_prompt
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The templates of one run, and the rules of its data set.
+
+    Args:
+        dataset: the data set's own template.
+        rules: what can be said of its answers and evidence.
+        policy_template: prompt of the policy, from `{prompt}`.
+        monitor_template: prompt of the monitor, from `{prompt}` and `{answer}` (with its leading blank).
+        answer_template: a made-up answer, from `{choice}`.
+    """
+
+    dataset: QADatasetConfig
+    rules: TextRules
+    policy_template: str = POLICY_TEMPLATE
+    monitor_template: str = MONITOR_TEMPLATE
+    answer_template: str = ANSWER_TEMPLATE
+
+    def policy(self, record: QARecord) -> str:
+        """What the policy reads."""
+        return self.policy_template.format(prompt=render_prompt(record, self.dataset))
+
+    def monitor(self, record: QARecord, answer: str) -> str:
+        """What the monitor reads."""
+        return self.monitor_template.format(prompt=render_prompt(record, self.dataset), answer=answer)
+
+    def made_up(self, choice: str) -> str:
+        """The answer that claims a choice, where the policy has not written one."""
+        return self.answer_template.format(choice=choice)
+
+    def judge(self, question: str, answer: str) -> str:
+        """What the judge reads before the critique: never the story."""
+        return f"{question}\nanswer:{answer}\ncritique:"
+
+    def drill(self, answer: str) -> str:
+        """The monitor's prompt without a story."""
+        return self.monitor_template.format(prompt="", answer=answer)
+
+    def fingerprint(self) -> list[str]:
+        """What distinguishes the demonstration's texts from others, for cache keys."""
+        return [
+            self.dataset.prompt_template,
+            self.dataset.choice_separator,
+            type(self.rules).__name__,
+            self.policy_template,
+            self.monitor_template,
+        ]
+
+
+def prompt_ids(tokenizer: Any, text: str, model: PlayerConfig | JudgeConfig) -> list[int]:
+    """Token ids of what a player or a prompted judge is asked: plain text, or a user's message.
+
+    The message ends where the reply starts.
+
+    Raises:
+        UserError: a chat template is asked for and missing, or fails.
+    """
+    if not uses_chat(tokenizer, model):
+        return encode_prompt(tokenizer, text)
+    return Encoder(tokenizer).prompt([{"role": "user", "content": text}])
+
+
+def uses_chat(tokenizer: Any, model: PlayerConfig | JudgeConfig) -> bool:
+    """Whether the prompts of a player or a prompted judge go through its chat template.
+
+    Raises:
+        UserError: it is asked for and there is none.
+    """
+    has_template = getattr(tokenizer, "chat_template", None) is not None
+    if model.chat and not has_template:
+        role = "judge" if isinstance(model, JudgeConfig) else "player"
+        raise UserError(
+            f"chat is true for a {role} whose tokenizer has no chat template; set chat false, or take an "
+            "instruction-tuned model"
+        )
+    return has_template if model.chat is None else model.chat

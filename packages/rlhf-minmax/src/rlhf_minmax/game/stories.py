@@ -1,0 +1,121 @@
+"""The stories of a run: from files, or drawn from a procedural world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from rlhf_data import (
+    QADatasetConfig,
+    QARecord,
+    UserError,
+    generate_stories,
+    generate_sums,
+    load_qa,
+    split_of,
+)
+from rlhf_minmax.config.run import DataConfig, MinMaxConfig
+from rlhf_minmax.formats import MONITOR_TEMPLATE, POLICY_TEMPLATE, TextRules
+from rlhf_minmax.game.prompts import Prompts
+from rlhf_minmax.game.story_rules import StoryRules
+from rlhf_minmax.game.sum_rules import SumRules
+
+WORLD_TEMPLATE = "{story}\n{question}\n"
+"""The worlds' prompt: places and numbers need no list of choices."""
+
+
+@dataclass(frozen=True)
+class Stories:
+    """Records for training, for evaluation and to build models from, and how they are put to the players."""
+
+    train: list[QARecord]
+    held_out: list[QARecord]
+    building: list[QARecord]
+    prompts: Prompts
+    skipped: tuple[str, ...] = ()
+    """A message for every row of a file that was left out."""
+
+    def without(self, left_out: Mapping[str, str]) -> Stories:
+        """These stories but for records of some places, with a message for each of those.
+
+        Raises:
+            UserError: no training story, or no held-out one, is left.
+        """
+        train, held_out, building = (
+            [record for record in part if record.where not in left_out]
+            for part in (self.train, self.held_out, self.building)
+        )
+        skipped = (*self.skipped, *left_out.values())
+        for what, part in (("training", train), ("held-out", held_out)):
+            if not part:
+                raise UserError(f"all {what} rows are left out; the first that was: {skipped[0]}")
+        return replace(self, train=train, held_out=held_out, building=building, skipped=skipped)
+
+
+def load_stories(config: MinMaxConfig) -> Stories:
+    """Read or draw the stories of a run; training and held-out stories never overlap.
+
+    Raises:
+        UserError: a file cannot be used, or leaves no training or no held-out row.
+    """
+    data = config.data
+    if data.train_data is None:
+        if data.eval_data is not None:
+            raise UserError("data.eval_data is set without data.train_data; give --train-data too")
+        count = max(data.train_stories, config.demo.num_stories)
+        draw, rules = _world(data)
+        building = draw(count, split="train", seed=config.seed)
+        held_out = draw(data.eval_stories, split="eval", seed=config.seed)
+        prompts = _prompts(config, _world_columns(data), rules)
+        return Stories(building[: data.train_stories], held_out, building, prompts)
+    skipped: list[str] = []
+    train, held_out = _from_files(data, data.train_data, skipped)
+    train = train[: data.train_stories]
+    prompts = _prompts(config, data.columns, TextRules(config.constraint.min_evidence_words))
+    return Stories(train, held_out[: data.eval_stories], train, prompts, tuple(skipped))
+
+
+def _world(data: DataConfig) -> tuple[Callable[..., list[QARecord]], TextRules]:
+    """What draws stories of the chosen world, and its rules."""
+    if data.world == "sums":
+        return partial(generate_sums, data.sum_world), SumRules()
+    return partial(generate_stories, data.story_world), StoryRules()
+
+
+def _world_columns(data: DataConfig) -> QADatasetConfig:
+    """The worlds' template, unless the config sets one."""
+    if data.columns.prompt_template != QADatasetConfig().prompt_template:
+        return data.columns
+    return data.columns.model_copy(update={"prompt_template": WORLD_TEMPLATE})
+
+
+def _prompts(config: MinMaxConfig, columns: QADatasetConfig, rules: TextRules) -> Prompts:
+    policy = config.policy_model.prompt_template or POLICY_TEMPLATE
+    monitor = config.monitor_model.prompt_template or MONITOR_TEMPLATE
+    return Prompts(columns, rules, policy, monitor, config.game.answer_template)
+
+
+def _from_files(
+    data: DataConfig, train_data: str, skipped: list[str]
+) -> tuple[list[QARecord], list[QARecord]]:
+    def load(path: str) -> list[QARecord]:
+        return load_qa(path, data.columns, on_bad_row=data.on_bad_row, skipped=skipped)
+
+    rows = load(train_data)
+    if data.eval_data is not None:
+        held_out = load(data.eval_data)
+        stories = {record.story for record in held_out}
+        train = [record for record in rows if record.story not in stories]
+        how = "(stories of --eval-data are not trained on)"
+    else:
+        train = [record for record in rows if split_of(record.story) == "train"]
+        held_out = [record for record in rows if split_of(record.story) == "eval"]
+        how = "(rows are held out by a hash of the story)"
+    for what, part in (("training", train), ("held-out", held_out)):
+        if not part:
+            raise UserError(
+                f"{train_data} leaves no {what} row of its {len(rows)} "
+                f"{how}; give --eval-data with other stories"
+            )
+    return train, held_out

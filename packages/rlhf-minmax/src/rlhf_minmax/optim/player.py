@@ -1,0 +1,308 @@
+"""Clipped policy-gradient updates of one player on its own rollouts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rlhf_algos.advantages import gae, group_baseline, leave_one_out, scale_by_std, zero_std_fraction
+from rlhf_algos.engine.optimizer import learning_rate_factor
+from rlhf_algos.losses import clipped_policy_loss, kl_k3, value_loss
+from rlhf_algos.process_group import gathered, is_first_process, own_part, summed
+from rlhf_data import PackedBatch, TokenSequence, UserError, pack
+from rlhf_infer import Rollout
+from rlhf_minmax.config.run import Baseline, MinMaxConfig, PlayerConfig
+from rlhf_minmax.optim.extragradient import IterateAverage
+from rlhf_minmax.optim.gradient_step import PlayerScorer, ReplicatedStepper, Stepper, ZeroStepper
+from rlhf_models import PolicyModel, ValueHead
+
+_MEASURED = ("loss", "kl", "approx_kl", "clip_fraction", "entropy", "value_loss")
+_VALUE_CLIP = 0.2
+"""How far a value may move from that at sampling before its loss is clipped, as in TRL's PPO."""
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """A packed batch of rollouts with what stays fixed over its updates, all (M,); of weight 0 if idle."""
+
+    batch: PackedBatch
+    old_logps: Tensor
+    ref_logps: Tensor
+    advantages: Tensor
+    weight: float = 1.0
+    old_values: Tensor | None = None
+    returns: Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that count."""
+        return self.batch.num_tokens if self.weight else 0
+
+
+def sequence_advantages(rewards: Tensor, groups: Tensor, baseline: Baseline) -> Tensor:
+    """(B,) rewards minus their baseline, divided by the batch's deviation; 0 where no group has a spread.
+
+    Args:
+        rewards: (B,).
+        groups: (B,) index of each completion's group.
+        baseline: `group` the group's mean, `leave_one_out` the mean of the others in it, `batch` the mean of
+            all; `critic` none here, since values are subtracted token by token: the rewards come back.
+    """
+    if baseline == "critic":
+        return rewards
+    if baseline == "batch":
+        groups = torch.zeros_like(groups)
+    if zero_std_fraction(rewards, groups) == 1:
+        return torch.zeros_like(rewards)
+    return scale_by_std((leave_one_out if baseline == "leave_one_out" else group_baseline)(rewards, groups))
+
+
+class PlayerOptimizer:
+    """Updates of one player, each on the rollouts of all processes.
+
+    Args:
+        player: whose parameters are trained; they are listed here, once.
+        settings: the player's own: temperature, clip range, KL, optimizer.
+        config: the run's, where the player has none of its own.
+        learning_rate: of AdamW, at its highest.
+        total_steps: of the run, for the schedule of the learning rate.
+    """
+
+    def __init__(
+        self,
+        player: PolicyModel,
+        settings: PlayerConfig,
+        config: MinMaxConfig,
+        *,
+        learning_rate: float,
+        total_steps: int = 1,
+    ) -> None:
+        game, training = config.game, config.training
+        self.player, self.settings = player, settings
+        self.epsilon = game.epsilon if settings.epsilon is None else settings.epsilon
+        self.beta = game.beta if settings.beta is None else settings.beta
+        self.target_kl = game.target_kl if settings.target_kl is None else settings.target_kl
+        self.max_grad_norm, self.max_tokens = training.max_grad_norm, training.max_tokens_per_batch
+        self.learning_rate, self.total_steps = learning_rate, total_steps
+        self.kl_multiplier = 0.0
+        self.parameters: list[torch.nn.Parameter] = list(player.parameters())
+        self.critic = _critic(player, config.seed) if settings.baseline == "critic" else None
+        self.stepper = self._stepper(training.deepspeed)
+        decay = settings.average_decay
+        self.average = None if decay is None else IterateAverage(self.parameters, decay)
+
+    def _stepper(self, deepspeed: str | None) -> Stepper:
+        settings = self.settings
+        adamw = {
+            "learning_rate": self.learning_rate,
+            "betas": settings.adam_betas,
+            "weight_decay": settings.weight_decay,
+        }
+        if deepspeed is not None:
+            return ZeroStepper(
+                self.player,
+                self.critic,
+                settings.temperature,
+                deepspeed,
+                adamw,
+                max_grad_norm=self.max_grad_norm,
+            )
+        trained = [*self.parameters, *(self.critic.parameters() if self.critic else ())]
+        scorer = PlayerScorer(self.player, self.critic, settings.temperature)
+        return ReplicatedStepper(
+            scorer, trained, adamw, rule=settings.step_rule, max_grad_norm=self.max_grad_norm
+        )
+
+    def begin_step(self, step: int) -> float:
+        """Set the learning rate of a step counted from 0, and return it."""
+        settings = self.settings
+        rate = self.learning_rate * learning_rate_factor(
+            step,
+            schedule=settings.lr_scheduler_type,
+            total_steps=self.total_steps,
+            warmup_steps=settings.warmup_steps,
+        )
+        self.stepper.set_learning_rate(rate)
+        return rate
+
+    def update(self, rollouts: Sequence[Rollout], advantages: Tensor, *, updates: int) -> dict[str, float]:
+        """Up to `updates` AdamW steps on one batch, fewer when the KL to the sampling policy gets too large.
+
+        Args:
+            rollouts: B sampled completions with their sampling log-probs.
+            advantages: (B,) as `sequence_advantages` gives them; rewards for a player with a critic.
+            updates: most steps.
+
+        Returns:
+            `loss`, `kl` (k3 to the reference, per token), `kl_start` (the same before the first step),
+            `sampling_kl` (k3 to the log-probs at sampling, before the first step; 0 but for rounding),
+            `approx_kl` (to the sampling policy, after the last step measured), `clip_fraction`, `grad_norm`,
+            `entropy`, with a critic `value_loss`; `updates` done, `num_tokens` computed.
+
+        Raises:
+            UserError: the loss or its gradient is not finite.
+        """
+        scored = self._prepare(rollouts, advantages)
+        total = sum(len(rollout.logps) for rollout in rollouts)
+        metrics: dict[str, float] = {}
+        first: dict[str, float] = {}
+        self.stepper.train(True)
+        try:
+            for done in range(updates):
+                looks_first = done > 0 and self.stepper.lock_step
+                measured = self._pass(scored, total) if looks_first else self._gradient(scored, total)
+                if not done:
+                    first = {"kl_start": measured["kl"], "sampling_kl": abs(measured["approx_kl"])}
+                if done and measured["approx_kl"] > self.target_kl:
+                    self.stepper.drop()
+                    metrics["approx_kl"] = measured["approx_kl"]
+                    break
+                if looks_first:
+                    measured = self._gradient(scored, total)
+                norm = self.stepper.step()
+                if norm is not None:
+                    measured = _finite(measured | {"grad_norm": float(norm)})
+                metrics = {**measured, **first, "updates": done + 1}
+        finally:
+            self.stepper.train(False)
+        computed = sum(gathered([part.num_tokens for part in scored])) * int(metrics["updates"])
+        return metrics | {"num_tokens": computed}
+
+    def end_step(self) -> None:
+        """Take the weights as they are after a step into their average."""
+        if self.average is not None:
+            self.average.update()
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """The player with its averaged weights, if an average is kept; else as it is."""
+        return nullcontext() if self.average is None else self.average.applied()
+
+    def _prepare(self, rollouts: Sequence[Rollout], advantages: Tensor) -> list[_Scored]:
+        """This process's rollouts in packed batches, with idle ones where processes keep in step."""
+        own = list(own_part(range(len(rollouts))))
+        parts = self._packed([rollouts[i] for i in own], advantages[own], 1.0)
+        if self.stepper.lock_step:
+            idle = max(gathered([len(parts)])) - len(parts)
+            parts = self._packed(rollouts[:1], advantages[:1], 0.0) * idle + parts
+        return parts if self.critic is None else self._with_values(parts)
+
+    def _packed(self, rollouts: Sequence[Rollout], advantages: Tensor, weight: float) -> list[_Scored]:
+        sequences = [TokenSequence([*r.prompt_ids, *r.completion_ids], len(r.prompt_ids)) for r in rollouts]
+        parts = []
+        for batch in pack(sequences, self.max_tokens) if sequences else ():
+            members = batch.sequence_ids
+            old = torch.tensor([logp for i in members.tolist() for logp in rollouts[i].logps])
+            spread = advantages[members][batch.score_sequence].to(self.player.device)
+            batch = batch.to(self.player.device)
+            ref = self.player.ref_logps(batch, temperature=self.settings.temperature)
+            parts.append(_Scored(batch, old.to(self.player.device), ref, spread, weight))
+        return parts
+
+    def _with_values(self, parts: Sequence[_Scored]) -> list[_Scored]:
+        """The parts with values, and with generalised advantages of a reward at the last token, whitened."""
+        found = []
+        for part in parts:
+            with torch.no_grad(), self.player.active():
+                _, values = self.stepper.scores(part.batch)
+            assert values is not None
+            sequence = part.batch.score_sequence
+            last = torch.ones_like(sequence, dtype=torch.bool)
+            last[:-1] = sequence[1:] != sequence[:-1]
+            estimate = gae(
+                torch.where(last, part.advantages, 0.0), values, sequence, gamma=1.0, lam=self.settings.lam
+            )
+            found.append(
+                replace(part, advantages=estimate.advantages, old_values=values, returns=estimate.returns)
+            )
+        every = torch.tensor(gathered([a for part in found if part.weight for a in part.advantages.tolist()]))
+        mean, std = float(every.mean()), float(every.std().clamp(min=1e-6))
+        return [replace(part, advantages=(part.advantages - mean) / std) for part in found]
+
+    def _gradient(self, scored: list[_Scored], total: int) -> dict[str, float]:
+        """Gradient of the mean loss over all processes' tokens, clipped, and what was measured on the way."""
+        measured = self._pass(scored, total, learns=True)
+        norm = self.stepper.norm()
+        return _finite(measured if norm is None else measured | {"grad_norm": float(norm)})
+
+    def _pass(self, scored: list[_Scored], total: int, *, learns: bool = False) -> dict[str, float]:
+        """The loss and its companions, means over the tokens of all processes; with gradients on request."""
+        sums = torch.zeros(6, device=self.player.device)
+        with self.player.active(), torch.set_grad_enabled(learns):
+            for number, part in enumerate(scored, start=1):
+                result, values = self.stepper.scores(part.batch)
+                policy = clipped_policy_loss(
+                    result.logps,
+                    part.old_logps,
+                    part.advantages,
+                    clip_low=self.epsilon,
+                    clip_high=self.epsilon,
+                )
+                divergence = kl_k3(result.logps, part.ref_logps).sum()
+                loss = policy.loss + (self.beta + self.kl_multiplier) * divergence
+                error = torch.zeros((), device=self.player.device)
+                if values is not None and part.old_values is not None and part.returns is not None:
+                    error = value_loss(values, part.old_values, part.returns, clip_range=_VALUE_CLIP).loss
+                    loss = loss + self.settings.vf_coef * error
+                if learns:
+                    self.stepper.backward(loss / total * part.weight, last=number == len(scored))
+                assert result.entropy is not None
+                clipped = policy.clipped_low + policy.clipped_high
+                parts = [loss, divergence, policy.approx_kl, clipped, result.entropy.sum(), error]
+                sums += part.weight * torch.stack(parts).detach()
+        means = (summed(sums) / total).tolist()
+        measured: dict[str, float] = dict(zip(_MEASURED, means, strict=True))
+        if self.critic is None:
+            del measured["value_loss"]
+        return measured
+
+    def save(self, folder: Path, role: str) -> None:
+        """Write the optimizer's state, and what steps, average and critic remember, into a folder.
+
+        Every process must call it.
+        """
+        self.stepper.save(folder, role)
+        tensors = self.stepper.state()
+        if self.average is not None:
+            tensors |= self.average.state()
+        if self.critic is not None:
+            tensors |= {f"critic.{name}": value for name, value in self.critic.state_dict().items()}
+        if tensors and is_first_process():
+            path = folder / f"{role}_memory.safetensors"
+            save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, str(path))
+
+    def load(self, folder: Path, role: str) -> None:
+        """Take up what `save` wrote."""
+        self.stepper.load(folder, role)
+        path = folder / f"{role}_memory.safetensors"
+        tensors = load_file(str(path)) if path.exists() else {}
+        self.stepper.load_state(tensors)
+        if self.average is not None:
+            self.average.load_state(tensors)
+        if self.critic is not None:
+            self.critic.load_state_dict(
+                {name: tensors[f"critic.{name}"] for name in self.critic.state_dict()}
+            )
+
+    def forget(self) -> None:
+        """Drop the optimizer's moments, which belong to weights other than those that have been put back."""
+        self.stepper.weights_replaced()
+
+
+def _finite(measured: dict[str, float]) -> dict[str, float]:
+    """What was measured, if all of it is finite; what is not is refused."""
+    if all(map(math.isfinite, measured.values())):
+        return measured
+    norm = measured.get("grad_norm")
+    shown = "" if norm is None else f" with gradient norm {norm}"
+    raise UserError(f"a player's loss became {measured['loss']}{shown}; lower its learning rate")
+
+
+def _critic(player: PolicyModel, seed: int) -> ValueHead:
+    return ValueHead(player.model.config.get_text_config().hidden_size, seed=seed).to(player.device)

@@ -1,0 +1,1 @@
+"""A whole run: job, trainer, pre-flight checks, dry run, memory, processes."""

@@ -1,0 +1,100 @@
+"""A game put together: models built or loaded, players, scorers and the pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rlhf_minmax.config.run import MinMaxConfig
+from rlhf_minmax.demo.builder import DemoModels, demo_models, missed_gates
+from rlhf_minmax.demo.held_out import with_held_out_reward
+from rlhf_minmax.game.forward_pass import MinMaxPipeline
+from rlhf_minmax.game.stories import Stories
+from rlhf_minmax.players.players import Players, load_players
+from rlhf_minmax.run.distributed import check_built
+from rlhf_minmax.run.events import Events
+from rlhf_minmax.scorers.distributed import held_out_together, shared_out
+from rlhf_minmax.scorers.loading import (
+    HeldOut,
+    load_held_out,
+    load_judge,
+    load_reward_model,
+    needs_demo,
+    needs_held_out_reward,
+)
+from rlhf_models import DeviceManager
+
+_TINY_PARAMETERS = 5_000_000
+
+
+@dataclass(frozen=True)
+class Game:
+    """The game, the scorers that are kept out of it, and the models built for it."""
+
+    pipeline: MinMaxPipeline
+    held_out: HeldOut
+    demo: DemoModels | None
+
+
+def build_game(
+    config: MinMaxConfig,
+    stories: Stories,
+    devices: DeviceManager,
+    events: Events,
+    cache_folder: Path | None = None,
+    *,
+    rebuild: bool = False,
+) -> Game:
+    """Build the models that are not named, or take them from the cache, and load everything.
+
+    Args:
+        config: the run's settings.
+        stories: its records and prompts.
+        devices: which role runs where.
+        events: called with every step of building, and with gates that were missed.
+        cache_folder: where built models are kept; None is the user's cache folder.
+        rebuild: build them even where they are cached.
+
+    Raises:
+        UserError: a built model misses its gate without `force`, or a model cannot be loaded.
+    """
+    demo = _built_models(config, stories, events, cache_folder, rebuild) if needs_demo(config) else None
+    players = load_players(config, str(demo.base) if demo else None, devices)
+    if devices.device("policy").type == "cpu" and _num_parameters(players) < _TINY_PARAMETERS:
+        torch.set_num_threads(1)
+    pipeline = MinMaxPipeline(
+        players,
+        shared_out(load_reward_model(config, demo, devices, players)),
+        shared_out(load_judge(config, demo, devices, stories.prompts, players), config.judge_model),
+        stories.prompts,
+        config,
+    )
+    held_out = load_held_out(config, demo, devices, stories.prompts, players)
+    return Game(pipeline, held_out_together(held_out, config.held_out.judge), demo)
+
+
+def _built_models(
+    config: MinMaxConfig, stories: Stories, events: Events, cache_folder: Path | None, rebuild: bool
+) -> DemoModels:
+    check_built(config, stories, cache_folder)
+    settings = config.demo_settings()
+    built = stories.building, stories.prompts, settings
+    demo = demo_models(
+        *built,
+        seed=config.seed,
+        cache_folder=cache_folder,
+        rebuild=rebuild,
+        progress=events.demo_step,
+        force=config.force,
+    )
+    for text in missed_gates(demo, settings):
+        events.warning(text)
+    if needs_held_out_reward(config):
+        demo = with_held_out_reward(demo, *built, seed=config.seed, progress=events.demo_step)
+    return demo
+
+
+def _num_parameters(players: Players) -> int:
+    return sum(parameter.numel() for parameter in players.policy.model.parameters())

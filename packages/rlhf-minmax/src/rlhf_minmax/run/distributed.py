@@ -1,0 +1,86 @@
+"""A run in several processes: where each computes, and what it asks of the settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlhf_algos.jobs.models import job_device
+from rlhf_algos.process_group import (
+    num_processes,
+)
+from rlhf_data import UserError
+from rlhf_minmax.config.run import MinMaxConfig
+from rlhf_minmax.demo.builder import demo_folder
+from rlhf_minmax.demo.held_out import held_out_folder
+from rlhf_minmax.game.stories import Stories
+from rlhf_minmax.optim.gradient_step import SHARDED_WEIGHTS, zero_stage
+from rlhf_minmax.scorers.loading import needs_held_out_reward
+from rlhf_models import DeviceManager
+from rlhf_models.device_manager import ROLES
+
+
+def plan_devices(config: MinMaxConfig) -> DeviceManager:
+    """Where every role runs: of several processes each has a GPU of its own for all roles.
+
+    Raises:
+        UserError: a device does not exist, or devices are named for several processes.
+    """
+    if num_processes() == 1:
+        return DeviceManager(config.devices)
+    if config.devices:
+        raise UserError(
+            "devices names a device per role, but under torchrun every process runs all roles on its own; "
+            "leave devices out, or put the judge behind an API"
+        )
+    return DeviceManager(dict.fromkeys(ROLES, str(job_device())))
+
+
+def check_processes(config: MinMaxConfig) -> None:
+    """Refuse what several processes, or DeepSpeed, cannot do.
+
+    Raises:
+        UserError: which setting, and what to do.
+    """
+    path = config.training.deepspeed
+    if path is None:
+        return
+    if config.schedule.extragradient:
+        raise UserError(
+            "schedule.extragradient puts weights back to where a step began, whose copies training.deepspeed "
+            "keeps to itself; set it false or leave deepspeed out"
+        )
+    stage = zero_stage(path)
+    players = {"policy_model": config.policy_model, "monitor_model": config.monitor_model}
+    for name, player in players.items():
+        if player.step_rule != "plain":
+            raise UserError(
+                f"{name}.step_rule {player.step_rule} needs whole gradients, which training.deepspeed "
+                "shards; take step_rule plain or leave deepspeed out"
+            )
+        if stage == SHARDED_WEIGHTS and player.use_lora:
+            raise UserError(
+                f"{path} shards weights (ZeRO-3), but {name} trains an adapter on frozen weights that every "
+                "process samples with; take stage 2, or use_lora false"
+            )
+    if stage == SHARDED_WEIGHTS and config.guards.rollback:
+        raise UserError(
+            f"guards.rollback puts weights back, which {path} shards (ZeRO-3); take stage 2 or no rollback"
+        )
+
+
+def check_built(config: MinMaxConfig, stories: Stories, cache_folder: Path | None = None) -> None:
+    """Refuse to build the demonstration's models in several processes.
+
+    Raises:
+        UserError: there are several, and a model is missing.
+    """
+    if num_processes() == 1:
+        return
+    folder = demo_folder(
+        stories.building, stories.prompts, config.demo_settings(), seed=config.seed, cache_folder=cache_folder
+    )
+    if not folder.is_dir() or (needs_held_out_reward(config) and not held_out_folder(folder).is_dir()):
+        raise UserError(
+            "the demonstration's models are not built yet, and one process builds them; start the same run "
+            "once without torchrun, with --eval-only, then with it"
+        )

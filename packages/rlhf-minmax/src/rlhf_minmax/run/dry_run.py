@@ -1,0 +1,332 @@
+"""A dry run: everything is resolved and checked, tokens and memory are estimated, nothing is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_data import QARecord, TokenSequence, ensure_writable_folder, pack
+from rlhf_minmax.config.run import MinMaxConfig
+from rlhf_minmax.config.scorers import JudgeConfig
+from rlhf_minmax.demo.builder import demo_folder
+from rlhf_minmax.evaluation.measure_game import CROSS_PLAYED
+from rlhf_minmax.game.stories import Stories, load_stories
+from rlhf_minmax.players.players import share_backbone
+from rlhf_minmax.run.checks import Checked, LongestText, ModelInfo, Ruler, check_run, time_to_build
+from rlhf_minmax.run.distributed import check_processes, plan_devices
+from rlhf_minmax.run.events import device_rows, duration
+from rlhf_minmax.run.memory import Memory, estimate_memory
+from rlhf_minmax.scorers.loading import needs_demo
+from rlhf_minmax.scorers.shared_trunk import Host
+from rlhf_models import encode_completion
+from rlhf_models.memory import format_bytes
+
+ENGINE_TOKENS = 1 << 18
+"""Tokens whose keys and values the generation engine holds at a time."""
+_ASKED_IN_EVALUATION = 3
+"""Requests per held-out story: the policy's answer, and a made-up one with a critique and without."""
+_ASKED_OF_PROBE = 5
+"""Requests per probe story: one for the score's scale, four for the break-even check."""
+_ASKED_OF_RESPONSE = 4
+"""Requests per held-out story of both best-response probes: before and after each."""
+_CHARACTERS_PER_TOKEN = 4
+"""Of English text in the tokenizers that APIs use, by the rule of thumb that their vendors state."""
+_DUMMY_TOKENS = 256
+"""Token ids that stand for completions; the first one differs between the samples of a prompt."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Tokens that one player's update of one step computes.
+
+    Args:
+        sequences: how many prompts with a completion.
+        packed: tokens of the prefix trees they are computed in.
+        padded: tokens of the same sequences as rows of one padded batch.
+        largest: tokens of the largest single pass.
+    """
+
+    sequences: int
+    packed: int
+    padded: int
+    largest: int
+
+
+def plan_run(config: MinMaxConfig) -> dict[str, Any]:
+    """Resolve and check a run without training; what it would do, with how many tokens and how much memory.
+
+    Loads the data and the tokenizers, never weights. Tokens are those of one step's real prefix trees, with
+    completions of `max_new_tokens`, so they are an upper bound; memory as `estimate_memory` says.
+
+    Args:
+        config: the run's settings.
+
+    Returns:
+        `device_plan` (rows of role, device, dtype, reason), `rows` (pairs of label and text), `warnings`.
+
+    Raises:
+        UserError: data, devices, models, texts or the cache folder cannot be used.
+    """
+    stories = load_stories(config)
+    check_processes(config)
+    devices = plan_devices(config)
+    checked = check_run(config, stories, devices)
+    stories = checked.stories
+    streams = step_streams(config, stories, Ruler(config, stories, checked.models))
+    memory = estimate_memory(
+        config,
+        checked.models,
+        devices,
+        pass_tokens=max(stream.largest for stream in streams.values()),
+        cache_tokens=_cache_tokens(config, stories, checked.longest),
+    )
+    rows = [
+        *_model_rows(config, stories, checked),
+        *_size_rows(config, stories),
+        *_token_rows(config, stories, streams),
+        *_request_rows(config, stories),
+        *(_length_row(text) for text in checked.longest),
+        ("time scales, monitor : policy", f"{config.training.time_scale_ratio:.2g} : 1 (rate x updates)"),
+        *(_memory_row(part) for part in memory),
+    ]
+    return {"device_plan": device_rows(devices), "rows": rows, "warnings": checked.warnings}
+
+
+def step_streams(config: MinMaxConfig, stories: Stories, ruler: Ruler) -> dict[str, Stream]:
+    """What `policy` and `monitor` compute in one update on the first batch of stories."""
+    batch = stories.train[: config.training.batch_size]
+    answers = [
+        TokenSequence([*prompt, *_completion(i, config.policy_model.max_new_tokens)], len(prompt))
+        for prompt in map(ruler.policy_prompt, batch)
+        for i in range(config.game.num_generations)
+    ]
+    tampered = _num_tampered(config, stories)
+    critiques = [
+        TokenSequence([*prompt, *_completion(i, config.monitor_model.max_new_tokens)], len(prompt))
+        for n, record in enumerate(batch)
+        for prompt in _judged_prompts(config, ruler, record, tampered=n < tampered)
+        for i in range(config.game.num_critiques)
+    ]
+    budget = config.training.max_tokens_per_batch
+    return {"policy": _stream(answers, budget), "monitor": _stream(critiques, budget)}
+
+
+def _judged_prompts(
+    config: MinMaxConfig, ruler: Ruler, record: QARecord, *, tampered: bool
+) -> list[list[int]]:
+    """The monitor's prompts about one sampled answer to a story, and about a made-up one, if any."""
+    prompts = [ruler.monitor_prompt(record, _completion(0, config.policy_model.max_new_tokens))]
+    if tampered:
+        made_up = ruler.stories.prompts.made_up(record.answer_text)
+        ids = encode_completion(ruler.models["monitor"].tokenizer, made_up)
+        prompts.append(ruler.monitor_prompt(record, ids))
+    return prompts
+
+
+def _completion(sample: int, length: int) -> list[int]:
+    return [sample % _DUMMY_TOKENS] * length
+
+
+def _step_size(config: MinMaxConfig, stories: Stories) -> int:
+    return min(config.training.batch_size, len(stories.train))
+
+
+def _num_tampered(config: MinMaxConfig, stories: Stories) -> int:
+    size = _step_size(config, stories)
+    return min(round(config.game.tampered_fraction * size), size)
+
+
+def _num_critiques(config: MinMaxConfig, stories: Stories) -> tuple[int, int]:
+    """Critiques per step that train the monitor, and fresh ones in the policy's reward."""
+    game, size = config.game, _step_size(config, stories)
+    judged = (size + _num_tampered(config, stories)) * game.num_critiques
+    return judged, size * game.num_generations * game.policy_critiques
+
+
+def _num_exploited(config: MinMaxConfig, stories: Stories) -> int:
+    """Held-out stories on which every evaluation measures exploitability."""
+    return min(config.diagnostics.exploitability_stories, len(stories.held_out))
+
+
+def _num_evaluations(config: MinMaxConfig, stories: Stories) -> int:
+    """At the start, at the end, of the plain policy, of averaged players, and on the way."""
+    training = config.training
+    steps = training.num_steps(len(stories.train))
+    averages = any(p.average_decay is not None for p in (config.policy_model, config.monitor_model))
+    return 2 + config.baseline + averages + steps // (training.eval_steps or steps + 1)
+
+
+def _stream(sequences: Sequence[TokenSequence], budget: int) -> Stream:
+    sizes = [batch.num_tokens for batch in pack(sequences, budget)]
+    longest = max(len(sequence.input_ids) for sequence in sequences)
+    return Stream(len(sequences), sum(sizes), longest * len(sequences), max(sizes))
+
+
+def _cache_tokens(config: MinMaxConfig, stories: Stories, longest: list[LongestText]) -> int:
+    """Prompt and completion tokens that the largest generation holds at a time."""
+    text = max(found.tokens for found in longest if found.role in ("policy", "monitor"))
+    game, size = config.game, _step_size(config, stories)
+    samples = (
+        size * game.num_generations,
+        (size + _num_tampered(config, stories)) * game.num_critiques,
+        size * game.num_generations * game.policy_critiques,
+        _num_exploited(config, stories) * game.num_generations * game.num_critiques,
+        len(stories.held_out),
+        config.data.probe_stories,
+    )
+    return min(max(samples) * text, ENGINE_TOKENS)
+
+
+def _model_rows(config: MinMaxConfig, stories: Stories, checked: Checked) -> list[tuple[str, str]]:
+    rows = [
+        (
+            f"{role} model",
+            f"{info.config.model_type}, {info.name or 'built from the training rows'}"
+            + _where(config, info, checked.hosts.get(role)),
+        )
+        for role, info in checked.models.items()
+    ]
+    rows += [
+        (
+            role,
+            "a rule: reads the verdict word"
+            if judge.kind == "rule"
+            else f"{judge.model_name} at {judge.base_url}",
+        )
+        for role, judge in _judges(config).items()
+        if judge.kind in ("rule", "api")
+    ]
+    if needs_demo(config):
+        folder = demo_folder(stories.building, stories.prompts, config.demo_settings(), seed=config.seed)
+        if not folder.is_dir():
+            ensure_writable_folder(folder.parent)
+        seconds = time_to_build(config, checked)
+        building = "" if seconds is None else f"to be built first, in {duration(seconds)}"
+        rows.append(("built models", building or f"cached in {folder}"))
+    return rows
+
+
+def _where(config: MinMaxConfig, info: ModelInfo, host: Host | None) -> str:
+    """What an adapter of a scorer runs on."""
+    if host is not None:
+        owners = "players'" if share_backbone(config) else f"{host}'s"
+        return f": adapter on the {owners} backbone"
+    return ": adapter on a backbone of its own" if info.adapter is not None else ""
+
+
+def _size_rows(config: MinMaxConfig, stories: Stories) -> list[tuple[str, str]]:
+    training, game, size = config.training, config.game, _step_size(config, stories)
+    train, held_out = len(stories.train), len(stories.held_out)
+    steps = training.num_steps(train)
+    plain = f" after {training.num_steps(train, adversary=False)} of plain RLHF" if config.baseline else ""
+    judged, fresh = _num_critiques(config, stories)
+    return [
+        ("stories", f"{train:,} for training, {held_out:,} held out"),
+        (
+            "steps",
+            f"{steps:,} of {size} stories ({steps / training.num_steps_per_epoch(train):.2g} epochs){plain}",
+        ),
+        ("answers per step", f"{size * game.num_generations:,}"),
+        ("critiques per step", f"{judged:,} that train the monitor, {fresh:,} in the policy's reward"),
+    ]
+
+
+def _token_rows(config: MinMaxConfig, stories: Stories, streams: dict[str, Stream]) -> list[tuple[str, str]]:
+    training, schedule, count = config.training, config.schedule, len(stories.train)
+    policy, once = streams["policy"].packed * training.policy_updates, streams["monitor"].packed
+    updates = training.monitor_updates_per_policy
+    monitor = once * _most_monitor_updates(config)
+    rounds = 2 if schedule.extragradient else 1
+    steps, learning = training.num_steps(count), training.num_steps(count, adversary=False)
+    probes = config.diagnostics.best_response_updates * (once * max(1, updates) + policy)
+    total = rounds * (steps * monitor + learning * policy) + probes
+    total += learning * policy if config.baseline else 0
+    return [
+        *(
+            (
+                f"{role} tokens per update",
+                f"{stream.packed:,} packed, {stream.padded:,} padded ({stream.padded / stream.packed:.1f}x)",
+            )
+            for role, stream in streams.items()
+        ),
+        ("tokens per step", f"at most {rounds * (policy + monitor):,} in all updates"),
+        *([("tokens of best-response probes", f"at most {probes:,}")] if probes else []),
+        ("tokens in all", f"at most {total:,}"),
+        *_exploitability_row(config, stories),
+    ]
+
+
+def _most_monitor_updates(config: MinMaxConfig) -> int:
+    """Of a step."""
+    updates, schedule = config.training.monitor_updates_per_policy, config.schedule
+    return schedule.max_monitor_updates if schedule.rule == "adaptive" and updates > 0 else updates
+
+
+def _exploitability_row(config: MinMaxConfig, stories: Stories) -> list[tuple[str, str]]:
+    """What exploitability costs: samples of its own."""
+    answers = _num_exploited(config, stories) * config.game.num_generations
+    critiques = answers * config.game.num_critiques
+    evaluations = _num_evaluations(config, stories)
+    text = f"{answers:,} answers and {critiques:,} critiques in each of {evaluations:,} evaluations"
+    return [("exploitability", text)] if answers else []
+
+
+def _judges(config: MinMaxConfig) -> dict[str, JudgeConfig]:
+    held_out = config.held_out.judge
+    return {"judge": config.judge_model} | ({"held-out judge": held_out} if held_out else {})
+
+
+def _request_rows(config: MinMaxConfig, stories: Stories) -> list[tuple[str, str]]:
+    """What judges behind an API are asked, were no text met twice."""
+    training, schedule, game = config.training, config.schedule, config.game
+    count, held_out = len(stories.train), len(stories.held_out)
+    steps, learning = training.num_steps(count), training.num_steps(count, adversary=False)
+    critiques, fresh = _num_critiques(config, stories)
+    played = 2 if schedule.extragradient else 1
+    batches = max(_most_monitor_updates(config), 1) if schedule.monitor_refresh == "resample" else 1
+    judged = played * batches * critiques + critiques // game.num_critiques  # answers without a critique, too
+    paid = played * fresh
+    evaluations = _num_evaluations(config, stories)
+    evaluated, probed = evaluations * held_out, min(config.data.probe_stories, count)
+    exploited = _num_exploited(config, stories) * game.num_generations * game.num_critiques
+    besides = _ASKED_IN_EVALUATION * evaluated + _ASKED_OF_PROBE * probed + evaluations * exploited
+    if rounds := config.diagnostics.best_response_updates:
+        besides += rounds * (batches * critiques + fresh) + _ASKED_OF_RESPONSE * held_out
+    if every := config.pool.every:
+        besides += min(CROSS_PLAYED, config.pool.size, steps // every) ** 2 * held_out
+    requests = {
+        "judge": (judged + paid, steps * judged + learning * paid + besides),
+        "held-out judge": (0, evaluated + probed),
+    }
+    return [
+        (
+            f"{role} requests",
+            f"about {requests[role][0]:,} per step, {requests[role][1]:,} in all"
+            + _cost(judge, config, stories, requests[role][1]),
+        )
+        for role, judge in _judges(config).items()
+        if judge.kind == "api"
+    ]
+
+
+def _cost(judge: JudgeConfig, config: MinMaxConfig, stories: Stories, requests: int) -> str:
+    """What some requests cost with completions of `max_new_tokens`; empty without prices."""
+    questions = sum(len(record.question) for record in stories.train) / len(stories.train)
+    prompt = (len(judge.question_template) + questions) / _CHARACTERS_PER_TOKEN
+    prompt += config.policy_model.max_new_tokens + config.monitor_model.max_new_tokens
+    cost = judge.cost(requests * prompt, requests * judge.reply_tokens)
+    return "" if cost is None else f", for about {cost:.3g} (in the currency of the prices)"
+
+
+def _length_row(text: LongestText) -> tuple[str, str]:
+    limit = "no limit" if text.context is None else f"context {text.context:,}"
+    return f"longest {text.role} text", f"{text.tokens:,} tokens, {limit} ({text.story!r})"
+
+
+def _memory_row(memory: Memory) -> tuple[str, str]:
+    parts = f"weights {format_bytes(memory.weights)}, training state {format_bytes(memory.training)}"
+    copies = f", copies {format_bytes(memory.copies)}" if memory.copies else ""
+    return f"memory on {memory.device}", (
+        f"about {format_bytes(memory.total)}: {parts}, activations {format_bytes(memory.activations)}{copies}"
+    )

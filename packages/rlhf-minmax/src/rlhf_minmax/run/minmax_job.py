@@ -1,0 +1,353 @@
+"""A whole run: data, models, pre-flight, plain baseline, game, results, report."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rlhf_algos.process_group import from_first_process, is_first_process, num_processes, wait_for_all
+from rlhf_data import RunFolder, UserError, atomic_write_json
+from rlhf_eval import minmax_figure, training_curves, write_minmax_report
+from rlhf_eval.report import run_metrics
+from rlhf_minmax.config.run import MinMaxConfig
+from rlhf_minmax.demo.builder import DemoModels
+from rlhf_minmax.evaluation.break_even import (
+    BreakEven,
+    ReadRates,
+    measure_break_even,
+    measure_scales,
+    why_impossible,
+)
+from rlhf_minmax.evaluation.evaluate import Metrics, sample_exchanges
+from rlhf_minmax.evaluation.measure_game import (
+    best_responses,
+    calibration,
+    findings,
+    form_warnings,
+    measure_game,
+    past_against_past,
+)
+from rlhf_minmax.game.forward_pass import MinMaxPipeline, Scale
+from rlhf_minmax.game.prompts import prompt_ids
+from rlhf_minmax.game.stories import Stories, load_stories
+from rlhf_minmax.players.players import Players
+from rlhf_minmax.run.building import Game, build_game
+from rlhf_minmax.run.checks import check_run, time_to_build
+from rlhf_minmax.run.distributed import check_processes, plan_devices
+from rlhf_minmax.run.events import Clock, Events, device_rows, versions
+from rlhf_minmax.run.trainer import MinMaxTrainer
+from rlhf_minmax.scorers.api_usage import api_usage
+from rlhf_minmax.scorers.held_out import measure_held_out_scales
+from rlhf_models import DeviceManager
+
+_PREFLIGHT, _REPORT = "preflight.json", "report.html"
+_NUM_SAMPLES = 8
+_CURVES = (
+    "policy/accuracy",
+    "minmax/value",
+    "monitor/verdict_balanced_accuracy",
+    "dual/lambda",
+    "constraint/violation_ema",
+    "policy/kl",
+    "monitor/kl",
+    "policy/entropy",
+    "monitor/entropy",
+)
+
+
+@dataclass
+class MinMaxJob:
+    """One run, from its settings to its report.
+
+    Args:
+        config: the settings.
+        run: its folder.
+        events: who is told of what happens.
+        cache_folder: where demonstration models are kept; None is the user's cache folder.
+        rebuild_demo: build them even where they are cached.
+    """
+
+    config: MinMaxConfig
+    run: RunFolder
+    events: Events = field(default_factory=Events)
+    cache_folder: Path | None = None
+    rebuild_demo: bool = False
+
+    def play(self, *, resume: bool = False) -> dict[str, Any]:
+        """Run everything, or what is left of an interrupted run; the results.
+
+        Raises:
+            UserError: data, models or settings cannot be used, or the results are already there.
+        """
+        finished = self.run.read_results() if resume else None
+        if finished is not None:
+            return self._finish_report(finished)
+        clock = Clock()
+        stories, devices = self._check()
+        if is_first_process():
+            self.run.write_config(self.config.to_dict())
+        game = self._build(stories, devices, clock)
+        game, check, before = self._preflight(game, stories, clock, to_play=True)
+        pipeline = game.pipeline
+        shown = stories.held_out[:_NUM_SAMPLES]
+        samples = sample_exchanges(pipeline, shown, pipeline.players.policy, "start")
+        plain = None
+        if pipeline.players.plain is not None:
+            plain = self._play_plain(game, stories, clock, resume=resume, samples=samples)
+        trainer = self._trainer(game, stories, self.run, adversary=True, resume=resume)
+        trainer.train()
+        clock.lap("game")
+        after = self._measure(game, stories, trainer)
+        table = past_against_past(pipeline, trainer.pools, stories.held_out)
+        after |= table.to_metrics() if table else {}
+        samples += [row for row in self.run.read_lines("samples.jsonl") if "step" in row]
+        samples += sample_exchanges(pipeline, shown, pipeline.players.policy, "minmax")
+        averaged = self._averaged(game, stories, trainer)
+        responses = best_responses(pipeline, trainer.optimizer.dual.multiplier, stories)
+        clock.lap("evaluation")
+        self.events.evaluated("after", after)
+        if is_first_process():
+            self._save_players(pipeline.players, "final")
+            self.run.write_samples(samples)
+        results = {
+            "before": before,
+            "plain": plain,
+            "after": after,
+            "after_average": averaged,
+            "cross_play": table and asdict(table),
+            "best_response": responses,
+            "findings": findings(self.run.read_metrics()),
+            "break_even": check.to_dict(),
+            "device_plan": device_rows(devices),
+            "wall_time": clock.split(),
+            "api_usage": api_usage(game.pipeline.judge, game.held_out.judge),
+            "num_tokens": trainer.num_tokens,
+            "steps": trainer.step,
+            "resumed": resume,
+            "models": self._model_names(game.demo),
+            "prompts": self._prompts_as_seen(pipeline, stories),
+            "versions": versions(),
+        }
+        if is_first_process():
+            self._publish(results)
+        return results
+
+    def evaluate_only(self, *, checkpoint: Path | None = None) -> dict[str, Any]:
+        """Evaluate the start models, or a checkpoint of this run; the metrics as one block.
+
+        Writes `evaluation.json`.
+        """
+        clock = Clock()
+        stories, devices = self._check()
+        game, _, before = self._preflight(self._build(stories, devices, clock), stories, clock)
+        results: dict[str, Any] = {"checkpoint": None, "before": before, "plain": None, "after": None}
+        if checkpoint is not None:
+            trainer = MinMaxTrainer(game.pipeline, self.config, stories.train, run=self.run)
+            trainer.load_checkpoint(checkpoint)
+            after = self._measure(game, stories, trainer)
+            self.events.evaluated("after", after)
+            results |= {"checkpoint": checkpoint.name, "after": after}
+        clock.lap("evaluation")
+        results |= {"device_plan": device_rows(devices), "wall_time": clock.split(), "versions": versions()}
+        results["api_usage"] = api_usage(game.pipeline.judge, game.held_out.judge)
+        if is_first_process():
+            atomic_write_json(self.run.path / "evaluation.json", results)
+        return results
+
+    def _check(self) -> tuple[Stories, DeviceManager]:
+        """Read the data and check the models and texts, before anything is written or built."""
+        stories = load_stories(self.config)
+        check_processes(self.config)
+        devices = plan_devices(self.config)
+        checked = check_run(self.config, stories, devices)
+        stories = checked.stories
+        self.events.device_plan(device_rows(devices))
+        for warning in checked.warnings:
+            self.events.warning(warning)
+        if num_processes() == 1:  # of several none may build
+            seconds = time_to_build(self.config, checked, self.cache_folder, rebuild=self.rebuild_demo)
+            if seconds is not None:
+                self.events.building(seconds)
+        return stories, devices
+
+    def _build(self, stories: Stories, devices: DeviceManager, clock: Clock) -> Game:
+        game = build_game(
+            self.config, stories, devices, self.events, self.cache_folder, rebuild=self.rebuild_demo
+        )
+        clock.lap("demo")
+        return game
+
+    def _preflight(
+        self, game: Game, stories: Stories, clock: Clock, *, to_play: bool = False
+    ) -> tuple[Game, BreakEven, dict[str, Any]]:
+        """Fix score scales and the judge's weight, evaluate the start; taken from the folder when resumed."""
+        path = self.run.path / _PREFLIGHT
+        if not from_first_process(path.exists()):
+            probe, seed = stories.train[: self.config.data.probe_stories], self.config.seed
+            pipeline, read = measure_scales(game.pipeline, probe, seed=seed)
+            check = measure_break_even(pipeline, probe, seed=seed)
+            pipeline = replace(pipeline, w_judge=check.w_judge)
+            held_out = measure_held_out_scales(game.held_out, pipeline, probe, seed=seed)
+            before: dict[str, Any] = dict(
+                measure_game(pipeline, stories.held_out, pipeline.players.policy, held_out)
+            )
+            before |= {"dual/lambda": self.config.training.constraint_penalty_lambda}
+            before |= {"monitor/calibration": calibration(pipeline, stories.held_out)}
+            scales = {
+                "reward_scale": asdict(pipeline.reward_scale),
+                "judge_scale": asdict(pipeline.judge_scale),
+                "held_out_reward_scale": asdict(held_out.reward_scale),
+                "held_out_judge_scale": asdict(held_out.judge_scale),
+            }
+            if is_first_process():
+                found = {"break_even": check.to_dict(), "before": before, "read": asdict(read)}
+                atomic_write_json(path, scales | found)
+            wait_for_all()
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        check = BreakEven(**saved["break_even"])
+        pipeline = replace(
+            game.pipeline,
+            reward_scale=Scale(**saved["reward_scale"]),
+            judge_scale=Scale(**saved["judge_scale"]),
+            w_judge=check.w_judge,
+        )
+        held_out = replace(
+            game.held_out,
+            reward_scale=Scale(**saved["held_out_reward_scale"]),
+            judge_scale=Scale(**saved["held_out_judge_scale"]),
+        )
+        clock.lap("evaluation")
+        self.events.break_even(check)
+        self.events.evaluated("before", saved["before"])
+        obstacles = why_impossible(check, ReadRates(**saved["read"]))
+        if obstacles and to_play and not self.config.force:
+            raise UserError(
+                f"the game cannot work: {'; '.join(obstacles)}; or play all the same with --force"
+            )
+        for warning in obstacles or form_warnings(saved["before"]):
+            self.events.warning(warning)
+        return Game(pipeline, held_out, game.demo), check, saved["before"]
+
+    def _play_plain(
+        self,
+        game: Game,
+        stories: Stories,
+        clock: Clock,
+        *,
+        resume: bool,
+        samples: list[dict[str, Any]],
+    ) -> Metrics:
+        """Train the baseline's policy on the reward model alone, and measure it."""
+        policy = game.pipeline.players.plain
+        assert policy is not None
+        alone = replace(game.pipeline, players=replace(game.pipeline.players, policy=policy))
+        folder = RunFolder(self.run.path / "plain")
+        if is_first_process():
+            RunFolder.create(folder.path, resume=True)
+        wait_for_all()
+        trainer = self._trainer(
+            replace(game, pipeline=alone), stories, folder, adversary=False, resume=resume
+        )
+        trainer.train()
+        clock.lap("plain")
+        metrics = measure_game(alone, stories.held_out, policy, game.held_out) | {"dual/lambda": None}
+        samples += sample_exchanges(alone, stories.held_out[:_NUM_SAMPLES], policy, "plain")
+        clock.lap("evaluation")
+        self.events.evaluated("plain", metrics)
+        return metrics
+
+    def _trainer(
+        self, game: Game, stories: Stories, run: RunFolder, *, adversary: bool, resume: bool
+    ) -> MinMaxTrainer:
+        phase = "minmax" if adversary else "plain"
+        trainer = MinMaxTrainer(
+            game.pipeline,
+            self.config,
+            stories.train,
+            stories.held_out,
+            run=run,
+            adversary=adversary,
+            held_out=game.held_out,
+            on_step=lambda step, total, metrics: self._stepped(phase, step, total, metrics),
+        )
+        if resume:
+            trainer.resume()
+        self.events.phase(phase, trainer.step, trainer.total_steps)
+        return trainer
+
+    def _stepped(self, phase: str, step: int, total: int, metrics: dict[str, Any]) -> None:
+        for text in metrics.get("findings", ()):
+            self.events.warning(f"step {step}: {text}")
+        self.events.step(phase, step, total, metrics)
+
+    def _measure(self, game: Game, stories: Stories, trainer: MinMaxTrainer) -> dict[str, Any]:
+        dual, pipeline = trainer.optimizer.dual, game.pipeline
+        metrics = measure_game(pipeline, stories.held_out, pipeline.players.policy, game.held_out)
+        return metrics | {
+            "constraint/violation_ema": dual.violation_ema,
+            "dual/lambda": dual.multiplier,
+            "monitor/calibration": calibration(pipeline, stories.held_out),
+        }
+
+    def _averaged(self, game: Game, stories: Stories, trainer: MinMaxTrainer) -> dict[str, Any] | None:
+        """Measure and save the players with averaged weights; None where none are kept."""
+        if not trainer.optimizer.keeps_averages:
+            return None
+        with trainer.optimizer.averaged():
+            if is_first_process():
+                self._save_players(game.pipeline.players, "final_average")
+            return self._measure(game, stories, trainer)
+
+    def _save_players(self, players: Players, folder: str) -> None:
+        for role, player in {"policy": players.policy, "monitor": players.monitor}.items():
+            player.save_pretrained(self.run.path / folder / role)
+
+    def _model_names(self, demo: DemoModels | None) -> dict[str, str | None]:
+        config = self.config
+        built = {name: str(path) for name, path in asdict(demo).items() if path} if demo else {}
+        rule = config.judge_model.kind == "rule"
+        return {
+            "policy": config.policy_model.model_name or built.get("base"),
+            "monitor": config.monitor_model.model_name or built.get("base"),
+            "reward": config.reward_model.model_name or built.get("reward"),
+            "judge": "rule" if rule else config.judge_model.model_name or built.get("judge"),
+        }
+
+    def _prompts_as_seen(self, pipeline: MinMaxPipeline, stories: Stories) -> list[dict[str, str]]:
+        """The first held-out story's prompts, decoded from the token ids the players get."""
+        record, players = stories.held_out[0], pipeline.players
+        answer = pipeline.answer(players.policy, [record], 1, seed=0, greedy=True)[0]
+        roles = (
+            ("policy", players.policy, self.config.policy_model, stories.prompts.policy(record)),
+            (
+                "monitor",
+                players.monitor,
+                self.config.monitor_model,
+                stories.prompts.monitor(record, answer.text),
+            ),
+        )
+        return [
+            {"role": role, "text": player.tokenizer.decode(prompt_ids(player.tokenizer, text, settings))}
+            for role, player, settings, text in roles
+        ]
+
+    def _publish(self, results: dict[str, Any]) -> None:
+        """Figures first, then results.json, which marks the run as finished, then the report."""
+        metrics = run_metrics(self.run)
+        training_curves(self.run.read_metrics(), list(_CURVES), self.run.path / "training_curves.png")
+        minmax_figure(metrics, results, self.run.path / "minmax.png")
+        self.run.write_results(results)
+        write_minmax_report(self.run, self.run.path / _REPORT)
+
+    def _finish_report(self, results: dict[str, Any]) -> dict[str, Any]:
+        """Write the report of a run that was killed just before it; refuse a run that has everything."""
+        report = self.run.path / _REPORT
+        if report.exists():
+            raise UserError(
+                f"{self.run.path} holds a finished run; start a new one with another --output-dir"
+            )
+        if is_first_process():
+            write_minmax_report(self.run, report)
+        return results

@@ -1,0 +1,57 @@
+"""What rows of one's own can and cannot teach, told before anything is built."""
+
+from __future__ import annotations
+
+from rlhf_data import UserError
+from rlhf_minmax.config.run import MinMaxConfig
+from rlhf_minmax.game.stories import Stories
+from rlhf_minmax.scorers.loading import needs_demo
+
+
+def row_warnings(config: MinMaxConfig, stories: Stories) -> list[str]:
+    """What to know of a run's rows; empty for the worlds.
+
+    Args:
+        config: the run's settings.
+        stories: its records.
+
+    Raises:
+        UserError: models are to be built from stories of which too few name their right choice.
+    """
+    found = [_skipped(stories), _named(config, stories), _built(config, stories)]
+    return [text for text in found if text]
+
+
+def _skipped(stories: Stories) -> str | None:
+    if not stories.skipped:
+        return None
+    return f"rows left out: {len(stories.skipped)}; the first: {stories.skipped[0]}"
+
+
+def _named(config: MinMaxConfig, stories: Stories) -> str | None:
+    """How many stories name their right choice: truthful critiques can be written of those only."""
+    rules, count = stories.prompts.rules, len(stories.building)
+    told = sum(rules.correct_evidence(record) is not None for record in stories.building)
+    if told == count:
+        return None
+    share, least = told / count, config.demo.min_evidence_share
+    says = f"only {told:,} of {count:,} training rows ({share:.0%}) name their right choice in the story"
+    if not needs_demo(config):
+        return f"{says}: the break-even check has truthful critiques of those alone"
+    if told == 0 or (share < least and not config.force):
+        raise UserError(
+            f"{says}, and base and judge learn truthful critiques from those alone (demo.min_evidence_share "
+            f"{least:g}); give --model, --reward-model and --judge-model, or lower it"
+        )
+    return f"{says}: base and judge are built from those, and the break-even check measured on them"
+
+
+def _built(config: MinMaxConfig, stories: Stories) -> str | None:
+    """That tiny models do not learn to read prose from a file."""
+    if config.data.train_data is None or not needs_demo(config):
+        return None
+    return (
+        f"models that the config does not name are built from {len(stories.building):,} rows, with "
+        f"{config.demo.num_layers} layers of width {config.demo.hidden_size}, too small to read prose; "
+        "give --model, --reward-model and --judge-model for results that mean something"
+    )

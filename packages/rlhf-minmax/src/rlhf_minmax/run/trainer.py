@@ -1,0 +1,298 @@
+"""The loop of the game: forward pass, both players' updates, evaluation, checkpoints, exact resume."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhf_algos import CheckpointManager, GracefulStop, load_weights
+from rlhf_algos.engine.events import TrainingStopped
+from rlhf_algos.process_group import (
+    from_first_process,
+    gathered,
+    is_first_process,
+    num_processes,
+    process_number,
+    wait_for_all,
+)
+from rlhf_data import QARecord, RunFolder, UserError, json_hash
+from rlhf_minmax.config.run import MinMaxConfig
+from rlhf_minmax.evaluation.doctor import Doctor
+from rlhf_minmax.evaluation.dynamics import Dynamics
+from rlhf_minmax.evaluation.evaluate import Metrics, answer_metrics, batch_metrics, sample_exchanges
+from rlhf_minmax.evaluation.measure_game import measure_game
+from rlhf_minmax.game.forward_pass import MinMaxPipeline
+from rlhf_minmax.game.rates import form_match
+from rlhf_minmax.optim.dual_ppo import DualPPOOptimizer
+from rlhf_minmax.players.league import OpponentPools
+from rlhf_minmax.scorers.loading import HeldOut
+from rlhf_models import PolicyModel
+
+_AHEAD = 5
+"""Seeds of a step's round that looks ahead are so far from those of its other round, which are up to 2."""
+_SHOWN = 4
+"""Held-out stories whose exchanges are kept on the way."""
+
+StepCallback = Callable[[int, int, Metrics], None]
+"""Called with (step, total steps, metrics) after every step."""
+
+
+class MinMaxTrainer:
+    """Trains policy and monitor against each other, or the policy alone for comparison.
+
+    Everything random in a step comes from (seed, step), and the order of the stories from (seed, epoch), so a
+    checkpoint needs no random state: a resumed run repeats the uninterrupted one.
+
+    Args:
+        pipeline: the game, with its scales and weights fixed.
+        config: the run's settings.
+        records: training stories.
+        eval_records: held-out stories for `training.eval_steps`.
+        run: where metrics and checkpoints go; None keeps nothing.
+        adversary: false trains the policy on the reward model alone: plain RLHF.
+        held_out: scorers for evaluations on the way, which are never trained on.
+        on_step: told of every step.
+    """
+
+    def __init__(
+        self,
+        pipeline: MinMaxPipeline,
+        config: MinMaxConfig,
+        records: Sequence[QARecord],
+        eval_records: Sequence[QARecord] = (),
+        *,
+        run: RunFolder | None = None,
+        adversary: bool = True,
+        held_out: HeldOut | None = None,
+        on_step: StepCallback | None = None,
+    ) -> None:
+        if not records:
+            raise UserError("there are no training stories; give a file with at least one row")
+        self.pipeline, self.config, self.run = pipeline, config, run
+        self.records, self.eval_records = list(records), list(eval_records)
+        self.adversary, self.on_step = adversary, on_step
+        self.held_out = held_out
+        self.optimizer = DualPPOOptimizer(pipeline, config, adversary=adversary, total_steps=self.total_steps)
+        self.step = 0
+        self.num_tokens = 0
+        self.dynamics, self.doctor = Dynamics(), Doctor(config)
+        self.pools = OpponentPools(config.pool, config.seed)
+        self._foreign = ""
+        limit = config.training.save_total_limit
+        self.checkpoints = CheckpointManager(run, keep=limit) if run else None
+        self.writes = is_first_process()
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run; the plain policy makes as many updates as the game's policy."""
+        return self.config.training.num_steps(len(self.records), adversary=self.adversary)
+
+    def train(self) -> None:
+        """Play from where the trainer stands to the last step.
+
+        Raises:
+            TrainingStopped: SIGTERM or SIGINT came to one of the processes; the step is finished and saved.
+        """
+        stop = GracefulStop(*([] if self.writes else [""]))
+        with stop if self.checkpoints else nullcontext():
+            while self.step < self.total_steps:
+                saved = self._play_step()
+                if self.checkpoints and (code := max(gathered([stop.exit_code or 0]))):
+                    if not saved:
+                        self.save_checkpoint()
+                    raise TrainingStopped(code)
+
+    def _play_step(self) -> bool:
+        """A step, and what is due after it; whether a checkpoint was."""
+        metrics = self.train_step()
+        if self.eval_records and self.adversary and _due(self.step, self.config.training.eval_steps):
+            policy = self.pipeline.players.policy
+            found = measure_game(self.pipeline, self.eval_records, policy, self.held_out)
+            metrics |= {f"eval/{name}": value for name, value in found.items()}
+        if self.eval_records and self.adversary and _due(self.step, self.config.diagnostics.sample_steps):
+            self._keep_samples()
+        if self.run and self.writes:
+            self.run.append_metrics(metrics)
+        last = self.step == self.total_steps
+        saves = self.checkpoints is not None and (last or _due(self.step, self.config.training.save_steps))
+        if saves:
+            self.save_checkpoint()
+        if self.on_step:
+            self.on_step(self.step, self.total_steps, metrics)
+        return saves
+
+    def train_step(self) -> Metrics:
+        """One step of both players on the next stories; its metrics, and `findings` in words, if any."""
+        started = time.perf_counter()
+        self.pipeline.watch.read()
+        batch = self._next_batch()
+        seed = self.config.seed * 1_000_003 + 10 * self.step
+        torch.manual_seed(seed + process_number())
+        rates = self.optimizer.begin_step(self.step)
+        metrics = self._game_step(batch, seed) if self.adversary else self._plain_step(batch, seed)
+        self.optimizer.end_step()
+        metrics |= rates
+        if self.adversary:
+            metrics |= self.dynamics.update(metrics)
+            findings = self._findings(metrics)
+            metrics |= {"findings": findings} if findings else {}
+        self.step += 1
+        spent, computed = self.pipeline.watch.read(), int(metrics.pop("num_tokens"))
+        self.num_tokens += computed
+        updating = sum(spent.get(f"time/{role}_update", 0.0) for role in ("monitor", "policy"))
+        spent["tokens_per_second"] = computed / updating if updating else 0.0
+        training = self.config.training
+        head = {
+            "phase": "minmax" if self.adversary else "plain",
+            "step": self.step,
+            "epoch": self.step / training.num_steps_per_epoch(len(self.records)),
+            "loss": metrics.get("policy/loss", metrics.get("monitor/loss")),
+            "learning_rate": rates["policy/learning_rate"],
+            "grad_norm": metrics.get("policy/grad_norm", metrics.get("monitor/grad_norm")),
+            "num_tokens": self.num_tokens,
+        }
+        return head | metrics | spent | {"step_time": time.perf_counter() - started}
+
+    def _keep_samples(self) -> None:
+        """Write what the players say of the first held-out stories at this step."""
+        records, policy = self.eval_records[:_SHOWN], self.pipeline.players.policy
+        rows = sample_exchanges(self.pipeline, records, policy, "minmax")
+        if self.run and self.writes:
+            self.run.append_samples([{"step": self.step, **row} for row in rows])
+
+    def _findings(self, metrics: dict[str, Any]) -> list[str]:
+        """In words: a rollback, a time scale that strayed, what the run doctor finds."""
+        told = [self.dynamics.rollback_warning(metrics)]
+        if self.config.training.monitor_updates_per_policy > 0:
+            told.append(self.dynamics.time_scale_warning())
+        return [text for text in [*told, *self.doctor.look(metrics, self._foreign)] if text]
+
+    def _game_step(self, batch: list[QARecord], seed: int) -> dict[str, Any]:
+        learns = self.step >= self.config.training.num_warmup_steps(self.total_steps)
+        opponents = self.pools.choose(self.step, policy_learns=learns)
+        turns: dict[str, Any] = {"policy_learns": learns, "past_monitor": opponents.monitor}
+        ahead: dict[str, Any] = {}
+        if self.config.schedule.extragradient:
+            first = self.pipeline.forward_pass(batch, seed=seed + _AHEAD, past_policy=opponents.policy)
+            with self.optimizer.looking_ahead():
+                ahead |= self.optimizer.step(first, seed=seed + _AHEAD, **turns)
+        output = self.pipeline.forward_pass(batch, seed=seed, past_policy=opponents.policy)
+        bare = self.pipeline.bare_judge_scores(output.records, output.judged)
+        metrics: dict[str, Any] = dict(batch_metrics(output, bare))
+        match, self._foreign = form_match(output.answers, self.pipeline.prompts.made_up)
+        metrics["policy/form_match"] = match
+        metrics |= self.optimizer.step(output, seed=seed, **turns)
+        if self.config.pool.every is not None:
+            metrics |= self.pools.note(opponents, metrics)
+            self.pools.take_in(self.step + 1, self.pipeline.players)
+        return _join_tokens(metrics, ahead)
+
+    def _plain_step(self, batch: list[QARecord], seed: int) -> dict[str, Any]:
+        policy = self.pipeline.players.policy
+        answers = self.pipeline.answer(policy, batch, self.config.game.num_generations, seed=seed)
+        rewards = self.pipeline.rewards(batch, answers)
+        metrics: dict[str, Any] = dict(answer_metrics(answers, rewards))
+        metrics |= self.optimizer.policy_step(answers, rewards)
+        return _join_tokens(metrics)
+
+    def _next_batch(self) -> list[QARecord]:
+        """The stories of the next step: those of a permutation of each epoch, in turn."""
+        size, count = self.config.training.batch_size, len(self.records)
+        epoch, at = divmod(self.step, math.ceil(count / size))
+        generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + epoch)
+        order = torch.randperm(count, generator=generator).tolist()
+        return [self.records[i] for i in order[at * size : (at + 1) * size]]
+
+    def save_checkpoint(self) -> None:
+        """Write everything resuming needs as `checkpoint-<step>` of the run folder; all processes call it."""
+        assert self.checkpoints is not None
+        state: dict[str, Any] = {
+            "num_tokens": self.num_tokens,
+            "data": self._data_hash(),
+            "num_processes": num_processes(),
+            "dynamics": self.dynamics.to_dict(),
+            "doctor": self.doctor.to_dict(),
+        }
+        with ExitStack() as stack:
+            folder = Path()
+            if self.writes:
+                folder = stack.enter_context(self.checkpoints.writing(self.step, state))
+                for name, player in self._trained_players().items():
+                    player.save_pretrained(folder / name)
+                if self.pools.policies.members:
+                    self.pools.save(folder)
+            folder = Path(from_first_process(str(folder)))
+            state["dual"] = self.optimizer.save(folder)
+            wait_for_all()
+        wait_for_all()
+
+    def resume(self) -> bool:
+        """Take up the newest complete checkpoint of the run folder; whether there was one.
+
+        Raises:
+            UserError: the checkpoint was made with other data or other models.
+        """
+        assert self.checkpoints is not None and self.run is not None
+        latest = self.checkpoints.latest()
+        if latest is not None:
+            self.load_checkpoint(latest)
+        wait_for_all()
+        if self.writes:
+            self.run.truncate_logs(self.step)
+        return latest is not None
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Put both players, their optimizers, λ and the data position where the checkpoint has them.
+
+        Raises:
+            UserError: the checkpoint was made with other data or other models.
+        """
+        state = CheckpointManager.read_state(folder)
+        if state["data"] != self._data_hash():
+            raise UserError(f"{folder} was written with other training stories; resume with the same data")
+        count = state["num_processes"]
+        if self.config.training.deepspeed and count != num_processes():
+            raise UserError(
+                f"{folder} holds the DeepSpeed state of {count} processes, there are {num_processes()} now; "
+                "resume with as many"
+            )
+        for name, player in self._trained_players().items():
+            restore_player(player, folder / name)
+        self.optimizer.load(folder, state["dual"])
+        if (folder / "past_policies").is_dir():
+            self.pools.load(folder)
+        self.dynamics = Dynamics(**state["dynamics"])
+        self.doctor = Doctor(self.config, state["doctor"])
+        self.step, self.num_tokens = state["step"], state["num_tokens"]
+
+    def _data_hash(self) -> str:
+        return json_hash([[r.story, r.question, r.choices, r.answer] for r in self.records])
+
+    def _trained_players(self) -> dict[str, PolicyModel]:
+        players = {"policy": self.pipeline.players.policy}
+        return players | ({"monitor": self.pipeline.players.monitor} if self.adversary else {})
+
+
+def restore_player(player: PolicyModel, folder: Path) -> None:
+    """Put a player's saved adapter or full weights back, bit for bit."""
+    if player.adapters is not None and player.adapter is not None:
+        player.adapters.load(player.adapter, folder)
+    else:
+        load_weights(player.model, folder)
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def _join_tokens(metrics: dict[str, Any], *others: dict[str, Any]) -> dict[str, Any]:
+    """One token count of both players, with those of other metrics of the step."""
+    names = ("policy/num_tokens", "monitor/num_tokens")
+    total = sum(each.pop(name, 0) for each in (metrics, *others) for name in names)
+    return metrics | {"num_tokens": total}

@@ -1,0 +1,49 @@
+"""What judges behind an API were asked for, and what that cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rlhf_algos.process_group import gathered
+from rlhf_infer import APIJudge, APIUsage
+from rlhf_minmax.scorers.distributed import ScoredByFirst, ScoredInParts
+
+
+def api_usage(judge: Any, held_out_judge: Any = None) -> dict[str, dict[str, Any]]:
+    """What all processes asked for since they started; every process must call it.
+
+    Args:
+        judge: the game's, as `shared_out` returns it.
+        held_out_judge: the same of the one that never trains; None where there is none.
+
+    Returns:
+        `judge` and `held_out_judge`, those that are behind an API, each with the fields of `APIUsage`.
+    """
+    usage = {}
+    for name, each in (("judge", judge), ("held_out_judge", held_out_judge)):
+        if (api := _api_judge(each)) is not None:
+            usage[name] = asdict(total_usage(gathered([api.usage])))
+    return usage
+
+
+def total_usage(parts: Sequence[APIUsage]) -> APIUsage:
+    """The sum of what a judge was asked for in several processes; no cost where one counts none."""
+    costs = [part.cost for part in parts if part.cost is not None]
+    return APIUsage(
+        requests=sum(part.requests for part in parts),
+        retries=sum(part.retries for part in parts),
+        cached=sum(part.cached for part in parts),
+        prompt_tokens=sum(part.prompt_tokens for part in parts),
+        completion_tokens=sum(part.completion_tokens for part in parts),
+        unread=sum(part.unread for part in parts),
+        cost=sum(costs) if len(costs) == len(parts) else None,
+    )
+
+
+def _api_judge(judge: Any) -> APIJudge | None:
+    """The judge behind an API that processes share, or that a single one has; None for another kind."""
+    if isinstance(judge, ScoredByFirst | ScoredInParts):
+        judge = judge.scorer
+    return judge if isinstance(judge, APIJudge) else None
