@@ -72,7 +72,7 @@ _KINDS: dict[str, Any] = {"sft": "sft", "prm": "steps", "kto": "kto"}
 
 _SERVER = """
 import json, os, sys
-import rlhf_algos.jobs.training_job, rlhf_train.training_display
+import rlhf_algos.jobs.training_job, rlhf_train.display.training
 import matplotlib.figure, matplotlib.backends.backend_agg, transformers.models.llama.modeling_llama
 from rlhf_train.cli import main
 for line in sys.stdin:

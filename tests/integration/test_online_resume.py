@@ -66,8 +66,8 @@ _STAGES = {"sft": "sft.jsonl", "reward": "preference.jsonl", "ppo": "prompts.jso
 
 _SERVER = """
 import contextlib, importlib, json, os, sys
-import peft, rlhf_algos.jobs.training_job, rlhf_algos.jobs.rlhf, rlhf_eval, rlhf_train.rlhf_story
-import rlhf_train.training_display, transformers.models.llama.modeling_llama
+import peft, rlhf_algos.jobs.training_job, rlhf_algos.jobs.rlhf, rlhf_eval, rlhf_train.commands.rlhf_story
+import rlhf_train.display.training, transformers.models.llama.modeling_llama
 from rlhf_train.cli import main
 with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(ImportError):
     importlib.import_module("deepspeed")  # accelerate imports it where a model is saved

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from rlhf_data import RunFolder
 from rlhf_minmax.evaluation.break_even import BreakEven
-from rlhf_train import display
-from rlhf_train.display import ConsoleEvents, show_plan
+from rlhf_train.display import game as display
+from rlhf_train.display.game import ConsoleEvents, show_plan
 
 STEP: dict[str, float | None] = {
     "policy/accuracy": 0.5,

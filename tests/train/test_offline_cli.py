@@ -110,7 +110,7 @@ def test_eval_only_measures_what_a_run_starts_from(
 def test_a_signal_saves_and_says_how_to_continue(
     train: Train, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
 ) -> None:
-    from rlhf_train.training_display import TrainingDisplay
+    from rlhf_train.display.training import TrainingDisplay
 
     options = ("dpo", "--model", tiny_model_folder, *FEW, "--max-steps=5", "--set=learning_rate=1e-3")
     done(train(*options, "--output-dir=whole"))
@@ -240,7 +240,7 @@ def test_the_console_shows_each_text_once_and_no_minus_before_zero(tmp_path: Pat
     from rich.console import Console
 
     from rlhf_data import RunFolder
-    from rlhf_train.training_display import TrainingDisplay
+    from rlhf_train.display.training import TrainingDisplay
 
     console = Console(file=io.StringIO(), width=100)
     with TrainingDisplay(console=console) as display:

@@ -294,7 +294,7 @@ def test_best_checkpoint_and_early_stopping(train: Train, model: Path, no_curves
 def test_a_signal_saves_and_says_how_to_continue(
     train: Train, model: Path, monkeypatch: pytest.MonkeyPatch, no_curves: None
 ) -> None:
-    from rlhf_train.training_display import TrainingDisplay
+    from rlhf_train.display.training import TrainingDisplay
 
     options = ("ppo", f"--model={model}", *SMALL, "--max-steps=3")
     done(train(*options, "--output-dir=whole"))

@@ -243,10 +243,10 @@ def test_eval_only_measures_what_there_is(train: Train, whole: Whole, tmp_path: 
 def test_without_data_it_is_the_story_of_minmax(
     train: Train, monkeypatch: pytest.MonkeyPatch, no_curves: None
 ) -> None:
-    import rlhf_train.rlhf_story
+    import rlhf_train.commands.rlhf_story
 
     small = {"demo": DEMO, "data": {"train_stories": 32, "eval_stories": 12}}
-    monkeypatch.setattr(rlhf_train.rlhf_story, "MinMaxConfig", functools.partial(small_game, small))
+    monkeypatch.setattr(rlhf_train.commands.rlhf_story, "MinMaxConfig", functools.partial(small_game, small))
     steps = ("--set=ppo.max_steps=2", "--set=ppo.per_device_train_batch_size=16")
     printed = done(train("rlhf", *steps, "--output-dir=run"))
     assert "built reward model: 4 steps" in printed and "a reward model with a flaw" in printed
@@ -281,7 +281,7 @@ def small_game(small: dict[str, Any], **values: Any) -> Any:
 
 
 def test_what_a_story_run_counts() -> None:
-    from rlhf_train.rlhf_story import accuracy, hack_rate
+    from rlhf_train.commands.rlhf_story import accuracy, hack_rate
 
     rows = {
         "completions": [" it is shed .", " it is hall .", " it is shed .", "no idea"],

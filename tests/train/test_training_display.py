@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from rlhf_algos.tracking.step_report import StepReport
-from rlhf_train.training_display import TrainingDisplay
+from rlhf_train.display.training import TrainingDisplay
 
 
 def shown(*reports: StepReport) -> list[str]:
@@ -82,7 +82,9 @@ def test_what_is_not_there_is_said_before_torch_is_loaded(
 
 
 def test_training_does_not_load_the_game(tmp_path: Path) -> None:
-    program = "import sys, rlhf_train.training_display, rlhf_train.training; print('torch' in sys.modules)"
+    program = (
+        "import sys, rlhf_train.display.training, rlhf_train.commands.training; print('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

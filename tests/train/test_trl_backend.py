@@ -110,7 +110,7 @@ def test_its_model_loads_in_plain_transformers(train: Train, tiny_model_folder: 
     ],
 )
 def test_what_trl_cannot_honour_is_refused(method: str, settings: dict[str, Any], parts: list[str]) -> None:
-    from rlhf_train.trl_backend import check_settings
+    from rlhf_train.trl.backend import check_settings
 
     config = METHODS[method].resolve({**settings, "backend": "trl"})
     with pytest.raises(UserError) as error:
@@ -120,7 +120,7 @@ def test_what_trl_cannot_honour_is_refused(method: str, settings: dict[str, Any]
 
 @pytest.mark.usefixtures("trl")
 def test_what_changes_no_result_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    from rlhf_train.trl_backend import check_settings
+    from rlhf_train.trl.backend import check_settings
 
     check_settings("dpo", METHODS["dpo"].resolve({"save_steps": 7, "max_tokens_per_batch": 100}))
     assert caplog.messages == ["without effect under --backend trl: max_tokens_per_batch, save_steps"]
@@ -132,7 +132,7 @@ def test_refusals_leave_nothing(train_refused: Callable[..., str]) -> None:
 
 
 def test_records_become_rows_with_trl_s_columns() -> None:
-    from rlhf_train.trl_backend import dataset_rows
+    from rlhf_train.trl.backend import dataset_rows
 
     assert dataset_rows([PreferenceRecord("p", "a", "b", None)]) == [
         {"prompt": "p", "chosen": "a", "rejected": "b"}

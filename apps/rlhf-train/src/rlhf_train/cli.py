@@ -114,7 +114,7 @@ def _minmax(**options: Any) -> None:
     Without arguments it builds a tiny policy, a flawed reward model and a judge, shows how plain RLHF
     exploits the flaw, and plays the game, which does not.
     """
-    from rlhf_train.minmax import run_minmax
+    from rlhf_train.commands.minmax import run_minmax
 
     _exit_cleanly(lambda: run_minmax(options))
 
@@ -153,7 +153,7 @@ def _training_command(
     """The command of a method of `rlhf_algos.METHODS`, or of one that an installed package adds."""
 
     def command(**options: Any) -> None:
-        from rlhf_train.training import run_training
+        from rlhf_train.commands.training import run_training
 
         if installed:
             from rlhf_train.plugins import load_installed
@@ -192,7 +192,7 @@ def _rlhf(**options: Any) -> None:
     Without arguments it runs on stories, with the models of `rlhf-train minmax`, whose reward model has a
     flaw: see what plain RLHF makes of it.
     """
-    from rlhf_train.rlhf import run_rlhf
+    from rlhf_train.commands.rlhf import run_rlhf
 
     _exit_cleanly(lambda: run_rlhf(options))
 

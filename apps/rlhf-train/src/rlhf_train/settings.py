@@ -67,7 +67,7 @@ def print_settings(method: str, *, as_json: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from rlhf_train.console import make_console
+    from rlhf_train.display.console import make_console
 
     table = Table(title=f"Settings of rlhf-train {method}", title_justify="left", box=box.SIMPLE)
     for column in ("--set key", "default", "allowed", "meaning"):

@@ -97,7 +97,7 @@ def of_method(method: str, values: dict[str, Any], where: str) -> dict[str, Any]
 
 
 def _work(method: str, config: Any, run: RunFolder, options: dict[str, Any]) -> None:
-    from rlhf_train.training_display import TrainingDisplay
+    from rlhf_train.display.training import TrainingDisplay
 
     display = TrainingDisplay(quiet=not is_first_process())
     with display:
@@ -105,7 +105,7 @@ def _work(method: str, config: Any, run: RunFolder, options: dict[str, Any]) -> 
         check_inputs(config)
         display.shown = METHODS[method].trainer_class.shown_metrics
         if config.backend == "trl":
-            from rlhf_train.trl_backend import check_settings
+            from rlhf_train.trl.backend import check_settings
 
             check_settings(method, config)
         if options["dry_run"]:
@@ -126,7 +126,7 @@ def _work(method: str, config: Any, run: RunFolder, options: dict[str, Any]) -> 
 
 def _job(method: str, config: Any, run: RunFolder, display: Any) -> Any:
     if config.backend == "trl":
-        from rlhf_train.trl_backend import TRLJob
+        from rlhf_train.trl.backend import TRLJob
 
         return TRLJob(method, config, run, on_report=display.on_report)
     from rlhf_algos.jobs.training_job import TrainingJob

@@ -40,7 +40,7 @@ from rlhf_data.runs.atomic import finite
 from rlhf_models.adapters.files import is_language_adapter
 from rlhf_models.adapters.lora import apply_lora
 from rlhf_models.loading.quantization import quantization_config
-from rlhf_train.trl_metrics import Recorder, log_to
+from rlhf_train.trl.metrics import Recorder, log_to
 
 __all__ = ["TRLJob", "check_settings", "dataset_rows"]
 

@@ -44,7 +44,7 @@ def run_minmax(options: dict[str, Any]) -> None:
             _play(config, run, options)
             return
         from rlhf_minmax.run.dry_run import plan_run
-        from rlhf_train.display import show_plan
+        from rlhf_train.display.game import show_plan
 
         plan = plan_run(config)
         if is_first_process():
@@ -84,7 +84,7 @@ def _nested(values: dict[str, Any], section: str, name: str, value: Any) -> dict
 
 
 def _check(config: MinMaxConfig, run: RunFolder) -> None:
-    from rlhf_train.training_display import TrainingDisplay
+    from rlhf_train.display.training import TrainingDisplay
 
     model = config.policy_model.model_name or "a tiny model"
     with TrainingDisplay(quiet=not is_first_process()) as display:
@@ -96,7 +96,7 @@ def _check(config: MinMaxConfig, run: RunFolder) -> None:
 
 def _play(config: MinMaxConfig, run: RunFolder, options: dict[str, Any]) -> None:
     from rlhf_minmax import MinMaxJob  # late, so that mistakes in the settings are answered at once
-    from rlhf_train.display import ConsoleEvents
+    from rlhf_train.display.game import ConsoleEvents
 
     events = ConsoleEvents(quiet=not is_first_process())
     job = MinMaxJob(config, run, events, rebuild_demo=options["rebuild_demo"])

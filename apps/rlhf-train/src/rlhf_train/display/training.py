@@ -16,7 +16,7 @@ from rich.text import Text
 
 from rlhf_algos.tracking.step_report import StepReport
 from rlhf_data import RunFolder
-from rlhf_train.console import make_console
+from rlhf_train.display.console import make_console
 
 _PACKAGES = ("rlhf_data", "rlhf_models", "rlhf_eval", "rlhf_algos", "rlhf_train")
 _ALWAYS = ("learning_rate", "grad_norm")

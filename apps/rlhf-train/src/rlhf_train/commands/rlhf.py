@@ -8,9 +8,9 @@ from typing import Any
 
 from rlhf_algos.process_group import is_first_process
 from rlhf_data import RunFolder, apply_overrides
+from rlhf_train.commands.training import load_settings, of_method
 from rlhf_train.inputs import check_inputs, described
 from rlhf_train.runs import resumable, resumed_run, run_of_all
-from rlhf_train.training import load_settings, of_method
 
 _JOB = "rlhf"
 _KEY_OF_OPTION = {
@@ -89,7 +89,7 @@ def resolve_config(options: dict[str, Any]) -> Any:
 
 
 def _check(config: Any, run: RunFolder) -> None:
-    from rlhf_train.training_display import TrainingDisplay
+    from rlhf_train.display.training import TrainingDisplay
 
     with TrainingDisplay(quiet=not is_first_process()) as display:
         display.say(f"rlhf-train {_JOB}: {described(config)}, into {run.path}")
@@ -99,8 +99,8 @@ def _check(config: Any, run: RunFolder) -> None:
 def _plan(config: Any, run: RunFolder) -> None:
     from rlhf_algos.jobs.dry_run import plan_training
     from rlhf_algos.jobs.rlhf import RLHFOrchestrator
-    from rlhf_train.rlhf_story import story_plan
-    from rlhf_train.training_display import TrainingDisplay
+    from rlhf_train.commands.rlhf_story import story_plan
+    from rlhf_train.display.training import TrainingDisplay
 
     with TrainingDisplay(quiet=not is_first_process()) as display, tempfile.TemporaryDirectory() as folder:
         if config.embedded:
@@ -114,8 +114,8 @@ def _plan(config: Any, run: RunFolder) -> None:
 
 def _work(config: Any, run: RunFolder, options: dict[str, Any]) -> None:
     from rlhf_algos.jobs.rlhf import RLHFOrchestrator
-    from rlhf_train.rlhf_story import rows_for, story_stages
-    from rlhf_train.training_display import TrainingDisplay
+    from rlhf_train.commands.rlhf_story import rows_for, story_stages
+    from rlhf_train.display.training import TrainingDisplay
 
     shown = ("loss", "reward", "accuracy", "objective/kl")
     display = TrainingDisplay(shown, quiet=not is_first_process())

@@ -1,0 +1,1 @@
+"""What a person sees: plan, progress, tables, results."""

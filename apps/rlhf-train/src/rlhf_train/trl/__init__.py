@@ -1,0 +1,1 @@
+"""`--backend trl`: the same settings and rows through TRL's own trainer."""
