@@ -249,8 +249,10 @@ def modules(only: str | None) -> list[Path]:
 
 def tests_of(path: Path) -> list[str]:
     """The tests of a module, those that are about nothing else first."""
-    losses = sorted(set(TESTS.glob("test_losses*.py")) - set(TESTS.glob("test_losses*_trl.py")))
-    own = TESTS / f"test_losses_{path.stem}.py"
+    losses = sorted(
+        set((TESTS / "losses").glob("test_losses*.py")) - set((TESTS / "losses").glob("test_losses*_trl.py"))
+    )
+    own = TESTS / "losses" / f"test_losses_{path.stem}.py"
     tests = {
         "advantages": [TESTS / "test_advantages.py"],
         "kl_control": [TESTS / "test_kl_control.py"],

@@ -1,0 +1,80 @@
+"""The command: what it refuses, and that its settings are those of the documentation."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from rlhf_data import BaseConfig
+from rlhf_serve.cli.main import main
+from rlhf_serve.settings import ServeSettings
+
+ROOT = Path(__file__).parents[3]
+
+
+def refused(*arguments: str) -> str:
+    result = CliRunner().invoke(main, list(arguments))
+    assert result.exit_code == 2 and "Traceback" not in result.output, result.output
+    return result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--model", "nowhere/at all"], "nowhere/at all"),
+        (["--set", "max_nn=3"], "did you mean"),
+        (["--set", "port=70000"], "port"),
+        (["--config", "none.yaml"], "does not exist"),
+        (["--backend", "tensorrt"], "is not one of"),
+        (["--api-keys-file", "none"], "API keys none: cannot be read"),
+        (["--n", "4", "generate", "--input", "a", "--output", "b"], "give --n after `generate`"),
+        (["generate", "--output", "b"], "Missing option '--input'"),
+        (["generate", "--input", "none.jsonl", "--output", "b"], "none.jsonl"),
+        (["--host", "no host of this name"], "cannot be listened on"),
+    ],
+)
+def test_what_is_refused(arguments: list[str], says: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert says in refused(*arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_port_that_is_taken_is_told_before_a_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert f"port {port} cannot be listened on" in refused("--port", port, "--model", "nowhere")
+
+
+def test_vllm_that_is_missing(folders: Path) -> None:
+    if find_spec("vllm") is not None:
+        pytest.skip("vLLM is installed")
+    output = refused("--port", "0", "--backend", "vllm", "--model", str(folders / "policy"))
+    assert 'pip install "rlhf-serve[vllm]"' in output
+
+
+def test_rewards_and_templates_that_are_wrong(folders: Path, tmp_path: Path) -> None:
+    model = ["--port", "0", "--model", str(folders / "policy")]
+    assert "reward 'lenth' is unknown; did you mean length?" in refused(*model, "--reward-model", "lenth")
+    assert "without a reward" in refused(*model, "--set", "reward_weights=[1]")
+    two = ["--reward-model", "length:maximum=3", "--set", "reward_weights=[1, 2]"]
+    assert "2 reward weights for 1 reward functions" in refused(*model, *two)
+    missing = str(tmp_path / "none")
+    assert f"the chat template {missing} cannot be read" in refused(*model, "--chat-template", missing)
+
+
+def test_the_documentation_lists_every_setting() -> None:
+    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| `(.*?)` \|", page, re.MULTILINE))
+    expected = {}
+    for name, field in ServeSettings.model_fields.items():
+        value = field.get_default(call_default_factory=True)
+        value = value.to_dict() if isinstance(value, BaseConfig) else value
+        expected[name] = json.dumps(list(value) if isinstance(value, tuple) else value)
+    assert rows == expected
