@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_merge.methods import api as ours
+import rlhf_merge as ours
 
 WEIGHTS = [0.71, -0.233, 0.9371]
 """No small multiples of each other: sums that cancel out in one arithmetic and not in the other are rare."""

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_merge.config.gradients import Rule, Setting
 from rlhf_merge.config.merge_config import MergeConfig, ModelEntry, Slice, SliceSource
+from rlhf_merge.config.settings import Rule, Setting
 from rlhf_merge.errors import MergeError
 
 EXAMPLE = """\
@@ -134,12 +134,18 @@ def test_a_config_can_be_built_from_parts() -> None:
         "method": "passthrough",
         "slices": [{"sources": [{"model": "a", "layers": [0, 2], "weight": 2.0}]}],
     }
-    with pytest.raises(MergeError, match=r"^density is 2, expected a finite number > 0 and <= 1$"):
-        entry("a", density=2)
-    with pytest.raises(MergeError, match=r"^unknown key densty in parameters; did you mean density\?$"):
-        entry("a", densty=1)
-    with pytest.raises(MergeError, match=r"^seed is -1, expected a whole number >= 0$"):
-        MergeConfig(method="linear", models=(ModelEntry(model="a"),), seed=-1)
+    model = {"method": "linear", "models": [{"model": "a", "parameters": {"weight": "x"}}]}
+    for fields, message in (
+        (model, r"^models\[0\]\.weight is 'x', expected a finite number$"),
+        (
+            {"method": "linear", "parameters": {"wieght": 1}},
+            r"wieght is no parameter of a method; did you mean weight\?$",
+        ),
+        ({"method": "linear", "models": (ModelEntry(model="a"),), "seed": -1}, "^seed is -1, expected"),
+        ({"method": "linear", "modles": []}, r"^unknown key modles at the top; did you mean models\?$"),
+    ):
+        with pytest.raises(MergeError, match=message):
+            MergeConfig(**fields)
 
 
 def test_a_config_is_frozen() -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from rlhf_merge.config.files import parse_yaml
 from rlhf_merge.config.merge_config import MergeConfig
 from rlhf_merge.config.mergekit import from_mergekit
-from rlhf_merge.config.reading import parse_yaml
 from rlhf_merge.methods.catalog import METHODS
 
 GRADIENT_SLERP = """

@@ -13,8 +13,8 @@ from torch import Tensor
 from rlhf_merge import MergeConfig, ModelMerger
 from rlhf_merge.cli.main import main
 from rlhf_merge.methods.blocks import Inputs, Workspace
-from rlhf_merge.methods.catalog import METHODS, Method
-from rlhf_merge.methods.values import Values
+from rlhf_merge.methods.catalog import METHODS
+from rlhf_merge.methods.spec import Method, Values
 
 
 class Median:

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_merge.errors import MergeError
-from rlhf_merge.methods import api as functions
-from rlhf_merge.methods.api import (
+import rlhf_merge as functions
+from rlhf_merge import (
     breadcrumbs,
     dare,
     della,
@@ -23,6 +22,7 @@ from rlhf_merge.methods.api import (
     task_arithmetic,
     ties,
 )
+from rlhf_merge.errors import MergeError
 from rlhf_merge.methods.catalog import METHODS
 
 BASE = torch.tensor([10.0, 10.0, 10.0, 10.0])
@@ -316,7 +316,7 @@ A, B = vector(1, 2), vector(3, 5)
         (linear, ([A, torch.tensor([1, 2])],), "tensors must be floating-point"),
         (linear, ([A, B], [1, 2, 3]), "weight must be one number or 2, one for each tensor, got 3"),
         (linear, ([A, B], [1, -1]), "the weights of the tensor sum to zero and cannot be normalised"),
-        (linear, ([],), "linear needs at least 1 tensors besides the base, got 0"),
+        (linear, ([],), "at least 1 tensors besides the base are needed, got 0"),
         (task_arithmetic, (A, [B, B], [0.5, -0.5], dict(normalize=True)), "sum to zero"),
         (ties, (A, [B], 1, 0), "density must be > 0, got 0"),
         (ties, (A, [B], 1, 1.5), "density must be ≤ 1, got 1.5"),
@@ -331,7 +331,7 @@ A, B = vector(1, 2), vector(3, 5)
         (spherical_mean, ([A, B], [1, -1]), r"weights ≥ 0 that are not all 0, not \[1.0, -1.0\]"),
         (spherical_mean, ([A, B], 0), "weights ≥ 0 that are not all 0"),
         (spherical_mean, ([A, B], dict(max_iter=0)), "max_iter must be ≥ 1, got 0"),
-        (model_stock, (A, [B]), "model_stock needs at least 2 tensors besides the base, got 1"),
+        (model_stock, (A, [B]), "at least 2 tensors besides the base are needed, got 1"),
         (nearswap, (A, B, -1), "t must be ≥ 0, got -1"),
         (linear, ([A, vector(1, math.nan)],), r"holds nan at \(1,\)"),
         (linear, ([vector(-math.inf, 1), A],), r"holds -inf at \(0,\)"),

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_merge.methods import blocks
-from rlhf_merge.methods.api import (
+from rlhf_merge import (
     breadcrumbs,
     dare,
     della,
@@ -23,6 +22,7 @@ from rlhf_merge.methods.api import (
     task_arithmetic,
     ties,
 )
+from rlhf_merge.methods import blocks
 
 Merge = Callable[[Tensor, Sequence[Tensor]], Tensor]
 """Merges a base and three models."""

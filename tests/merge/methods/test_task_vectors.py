@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rlhf_merge.errors import MergeError
 from rlhf_merge.methods import blocks
-from rlhf_merge.methods.api import ties
 from rlhf_merge.methods.blocks import Inputs, MemoryTensor, Workspace
+from rlhf_merge.methods.families.ties import ties
 from rlhf_merge.methods.task_vectors import Measures, measure, passes
 
 

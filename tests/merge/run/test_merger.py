@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+import rlhf_merge as functions
 from rlhf_merge.errors import MergeError
-from rlhf_merge.methods import api as functions
 from rlhf_merge.methods.catalog import METHODS
 from rlhf_merge.run.engine import Resources
 from rlhf_merge.run.merger import ModelMerger, layer_wise_interpolation

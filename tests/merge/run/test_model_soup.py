@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhf_merge.errors import MergeError
-from rlhf_merge.methods.api import linear
+from rlhf_merge.methods.families.linear import linear
 from rlhf_merge.run.merger import ModelMerger
 from rlhf_merge.run.soup import ModelSoup, Trial, shell_evaluation
 

@@ -9,10 +9,13 @@ _MODULES = {
     "config.merge_config": ("MergeConfig",),
     "run.engine": ("Resources",),
     "errors": ("MergeError",),
-    "methods.api": (
-        *("breadcrumbs", "dare", "della", "linear", "model_stock", "nearswap", "slerp", "spherical_mean"),
-        *("task_arithmetic", "ties"),
-    ),
+    "methods.families.breadcrumbs": ("breadcrumbs",),
+    "methods.families.dare": ("dare",),
+    "methods.families.della": ("della",),
+    "methods.families.linear": ("linear",),
+    "methods.families.nearswap": ("nearswap",),
+    "methods.families.spherical": ("model_stock", "slerp", "spherical_mean"),
+    "methods.families.ties": ("task_arithmetic", "ties"),
     "run.merger": ("MergeResult", "ModelMerger", "layer_wise_interpolation"),
     "run.soup": ("ModelSoup", "SoupResult"),
 }

@@ -1,16 +1,21 @@
-"""Checks of a whole config: parameters against the method, the base, the number of models, the slices."""
+"""What only a whole config can tell: whether its parts fit together, and the parameters at one tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, cast
 
-from rlhf_merge.config.values import check_constants
+from rlhf_merge.config.settings import Setting, resolve
 from rlhf_merge.errors import MergeError
 from rlhf_merge.methods.catalog import METHODS, PER_MODEL
+from rlhf_merge.methods.spec import Values
 
 if TYPE_CHECKING:
     from rlhf_merge.config.merge_config import MergeConfig, Slice
+
+# A sum of weights that cancel, such as 0.1 + 0.2 - 0.3, is off zero by rounding: about 1e-16 of the weights.
+_CANCELS = 1e-9
 
 
 def check(config: MergeConfig) -> None:
@@ -33,7 +38,7 @@ def check(config: MergeConfig) -> None:
     else:
         _check_models(config)
     _check_vocab(config)
-    check_constants(config)
+    _check_constants(config)
 
 
 def _check_parameters(config: MergeConfig) -> None:
@@ -119,3 +124,101 @@ def _check_vocab(config: MergeConfig) -> None:
 
 def _listed(items: Iterable[str]) -> str:
     return ", ".join(items)
+
+
+def evaluate(
+    config: MergeConfig,
+    tensor: str,
+    depth: float,
+    slice_index: int | None = None,
+    source_tensors: Sequence[str] | None = None,
+) -> Values:
+    """Evaluate every parameter of the config's method for one tensor; see `MergeConfig.values`.
+
+    Raises:
+        MergeError: the weights sum to zero where they divide, or della's probabilities leave (0, 1].
+    """
+    values = _resolve(config, tensor, depth, slice_index, source_tensors)
+    _check_weights(config.method, values, f"at tensor {tensor}")
+    _check_probabilities(config, values, slice_index, f"at tensor {tensor}")
+    return values
+
+
+def _check_constants(config: MergeConfig) -> None:
+    """Check what `evaluate` checks for the values that are the same for every tensor."""
+    for index in range(len(config.slices)) if config.slices else (None,):
+        place = "in models" if index is None else f"in slices[{index}]"
+        values = _resolve(config, "", 0.0, index, None)
+        if _are_constant(config, ("weight", "normalize"), index):
+            _check_weights(config.method, values, place)
+        if _are_constant(config, ("density", "epsilon"), index):
+            _check_probabilities(config, values, index, place)
+
+
+def _resolve(
+    config: MergeConfig,
+    tensor: str,
+    depth: float,
+    slice_index: int | None,
+    source_tensors: Sequence[str] | None,
+) -> Values:
+    entries, common = config.merged(slice_index), _common(config, slice_index)
+    defaults = METHODS[config.method].parameters
+    names = source_tensors or [tensor] * len(entries)
+    per_model = tuple(
+        {
+            key: cast(float, resolve(key, (entry.parameters, *common), defaults[key], name, depth))
+            for key in defaults
+            if key in PER_MODEL
+        }
+        for entry, name in zip(entries, names, strict=True)
+    )
+    shared = {
+        key: resolve(key, common, defaults[key], tensor, depth) for key in defaults if key not in PER_MODEL
+    }
+    return Values(per_model, shared)
+
+
+def _common(config: MergeConfig, slice_index: int | None) -> tuple[Mapping[str, Setting], ...]:
+    own = () if slice_index is None else (config.slices[slice_index].parameters,)
+    return (*own, config.parameters)
+
+
+def _are_constant(config: MergeConfig, names: Iterable[str], slice_index: int | None) -> bool:
+    common = _common(config, slice_index)
+    chains = [(entry.parameters, *common) for entry in config.merged(slice_index)]
+    settings = [
+        next((scope[name] for scope in chain if name in scope), None) for chain in chains for name in names
+    ]
+    return all(setting is None or setting.constant for setting in settings)
+
+
+def _check_weights(method: str, values: Values, place: str) -> None:
+    weights = [own["weight"] for own in values.per_model if "weight" in own]
+    if not weights or not values.shared.get("normalize", METHODS[method].divides):
+        return
+    # Where signs are elected, each element is divided by the sizes of the weights that agree.
+    elects = "sign" in METHODS[method].parameters
+    sizes = [abs(weight) for weight in weights]
+    total = sum(sizes) if elects else abs(math.fsum(weights))
+    if total <= _CANCELS * sum(sizes):
+        listed = ", ".join(f"{weight:g}" for weight in weights)
+        found = "are all zero" if elects else "sum to zero"
+        advice = " or set normalize: false" if "normalize" in values.shared else ""
+        raise MergeError(
+            f"the weights {listed} {place} {found}, and {method} divides by their sum; change one{advice}"
+        )
+
+
+def _check_probabilities(config: MergeConfig, values: Values, slice_index: int | None, place: str) -> None:
+    for entry, own in zip(config.merged(slice_index), values.per_model, strict=True):
+        if "epsilon" not in own or own["density"] == 1:
+            continue
+        density, epsilon = own["density"], own["epsilon"]
+        # 1e-9 is for sums such as 0.9 + 0.1 that rounding may put above one.
+        if density - epsilon <= 0 or density + epsilon > 1 + 1e-9:
+            raise MergeError(
+                f"model {entry.model} has density {density:g} and epsilon {epsilon:g} {place}, and "
+                f"{config.method} keeps elements with probabilities from density - epsilon, to be > 0, "
+                "to density + epsilon, to be <= 1; make epsilon smaller or density 1"
+            )

@@ -2,54 +2,63 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    model_validator,
+)
 
-from rlhf_merge.config import reading
-from rlhf_merge.config.checks import check
-from rlhf_merge.config.gradients import Plain, Setting
-from rlhf_merge.config.values import evaluate
-from rlhf_merge.errors import MergeError, damaged, readable
+from rlhf_merge.config.checks import check, evaluate
+from rlhf_merge.config.files import dump_yaml, read_file
+from rlhf_merge.config.settings import Plain, Setting
+from rlhf_merge.config.validation import (
+    Dtype,
+    Layers,
+    Method,
+    Model,
+    Text,
+    Whole,
+    advice,
+    named,
+    one_sentence,
+)
+from rlhf_merge.errors import MergeError, damaged
 from rlhf_merge.methods.catalog import METHODS, PARAMETERS
-from rlhf_merge.methods.values import Values
+from rlhf_merge.methods.spec import Values
 
 
 def _parse_settings(values: Any) -> dict[str, Setting]:
-    settings = {}
-    for name, value in reading.require_mapping(values, "parameters").items():
+    if not isinstance(values, Mapping):
+        raise MergeError(f"parameters is {values!r}, expected a mapping from names to values")
+    for name in values:
         if name not in PARAMETERS:
-            reading.refuse_unknown(name, PARAMETERS, "parameters")
-        settings[name] = Setting.parse(value, PARAMETERS[name], name)
-    return settings
+            raise MergeError(f"{name} is no parameter of a method; {advice(name, list(PARAMETERS))}")
+    return {name: Setting.parse(value, PARAMETERS[name], name) for name, value in values.items()}
 
 
-_Settings = Annotated[dict[str, Setting], BeforeValidator(_parse_settings)]
-_Model = Annotated[str, BeforeValidator(lambda value: reading.read_model(value, "model"))]
-_Layers = Annotated[tuple[int, int], BeforeValidator(lambda value: reading.read_layers(value, "layers"))]
-_Method = Annotated[str, BeforeValidator(lambda value: reading.read_method(value, "method"))]
-_Dtype = Annotated[str, BeforeValidator(lambda value: reading.read_dtype(value, "dtype"))]
-_Seed = Annotated[int, BeforeValidator(lambda value: reading.read_seed(value, "seed"))]
-
-_Patterns = Annotated[tuple[str, ...], BeforeValidator(lambda value: reading.read_patterns(value, "ignore"))]
+_Settings = Annotated[dict[str, Setting], PlainValidator(_parse_settings)]
+_Patterns = Annotated[
+    tuple[Annotated[Text, Field(min_length=1)], ...],
+    BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
+]
 
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    def __init__(self, **values: Any) -> None:
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            raise MergeError(_sentence(error)) from error
-
 
 class ModelEntry(_Frozen):
     """One of the models that are merged."""
 
-    model: _Model
+    model: Model
     """Folder, hub id, or either with `+adapter`."""
 
     parameters: _Settings = {}
@@ -63,7 +72,7 @@ class ModelEntry(_Frozen):
 class SliceSource(ModelEntry):
     """A range of one model's layers."""
 
-    layers: _Layers
+    layers: Layers
     """The first layer and the one behind the last."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -74,10 +83,10 @@ class SliceSource(ModelEntry):
 class Slice(_Frozen):
     """Consecutive layers of the output, merged from equally long ranges of the models' layers."""
 
-    sources: tuple[SliceSource, ...]
+    sources: Annotated[tuple[SliceSource, ...], Field(min_length=1)]
     """The ranges; where the method needs a base, one of them is the base's."""
 
-    base: _Model | None = None
+    base: Model | None = None
     """The base of this slice; None is that of the whole merge."""
 
     parameters: _Settings = {}
@@ -107,10 +116,12 @@ class MergeConfig(_Frozen):
         MergeError: from every constructor, one sentence naming the path of the first mistake.
     """
 
-    method: _Method
+    method: Annotated[
+        Method, BeforeValidator(lambda name: name.replace("-", "_") if isinstance(name, str) else name)
+    ]
     """A key of the catalog; dashes may stand for underscores."""
 
-    base: _Model | None = None
+    base: Model | None = None
     """The base model: folder, hub id, or either with `+adapter`. Methods that need none take only its config
     and tokenizer."""
 
@@ -120,24 +131,28 @@ class MergeConfig(_Frozen):
     slices: tuple[Slice, ...] = ()
     """In place of models: the output's layers from first to last, each slice from ranges of layers."""
 
-    stack: str | None = None
+    stack: Text | None = None
     """Which stack of layers the slices cut, by a word of its tensors' names; None where there is but one. The
     layers of others are merged as the first slice is."""
 
     parameters: _Settings = {}
     """Settings of the whole merge, and the defaults of settings that each model has."""
 
-    dtype: _Dtype | None = None
+    dtype: Dtype | None = None
     """Type of the output: float32, float16, bfloat16 or float64; None is the base's or the first model's."""
 
-    vocab: str | None = None
+    vocab: Text | None = None
     """`union`, `truncate`, `base`, or the model whose vocabulary is taken; None: they must agree."""
 
     ignore: _Patterns = ()
     """Names of tensors to leave out of the result, with `*` and `?`: those that only some models have."""
 
-    seed: _Seed = 0
+    seed: Annotated[Whole, Field(ge=0)] = 0
     """Seed of the random masks, >= 0."""
+
+    def __init__(self, /, **values: Any) -> None:
+        with one_sentence(MergeConfig, flat=list(PARAMETERS)):
+            super().__init__(**values)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str = "config") -> Self:
@@ -150,8 +165,23 @@ class MergeConfig(_Frozen):
         Raises:
             MergeError: an unknown key, with the nearest valid name, or a value that is not allowed.
         """
-        with reading.named(where):
-            return cls(**reading.read_fields(values))
+        with named(where):
+            fields = _fields(values, "")
+            if not isinstance(fields, dict):
+                raise MergeError(f"the top level is {values!r}, expected a mapping from names to values")
+            fields = {"method": None} | {
+                key: v for key, v in fields.items() if v is not None or key == "seed"
+            }
+            models, slices = fields.get("models"), fields.get("slices")
+            if isinstance(models, (list, tuple)):
+                fields["models"] = [
+                    {"model": item} if isinstance(item, (str, os.PathLike)) else _fields(item, f"models[{i}]")
+                    for i, item in enumerate(models)
+                ]
+                _begin_with_base(fields)
+            if isinstance(slices, (list, tuple)):
+                fields["slices"] = [_slice(item, f"slices[{i}]") for i, item in enumerate(slices)]
+            return cls(**fields)
 
     @classmethod
     def from_file(cls, path: str | Path) -> MergeConfig:
@@ -166,8 +196,7 @@ class MergeConfig(_Frozen):
         """
         from rlhf_merge.config.mergekit import from_mergekit
 
-        with readable(f"config {path}"):
-            values = reading.read_file(path)
+        values = read_file(path)
         if "experts" in values and "merge_method" not in values:
             raise MergeError(
                 f"{path} is a config of mergekit-moe, which makes a mixture of experts from dense models; "
@@ -200,7 +229,7 @@ class MergeConfig(_Frozen):
 
     def to_yaml(self) -> str:
         """Return `to_dict` as a YAML document that `from_file` reads."""
-        return reading.dump_yaml(self.to_dict())
+        return dump_yaml(self.to_dict())
 
     def values(
         self,
@@ -266,11 +295,26 @@ def _plain(parameters: Mapping[str, Setting]) -> dict[str, Plain]:
     return {name: setting.plain() for name, setting in parameters.items()}
 
 
-def _sentence(error: ValidationError) -> str:
-    """Say the first mistake in our words where it was found by our checks, else by path and value."""
-    first = error.errors()[0]
-    cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, MergeError):
-        return str(cause)
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
-    return f"{path} is {first['input']!r}: {first['msg']}; see the fields of the class"
+def _fields(values: Any, place: str) -> Any:
+    """A flat mapping as the fields of its class, one of which holds the parameters."""
+    if not isinstance(values, Mapping):
+        return values
+    if "parameters" in values:
+        where = f"in {place}" if place else "at the top"
+        raise MergeError(f"unknown key parameters {where}; write each parameter beside the other keys")
+    fields = {str(key): value for key, value in values.items() if key not in PARAMETERS}
+    return fields | {"parameters": {key: value for key, value in values.items() if key in PARAMETERS}}
+
+
+def _slice(values: Any, place: str) -> Any:
+    part = _fields(values, place)
+    if isinstance(part, dict) and isinstance(part.get("sources"), (list, tuple)):
+        part["sources"] = [_fields(item, f"{place}.sources[{i}]") for i, item in enumerate(part["sources"])]
+    return part
+
+
+def _begin_with_base(fields: dict[str, Any]) -> None:
+    """Let the base be the first model where it is what a method starts from, and one model is missing."""
+    method = METHODS.get(str(fields.get("method")).replace("-", "_"))
+    if method and method.from_base and "base" in fields and len(fields["models"]) == method.models[0] - 1:
+        fields["models"].insert(0, {"model": fields["base"]})

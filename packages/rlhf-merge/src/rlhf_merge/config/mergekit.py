@@ -3,36 +3,78 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from rlhf_merge.config.gradients import Setting
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
 from rlhf_merge.config.merge_config import MergeConfig
-from rlhf_merge.config.reading import (
-    named,
-    read_dtype,
-    read_layers,
-    read_model,
-    refuse_unknown,
-    require_list,
-    require_mapping,
-)
+from rlhf_merge.config.settings import Setting
+from rlhf_merge.config.validation import Dtype, Layers, Method, Model, advice, named, one_sentence
 from rlhf_merge.errors import MergeError
 from rlhf_merge.methods.catalog import METHODS, PARAMETERS
 
-_TOP_KEYS = (
-    "merge_method",
-    "base_model",
-    "models",
-    "slices",
-    "parameters",
-    "dtype",
-    "out_dtype",
-    "tokenizer_source",
-    "tokenizer",
-    "chat_template",
-)
 _NEUTRAL = ("rescale", "filter_wise")
 """Switches of mergekit's that some of our methods lack: off, they ask for what ours do."""
+
+
+def _reference(value: Any) -> Any:
+    """A model's text, from text or mergekit's mappings: {path} and {model: text or {path}}."""
+    for key in ("model", "path"):
+        if isinstance(value, Mapping) and key in value:
+            for other, given in value.items():
+                if other != key and given is not None:
+                    raise ValueError(f"one text such as base+adapter: {other} is not supported")
+            value = value[key]
+    return value
+
+
+def _nothing(value: Any) -> None:
+    if value:
+        raise ValueError("nothing, as it is not supported: leave it out")
+
+
+_Reference = Annotated[Model, BeforeValidator(_reference)]
+_Dtype = Annotated[Dtype, BeforeValidator(lambda v: v.removeprefix("torch.") if isinstance(v, str) else v)]
+_Unsupported = Annotated[Any, AfterValidator(_nothing)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class _Entry(_Part):
+    model: _Reference
+    parameters: dict[Any, Any] | None = None
+
+
+class _Source(_Entry):
+    layer_range: Layers
+
+
+class _Slice(_Part):
+    sources: Annotated[list[_Source], Field(min_length=1)]
+    base_model: _Reference | None = None
+    parameters: dict[Any, Any] | None = None
+
+
+class _Tokenizer(_Part):
+    source: _Reference = "union"
+    tokens: _Unsupported = None
+    pad_to_multiple_of: _Unsupported = None
+
+
+class _File(_Part):
+    merge_method: Method
+    base_model: _Reference | None = None
+    models: Annotated[list[_Entry], Field(min_length=1)] | None = None
+    slices: Annotated[list[_Slice], Field(min_length=1)] | None = None
+    parameters: dict[Any, Any] | None = None
+    dtype: _Dtype | None = None
+    out_dtype: _Dtype | None = None
+    tokenizer_source: _Reference | None = None
+    tokenizer: _Tokenizer | None = None
+    chat_template: Literal["auto"] | None = None
+    modules: _Unsupported = None
 
 
 def from_mergekit(values: Any, where: str = "config") -> MergeConfig:
@@ -59,50 +101,27 @@ def from_mergekit(values: Any, where: str = "config") -> MergeConfig:
         MergeError: a method or key that is not supported, or a mistake; the sentence names the path.
     """
     with named(where):
-        values = {key: value for key, value in require_mapping(values, "").items() if value is not None}
-        _refuse_unsupported(values)
-        method = _method(values)
-        base = _base(values, method)
-        common = _settings(values.get("parameters"), method, "parameters")
+        with one_sentence(_File):
+            file = _File.model_validate(values)
+        if (file.models is None) == (file.slices is None):
+            raise MergeError("a config has either models or slices; give one of them")
+        if file.tokenizer is not None and file.tokenizer_source is not None:
+            raise MergeError("tokenizer and tokenizer_source say the same thing; give one of them")
+        method, base = file.merge_method, _base(file)
+        common = _settings(file.parameters, method, "parameters")
         for name, value in METHODS[method].mergekit_defaults.items():
             common.setdefault(name, Setting.parse(value, PARAMETERS[name], name))
         fields: dict[str, Any] = {"method": method, "base": base, "parameters": common}
-        fields |= {"dtype": _dtype(values), "vocab": _vocab(values)}
-        if "models" in values:
-            fields["models"] = _models(values, method, base)
+        fields["dtype"] = file.out_dtype or file.dtype
+        fields["vocab"] = file.tokenizer.source if file.tokenizer else file.tokenizer_source
+        if file.models is not None:
+            fields["models"] = _models(file.models, method, base)
             _require(method, base, fields["models"], (common,))
         else:
-            fields["slices"] = _slices(values, method, base)
+            fields["slices"] = _slices(file.slices or [], method, base)
             for part in fields["slices"]:
                 _require(method, part["base"] or base, part["sources"], (part["parameters"], common))
         return MergeConfig(**fields)
-
-
-def _refuse_unsupported(values: dict[str, Any]) -> None:
-    if "modules" in values:
-        raise MergeError(
-            "modules is not supported; merge whole models, or, in this package's own schema, cut one stack "
-            "with slices and stack"
-        )
-    for key in values:
-        if key not in _TOP_KEYS:
-            refuse_unknown(key, _TOP_KEYS, "")
-    if ("models" in values) == ("slices" in values):
-        raise MergeError("a config has either models or slices; give one of them")
-    if values.get("chat_template", "auto") != "auto":
-        raise MergeError(
-            f"chat_template is {values['chat_template']!r}, of which only auto is supported; leave it out "
-            "and set the template in the tokenizer of the output"
-        )
-
-
-def _method(values: dict[str, Any]) -> str:
-    method = values.get("merge_method")
-    if not isinstance(method, str) or method not in METHODS:
-        raise MergeError(
-            f"merge_method is {method!r}, which is not supported; those that are: {', '.join(METHODS)}"
-        )
-    return method
 
 
 def _names(method: str) -> Mapping[str, str]:
@@ -111,18 +130,21 @@ def _names(method: str) -> Mapping[str, str]:
     return {name: name for name in METHODS[method].parameters if name != "sign"} if names is None else names
 
 
-def _settings(values: Any, method: str, where: str) -> dict[str, Setting]:
+def _settings(values: dict[Any, Any] | None, method: str, where: str) -> dict[str, Setting]:
     settings = {}
     names = _names(method)
-    for name, value in require_mapping({} if values is None else values, where).items():
+    for name, value in (values or {}).items():
         path = f"{where}.{name}"
         parameter = PARAMETERS.get(names.get(name, name))
         if name == "int8_mask" or (name in _NEUTRAL and name not in names):
             flag = Setting.parse(_plain(value, switch=True), PARAMETERS["normalize"], path)
             if name in _NEUTRAL and flag.plain() is not False:
                 raise MergeError(f"{path} is {value!r}, but {method} has no such switch here; leave it out")
+        elif name in PARAMETERS and name not in names:
+            listed = f"it takes {', '.join(names)}" if names else "it takes none"
+            raise MergeError(f"{path}: {method} has no parameter {name} in mergekit; {listed}")
         elif name not in names or parameter is None:
-            _refuse_parameter(name, method, list(names), where)
+            raise MergeError(f"unknown key {name} in {where}; {advice(name, list(names))}")
         else:
             plain = _plain(value, switch=isinstance(parameter.default, bool))
             settings[names[name]] = Setting.parse(plain, parameter, path)
@@ -138,99 +160,24 @@ def _plain(value: Any, *, switch: bool) -> Any:
     return value
 
 
-def _refuse_parameter(name: Any, method: str, names: list[str], where: str) -> None:
-    if name in PARAMETERS:
-        listed = f"it takes {', '.join(names)}" if names else "it takes none"
-        raise MergeError(f"{where}.{name}: {method} has no parameter {name} in mergekit; {listed}")
-    refuse_unknown(name, names, where)
-
-
-def _reference(value: Any, where: str) -> str:
-    """Return a model's specification from text or mergekit's mappings: {path} and {model: text or {path}}."""
-    inner = value
-    if isinstance(inner, Mapping) and "model" in inner:
-        inner = _only(inner, "model", where)
-    if isinstance(inner, Mapping) and "path" in inner:
-        inner = _only(inner, "path", where)
-    if isinstance(inner, Mapping):
-        raise MergeError(
-            f"{where} is {value!r}, expected a folder, a hub id, base+adapter, or a mapping with path"
-        )
-    return read_model(inner, where)
-
-
-def _only(value: Mapping[Any, Any], key: str, where: str) -> Any:
-    for other, given in value.items():
-        if other != key and given is not None:
-            raise MergeError(
-                f"{where}.{other} is not supported; write the model as one text, such as base+adapter"
-            )
-    return value[key]
-
-
-def _dtype(values: dict[str, Any]) -> str | None:
-    names = {
-        key: read_dtype(value.removeprefix("torch.") if isinstance(value, str) else value, key)
-        for key in ("dtype", "out_dtype")
-        if (value := values.get(key)) is not None
-    }
-    return names.get("out_dtype", names.get("dtype"))
-
-
-def _vocab(values: dict[str, Any]) -> str | None:
-    if "tokenizer" not in values:
-        source, key = values.get("tokenizer_source"), "tokenizer_source"
-        return None if source is None else _reference(source, key)
-    if "tokenizer_source" in values:
-        raise MergeError("tokenizer and tokenizer_source say the same thing; give one of them")
-    tokenizer = require_mapping(values["tokenizer"], "tokenizer")
-    for key, value in tokenizer.items():
-        if key in ("tokens", "pad_to_multiple_of"):
-            if value:
-                raise MergeError(f"tokenizer.{key} is not supported; leave it out")
-        elif key != "source":
-            refuse_unknown(key, ("source",), "tokenizer")
-    return _reference(tokenizer.get("source", "union"), "tokenizer.source")
-
-
-def _base(values: dict[str, Any], method: str) -> str | None:
+def _base(file: _File) -> str | None:
     """Return the base model, which may be that of the first slice where each slice names its own."""
-    if "base_model" in values:
-        return _reference(values["base_model"], "base_model")
-    if METHODS[method].base == "optional" and not METHODS[method].from_base:
-        return None
-    parts = values.get("slices")
-    if (
-        isinstance(parts, list)
-        and parts
-        and all(isinstance(p, Mapping) and p.get("base_model") for p in parts)
-    ):
-        return _reference(parts[0]["base_model"], "slices[0].base_model")
-    raise MergeError(f"base_model is missing, which {method} needs; name the base model")
+    method = METHODS[file.merge_method]
+    if file.base_model is not None or (method.base == "optional" and not method.from_base):
+        return file.base_model
+    bases = [part.base_model for part in file.slices or []]
+    if not bases or None in bases:
+        raise MergeError(f"base_model is missing, which {file.merge_method} needs; name the base model")
+    return bases[0]
 
 
-def _entry(item: Any, keys: tuple[str, ...], method: str, where: str) -> dict[str, Any]:
-    values = require_mapping(item, where)
-    for key in values:
-        if key not in (*keys, "parameters"):
-            refuse_unknown(key, (*keys, "parameters"), where)
-    for key in keys:
-        if values.get(key) is None:
-            raise MergeError(f"{where} has no {key}; give it one")
-    entry: dict[str, Any] = {
-        "model": _reference(values["model"], f"{where}.model"),
-        "parameters": _settings(values.get("parameters"), method, f"{where}.parameters"),
-    }
-    if "layer_range" in keys:
-        entry["layers"] = read_layers(values["layer_range"], f"{where}.layer_range")
-    return entry
+def _entry(item: _Entry, method: str, where: str) -> dict[str, Any]:
+    entry = {"model": item.model, "parameters": _settings(item.parameters, method, f"{where}.parameters")}
+    return entry | ({"layers": item.layer_range} if isinstance(item, _Source) else {})
 
 
-def _models(values: dict[str, Any], method: str, base: str | None) -> list[dict[str, Any]]:
-    entries = [
-        _entry(item, ("model",), method, f"models[{index}]")
-        for index, item in enumerate(require_list(values["models"], "models"))
-    ]
+def _models(items: list[_Entry], method: str, base: str | None) -> list[dict[str, Any]]:
+    entries = [_entry(item, method, f"models[{index}]") for index, item in enumerate(items)]
     if METHODS[method].base == "required":
         others = [entry for entry in entries if entry["model"] != base]
         if not others:
@@ -254,25 +201,18 @@ def _from_base(entries: list[dict[str, Any]], base: str | None, where: str) -> l
     return sorted(entries, key=lambda entry: entry["model"] != base)
 
 
-def _slices(values: dict[str, Any], method: str, base: str | None) -> list[dict[str, Any]]:
+def _slices(items: list[_Slice], method: str, base: str | None) -> list[dict[str, Any]]:
     parts = []
-    for index, item in enumerate(require_list(values["slices"], "slices")):
-        where = f"slices[{index}]"
-        part = require_mapping(item, where)
-        for key in part:
-            if key not in ("sources", "base_model", "parameters"):
-                refuse_unknown(key, ("sources", "base_model", "parameters"), where)
-        own = part.get("base_model")
-        own = None if own is None else _reference(own, f"{where}.base_model")
+    for index, item in enumerate(items):
+        where, own = f"slices[{index}]", item.base_model
         sources = [
-            _entry(source, ("model", "layer_range"), method, f"{where}.sources[{place}]")
-            for place, source in enumerate(require_list(part.get("sources"), f"{where}.sources"))
+            _entry(source, method, f"{where}.sources[{place}]") for place, source in enumerate(item.sources)
         ]
         if METHODS[method].from_base:
             sources, own = _from_base(sources, own or base, f"{where}.sources"), None
         elif METHODS[method].base == "required":  # mergekit ignores what is set for the base
             sources = [s | {"parameters": {}} if s["model"] == (own or base) else s for s in sources]
-        parameters = _settings(part.get("parameters"), method, f"{where}.parameters")
+        parameters = _settings(item.parameters, method, f"{where}.parameters")
         parts.append({"sources": sources, "base": own, "parameters": parameters})
     return parts
 

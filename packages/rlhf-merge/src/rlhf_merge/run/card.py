@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from rlhf_merge.config.reading import dump_yaml
+from rlhf_merge.config.files import dump_yaml
 from rlhf_merge.methods.catalog import METHODS
 from rlhf_merge.report_text import short_names
 

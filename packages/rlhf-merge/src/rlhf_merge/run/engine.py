@@ -163,7 +163,7 @@ def _merge_one(
     if job.method == COPY:
         _copy(inputs, sink, dtype, on_read)
         return ()
-    step = METHODS[job.method].fitting(inputs, job.values, space)
+    step = METHODS[job.method].fit(inputs, job.values, space)
     for start, end in inputs.ranges(step.row_length):
         merged = step(start, end, space)
         check_range(merged, dtype, name)

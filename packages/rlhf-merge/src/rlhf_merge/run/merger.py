@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_merge.config.gradients import Setting
 from rlhf_merge.config.merge_config import MergeConfig
+from rlhf_merge.config.settings import Setting
 from rlhf_merge.errors import MergeError, UnwrittenError
 from rlhf_merge.files.small_files import write_model_files
 from rlhf_merge.files.writer import PartialModel, check_output, explained, index_of, write_json
-from rlhf_merge.methods.api import linear
 from rlhf_merge.methods.blocks import MemoryTensor
 from rlhf_merge.methods.catalog import PARAMETERS
+from rlhf_merge.methods.families.linear import linear
 from rlhf_merge.names.tensor_names import depth_of, layer_counts, source_names
 from rlhf_merge.run.card import write_card
 from rlhf_merge.run.engine import OnBytes, Resources, merge_tensors

@@ -22,7 +22,7 @@ from rlhf_merge.files.tokens import read_tokens
 from rlhf_merge.files.writer import OutputTensor, Shard, lay_out
 from rlhf_merge.methods.blocks import BLOCK, Inputs, working_dtype
 from rlhf_merge.methods.catalog import METHODS
-from rlhf_merge.methods.values import Values
+from rlhf_merge.methods.spec import Values
 from rlhf_merge.names.tensor_names import SourceNames, layer_name, source_names
 from rlhf_merge.run.matching import matched
 from rlhf_merge.tensors import Readable

@@ -15,15 +15,9 @@ from torch import Tensor
 
 from rlhf_merge.errors import MergeError
 from rlhf_merge.methods.blocks import Inputs, Workspace, called
-from rlhf_merge.methods.coefficients import (
-    model_stock_coefficients,
-    slerp_coefficients,
-    spherical_mean_coefficients,
-)
 from rlhf_merge.methods.kth_largest import largest_magnitudes
-from rlhf_merge.methods.random_masks import MaskBits
-from rlhf_merge.methods.sparsify import RandomDrop, RankDrop, Sparsifier, Trim, kept_count, share_count
-from rlhf_merge.methods.values import Values
+from rlhf_merge.methods.sparsify import Sparsifier
+from rlhf_merge.methods.spec import Values
 
 _PIECE = 4096
 """Elements whose products are summed in the type of the arithmetic: in float32, sums over a whole block were
@@ -96,7 +90,7 @@ class Elect:
         self, inputs: Inputs, values: Values, sparsifiers: Sequence[Sparsifier | None], row_length: int = 1
     ):
         self._inputs, self._sparsifiers, self.row_length = inputs, sparsifiers, row_length
-        self._weights = [float(weight) for weight in _of(values, "weight")]
+        self._weights = values.of("weight")
         self._sign = values.shared.get("sign")
         self._normalize = bool(values.shared["normalize"])
         self._factor = float(values.shared["lambda"])
@@ -104,7 +98,7 @@ class Elect:
         if self._normalize and self._sign is None:
             total = sum(self._weights)
             if abs(total) < 1e-12:
-                raise _zero_weights(inputs)
+                raise zero_weights(inputs)
             self._factor /= total
             self.coefficients = tuple(value / total for value in self.coefficients)
 
@@ -155,123 +149,6 @@ class Elect:
         change.mul_(votes)
 
 
-class NearSwap:
-    """base + clip(model - base, -t, t).
-
-    Args:
-        inputs: of the tensor: a base and one model.
-        reach: t ≥ 0.
-    """
-
-    row_length = 1
-    coefficients = ()
-
-    def __init__(self, inputs: Inputs, reach: float):
-        self._inputs, self._reach = inputs, reach
-
-    def __call__(self, start: int, stop: int, space: Workspace) -> Tensor:
-        """See `Step`."""
-        base = self._inputs.read_base(start, stop, space.take("base", stop - start))
-        other = self._inputs.read_model(0, start, stop, space.take("out", stop - start))
-        other = torch.sub(base, other, out=other).clamp_(-self._reach, self._reach)
-        return torch.sub(base, other, out=other)
-
-
-def fit_linear(inputs: Inputs, values: Values, space: Workspace) -> Step:
-    """Weighted mean or, without `normalize`, weighted sum."""
-    weights = np.array(_of(values, "weight"), dtype=np.float64)
-    if values.shared["normalize"]:
-        if abs(weights.sum()) < 1e-12:
-            raise _zero_weights(inputs)
-        weights = weights / weights.sum()
-    return Combine(inputs, weights.tolist())
-
-
-def fit_passthrough(inputs: Inputs, values: Values, space: Workspace) -> Step:
-    """The one model times its weight."""
-    return Combine(inputs, _of(values, "weight"))
-
-
-def fit_slerp(inputs: Inputs, values: Values, space: Workspace) -> Step:
-    """See `slerp_coefficients`."""
-    return Combine(inputs, slerp_coefficients(gram(inputs, space), float(values.shared["t"])).tolist())
-
-
-def fit_karcher(inputs: Inputs, values: Values, space: Workspace) -> Step:
-    """See `spherical_mean_coefficients`."""
-    weights = np.array(_of(values, "weight"), dtype=np.float64)
-    if weights.min() < 0 or not weights.any():
-        raise MergeError(
-            f"{inputs.name}: a spherical mean needs weights ≥ 0 that are not all 0, not {weights.tolist()}"
-        )
-    limits = int(values.shared["max_iter"]), float(values.shared["tol"])
-    found = spherical_mean_coefficients(gram(inputs, space), weights, *limits)
-    return Combine(inputs, found.tolist())
-
-
-def fit_model_stock(inputs: Inputs, values: Values, space: Workspace) -> Step:
-    """See `model_stock_coefficients`."""
-    return Combine(inputs, model_stock_coefficients(gram(inputs, space)).tolist())
-
-
-def fit_nearswap(inputs: Inputs, values: Values, space: Workspace) -> Step:
-    """See `NearSwap`."""
-    return NearSwap(inputs, float(values.shared["t"]))
-
-
-def fit_task_arithmetic(inputs: Inputs, values: Values, space: Workspace) -> Step:
-    """Task vectors as they are."""
-    return Elect(inputs, values, [None] * len(inputs.models))
-
-
-def fit_ties(inputs: Inputs, values: Values, space: Workspace) -> Step:
-    """Task vectors without their smallest elements."""
-    kept = [kept_count(density, inputs.numel) for density in _of(values, "density")]
-    wanted = [[count] if 0 < count < inputs.numel else [] for count in kept]
-    found = _magnitudes(inputs, space, wanted)
-    return Elect(inputs, values, [Trim(*low) if low else None for low in found])
-
-
-def fit_breadcrumbs(inputs: Inputs, values: Values, space: Workspace) -> Step:
-    """Task vectors without their largest and smallest elements."""
-    wanted: list[list[int]] = []
-    for density, gamma in zip(_of(values, "density"), _of(values, "gamma"), strict=True):
-        kept = kept_count(density, inputs.numel)
-        dropped = min(share_count(gamma, inputs.numel), inputs.numel - kept)
-        wanted.append([kept + dropped, dropped + 1] if inputs.numel and kept < inputs.numel else [])
-    found = _magnitudes(inputs, space, wanted)
-    return Elect(inputs, values, [Trim(*bounds) if bounds else None for bounds in found])
-
-
-def fit_dare(inputs: Inputs, values: Values, space: Workspace) -> Step:
-    """Task vectors with random elements dropped."""
-    return Elect(
-        inputs,
-        values,
-        [
-            RandomDrop(MaskBits(inputs.seed, inputs.name, index), density, bool(values.shared["rescale"]))
-            if density < 1
-            else None
-            for index, density in enumerate(_of(values, "density"))
-        ],
-    )
-
-
-def fit_della(inputs: Inputs, values: Values, space: Workspace) -> Step:
-    """Task vectors with elements dropped at random, small ones more often."""
-    row = inputs.shape[-1] if inputs.shape else 1
-    drops: list[Sparsifier | None] = []
-    for index, own in enumerate(values.per_model):
-        bits = MaskBits(inputs.seed, inputs.name, index)
-        full = own["density"] == 1
-        drops.append(
-            None
-            if full
-            else RankDrop(bits, own["density"], own["epsilon"], bool(values.shared["rescale"]), row)
-        )
-    return Elect(inputs, values, drops, row_length=max(1, row))
-
-
 def gram(inputs: Inputs, space: Workspace) -> NDArray[np.float64]:
     """Scalar products (n, n) of the models or, with a base, of the task vectors, summed in float64."""
     count = len(inputs.models)
@@ -295,7 +172,9 @@ def _products(rows: Tensor) -> Tensor:
     return products + (rest @ rest.T)
 
 
-def _magnitudes(inputs: Inputs, space: Workspace, ranks: Sequence[Sequence[int]]) -> list[list[float]]:
+def task_vector_magnitudes(
+    inputs: Inputs, space: Workspace, ranks: Sequence[Sequence[int]]
+) -> list[list[float]]:
     """The k-th largest magnitudes of the task vectors."""
 
     def blocks() -> Iterator[tuple[int, Tensor]]:
@@ -309,11 +188,8 @@ def _magnitudes(inputs: Inputs, space: Workspace, ranks: Sequence[Sequence[int]]
     return largest_magnitudes(blocks, ranks, space.dtype) if any(ranks) else [[] for _ in ranks]
 
 
-def _of(values: Values, parameter: str) -> list[float]:
-    return [own[parameter] for own in values.per_model]
-
-
-def _zero_weights(inputs: Inputs) -> MergeError:
+def zero_weights(inputs: Inputs) -> MergeError:
+    """The error for weights that divide and sum to zero."""
     return MergeError(
         f"the weights of {called(inputs.name)} sum to zero and cannot be normalised; change one of them"
     )

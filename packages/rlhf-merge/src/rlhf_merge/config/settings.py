@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from rlhf_merge.errors import MergeError
-from rlhf_merge.methods.catalog import Parameter
-from rlhf_merge.methods.values import Scalar
+from rlhf_merge.methods.spec import Parameter, Scalar
 
 Plain = Scalar | list[Scalar] | dict[str, Any] | list[dict[str, Any]]
 
@@ -161,7 +161,7 @@ def _read_rule(rule: Any, where: str) -> tuple[str | None, Any, str]:
         raise MergeError(f"{where} is {rule!r} among mappings, expected a mapping with filter and value")
     for key in rule:
         if key not in _RULE_KEYS:
-            raise MergeError(f"unknown key {key} in {where}; valid keys are filter and value")
+            raise MergeError(f"{where} has the unknown key {key}; valid keys are filter and value")
     if "value" not in rule:
         raise MergeError(f"{where} has no value; give it one beside its filter")
     filter_ = rule.get("filter")
@@ -191,40 +191,31 @@ def _values(plain: Any, parameter: Parameter, where: str) -> Iterable[Scalar]:
         return [_scalar(plain, parameter, where)]
     if not plain:
         raise MergeError(f"{where} is an empty list, expected {_expected(parameter)} or a list of such")
-    if _is_whole(parameter):
+    if type(parameter.default) is int:
         raise MergeError(f"{where} is a list, expected {_expected(parameter)}; it cannot vary with the depth")
     return [_scalar(value, parameter, f"{where}[{index}]") for index, value in enumerate(plain)]
 
 
 def _scalar(value: Any, parameter: Parameter, where: str) -> Scalar:
-    if isinstance(parameter.default, (bool, str)):
-        allowed = parameter.choices or (False, True)
-        fitting = value if isinstance(value, type(parameter.default)) and value in allowed else None
-    else:
-        fitting = _number(value, parameter)
-    if fitting is None:
-        raise MergeError(f"{where} is {value!r}, expected {_expected(parameter)}")
-    return fitting
-
-
-def _number(value: Any, parameter: Parameter) -> float | int | None:
-    """Return the number, a whole one where the parameter is whole; None where it is none or out of range."""
-    kind = numbers.Integral if _is_whole(parameter) else numbers.Real
-    if isinstance(value, bool) or not isinstance(value, kind):
-        return None
     try:
-        number = float(value)
-    except OverflowError:
-        return None
-    low = -math.inf if parameter.low is None else parameter.low
-    high = math.inf if parameter.high is None else parameter.high
-    if not math.isfinite(number) or not low <= number <= high or (parameter.low_open and number == low):
-        return None
-    return int(number) if _is_whole(parameter) else number
+        return _scalars(parameter).validate_python(value)
+    except ValidationError as error:
+        raise MergeError(f"{where} is {value!r}, expected {_expected(parameter)}") from error
 
 
-def _is_whole(parameter: Parameter) -> bool:
-    return isinstance(parameter.default, int) and not isinstance(parameter.default, bool)
+@cache
+def _scalars(parameter: Parameter) -> TypeAdapter[Any]:
+    """The values a parameter may have."""
+    kind: Any = type(parameter.default)
+    if kind is bool:
+        return TypeAdapter(Annotated[bool, Field(strict=True)])
+    if parameter.choices:
+        words: Any = Literal[parameter.choices]
+        return TypeAdapter(words)
+    bounds: dict[str, Any] = {"gt" if parameter.low_open else "ge": parameter.low, "le": parameter.high}
+    finite: dict[str, Any] = {"allow_inf_nan": False} if kind is float else {}
+    number: Any = Annotated[kind, Field(strict=True, **bounds, **finite)]
+    return TypeAdapter(number)
 
 
 def _expected(parameter: Parameter) -> str:
@@ -232,10 +223,7 @@ def _expected(parameter: Parameter) -> str:
         return "true or false"
     if parameter.choices:
         return " or ".join(parameter.choices)
-    bounds = []
-    if parameter.low is not None:
-        bounds.append(f"{'>' if parameter.low_open else '>='} {parameter.low:g}")
-    if parameter.high is not None:
-        bounds.append(f"<= {parameter.high:g}")
-    kind = "a whole number" if _is_whole(parameter) else "a finite number"
-    return f"{kind} {' and '.join(bounds)}".rstrip()
+    low = "" if parameter.low is None else f"{'>' if parameter.low_open else '>='} {parameter.low:g}"
+    high = "" if parameter.high is None else f"<= {parameter.high:g}"
+    kind = "a whole number" if isinstance(parameter.default, int) else "a finite number"
+    return f"{kind} {low}{' and ' if low and high else ''}{high}".rstrip()

@@ -1,0 +1,73 @@
+"""Weighted sums of models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rlhf_merge.methods.in_memory import Numbers, merge
+from rlhf_merge.methods.spec import Method, Values
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlhf_merge.methods.blocks import Inputs, Workspace
+    from rlhf_merge.methods.combine import Step
+
+
+def linear(tensors: Sequence[Tensor], weights: Numbers = 1.0, *, normalize: bool = True) -> Tensor:
+    """Weighted mean Σ wᵢ θᵢ / Σ wᵢ; without `normalize` the sum. With equal weights, the uniform soup.
+
+    Wortsman et al. (2022), Model soups, arXiv:2203.05482, section 2.
+
+    Args:
+        tensors: one or more, of one shape.
+        weights: wᵢ.
+        normalize: divide by Σ wᵢ.
+
+    Raises:
+        ValueError: shapes differ, or the weights sum to zero.
+    """
+    return merge("linear", None, tensors, {"weight": weights, "normalize": normalize})
+
+
+def _fit_linear(inputs: Inputs, values: Values, space: Workspace) -> Step:
+    """Weighted mean or, without `normalize`, weighted sum."""
+    import numpy as np
+
+    from rlhf_merge.methods.combine import Combine, zero_weights
+
+    weights = np.array(values.of("weight"), dtype=np.float64)
+    if values.shared["normalize"]:
+        if abs(weights.sum()) < 1e-12:
+            raise zero_weights(inputs)
+        weights = weights / weights.sum()
+    return Combine(inputs, weights.tolist())
+
+
+def _fit_passthrough(inputs: Inputs, values: Values, space: Workspace) -> Step:
+    """The one model times its weight."""
+    from rlhf_merge.methods.combine import Combine
+
+    return Combine(inputs, values.of("weight"))
+
+
+METHODS = {
+    "linear": Method(
+        "Linear (model soup)",
+        "weighted mean of the models",
+        {"weight": 1.0, "normalize": True},
+        _fit_linear,
+        base="optional",
+        paper="arXiv:2203.05482",
+    ),
+    "passthrough": Method(
+        "Passthrough",
+        "layers of the models as they are, one behind the other",
+        {"weight": 1.0},
+        _fit_passthrough,
+        base="optional",
+        models=(1, 1),
+        mergekit_names={"scale": "weight"},
+    ),
+}

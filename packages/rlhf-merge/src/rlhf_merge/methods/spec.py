@@ -1,0 +1,96 @@
+"""What a merge method is: its parameters, where it is described, and what fits it to a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from rlhf_merge.methods.blocks import Inputs, Workspace
+    from rlhf_merge.methods.combine import Step
+
+    Fit = Callable[[Inputs, "Values", Workspace], Step]
+
+Base = Literal["required", "optional"]
+Scalar = float | int | bool | str
+
+
+@dataclass(frozen=True)
+class Values:
+    """What a method's parameters are for one tensor.
+
+    Args:
+        per_model: of each model without the base, in the config's order: parameter to number.
+        shared: of the whole merge: parameter to value.
+    """
+
+    per_model: tuple[dict[str, float], ...]
+    shared: dict[str, Scalar]
+
+    def of(self, parameter: str) -> list[float]:
+        """One parameter of each model."""
+        return [float(own[parameter]) for own in self.per_model]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a method.
+
+    Args:
+        default: the value where none is given.
+        help: what it does, one line.
+        low: least value allowed.
+        high: greatest value allowed.
+        low_open: whether `low` itself is refused.
+        choices: the words allowed, of a parameter that is a word.
+        per_model: whether each model has it for itself; the others belong to the whole merge.
+    """
+
+    default: float | int | bool | str
+    help: str
+    low: float | None = None
+    high: float | None = None
+    low_open: bool = False
+    choices: tuple[str, ...] = ()
+    per_model: bool = False
+
+
+@dataclass(frozen=True)
+class Method:
+    """One merge method: everything that any part of the package knows of it; see `families`.
+
+    Args:
+        title: its name in prose.
+        summary: what it does, one line.
+        parameters: the parameters it takes, with the default of each.
+        fit: fits it to a tensor, which gives the step that merges it block by block.
+        base: whether a base model is required; where it is not, it lends only its config and tokenizer.
+        models: least and greatest number of models, the base not counted; None is any number.
+        paper: where it is described.
+        passes: how often it reads its inputs.
+        ranks: whether it looks for the k-th largest magnitudes where a density is below 1, in a further pass
+            for every two bytes of the arithmetic's type.
+        buffers: blocks that it needs beside one for each input and eight.
+        row_wise: whether its blocks hold whole rows of a tensor.
+        divides: whether it divides by the sum of the weights where it has no switch `normalize` for that.
+        mergekit_names: mergekit's names of its parameters, with ours; None: the same without `sign`.
+        mergekit_defaults: of parameters that mergekit's files leave out, where they differ from ours.
+        from_base: whether mergekit starts from `base_model`, which is one of the models.
+    """
+
+    title: str
+    summary: str
+    parameters: dict[str, Scalar]
+    fit: Fit
+    base: Base = "required"
+    models: tuple[int, int | None] = (1, None)
+    paper: str = ""
+    passes: int = 1
+    ranks: bool = False
+    buffers: int = 0
+    row_wise: bool = False
+    divides: bool = False
+    mergekit_names: Mapping[str, str] | None = None
+    mergekit_defaults: Mapping[str, float] = field(default_factory=dict)
+    from_base: bool = False
