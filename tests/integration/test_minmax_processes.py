@@ -22,7 +22,7 @@ SMALL = (
     *("--set=training.monitor_warmup_steps=1", "--set=training.monitor_updates_per_policy=2"),
     *("--set=game.num_generations=2", "--set=game.num_critiques=2", "--set=policy_model.max_new_tokens=6"),
     *("--set=monitor_model.max_new_tokens=8", "--set=judge_model.kind=rule", "--max-steps=2"),
-    *("--train-data", str(STORIES)),
+    *("--train-data", str(STORIES), "--force"),
 )
 SHAPE_OF_7B = {
     "hidden_size": 3584,

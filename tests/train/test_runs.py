@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,23 @@ def test_an_end_says_how_to_go_on(
         raise error("no reply")
     expected = [f"continue with: rlhf-train minmax --resume {run.path}"] if told else []
     assert getattr(raised.value, "__notes__", []) == expected
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_sigterm_leaves_no_folder_of_a_run_that_never_began(tmp_path: Path, begun: bool) -> None:
+    """torchrun sends it to the process that cleans up, when another one refuses the run."""
+    folder = tmp_path / "run"
+    before = signal.getsignal(signal.SIGTERM)
+    with (
+        pytest.raises(KeyboardInterrupt) as raised,
+        new_run({"output_dir": str(folder), "dry_run": False}, "sft") as run,
+    ):
+        if begun:
+            (run.path / "config.json").write_text("{}")
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert getattr(raised.value, "exit_code", None) == 143
+    assert folder.exists() is begun
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.fixture

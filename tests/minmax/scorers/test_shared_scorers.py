@@ -453,9 +453,9 @@ def test_with_real_commands(tmp_path: Path) -> None:
     demanded = ("--set=reward_model.share_backbone=true", "--set=judge_model.share_backbone=true")
     common = ("minmax", *models, *sizes, *lengths, "--set=held_out.judge.kind=rule")
     assert "adapter on the players' backbone" in " ".join(run(*common, *demanded, "--dry-run").split())
-    run(*common, *demanded, "--output-dir=together")
+    run(*common, *demanded, "--force", "--output-dir=together")
     apart = [text.replace("true", "false") for text in demanded]
-    run(*common, *apart, "--output-dir=apart")
+    run(*common, *apart, "--force", "--output-dir=apart")
     results = [json.loads(Path(name, "results.json").read_text()) for name in ("together", "apart")]
     for key in ("minmax/reward_model", "minmax/judge", "minmax/value"):
         assert results[0]["before"][key] == pytest.approx(results[1]["before"][key], abs=1e-4), key

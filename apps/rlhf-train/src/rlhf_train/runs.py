@@ -5,9 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rlhf_algos.process_group import from_first_process, is_first_process
@@ -45,7 +49,7 @@ def new_run(options: dict[str, Any], job: str) -> Iterator[RunFolder]:
     named = options["output_dir"]
     existed = named is not None and Path(named).is_dir()
     run = RunFolder.create(named, job=job, root=ROOT)
-    with _alone_in(run.path):
+    with _alone_in(run.path), _terminated_as_interrupted() as ignore_signal:
         refused = options["dry_run"]
         try:
             yield run
@@ -57,6 +61,7 @@ def new_run(options: dict[str, Any], job: str) -> Iterator[RunFolder]:
             raise
         finally:
             if refused:
+                ignore_signal()
                 _remove_unstarted(run.path, keep=existed)
                 if named is None:
                     with suppress(OSError):  # where earlier runs lie in it
@@ -138,6 +143,29 @@ def checkpoint_to_evaluate(run: RunFolder) -> Path:
     if checkpoint is None:
         raise UserError(f"{run.path} has no checkpoint to evaluate; train it first")
     return checkpoint
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[Callable[[], Any]]:
+    """Within this context SIGTERM raises `KeyboardInterrupt` with exit code 143; yields what ignores it.
+
+    When one process refuses a run, torchrun sends SIGTERM to the others, the one that cleans up among them.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        stop = KeyboardInterrupt()
+        stop.exit_code = 128 + number  # type: ignore[attr-defined]
+        raise stop
+
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield lambda: None
+        return
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield partial(signal.signal, signal.SIGTERM, signal.SIG_IGN)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextmanager
