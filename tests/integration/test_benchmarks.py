@@ -104,6 +104,7 @@ def test_ratios_are_void_where_losses_differ(monkeypatch: pytest.MonkeyPatch) ->
     assert other["speedup"] is other["speedup_of_all_steps"] is other["memory_share"] is None
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_learning_curves(tmp_path: Path) -> None:
     output, figure = tmp_path / "result.json", tmp_path / "curves.png"
@@ -115,6 +116,7 @@ def test_learning_curves(tmp_path: Path) -> None:
     assert all(0 <= run["start"] <= 1 and 0 <= run["end"] <= 1 for run in result["runs"])
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_best_of_n(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -139,6 +141,7 @@ def test_games_with_known_solutions(tmp_path: Path) -> None:
     assert plain == sorted(plain) and ahead == sorted(ahead, reverse=True)
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["stories", "sums"])
 def test_arms_of_the_proof(tmp_path: Path, task: str) -> None:
@@ -184,6 +187,7 @@ def test_a_server_under_load(tmp_path: Path) -> None:
     assert sum(overload["statuses"].values()) == overload["requests"] == 80 and overload["served_after"]
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_both_sides_of_grpo_do_the_same(tmp_path: Path) -> None:
     output, page, picture = tmp_path / "result.json", tmp_path / "page.md", tmp_path / "curve.png"
@@ -340,6 +344,7 @@ def test_roofline_counts_the_products_of_a_step(monkeypatch: pytest.MonkeyPatch)
     assert found.total() == 8 * 4
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_roofline() -> None:
     (result,) = run_json("roofline.py", "--synthetic", "--shape", "tiny", "--steps", "2", "--repeats", "1")

@@ -28,6 +28,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     return importlib.import_module
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_both_sides_of_the_game_do_the_same(tmp_path: Path) -> None:
     output = tmp_path / "result.json"

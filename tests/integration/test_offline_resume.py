@@ -68,6 +68,16 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "kto-lora-streamed": ("kto", _LORA | _STREAMED),
     "kto-ema": ("kto", {"kl_estimate": "ema"}),
 }
+_ALIKE = {
+    "reward-lora",
+    "reward-heads",
+    "reward-independent",
+    "prm",
+    "dpo-4bit",
+    "dpo-precomputed",
+    "kto-ema",
+}
+"""What they are made of is in others of `RUNS` too."""
 _KINDS: dict[str, Any] = {"sft": "sft", "prm": "steps", "kto": "kto"}
 
 _SERVER = """
@@ -184,7 +194,9 @@ def rows(run: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in json.loads(line).items() if k != "step_time"} for line in lines]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.proof) if name in _ALIKE else name for name in RUNS]
+)
 def test_killed_and_resumed_is_as_uninterrupted(name, command, tmp_path):
     command.finish(name, tmp_path / "whole")
     rng = random.Random(name)

@@ -6,6 +6,7 @@ from rlhf_data import RunFolder
 from rlhf_minmax import MinMaxConfig, MinMaxJob
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_plain_training_exploits_the_flaw_and_the_game_does_not(tmp_path, seed):

@@ -239,6 +239,7 @@ def in_a_write(run: Path, rng: random.Random, *, most: int) -> Moment:
     return now
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_kills_at_uniform_moments(tmp_path, whole):
     rng = random.Random(0)
@@ -246,6 +247,7 @@ def test_kills_at_uniform_moments(tmp_path, whole):
         assert_same(run, whole.folder)
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_kills_during_checkpoint_writes(tmp_path, whole):
     rng, caught, run = random.Random(7), [], tmp_path / "run"

@@ -86,6 +86,7 @@ def test_rows_of_the_list_are_read_back(mutate, tmp_path, monkeypatch):
     assert mutate.allowed() == {key: reason}
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_no_mutant_survives_without_a_reason():
     run = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, cwd=ROOT)
