@@ -55,10 +55,13 @@ def test_an_end_says_how_to_go_on(
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_sigterm_leaves_no_folder_of_a_run_that_never_began(tmp_path: Path, begun: bool) -> None:
+def test_sigterm_leaves_no_folder_of_a_run_that_never_began(
+    request: pytest.FixtureRequest, tmp_path: Path, begun: bool
+) -> None:
     """torchrun sends it to the process that cleans up, when another one refuses the run."""
     folder = tmp_path / "run"
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    request.addfinalizer(lambda: signal.signal(signal.SIGTERM, before))
     with (
         pytest.raises(KeyboardInterrupt) as raised,
         new_run({"output_dir": str(folder), "dry_run": False}, "sft") as run,
@@ -68,7 +71,7 @@ def test_sigterm_leaves_no_folder_of_a_run_that_never_began(tmp_path: Path, begu
         os.kill(os.getpid(), signal.SIGTERM)
     assert getattr(raised.value, "exit_code", None) == 143
     assert folder.exists() is begun
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import gzip
 import http.server
 import inspect
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -134,7 +135,8 @@ def test_it_tries_again_after_a_status_that_may_pass(status: int) -> None:
 def test_it_tries_again_after_a_broken_connection_and_a_short_answer() -> None:
     def reply(handler: Any, body: dict[str, Any]) -> None:
         if len(requests) == 1:
-            handler.connection.close()
+            handler.connection.shutdown(socket.SHUT_RDWR)
+            handler.close_connection = True
         elif len(requests) == 2:
             handler.send_response(200)
             handler.send_header("Content-Length", "1000")

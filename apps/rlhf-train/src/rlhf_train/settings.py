@@ -1,4 +1,4 @@
-"""`rlhf-train settings METHOD`: every setting with default, allowed values and what it means."""
+"""The command `settings`: every setting of a method, its default, allowed values and meaning."""
 
 from __future__ import annotations
 
