@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf_algos import METHODS
 from rlhf_data import CompletionRecord, LabelledRecord, PreferenceRecord, UserError
-from rlhf_data.records.kinds import TextRecord
+from rlhf_data.records.sft import TextRecord
 
 Train = Callable[..., Result]
 SAME = (

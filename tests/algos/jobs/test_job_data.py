@@ -3,12 +3,16 @@
 import copy
 import json
 import logging
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from rlhf_algos.jobs.data import build_sets, load_rows
 from rlhf_algos.jobs.methods import METHODS
-from rlhf_data import UserError
+from rlhf_data import PreferencePair, PreferenceRecord, UserError
+from rlhf_data.records.kind import RECORD_KINDS, record_kind
+from rlhf_data.records.preference import PreferenceBuilder
 
 _TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -79,3 +83,32 @@ def test_a_step_of_kto_has_completions_to_exchange(
         assert kl.input_ids != own.input_ids
     config = method.resolve(settings | {"eval_fraction": 0, "kl_estimate": "ema"})
     assert build_sets(method, config, rows, byte_tokenizer, max_length=None)[0][0].kl_sequence is None
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_method_takes_its_rows_options_from_the_record_kind(
+    byte_tokenizer, tmp_path, monkeypatch, streaming
+):
+    class Reversed(PreferenceBuilder):
+        """Pairs whose rejected completion is to be learned; the options are settings of the job."""
+
+        def __init__(self, tokenizer: Any, *, max_length: int | None, seed: int) -> None:
+            super().__init__(tokenizer, max_length=max_length)
+            self.seed = seed
+
+        def build(self, record: PreferenceRecord) -> PreferencePair:
+            return super().build(replace(record, chosen=record.rejected, rejected=record.chosen))
+
+    kind = replace(record_kind("preference"), name="reversed", builder=Reversed)
+    monkeypatch.setitem(RECORD_KINDS, "reversed", kind)
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"prompt": "p", "chosen": " a", "rejected": " b"}\n')
+    method = replace(METHODS["dpo"], records="reversed")
+    settings = {"train_data": str(path), "eval_fraction": 0, "streaming": streaming, "seed": 7}
+    config = method.resolve(settings)
+    rows = load_rows(method, config)
+    train: Any = build_sets(method, config, rows, byte_tokenizer, max_length=9)[0]
+    assert byte_tokenizer.decode(train[0].chosen.input_ids).startswith("p b")
+    assert (train.builder.seed, train.builder.max_length) == (7, 9)
+    with pytest.raises(UserError, match=r"kind of story records .*'reversed'"):
+        load_rows(method, method.resolve({}))

@@ -24,7 +24,7 @@ from rlhf_data import (
     TokenSequence,
     UserError,
 )
-from rlhf_data.datasets.build import kl_partner
+from rlhf_data.records.kto import kl_partner
 
 _TALK = [
     {"role": "user", "content": "hi"},

@@ -3,9 +3,9 @@
 import pytest
 
 from rlhf_data import UserError, arithmetic_records
-from rlhf_data.worlds.arithmetic import ArithmeticKind, careless
+from rlhf_data.worlds.arithmetic import careless
 
-_KINDS: tuple[ArithmeticKind, ...] = ("sft", "preference", "prompts")
+_KINDS = ("sft", "preference", "prompt")
 
 
 def _numbers(text, spaced=True):
@@ -75,7 +75,7 @@ def test_careless_sums():
 def test_prompts_have_the_answer_as_it_is_to_be_written():
     for record in arithmetic_records("prompts", 100, split="eval", seed=0):
         assert record.columns == {"answer": " ".join(str(sum(_numbers(record.prompt))))}
-    for record in arithmetic_records("prompts", 100, split="eval", seed=0, spaced=False):
+    for record in arithmetic_records("prompt", 100, split="eval", seed=0, spaced=False):
         assert record.columns == {"answer": str(sum(_numbers(record.prompt, spaced=False)))}
 
 
@@ -95,5 +95,5 @@ def test_the_whole_split_and_no_more():
 
 @pytest.mark.parametrize("kind", ["kto", ""])
 def test_unknown_kinds(kind):
-    with pytest.raises(UserError, match=f"one of sft, preference, prompts, got '{kind}'"):
+    with pytest.raises(UserError, match=f"kind .*got '{kind}'"):
         arithmetic_records(kind, 1, split="train", seed=0)

@@ -4,9 +4,8 @@ import pytest
 
 from rlhf_data import StepDataset, StoryWorldConfig, UserError, story_records
 from rlhf_data.worlds.story import sentence_kind, sentence_place, split_sentences
-from rlhf_data.worlds.story_tasks import StoryKind
 
-_KINDS: tuple[StoryKind, ...] = ("sft", "preference", "kto", "steps", "step_pairs", "prompts")
+_KINDS = ("sft", "preference", "kto", "steps", "step_pairs", "prompts")
 
 
 def _story(record):
@@ -107,7 +106,5 @@ def test_the_world_can_be_chosen(tokenizer):
 
 @pytest.mark.parametrize("kind", ["dpo", ""])
 def test_unknown_kinds(kind):
-    with pytest.raises(
-        UserError, match=f"one of sft, preference, kto, steps, step_pairs, prompts, got '{kind}'"
-    ):
+    with pytest.raises(UserError, match=f"kind .*got '{kind}'"):
         story_records(kind, 1, split="train", seed=0)

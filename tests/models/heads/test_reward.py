@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_data import TokenSequence, UserError, pack
-from rlhf_data.datasets.encode import Encoder
+from rlhf_data.records.encode import Encoder
 from rlhf_models import (
     JudgeModel,
     LoraSettings,

@@ -12,18 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from rlhf_algos.jobs.answer_check import check_answers
 from rlhf_algos.process_group import num_processes
 from rlhf_data import UserError, as_messages
-from rlhf_data.datasets.in_memory import GRPODataset, KTODataset, PreferenceDataset, SFTDataset, StepDataset
-from rlhf_data.datasets.streaming import (
-    StreamingGRPODataset,
-    StreamingKTODataset,
-    StreamingPreferenceDataset,
-    StreamingSFTDataset,
-    StreamingStepDataset,
-)
+from rlhf_data.datasets.streaming import StreamingDataset
+from rlhf_data.datasets.tokenized import TokenizedDataset
 from rlhf_data.readers.load import load_records
-from rlhf_data.records.kinds import Record
+from rlhf_data.records.kind import Record, record_kind
 from rlhf_data.worlds.arithmetic import arithmetic_records
-from rlhf_data.worlds.story_tasks import story_records
+from rlhf_data.worlds.story_tasks import story_records, training_stories
 
 if TYPE_CHECKING:
     from rlhf_algos.jobs.methods import Method
@@ -40,13 +34,6 @@ __all__ = [
 ]
 
 _LOG = logging.getLogger(__name__)
-_SETS: Mapping[str, tuple[Any, Any]] = {
-    "sft": (SFTDataset, StreamingSFTDataset),
-    "preference": (PreferenceDataset, StreamingPreferenceDataset),
-    "kto": (KTODataset, StreamingKTODataset),
-    "steps": (StepDataset, StreamingStepDataset),
-    "prompt": (GRPODataset, StreamingGRPODataset),
-}
 _SAMPLE_ROWS = 2000
 """Rows of a streamed file that are read to build a tiny model for it."""
 _SHOWN_BAD_ROWS = 3
@@ -153,17 +140,20 @@ def build_sets(
     Raises:
         UserError: a row cannot be encoded, or none is left to train on.
     """
-    in_memory, streaming = _SETS[method.records]
-    options = _set_options(method, config, max_length) | {"convert": conversion(config, rows, tokenizer)}
+    options = _set_options(method, config, max_length) | {
+        "kind": method.records,
+        "convert": conversion(config, rows, tokenizer),
+        "on_bad_row": config.on_bad_row,
+    }
     if rows.streamed:
-        read = {"columns": config.columns, "subset_size": config.subset_size, "on_bad_row": config.on_bad_row}
-        train = streaming(rows.streamed, tokenizer, **options, **read)
+        read = {"columns": config.columns, "subset_size": config.subset_size}
+        train = StreamingDataset(rows.streamed, tokenizer, **options, **read)
     else:
-        train = in_memory(rows.train, tokenizer, **options, on_bad_row=config.on_bad_row)
+        train = TokenizedDataset(rows.train, tokenizer, **options)
     held_out: Any = []
     if rows.held_out:
         try:
-            held_out = in_memory(rows.held_out, tokenizer, **options, on_bad_row=config.on_bad_row)
+            held_out = TokenizedDataset(rows.held_out, tokenizer, **options)
         except UserError as error:
             raise UserError(f"held-out rows: {error}") from error
     for name, examples in (("training", train), ("held-out", held_out)):
@@ -231,58 +221,50 @@ def demonstrated(method: Method, config: Any, rows: Rows) -> Sequence[Any]:
 
 
 def _embedded(method: Method, config: Any, count: int, split: Literal["train", "eval"]) -> list[Any]:
-    """Rows of the embedded task; of steps, labelled solutions and pairs of solutions in turn."""
-    seed = config.seed
-    if method.records == "prompt":
-        make = arithmetic_records if config.task == "arithmetic" else story_records
-        return make("prompts", count, split=split, seed=seed)
-    if method.records != "steps":
-        return story_records(method.records, count, split=split, seed=seed)
-    labelled = story_records("steps", count - count // 2, split=split, seed=seed)
-    pairs = story_records("step_pairs", count // 2, split=split, seed=seed + 1)
-    mixed = [row for both in zip(labelled, pairs, strict=False) for row in both]
-    return mixed + labelled[len(pairs) :]
+    """Rows of the embedded task."""
+    arithmetic = getattr(config, "task", "story") == "arithmetic"
+    make = arithmetic_records if arithmetic else training_stories
+    return make(method.records, count, split=split, seed=config.seed)
 
 
 def _set_options(method: Method, config: Any, max_length: int | None) -> dict[str, Any]:
-    """What the set of a kind of records takes.
+    """What the set of the method's kind of records takes: of the method, or else of the job's settings.
 
     Raises:
-        UserError: a completion leaves no room for a prompt.
+        UserError: a completion leaves no room for a prompt; steps of a single row, from which KTO's KL
+            cannot be estimated.
     """
-    if method.online:
-        room = max_length and max_length - config.max_completion_length
-        if room is not None and room < 1:
-            raise UserError(
-                f"max_completion_length {config.max_completion_length} leaves no room for a prompt in the "
-                f"model's context of {max_length}; lower it"
-            )
-        return {"max_prompt_length": room}
-    return {"max_length": max_length, **_method_options(method, config)}
+    own: Mapping[str, Callable[[], Any]] = {
+        "max_length": lambda: max_length,
+        "max_prompt_length": lambda: _prompt_room(config, max_length),
+        "overlong": lambda: method.overlong,
+        "kl_batch_size": lambda: _kl_batch_size(config),
+    }
+    names = [option.name for option in record_kind(method.records).options]
+    return {name: own[name]() if name in own else getattr(config, name) for name in names}
 
 
-def _method_options(method: Method, config: Any) -> dict[str, Any]:
-    """What is special to the set of a kind of records.
+def _prompt_room(config: Any, max_length: int | None) -> int | None:
+    room = max_length and max_length - config.max_completion_length
+    if room is not None and room < 1:
+        raise UserError(
+            f"max_completion_length {config.max_completion_length} leaves no room for a prompt in the "
+            f"model's context of {max_length}; lower it"
+        )
+    return room
 
-    Raises:
-        UserError: steps of a single row, from which KTO's KL cannot be estimated.
-    """
-    if method.records == "sft":
-        return {"assistant_only_loss": config.assistant_only_loss}
-    if method.records == "preference":
-        return {"overlong": method.overlong}
-    if method.records == "steps":
-        return {"step_separator": config.step_separator}
+
+def _kl_batch_size(config: Any) -> int | None:
     step = config.per_device_train_batch_size * config.gradient_accumulation_steps * num_processes()
     if config.kl_estimate != "mismatched":
-        return {"kl_batch_size": None}
+        return None
     if step < 2:
         raise UserError(
             "an optimizer step takes 1 row (per_device_train_batch_size x gradient_accumulation_steps x "
             "processes), whose KL could only come from its own completion; take 2 or more, or set "
             "kl_estimate to ema"
         )
-    return {"kl_batch_size": step}
+    return step
 
 
 def _read(

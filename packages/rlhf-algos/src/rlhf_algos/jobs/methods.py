@@ -55,7 +55,7 @@ class Method:
         config: the class of its settings.
         trainer: a subclass of `BaseTrainer`, or its name in `rlhf_algos`, which is imported when it is needed
             (it loads torch).
-        records: what rows become, see `rlhf_data.load_records`.
+        records: name of the record kind that rows become, see `rlhf_data.load_records`.
         model: what is trained: a language model, or one with a scalar head that scores texts or steps.
         overlong: whether rows of more than `max_length` tokens are cut or left out.
         tiny: settings that suit the tiny model that is built where none is given; they stand above the
@@ -65,7 +65,7 @@ class Method:
 
     config: type[TrainerConfig]
     trainer: type[BaseTrainer[Any]] | str
-    records: Literal["sft", "preference", "kto", "steps", "prompt"]
+    records: str
     model: ModelKind = "policy"
     overlong: Literal["truncate", "drop"] = "truncate"
     tiny: Mapping[str, Any] = field(default_factory=lambda: _TINY)

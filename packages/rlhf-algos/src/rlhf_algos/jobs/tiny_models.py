@@ -14,13 +14,6 @@ from rlhf_algos.checkpoints.manager import save_pretrained
 from rlhf_algos.offline.sft import SFTConfig, SFTTrainer
 from rlhf_algos.process_group import from_first_process, is_first_process
 from rlhf_data import CompletionRecord, SFTDataset, atomic_folder, ensure_writable_folder, json_hash
-from rlhf_data.records.kinds import (
-    ConversationRecord,
-    LabelledRecord,
-    StepPairRecord,
-    StepwiseRecord,
-    TextRecord,
-)
 from rlhf_models import build_tiny_llama, load_causal_lm, load_tokenizer, train_byte_tokenizer
 
 __all__ = [
@@ -172,18 +165,23 @@ def record_texts(record: Any) -> Iterator[str]:
 
 
 def _shown(record: Any, separator: str) -> list[tuple[bool, Any]]:
-    """Every completion of a record, and whether it is good."""
-    if isinstance(record, CompletionRecord | ConversationRecord | TextRecord):
+    """Every completion of a record, and whether it is good; a record without any stands for itself."""
+    if isinstance(record, CompletionRecord):
         return [(True, record)]
-    if isinstance(record, LabelledRecord):
-        found = [(record.label, record.completion)]
-    elif isinstance(record, StepwiseRecord):
-        found = [(min(record.labels) >= _RIGHT, _solution(record, record.completions, separator))]
-    else:
-        found = [(True, record.chosen), (False, record.rejected)]
-    if isinstance(record, StepPairRecord):
-        found = [(good, _solution(record, steps, separator)) for good, steps in found]
-    return [(good, CompletionRecord(record.prompt, completion)) for good, completion in found]
+    verdicts = {
+        "completion": getattr(record, "label", True),
+        "completions": min(getattr(record, "labels", (_RIGHT,))) >= _RIGHT,
+        "chosen": True,
+        "rejected": False,
+    }
+    shown = []
+    for name, good in verdicts.items():
+        completion = getattr(record, name, None)
+        if isinstance(completion, tuple):
+            completion = _solution(record, completion, separator)
+        if completion is not None:
+            shown.append((good, CompletionRecord(record.prompt, completion)))
+    return shown or [(True, record)]
 
 
 def _solution(record: Any, steps: Any, separator: str) -> Any:

@@ -13,27 +13,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
-
-@dataclass(frozen=True)
-class TokenSequence:
-    """One sequence of token ids and where its scored part starts.
-
-    Args:
-        input_ids: token ids of the whole sequence, prompt first; at least one.
-        score_from: index of the first token that is scored. Token 0 has no prediction and is never scored;
-            `score_from == len(input_ids)` scores nothing (a scalar head may still read the last token).
-        score_mask: one entry per token; where it is given, only tokens marked true are scored, as in a
-            conversation of which only the assistant's turns are learned.
-    """
-
-    input_ids: Sequence[int]
-    score_from: int
-    score_mask: Sequence[bool] | None = None
-
-    def scored(self) -> list[int]:
-        """Indices of the scored tokens, ascending."""
-        indices = range(max(self.score_from, 1), len(self.input_ids))
-        return list(indices) if self.score_mask is None else [i for i in indices if self.score_mask[i]]
+from rlhf_data.records.encode import TokenSequence
+from rlhf_data.records.transcripts import common_prefix
 
 
 @dataclass(frozen=True)
@@ -136,25 +117,13 @@ def _cut(ids: list[list[int]], order: list[int], max_tokens: int | None) -> list
     parts: list[list[int]] = []
     used = 0
     for n, i in enumerate(order):
-        new = len(ids[i]) - (_shared(ids[order[n - 1]], ids[i]) if n else 0)
+        new = len(ids[i]) - (common_prefix(ids[order[n - 1]], ids[i]) if n else 0)
         if not parts or used + new > max_tokens:
             parts.append([])
             used, new = 0, len(ids[i])
         parts[-1].append(i)
         used += new
     return parts
-
-
-def _shared(a: list[int], b: list[int]) -> int:
-    """Length of the common prefix, by bisection on slice equality."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _build(sequences: Sequence[TokenSequence], ids: list[list[int]], order: list[int]) -> PackedBatch:
@@ -166,7 +135,7 @@ def _build(sequences: Sequence[TokenSequence], ids: list[list[int]], order: list
     stack: list[tuple[list[int], int, int, list[int]]] = [(order, 0, -1, [])]
     while stack:
         group, depth, parent, path = stack.pop()
-        end = _shared(ids[group[0]], ids[group[-1]]) if len(group) > 1 else len(ids[group[0]])
+        end = common_prefix(ids[group[0]], ids[group[-1]]) if len(group) > 1 else len(ids[group[0]])
         if end > depth:
             start = len(stream)
             stream += ids[group[0]][depth:end]

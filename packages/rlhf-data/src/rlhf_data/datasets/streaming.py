@@ -1,4 +1,4 @@
-"""Tokenised sets of examples that stay in their JSON-lines file, read and encoded as they are asked for.
+"""Tokenised data sets whose rows stay in their JSON-lines file, read and encoded as they are asked for.
 
 Building one reads the file once, checks every row and keeps where each good one stands, so that any example
 can be had in any order, as from a set in memory, with 17 bytes of memory for each.
@@ -8,85 +8,83 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
-from rlhf_data.datasets.build import (
-    Builder,
-    KTOBuilder,
-    Overlong,
-    PreferenceBuilder,
-    PromptBuilder,
-    SFTBuilder,
-    StepBuilder,
+from rlhf_data.datasets.tokenized import (
+    PROGRESS_ROWS,
+    Example,
+    MismatchedPairs,
+    OnProgress,
+    TokenizedDataset,
 )
-from rlhf_data.datasets.common import PROGRESS_ROWS, Convert, Example, ExampleSet, KTOSet, OnProgress
-from rlhf_data.datasets.examples import KTOExample, PreferencePair, PromptExample, StepExample, StepPair
-from rlhf_data.datasets.packing import TokenSequence
 from rlhf_data.errors import UserError
 from rlhf_data.readers.files import iterate_lines, parse_line, row_place
 from rlhf_data.readers.load import OnBadRow, first_rows, good_rows, unpaired
-from rlhf_data.records.kinds import Record
-from rlhf_data.records.parse import row_parser
+from rlhf_data.records.encode import TokenSequence
+from rlhf_data.records.kind import Record
+from rlhf_data.records.kto import KTOExample
+from rlhf_data.records.preference import PreferencePair
+from rlhf_data.records.prompt import PromptExample
+from rlhf_data.records.row import row_parser
+from rlhf_data.records.steps import StepExample, StepPair
 
 _Key = tuple[int, int, int]
 """Byte offset, line number, and which of the line's records."""
 
 
-class StreamOptions(TypedDict, total=False):
-    """How a file is read, see `load_records`.
+class JSONLines:
+    """The records of a `.jsonl` file, found again by where their lines start.
 
-    Attributes:
+    Args:
+        path: the file.
+        kind: name of the record kind.
         columns: the file's name of a column, by its usual name.
-        on_bad_row: "error" (the default) stops at a bad row, "skip" leaves it out; see `skipped`.
         subset_size: rows to read at most.
         on_progress: called with the bytes done and the bytes in all while the file is checked.
-        convert: makes another form of a record before it is encoded, such as `as_messages`.
-    """
-
-    columns: Mapping[str, str] | None
-    on_bad_row: OnBadRow
-    subset_size: int | None
-    on_progress: OnProgress | None
-    convert: Convert | None
-
-
-class StreamingSet(ExampleSet[Example]):
-    """A set whose examples are read from a `.jsonl` file.
 
     Raises:
-        UserError: another kind of file, or one that cannot be read; a bad row; the file changed since the set
-            was built (when an example is read).
+        UserError: another kind of file, or one that cannot be read; a bad row; the file changed since it was
+            read first (when an item is asked for).
     """
 
-    def __init__(self, path: str | Path, builder: Builder, **options: Unpack[StreamOptions]) -> None:
-        super().__init__(builder, options.get("convert"))
+    def __init__(
+        self,
+        path: str | Path,
+        kind: str,
+        *,
+        columns: Mapping[str, str] | None = None,
+        subset_size: int | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> None:
         self.path = _checked_path(path)
-        self._parse = row_parser(builder.kind, options.get("columns") or {})
+        self._parse = row_parser(kind, columns or {})
+        self._subset_size, self._on_progress = subset_size, on_progress or (lambda done, total: None)
         self._offsets, self._lines, self._parts = array("q"), array("q"), array("b")
         self._state = self._file_state()
-        on_bad_row = options.get("on_bad_row", "error")
-        rows = good_rows(self._rows(options.get("on_progress")), on_bad_row, self.skipped)
-        records = unpaired(first_rows(rows, options.get("subset_size")))
-        for (offset, line, part), _ in self.build_all(records, on_bad_row):
-            self._offsets.append(offset)
-            self._lines.append(line)
-            self._parts.append(part)
 
     def __len__(self) -> int:
         return len(self._offsets)
 
-    def item(self, index: int) -> Any:
-        """Return what the builder makes of a record, by its index from 0."""
+    def records(self, on_bad_row: OnBadRow, skipped: list[str]) -> Iterator[tuple[_Key, Record]]:
+        """Every good record with its key; the progress is reported."""
+        return unpaired(first_rows(good_rows(self._rows(), on_bad_row, skipped), self._subset_size))
+
+    def keep(self, key: _Key, item: Any) -> None:
+        """Keep where a record stands."""
+        for column, value in zip((self._offsets, self._lines, self._parts), key, strict=True):
+            column.append(value)
+
+    def item(self, index: int, build: Callable[[Record], Any]) -> Any:
+        """Read a record again and build it."""
         if self._file_state() != self._state:
             raise UserError(f"data file {self.path} changed while it was in use; put it back, or start again")
         with open(self.path, "rb") as file:
             file.seek(self._offsets[index])
             line = file.readline()
         where = row_place(self.path, self._lines[index])
-        record = self._parse(parse_line(line, where), where)[self._parts[index]]
-        return self.build(record)
+        return build(self._parse(parse_line(line, where), where)[self._parts[index]])
 
     def _file_state(self) -> tuple[int, int]:
         try:
@@ -96,13 +94,13 @@ class StreamingSet(ExampleSet[Example]):
             raise UserError(f"data file {self.path} cannot be read ({reason}); check the path") from error
         return status.st_size, status.st_mtime_ns
 
-    def _rows(self, on_progress: OnProgress | None) -> Iterator[tuple[tuple[_Key, Record], ...] | UserError]:
+    def _rows(self) -> Iterator[tuple[tuple[_Key, Record], ...] | UserError]:
         """Yield every line's records with their keys, or what is wrong with it."""
         size = self._state[0]
         with open(self.path, "rb") as file:
             for number, offset, line in iterate_lines(file, self.path):
-                if on_progress and number % PROGRESS_ROWS == 1:
-                    on_progress(offset, size)
+                if number % PROGRESS_ROWS == 1:
+                    self._on_progress(offset, size)
                 where = row_place(self.path, number)
                 try:
                     if isinstance(line, UserError):
@@ -112,22 +110,23 @@ class StreamingSet(ExampleSet[Example]):
                     yield error
                 else:
                     yield tuple(((offset, number, part), record) for part, record in enumerate(records))
-        if on_progress:
-            on_progress(size, size)
+        self._on_progress(size, size)
 
 
-class StreamingSFTDataset(StreamingSet[TokenSequence]):
-    """`SFTDataset` over a file that stays on disk.
+class StreamingDataset(TokenizedDataset[Example]):
+    """A data set whose examples are read from a `.jsonl` file.
 
     Args:
-        path: a `.jsonl` file.
-        tokenizer: as for `SFTDataset`, like the next two.
-        max_length: see there.
-        assistant_only_loss: see there.
-        **options: see `StreamOptions`.
+        path: the file; see `JSONLines` for it and the next four.
+        tokenizer: as for `TokenizedDataset`, like what follows the next four.
+        kind: see there; a subclass has its own.
+        columns: see `JSONLines`.
+        subset_size: see `JSONLines`.
+        on_progress: see `JSONLines`.
+        **options: those of `TokenizedDataset` and of the kind's builder.
 
     Raises:
-        UserError: as for `StreamingSet`.
+        UserError: as for `JSONLines` and `TokenizedDataset`.
     """
 
     def __init__(
@@ -135,115 +134,36 @@ class StreamingSFTDataset(StreamingSet[TokenSequence]):
         path: str | Path,
         tokenizer: Any,
         *,
-        max_length: int | None = 1024,
-        assistant_only_loss: bool = True,
-        **options: Unpack[StreamOptions],
+        kind: str = "",
+        columns: Mapping[str, str] | None = None,
+        subset_size: int | None = None,
+        on_progress: OnProgress | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(path, SFTBuilder(tokenizer, max_length, assistant_only_loss), **options)
+        source = JSONLines(
+            path, kind or self.kind, columns=columns, subset_size=subset_size, on_progress=on_progress
+        )
+        super().__init__(source, tokenizer, kind=kind, **options)
 
 
-class StreamingPreferenceDataset(StreamingSet[PreferencePair]):
-    """`PreferenceDataset` over a file that stays on disk.
-
-    Args:
-        path: a `.jsonl` file.
-        tokenizer: as for `PreferenceDataset`, like the next two.
-        max_length: see there.
-        overlong: see there.
-        **options: see `StreamOptions`.
-
-    Raises:
-        UserError: as for `StreamingSet`.
-    """
-
-    def __init__(
-        self,
-        path: str | Path,
-        tokenizer: Any,
-        *,
-        max_length: int | None = 1024,
-        overlong: Overlong = "truncate",
-        **options: Unpack[StreamOptions],
-    ) -> None:
-        super().__init__(path, PreferenceBuilder(tokenizer, max_length, overlong), **options)
+class StreamingSFTDataset(StreamingDataset[TokenSequence], kind="sft"):
+    """`SFTDataset` over a file that stays on disk."""
 
 
-class StreamingKTODataset(StreamingSet[KTOExample], KTOSet):
-    """`KTODataset` over a file that stays on disk.
-
-    Args:
-        path: a `.jsonl` file.
-        tokenizer: as for `KTODataset`, like the next two.
-        max_length: see there.
-        kl_batch_size: see there.
-        **options: see `StreamOptions`.
-
-    Raises:
-        UserError: as for `StreamingSet`.
-    """
-
-    def __init__(
-        self,
-        path: str | Path,
-        tokenizer: Any,
-        *,
-        max_length: int | None = 1024,
-        kl_batch_size: int | None = None,
-        **options: Unpack[StreamOptions],
-    ) -> None:
-        self.set_kl_batch_size(kl_batch_size)
-        super().__init__(path, KTOBuilder(tokenizer, max_length), **options)
-        self.check_partners()
+class StreamingPreferenceDataset(StreamingDataset[PreferencePair], kind="preference"):
+    """`PreferenceDataset` over a file that stays on disk."""
 
 
-class StreamingStepDataset(StreamingSet[StepExample | StepPair]):
-    """`StepDataset` over a file that stays on disk.
-
-    Args:
-        path: a `.jsonl` file.
-        tokenizer: as for `StepDataset`, like the next two.
-        max_length: see there.
-        step_separator: see there.
-        **options: see `StreamOptions`.
-
-    Raises:
-        UserError: as for `StreamingSet`.
-    """
-
-    def __init__(
-        self,
-        path: str | Path,
-        tokenizer: Any,
-        *,
-        max_length: int | None = 1024,
-        step_separator: str = "\n",
-        **options: Unpack[StreamOptions],
-    ) -> None:
-        super().__init__(path, StepBuilder(tokenizer, max_length, step_separator), **options)
+class StreamingKTODataset(MismatchedPairs, StreamingDataset[KTOExample], kind="kto"):
+    """`KTODataset` over a file that stays on disk."""
 
 
-class StreamingGRPODataset(StreamingSet[PromptExample]):
-    """`GRPODataset` over a file that stays on disk.
+class StreamingStepDataset(StreamingDataset[StepExample | StepPair], kind="steps"):
+    """`StepDataset` over a file that stays on disk."""
 
-    Args:
-        path: a `.jsonl` file.
-        tokenizer: as for `GRPODataset`, like the next one.
-        max_prompt_length: see there.
-        **options: see `StreamOptions`.
 
-    Raises:
-        UserError: as for `StreamingSet`.
-    """
-
-    def __init__(
-        self,
-        path: str | Path,
-        tokenizer: Any,
-        *,
-        max_prompt_length: int | None = None,
-        **options: Unpack[StreamOptions],
-    ) -> None:
-        super().__init__(path, PromptBuilder(tokenizer, max_prompt_length), **options)
+class StreamingGRPODataset(StreamingDataset[PromptExample], kind="prompt"):
+    """`GRPODataset` over a file that stays on disk."""
 
 
 def _checked_path(path: str | Path) -> Path:

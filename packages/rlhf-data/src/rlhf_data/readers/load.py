@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeVar
 
 from rlhf_data.errors import UserError
 from rlhf_data.readers.files import row_place, scan_rows
-from rlhf_data.records.kinds import Record, RecordKind
-from rlhf_data.records.parse import row_parser
+from rlhf_data.records.kind import Record
+from rlhf_data.records.row import row_parser
 
 OnBadRow = Literal["error", "skip"]
 _Item = TypeVar("_Item")
@@ -29,7 +29,7 @@ class LoadedRows:
 
 def load_records(
     path: str | Path,
-    kind: RecordKind,
+    kind: str,
     *,
     columns: Mapping[str, str] | None = None,
     on_bad_row: OnBadRow = "error",
@@ -75,7 +75,7 @@ def load_records(
 def record_rows(
     rows: Iterable[tuple[int, dict[str, Any] | UserError]],
     path: str | Path,
-    kind: RecordKind,
+    kind: str,
     *,
     columns: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[Record, ...] | UserError]:

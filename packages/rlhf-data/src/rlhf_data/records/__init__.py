@@ -1,1 +1,1 @@
-"""Records of every kind, and how the rows of a file become them; no files, no tokens."""
+"""Record kinds, one file each: the record, how a row becomes one, and its tokens; no files."""

@@ -6,7 +6,8 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from rlhf_data.records.kinds import ConversationRecord, Record, TextRecord
+from rlhf_data.records.kind import Record
+from rlhf_data.records.sft import ConversationRecord, TextRecord
 from rlhf_data.records.transcripts import ASSISTANT_TURN, Message, Text
 
 _TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")

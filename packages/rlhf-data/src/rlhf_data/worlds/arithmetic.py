@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from rlhf_data.errors import UserError
 from rlhf_data.readers.qa import split_of
-from rlhf_data.records.kinds import CompletionRecord, PreferenceRecord, PromptRecord
-
-ArithmeticKind = Literal["sft", "preference", "prompts"]
+from rlhf_data.records.preference import PreferenceRecord
+from rlhf_data.records.prompt import PromptRecord
+from rlhf_data.records.sft import CompletionRecord
 
 _SMALLEST, _LARGEST = 10, 99
 """Bounds of both summands and of their sum: every number has two digits."""
@@ -22,14 +22,14 @@ _BASE = 10
 
 
 def arithmetic_records(
-    kind: ArithmeticKind, n: int, *, split: Literal["train", "eval"], seed: int, spaced: bool = True
+    kind: str, n: int, *, split: Literal["train", "eval"], seed: int, spaced: bool = True
 ) -> list[Any]:
     """Make `n` records about distinct additions; the two splits share no addition, whatever the seeds.
 
     Args:
         kind: "sft": `CompletionRecord` with the sum; "preference": `PreferenceRecord`, the sum against a
-            careless answer; "prompts": `PromptRecord` with the column `answer`, the sum as it is to be
-            written.
+            careless answer; "prompt" (or "prompts"): `PromptRecord` with the column `answer`, the sum as it
+            is to be written.
         n: number of records, at most the additions of the split: 2246 and 994.
         split: "train" or "eval".
         seed: equal arguments give equal records, and every kind the same additions.
@@ -39,6 +39,7 @@ def arithmetic_records(
     Raises:
         UserError: an unknown kind, or more records than the split has additions.
     """
+    kind = {"prompts": "prompt"}.get(kind, kind)
     if kind not in _MAKERS:
         raise UserError(f"kind of arithmetic records must be one of {', '.join(_MAKERS)}, got {kind!r}")
     sums = _additions(split)
@@ -94,5 +95,5 @@ def _prompt(prompt: str, right: str, _: str) -> PromptRecord:
 _MAKERS: dict[str, Callable[[str, str, str], Any]] = {
     "sft": _demonstration,
     "preference": _preference,
-    "prompts": _prompt,
+    "prompt": _prompt,
 }

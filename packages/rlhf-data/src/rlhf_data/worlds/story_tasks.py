@@ -7,18 +7,16 @@ ends with, so that telling right from wrong takes reading, not the mere form of 
 from __future__ import annotations
 
 import random
+from itertools import zip_longest
 from typing import Any, Literal
 
 from rlhf_data.errors import UserError
 from rlhf_data.readers.qa import QADatasetConfig, QARecord, render_prompt
-from rlhf_data.records.kinds import (
-    CompletionRecord,
-    LabelledRecord,
-    PreferenceRecord,
-    PromptRecord,
-    StepPairRecord,
-    StepwiseRecord,
-)
+from rlhf_data.records.kto import LabelledRecord
+from rlhf_data.records.preference import PreferenceRecord
+from rlhf_data.records.prompt import PromptRecord
+from rlhf_data.records.sft import CompletionRecord
+from rlhf_data.records.steps import StepPairRecord, StepwiseRecord
 from rlhf_data.worlds.story import (
     StoryWorldConfig,
     generate_stories,
@@ -26,8 +24,6 @@ from rlhf_data.worlds.story import (
     sentence_place,
     split_sentences,
 )
-
-StoryKind = Literal["sft", "preference", "kto", "steps", "step_pairs", "prompts"]
 
 _ANSWER = QADatasetConfig(prompt_template="{story} {question} {choices}\nanswer:")
 _REASON = QADatasetConfig(prompt_template="{story} {question} {choices}\nreasons:\n")
@@ -40,7 +36,7 @@ _DESIRABLE = 0.5
 
 
 def story_records(
-    kind: StoryKind,
+    kind: str,
     n: int,
     *,
     split: Literal["train", "eval"],
@@ -54,7 +50,7 @@ def story_records(
             wrong; "kto": `LabelledRecord`, half of them right; "steps": `StepwiseRecord`, one step for each
             sentence and one for the answer, labelled 1 where what it claims is true; "step_pairs":
             `StepPairRecord`, a solution with the right answer against one with a wrong one, labelled too;
-            "prompts": `PromptRecord` with the prompts of "sft" and the columns `answer` (the right place),
+            "prompt" (or "prompts"): `PromptRecord` with the prompts of "sft" and the columns `answer`,
             `choices` (a list) and `last_place` (the place that the story's last sentence names).
         n: number of records.
         split: "train" or "eval".
@@ -64,11 +60,22 @@ def story_records(
     Raises:
         UserError: the world is too small for `n` distinct stories, or an unknown kind.
     """
+    kind = {"prompts": "prompt"}.get(kind, kind)
     if kind not in _MAKERS:
         raise UserError(f"kind of story records must be one of {', '.join(_MAKERS)}, got {kind!r}")
     stories = generate_stories(config or StoryWorldConfig(), n, split=split, seed=seed)
     rng = random.Random(f"{kind}/{split}/{seed}")
     return [_MAKERS[kind](story, rng) for story in stories]
+
+
+def training_stories(kind: str, n: int, *, split: Literal["train", "eval"], seed: int) -> list[Any]:
+    """`story_records` of a record kind; of steps labelled solutions and pairs of solutions in turn."""
+    forms = _FORMS.get(kind, (kind,))
+    parts = [
+        story_records(form, len(range(i, n, len(forms))), split=split, seed=seed + i)
+        for i, form in enumerate(forms)
+    ]
+    return [record for turn in zip_longest(*parts) for record in turn if record is not None]
 
 
 def _demonstration(story: QARecord, _: random.Random) -> CompletionRecord:
@@ -155,5 +162,7 @@ _MAKERS = {
     "kto": _labelled,
     "steps": _stepwise,
     "step_pairs": _step_pair,
-    "prompts": _prompt,
+    "prompt": _prompt,
 }
+_FORMS = {"steps": ("steps", "step_pairs")}
+"""Kinds of record that have several kinds of story."""

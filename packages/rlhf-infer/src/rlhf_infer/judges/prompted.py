@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from rlhf_data import TokenSequence, UserError, pack
-from rlhf_data.datasets.encode import Encoder
+from rlhf_data.records.encode import Encoder
 from rlhf_infer.judges.settings import JUDGE_TEMPLATE, checked_template, fill
 from rlhf_models.language_model.encoding import encode_completion, encode_prompt
 from rlhf_models.language_model.head import causal_lm

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_data import UserError
-from rlhf_data.datasets.encode import Encoder
+from rlhf_data.records.encode import Encoder
 from rlhf_data.records.transcripts import Text
 from rlhf_infer.engines.protocol import GenerationEngine, SamplingParams
 from rlhf_infer.rewards.combine import RewardFunctions

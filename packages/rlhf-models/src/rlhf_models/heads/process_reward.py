@@ -10,9 +10,7 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForTokenClassification
 
 from rlhf_data import PackedBatch, TokenSequence, UserError, pack
-from rlhf_data.datasets.build import StepBuilder
-from rlhf_data.datasets.examples import StepExample
-from rlhf_data.records.kinds import StepwiseRecord
+from rlhf_data.records.steps import StepBuilder, StepExample, StepwiseRecord
 from rlhf_data.records.transcripts import Text
 from rlhf_models.heads.classifiers import head_of, set_linear_head
 from rlhf_models.heads.scalar_model import HeadModel, check_choice
@@ -51,7 +49,7 @@ class ProcessRewardModel(HeadModel):
 
     @step_separator.setter
     def step_separator(self, value: str) -> None:
-        self._builder = StepBuilder(self.tokenizer, None, value)
+        self._builder = StepBuilder(self.tokenizer, max_length=None, step_separator=value)
         self.config.step_separator = value
 
     def forward(self, batch: PackedBatch, positions: torch.Tensor) -> torch.Tensor:

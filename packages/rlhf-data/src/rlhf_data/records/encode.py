@@ -8,7 +8,8 @@ the end token; what ends a conversation is the chat template's choice.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rlhf_data.errors import UserError
@@ -23,6 +24,77 @@ _UNCLEAR_TURNS = (
     "{% generation %}"
 )
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """One sequence of token ids and where its scored part starts.
+
+    Args:
+        input_ids: token ids of the whole sequence, prompt first; at least one.
+        score_from: index of the first token that is scored. Token 0 has no prediction and is never scored;
+            `score_from == len(input_ids)` scores nothing (a scalar head may still read the last token).
+        score_mask: one entry per token; where it is given, only tokens marked true are scored, as in a
+            conversation of which only the assistant's turns are learned.
+    """
+
+    input_ids: Sequence[int]
+    score_from: int
+    score_mask: Sequence[bool] | None = None
+
+    def scored(self) -> list[int]:
+        """Indices of the scored tokens, ascending."""
+        indices = range(max(self.score_from, 1), len(self.input_ids))
+        return list(indices) if self.score_mask is None else [i for i in indices if self.score_mask[i]]
+
+
+class RowDropped(Exception):
+    """A good row that leaves nothing to learn, with the reason."""
+
+
+class Builder:
+    """Turns records of a kind into examples.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        max_length: tokens of a sequence at most; None for no limit.
+
+    Attributes:
+        encoder: what encodes the records' texts.
+    """
+
+    def __init__(self, tokenizer: Any, max_length: int | None) -> None:
+        if max_length is not None and max_length < 2:
+            raise UserError(f"max_length must be at least 2 tokens, got {max_length}")
+        self.encoder = Encoder(tokenizer)
+        self.max_length = max_length
+
+    def build(self, record: Any) -> Any:
+        """Return what is kept of a record, in most kinds its example.
+
+        Raises:
+            RowDropped: nothing of it is left to learn.
+            UserError: it cannot be encoded.
+        """
+        raise NotImplementedError
+
+    def example(self, item: Callable[[int], Any], index: int, count: int) -> Any:
+        """Return an example; kinds whose examples take something of their neighbours override this.
+
+        Args:
+            item: what `build` made of a record, by its index from 0.
+            index: of the example.
+            count: examples in the set.
+        """
+        return item(index)
+
+    def check_count(self, count: int) -> None:
+        """Raise `UserError` where so many records are too few; one is enough for most kinds."""
+
+    def check_prompt(self, length: int) -> None:
+        """Raise `RowDropped` where the prompt leaves no room for a completion."""
+        if self.max_length is not None and length >= self.max_length:
+            raise RowDropped(f"the prompt alone has {length} tokens, max_length is {self.max_length}")
 
 
 class Encoder:

@@ -1,0 +1,267 @@
+"""Tokenised data sets: records of any kind as examples, from memory or from another source.
+
+Every row is checked and encoded once, when a set is built. A row that leaves nothing to learn, such as a
+prompt that fills `max_length` by itself, is left out and counted: `dropped` says how many, `drop_messages`
+where and why, for the first of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, overload, runtime_checkable
+
+from rlhf_data.errors import UserError
+from rlhf_data.readers.load import OnBadRow, good_rows
+from rlhf_data.records.encode import RowDropped, TokenSequence
+from rlhf_data.records.kind import Record, record_kind
+from rlhf_data.records.kto import KTOBuilder, KTOExample
+from rlhf_data.records.preference import PreferencePair
+from rlhf_data.records.prompt import PromptExample
+from rlhf_data.records.steps import StepExample, StepPair
+
+_LOG = logging.getLogger(__name__)
+
+Example = TypeVar("Example")
+OnProgress = Callable[[int, int], None]
+Convert = Callable[[Record], Record]
+"""Another form of a record, made before it is encoded; see `as_messages`."""
+_SHOWN = 5
+PROGRESS_ROWS = 64
+"""Rows between two reports of progress."""
+
+
+@runtime_checkable
+class RecordSource(Protocol):
+    """Where a set's records come from, and what is kept of those that become examples."""
+
+    def records(self, on_bad_row: OnBadRow, skipped: list[str]) -> Iterable[tuple[Any, Record]]:
+        """Every good record in order, with a key by which the source finds it again."""
+        ...
+
+    def keep(self, key: Any, item: Any) -> None:
+        """Keep the record of a key, or the item built from it, as the next example."""
+        ...
+
+    def item(self, index: int, build: Callable[[Record], Any]) -> Any:
+        """What is built from a record that was kept, by its index from 0."""
+        ...
+
+    def __len__(self) -> int:
+        """Records that were kept."""
+        ...
+
+
+class TokenizedDataset(Sequence[Example], Generic[Example]):
+    """A sequence of examples that says what was left out when it was built.
+
+    Args:
+        records: records of the kind, whose examples are kept in memory, four bytes a token, or a source.
+        tokenizer: a Hugging Face tokenizer.
+        kind: name of the record kind; a subclass has its own.
+        on_bad_row: what happens to a row that cannot be encoded, such as a conversation that the chat
+            template refuses: "error" (the default) stops, "skip" leaves it out; its message is in `skipped`.
+        on_progress: called with the rows done and the rows in all, now and then and at the end.
+        convert: makes another form of a record before it is encoded, such as `as_messages`.
+        **options: those of the kind's builder.
+
+    Attributes:
+        builder: what turns records into examples.
+        dropped: rows that left nothing to learn.
+        drop_messages: where and why, for the first of them.
+        skipped: a message for every bad row that was skipped.
+
+    Raises:
+        UserError: a record cannot be encoded, or none is left.
+    """
+
+    kind: ClassVar[str] = ""
+
+    def __init_subclass__(cls, *, kind: str = "") -> None:
+        """Make a class for one kind, whose signature names the options of the kind's builder."""
+        super().__init_subclass__()
+        if kind:
+            cls.kind = kind
+            _, first, tokenizer, *_, others = inspect.signature(cls.__init__).parameters.values()
+            cls.__signature__ = inspect.Signature([first, tokenizer, *record_kind(kind).options, others])
+
+    def __init__(
+        self,
+        records: Sequence[Any] | RecordSource,
+        tokenizer: Any,
+        *,
+        kind: str = "",
+        on_bad_row: OnBadRow = "error",
+        on_progress: OnProgress | None = None,
+        convert: Convert | None = None,
+        **options: Any,
+    ) -> None:
+        self.builder = record_kind(kind or self.kind).builder(tokenizer, **options)
+        self.convert = convert
+        self.dropped = 0
+        self.drop_messages: list[str] = []
+        self.skipped: list[str] = []
+        self.source = records if isinstance(records, RecordSource) else InMemory(records, on_progress)
+        for key, item in self.build_all(self.source.records(on_bad_row, self.skipped), on_bad_row):
+            self.source.keep(key, item)
+        self.builder.check_count(len(self))
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        if isinstance(index, slice):
+            return [self.example(i) for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"example {index} of {len(self)}")
+        return self.example(index % len(self))
+
+    def example(self, index: int) -> Example:
+        """Return an example by its index from 0."""
+        return self.builder.example(self.item, index, len(self))
+
+    def item(self, index: int) -> Any:
+        """Return what the builder made of a record, by its index from 0."""
+        return self.source.item(index, self.build)
+
+    def build(self, record: Record) -> Any:
+        """Return what the builder makes of a record, converted first where the set converts."""
+        return self.builder.build(self.convert(record) if self.convert else record)
+
+    def build_all(
+        self, records: Iterable[tuple[Any, Record]], on_bad_row: OnBadRow
+    ) -> Iterator[tuple[Any, Any]]:
+        """Build every record and yield key and item of those that are kept; the others are counted.
+
+        Args:
+            records: a key and a record each.
+            on_bad_row: whether a record that cannot be encoded is raised or skipped.
+
+        Raises:
+            UserError: a record cannot be encoded, or none is kept.
+        """
+        kept = 0
+        for built in good_rows(self._attempts(records), on_bad_row, self.skipped):
+            kept += 1
+            yield built
+        if not kept:
+            first = (self.drop_messages or self.skipped or ["there is no record"])[0]
+            left_out = self.dropped + len(self.skipped)
+            raise UserError(f"no row is left, {left_out} were left out; the first: {first}")
+        if moved := self.builder.encoder.moved_starts:
+            _LOG.warning(
+                "%d of %d prompts have other token ids in front of a completion than alone, because tokens "
+                "merge there or the chat template shows both otherwise; learning starts where they part",
+                moved,
+                kept + self.dropped,
+            )
+
+    def _attempts(self, records: Iterable[tuple[Any, Record]]) -> Iterator[tuple[Any, Any] | UserError]:
+        for number, (key, record) in enumerate(records, start=1):
+            where = record.where or f"record {number}"
+            try:
+                yield key, self.build(record)
+            except RowDropped as drop:
+                self.dropped += 1
+                if self.dropped <= _SHOWN:
+                    self.drop_messages.append(f"{where}: {drop}")
+            except UserError as error:
+                yield UserError(f"{where}: {error}")
+
+
+class InMemory:
+    """Records whose items are kept in memory, token ids and masks as arrays."""
+
+    def __init__(self, records: Sequence[Any], on_progress: OnProgress | None = None) -> None:
+        self._records, self._on_progress = records, on_progress
+        self._items: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def records(self, on_bad_row: OnBadRow, skipped: list[str]) -> Iterator[tuple[int, Record]]:
+        """Every record with its number; the progress is reported."""
+        records, report = self._records, self._on_progress or (lambda done, total: None)
+        self._records = ()
+        for done, record in enumerate(records):
+            if done % PROGRESS_ROWS == 0:
+                report(done, len(records))
+            yield done, record
+        report(len(records), len(records))
+
+    def keep(self, key: int, item: Any) -> None:
+        """Keep an item, four bytes a token."""
+        self._items.append(_over_ids(item, lambda ids: array("i", ids), bytes))
+
+    def item(self, index: int, build: Callable[[Record], Any]) -> Any:
+        """Return an item with lists again."""
+        return _over_ids(self._items[index], list, lambda mask: [bool(entry) for entry in mask])
+
+
+def _over_ids(item: Any, ids: Callable[[Any], Any], mask: Callable[[Any], Any]) -> Any:
+    """Return `item` with every sequence's token ids and mask converted."""
+    if isinstance(item, TokenSequence):
+        scored = None if item.score_mask is None else mask(item.score_mask)
+        return TokenSequence(ids(item.input_ids), item.score_from, scored)
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return type(item)(*(_over_ids(part, ids, mask) for part in item))
+    return item
+
+
+class SFTDataset(TokenizedDataset[TokenSequence], kind="sft"):
+    """Supervised examples: sequences whose learned tokens are scored.
+
+    Of a prompt and its completion the completion is learned, of a conversation what the assistant says, of a
+    text all. The options are those of `SFTBuilder` and of `TokenizedDataset`.
+    """
+
+
+class PreferenceDataset(TokenizedDataset[PreferencePair], kind="preference"):
+    """Preference pairs: two sequences with one prompt, whose completions are scored.
+
+    The options are those of `PreferenceBuilder` and of `TokenizedDataset`.
+    """
+
+
+class MismatchedPairs:
+    """Access to the exchange of completions that estimates KTO's KL."""
+
+    builder: KTOBuilder
+
+    def set_kl_batch_size(self, size: int | None) -> None:
+        """See `KTOBuilder.set_kl_batch_size`."""
+        self.builder.set_kl_batch_size(size)
+
+    def check_partners(self: Any) -> None:
+        """Refuse a single row where completions are to be exchanged.
+
+        Raises:
+            UserError: there is no other completion to exchange.
+        """
+        self.builder.check_count(len(self))
+
+
+class KTODataset(MismatchedPairs, TokenizedDataset[KTOExample], kind="kto"):
+    """Completions labelled good or bad; the options are those of `KTOBuilder` and of `TokenizedDataset`."""
+
+
+class StepDataset(TokenizedDataset[StepExample | StepPair], kind="steps"):
+    """Solutions with labelled steps, or pairs of solutions.
+
+    The options are those of `StepBuilder` and of `TokenizedDataset`.
+    """
+
+
+class GRPODataset(TokenizedDataset[PromptExample], kind="prompt"):
+    """Prompts to complete, with the row's other columns for the reward functions.
+
+    The options are those of `PromptBuilder` and of `TokenizedDataset`.
+    """

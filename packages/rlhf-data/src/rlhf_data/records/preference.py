@@ -1,0 +1,93 @@
+"""The kind "preference": two completions of one prompt, of which one is better."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from rlhf_data.errors import UserError
+from rlhf_data.records.encode import Builder, RowDropped, TokenSequence
+from rlhf_data.records.kind import Record, RecordKind, register
+from rlhf_data.records.row import Row
+from rlhf_data.records.transcripts import Text
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceRecord(Record):
+    """Two completions of one prompt, `chosen` the better by `margin` (None: not annotated)."""
+
+    prompt: Text
+    chosen: Text
+    rejected: Text
+    margin: float | None = None
+
+
+class PreferencePair(NamedTuple):
+    """Two completions of one prompt, the first preferred to the second.
+
+    Attributes:
+        chosen: prompt and preferred completion; the completion's tokens are scored.
+        rejected: prompt and other completion; the completion's tokens are scored.
+        margin: by how much the chosen one is better, in units of reward; 0 where it is not annotated.
+        ref_chosen_logps: log π_ref(chosen | prompt), where known.
+        ref_rejected_logps: log π_ref(rejected | prompt), where known.
+    """
+
+    chosen: TokenSequence
+    rejected: TokenSequence
+    margin: float = 0.0
+    ref_chosen_logps: float | None = None
+    ref_rejected_logps: float | None = None
+
+
+def _parse(row: Row) -> tuple[Record, ...]:
+    """`chosen, rejected`, with or without `prompt` and `margin`."""
+    margin = row.number("margin") if row.has("margin") and row.get("margin")[0] != "" else None
+    return (PreferenceRecord(*row.pair(), margin, **row.common()),)
+
+
+class PreferenceBuilder(Builder):
+    """Preferences become pairs of sequences whose completions are scored.
+
+    Args:
+        tokenizer: see `Builder`.
+        max_length: tokens of a sequence at most; None for no limit.
+        overlong: "truncate" cuts longer sequences at their end (as TRL's DPO), "drop" leaves their pairs out
+            (as TRL's reward training).
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        max_length: int | None = 1024,
+        overlong: Literal["truncate", "drop"] = "truncate",
+    ) -> None:
+        super().__init__(tokenizer, max_length)
+        if overlong not in ("truncate", "drop"):
+            raise UserError(f"overlong must be truncate or drop, got {overlong!r}")
+        self.overlong = overlong
+
+    def build(self, record: PreferenceRecord) -> PreferencePair:
+        """Return the pair, each sequence cut at `max_length`."""
+        both, start = self.encoder.completions(
+            record.prompt, [record.chosen, record.rejected], record.template
+        )
+        longest = max(map(len, both))
+        if self.overlong == "drop" and self.max_length is not None and longest > self.max_length:
+            raise RowDropped(f"{longest} tokens, max_length is {self.max_length}")
+        self.check_prompt(start)
+        chosen, rejected = (TokenSequence(ids[: self.max_length], start) for ids in both)
+        return PreferencePair(chosen, rejected, record.margin or 0.0)
+
+
+register(
+    RecordKind(
+        "preference",
+        (PreferenceRecord,),
+        ("prompt", "messages", "chosen", "rejected", "margin"),
+        _parse,
+        PreferenceBuilder,
+        (PreferencePair,),
+    )
+)

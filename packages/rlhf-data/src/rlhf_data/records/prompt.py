@@ -1,0 +1,73 @@
+"""The kind "prompt": prompts to complete, with the columns that rewards read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from rlhf_data.records.encode import Builder, RowDropped
+from rlhf_data.records.kind import Record, RecordKind, register
+from rlhf_data.records.row import TEMPLATE_COLUMNS, Row
+from rlhf_data.records.transcripts import Text
+
+_CONTEXT = ("story", "context", "passage", "choices")
+"""Columns without which a question is no whole prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRecord(Record):
+    """A prompt to complete, and the row's other columns."""
+
+    prompt: Text
+    columns: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+
+class PromptExample(NamedTuple):
+    """A prompt to complete.
+
+    Attributes:
+        prompt: its text or messages.
+        prompt_ids: its token ids, up to where the completion starts.
+        columns: the row's other columns.
+    """
+
+    prompt: Text
+    prompt_ids: tuple[int, ...]
+    columns: dict[str, Any]
+
+
+def _parse(row: Row) -> tuple[Record, ...]:
+    """`prompt` and any other columns; GSM8K's question is a prompt, verl's right answer becomes a column."""
+    asks = row.has("question", "answer") and not any(map(row.has, _CONTEXT))
+    if asks and "prompt" not in row.columns and not row.has("prompt"):
+        row = replace(row, columns={**row.columns, "prompt": "question"})
+    prompt = row.said("prompt")
+    taken = {row.name("prompt"), *TEMPLATE_COLUMNS}
+    others = {name: value for name, value in row.values.items() if name not in taken}
+    judged = others.get("reward_model")
+    if isinstance(judged, Mapping) and judged.get("ground_truth") is not None and not row.has("answer"):
+        others["answer"] = judged["ground_truth"]
+    return (PromptRecord(prompt, others, **row.common()),)
+
+
+class PromptBuilder(Builder):
+    """Prompts to complete, whole ones only.
+
+    Args:
+        tokenizer: see `Builder`.
+        max_prompt_length: tokens of a prompt at most, longer ones are left out; None for no limit.
+    """
+
+    def __init__(self, tokenizer: Any, *, max_prompt_length: int | None = None) -> None:
+        super().__init__(tokenizer, max_prompt_length)
+
+    def build(self, record: PromptRecord) -> PromptExample:
+        """Return the prompt and its token ids, none of them cut off."""
+        ids = self.encoder.prompt(record.prompt, record.template)
+        if self.max_length is not None and len(ids) > self.max_length:
+            raise RowDropped(f"the prompt has {len(ids)} tokens, the limit is {self.max_length}")
+        return PromptExample(record.prompt, tuple(ids), dict(record.columns))
+
+
+register(RecordKind("prompt", (PromptRecord,), ("prompt",), _parse, PromptBuilder, (PromptExample,)))

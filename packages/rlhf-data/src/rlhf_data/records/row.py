@@ -1,0 +1,284 @@
+"""Rows of a data file: columns and their other names, and every check of a value."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlhf_data.errors import UserError
+from rlhf_data.records.kind import Record, record_kind
+from rlhf_data.records.transcripts import Message, Text, is_empty, split_last_turn, split_pair
+
+TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
+"""Columns of every kind, which the chat template reads."""
+_OTHER_NAMES = {
+    "completion": ("response", "answer"),
+    "messages": ("conversations",),
+}
+_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant"), "assistant"),
+    **dict.fromkeys(("tool", "observation"), "tool"),
+    "system": "system",
+}
+"""Roles by the name that ShareGPT's `from` gives them."""
+_EMPTY = "empty completion after the prompt; expected what the model is to say"
+_LABELS = {
+    **dict.fromkeys(("desirable", "true", "1"), True),
+    **dict.fromkeys(("undesirable", "false", "0"), False),
+}
+
+
+def row_parser(kind: str, columns: Mapping[str, str]) -> Callable[[dict[str, Any], str], tuple[Record, ...]]:
+    """Return the function that turns a row, and the name of its place, into records.
+
+    Args:
+        kind: as for `load_records`.
+        columns: the file's name of a column, by its usual name.
+
+    Raises:
+        UserError: an unknown kind or column; the function raises it for a bad row, naming the field.
+    """
+    found = record_kind(kind)
+    names = (*found.columns, *TEMPLATE_COLUMNS)
+    for name in columns:
+        if name not in names:
+            raise UserError(f"columns: {name!r} is no column here; expected {', '.join(names)}")
+
+    def records(row: dict[str, Any], where: str) -> tuple[Record, ...]:
+        if "prompt" in columns or not _is_alpaca(row):
+            return found.parse(Row(row, columns, where))
+        alpaca = Row(_alpaca(row, where), columns, where)
+        return tuple(replace(record, is_chat=True) for record in found.parse(alpaca))
+
+    return records
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row, how its columns are called, and where it stands."""
+
+    values: dict[str, Any]
+    columns: Mapping[str, str]
+    where: str
+
+    def name(self, column: str) -> str | None:
+        """What the row calls a column; None where it has no value for it."""
+        names = (self.columns[column],) if column in self.columns else (column, *_OTHER_NAMES.get(column, ()))
+        return next((name for name in names if self.values.get(name) is not None), None)
+
+    def has(self, *columns: str) -> bool:
+        """Whether the row has a value in all of these columns."""
+        return all(self.name(column) is not None for column in columns)
+
+    def missing(self, column: str) -> UserError:
+        """The error for a column without a value."""
+        return UserError(
+            f"{self.where}, field {self.columns.get(column, column)}: missing; the row has "
+            f"{', '.join(map(str, self.values)) or 'no fields'}: add it or map another column to it"
+        )
+
+    def get(self, column: str) -> tuple[Any, str]:
+        """Value of a column, and the place that an error names."""
+        name = self.name(column)
+        if name is None:
+            raise self.missing(column)
+        return self.values[name], f"{self.where}, field {name}"
+
+    def text(self, column: str) -> Text:
+        """Text or messages of a column."""
+        value, where = self.get(column)
+        if isinstance(value, dict):
+            return [_message(value, where)]
+        return _messages(value, where) if isinstance(value, list) else _string(value, where)
+
+    def said(self, column: str) -> Text:
+        """Text or messages of a column, which must say something."""
+        text = self.text(column)
+        if is_empty(text):
+            raise UserError(f"{self.get(column)[1]}: empty; expected a text that says something")
+        return text
+
+    def items(self, column: str) -> tuple[list[Any], str]:
+        """List of a column, also where it is written as JSON in a text."""
+        value, where = self.get(column)
+        value = _from_json(value, where) if isinstance(value, str) else value
+        if not isinstance(value, list | tuple) or not value:
+            raise UserError(f"{where}: expected a list that is not empty, got {_short(value)}")
+        return list(value), where
+
+    def common(self) -> dict[str, Any]:
+        """What every record keeps: its place, and what is meant for the chat template."""
+        template = {}
+        if self.has("tools") and self.get("tools")[0] not in ("", []):
+            template["tools"] = self.items("tools")[0]
+        if self.has("chat_template_kwargs"):
+            value, where = self.get("chat_template_kwargs")
+            if not isinstance(value, dict):
+                raise UserError(f"{where}: expected an object, got {_short(value)}")
+            template |= {name: part for name, part in value.items() if part is not None}
+        return {"template": template or None, "where": self.where}
+
+    def messages(self) -> tuple[list[Message], str]:
+        """The conversation in the column `messages`, and the place that an error names."""
+        items, where = self.items("messages")
+        return _messages(items, where), where
+
+    def prompt_and_completion(self) -> tuple[Text, Text]:
+        """Prompt and completion; without a prompt, split before the assistant's last turn."""
+        completion = self.said("completion")
+        where = self.get("completion")[1]
+        if self.has("prompt"):
+            prompt = self.text("prompt")
+            _check_alike(prompt, completion, where)
+            return prompt, completion
+        split = split_last_turn(completion)
+        if split is None:
+            raise self.missing("prompt")
+        if is_empty(split[1]):
+            raise UserError(f"{where}: {_EMPTY}")
+        return split
+
+    def pair(self) -> tuple[Text, Text, Text]:
+        """Prompt, chosen and rejected; without a prompt, what both completions start with is the prompt."""
+        chosen, rejected = self.said("chosen"), self.said("rejected")
+        places = [self.get(column)[1] for column in ("chosen", "rejected")]
+        _check_alike(chosen, rejected, places[1])
+        if chosen == rejected:
+            raise UserError(f"{places[1]}: the same as chosen; expected another completion")
+        prompt = self.text("prompt") if self.has("prompt") else None
+        if prompt is None and self.has("messages"):
+            prompt = self.messages()[0]
+        if prompt is None or (isinstance(prompt, str) and isinstance(chosen, list)):
+            prompt, chosen, rejected = split_pair(
+                chosen, rejected
+            )  # a text beside messages repeats their start
+        _check_alike(prompt, chosen, places[0])
+        for completion, where in zip((chosen, rejected), places, strict=True):
+            if is_empty(completion):
+                raise UserError(f"{where}: {_EMPTY}")
+        return prompt, chosen, rejected
+
+    def label(self, column: str) -> bool:
+        """A label in one of its spellings: desirable or not."""
+        value, where = self.get(column)
+        if isinstance(value, bool | int | float | str):
+            text = str(int(value) if value in (0, 1) else value).strip().lower()
+            if text in _LABELS:
+                return _LABELS[text]
+        raise UserError(
+            f'{where}: expected true or false, 1 or 0, "desirable" or "undesirable", got {value!r}'
+        )
+
+    def number(self, column: str) -> float:
+        """A finite number."""
+        return _number(*self.get(column))
+
+    def texts(self, column: str) -> tuple[str, ...]:
+        """A list of texts, such as the steps of a solution, of which none is empty."""
+        items, where = self.items(column)
+        for number, item in enumerate(items, start=1):
+            if not _string(item, f"{where}, step {number}").strip():
+                raise UserError(f"{where}, step {number}: empty; expected a step of the solution")
+        return tuple(items)
+
+    def labels(self, column: str, count: int) -> tuple[float, ...]:
+        """A list of as many labels from 0 to 1."""
+        items, where = self.items(column)
+        if len(items) != count:
+            raise UserError(f"{where}: {len(items)} labels for {count} steps; expected one for each")
+        labels = tuple(
+            float(_LABELS[item.lower()])
+            if isinstance(item, str) and item.lower() in _LABELS
+            else _number(item, where)
+            for item in items
+        )
+        if not all(0 <= label <= 1 for label in labels):
+            raise UserError(f"{where}: expected labels from 0 (wrong) to 1 (right), got {items}")
+        return labels
+
+
+def _is_alpaca(row: Mapping[str, Any]) -> bool:
+    return row.get("prompt") is None and isinstance(row.get("instruction"), str)
+
+
+def _alpaca(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Name the columns of a row of Alpaca's form: the prompt is the instruction and, behind it, the input."""
+    for name in ("system", "history"):
+        if row.get(name):
+            raise UserError(
+                f"{where}, field {name}: not read beside an instruction; write the row as messages instead"
+            )
+    values = {name: value for name, value in row.items() if name not in ("instruction", "input", "output")}
+    values["prompt"] = "\n\n".join(part for part in (row["instruction"], row.get("input")) if part)
+    if row.get("output") is not None:
+        values["completion"] = row["output"]
+    return values
+
+
+def _check_alike(first: Text, second: Text, where: str) -> None:
+    if isinstance(first, str) != isinstance(second, str):
+        kinds = ["a text" if isinstance(value, str) else "messages" for value in (first, second)]
+        raise UserError(f"{where}: {kinds[1]} beside {kinds[0]}; write both as texts or both as messages")
+
+
+def _messages(value: list[Any], where: str) -> list[Message]:
+    if not value:
+        raise UserError(f"{where}: expected at least one message, got an empty list")
+    return [_message(item, f"{where}, message {number}") for number, item in enumerate(value, start=1)]
+
+
+def _message(value: Any, where: str) -> Message:
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: expected an object with role and content, got {_short(value)}")
+    message = {name: part for name, part in value.items() if part is not None}
+    if "from" in message and "role" not in message:
+        speaker = message.pop("from")
+        if speaker not in _ROLES:
+            raise UserError(f"{where}, from: expected one of {', '.join(_ROLES)}, got {_short(speaker)}")
+        message["role"] = _ROLES[speaker]
+    if "value" in message and "content" not in message:
+        message["content"] = message.pop("value")
+    if not isinstance(message.get("role"), str):
+        raise UserError(f"{where}: expected a role such as user or assistant, got {_short(value)}")
+    if "content" not in message and not message.get("tool_calls"):
+        raise UserError(f"{where}: the content is missing; expected a text")
+    _string(message.get("content", ""), where)
+    return message
+
+
+def _string(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise UserError(f"{where}: expected a text, got {_short(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{where}: character {error.start} is half of a surrogate pair, which is no text; correct it"
+        ) from error
+    return value
+
+
+def _number(value: Any, where: str) -> float:
+    try:
+        number = float(value) if isinstance(value, bool | int | float | str) else math.nan
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise UserError(f"{where}: expected a number, got {_short(value)}")
+    return number
+
+
+def _from_json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: expected a list, got the text {_short(text)}") from error
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,122 @@
+"""The kind "steps": solutions whose steps are labelled, and pairs of solutions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from rlhf_data.errors import UserError
+from rlhf_data.records.encode import Builder, RowDropped, TokenSequence
+from rlhf_data.records.kind import Record, RecordKind, register
+from rlhf_data.records.row import Row
+from rlhf_data.records.transcripts import Text
+
+
+@dataclass(frozen=True, slots=True)
+class StepwiseRecord(Record):
+    """A prompt and the steps of one solution, each with a label in [0, 1]: 1 for a right step."""
+
+    prompt: Text
+    completions: tuple[str, ...]
+    labels: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPairRecord(Record):
+    """A prompt and the steps of two solutions, `chosen` with the better outcome; step labels are optional."""
+
+    prompt: Text
+    chosen: tuple[str, ...]
+    rejected: tuple[str, ...]
+    chosen_labels: tuple[float, ...] = ()
+    rejected_labels: tuple[float, ...] = ()
+
+
+class StepExample(NamedTuple):
+    """One solution whose steps are labelled.
+
+    Attributes:
+        sequence: prompt and steps, each step ended by the separator; nothing of it need be scored.
+        step_ends: index in `sequence.input_ids` of every step's last token, ascending; at least one.
+        labels: one per step, in [0, 1]: 1 for a right step. Empty where only whole solutions are compared.
+    """
+
+    sequence: TokenSequence
+    step_ends: tuple[int, ...]
+    labels: tuple[float, ...]
+
+
+class StepPair(NamedTuple):
+    """Two solutions of one prompt, `chosen` the one with the better outcome."""
+
+    chosen: StepExample
+    rejected: StepExample
+
+
+def _parse(row: Row) -> tuple[Record, ...]:
+    """`prompt, completions, labels`, or `prompt, chosen, rejected` as lists of steps."""
+    prompt, common = row.text("prompt"), row.common()
+    if row.has("completions") or not row.has("chosen", "rejected"):
+        steps = row.texts("completions")
+        return (StepwiseRecord(prompt, steps, row.labels("labels", len(steps)), **common),)
+    chosen, rejected = row.texts("chosen"), row.texts("rejected")
+    if chosen == rejected:
+        raise UserError(f"{row.where}, field rejected: the same steps as chosen; expected another solution")
+    labels = [
+        row.labels(name, len(steps)) if row.has(name) else ()
+        for name, steps in (("chosen_labels", chosen), ("rejected_labels", rejected))
+    ]
+    return (StepPairRecord(prompt, chosen, rejected, *labels, **common),)
+
+
+class StepBuilder(Builder):
+    """Solutions become sequences in which the last token of every step is known.
+
+    Steps are encoded one by one, so that a step ends on a token of its own: the separator's last.
+
+    Args:
+        tokenizer: see `Builder`.
+        max_length: tokens of a sequence at most; steps that end behind it are left out. None for no limit.
+        step_separator: text that ends every step; its last token is where the step is judged.
+    """
+
+    def __init__(self, tokenizer: Any, *, max_length: int | None = 1024, step_separator: str = "\n") -> None:
+        super().__init__(tokenizer, max_length)
+        self.separator = self.encoder.text(step_separator, start=False)
+        if not self.separator:
+            raise UserError("step_separator has no token; expected a text such as a line break")
+
+    def build(self, record: StepwiseRecord | StepPairRecord) -> StepExample | StepPair:
+        """Return the solution or pair, without the steps that end behind `max_length`."""
+        prompt = self.encoder.prompt(record.prompt, record.template)
+        if isinstance(record, StepwiseRecord):
+            return self._solution(prompt, record.completions, record.labels)
+        return StepPair(
+            self._solution(prompt, record.chosen, record.chosen_labels),
+            self._solution(prompt, record.rejected, record.rejected_labels),
+        )
+
+    def _solution(self, prompt: list[int], steps: Sequence[str], labels: Sequence[float]) -> StepExample:
+        ids, ends = list(prompt), []
+        for step in steps:
+            longer = [*ids, *self.encoder.text(step, start=False), *self.separator]
+            if self.max_length is not None and len(longer) > self.max_length:
+                break
+            ids = longer
+            ends.append(len(ids) - 1)
+        if not ends:
+            raise RowDropped(f"no step ends within max_length {self.max_length}")
+        return StepExample(TokenSequence(ids, len(prompt)), tuple(ends), tuple(labels[: len(ends)]))
+
+
+register(
+    RecordKind(
+        "steps",
+        (StepwiseRecord, StepPairRecord),
+        ("prompt", "completions", "labels", "chosen", "rejected", "chosen_labels", "rejected_labels"),
+        _parse,
+        StepBuilder,
+        (StepExample, StepPair),
+    )
+)

@@ -1,0 +1,115 @@
+"""A record kind is one object, from which reading, data sets and streaming follow."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import rlhf_data
+from rlhf_data import PreferenceDataset, TokenSequence, UserError, load_records
+from rlhf_data.datasets.streaming import StreamingDataset
+from rlhf_data.datasets.tokenized import TokenizedDataset
+from rlhf_data.records.encode import Builder, RowDropped
+from rlhf_data.records.kind import RECORD_KINDS, Record, RecordKind, record_kind, register
+from rlhf_data.records.row import Row
+
+README = Path(__file__).parents[3] / "packages/rlhf-data/README.md"
+
+
+@dataclass(frozen=True, slots=True)
+class RatedRecord(Record):
+    prompt: Any
+    completion: Any
+    rating: float
+
+
+class RatedExample(NamedTuple):
+    sequence: TokenSequence
+    rating: float
+
+
+class RatedBuilder(Builder):
+    """A completion with its rating, in units of `scale`."""
+
+    def __init__(self, tokenizer: Any, *, max_length: int | None = 1024, scale: float = 1.0) -> None:
+        super().__init__(tokenizer, max_length)
+        self.scale = scale
+
+    def build(self, record: RatedRecord) -> RatedExample:
+        [ids], start = self.encoder.completions(record.prompt, [record.completion], record.template)
+        self.check_prompt(start)
+        if not record.rating:
+            raise RowDropped("the rating says nothing")
+        return RatedExample(TokenSequence(ids[: self.max_length], start), record.rating / self.scale)
+
+
+def _parse(row: Row) -> tuple[Record, ...]:
+    return (RatedRecord(*row.prompt_and_completion(), row.number("rating"), **row.common()),)
+
+
+@pytest.fixture
+def rated(monkeypatch):
+    """A kind "rated", for the time of a test."""
+    kind = RecordKind(
+        "rated", (RatedRecord,), ("prompt", "completion", "rating"), _parse, RatedBuilder, (RatedExample,)
+    )
+    record_kind("sft")
+    monkeypatch.setitem(RECORD_KINDS, "rated", kind)
+    register(kind)
+    return kind
+
+
+def test_a_new_kind_goes_from_a_file_to_examples(rated, tmp_path, tokenizer):
+    path = tmp_path / "rated.jsonl"
+    rows = [
+        {"prompt": "where ?", "answer": " shed", "stars": 4},
+        {"prompt": "where ?", "answer": " hall", "stars": "many"},
+        {"prompt": "who ?", "answer": " mary", "stars": 0},
+        {"prompt": "what ?", "answer": " ball", "stars": 1},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = {"rating": "stars"}
+    with pytest.raises(UserError, match=r"rated\.jsonl, line 2, field stars"):
+        load_records(path, "rated", columns=columns)
+    loaded = load_records(path, "rated", columns=columns, on_bad_row="skip")
+    assert [record.rating for record in loaded.records] == [4, 0, 1] and len(loaded.skipped) == 1
+
+    options = {"kind": "rated", "scale": 2.0, "on_bad_row": "skip"}
+    in_memory = TokenizedDataset(loaded.records, tokenizer, **options)
+    streamed = StreamingDataset(path, tokenizer, columns=columns, **options)
+    assert list(in_memory) == list(streamed)
+    assert [example.rating for example in in_memory] == [2.0, 0.5]
+    assert tokenizer.decode(in_memory[0].sequence.input_ids) == "where ? shed<eos>"
+    assert in_memory.dropped == streamed.dropped == 1
+    assert in_memory.drop_messages == streamed.drop_messages
+    assert streamed.skipped == loaded.skipped
+
+
+def test_an_unknown_kind_is_refused_everywhere(tmp_path, tokenizer):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "a"}\n')
+    for attempt in (
+        lambda: load_records(path, "rated"),
+        lambda: TokenizedDataset([], tokenizer, kind="rated"),
+        lambda: StreamingDataset(path, tokenizer, kind="rated"),
+        lambda: TokenizedDataset([], tokenizer),
+    ):
+        with pytest.raises(UserError, match="kind of records must be one of kto, preference, prompt"):
+            attempt()
+
+
+def test_an_option_that_the_kind_does_not_have_is_refused(tokenizer):
+    with pytest.raises(TypeError, match="scale"):
+        PreferenceDataset([], tokenizer, scale=2.0)
+
+
+def test_the_readme_shows_every_kind_with_its_examples():
+    rows = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", README.read_text(encoding="utf-8"), re.M))
+    record_kind("sft")
+    assert rows.keys() == RECORD_KINDS.keys()
+    for name, kind in RECORD_KINDS.items():
+        assert all(f"`{example.__name__}`" in rows[name] for example in kind.examples)
+        assert all(record.__name__ in rlhf_data.__all__ for record in kind.records)
