@@ -119,8 +119,8 @@ def test_the_datasets_library_loads_configurations(tmp_path, monkeypatch):
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    assert list(read_hub("team/sums/main")) == [(1, {"prompt": "main"})]
-    assert list(read_hub("team/sums/harmless")) == [(1, {"prompt": "harmless"})]
+    assert list(read_hub("team/sums/main")) == [{"prompt": "main"}]
+    assert list(read_hub("team/sums/harmless")) == [{"prompt": "harmless"}]
     with pytest.raises(UserError, match="team/sums/main:none"):
         list(read_hub("team/sums/main:none"))
 

@@ -3,38 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import re
+from pathlib import Path
 from typing import Any
 
-_MODULES = {
-    "worlds.arithmetic": ("arithmetic_records",),
-    "records.chats": ("as_messages",),
-    "config": ("BaseConfig", "LocalPath", "apply_overrides", "load_config_file"),
-    "datasets.tokenized": ("GRPODataset", "KTODataset", "PreferenceDataset", "SFTDataset", "StepDataset"),
-    "records.encode": ("Encoder", "TokenSequence"),
-    "errors": ("UserError", "exit_cleanly"),
-    "records.kto": ("KTOExample", "LabelledRecord"),
-    "records.preference": ("PreferencePair", "PreferenceRecord"),
-    "records.prompt": ("PromptExample", "PromptRecord"),
-    "records.sft": ("CompletionRecord", "ConversationRecord", "TextRecord"),
-    "records.steps": ("StepExample", "StepPair", "StepPairRecord", "StepwiseRecord"),
-    "runs.atomic": (
-        *("atomic_folder", "atomic_write_json", "atomic_write_text", "ensure_writable_folder", "json_hash"),
-    ),
-    "runs.model_folders": ("model_folder",),
-    "datasets.packing": ("PackedBatch", "pack"),
-    "readers.files": ("read_rows",),
-    "readers.load": ("LoadedRows", "load_records"),
-    "readers.qa": ("QADatasetConfig", "QARecord", "load_qa", "qa_from_row", "render_prompt", "split_of"),
-    "runs.run_folder": ("RunFolder", "newest_unfinished"),
-    "worlds.story_tasks": ("story_records",),
-    "worlds.story": ("StoryWorldConfig", "generate_stories"),
-    "datasets.streaming": (
-        *("StreamingGRPODataset", "StreamingKTODataset", "StreamingPreferenceDataset", "StreamingSFTDataset"),
-        *("StreamingStepDataset",),
-    ),
-    "worlds.sums": ("SumWorldConfig", "generate_sums"),
+_STUB = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
+_MODULE_OF = {
+    name: module for module, name in re.findall(r"^from rlhf_data\.(\S+) import (\w+)", _STUB, re.M)
 }
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+"""Where each public name is defined; `__init__.pyi` lists them, for type checkers too."""
 
 __all__ = sorted(_MODULE_OF)
 

@@ -19,45 +19,32 @@ from pydantic_core import ErrorDetails
 from rlhf_data.errors import UserError
 from rlhf_data.runs.paths import absolute_path, relocated
 
-KNOWN_ELSEWHERE: dict[str, tuple[str, ...]] = {
-    "batch_size": ("per_device_train_batch_size",),
-    "cutoff_len": ("max_length",),
-    "dataset": ("train_data",),
-    "dataset_name": ("train_data",),
-    "dataset_path": ("train_data",),
-    "dataset_text_field": ("columns",),
-    "epochs": ("num_train_epochs", "num_epochs"),
-    "eval_dataset": ("eval_data",),
-    "gradient_accumulation": ("gradient_accumulation_steps",),
-    "lora_rank": ("lora_r",),
-    "lr": ("learning_rate",),
-    "lr_scheduler": ("lr_scheduler_type",),
-    "max_new_tokens": ("max_completion_length", "max_new_tokens"),
-    "max_prompt_length": ("max_length",),
-    "max_seq_length": ("max_length",),
-    "max_seq_len": ("max_length",),
-    "model": ("model_name_or_path", "model_name"),
-    "model_name": ("model_name_or_path",),
-    "model_path": ("model_name_or_path",),
-    "n_epochs": ("num_train_epochs", "num_epochs"),
-    "num_epochs": ("num_train_epochs",),
-    "num_samples": ("num_generations",),
-    "optimizer": ("optim",),
-    "per_device_batch_size": ("per_device_train_batch_size",),
-    "reward_funcs": ("reward",),
-    "reward_model": ("reward",),
-    "reward_model_path": ("reward",),
-    "rollout_n": ("num_generations",),
-    "scheduler": ("lr_scheduler_type",),
-    "steps": ("max_steps",),
-    "torch_dtype": ("dtype",),
-    "total_steps": ("max_steps",),
-    "train_batch_size": ("per_device_train_batch_size",),
-    "train_file": ("train_data",),
-    "validation_file": ("eval_data",),
-    "warmup_ratio": ("warmup_steps",),
+_ALIASES = {
+    "per_device_train_batch_size": "batch_size per_device_batch_size train_batch_size",
+    "max_length": "cutoff_len max_prompt_length max_seq_length max_seq_len",
+    "train_data": "dataset dataset_name dataset_path train_file",
+    "columns": "dataset_text_field",
+    "num_train_epochs num_epochs": "epochs n_epochs",
+    "eval_data": "eval_dataset validation_file",
+    "gradient_accumulation_steps": "gradient_accumulation",
+    "lora_r": "lora_rank",
+    "learning_rate": "lr",
+    "lr_scheduler_type": "lr_scheduler scheduler",
+    "max_completion_length max_new_tokens": "max_new_tokens",
+    "model_name_or_path model_name": "model",
+    "model_name_or_path": "model_name model_path",
+    "num_train_epochs": "num_epochs",
+    "num_generations": "num_samples rollout_n",
+    "optim": "optimizer",
+    "reward": "reward_funcs reward_model reward_model_path",
+    "max_steps": "steps total_steps",
+    "dtype": "torch_dtype",
+    "warmup_steps": "warmup_ratio",
 }
-"""Names of TRL, transformers and others, and the keys here that mean the same, the likeliest first."""
+"""Keys, the likeliest first, and what TRL, transformers and others call them."""
+KNOWN_ELSEWHERE = {
+    alias: tuple(keys.split()) for keys, aliases in _ALIASES.items() for alias in aliases.split()
+}
 _LISTED = 20
 """Most keys that a message lists."""
 _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
@@ -78,18 +65,13 @@ class BaseConfig(BaseModel):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], where: str = "config") -> Self:
-        """Build the config from plain values, for instance those of a JSON file.
+        """Build the config from plain values, sections being nested dicts.
 
-        Args:
-            values: Field name to value; sections are nested dicts.
-            where: What the error message calls the source, for instance the file's name.
-
-        Returns:
-            The checked config.
+        `where` is what error messages call the source, for instance the file's name.
 
         Raises:
-            UserError: an unknown key (with the nearest valid name), a missing key, a wrong type or a
-                value out of range; the first such mistake is named with its path.
+            UserError: an unknown key (with the nearest valid name), a missing key, a wrong type or a value
+                out of range; the first such mistake is named with its path.
         """
         try:
             return cls.model_validate(values)
@@ -116,14 +98,10 @@ class BaseConfig(BaseModel):
 
 
 def load_config_file(path: str | Path) -> dict[str, Any]:
-    """Read a config from a `.json`, `.yaml` or `.yml` file.
+    """Read the mapping of a `.json`, `.yaml` or `.yml` file; an empty file is an empty mapping.
 
-    Args:
-        path: The file. In YAML, `1e-5` is a number (plain YAML 1.1 would read a string). Of a run's
-            `config.json`, paths are those of now, see `RunFolder.read_config`.
-
-    Returns:
-        The mapping it holds; an empty file is an empty mapping.
+    In YAML, `1e-5` is a number (plain YAML 1.1 would read a string). Of a run's `config.json`, paths are
+    those of now, see `RunFolder.read_config`.
 
     Raises:
         UserError: the file is missing, unreadable, of another type, invalid, or not a mapping.
@@ -152,19 +130,13 @@ def load_config_file(path: str | Path) -> dict[str, Any]:
 
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return `values` with `key=value` overrides applied; the input is left as it is.
+    """Return a copy of `values` with `key=value` overrides applied, such as `training.batch_size=4`.
 
-    Args:
-        values: The config so far.
-        overrides: Strings such as `training.batch_size=4`; dots descend into sections, which are made
-            where missing. Values are read as YAML: `1e-5` a number, `null`, `true`, `[1, 2]`.
-
-    Returns:
-        A new mapping.
+    Dots descend into sections, which are made where missing. Values are read as YAML: `1e-5` a number,
+    `null`, `true`, `[1, 2]`.
 
     Raises:
-        UserError: no `=`, an empty key part, an unreadable value, or a dot into something that is no
-            section.
+        UserError: no `=`, an empty key part, an unreadable value, or a dot into what is no section.
     """
     result = _copy_sections(values)
     for override in overrides:

@@ -16,10 +16,8 @@ class UserError(Exception):
 def exit_cleanly(job: Callable[[], None], *, stopped: str = "Stopped") -> None:
     """Run a command's job; a user's mistake becomes one sentence and exit code 2, Ctrl-C 130.
 
-    Args:
-        job: what the command does. The notes of what it raises are printed, and the `exit_code` of a
-            `KeyboardInterrupt`, such as 143 after SIGTERM, is the process's.
-        stopped: printed where there are no notes.
+    The notes of what the job raises are printed, or else `stopped`; the `exit_code` of a `KeyboardInterrupt`,
+    such as 143 after SIGTERM, is the process's.
 
     Raises:
         SystemExit: the job did not come to its end.

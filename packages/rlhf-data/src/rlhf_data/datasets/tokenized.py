@@ -139,11 +139,7 @@ class TokenizedDataset(Sequence[Example], Generic[Example]):
     def build_all(
         self, records: Iterable[tuple[Any, Record]], on_bad_row: OnBadRow
     ) -> Iterator[tuple[Any, Any]]:
-        """Build every record and yield key and item of those that are kept; the others are counted.
-
-        Args:
-            records: a key and a record each.
-            on_bad_row: whether a record that cannot be encoded is raised or skipped.
+        """Build every record, yield key and item of those that are kept, and count the others.
 
         Raises:
             UserError: a record cannot be encoded, or none is kept.

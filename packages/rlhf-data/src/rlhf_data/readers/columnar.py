@@ -11,42 +11,20 @@ from typing import Any
 from rlhf_data.errors import UserError
 
 _LOG = logging.getLogger(__name__)
-_Rows = Iterator[tuple[int, dict[str, Any]]]
 
 
-def read_parquet(path: Path) -> _Rows:
-    """Yield number from 1 and row of a Parquet file, a batch in memory at a time.
-
-    Raises:
-        UserError: the file is no Parquet.
-    """
-    return enumerate(_parquet_rows(path), start=1)
-
-
-def read_arrow(path: Path) -> _Rows:
-    """Yield number from 1 and row of an Arrow IPC file (stream or file format).
+def read_folder(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the Arrow or Parquet files of a folder, in the order of their names.
 
     Raises:
-        UserError: the file is no Arrow.
+        UserError: the folder, unless `datasets` saved it, holds several splits, or no such file.
     """
-    return enumerate(_arrow_rows(path), start=1)
+    for file in _saved_files(path):
+        yield from read_parquet(file) if file.suffix == ".parquet" else read_arrow(file)
 
 
-def read_folder(path: Path) -> _Rows:
-    """Yield number from 1 and row of the Arrow or Parquet files of a folder, in their order.
-
-    Args:
-        path: what `datasets.Dataset.save_to_disk` wrote, or a folder of `.arrow` or of `.parquet` files,
-            which are read sorted by name.
-
-    Raises:
-        UserError: the folder holds several splits, or no such file.
-    """
-    return enumerate((row for file in _saved_files(path) for row in _file_rows(file)), start=1)
-
-
-def read_hub(name: str) -> _Rows:
-    """Yield number from 1 and row of a data set on the Hugging Face hub.
+def read_hub(name: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a data set on the Hugging Face hub.
 
     Args:
         name: `owner/name`, for the split "train", or `owner/name:split`. Behind another slash stands the name
@@ -76,7 +54,7 @@ def read_hub(name: str) -> _Rows:
             f"data {name}: no such file or folder, and the hub gives no data set of that name ({reason}); "
             "check the name, its split and the connection"
         ) from error
-    return enumerate((dict(row) for row in table), start=1)
+    yield from map(dict, table)
 
 
 def _part(datasets: Any, repository: str, part: str) -> dict[str, Any]:
@@ -109,11 +87,12 @@ def _saved_files(folder: Path) -> list[Path]:
     )
 
 
-def _file_rows(path: Path) -> Iterator[dict[str, Any]]:
-    return _parquet_rows(path) if path.suffix == ".parquet" else _arrow_rows(path)
+def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a Parquet file, a batch in memory at a time.
 
-
-def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    Raises:
+        UserError: the file is no Parquet.
+    """
     import pyarrow
     import pyarrow.parquet
 
@@ -125,7 +104,12 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
         raise UserError(f"data file {path} is not valid Parquet ({error}); copy it again") from error
 
 
-def _arrow_rows(path: Path) -> Iterator[dict[str, Any]]:
+def read_arrow(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of an Arrow IPC file (stream or file format).
+
+    Raises:
+        UserError: the file is no Arrow.
+    """
     import pyarrow
 
     try:

@@ -26,17 +26,10 @@ Rows = Iterator[tuple[int, dict[str, Any] | UserError]]
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the rows of a data file, one at a time, and stop at the first bad one.
-
-    Args:
-        path: as for `scan_rows`.
-
-    Yields:
-        The row's number from 1 (`.jsonl` and `.csv`: its line) and the row.
+    """Yield number and row of a data file as `scan_rows` does, and stop at the first bad one.
 
     Raises:
-        UserError: the file is missing, of an unknown type, cut off, not UTF-8, without rows, or a line is
-            no row.
+        UserError: as `scan_rows`, or a bad row.
     """
     for number, row in scan_rows(path):
         if isinstance(row, UserError):
@@ -125,9 +118,9 @@ def _reader(source: str | Path) -> Callable[[Path], Rows]:
     path, name = Path(source), Path(source).name.lower()
     reader = next((reader for suffix, reader in _READERS.items() if name.endswith(suffix)), None)
     if path.is_dir():
-        return read_folder
+        return _numbered(read_folder)
     if reader is None and not path.exists() and _is_hub_name(str(source)):
-        return lambda _: read_hub(str(source))
+        return _numbered(lambda _: read_hub(str(source)))
     if reader is None and path.exists():
         raise UserError(
             f"data file {source}: unknown type {path.suffix!r}, expected {', '.join(_READERS)} or a folder"
@@ -256,11 +249,15 @@ def _as_row(value: Any, where: str) -> dict[str, Any]:
     return value
 
 
+def _numbered(read: Callable[[Path], Iterator[dict[str, Any]]]) -> Callable[[Path], Rows]:
+    return lambda path: enumerate(read(path), start=1)
+
+
 _READERS: dict[str, Callable[[Path], Rows]] = {
     ".json": _read_json,
     ".jsonl": _read_json_lines,
     ".jsonl.gz": _read_gzip_lines,
     ".csv": _read_csv,
-    ".parquet": read_parquet,
-    ".arrow": read_arrow,
+    ".parquet": _numbered(read_parquet),
+    ".arrow": _numbered(read_arrow),
 }

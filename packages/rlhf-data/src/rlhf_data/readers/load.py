@@ -37,22 +37,14 @@ def load_records(
 ) -> LoadedRows:
     """Read the records of a data file, a `datasets` folder or a data set on the hub.
 
+    Texts may be lists of chat messages. Without `prompt`, transcripts are split at the last turn of the
+    assistant, pairs after what they share. `tools` and `chat_template_kwargs` go to the chat template.
+
     Args:
         path: as for `scan_rows`.
-        kind: what the rows are to become:
-
-            - "sft": `prompt, completion` (`response` and `answer` are read as `completion`), `messages` (or
-              `conversations`), `text`, or a preference row, of which the chosen completion is taken;
-            - "preference": `chosen, rejected`, with or without `prompt` and `margin`;
-            - "kto": `prompt, completion, label`, the label being a bool, 0 or 1, "desirable" or
-              "undesirable"; or a preference row, which becomes two records;
-            - "steps": `prompt, completions, labels`, or `prompt, chosen, rejected` as lists of steps;
-            - "prompt": `prompt` and any other columns.
-
-            Texts may be lists of chat messages. Without `prompt`, transcripts are split at the last turn of
-            the assistant, pairs after what they share. `tools` and `chat_template_kwargs` are handed to the
-            chat template.
-        columns: the file's name of a column, by the name it has above.
+        kind: "sft", "preference", "kto", "steps", "prompt", or another registered `RecordKind`; each has
+            its columns.
+        columns: the file's name of a column, by the kind's name for it.
         on_bad_row: "error" stops at the first bad row, "skip" leaves bad rows out and counts them.
         subset_size: rows to read at most, bad ones aside; None for all.
 
@@ -79,16 +71,13 @@ def record_rows(
     *,
     columns: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[Record, ...] | UserError]:
-    """Yield what each row of a file becomes: its records, or what is wrong with it.
+    """Yield what each row of a file becomes: its records (of "kto" perhaps two), or what is wrong with it.
 
     Args:
         rows: number and row, or what is wrong with it.
         path: what errors call the file.
-        kind: as for `load_records`.
-        columns: as for `load_records`.
-
-    Yields:
-        One record, or two where "kto" reads a preference row.
+        kind: as for `load_records`, like `columns`.
+        columns: see there.
 
     Raises:
         UserError: an unknown kind, or an unknown column in `columns`.

@@ -23,15 +23,9 @@ _EVAL_TENTHS = 3
 
 @dataclass(frozen=True)
 class QARecord:
-    """One multiple-choice question about a story.
+    """One multiple-choice question about a story; `answer` is the 0-based index of the right choice.
 
-    Attributes:
-        story: The text the answer must follow from.
-        question: The question.
-        choices: At least two distinct texts.
-        answer: 0-based index of the right choice.
-        extra: Everything else known about the record.
-        where: The record's place in its file, for messages; not compared.
+    `extra` is everything else known; `where`, the record's place in its file, is not compared.
     """
 
     story: str
@@ -96,16 +90,13 @@ def load_qa(
     on_bad_row: OnBadRow = "error",
     skipped: list[str] | None = None,
 ) -> list[QARecord]:
-    """Read every record of a file.
+    """Read every record of a file of any type that `scan_rows` reads.
 
     Args:
-        path: A `.json`, `.jsonl`, `.jsonl.gz`, `.csv` or `.parquet` file.
-        config: Which columns hold what.
+        path: the file.
+        config: which columns hold what.
         on_bad_row: "error" stops at the first bad row, "skip" leaves bad rows out.
-        skipped: Gets a message for every row that is left out.
-
-    Returns:
-        At least one record, in file order.
+        skipped: gets a message for every row that is left out.
 
     Raises:
         UserError: the file cannot be read, holds no good row, or a row is wrong (file, line and field named).
@@ -127,19 +118,11 @@ def _attempts(path: str | Path, config: QADatasetConfig) -> Iterator[QARecord | 
 
 
 def qa_from_row(row: dict[str, Any], config: QADatasetConfig = _DEFAULT, where: str = "row") -> QARecord:
-    """Turn one row into a record; columns that are not mapped go to `extra`.
-
-    Args:
-        row: Column name to value.
-        config: Which columns hold what.
-        where: What the error message calls the place, for instance file and line.
-
-    Returns:
-        The checked record.
+    """Turn one row into a checked record; columns that are not mapped go to `extra`.
 
     Raises:
         UserError: a column is missing, empty or of the wrong type; fewer than two choices or equal ones;
-            an answer that is none of the choices.
+            an answer that is none of the choices. The message starts with `where`.
     """
     columns = (config.story_column, config.question_column, config.choices_column, config.answer_column)
     for name in columns:

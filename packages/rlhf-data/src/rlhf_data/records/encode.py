@@ -79,12 +79,9 @@ class Builder:
         raise NotImplementedError
 
     def example(self, item: Callable[[int], Any], index: int, count: int) -> Any:
-        """Return an example; kinds whose examples take something of their neighbours override this.
+        """Return example `index` of `count`, where `item(i)` is what `build` made of record i.
 
-        Args:
-            item: what `build` made of a record, by its index from 0.
-            index: of the example.
-            count: examples in the set.
+        Kinds whose examples take something of their neighbours override this.
         """
         return item(index)
 
@@ -134,12 +131,7 @@ class Encoder:
         return self.text(text if text.endswith(end) else text + end)
 
     def prompt(self, prompt: Text, template: Mapping[str, Any] | None = None) -> list[int]:
-        """Token ids of a prompt, messages up to where the assistant's next turn starts.
-
-        Args:
-            prompt: text or messages.
-            template: keyword arguments for the chat template.
-        """
+        """Token ids of a prompt, messages up to where the assistant's next turn starts."""
         if isinstance(prompt, str):
             return self.text(prompt)
         return self._chat_ids(self._render(prompt, template, answer=True))
@@ -169,19 +161,11 @@ class Encoder:
     def conversation(
         self, messages: list[Message], template: Mapping[str, Any] | None = None, *, assistant_only: bool
     ) -> tuple[list[int], list[bool] | None]:
-        """Token ids of a conversation, and which of them the assistant says.
+        """Token ids of a conversation, and which the assistant says (None where not `assistant_only`).
 
         The chat template's `{% generation %}` marks decide. In a template without them, a turn of the
         assistant starts where the template's generation prompt ends, and ends with what the template writes
         after it.
-
-        Args:
-            messages: the conversation.
-            template: keyword arguments for the chat template.
-            assistant_only: whether to find what the assistant says.
-
-        Returns:
-            The token ids, and one entry per token, None where not `assistant_only`.
 
         Raises:
             UserError: the chat template is missing or fails, or does not show what the assistant says.
@@ -285,13 +269,7 @@ class Encoder:
     def _closings(
         self, text: str, messages: list[Message], template: Mapping[str, Any] | None
     ) -> Iterator[str]:
-        """What may close the last of these messages where others follow it.
-
-        Args:
-            text: the messages, rendered.
-            messages: the last one is the assistant's.
-            template: keyword arguments for the chat template.
-        """
+        """What may close the assistant's turn that ends `messages` (as text: `text`) where others follow."""
         last = len(messages) - 1
         closing = text[self._content_end(text, messages, last, template) :]
         yield closing

@@ -114,15 +114,11 @@ class KTOBuilder(Builder):
 
 
 def kl_partner(index: int, rows: int, batch_size: int) -> int:
-    """Return whose completion follows the prompt of example `index` in its KL sequence.
+    """Return whose completion follows the prompt of example `index` (from 0) in its KL sequence.
 
-    Within each batch of neighbours in file order the completions move on by one, the last one to the front,
-    as in TRL. A last batch of a single row takes that of the row before, where TRL's takes its own.
-
-    Args:
-        index: the example, from 0.
-        rows: examples in all, at least 2.
-        batch_size: neighbours in a batch, at least 2.
+    Within each batch of neighbours in file order (2 or more) the completions move on by one, the last one
+    to the front, as in TRL. A last batch of a single row takes that of the row before, where TRL's takes
+    its own.
     """
     start = index - index % batch_size
     last = min(start + batch_size, rows) - 1

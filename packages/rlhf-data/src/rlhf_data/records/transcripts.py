@@ -32,14 +32,8 @@ def split_pair(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
     """Split two conversations with a common beginning into prompt, chosen and rejected completion.
 
     Transcripts are split at the last turn of the assistant that both start alike; other texts at the last
-    white space up to which they agree; message lists after the last message that both share.
-
-    Args:
-        chosen: a whole conversation.
-        rejected: another one; a text where `chosen` is a text, messages where it is messages.
-
-    Returns:
-        The shared prompt, and what follows it in each; the prompt is empty where nothing is shared.
+    white space up to which they agree; message lists after the last message that both share. The prompt is
+    empty where nothing is shared.
     """
     if isinstance(chosen, str) and isinstance(rejected, str):
         shared = chosen[: common_prefix(chosen, rejected)]
@@ -51,14 +45,7 @@ def split_pair(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
 
 
 def split_last_turn(conversation: Text) -> tuple[Text, Text] | None:
-    """Split a conversation before what the assistant says last.
-
-    Args:
-        conversation: a transcript or messages.
-
-    Returns:
-        Prompt and completion; None where no turn is the assistant's.
-    """
+    """Split a conversation before what the assistant says last; None where no turn is the assistant's."""
     if isinstance(conversation, str):
         turn = conversation.rfind(ASSISTANT_TURN)
         at = turn + len(ASSISTANT_TURN) if turn >= 0 else None

@@ -47,11 +47,7 @@ class DiskFullError(UserError):
 
 
 def atomic_write_text(path: str | Path, text: str) -> None:
-    """Write `text` as UTF-8 so that `path` holds either its old or its new content, even after a crash.
-
-    Args:
-        path: The file; missing parent folders are created.
-        text: The whole new content.
+    """Write UTF-8 so that `path` holds its old or its new content, even after a crash; parents are made.
 
     Raises:
         DiskFullError: nothing can be added to the disk; `path` is as it was.
@@ -75,10 +71,6 @@ def atomic_write_text(path: str | Path, text: str) -> None:
 def atomic_write_json(path: str | Path, obj: Any) -> None:
     """Write `obj` as indented JSON, atomically.
 
-    Args:
-        path: The file; missing parent folders are created.
-        obj: Anything `json` can write.
-
     Raises:
         ValueError: `obj` holds NaN or an infinity, which JSON cannot express; `finite` takes them out.
         TypeError: `obj` holds something JSON cannot express.
@@ -89,17 +81,11 @@ def atomic_write_json(path: str | Path, obj: Any) -> None:
 
 @contextlib.contextmanager
 def atomic_folder(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `path` that becomes `path` when the block succeeds.
+    """Yield a temporary folder beside `path` that becomes `path` when the block succeeds; parents are made.
 
     Every file is flushed to disk before the rename. When the block raises, the temporary folder is
     removed and `path` is left as it was. An existing `path` is replaced by two renames: a crash between
     them leaves no `path`, never a half-written one.
-
-    Args:
-        path: The folder to make; missing parents are created.
-
-    Yields:
-        The temporary folder to write into.
 
     Raises:
         DiskFullError: nothing can be added to the disk, also where the block's own writing finds it so.
@@ -123,11 +109,8 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
 def explain_full_disk(path: str | Path) -> Iterator[None]:
     """Turn the errors of a full disk, of Python, safetensors or torch, into a sentence about `path`.
 
-    Args:
-        path: What the block writes; where blocks are nested the outermost one's path is named.
-
     Raises:
-        DiskFullError: the block ran out of space; other errors pass as they are.
+        DiskFullError: the block ran out of space, in nested blocks about the outermost path.
     """
     try:
         yield
@@ -160,16 +143,10 @@ def finite(value: Any) -> Any:
 
 
 def remove_stale_temps(folder: str | Path) -> list[Path]:
-    """Remove what interrupted atomic writes of ended processes left directly inside `folder`.
+    """Remove, and return, what interrupted atomic writes of ended processes left directly inside `folder`.
 
-    Covered: temporary files and folders of processes that no longer run. Not covered: those whose process
-    number belongs to a running process, and a folder that two machines write to at once.
-
-    Args:
-        folder: Where to look; may be missing.
-
-    Returns:
-        The removed paths.
+    Not covered: files of a process whose number belongs to a running one, and a folder that two machines
+    write to.
     """
     folder = Path(folder)
     stale = [path for path in sorted(folder.glob(f".*{_TEMP_MARK}*")) if _writer_ended(path)]
@@ -182,34 +159,20 @@ def remove_stale_temps(folder: str | Path) -> list[Path]:
 
 
 def remove_folder(path: str | Path) -> None:
-    """Remove a folder so that a crash meanwhile never leaves half of it under its name.
-
-    Args:
-        path: An existing folder.
-    """
+    """Remove a folder so that a crash meanwhile never leaves half of it under its name."""
     temp = _temp_beside(Path(path))
     os.rename(path, temp)
     shutil.rmtree(temp, ignore_errors=True)
 
 
 def json_hash(obj: Any) -> str:
-    """Return the SHA-256 of `obj`'s canonical JSON (sorted keys, no spaces) as 64 hex digits.
-
-    Args:
-        obj: Anything `json` can write, without NaN or infinities.
-    """
+    """Return the SHA-256 of `obj`'s canonical JSON (sorted keys, no spaces, no NaN) as 64 hex digits."""
     text = json.dumps(obj, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
 def ensure_writable_folder(path: str | Path) -> Path:
-    """Create `path` where missing and check that a file can be written in it.
-
-    Args:
-        path: The folder.
-
-    Returns:
-        The folder as a `Path`.
+    """Create a folder where missing, check that a file can be written in it, and return it.
 
     Raises:
         UserError: it cannot be created or written to.

@@ -19,9 +19,6 @@ def write_checksums(folder: str | Path) -> None:
 
     A CRC finds accidents (a cut-off file, flipped bits, files of two versions mixed); it proves nothing about
     who wrote them.
-
-    Args:
-        folder: an existing folder, whose files are written out.
     """
     folder = Path(folder)
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -34,15 +31,9 @@ def write_checksums(folder: str | Path) -> None:
 
 
 def find_damage(folder: str | Path) -> str | None:
-    """What is wrong with a folder that `write_checksums` has seen, None when nothing is.
+    """The first damaged file of a folder that `write_checksums` has seen, and how; None where all are whole.
 
-    Sizes are compared first: a cut-off file is found without reading it.  Files added since are no damage.
-
-    Args:
-        folder: an existing folder.
-
-    Returns:
-        A phrase that names the first file found damaged and how.
+    Sizes are compared first: a cut-off file is found without reading it. Files added since are no damage.
     """
     folder = Path(folder)
     try:

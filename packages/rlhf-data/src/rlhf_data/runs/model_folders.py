@@ -11,13 +11,7 @@ _MODEL_FILES = ("config.json", "adapter_config.json", "ensemble_config.json")
 
 
 def model_folder(name: str) -> str:
-    """The folder that holds the model a name means.
-
-    Args:
-        name: a model's folder, a run's folder, or anything else, such as a name on the hub.
-
-    Returns:
-        Of a run's folder its `final`; every other name as it is.
+    """The folder of the model that a name means: of a run's folder its `final`; every other name as it is.
 
     Raises:
         UserError: it is the folder of a run that has no model yet, or several.

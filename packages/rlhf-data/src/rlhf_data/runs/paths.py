@@ -22,13 +22,7 @@ def absolute_path(name: str) -> str:
 
 
 def moved_path(name: str, *, was: str | Path, now: str | Path) -> str:
-    """Where a missing absolute path is after a tree was moved; as given where it is not there either.
-
-    Args:
-        name: the path.
-        was: a folder of that tree at the time the path was right.
-        now: that folder now.
-    """
+    """Where a missing absolute path is after the folder `was` moved to `now`; else the path as given."""
     if not os.path.isabs(name) or os.path.exists(name):
         return name
     found = os.path.normpath(os.path.join(os.path.abspath(now), os.path.relpath(name, was)))
@@ -41,12 +35,7 @@ def placed(config: dict[str, Any], folder: str | Path) -> dict[str, Any]:
 
 
 def relocated(config: dict[str, Any], folder: str | Path) -> dict[str, Any]:
-    """The settings of a run whose folder is `folder` now: missing paths are those of the moved tree.
-
-    Args:
-        config: what `config.json` holds.
-        folder: where that file is.
-    """
+    """A run's settings read from `config.json` in `folder`: missing paths are those of the moved tree."""
     values = {key: value for key, value in config.items() if key != _FOLDER}
     was = config.get(_FOLDER)
     if not isinstance(was, str) or was == os.path.abspath(folder):

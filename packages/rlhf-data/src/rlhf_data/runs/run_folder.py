@@ -51,16 +51,13 @@ class RunFolder:
         root: str | Path = "outputs",
         resume: bool = False,
     ) -> Self:
-        """Make the folder of a new run, or take up that of an old one.
+        """Make the folder of a new run, or take up that of an old one, freed of what killed processes left.
 
         Args:
-            path: The run folder itself; None names a new one `<root>/<job>-<timestamp>`.
-            job: The job's name.
-            root: Where new folders are named.
-            resume: Whether a folder that is not empty may be used.
-
-        Returns:
-            The run folder, freed of what killed processes left half-written.
+            path: the run folder itself; None names a new one `<root>/<job>-<timestamp>`.
+            job: the job's name.
+            root: where new folders are named.
+            resume: whether a folder that is not empty may be used.
 
         Raises:
             UserError: the folder is not empty (and `resume` is off) or cannot be written to.
@@ -105,14 +102,7 @@ class RunFolder:
         return relocated(config, self.path)
 
     def append_metrics(self, metrics: dict[str, Any]) -> None:
-        """Append one line to `metrics.jsonl`; NaN and infinities are written as null.
-
-        The line is handed to the operating system before this returns, so a killed process loses at most
-        the line it was writing.
-
-        Raises:
-            DiskFullError: nothing can be added to the disk; the file is as it was.
-        """
+        """Append one line to `metrics.jsonl` as `append_lines` does."""
         self.append_lines(_METRICS, [metrics])
 
     def read_metrics(self) -> list[dict[str, Any]]:
@@ -136,11 +126,10 @@ class RunFolder:
             _truncate_lines(path, step)
 
     def append_lines(self, name: str, rows: Sequence[dict[str, Any]]) -> None:
-        """Append lines to a `.jsonl` file of the folder; NaN and infinities are written as null.
+        """Append rows to a `.jsonl` file of the folder; NaN and infinities are written as null.
 
-        Args:
-            name: The file's name.
-            rows: One dict of JSON values per line.
+        The lines are handed to the operating system before this returns, so a killed process loses at most
+        the one it was writing.
 
         Raises:
             DiskFullError: nothing can be added to the disk; the file is as it was.

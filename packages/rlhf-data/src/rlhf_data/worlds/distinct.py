@@ -23,13 +23,8 @@ def distinct_records(
 ) -> list[QARecord]:
     """Draw `n` records with distinct stories that belong to one split (`split_of`).
 
-    Args:
-        make: draws a record.
-        n: number of records.
-        split: "train" or "eval".
-        seed: equal arguments give equal records.
-        world: name of the world, for the message.
-        remedy: settings that make the world larger, for the message.
+    Equal seeds give equal records. The message names the world, and as its remedy the settings that make it
+    larger.
 
     Raises:
         UserError: the world is too small for `n` distinct stories.

@@ -106,16 +106,10 @@ def sentence_place(sentence: str) -> str | None:
 def generate_stories(
     config: StoryWorldConfig, n: int, *, split: Literal["train", "eval"], seed: int
 ) -> list[QARecord]:
-    """Make `n` distinct stories of one split.
+    """Make `n` distinct stories of one split; equal arguments give equal ones.
 
     The splits share no story whatever the seeds are: a story's text alone decides its split (`split_of`).
     They do share the sentence patterns: held-out stories are new stories, not a new kind of story.
-
-    Args:
-        config: The world.
-        n: Number of stories.
-        split: "train" or "eval".
-        seed: Equal arguments give equal stories.
 
     Returns:
         Records whose `extra` holds `mover`, and `last_place`: the place that the last sentence names

@@ -138,10 +138,7 @@ def _wrong_choice(story: QARecord, rng: random.Random) -> str:
 def _walk(story: QARecord, rng: random.Random, gullible: float) -> tuple[list[str], list[float], str]:
     """One step per sentence, whether what each claims is true, and the belief at the end.
 
-    Args:
-        story: what is reasoned about.
-        rng: decides which gossip is believed.
-        gullible: chance that a piece of gossip is believed.
+    A piece of gossip is believed with the chance `gullible`.
     """
     belief = truth = ""
     steps, labels = [], []

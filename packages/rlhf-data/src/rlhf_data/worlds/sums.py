@@ -75,16 +75,10 @@ def read_working(text: str) -> tuple[int, int, int] | None:
 def generate_sums(
     config: SumWorldConfig, n: int, *, split: Literal["train", "eval"], seed: int
 ) -> list[QARecord]:
-    """Make `n` distinct stories of one split.
+    """Make `n` distinct stories of one split; equal arguments give equal ones.
 
     The splits share no story whatever the seeds are (`split_of`). They do share the sums: a held-out story is
     new, its two amounts need not be.
-
-    Args:
-        config: The world.
-        n: Number of stories.
-        split: "train" or "eval".
-        seed: Equal arguments give equal stories.
 
     Returns:
         Records whose `extra` holds `terms`, both amounts in the story's order, and `round`: the round number
