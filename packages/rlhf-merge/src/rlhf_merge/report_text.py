@@ -40,12 +40,7 @@ def plain(value: float | None) -> float | None:
 
 
 def table(first: str, *others: str) -> Table:
-    """An empty table: names in the first column, folded where there is no room, numbers in the others.
-
-    Args:
-        first: its header.
-        others: their headers, of one line or two.
-    """
+    """An empty table: names in the first column, folded where there is no room, numbers in the others."""
     made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
     made.add_column(Text(first), overflow="fold", min_width=min(9, len(first) + 4))
     for header in others:
@@ -64,11 +59,7 @@ def bytes_text(value: int) -> str:
 
 
 def short_names(specs: Sequence[str]) -> list[str]:
-    """Names for models in tables: the end of each path or id, as long as it takes to tell them apart.
-
-    Args:
-        specs: as the user gave them; equal ones get numbers.
-    """
+    """Names for models in tables: the end of each path or id, as long as it takes to tell them apart."""
     parts = [[_ending_words(part) for part in spec.split("+")] for spec in specs]
     longest = max((len(words) for of in parts for words in of), default=1)
     names: list[str] = []

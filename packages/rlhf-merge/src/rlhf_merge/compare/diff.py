@@ -52,10 +52,6 @@ def diff_models(
         threads: how many tensors at once; None is one for each processor.
         on_total: told once, before anything is read, of the bytes that will be.
         on_bytes: told of the bytes of every block; may be called from several threads.
-
-    Raises:
-        MergeError: a model cannot be opened, lacks a tensor that another has or has it in another shape, or
-            holds NaN or an infinity; the density is out of range, or there is but one task vector to trim.
     """
     _check(others, density)
     with ExitStack() as stack:
@@ -203,15 +199,7 @@ def _nbytes(inputs: Inputs) -> int:
 
 
 def render_difference(difference: ModelDifference, *, by: str = "layer") -> RenderableType:
-    """A comparison for a terminal: a table, and what it says in words.
-
-    Args:
-        difference: what `diff_models` found.
-        by: "layer", "kind" or "tensor", what the rows of the table are.
-
-    Raises:
-        MergeError: `by` is none of them.
-    """
+    """A comparison for a terminal: a table, and what it says in words."""
     rows = {
         "layer": lambda: difference.by_row,
         "kind": lambda: difference.by_kind,

@@ -38,13 +38,6 @@ def heatmap(difference: ModelDifference, path: str | Path) -> None:
     """Draw a comparison: for each model the change, and for several their sign conflict, by layer and kind.
 
     Embedding, last norm and head have a row each, in which one cell goes through all kinds.
-
-    Args:
-        difference: what `diff_models` found.
-        path: of the PNG file, whole or not at all; one that exists is replaced.
-
-    Raises:
-        MergeError: matplotlib is not installed, or the file cannot be written; see `check_heatmap`.
     """
     check_heatmap(path)
     from matplotlib.figure import Figure
@@ -66,14 +59,7 @@ def heatmap(difference: ModelDifference, path: str | Path) -> None:
 
 
 def check_heatmap(path: str | Path) -> None:
-    """Refuse what `heatmap` would refuse, before models are read for nothing.
-
-    Args:
-        path: where the picture is to go.
-
-    Raises:
-        MergeError: matplotlib is not installed, or the path is a folder or in none.
-    """
+    """Refuse what `heatmap` would refuse, before models are read for nothing."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:

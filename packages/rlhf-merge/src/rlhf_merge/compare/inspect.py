@@ -137,17 +137,7 @@ def inspect_model(
     on_total: Callable[[int], None] | None = None,
     on_bytes: OnRead | None = None,
 ) -> ModelSummary:
-    """Read a whole model once, and say what is in it.
-
-    Args:
-        spec: as `open_checkpoint` takes it.
-        threads: how many tensors at once; None is one for each processor.
-        on_total: told once, before anything is read, of the bytes that will be.
-        on_bytes: told of the bytes of every block; may be called from several threads.
-
-    Raises:
-        MergeError: the model cannot be opened.
-    """
+    """Read a whole model once, and say what is in it."""
     with open_checkpoint(spec) as checkpoint:
         places = place_tensors(checkpoint.tensors)
         if on_total is not None:
@@ -230,15 +220,7 @@ def _tied_head(checkpoint: Checkpoint, places: Mapping[str, Place]) -> bool | No
 
 
 def render_summary(summary: ModelSummary, *, by: str = "layer") -> RenderableType:
-    """A summary for a terminal.
-
-    Args:
-        summary: of a model.
-        by: "layer" or "tensor", what the rows of the table are.
-
-    Raises:
-        MergeError: `by` is neither.
-    """
+    """A summary for a terminal."""
     tables = {"layer": _layer_table, "tensor": _tensor_table}
     if by not in tables:
         raise MergeError(f"by must be layer or tensor, got {by!r}")

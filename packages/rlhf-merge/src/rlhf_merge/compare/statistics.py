@@ -39,12 +39,7 @@ class Statistics:
         return math.sqrt(self.squares + self.count * self.mean**2)
 
     def add(self, values: Tensor, scratch: Tensor) -> None:
-        """Take in a block.
-
-        Args:
-            values: float32 or float64, of one dimension; overwritten.
-            scratch: of the same shape and type; overwritten.
-        """
+        """Take in a block."""
         total = float(values.sum())
         if not math.isfinite(total):  # where all elements are finite, the sum overflowed
             values, total = self._finite(values.double())

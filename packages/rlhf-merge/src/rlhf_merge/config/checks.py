@@ -19,11 +19,7 @@ _CANCELS = 1e-9
 
 
 def check(config: MergeConfig) -> None:
-    """Check what only the config as a whole can tell.
-
-    Raises:
-        MergeError: the first mistake found, named with its path.
-    """
+    """Check what only the config as a whole can tell."""
     if bool(config.models) == bool(config.slices):
         found = "both are given" if config.models else "neither is given"
         raise MergeError(f"a config has either models or slices, and {found}; give one of them")
@@ -133,11 +129,7 @@ def evaluate(
     slice_index: int | None = None,
     source_tensors: Sequence[str] | None = None,
 ) -> Values:
-    """Evaluate every parameter of the config's method for one tensor; see `MergeConfig.values`.
-
-    Raises:
-        MergeError: the weights sum to zero where they divide, or della's probabilities leave (0, 1].
-    """
+    """Evaluate every parameter of the config's method for one tensor; see `MergeConfig.values`."""
     values = _resolve(config, tensor, depth, slice_index, source_tensors)
     _check_weights(config.method, values, f"at tensor {tensor}")
     _check_probabilities(config, values, slice_index, f"at tensor {tensor}")

@@ -16,15 +16,7 @@ _FLOAT = re.compile(r"^[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$")
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
-    """Read a mapping from a `.yaml`, `.yml` or `.json` file.
-
-    Args:
-        path: The file. In YAML, `1e-5` is a number, as YAML 1.2 has it (plain YAML 1.1 reads text).
-
-    Raises:
-        MergeError: the file is missing, unreadable, of another type, invalid, holds a key twice, or holds
-            no mapping.
-    """
+    """Read a mapping from a `.yaml`, `.yml` or `.json` file."""
     path = Path(path)
     if path.suffix not in {".json", ".yaml", ".yml"}:
         raise MergeError(f"config {path} is of unknown type {path.suffix!r}, expected .yaml, .yml or .json")
@@ -38,11 +30,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str) -> Any:
-    """Return what a YAML document holds, refusing a key given twice.
-
-    Raises:
-        MergeError: invalid YAML, with the line, or a key given twice in one mapping.
-    """
+    """Return what a YAML document holds, refusing a key given twice."""
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:

@@ -92,13 +92,6 @@ def from_mergekit(values: Any, where: str = "config") -> MergeConfig:
     - `int8_mask` is accepted and has no effect: in mergekit it chooses the type that a mask is kept in,
       on which the result does not depend.
     - `chat_template: auto` is accepted: the template is that of the tokenizer that the output gets.
-
-    Args:
-        values: What a file of mergekit's schema holds.
-        where: What errors call the source, such as the file's name.
-
-    Raises:
-        MergeError: a method or key that is not supported, or a mistake; the sentence names the path.
     """
     with named(where):
         with one_sentence(_File):

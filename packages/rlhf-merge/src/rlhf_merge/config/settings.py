@@ -42,19 +42,7 @@ class Setting:
 
     @classmethod
     def parse(cls, plain: Any, parameter: Parameter, where: str) -> Setting:
-        """Read a setting from plain values and check each against the catalog.
-
-        Args:
-            plain: a scalar; a list of scalars, over the depth; a mapping from filters to either of these,
-                with `*` for the rest, whichever place it has; a list of `{filter, value}` mappings, of which
-                the last may lack its filter; or a `Setting`.
-            parameter: the catalog's entry.
-            where: the path that an error names, such as `models[1].density`.
-
-        Raises:
-            MergeError: a value of another type or out of range, an empty list, or a rule that no tensor
-                can reach because an earlier one always comes first.
-        """
+        """Read a setting from plain values and check each against the catalog."""
         if isinstance(plain, Setting):
             plain = plain.plain()
         rules: list[Rule] = []
@@ -70,15 +58,8 @@ class Setting:
         A list v₀ … vₙ₋₁ of numbers is interpolated linearly: with x = depth·(n−1) and i = ⌊x⌋ the value is
         vᵢ + (x−i)·(vᵢ₊₁ − vᵢ). A list of booleans or words gives vᵢ.
 
-        Args:
-            tensor: the tensor's name.
-            depth: from 0, the first layer, to 1, the last.
-
         Returns:
             The value; None where no rule fits the name.
-
-        Raises:
-            MergeError: the depth is outside [0, 1].
         """
         if not 0 <= depth <= 1:
             raise MergeError(f"depth is {depth!r} at tensor {tensor}, expected a number from 0 to 1")
@@ -121,9 +102,6 @@ def resolve(
         default: the value where no scope has a rule for the tensor.
         tensor: the tensor's name.
         depth: in [0, 1].
-
-    Raises:
-        MergeError: the depth is outside [0, 1].
     """
     for scope in scopes:
         if name in scope and (value := scope[name].at(tensor, depth)) is not None:

@@ -74,12 +74,7 @@ Layers = Annotated[tuple[Whole, Whole], AfterValidator(_layers)]
 
 @contextmanager
 def one_sentence(schema: type[BaseModel], flat: Sequence[str] = ()) -> Iterator[None]:
-    """Raise the first mistake that pydantic finds as a `MergeError`: where, what it is, what was expected.
-
-    Args:
-        schema: the class that is validated.
-        flat: keys that a file has in place of `parameters`.
-    """
+    """Raise the first mistake that pydantic finds as a `MergeError`: where, what it is, what was expected."""
     try:
         yield
     except ValidationError as error:

@@ -75,13 +75,6 @@ def check_architectures(configs: Sequence[tuple[str, Config]], *, same_layers: b
     Compared are the type, the sizes, the activation, the experts and the rotary embedding, each where two
     configs give it: a key that one leaves to the architecture's default is not compared. Not compared are the
     vocabulary, the dtype and whether embeddings are tied.
-
-    Args:
-        configs: label and config.json of each model.
-        same_layers: whether the number of layers must agree; not so where slices pick the layers.
-
-    Raises:
-        MergeError: two configs differ, or a model is quantized.
     """
     seen: dict[str, tuple[str, Any]] = {}
     for label, config in configs:
@@ -156,10 +149,6 @@ def tied(config: Config, *, has_head: bool | None = None) -> bool | None:
     Where `tie_word_embeddings` is absent, transformers takes the default of the architecture's config class,
     which in version 5 is False for about half of them (Llama, Qwen, Mistral) and True for the others (GPT-2,
     Gemma, OPT); without that table, the checkpoint itself says it: embeddings are tied if it has no head.
-
-    Args:
-        config: the model's config.json; its own key wins over that of its language model.
-        has_head: whether the checkpoint has a tensor of the output head; None where that is not known.
 
     Returns:
         What the config says; else, from `has_head`; else None.

@@ -39,11 +39,7 @@ class OpenFile:
         self._closed = weakref.finalize(self, os.close, self._file)
 
     def read(self, begin: int, out: torch.Tensor) -> None:
-        """Fill `out`, contiguous, with the bytes from `begin` on.
-
-        Raises:
-            MergeError: the file ends before that, or cannot be read.
-        """
+        """Fill `out`, contiguous, with the bytes from `begin` on."""
         left = out.view(torch.uint8).numpy().data
         with readable(self.path):
             while left:

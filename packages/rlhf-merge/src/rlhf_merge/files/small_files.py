@@ -39,21 +39,7 @@ def write_model_files(
     config: dict[str, Any],
     added_tokens: Sequence[AddedToken] | None,
 ) -> None:
-    """Write everything beside the weights; never weights, and no README.
-
-    Args:
-        out: an existing folder.
-        config_from: folder of the model that lends its config: its processor files and the code of its
-            classes are copied.
-        tokenizer_from: folder of the model that lends its tokenizer: its tokenizer, chat templates and, as
-            they name token ids, generation settings are copied (those of `config_from` where it has none).
-        config: the result's config.json; empty where no model has one, and none is written.
-        added_tokens: tokens to append to the tokenizer, from `vocab.align`.
-
-    Raises:
-        MergeError: tokens are to be appended to a tokenizer without tokenizer.json, or a file is a link out
-            of its model's folder.
-    """
+    """Write everything beside the weights; never weights, and no README."""
     if config:
         with damaged(config_from / "config.json"):
             content = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
@@ -70,11 +56,7 @@ def write_model_files(
 
 
 def copied_files(config_from: Path, tokenizer_from: Path) -> dict[str, Path]:
-    """The files that `write_model_files` copies, by their names in the result.
-
-    Raises:
-        MergeError: one is a link out of its model's folder.
-    """
+    """The files that `write_model_files` copies, by their names in the result."""
     wanted = [
         (config_from, (*_PROCESSOR_FILES, "generation_config.json")),
         (tokenizer_from, ("generation_config.json", *_TOKENIZER_FILES)),

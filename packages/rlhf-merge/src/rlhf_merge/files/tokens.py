@@ -41,9 +41,6 @@ def read_tokens(folder: Path) -> TokenTable | None:
     They come from tokenizer.json; else from vocab.json or vocab.txt, with the added tokens that
     tokenizer_config.json and added_tokens.json list. None where the folder has none of the first three: the
     vocabulary of a SentencePiece or tiktoken file alone is not read.
-
-    Raises:
-        MergeError: a file is damaged.
     """
     with readable(f"the tokenizer in {folder}"):
         return _read_tokens(folder)
@@ -99,15 +96,7 @@ def _listed_beside(folder: Path) -> dict[str, AddedToken]:
 
 
 def append_tokens(folder: Path, tokens: Sequence[AddedToken]) -> None:
-    """Append tokens to the tokenizer files in a folder, in every file that lists added tokens.
-
-    Args:
-        folder: where the files are; they are written anew.
-        tokens: each with its id, content and flags; the ids must follow those of the tokenizer without a gap.
-
-    Raises:
-        MergeError: there is no tokenizer.json.
-    """
+    """Append tokens to the tokenizer files in a folder, in every file that lists added tokens."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise MergeError(

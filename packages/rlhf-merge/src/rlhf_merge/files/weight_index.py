@@ -26,11 +26,7 @@ _SHARD = re.compile(r"-(\d+)-of-(\d+)\.")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object a file holds.
-
-    Raises:
-        MergeError: it cannot be read or holds something else.
-    """
+    """The JSON object a file holds."""
     with readable(path):
         content = json.loads(regular(path).read_text(encoding="utf-8"))
         _check_depth([content] if isinstance(content, dict | list) else [])
@@ -57,9 +53,6 @@ def inside(folder: Path, path: Path) -> Path:
 
     What such a link leads to, which may be anybody's, would be published with the result. The blobs of the
     hub's cache, where its snapshots link to, are the model's own.
-
-    Raises:
-        MergeError: it leads elsewhere, or is not a regular file.
     """
     with readable(path):
         real, home = path.resolve(strict=True), folder.resolve()
@@ -72,11 +65,7 @@ def inside(folder: Path, path: Path) -> Path:
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """The file of each tensor, as an index says; every file lies in the index's folder.
-
-    Raises:
-        MergeError: the index has no such map, or names a file elsewhere.
-    """
+    """The file of each tensor, as an index says; every file lies in the index's folder."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise MergeError(f"{index} has no `weight_map` from tensors to files; copy it anew.")
@@ -89,12 +78,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
 
 
 def find_weights(folder: Path) -> Path | None:
-    """The index or the single file of the model in a folder, None where it holds no weights.
-
-    Raises:
-        MergeError: there are several candidates, none of which goes before the others, or one of several
-        shards.
-    """
+    """The index or the single file of the model in a folder, None where it holds no weights."""
     for index, single in WEIGHT_FILES:
         present = [folder / name for name in (index, single) if regular(folder / name).is_file()]
         if len(present) == 2:

@@ -69,12 +69,7 @@ class Shard:
 
 
 def lay_out(tensors: Sequence[OutputTensor], max_shard_size: int) -> list[Shard]:
-    """Distribute tensors over files, in their order, as transformers names them.
-
-    Args:
-        tensors: of the result.
-        max_shard_size: bytes of tensors per file; a larger tensor gets a file of its own.
-    """
+    """Distribute tensors over files, in their order, as transformers names them."""
     groups: list[list[OutputTensor]] = [[]]
     room = max_shard_size
     for tensor in tensors:
@@ -109,12 +104,7 @@ def _shard(file: str, tensors: Sequence[OutputTensor]) -> Shard:
 
 
 def index_of(shards: Sequence[Shard], total: int) -> dict[str, Any]:
-    """The contents of model.safetensors.index.json.
-
-    Args:
-        shards: the files.
-        total: bytes of all tensors.
-    """
+    """The contents of model.safetensors.index.json."""
     weights = {name: shard.file for shard in shards for name in shard.places}
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
 
@@ -162,9 +152,6 @@ class PartialModel:
             name: of the tensor.
             element: index of its first element that is written.
             values: (n,), on the CPU, of the tensor's type in the result.
-
-        Raises:
-            MergeError: no space is left.
         """
         file, place = self._places[name]
         data = values.view(torch.uint8).numpy().data
@@ -175,12 +162,7 @@ class PartialModel:
                 data, offset = data[written:], offset + written
 
     def tensor_finished(self, name: str, **facts: Any) -> None:
-        """Note that all of a tensor was written; it counts as finished after the next `flush`.
-
-        Args:
-            name: of the tensor.
-            **facts: what to remember of it, as plain values.
-        """
+        """Note that all of a tensor was written; it counts as finished after the next `flush`."""
         self._waiting.append({"tensor": name, **facts})
 
     def flush(self) -> None:
@@ -271,12 +253,7 @@ class PartialModel:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write plain values as indented JSON; whenever it is stopped, the file is the old one or the new one.
-
-    Args:
-        path: the file.
-        content: the values.
-    """
+    """Write plain values as indented JSON; whenever it is stopped, the file is the old one or the new one."""
     part = path.with_name(f".{path.name}.part")
     with open(part, "w", encoding="utf-8") as file:
         file.write(json.dumps(content, indent=2) + "\n")
@@ -286,14 +263,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def check_output(out: Path) -> None:
-    """Refuse an output folder that holds something, that a finished one cannot replace, or that is no folder.
-
-    Args:
-        out: the folder to make.
-
-    Raises:
-        MergeError: it is there and not empty, or it is a mount point or a file.
-    """
+    """Refuse an output folder that is not empty, is no folder, or cannot be replaced."""
     if "\0" in str(out):
         raise MergeError(
             f"output {str(out)!r} holds a NUL, which no name of a folder does; choose another name"
@@ -333,15 +303,7 @@ def _whole_lines(journal: Path) -> Iterator[dict[str, Any]]:
 
 
 def locked(path: Path, out: Path) -> Any:
-    """Take a lock that lasts as long as the file that is returned is open.
-
-    Args:
-        path: of the lock.
-        out: the folder to make, for the message.
-
-    Raises:
-        MergeError: another process has it.
-    """
+    """Take a lock that lasts as long as the file that is returned is open."""
     import fcntl  # which Windows lacks; the package can be imported there
 
     file = open(path, "w")  # noqa: SIM115 - closed by the caller; the lock lasts as long as the file is open
@@ -357,14 +319,7 @@ def locked(path: Path, out: Path) -> Any:
 
 @contextlib.contextmanager
 def explained(out: Path) -> Iterator[None]:
-    """Say in a sentence that the disk is full, or the folder cannot be written.
-
-    Args:
-        out: the folder to make.
-
-    Raises:
-        UnwrittenError: in place of an `OSError`.
-    """
+    """Say in a sentence that the disk is full, or the folder cannot be written."""
     try:
         yield
     except OSError as error:

@@ -58,11 +58,7 @@ class _Names:
                 self._by_ending.setdefault(ending, []).append(name)
 
     def find(self, name: str, where: str) -> str | None:
-        """The base's name of a tensor, None if it has none.
-
-        Raises:
-            MergeError: several of the base's tensors could be meant.
-        """
+        """The base's name of a tensor, None if it has none."""
         for ending in endings(name):
             if ending in self._tensors:
                 return ending
@@ -100,15 +96,6 @@ def apply_adapter(
     Weights the adapter holds whole (`modules_to_save`, biases, embeddings of a vocabulary that grew) take the
     place of the base's before the updates are added.  As where peft merges it, a LoRA of an embedding that
     the output layer is tied to changes both.
-
-    Args:
-        base: the model's tensors.
-        tensors: those of the adapter's file.
-        config: its adapter_config.json.
-        where: the adapter's folder, for messages.
-
-    Raises:
-        MergeError: it is no LoRA, of a variant that cannot be merged, incomplete, or not made for this base.
     """
     adapter = _Adapter(config, where, _storage_by_layer(base))
     _check_config(adapter)

@@ -106,11 +106,7 @@ class Inputs:
         return math.prod(self.shape)
 
     def ranges(self, row_length: int = 1) -> Iterator[tuple[int, int]]:
-        """Begin and end of the blocks; always the same ones.
-
-        Args:
-            row_length: blocks hold whole rows of this length.
-        """
+        """Begin and end of the blocks; always the same ones."""
         row = math.lcm(row_length, *(tensor.row_length for tensor in self.all))
         size = max(1, BLOCK // row) * row
         for start in range(0, self.numel, size):
@@ -122,17 +118,7 @@ class Inputs:
         return self._read(self.base, 0, start, stop, out)
 
     def read_model(self, index: int, start: int, stop: int, out: Tensor) -> Tensor:
-        """Read a block of a model.
-
-        Args:
-            index: of the model.
-            start: first element.
-            stop: end of the elements.
-            out: (stop - start,), where to; returned.
-
-        Raises:
-            MergeError: the block holds NaN or an infinity.
-        """
+        """Read a block of a model."""
         return self._read(self.models[index], index + (self.base is not None), start, stop, out)
 
     def _read(self, tensor: Readable, label: int, start: int, stop: int, out: Tensor) -> Tensor:
@@ -157,9 +143,6 @@ def check_range(merged: Tensor, dtype: torch.dtype, name: str) -> None:
         merged: (n,), of the type of the arithmetic.
         dtype: of the result.
         name: of the tensor.
-
-    Raises:
-        MergeError: one of them is too large.
     """
     if not merged.numel():
         return

@@ -56,19 +56,7 @@ def merge(
     seed: int = 0,
     name: str = "",
 ) -> Tensor:
-    """Merge tensors in memory by the code that merges those of files.
-
-    Args:
-        method: a key of the catalog.
-        base: where the method has one.
-        tensors: of one shape.
-        given: the parameters that are not the method's defaults; one of each model may be a list.
-        seed: of random masks.
-        name: of the tensor, which random masks depend on.
-
-    Raises:
-        ValueError: the tensors or parameters do not fit together.
-    """
+    """Merge tensors in memory by the code that merges those of files."""
     import torch
 
     from rlhf_merge.methods.blocks import Inputs, MemoryTensor, Workspace, check_range, working_dtype

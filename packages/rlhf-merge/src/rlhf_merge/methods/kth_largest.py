@@ -39,12 +39,6 @@ def largest_magnitudes(
 ) -> list[list[float]]:
     """The k-th largest magnitudes of several streamed tensors.
 
-    Args:
-        blocks: streams all tensors anew at each call, as (index of the tensor, block of its magnitudes, all
-            ≥ 0 and finite); the blocks may be overwritten.
-        ranks: for each tensor, the k of its magnitudes that are asked for, from 1 (the largest) to its size.
-        dtype: of the blocks, float32 or float64.
-
     Returns:
         For each tensor, its magnitudes in the order of its ranks.
     """

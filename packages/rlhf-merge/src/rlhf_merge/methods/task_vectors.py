@@ -49,12 +49,7 @@ class Measures:
 
     @classmethod
     def total(cls, parts: Iterable[Measures], count: int) -> Measures:
-        """The measures of several tensors together.
-
-        Args:
-            parts: of each of them.
-            count: n.
-        """
+        """The measures of several tensors together."""
         total = cls.nothing(count)
         for part in parts:
             total = total + part
@@ -62,11 +57,7 @@ class Measures:
 
     @classmethod
     def nothing(cls, count: int) -> Measures:
-        """Of no tensor.
-
-        Args:
-            count: n.
-        """
+        """Of no tensor."""
         pairs, models = (count, count), (count,)
         return cls(
             elements=0,
@@ -181,12 +172,7 @@ def measure(inputs: Inputs, space: Workspace, density: float | None = None) -> M
 
 
 def passes(dtype: torch.dtype, density: float | None) -> int:
-    """How often `measure` reads its inputs.
-
-    Args:
-        dtype: of the arithmetic.
-        density: as there.
-    """
+    """How often `measure` reads its inputs."""
     return 1 if density is None or density == 1 else 1 + dtype.itemsize // 2
 
 

@@ -28,19 +28,7 @@ def map_tensors(
     threads: int | None = None,
     on_bytes: OnRead | None = None,
 ) -> list[Result]:
-    """Do some work on every item; the results are in the order of the items, whatever the number of threads.
-
-    Args:
-        work: is given an item, the buffers of its thread, and what to call after every block it read.
-        items: what to work on.
-        size: of an item; the largest are begun first.
-        dtype: of the arithmetic on an item, and of the buffers it is given.
-        threads: how many items at once; None is one for each processor this process may use.
-        on_bytes: told of the bytes read.
-
-    Raises:
-        MergeError: there would be no thread; or an item's work raised it, which ends the work on the others.
-    """
+    """Do some work on every item, the largest first; the results are in the order of the items."""
     if threads is not None and threads < 1:
         raise MergeError(f"threads must be at least 1, got {threads}; leave it out to use every processor")
     stop = threading.Event()

@@ -79,12 +79,7 @@ def layer_counts(names: Iterable[str]) -> dict[str, int]:
 
 
 def depth_of(name: str, counts: Mapping[str, int]) -> float:
-    """The depth of a tensor: i/(n-1) in layer i of n, 1 where n is 1, and 0 outside of the layers.
-
-    Args:
-        name: of the tensor.
-        counts: what `layer_counts` says of its model.
-    """
+    """The depth of a tensor: i/(n-1) in layer i of n, 1 where n is 1, and 0 outside of the layers."""
     found = layer_name(name)
     if found is None:
         return 0.0
@@ -102,16 +97,7 @@ def endings(name: str) -> Iterator[str]:
 
 
 def source_names(config: MergeConfig, tensors: Tensors, reference: str) -> Iterator[SourceNames]:
-    """Where every tensor of the result comes from.
-
-    Args:
-        config: of the merge.
-        tensors: of the models, by what the config calls them.
-        reference: the model whose tensors and order the result has.
-
-    Raises:
-        MergeError: a model lacks a tensor, or a layer; slices of a model without layers.
-    """
+    """Where every tensor of the result comes from."""
     if config.slices:
         return _of_slices(config, tensors)
     return _of_models(config, tensors, reference)
@@ -209,14 +195,7 @@ def _outside(config: MergeConfig, tensors: Tensors, name: str, index: int, depth
 def _layer(
     config: MergeConfig, tensors: Tensors, place: tuple[int, int, int], stack: str
 ) -> Iterator[SourceNames]:
-    """The tensors of one layer of the result.
-
-    Args:
-        config: of the merge.
-        tensors: of the models.
-        place: number of the slice, of the layer in the slice, and of the layer in the result.
-        stack: that is cut.
-    """
+    """The tensors of one layer of the result."""
     index, step, layer = place
     sources = config.slices[index].sources
     begin, end = sources[0].layers
@@ -252,13 +231,7 @@ def _names_of_layer(names: Mapping[str, Readable], stack: str, layer: int) -> It
 
 
 def missing(name: str, spec: str, other: str) -> MergeError:
-    """The error for a tensor that one model has and another lacks.
-
-    Args:
-        name: of the tensor.
-        spec: the model that lacks it.
-        other: the model that has it.
-    """
+    """The error for a tensor that one model has and another lacks."""
     if layer_name(name):
         advice = "merge models with the same layers, or give slices"
     else:

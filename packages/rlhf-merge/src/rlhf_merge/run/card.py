@@ -20,13 +20,7 @@ RECIPE_FILE = "merge_config.yaml"
 
 
 def write_card(folder: Path, plan: MergePlan, coefficients: Mapping[str, Sequence[float]]) -> None:
-    """Write README.md and the recipe.
-
-    Args:
-        folder: of the result.
-        plan: of the merge.
-        coefficients: of each tensor, see `Step.coefficients`.
-    """
+    """Write README.md and the recipe."""
     (folder / RECIPE_FILE).write_text(plan.config.to_yaml(), encoding="utf-8")
     (folder / "README.md").write_text(_card(plan, coefficients), encoding="utf-8")
 
@@ -37,10 +31,6 @@ def effective_weights(
     """How much of each model went into the result: least, mean and greatest coefficient over its tensors.
 
     With a base they are those of the task vectors. The mean is weighted by the tensors' sizes.
-
-    Args:
-        plan: of the merge.
-        coefficients: of each tensor.
 
     Returns:
         (model, least, mean, greatest) for each model; empty where numbers do not say it.

@@ -74,13 +74,6 @@ def matched(checkpoints: Mapping[str, Checkpoint], ignore: Sequence[str] = ()) -
 
     A head that is tied to the embedding may be absent, or saved a second time. Where one model has a head of
     its own, the result has one, and models with a tied head lend their embedding to it.
-
-    Args:
-        checkpoints: the models.
-        ignore: patterns of the names of tensors to leave out, with * and ?.
-
-    Raises:
-        MergeError: a model lacks a head that is not tied; see `without`, too.
     """
     tensors, named_by = _named(checkpoints)
     tensors, ignored = without(tensors, ignore)
@@ -92,11 +85,7 @@ def matched(checkpoints: Mapping[str, Checkpoint], ignore: Sequence[str] = ()) -
 def without(
     tensors: Mapping[str, Mapping[str, Readable]], ignore: Sequence[str]
 ) -> tuple[Models, tuple[str, ...]]:
-    """The tensors whose names no pattern fits, and the names of the others.
-
-    Raises:
-        MergeError: a pattern fits a tensor that all models have, or no tensor.
-    """
+    """The tensors whose names no pattern fits, and the names of the others."""
     every = dict.fromkeys(name for own in tensors.values() for name in own)
     ignored: dict[str, None] = {}
     for pattern in ignore:

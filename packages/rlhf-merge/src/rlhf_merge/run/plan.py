@@ -137,11 +137,7 @@ class MergePlan:
         return json.loads(json.dumps(plain))
 
     def check_outside(self, out: Path) -> None:
-        """Refuse an output folder inside of a model's, which would change what is read.
-
-        Raises:
-            MergeError: it is inside of the folder of a model or an adapter.
-        """
+        """Refuse an output folder inside of a model's, which would change what is read."""
         for checkpoint in self.checkpoints.values():
             for folder in (checkpoint.folder, *checkpoint.adapter_folders):
                 if folder.resolve() in out.resolve().parents:
@@ -156,16 +152,7 @@ class MergePlan:
 
 
 def make_plan(config: MergeConfig, *, max_shard_size: int = 5_000_000_000) -> MergePlan:
-    """Open the models, check that they fit together, and decide every tensor's merge.
-
-    Args:
-        config: what is merged, and how.
-        max_shard_size: bytes of tensors per file of the result.
-
-    Raises:
-        MergeError: a model cannot be read, or does not fit the others: its architecture, a tensor it lacks
-            or has in another shape, its vocabulary.
-    """
+    """Open the models, check that they fit together, and decide every tensor's merge."""
     checkpoints: dict[str, Checkpoint] = {}
     try:
         for spec in config.model_specs:
@@ -227,17 +214,7 @@ def _plan(config: MergeConfig, checkpoints: dict[str, Checkpoint], max_shard_siz
 def job_of(
     config: MergeConfig, names: SourceNames, tensors: Mapping[str, Mapping[str, Readable]], reference: str
 ) -> TensorJob:
-    """The merge of one tensor.
-
-    Args:
-        config: of the merge.
-        names: where the tensor comes from.
-        tensors: of the models, by what the config calls them.
-        reference: the model whose types the result has where the config has none.
-
-    Raises:
-        MergeError: the models have it in different shapes.
-    """
+    """The merge of one tensor."""
     specs = [spec for spec, _ in names.all]
     inputs = [tensors[spec][name] for spec, name in names.all]
     _check_shapes(names, inputs)

@@ -93,15 +93,7 @@ class AlignedTensor:
     def _read_rows(
         self, model: int, low: int, high: int, out: torch.Tensor, first: int
     ) -> Iterator[tuple[int, int]]:
-        """Write the output rows `low` to `high` that a model has; yield the runs of those it lacks.
-
-        Args:
-            model: its position.
-            low: first output row.
-            high: end of the output rows.
-            out: all rows of the piece.
-            first: the output row that `out` begins with.
-        """
+        """Write the output rows `low` to `high` that a model has; yield the runs of those it lacks."""
         index = self._rows_of(model, low, high)
         offsets = np.where(index < 0, _LACKING, index - np.arange(len(index)))
         edges = sorted({0, *(np.flatnonzero(offsets[1:] != offsets[:-1]) + 1).tolist(), len(index)})

@@ -228,14 +228,7 @@ def _onto(models: Sequence[ModelVocab], target: int, ids: Mapping[str, int], row
 
 
 def _index(model: ModelVocab, target: ModelVocab, named: Mapping[int, str], rows: int) -> np.ndarray | None:
-    """Return the model's row of each output row, or None where that is the row itself.
-
-    Args:
-        model: whose rows.
-        target: whose tokens it has if it has none of its own.
-        named: the output's tokens by row.
-        rows: of the output.
-    """
+    """Return the model's row of each output row, or None where that is the row itself."""
     if model.tokens is None and model.rows != target.rows:
         raise MergeError(
             f"{model.label} has no tokenizer.json, vocab.json or vocab.txt and {model.rows} rows where "
