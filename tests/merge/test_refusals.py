@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlhf_merge import MergeError, ModelMerger, ModelSoup
-from rlhf_merge.files.file_tensor import OpenFile
+from rlhf_merge.files.weight_file import OpenFile
 from rlhf_merge.files.weight_index import read_json
 
 HEADED = {"v_head.summary.weight": torch.ones(1, 8)}

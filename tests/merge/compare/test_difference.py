@@ -13,9 +13,8 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from rlhf_merge.compare.diff import diff_models, difference_json, render_difference
-from rlhf_merge.compare.diff_text import describe
-from rlhf_merge.compare.model_difference import ModelDifference
+from rlhf_merge.compare.diff import ModelDifference, diff_models
+from rlhf_merge.compare.diff_text import describe, difference_json, render_difference
 from rlhf_merge.errors import MergeError
 
 UP = "model.layers.1.mlp.up_proj.weight"

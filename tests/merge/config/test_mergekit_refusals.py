@@ -47,54 +47,33 @@ REFUSALS = [
     (ties(dtype="int64"), "dtype is 'int64', expected float32, float16, bfloat16 or float64"),
     (ties(dtype="float16", out_dtype="fp8"), "out_dtype is 'fp8', expected float32"),
     # Tokenizers.
-    (
-        ties(tokenizer={"source": "base"}, tokenizer_source="base"),
-        "tokenizer and tokenizer_source say the same",
-    ),
+    (ties(tokenizer={"source": "base"}, tokenizer_source="base"), "tokenizer and tokenizer_source say the"),
     (ties(tokenizer={"tokens": {"<x>": {}}}), "tokenizer.tokens is {'<x>': {}}, expected nothing"),
     (ties(tokenizer={"pad_to_multiple_of": 8}), "tokenizer.pad_to_multiple_of is 8, expected nothing"),
     (ties(tokenizer={"soruce": "base"}), "unknown key soruce in tokenizer; did you mean source?"),
-    (
-        ties(tokenizer_source="else"),
-        "is to be that of 'else', expected union, truncate, base or a model of the merge",
-    ),
+    (ties(tokenizer_source="else"), "is to be that of 'else', expected union, truncate, base or a model"),
     (linear("a", tokenizer_source="base"), "is to be the base's, but no base is given"),
     # References.
-    (
-        ties(base_model={"model": "a", "lora": "l"}),
-        "expected one text such as base+adapter: lora is not supported",
-    ),
+    (ties(base_model={"model": "a", "lora": "l"}), "expected one text such as base+adapter: lora is not"),
     (ties(base_model={"model": {"path": "a", "revision": "r"}}), "base+adapter: revision is not supported"),
-    (
-        ties(base_model={"name": "a"}),
-        "base_model is {'name': 'a'}, expected",
-    ),
+    (ties(base_model={"name": "a"}), "base_model is {'name': 'a'}, expected"),
     (ties(models=[{"model": 3}]), "models[0].model is 3, expected"),
     # Models and slices.
     (ties(models=["a"]), "models[0] is 'a', expected a mapping"),
     (ties(models=[{"parameters": {}}]), "models[0] has no model; give it one"),
-    (
-        ties(models=[{"model": "a", "weight": 1}]),
-        "unknown key weight in models[0]; valid keys are model, parameters",
-    ),
+    (ties(models=[{"model": "a", "weight": 1}]), "unknown key weight in models[0]; valid keys are model,"),
     (ties(models=[{"model": "base"}]), "models holds nothing but the base model base; add the models"),
     (ties(base_model=None), "base_model is missing, which ties needs"),
     (slices(part("a", base_model="x"), part("a")), "base_model is missing, which ties needs"),
     (slices(part("a"), base_model="x"), "slices[0].sources lists the base x 0 times, expected once"),
     (slices(part("a", residual_weight=0.1), base_model="x"), "unknown key residual_weight in slices[0]"),
-    (
-        slices({"sources": [{"model": "a"}]}, base_model="x"),
-        "slices[0].sources[0] has no layer_range; give it",
-    ),
+    (slices({"sources": [{"model": "a"}]}, base_model="x"), "slices[0].sources[0] has no layer_range;"),
     (
         slices({"sources": [{"model": "a", "layer_range": [4, 0]}]}, base_model="x"),
         "slices[0].sources[0].layer_range is [4, 0], expected two whole numbers",
     ),
     (slices({"parameters": {}}, base_model="x"), "slices[0] has no sources"),
-    (
-        slices(part("a", base_model="a"), merge_method="linear"),
-        "slices[0] has a base of its own, which linear",
-    ),
+    (slices(part("a", base_model="a"), merge_method="linear"), "slices[0] has a base of its own, which"),
     # slerp and passthrough.
     (linear("a", "b", merge_method="slerp", parameters={"t": 1}), "base_model is missing, which slerp needs"),
     (
@@ -105,70 +84,40 @@ REFUSALS = [
         slices(part("a", "b"), merge_method="slerp", parameters={"t": 1}, base_model="c"),
         "slices[0].sources lacks the base model c, where slerp starts",
     ),
-    (
-        linear("a", merge_method="passthrough", parameters={}, base_model="c"),
-        "passthrough takes one model, and mergekit counts base_model c among them",
-    ),
+    (linear("a", merge_method="passthrough", parameters={}, base_model="c"), "passthrough takes one"),
     # What mergekit has no default for.
-    (
-        ties(models=[{"model": "a"}]),
-        "model a has no weight for some tensors, and mergekit has no default for ties",
-    ),
+    (ties(models=[{"model": "a"}]), "model a has no weight for some tensors, and mergekit has no default"),
     (
         ties(models=[{"model": "a", "parameters": {"weight": {"filter": "mlp", "value": 1}}}]),
         "model a has no weight for some tensors",
     ),
-    (
-        linear("a", parameters={}),
-        "model a has no weight for some tensors, and mergekit has no default for linear",
-    ),
+    (linear("a", parameters={}), "model a has no weight for some tensors, and mergekit has no default for"),
     (
         linear("a", models=[{"model": "a", "parameters": {"weight": 1}}], parameters={}, base_model="c"),
         "model c has no weight for some tensors",
     ),
-    (
-        linear("a", merge_method="slerp", base_model="c", parameters={}),
-        "parameters.t is missing for some tensors, and mergekit has no default for slerp",
-    ),
+    (linear("a", merge_method="slerp", base_model="c", parameters={}), "parameters.t is missing for some"),
     (linear("a", merge_method="nearswap", base_model="c", parameters={}), "parameters.t is missing for some"),
     # Parameters.
     (ties(parameters={"densty": 1}), "unknown key densty in parameters; did you mean density?"),
-    (
-        ties(parameters={"nuslerp_flatten": False}),
-        "unknown key nuslerp_flatten in parameters; valid keys are weight",
-    ),
-    (
-        ties(parameters={"t": 1}),
-        "parameters.t: ties has no parameter t in mergekit; it takes weight, lambda, norm",
-    ),
+    (ties(parameters={"nuslerp_flatten": False}), "unknown key nuslerp_flatten in parameters; valid keys"),
+    (ties(parameters={"t": 1}), "parameters.t: ties has no parameter t in mergekit; it takes weight,"),
     (ties(parameters={"sign": "count"}), "parameters.sign: ties has no parameter sign in mergekit"),
     (ties(parameters={"rescale": True}), "parameters.rescale is True, but ties has no such switch here"),
     (ties(parameters={"int8_mask": "yes"}), "parameters.int8_mask is 'yes', expected"),
     (ties(parameters={"normalize": 2}), "parameters.normalize is 2, expected"),
     (ties(parameters={"density": 1.5}), "parameters.density is 1.5, expected"),
-    (
-        ties(models=[{"model": "a", "parameters": {"weight": [1, "x"]}}]),
-        "models[0].parameters.weight[1] is 'x', expected",
-    ),
-    (
-        ties(parameters={"density": [{"pattern": "mlp", "value": 1}]}),
-        "parameters.density[0] has the unknown key pattern",
-    ),
+    (ties(models=[{"model": "a", "parameters": {"weight": [1, "x"]}}]), "models[0].parameters.weight[1]"),
+    (ties(parameters={"density": [{"pattern": "mlp", "value": 1}]}), "parameters.density[0] has the"),
     (ties(parameters={"density": {"mlp": 1}}), "parameters.density[0] has the unknown key mlp"),
-    (
-        ties(models=[{"model": "a", "parameters": {"weight": 1, "lambda": 1}}]),
-        "models[0].lambda: lambda belongs to the whole merge",
-    ),
+    (ties(models=[{"model": "a", "parameters": {"weight": 1, "lambda": 1}}]), "models[0].lambda: lambda"),
     (linear("a", merge_method="karcher"), "parameters.weight: karcher has no parameter weight in mergekit"),
     (
         {"merge_method": "model_stock", "base_model": "x", "models": [{"model": "a"}, {"model": "b"}]}
         | {"parameters": {"filter_wise": True}},
         "parameters.filter_wise is True, but model_stock has no such switch here",
     ),
-    (
-        linear("a", merge_method="passthrough"),
-        "parameters.weight: passthrough has no parameter weight in mergekit",
-    ),
+    (linear("a", merge_method="passthrough"), "parameters.weight: passthrough has no parameter weight in"),
     (linear("a", parameters={"weight": 0}), "the weights 0 in models sum to zero"),
     (ties(parameters=[1]), "parameters is [1], expected a mapping"),
     (ties(parameters=[]), "parameters is [], expected a mapping"),

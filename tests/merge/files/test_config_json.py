@@ -263,11 +263,7 @@ def test_layers_in_their_old_order_change_nothing():
 @pytest.mark.parametrize(
     ("config", "sources", "message"),
     [
-        (
-            {"layer_types": list("abcd")},
-            [0, 4],
-            "take layer 4, but layer_types in config.json describes only 4",
-        ),
+        ({"layer_types": list("abcd")}, [0, 4], "take layer 4, but layer_types in config.json describes"),
         ({"first_k_dense_replace": 1}, [0, 1, 0], "first_k_dense_replace 1, so layer 0 .* put it at place 2"),
         ({"sliding_window_pattern": 2}, [0, 1, 1], "sliding_window_pattern 2, .* put layer 1 at place 2"),
         ({"is_encoder_decoder": True}, [0], "slices work on models with one stack of layers"),

@@ -10,8 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from rlhf_merge.errors import MergeError
 from rlhf_merge.files.config_json import output_config
-from rlhf_merge.files.small_files import copied_files, write_model_files
-from rlhf_merge.files.tokens import read_tokens
+from rlhf_merge.files.small_files import copied_files, read_tokens, write_model_files
 from rlhf_merge.files.weight_index import read_json
 from rlhf_merge.vocab.union import ModelVocab, align
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rlhf_merge.errors import MergeError
-from rlhf_merge.files.safetensors_file import DTYPES
+from rlhf_merge.files.weight_file import DTYPES
 from rlhf_merge.files.writer import (
     DTYPE_NAMES,
     OutputTensor,

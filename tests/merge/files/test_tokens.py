@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlhf_merge.errors import MergeError
-from rlhf_merge.files.tokens import TokenTable, append_tokens, read_tokens
+from rlhf_merge.files.small_files import TokenTable, append_tokens, read_tokens
 
 
 def added_token(i: int, text: str) -> dict[str, Any]:

@@ -47,17 +47,11 @@ def refusal(tmp_path: Path, config: dict[str, Any], tensors: dict[str, torch.Ten
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens of adapter_config.json is set"),
         ({"target_parameters": ["experts.down_proj"]}, "target_parameters of adapter_config.json is set"),
         ({"trainable_token_indices": [3]}, "trainable_token_indices of adapter_config.json is set"),
-        (
-            {"init_lora_weights": "pissa_niter_4"},
-            "was initialised with pissa_niter_4, which changed the base's",
-        ),
+        ({"init_lora_weights": "pissa_niter_4"}, "was initialised with pissa_niter_4, which changed the"),
         ({"r": 3}, "gives 'h.0.fc' rank 3, and its lora_A has 2"),
         ({"lora_alpha": "much"}, "rank and alpha of 'h.0.fc' in adapter_config.json are not numbers"),
         ({"alpha_pattern": {"(": 1}}, "rank and alpha of 'h.0.fc' in adapter_config.json are not numbers"),
-        (
-            {"use_dora": True},
-            "use_dora of adapter_config.json is True, and there is no lora_magnitude_vector",
-        ),
+        ({"use_dora": True}, "use_dora of adapter_config.json is True, and there is no"),
     ],
 )
 def test_refused_configs(tmp_path: Path, config: dict[str, Any], said: str) -> None:
@@ -75,10 +69,7 @@ def test_refused_configs(tmp_path: Path, config: dict[str, Any], said: str) -> N
             {"fc.lora_B.bias": torch.ones(4)},
             "shifts the bias of 'h.0.fc' by [4] values, and the base has none",
         ),
-        (
-            {"fc.lora_magnitude_vector": torch.ones(4)},
-            "use_dora of adapter_config.json is False, and there is a ",
-        ),
+        ({"fc.lora_magnitude_vector": torch.ones(4)}, "use_dora of adapter_config.json is False, and"),
         (
             {"fc.base_layer.weight": torch.ones(5, 6)},
             "'h.0.fc.weight' with shape [5, 6], and the base with [4, 6]",
@@ -108,10 +99,7 @@ def test_a_magnitude_of_another_length(tmp_path: Path) -> None:
     ("names", "said"),
     [
         # Both towers end alike.
-        (
-            ["text.h.0.fc.weight", "vision.h.0.fc.weight"],
-            "may be any of the base's text.h.0.fc.weight, vision",
-        ),
+        (["text.h.0.fc.weight", "vision.h.0.fc.weight"], "may be any of the base's text.h.0.fc.weight,"),
         # No other name ends with fc.weight, but it is another layer's.
         (["h.5.fc.weight"], "adapts 'h.0.fc', of which the base holds no weight"),
     ],

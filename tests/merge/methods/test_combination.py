@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from rlhf_merge.methods.coefficients import (
+from rlhf_merge.methods.combine import (
     model_stock_coefficients,
     slerp_coefficients,
     spherical_mean_coefficients,

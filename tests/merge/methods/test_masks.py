@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_merge.methods.random_masks import LEVELS, MaskBits, quantised
+from rlhf_merge.methods.sparsify import LEVELS, MaskBits, quantised
 
 
 def draw(bits: MaskBits, *sizes: int) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_merge.methods.kth_largest import largest_magnitudes
+from rlhf_merge.methods.sparsify import largest_magnitudes
 
 NUMBERS = 1000
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from rlhf_merge.methods.blocks import Workspace
-from rlhf_merge.methods.random_masks import LEVELS, MaskBits
 from rlhf_merge.methods.sparsify import (
+    LEVELS,
+    MaskBits,
     RandomDrop,
     RankDrop,
     Sparsifier,

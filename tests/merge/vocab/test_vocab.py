@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhf_merge.errors import MergeError
-from rlhf_merge.files.tokens import TokenTable
+from rlhf_merge.files.small_files import TokenTable
 from rlhf_merge.tensors import Readable
 from rlhf_merge.vocab.aligned import AlignedTensor, aligned
 from rlhf_merge.vocab.union import Alignment, ModelVocab, align, is_vocabulary_tensor, vocabulary_rows

@@ -95,15 +95,13 @@ def cook_soup(
             on_total(plan.bytes_read + plan.bytes_written)
             plan.close()
             result = soup.uniform(out, restart=restart, on_bytes=on_bytes)
-        console.print(f"uniform soup of {len(models)} models: {result.folder}", markup=False, soft_wrap=True)
+        _say(console, f"uniform soup of {len(models)} models: {result.folder}")
         return
 
     def on_trial(trial: Trial) -> None:
         soup = len(trial.members) > 1
         verdict = ("  not worse, kept" if trial.accepted else "  worse, left out") if soup else ""
-        console.print(
-            f"{trial.score:.6g}  {' + '.join(trial.members)}{verdict}", markup=False, soft_wrap=True
-        )
+        _say(console, f"{trial.score:.6g}  {' + '.join(trial.members)}{verdict}")
 
     with _progress(console, "soup") as (on_total, on_bytes):
 
@@ -120,9 +118,7 @@ def cook_soup(
             on_merge=on_merge,
         )
     share = f"{len(cooked.members)} of {len(models)} models"
-    console.print(
-        f"greedy soup of {share}, {cooked.score:.6g}: {cooked.folder}", markup=False, soft_wrap=True
-    )
+    _say(console, f"greedy soup of {share}, {cooked.score:.6g}: {cooked.folder}")
 
 
 def show_model(model: str, *, by: Literal["layer", "tensor"], as_json: bool, threads: int | None) -> None:
@@ -148,7 +144,8 @@ def show_difference(
     threads: int | None,
 ) -> None:
     """`rlhf-merge diff`."""
-    from rlhf_merge.compare.diff import diff_models, difference_json, render_difference
+    from rlhf_merge.compare.diff import diff_models
+    from rlhf_merge.compare.diff_text import difference_json, render_difference
     from rlhf_merge.compare.heatmap import check_heatmap, heatmap
 
     first, others = (base, models) if base is not None else (models[0], models[1:])
@@ -189,7 +186,7 @@ def _merge(config: MergeConfig, out: str, options: dict[str, Any]) -> None:
         on_total(plan.bytes_read + plan.bytes_written)
         result = merger.merge(out, restart=restart, on_bytes=on_bytes, plan=plan)
     if plan.ignored:
-        console.print(f"left out: {', '.join(plan.ignored)}", markup=False, soft_wrap=True)
+        _say(console, f"left out: {', '.join(plan.ignored)}")
     if result.resumed:
         console.print(f"resumed: {result.resumed} of {result.tensors} tensors had been merged before")
     rows = effective_weights(plan, result.coefficients)
@@ -199,9 +196,9 @@ def _merge(config: MergeConfig, out: str, options: dict[str, Any]) -> None:
         for name, (_, low, mean, high) in zip(names, rows, strict=True)
     )
     if shown:
-        console.print(f"effective weights: {shown}", markup=False, soft_wrap=True)
+        _say(console, f"effective weights: {shown}")
     written = f"{result.tensors} tensors, {bytes_text(result.bytes_written)}"
-    console.print(f"{written}: {result.folder}", markup=False, soft_wrap=True)
+    _say(console, f"{written}: {result.folder}")
 
 
 @contextmanager
@@ -246,7 +243,7 @@ def _print_plan(console: Console, merger: ModelMerger, plan: MergePlan) -> None:
         table.add_row(spec, str(len(sizes)), bytes_text(sum(sizes.values())), ", ".join(types))
     facts = _plan_json(merger, plan)
     console.print(table)
-    console.print(config.to_yaml().rstrip(), markup=False, highlight=False, soft_wrap=True)
+    _say(console, config.to_yaml().rstrip())
     lines = [
         f"reads {bytes_text(plan.bytes_read)} (every pass counted), writes {bytes_text(plan.bytes_written)} "
         f"in {len(plan.shards)} file{'s' if len(plan.shards) > 1 else ''}, {plan.parameters:,} parameters",
@@ -258,7 +255,7 @@ def _print_plan(console: Console, merger: ModelMerger, plan: MergePlan) -> None:
     if plan.ignored:
         lines.append(f"leaves out {', '.join(plan.ignored)}")
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        _say(console, line)
 
 
 def _plan_json(merger: ModelMerger, plan: MergePlan) -> dict[str, Any]:
@@ -274,6 +271,11 @@ def _plan_json(merger: ModelMerger, plan: MergePlan) -> dict[str, Any]:
         "memory": expected_bytes(plan, threads),
         "tokenizer": plan.tokenizer,
     }
+
+
+def _say(console: Console, text: str) -> None:
+    """Print text as it is, each line as long as it is."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _resources(options: dict[str, Any]) -> Resources:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import sys
 from collections.abc import Callable
@@ -108,26 +109,14 @@ def main() -> None:
 @_decorated(_CONFIG, _OUT, *_RESOURCES, *_OUTPUT)
 def run(config: str, out: str, **options: Any) -> None:
     """Merge as a YAML or JSON file says, of our own schema or of mergekit's."""
-
-    def merge() -> None:
-        from rlhf_merge.cli.commands import merge_config_file
-
-        merge_config_file(config, out, **options)
-
-    _exit_cleanly(merge)
+    _call("merge_config_file", config, out, **options)
 
 
 @main.command()
 @_decorated(_CONFIG, *_RESOURCES, click.option("--json", "as_json", is_flag=True, help="Print JSON."))
 def plan(config: str, **options: Any) -> None:
     """Show what a config would read and write, and the memory it needs; merge nothing."""
-
-    def show() -> None:
-        from rlhf_merge.cli.commands import show_plan
-
-        show_plan(config, **options)
-
-    _exit_cleanly(show)
+    _call("show_plan", config, **options)
 
 
 @main.command()
@@ -148,13 +137,7 @@ def plan(config: str, **options: Any) -> None:
 )
 def soup(out: str, **options: Any) -> None:
     """Mean of models: of all, or with --evaluate of those that make it better."""
-
-    def cook() -> None:
-        from rlhf_merge.cli.commands import cook_soup
-
-        cook_soup(out, **options)
-
-    _exit_cleanly(cook)
+    _call("cook_soup", out, **options)
 
 
 @main.command()
@@ -168,13 +151,7 @@ def soup(out: str, **options: Any) -> None:
 )
 def inspect(model: str, **options: Any) -> None:
     """Show a model's tensors: types, sizes, norms, zeros, NaN."""
-
-    def show() -> None:
-        from rlhf_merge.cli.commands import show_model
-
-        show_model(model, **options)
-
-    _exit_cleanly(show)
+    _call("show_model", model, **options)
 
 
 @main.command()
@@ -197,13 +174,7 @@ def inspect(model: str, **options: Any) -> None:
 )
 def diff(models: tuple[str, ...], **options: Any) -> None:
     """Compare models: norms and sign conflicts of their task vectors, layer by layer."""
-
-    def show() -> None:
-        from rlhf_merge.cli.commands import show_difference
-
-        show_difference(models, **options)
-
-    _exit_cleanly(show)
+    _call("show_difference", models, **options)
 
 
 def _method_command(name: str) -> click.Command:
@@ -211,12 +182,7 @@ def _method_command(name: str) -> click.Command:
     method = METHODS[name]
 
     def command(out: str, base: str | None, models: tuple[str, ...], **options: Any) -> None:
-        def merge() -> None:
-            from rlhf_merge.cli.commands import merge_by_options
-
-            merge_by_options(name, out, base, models, options)
-
-        _exit_cleanly(merge)
+        _call("merge_by_options", name, out, base, models, options)
 
     required = method.base == "required"
     use = "The base model." if required else "Lends config and tokenizer.  [default: the first model]"
@@ -254,13 +220,13 @@ def _parameter_option(key: str, default: Any) -> Callable[..., Any]:
     return click.option(f"--{key.replace('_', '-')}", f"set_{key}", multiple=True, metavar="VALUE", help=text)
 
 
-def _exit_cleanly(job: Callable[[], None]) -> None:
-    """Run a job; a user's mistake becomes one sentence and exit code 2, Ctrl-C 130 and SIGTERM 143."""
+def _call(command: str, *arguments: Any, **options: Any) -> None:
+    """Call a function of `commands`; a user's mistake becomes one sentence and exit code 2."""
     from rlhf_merge.errors import MergeError
 
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        job()
+        getattr(importlib.import_module("rlhf_merge.cli.commands"), command)(*arguments, **options)
     except MergeError as error:
         # A name in a damaged file may hold what no terminal takes.
         click.echo(f"Error: {str(error).encode(errors='backslashreplace').decode()}", err=True)

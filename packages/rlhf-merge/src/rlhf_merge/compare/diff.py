@@ -2,32 +2,137 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import TypeVar
 
 import torch
-from rich.console import Group, RenderableType
-from rich.text import Text
 
-from rlhf_merge.compare.diff_text import describe
-from rlhf_merge.compare.model_difference import ModelDifference, TensorDifference
 from rlhf_merge.errors import MergeError
 from rlhf_merge.files.checkpoint import Checkpoint, open_checkpoint
 from rlhf_merge.methods.blocks import Inputs, Workspace, working_dtype
 from rlhf_merge.methods.task_vectors import Measures, measure, passes
 from rlhf_merge.methods.threads import OnRead, map_tensors
-from rlhf_merge.names.tensor_kinds import place_tensors
+from rlhf_merge.names.tensor_kinds import EMBEDDING, Place, ordered_kinds, ordered_rows, place_tensors
 from rlhf_merge.names.tensor_names import Tensors
-from rlhf_merge.report_text import clipped, cosine_text, number_text, plain, share_text, short_names, table
+from rlhf_merge.report_text import short_names
 from rlhf_merge.run.matching import matched
 from rlhf_merge.tensors import Readable
 from rlhf_merge.vocab.union import is_vocabulary_tensor, vocabulary_rows
 
-_NAME_LENGTHS = {2: 12, 3: 7}
-"""Of so many models, the table has a column each, with so many characters of their names, and fits into 80
-characters; of more, it shows the least and the most change."""
+_Key = TypeVar("_Key")
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """One tensor of numbers with a fraction.
+
+    Args:
+        name: of the tensor.
+        place: its layer and kind.
+        shape: of what was compared.
+        measures: of its task vectors.
+    """
+
+    name: str
+    place: Place
+    shape: tuple[int, ...]
+    measures: Measures
+
+
+@dataclass(frozen=True)
+class ModelDifference:
+    """Models against a base.
+
+    Args:
+        base: the base, as the user named it.
+        models: the others.
+        labels: short names of the base and the models, no two of them alike.
+        density: what task vectors were trimmed to before their signs were compared; None if they were not.
+        tensors: in the base's order.
+        integers: for each tensor of integers, how many elements of each model differ from the base's.
+        notes: what was compared otherwise than element by element of tensors of one name.
+    """
+
+    base: str
+    models: tuple[str, ...]
+    labels: tuple[str, ...]
+    density: float | None
+    tensors: tuple[TensorDifference, ...]
+    integers: Mapping[str, tuple[int, ...]]
+    notes: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The short names of the models."""
+        return self.labels[1:]
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """The pairs of models, by their positions."""
+        count = len(self.models)
+        return [(one, other) for one in range(count) for other in range(one + 1, count)]
+
+    @cached_property
+    def total(self) -> Measures:
+        """Of the whole models."""
+        return Measures.total((tensor.measures for tensor in self.tensors), len(self.models))
+
+    @cached_property
+    def kinds(self) -> list[str]:
+        """The kinds of the layers' tensors."""
+        return ordered_kinds(tensor.place for tensor in self.tensors)
+
+    @cached_property
+    def layers(self) -> list[str]:
+        """The rows that are layers."""
+        return ordered_rows(tensor.place for tensor in self.tensors if tensor.place.in_layer)
+
+    @cached_property
+    def by_row(self) -> dict[str, Measures]:
+        """Of every layer, the embedding before and the head behind them."""
+        found = self._sum(lambda tensor: tensor.place.row)
+        return {row: found[row] for row in ordered_rows(tensor.place for tensor in self.tensors)}
+
+    @cached_property
+    def by_kind(self) -> dict[str, Measures]:
+        """Of every kind of the layers' tensors, and of the embedding before and the head behind them."""
+        places = [tensor.place for tensor in self.tensors]
+        kinds = self.kinds
+
+        def label(place: Place) -> str:
+            return place.kind if place.in_layer or place.kind not in kinds else f"{place.kind} outside"
+
+        found = self._sum(lambda tensor: label(tensor.place))
+        outside = sorted((place for place in places if not place.in_layer), key=lambda place: place.position)
+        before = [label(place) for place in outside if place.row == EMBEDDING]
+        behind = [label(place) for place in outside if place.row != EMBEDDING]
+        return {kind: found[kind] for kind in dict.fromkeys([*before, *kinds, *behind])}
+
+    @cached_property
+    def cells(self) -> dict[tuple[str, str], Measures]:
+        """Of every layer and kind; of what is outside of the layers, the kind is the row."""
+        return self._sum(lambda tensor: (tensor.place.row, tensor.place.kind))
+
+    @cached_property
+    def most_changed(self) -> tuple[str, str, int] | None:
+        """Layer, kind and model of the largest change relative to the base; None where nothing changed."""
+        found = [
+            (measures.relative_norm(model), row, kind, model)
+            for (row, kind), measures in self.cells.items()
+            for model in range(len(self.models))
+        ]
+        largest = max((one for one in found if 0 < one[0] < math.inf), key=lambda one: one[0], default=None)
+        return largest[1:] if largest else None
+
+    def _sum(self, key: Callable[[TensorDifference], _Key]) -> dict[_Key, Measures]:
+        groups: dict[_Key, list[Measures]] = {}
+        for tensor in self.tensors:
+            groups.setdefault(key(tensor), []).append(tensor.measures)
+        return {name: Measures.total(parts, len(self.models)) for name, parts in groups.items()}
 
 
 def diff_models(
@@ -196,155 +301,3 @@ def _arithmetic(inputs: Inputs) -> torch.dtype:
 
 def _nbytes(inputs: Inputs) -> int:
     return inputs.numel * sum(tensor.dtype.itemsize for tensor in inputs.all)
-
-
-def render_difference(difference: ModelDifference, *, by: str = "layer") -> RenderableType:
-    """A comparison for a terminal: a table, and what it says in words."""
-    rows = {
-        "layer": lambda: difference.by_row,
-        "kind": lambda: difference.by_kind,
-        "tensor": lambda: {tensor.name: tensor.measures for tensor in difference.tensors},
-    }
-    if by not in rows:
-        raise MergeError(f"by must be layer, kind or tensor, got {by!r}")
-    columns = _columns(difference)
-    made = table(by, *(header for header, _ in columns), *(["most changed"] if by == "layer" else []))
-    for row, measures in rows[by]().items():
-        last = [_most_changed_kind(difference, row)] if by == "layer" else []
-        made.add_row(Text(row), *(text(measures) for _, text in columns), *last)
-    made.add_section()
-    made.add_row("all", *(text(difference.total) for _, text in columns), style="bold")
-    pairs = [_pair_table(difference), ""] if len(difference.models) > 2 else []
-    return Group(
-        made, "", *pairs, Text(_legend(difference), "dim"), "", Text("\n".join(describe(difference)))
-    )
-
-
-def difference_json(difference: ModelDifference) -> dict[str, Any]:
-    """A comparison as plain values; what is not finite or does not exist is null."""
-    return {
-        "base": difference.base,
-        "models": list(difference.models),
-        "names": list(difference.names),
-        "density": difference.density,
-        "notes": list(difference.notes),
-        "words": describe(difference),
-        "all": _plain(difference, difference.total),
-        "layers": {row: _plain(difference, measures) for row, measures in difference.by_row.items()},
-        "kinds": {kind: _plain(difference, measures) for kind, measures in difference.by_kind.items()},
-        "tensors": {
-            tensor.name: {
-                "layer": tensor.place.row,
-                "kind": tensor.place.kind,
-                "shape": list(tensor.shape),
-                **_plain(difference, tensor.measures),
-            }
-            for tensor in difference.tensors
-        },
-        "unequal_integers": {
-            name: dict(zip(difference.names, counts, strict=True))
-            for name, counts in difference.integers.items()
-        },
-    }
-
-
-def _plain(difference: ModelDifference, measures: Measures) -> dict[str, Any]:
-    names = difference.names
-    return {
-        "elements": measures.elements,
-        "models": {
-            name: {
-                "relative_norm": plain(measures.relative_norm(model)),
-                "rms": plain(measures.rms(model)),
-                "changed": plain(measures.share_changed(model)),
-                "same_in_bf16": plain(measures.share_same_in_bf16(model)),
-            }
-            for model, name in enumerate(names)
-        },
-        "pairs": [
-            {
-                "models": [names[one], names[other]],
-                "cosine": plain(measures.cosine(one, other)),
-                "sign_conflict": plain(measures.conflict(one, other)),
-                "sign_conflict_of_shared": plain(measures.conflict_of_shared(one, other)),
-            }
-            for one, other in difference.pairs
-        ],
-        "sign_conflict": plain(measures.any_conflict),
-        "sign_conflict_of_shared": plain(measures.any_conflict_of_shared),
-    }
-
-
-def _columns(difference: ModelDifference) -> list[tuple[str, Callable[[Measures], str]]]:
-    """Header and content of the columns of numbers."""
-    models = range(len(difference.models))
-    columns: list[tuple[str, Callable[[Measures], str]]]
-    if len(models) == 1:
-        columns = [
-            ("change", lambda of: share_text(of.relative_norm(0))),
-            ("RMS", lambda of: number_text(of.rms(0))),
-            ("changed", lambda of: share_text(of.share_changed(0))),
-        ]
-        if difference.total.lost_in_bf16(0):
-            columns.append(("same\nin bf16", lambda of: share_text(of.share_same_in_bf16(0))))
-        return columns
-    columns = [
-        (
-            f"change\n{clipped(name, _NAME_LENGTHS.get(len(models), 0))}",
-            lambda of, model=model: share_text(of.relative_norm(model)),
-        )
-        for model, name in enumerate(difference.names)
-    ]
-    if len(models) not in _NAME_LENGTHS:
-        columns = [
-            (f"{word}\nchange", lambda of, pick=pick: share_text(pick(map(of.relative_norm, models))))
-            for word, pick in (("least", min), ("most", max))
-        ]
-    for word, pick in (("lowest", min), ("highest", max)) if len(models) > 2 else (("", min),):
-        columns.append((f"{word}\ncosine", lambda of, pick=pick: cosine_text(_cosine(of, difference, pick))))
-    return [
-        *columns,
-        ("signs\nopposed", lambda of: share_text(of.any_conflict)),
-        ("of\nshared", lambda of: share_text(of.any_conflict_of_shared)),
-    ]
-
-
-def _legend(difference: ModelDifference) -> str:
-    legend = "change: norm of the difference, relative to the base's"
-    if len(difference.models) == 1:
-        return f"{legend}; changed: share of the elements"
-    return (
-        f"{legend}; signs opposed: share of the elements where changes have opposite signs; of shared: the "
-        "same, of the elements that two models change"
-    )
-
-
-def _cosine(
-    measures: Measures, difference: ModelDifference, pick: Callable[[Iterable[float]], float]
-) -> float | None:
-    found = [measures.cosine(*pair) for pair in difference.pairs]
-    known = [cosine for cosine in found if cosine is not None]
-    return pick(known) if known else None
-
-
-def _pair_table(difference: ModelDifference) -> RenderableType:
-    made = table("models", "cosine", "signs\nopposed", "of\nshared")
-    for one, other in difference.pairs:
-        made.add_row(
-            Text(f"{difference.names[one]}, {difference.names[other]}"),
-            cosine_text(difference.total.cosine(one, other)),
-            share_text(difference.total.conflict(one, other)),
-            share_text(difference.total.conflict_of_shared(one, other)),
-        )
-    return made
-
-
-def _most_changed_kind(difference: ModelDifference, row: str) -> str:
-    """The kind of a layer's tensors that changed most, and how much."""
-    found = {
-        kind: max(measures.relative_norm(model) for model in range(len(difference.models)))
-        for (place, kind), measures in difference.cells.items()
-        if place == row and kind != row and measures.base_square
-    }
-    kind = max(found, key=lambda kind: found[kind], default="")
-    return f"{kind} {share_text(found[kind])}" if found.get(kind) else ""

@@ -1,11 +1,21 @@
-"""What a comparison of models says, in sentences."""
+"""What a comparison of models says: a table, sentences, and plain values for JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
-from rlhf_merge.compare.model_difference import ModelDifference
-from rlhf_merge.report_text import cosine_text, share_text
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from rlhf_merge.compare.diff import ModelDifference
+from rlhf_merge.errors import MergeError
+from rlhf_merge.methods.task_vectors import Measures
+from rlhf_merge.report_text import clipped, cosine_text, number_text, plain, share_text, table
+
+_NAME_LENGTHS = {2: 12, 3: 7}
+"""Of so many models, the table has a column each, with so many characters of their names, and fits into 80
+characters; of more, it shows the least and the most change."""
 
 _RELATED = 0.1
 """Cosines below this are called none: those of unrelated vectors of a million elements are about 0.001."""
@@ -99,3 +109,155 @@ def _integers(difference: ModelDifference) -> Iterator[str]:
 def _notes(difference: ModelDifference) -> Iterator[str]:
     for note in difference.notes:
         yield f"Note: {note}."
+
+
+def render_difference(difference: ModelDifference, *, by: str = "layer") -> RenderableType:
+    """A comparison for a terminal: a table, and what it says in words."""
+    rows = {
+        "layer": lambda: difference.by_row,
+        "kind": lambda: difference.by_kind,
+        "tensor": lambda: {tensor.name: tensor.measures for tensor in difference.tensors},
+    }
+    if by not in rows:
+        raise MergeError(f"by must be layer, kind or tensor, got {by!r}")
+    columns = _columns(difference)
+    made = table(by, *(header for header, _ in columns), *(["most changed"] if by == "layer" else []))
+    for row, measures in rows[by]().items():
+        last = [_most_changed_kind(difference, row)] if by == "layer" else []
+        made.add_row(Text(row), *(text(measures) for _, text in columns), *last)
+    made.add_section()
+    made.add_row("all", *(text(difference.total) for _, text in columns), style="bold")
+    pairs = [_pair_table(difference), ""] if len(difference.models) > 2 else []
+    return Group(
+        made, "", *pairs, Text(_legend(difference), "dim"), "", Text("\n".join(describe(difference)))
+    )
+
+
+def difference_json(difference: ModelDifference) -> dict[str, Any]:
+    """A comparison as plain values; what is not finite or does not exist is null."""
+    return {
+        "base": difference.base,
+        "models": list(difference.models),
+        "names": list(difference.names),
+        "density": difference.density,
+        "notes": list(difference.notes),
+        "words": describe(difference),
+        "all": _plain(difference, difference.total),
+        "layers": {row: _plain(difference, measures) for row, measures in difference.by_row.items()},
+        "kinds": {kind: _plain(difference, measures) for kind, measures in difference.by_kind.items()},
+        "tensors": {
+            tensor.name: {
+                "layer": tensor.place.row,
+                "kind": tensor.place.kind,
+                "shape": list(tensor.shape),
+                **_plain(difference, tensor.measures),
+            }
+            for tensor in difference.tensors
+        },
+        "unequal_integers": {
+            name: dict(zip(difference.names, counts, strict=True))
+            for name, counts in difference.integers.items()
+        },
+    }
+
+
+def _plain(difference: ModelDifference, measures: Measures) -> dict[str, Any]:
+    names = difference.names
+    return {
+        "elements": measures.elements,
+        "models": {
+            name: {
+                "relative_norm": plain(measures.relative_norm(model)),
+                "rms": plain(measures.rms(model)),
+                "changed": plain(measures.share_changed(model)),
+                "same_in_bf16": plain(measures.share_same_in_bf16(model)),
+            }
+            for model, name in enumerate(names)
+        },
+        "pairs": [
+            {
+                "models": [names[one], names[other]],
+                "cosine": plain(measures.cosine(one, other)),
+                "sign_conflict": plain(measures.conflict(one, other)),
+                "sign_conflict_of_shared": plain(measures.conflict_of_shared(one, other)),
+            }
+            for one, other in difference.pairs
+        ],
+        "sign_conflict": plain(measures.any_conflict),
+        "sign_conflict_of_shared": plain(measures.any_conflict_of_shared),
+    }
+
+
+def _columns(difference: ModelDifference) -> list[tuple[str, Callable[[Measures], str]]]:
+    """Header and content of the columns of numbers."""
+    models = range(len(difference.models))
+    columns: list[tuple[str, Callable[[Measures], str]]]
+    if len(models) == 1:
+        columns = [
+            ("change", lambda of: share_text(of.relative_norm(0))),
+            ("RMS", lambda of: number_text(of.rms(0))),
+            ("changed", lambda of: share_text(of.share_changed(0))),
+        ]
+        if difference.total.lost_in_bf16(0):
+            columns.append(("same\nin bf16", lambda of: share_text(of.share_same_in_bf16(0))))
+        return columns
+    columns = [
+        (
+            f"change\n{clipped(name, _NAME_LENGTHS.get(len(models), 0))}",
+            lambda of, model=model: share_text(of.relative_norm(model)),
+        )
+        for model, name in enumerate(difference.names)
+    ]
+    if len(models) not in _NAME_LENGTHS:
+        columns = [
+            (f"{word}\nchange", lambda of, pick=pick: share_text(pick(map(of.relative_norm, models))))
+            for word, pick in (("least", min), ("most", max))
+        ]
+    for word, pick in (("lowest", min), ("highest", max)) if len(models) > 2 else (("", min),):
+        columns.append((f"{word}\ncosine", lambda of, pick=pick: cosine_text(_cosine(of, difference, pick))))
+    return [
+        *columns,
+        ("signs\nopposed", lambda of: share_text(of.any_conflict)),
+        ("of\nshared", lambda of: share_text(of.any_conflict_of_shared)),
+    ]
+
+
+def _legend(difference: ModelDifference) -> str:
+    legend = "change: norm of the difference, relative to the base's"
+    if len(difference.models) == 1:
+        return f"{legend}; changed: share of the elements"
+    return (
+        f"{legend}; signs opposed: share of the elements where changes have opposite signs; of shared: the "
+        "same, of the elements that two models change"
+    )
+
+
+def _cosine(
+    measures: Measures, difference: ModelDifference, pick: Callable[[Iterable[float]], float]
+) -> float | None:
+    found = [measures.cosine(*pair) for pair in difference.pairs]
+    known = [cosine for cosine in found if cosine is not None]
+    return pick(known) if known else None
+
+
+def _pair_table(difference: ModelDifference) -> RenderableType:
+    made = table("models", "cosine", "signs\nopposed", "of\nshared")
+    for one, other in difference.pairs:
+        made.add_row(
+            Text(f"{difference.names[one]}, {difference.names[other]}"),
+            cosine_text(difference.total.cosine(one, other)),
+            share_text(difference.total.conflict(one, other)),
+            share_text(difference.total.conflict_of_shared(one, other)),
+        )
+    return made
+
+
+def _most_changed_kind(difference: ModelDifference, row: str) -> str:
+    """The kind of a layer's tensors that changed most, and how much."""
+    found = {
+        kind: max(measures.relative_norm(model) for model in range(len(difference.models)))
+        for (place, kind), measures in difference.cells.items()
+        if place == row and kind != row and measures.base_square
+    }
+    kind = max(found, key=lambda kind: found[kind], default="")
+    return f"{kind} {share_text(found[kind])}" if found.get(kind) else ""

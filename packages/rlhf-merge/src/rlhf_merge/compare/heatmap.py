@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_merge.compare.model_difference import ModelDifference
+from rlhf_merge.compare.diff import ModelDifference
 from rlhf_merge.errors import MergeError
 from rlhf_merge.methods.task_vectors import Measures
 from rlhf_merge.report_text import clipped

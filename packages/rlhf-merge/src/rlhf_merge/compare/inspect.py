@@ -234,9 +234,7 @@ def summary_json(summary: ModelSummary) -> dict[str, Any]:
         "architecture": summary.architecture,
         "parameters": summary.parameters,
         "bytes": summary.nbytes,
-        "layers": summary.layers,
-        "vocabulary_rows": summary.vocabulary_rows,
-        "tied_head": summary.tied_head,
+        **{key: getattr(summary, key) for key in ("layers", "vocabulary_rows", "tied_head")},
         "adapters": list(summary.adapters),
         "dtypes": {
             dtype: {"tensors": tensors, "elements": elements}
@@ -255,15 +253,10 @@ def _tensor_json(tensor: TensorSummary) -> dict[str, Any]:
         "shape": list(tensor.shape),
         "dtype": tensor.dtype,
         "bytes": tensor.nbytes,
-        "norm": plain(tensor.norm),
-        "mean": plain(tensor.mean),
-        "std": plain(tensor.std),
+        **{key: plain(getattr(tensor, key)) for key in ("norm", "mean", "std")},
         "least_magnitude": plain(tensor.least),
         "largest_magnitude": plain(tensor.largest),
-        "zeros": tensor.zeros,
-        "nan": tensor.nan,
-        "inf": tensor.inf,
-        "buffer": tensor.buffer,
+        **{key: getattr(tensor, key) for key in ("zeros", "nan", "inf", "buffer")},
     }
 
 

@@ -89,7 +89,7 @@ def _check_slice(config: MergeConfig, part: Slice, index: int) -> None:
         )
     lengths = {source.layers[1] - source.layers[0] for source in part.sources}
     if len(lengths) > 1:
-        listed = _listed(f"{source.model} {list(source.layers)}" for source in part.sources)
+        listed = ", ".join(f"{source.model} {list(source.layers)}" for source in part.sources)
         raise MergeError(f"{where} has sources of different lengths: {listed}; give all as many layers")
     _check_count(config.method, len(config.merged(index)), f"{where}.sources")
 
@@ -114,12 +114,8 @@ def _check_vocab(config: MergeConfig) -> None:
     elif config.vocab not in config.model_specs:
         raise MergeError(
             f"the vocabulary is to be that of {config.vocab!r}, expected union, truncate, base or a model of "
-            f"the merge: {_listed(config.model_specs)}"
+            f"the merge: {', '.join(config.model_specs)}"
         )
-
-
-def _listed(items: Iterable[str]) -> str:
-    return ", ".join(items)
 
 
 def evaluate(

@@ -18,7 +18,7 @@ from pydantic import (
 
 from rlhf_merge.config.checks import check, evaluate
 from rlhf_merge.config.files import dump_yaml, read_file
-from rlhf_merge.config.settings import Plain, Setting
+from rlhf_merge.config.settings import Setting
 from rlhf_merge.config.validation import (
     Dtype,
     Layers,
@@ -64,20 +64,12 @@ class ModelEntry(_Frozen):
     parameters: _Settings = {}
     """Settings of this model; plain values are read as in a file."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the flat plain form."""
-        return {"model": self.model, **_plain(self.parameters)}
-
 
 class SliceSource(ModelEntry):
     """A range of one model's layers."""
 
     layers: Layers
     """The first layer and the one behind the last."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the flat plain form."""
-        return {"model": self.model, "layers": list(self.layers), **_plain(self.parameters)}
 
 
 class Slice(_Frozen):
@@ -91,11 +83,6 @@ class Slice(_Frozen):
 
     parameters: _Settings = {}
     """Settings of this slice, which come before those of the whole merge."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the flat plain form."""
-        base = {} if self.base is None else {"base": self.base}
-        return {"sources": [source.to_dict() for source in self.sources], **base, **_plain(self.parameters)}
 
 
 class MergeConfig(_Frozen):
@@ -213,19 +200,7 @@ class MergeConfig(_Frozen):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the shortest plain form that `from_dict` reads back as the same config."""
-        values: dict[str, Any] = {"method": self.method}
-        if self.base is not None:
-            values["base"] = self.base
-        if self.models:
-            values["models"] = [entry.to_dict() if entry.parameters else entry.model for entry in self.models]
-        else:
-            values["slices"] = [part.to_dict() for part in self.slices]
-        values |= _plain(self.parameters)
-        values |= {
-            key: value for key in ("stack", "dtype", "vocab") if (value := getattr(self, key)) is not None
-        }
-        values |= {"ignore": list(self.ignore)} if self.ignore else {}
-        return values | ({"seed": self.seed} if self.seed else {})
+        return _flat(self)
 
     def to_yaml(self) -> str:
         """Return `to_dict` as a YAML document that `from_file` reads."""
@@ -291,8 +266,22 @@ class MergeConfig(_Frozen):
         return self
 
 
-def _plain(parameters: Mapping[str, Setting]) -> dict[str, Plain]:
-    return {name: setting.plain() for name, setting in parameters.items()}
+def _flat(part: Any) -> Any:
+    """A part of a config as plain values: what is not a default, parameters beside the other keys."""
+    if isinstance(part, tuple):
+        return [_flat(item) for item in part]
+    if not isinstance(part, _Frozen):
+        return part
+    if type(part) is ModelEntry and not part.parameters:
+        return part.model
+    values: dict[str, Any] = {}
+    for name in type(part).model_fields:
+        value = getattr(part, name)
+        if name == "parameters":
+            values |= {key: setting.plain() for key, setting in value.items()}
+        elif value not in (None, (), 0):
+            values[name] = _flat(value)
+    return values
 
 
 def _fields(values: Any, place: str) -> Any:

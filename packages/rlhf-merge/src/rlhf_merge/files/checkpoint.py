@@ -11,8 +11,7 @@ from typing import Any
 from rlhf_merge.errors import MergeError, readable, regular
 from rlhf_merge.files.float8 import dequantised
 from rlhf_merge.files.hub import download, split_id
-from rlhf_merge.files.safetensors_file import SafetensorsFile
-from rlhf_merge.files.torch_file import TorchFile
+from rlhf_merge.files.weight_file import WeightFile
 from rlhf_merge.files.weight_index import (
     ADAPTER_CONFIG,
     ADAPTER_FILES,
@@ -77,7 +76,7 @@ class Checkpoint:
         config = folder / "config.json"
         self.config: dict[str, Any] = read_json(inside(folder, config)) if regular(config).is_file() else {}
         self.tensors: Mapping[str, Readable] = {}
-        self._files: list[SafetensorsFile | TorchFile] = []
+        self._files: list[WeightFile] = []
         self._identity: list[Identity] = []
         try:
             self._open()
@@ -198,7 +197,7 @@ class Checkpoint:
             raise MergeError(
                 f"{path} is named as a file of weights, expected .safetensors or .bin; get the model anew."
             )
-        file = SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
+        file = WeightFile(path)
         self._files.append(file)
         return file.tensors
 

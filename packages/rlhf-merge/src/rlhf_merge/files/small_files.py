@@ -1,14 +1,14 @@
-"""The files beside the weights: config.json, tokenizer, generation, processor and remote code files."""
+"""The files beside the weights: config.json, the tokenizer and its tokens, generation, processor and code."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf_merge.errors import damaged, readable, regular
-from rlhf_merge.files.tokens import AddedToken, append_tokens
+from rlhf_merge.errors import MergeError, damaged, readable, regular
 from rlhf_merge.files.weight_index import inside, read_json
 
 _TOKENIZER_FILES = (
@@ -75,3 +75,113 @@ def copied_files(config_from: Path, tokenizer_from: Path) -> dict[str, Path]:
 
 def _has_code(path: Path) -> bool:
     return regular(path).is_file() and "auto_map" in read_json(path)
+
+
+AddedToken = dict[str, Any]
+"""A token as `added_tokens` of tokenizer.json lists it: id, content and the flags below."""
+
+_FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False}
+"""The flags of an added token whose file gives only its text; the default of transformers' `AddedToken`."""
+
+_MOST_IDS = 2**31
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """The tokens of a tokenizer.
+
+    Args:
+        ids: the id of each token.
+        added: the tokens that were added to the trained vocabulary, by their text.
+        fast: whether the folder has a tokenizer.json, to which tokens can be appended.
+    """
+
+    ids: Mapping[str, int]
+    added: Mapping[str, AddedToken] = field(default_factory=dict)
+    fast: bool = True
+
+
+def read_tokens(folder: Path) -> TokenTable | None:
+    """Return the tokens of the tokenizer in a folder.
+
+    They come from tokenizer.json; else from vocab.json or vocab.txt, with the added tokens that
+    tokenizer_config.json and added_tokens.json list. None where the folder has none of the first three: the
+    vocabulary of a SentencePiece or tiktoken file alone is not read.
+    """
+    with readable(f"the tokenizer in {folder}"):
+        return _read_tokens(folder)
+
+
+def _read_tokens(folder: Path) -> TokenTable | None:
+    path = folder / "tokenizer.json"
+    fast = regular(path).is_file()
+    if fast:
+        content = read_json(path)
+        ids = _model_ids(content.get("model"), path)
+        added = {token["content"]: token for token in content.get("added_tokens") or ()}
+    elif regular(folder / "vocab.json").is_file():
+        ids = _model_ids({"vocab": read_json(folder / "vocab.json")}, folder / "vocab.json")
+        added = _listed_beside(folder)
+    elif regular(folder / "vocab.txt").is_file():
+        # Split at line feeds alone: other line separators of Unicode are tokens of some vocabularies.
+        lines = (folder / "vocab.txt").read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        ids = {token: i for i, token in enumerate(lines)}
+        added = _listed_beside(folder)
+    else:
+        return None
+    for text, token in added.items():
+        # The tokenizers library gives an added token the id of its text in the vocabulary, where it has one.
+        ids.setdefault(text, token["id"])
+    for token, i in ids.items():
+        if not isinstance(token, str) or type(i) is not int or not 0 <= i < _MOST_IDS:
+            raise ValueError(f"token {token!r} has the id {i!r}")
+    return TokenTable(ids, added, fast)
+
+
+def _model_ids(model: Any, path: Path) -> dict[str, int]:
+    """Return the ids of a trained vocabulary: a mapping (BPE, WordPiece) or a list with scores (Unigram)."""
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocab, list):
+        return {token: i for i, (token, _) in enumerate(vocab)}
+    if isinstance(vocab, dict):
+        return dict(vocab)
+    raise MergeError(f"{path} lists no vocabulary of tokens and ids; save the tokenizer again")
+
+
+def _listed_beside(folder: Path) -> dict[str, AddedToken]:
+    """Return the added tokens that tokenizer_config.json and added_tokens.json list."""
+    tokens: dict[str, AddedToken] = {}
+    if regular(folder / "added_tokens.json").is_file():
+        listed = read_json(folder / "added_tokens.json")
+        tokens = {text: {**_FLAGS, "content": text, "id": i} for text, i in listed.items()}
+    if regular(folder / "tokenizer_config.json").is_file():
+        # This one knows the flags, too.
+        decoder = read_json(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
+        tokens |= {token["content"]: {**_FLAGS, **token, "id": int(i)} for i, token in decoder.items()}
+    return tokens
+
+
+def append_tokens(folder: Path, tokens: Sequence[AddedToken]) -> None:
+    """Append tokens to the tokenizer files in a folder, in every file that lists added tokens."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise MergeError(
+            f"{folder} has no tokenizer.json, which --vocab union appends tokens to; "
+            f"load its tokenizer in transformers and save it as a fast one, or use --vocab base"
+        )
+    content = read_json(path)
+    content["added_tokens"] = [*(content.get("added_tokens") or ()), *tokens]
+    _write(path, content)
+    path = folder / "tokenizer_config.json"
+    settings = read_json(path) if path.is_file() else {}
+    if "added_tokens_decoder" in settings:
+        for token in tokens:
+            settings["added_tokens_decoder"][str(token["id"])] = {k: v for k, v in token.items() if k != "id"}
+        _write(path, settings)
+    path = folder / "added_tokens.json"
+    if path.is_file():
+        _write(path, {**read_json(path), **{token["content"]: token["id"] for token in tokens}})
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

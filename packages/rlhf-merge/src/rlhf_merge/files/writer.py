@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rlhf_merge.errors import MergeError, UnwrittenError
-from rlhf_merge.files.safetensors_file import DTYPES
+from rlhf_merge.files.weight_file import DTYPES
 from rlhf_merge.report_text import bytes_text
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}

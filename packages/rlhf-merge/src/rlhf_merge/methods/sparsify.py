@@ -1,8 +1,16 @@
-"""Which elements of a task vector are kept: by magnitude, at random, or at random by their rank in a row."""
+"""Which elements of a task vector are kept: by magnitude, at random, or at random by their rank in a row.
+
+The k-th largest magnitude of a streamed tensor is found exactly, in memory that does not grow with it:
+floating-point numbers without a sign are ordered as their bit patterns are. A histogram of the highest 15
+bits finds the bin of the k-th largest; histograms of the next 16 bits, of the elements in that bin alone,
+refine it. That is two passes over float32 and four over float64, whatever the values, and no sorting.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,7 +19,6 @@ import torch
 from torch import Tensor
 
 from rlhf_merge.methods.blocks import Workspace
-from rlhf_merge.methods.random_masks import LEVELS, MaskBits, quantised
 
 
 class Sparsifier(Protocol):
@@ -135,3 +142,105 @@ def _below(value: float, dtype: torch.dtype) -> float:
     """The number before a value ≥ 0, so that "greater than" it means "at least" the value; 0 stays 0."""
     number = torch.tensor(value, dtype=dtype)
     return float(torch.nextafter(number, torch.zeros_like(number)))
+
+
+LEVELS = 1 << 16
+"""Probabilities are multiples of 1/65536: what is kept is divided by the exact probability to keep it."""
+
+
+class MaskBits:
+    """A stream of random 16-bit numbers, the same on every device and however it is cut.
+
+    Args:
+        seed: of the merge.
+        name: of the tensor.
+        model: index of the model.
+    """
+
+    def __init__(self, seed: int, name: str, model: int):
+        digest = np.frombuffer(hashlib.blake2b(name.encode(), digest_size=16).digest(), dtype=np.uint32)
+        self._bits = np.random.SFC64(np.random.SeedSequence([seed, model, *(int(word) for word in digest)]))
+        self._left = np.empty(0, dtype=np.int16)
+
+    def take(self, out: Tensor) -> Tensor:
+        """Fill `out` with the next numbers, as floating-point whole numbers in [0, 65536).
+
+        Args:
+            out: (n,), of the type of the arithmetic.
+        """
+        missing = out.numel() - len(self._left)
+        if missing > 0:
+            fresh = self._bits.random_raw(-(-missing // 4)).view(np.int16)
+            self._left = np.concatenate([self._left, fresh]) if len(self._left) else fresh
+        now, self._left = self._left[: out.numel()], self._left[out.numel() :]
+        out.copy_(torch.from_numpy(now))
+        return out.add_(LEVELS // 2)
+
+
+def quantised(probability: float) -> int:
+    """The number of levels, of 65536, nearest to a probability in (0, 1]; at least one."""
+    return max(1, round(probability * LEVELS))
+
+
+_HIGH_BITS, _LOW_BITS = 15, 16
+_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+class _Search:
+    """The search for one magnitude: the bits known so far, and its rank among the elements that have them."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+        self.prefix = 0
+
+    def refine(self, histogram: Tensor, bits: int) -> None:
+        """Find the next bits by the counts (2**bits,) of the elements that begin with the known ones."""
+        from_the_top = histogram.flip(0).cumsum(0)
+        place = int(torch.searchsorted(from_the_top, self.rank))
+        found = len(histogram) - 1 - place
+        self.rank -= int(from_the_top[place] - histogram[found])
+        self.prefix = (self.prefix << bits) | found
+
+
+def largest_magnitudes(
+    blocks: Callable[[], Iterable[tuple[int, Tensor]]],
+    ranks: Sequence[Sequence[int]],
+    dtype: torch.dtype = torch.float32,
+) -> list[list[float]]:
+    """The k-th largest magnitudes of several streamed tensors.
+
+    Returns:
+        For each tensor, its magnitudes in the order of its ranks.
+    """
+    searches = [[_Search(rank) for rank in wanted] for wanted in ranks]
+    shift = dtype.itemsize * 8 - 1 - _HIGH_BITS
+    bits = _HIGH_BITS
+    while shift >= 0:
+        bins = 1 << bits
+        counts = [{search.prefix: torch.zeros(bins, dtype=torch.long) for search in of} for of in searches]
+        for index, block in blocks():
+            values = block.view(_INTEGERS[dtype])
+            for prefix, histogram in counts[index].items():
+                histogram += _counts(values, prefix, shift, bits).cpu()
+        for of, histograms in zip(searches, counts, strict=True):
+            for search in of:
+                search.refine(histograms[search.prefix], bits)
+        shift, bits = shift - _LOW_BITS, _LOW_BITS
+    return [[_float(search.prefix, dtype) for search in of] for of in searches]
+
+
+def _counts(values: Tensor, prefix: int, shift: int, bits: int) -> Tensor:
+    """How often each value of the `bits` bits above `shift` occurs among numbers that begin with `prefix`."""
+    if bits == _HIGH_BITS:
+        return torch.bincount(values >> shift, minlength=1 << bits)
+    beginning = prefix << (shift + bits)
+    if values.device.type == "cpu":  # numpy compares and selects several times faster than torch on CPUs
+        array = values.numpy()
+        chosen = torch.from_numpy(array[(array & ~((1 << (shift + bits)) - 1)) == beginning])
+    else:
+        chosen = values[(values & ~((1 << (shift + bits)) - 1)) == beginning]
+    return torch.bincount((chosen >> shift) & ((1 << bits) - 1), minlength=1 << bits)
+
+
+def _float(pattern: int, dtype: torch.dtype) -> float:
+    return float(torch.tensor(pattern, dtype=_INTEGERS[dtype]).view(dtype))

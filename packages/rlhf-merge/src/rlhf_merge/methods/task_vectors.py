@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_merge.methods.blocks import Inputs, Workspace
-from rlhf_merge.methods.kth_largest import largest_magnitudes
-from rlhf_merge.methods.sparsify import kept_count
+from rlhf_merge.methods.sparsify import kept_count, largest_magnitudes
 
 Counts = NDArray[np.int64]
 
@@ -49,40 +48,12 @@ class Measures:
 
     @classmethod
     def total(cls, parts: Iterable[Measures], count: int) -> Measures:
-        """The measures of several tensors together."""
-        total = cls.nothing(count)
-        for part in parts:
-            total = total + part
-        return total
-
-    @classmethod
-    def nothing(cls, count: int) -> Measures:
-        """Of no tensor."""
-        pairs, models = (count, count), (count,)
-        return cls(
-            elements=0,
-            base_square=0.0,
-            products=np.zeros(pairs),
-            changed=np.zeros(models, dtype=np.int64),
-            same_in_bf16=np.zeros(models, dtype=np.int64),
-            shared=np.zeros(pairs, dtype=np.int64),
-            opposed=np.zeros(pairs, dtype=np.int64),
-            any_shared=0,
-            any_opposed=0,
-        )
+        """The measures of several tensors together, for n = `count` models."""
+        none, pairs = np.zeros(count, dtype=np.int64), np.zeros((count, count), dtype=np.int64)
+        return sum(parts, cls(0, 0.0, np.zeros((count, count)), none, none, pairs, pairs, 0, 0))
 
     def __add__(self, other: Measures) -> Measures:
-        return Measures(
-            self.elements + other.elements,
-            self.base_square + other.base_square,
-            self.products + other.products,
-            self.changed + other.changed,
-            self.same_in_bf16 + other.same_in_bf16,
-            self.shared + other.shared,
-            self.opposed + other.opposed,
-            self.any_shared + other.any_shared,
-            self.any_opposed + other.any_opposed,
-        )
+        return Measures(*(getattr(self, own.name) + getattr(other, own.name) for own in fields(self)))
 
     def relative_norm(self, model: int) -> float:
         """‖τ‖/‖θ₀‖; 0 where nothing changed, infinite where only the base is zero."""
@@ -145,7 +116,7 @@ def measure(inputs: Inputs, space: Workspace, density: float | None = None) -> M
     """
     thresholds = _thresholds(inputs, space, density)
     count = len(inputs.models)
-    total = Measures.nothing(count)
+    total = Measures.total((), count)
     for start, stop in inputs.ranges():
         base = inputs.read_base(start, stop, space.take("base", stop - start))
         rows = space.take_rows("rows", count, stop - start)
@@ -158,10 +129,7 @@ def measure(inputs: Inputs, space: Workspace, density: float | None = None) -> M
             products=_products(rows),
             changed=changed,
             same_in_bf16=np.array(
-                [
-                    found if found is not None else stop - start - n
-                    for found, n in zip(same, changed, strict=True)
-                ]
+                [stop - start - n if found is None else found for found, n in zip(same, changed, strict=True)]
             ),
             shared=shared,
             opposed=opposed,

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -18,7 +16,7 @@ from torch import Tensor
 from rlhf_merge.errors import MergeError
 from rlhf_merge.methods.blocks import Inputs, Workspace, check_range, working_dtype
 from rlhf_merge.methods.catalog import METHODS
-from rlhf_merge.methods.threads import processors
+from rlhf_merge.methods.threads import map_tensors, processors
 from rlhf_merge.run.plan import COPY, MergePlan, TensorJob
 
 _FLUSH_SECONDS = 2.0
@@ -106,57 +104,38 @@ def merge_tensors(
         MergeError: an input holds NaN or an infinity, the result's type cannot hold a value, or the disk is
             full; what was finished before is in the sink.
     """
-    stop = threading.Event()
-    local = threading.local()
-    before = torch.get_num_threads()
-
-    def work(job: TensorJob) -> tuple[float, ...]:
-        torch.set_num_threads(1)
-        dtype = working_dtype(job.dtypes)
-        if not hasattr(local, "spaces"):
-            local.spaces = {}
-        space = local.spaces.setdefault(dtype, Workspace(dtype))
-        return _merge_one(job, sink, space, stop, on_bytes)
-
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="merge")
-    try:
-        ordered = sorted(jobs, key=lambda job: -job.bytes_read)
-        futures = {pool.submit(work, job): job for job in ordered}
-        _collect(futures, sink)
-    finally:
-        stop.set()
-        pool.shutdown(wait=True, cancel_futures=True)
-        torch.set_num_threads(before)
-        sink.flush()
-
-
-def _collect(futures: dict[Future[tuple[float, ...]], TensorJob], sink: Sink) -> None:
-    """Note finished tensors, and force them to the disk every few seconds."""
-    pending = set(futures)
     flushed = time.monotonic()
-    while pending:
-        done, pending = wait(pending, timeout=_FLUSH_SECONDS, return_when=FIRST_COMPLETED)
-        for future in sorted(done, key=lambda future: future.exception() is not None):  # failures last
-            coefficients = future.result()
-            sink.tensor_finished(futures[future].output.name, coefficients=list(coefficients))
+
+    def on_results(found: list[tuple[TensorJob, tuple[float, ...]]]) -> None:
+        nonlocal flushed
+        for job, coefficients in found:
+            sink.tensor_finished(job.output.name, coefficients=list(coefficients))
         if time.monotonic() - flushed > _FLUSH_SECONDS:
             sink.flush()
             flushed = time.monotonic()
 
+    try:
+        map_tensors(
+            lambda job, space, on_read: _merge_one(job, sink, space, on_read),
+            jobs,
+            size=lambda job: job.bytes_read,
+            dtype=lambda job: working_dtype(job.dtypes),
+            threads=threads,
+            on_bytes=on_bytes,
+            on_results=on_results,
+        )
+    finally:
+        sink.flush()
 
-def _merge_one(
-    job: TensorJob, sink: Sink, space: Workspace, stop: threading.Event, on_bytes: OnBytes | None
-) -> tuple[float, ...]:
+
+def _merge_one(job: TensorJob, sink: Sink, space: Workspace, on_bytes: OnBytes) -> tuple[float, ...]:
     """Merge one tensor; its coefficients."""
     moved = 0
 
     def on_read(count: int) -> None:
         nonlocal moved
-        if stop.is_set():
-            raise _Stopped
-        if on_bytes is not None:
-            on_bytes(count)
-            moved += count
+        on_bytes(count)
+        moved += count
 
     name, dtype = job.output.name, job.output.dtype
     inputs = replace(job.inputs, on_read=on_read)
@@ -172,10 +151,6 @@ def _merge_one(
         on_read(values.nbytes)
     on_read(job.bytes_read + job.output.nbytes - moved)  # models with the coefficient 0 are not read
     return step.coefficients
-
-
-class _Stopped(Exception):
-    """Ends the work of a thread after another has failed."""
 
 
 def _copy(inputs: Inputs, sink: Sink, dtype: torch.dtype, on_bytes: OnBytes) -> None:

@@ -17,8 +17,7 @@ from rlhf_merge.errors import MergeError, damaged
 from rlhf_merge.files.checkpoint import Checkpoint, open_checkpoint
 from rlhf_merge.files.config_json import check_architectures, output_config
 from rlhf_merge.files.float8 import FLOAT8
-from rlhf_merge.files.small_files import copied_files
-from rlhf_merge.files.tokens import read_tokens
+from rlhf_merge.files.small_files import copied_files, read_tokens
 from rlhf_merge.files.writer import OutputTensor, Shard, lay_out
 from rlhf_merge.methods.blocks import BLOCK, Inputs, working_dtype
 from rlhf_merge.methods.catalog import METHODS

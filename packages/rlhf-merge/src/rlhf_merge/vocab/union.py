@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlhf_merge.errors import MergeError
-from rlhf_merge.files.tokens import AddedToken, TokenTable
+from rlhf_merge.files.small_files import AddedToken, TokenTable
 from rlhf_merge.tensors import Readable
 
 _INPUTS = (

@@ -52,8 +52,7 @@ def dare(
 def _fit_dare(inputs: Inputs, values: Values, space: Workspace) -> Step:
     """Task vectors with random elements dropped."""
     from rlhf_merge.methods.combine import Elect
-    from rlhf_merge.methods.random_masks import MaskBits
-    from rlhf_merge.methods.sparsify import RandomDrop
+    from rlhf_merge.methods.sparsify import MaskBits, RandomDrop
 
     return Elect(
         inputs,

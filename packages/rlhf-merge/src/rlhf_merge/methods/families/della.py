@@ -56,8 +56,7 @@ def della(
 def _fit_della(inputs: Inputs, values: Values, space: Workspace) -> Step:
     """Task vectors with elements dropped at random, small ones more often."""
     from rlhf_merge.methods.combine import Elect
-    from rlhf_merge.methods.random_masks import MaskBits
-    from rlhf_merge.methods.sparsify import RankDrop, Sparsifier
+    from rlhf_merge.methods.sparsify import MaskBits, RankDrop, Sparsifier
 
     row = inputs.shape[-1] if inputs.shape else 1
     drops: list[Sparsifier | None] = []

@@ -70,8 +70,7 @@ def model_stock(base: Tensor, tensors: Sequence[Tensor]) -> Tensor:
 
 def _fit_slerp(inputs: Inputs, values: Values, space: Workspace) -> Step:
     """See `slerp_coefficients`."""
-    from rlhf_merge.methods.coefficients import slerp_coefficients
-    from rlhf_merge.methods.combine import Combine, gram
+    from rlhf_merge.methods.combine import Combine, gram, slerp_coefficients
 
     return Combine(inputs, slerp_coefficients(gram(inputs, space), float(values.shared["t"])).tolist())
 
@@ -80,8 +79,7 @@ def _fit_karcher(inputs: Inputs, values: Values, space: Workspace) -> Step:
     """See `spherical_mean_coefficients`."""
     import numpy as np
 
-    from rlhf_merge.methods.coefficients import spherical_mean_coefficients
-    from rlhf_merge.methods.combine import Combine, gram
+    from rlhf_merge.methods.combine import Combine, gram, spherical_mean_coefficients
 
     weights = np.array(values.of("weight"), dtype=np.float64)
     if weights.min() < 0 or not weights.any():
@@ -95,8 +93,7 @@ def _fit_karcher(inputs: Inputs, values: Values, space: Workspace) -> Step:
 
 def _fit_model_stock(inputs: Inputs, values: Values, space: Workspace) -> Step:
     """See `model_stock_coefficients`."""
-    from rlhf_merge.methods.coefficients import model_stock_coefficients
-    from rlhf_merge.methods.combine import Combine, gram
+    from rlhf_merge.methods.combine import Combine, gram, model_stock_coefficients
 
     return Combine(inputs, model_stock_coefficients(gram(inputs, space)).tolist())
 
