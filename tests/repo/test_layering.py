@@ -68,7 +68,7 @@ def _broken_contracts(tree: Path) -> set[str]:
         capture_output=True,
         text=True,
     )
-    status = dict(re.findall(r"^(.+) (KEPT|BROKEN)$", run.stdout, flags=re.MULTILINE))
+    status = dict(re.findall(r"^(.+) (KEPT|BROKEN)\b", run.stdout, flags=re.MULTILINE))
     assert set(CONTRACTS.values()) <= set(status), run.stdout + run.stderr
     broken = {key for key, name in CONTRACTS.items() if status[name] == "BROKEN"}
     assert bool(run.returncode) == bool(broken), run.stdout

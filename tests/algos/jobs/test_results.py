@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import logging
+
 import pytest
 
 from rlhf_algos.jobs.results import finish_run, versions
@@ -48,6 +51,19 @@ def test_results_curves_and_card(tmp_path):
     assert (run.path / "training_curves.png").stat().st_size > 10_000
     card = (run.path / "final" / "README.md").read_text(encoding="utf-8")
     assert "on `pairs.jsonl`." in card and "# dpo-1\n" in card
+
+
+def test_without_matplotlib_a_run_is_finished_and_says_what_is_missing(tmp_path, monkeypatch, caplog):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name)
+    )
+    run = RunFolder.create(tmp_path)
+    run.append_metrics(ROWS[0])
+    with caplog.at_level(logging.INFO):
+        _finish(run)
+    assert (run.read_results() or {})["steps"] == 1 and not (tmp_path / "training_curves.png").exists()
+    assert "rlhf-algos[plots]" in caplog.text
 
 
 def test_facts_go_first_and_a_resumed_run_states_no_rate(tmp_path):

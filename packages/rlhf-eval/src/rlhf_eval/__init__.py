@@ -1,4 +1,4 @@
-"""Metrics, plots and HTML reports for RLHF runs."""
+"""Metrics, training curves and pages for runs of every method."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from rlhf_eval.curves import training_curves as training_curves
     from rlhf_eval.debug_plots import activation_figure as activation_figure
     from rlhf_eval.debug_plots import gradient_flow_figure as gradient_flow_figure
+    from rlhf_eval.figures import can_draw as can_draw
     from rlhf_eval.metrics import auroc as auroc
     from rlhf_eval.metrics import balanced_accuracy as balanced_accuracy
     from rlhf_eval.metrics import brier_score as brier_score
@@ -15,45 +16,29 @@ if TYPE_CHECKING:
     from rlhf_eval.metrics import rate as rate
     from rlhf_eval.metrics import true_negative_rate as true_negative_rate
     from rlhf_eval.metrics import true_positive_rate as true_positive_rate
-    from rlhf_eval.plots import minmax_figure as minmax_figure
-    from rlhf_eval.report import write_minmax_report as write_minmax_report
     from rlhf_eval.side_by_side import samples_page as samples_page
 
 _MODULES = {
-    "activation_figure": "debug_plots",
-    "auroc": "metrics",
-    "balanced_accuracy": "metrics",
-    "brier_score": "metrics",
-    "expected_calibration_error": "metrics",
-    "gradient_flow_figure": "debug_plots",
-    "metric_keys": "curves",
-    "minmax_figure": "plots",
-    "rate": "metrics",
-    "samples_page": "side_by_side",
-    "training_curves": "curves",
-    "true_negative_rate": "metrics",
-    "true_positive_rate": "metrics",
-    "write_minmax_report": "report",
+    "curves": ("metric_keys", "training_curves"),
+    "debug_plots": ("activation_figure", "gradient_flow_figure"),
+    "figures": ("can_draw",),
+    "metrics": (
+        *("auroc", "balanced_accuracy", "brier_score", "expected_calibration_error"),
+        *("rate", "true_negative_rate", "true_positive_rate"),
+    ),
+    "side_by_side": ("samples_page",),
 }
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
-__all__ = [
-    "activation_figure",
-    "auroc",
-    "balanced_accuracy",
-    "brier_score",
-    "expected_calibration_error",
-    "gradient_flow_figure",
-    "metric_keys",
-    "minmax_figure",
-    "rate",
-    "training_curves",
-    "true_negative_rate",
-    "true_positive_rate",
-    "write_minmax_report",
-]
+__all__ = sorted(_MODULE_OF)
+
+_MOVED = ("minmax_figure", "write_minmax_report")
+"""To rlhf_minmax; found here too in 0.x, where it is installed."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name in _MOVED:
+        return getattr(import_module("rlhf_minmax"), name)
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhf_eval._figure import BLUE, GREY, ORANGE, Rows, columns_of, new_figure, pairs, save_png, styled
+from rlhf_eval.figures import BLUE, GREY, ORANGE, Rows, columns_of, new_figure, pairs, save_png, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

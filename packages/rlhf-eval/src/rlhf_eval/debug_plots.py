@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhf_eval._figure import BLUE, ORANGE, Rows, new_figure, save_png, styled
+from rlhf_eval.figures import BLUE, ORANGE, Rows, new_figure, save_png, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf_eval._html import number, page, table, text, verbatim
+from rlhf_eval.html import number, page, table, text, verbatim
 
 _COLUMNS = {"start": "at the start", "end": "at the end"}
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from rlhf_minmax.game.forward_pass import MinMaxPipeline as MinMaxPipeline
     from rlhf_minmax.optim.dual_ppo import DualPPOOptimizer as DualPPOOptimizer
     from rlhf_minmax.players.monitor_model import MonitorModel as MonitorModel
+    from rlhf_minmax.report.page import write_minmax_report as write_minmax_report
+    from rlhf_minmax.report.panels import minmax_figure as minmax_figure
     from rlhf_minmax.run.events import Events as Events
     from rlhf_minmax.run.minmax_job import MinMaxJob as MinMaxJob
     from rlhf_minmax.run.trainer import MinMaxTrainer as MinMaxTrainer
@@ -30,6 +32,8 @@ _MODULES = {
     "players.monitor_model": ("MonitorModel",),
     "optim.dual_ppo": ("DualPPOOptimizer",),
     "game.forward_pass": ("MinMaxOutput", "MinMaxPipeline"),
+    "report.page": ("write_minmax_report",),
+    "report.panels": ("minmax_figure",),
     "formats": ("Critique", "parse_critique"),
     "run.trainer": ("MinMaxTrainer",),
 }

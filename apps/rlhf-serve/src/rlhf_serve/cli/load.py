@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +83,11 @@ def load_parts(settings: ModelSettings, say: Callable[[str], None], progress: An
     model, lines, examples, name = settings.model, list(settings.reward), (), ""
     template = _template(settings.chat_template)
     if model is None:
+        if importlib.util.find_spec("rlhf_minmax") is None:
+            raise UserError(
+                "the demonstration is not installed; give --model and --reward-model, or run "
+                "pip install 'rlhf-serve[demo]'"
+            )
         from rlhf_serve.cli.demo import CHAT_TEMPLATE, NAME, demo
 
         say("model: the embedded demonstration, built at the first start, which takes minutes, then cached")

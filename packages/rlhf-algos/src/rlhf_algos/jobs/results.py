@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import platform
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +13,7 @@ from rlhf_data import RunFolder
 
 __all__ = ["finish_run", "versions"]
 
+_LOG = logging.getLogger(__name__)
 _PACKAGES = (
     "rlhf-algos",
     "rlhf-data",
@@ -54,7 +56,7 @@ def finish_run(
     Raises:
         DiskFullError: nothing can be added to the disk; the run is not marked as finished.
     """
-    from rlhf_eval import metric_keys, training_curves
+    from rlhf_eval import can_draw, metric_keys, training_curves
 
     rows = run.read_metrics()
     last = rows[-1] if rows else {}
@@ -73,7 +75,10 @@ def finish_run(
         "versions": versions(),
         **facts,
     }
-    if keys := metric_keys(rows):
+    keys = metric_keys(rows)
+    if keys and not can_draw():
+        _LOG.info("training_curves.png is not drawn: matplotlib is missing; pip install 'rlhf-algos[plots]'")
+    elif keys:
         name = run.path.resolve().name
         title = method if name == method else f"{method}: {name}"
         training_curves(rows, keys, run.path / "training_curves.png", title=title)

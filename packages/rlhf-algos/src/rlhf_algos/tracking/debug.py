@@ -67,10 +67,10 @@ class GradientFlow:
 
     def draw(self) -> None:
         """Draw what was recorded so far as `gradient_flow.png`; nothing where nothing was."""
-        from rlhf_eval import gradient_flow_figure
+        from rlhf_eval import can_draw, gradient_flow_figure
 
         rows = self.run.read_lines(f"{_GRADIENTS}.jsonl") if self.run else []
-        if self.run is not None and rows:
+        if self.run is not None and rows and can_draw():
             gradient_flow_figure(rows, self.run.path / f"{_GRADIENTS}.png")
 
 
@@ -121,10 +121,10 @@ class ActivationHistograms:
 
     def draw(self) -> None:
         """Draw what was recorded so far as `activations.png`; nothing where nothing was."""
-        from rlhf_eval import activation_figure
+        from rlhf_eval import activation_figure, can_draw
 
         rows = self.run.read_lines(f"{_ACTIVATIONS}.jsonl") if self.run else []
-        if self.run is not None and rows:
+        if self.run is not None and rows and can_draw():
             activation_figure(rows, self.run.path / f"{_ACTIVATIONS}.png")
 
     @torch.no_grad()

@@ -9,8 +9,7 @@ from typing import Any
 
 from rlhf_algos.process_group import from_first_process, is_first_process, num_processes, wait_for_all
 from rlhf_data import RunFolder, UserError, atomic_write_json
-from rlhf_eval import minmax_figure, training_curves, write_minmax_report
-from rlhf_eval.report import run_metrics
+from rlhf_eval import training_curves
 from rlhf_minmax.config.run import MinMaxConfig
 from rlhf_minmax.demo.builder import DemoModels
 from rlhf_minmax.evaluation.break_even import (
@@ -33,6 +32,8 @@ from rlhf_minmax.game.forward_pass import MinMaxPipeline, Scale
 from rlhf_minmax.game.prompts import prompt_ids
 from rlhf_minmax.game.stories import Stories, load_stories
 from rlhf_minmax.players.players import Players
+from rlhf_minmax.report.page import run_metrics, write_minmax_report
+from rlhf_minmax.report.panels import minmax_figure
 from rlhf_minmax.run.building import Game, build_game
 from rlhf_minmax.run.checks import check_run, time_to_build
 from rlhf_minmax.run.distributed import check_processes, plan_devices

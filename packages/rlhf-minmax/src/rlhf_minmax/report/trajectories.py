@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rlhf_eval._figure import (
+from rlhf_eval.figures import (
     BLUE,
     GREEN,
     GREY,
@@ -25,7 +25,7 @@ from rlhf_eval._figure import (
     step_axis,
     value_of,
 )
-from rlhf_eval.plots import draw_multiplier
+from rlhf_minmax.report.panels import draw_multiplier
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

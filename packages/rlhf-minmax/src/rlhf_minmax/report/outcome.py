@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rlhf_eval._figure import (
+from rlhf_eval.figures import (
     BLUE,
     GREEN,
     GREY,
@@ -24,7 +24,7 @@ from rlhf_eval._figure import (
     step_axis,
     value_of,
 )
-from rlhf_eval.plots import held_out_prefix
+from rlhf_minmax.report.panels import held_out_prefix
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

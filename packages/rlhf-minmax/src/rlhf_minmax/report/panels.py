@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_eval._figure import (
+from rlhf_eval.figures import (
     BLUE,
     GREEN,
     GREY,

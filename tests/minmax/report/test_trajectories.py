@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rlhf_eval._trajectories import constraint_names, constraint_panels, phase_panel, player_panels
+from rlhf_minmax.report.trajectories import constraint_names, constraint_panels, phase_panel, player_panels
 
 NAN = float("nan")
 ROWS = [

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data import RunFolder, UserError, atomic_write_text, read_rows
-from rlhf_eval import _report_figures as figures
-from rlhf_eval._exchanges import exchange_cards
-from rlhf_eval._html import breakable, number, page, section, table, text, verbatim
+from rlhf_eval.html import breakable, number, page, section, table, text, verbatim
+from rlhf_minmax.report import sections
+from rlhf_minmax.report.exchanges import exchange_cards
 
 _BLOCKS = (("before", "Start", "start"), ("plain", "Plain RLHF", "plain"), ("after", "MinMax", "minmax"))
 _HEADLINE = (
@@ -95,10 +95,10 @@ def write_minmax_report(run_folder: RunFolder, path: str | Path) -> None:
         _header(run_folder.path.name, results),
         section("What the doctor said", _findings(results.get("findings"))),
         section("Start, plain RLHF and MinMax", _headline(results)),
-        section("Training", figures.training(metrics, results)),
-        section("Both players, step by step", figures.players(metrics)),
-        section("Constraints", figures.constraints(metrics, config)),
-        section("How sound the outcome is", figures.outcome(metrics, results)),
+        section("Training", sections.training(metrics, results)),
+        section("Both players, step by step", sections.players(metrics)),
+        section("Constraints", sections.constraints(metrics, config)),
+        section("How sound the outcome is", sections.outcome(metrics, results)),
         section("Sample exchanges", exchange_cards(samples, limit=_MAX_EXCHANGES)),
         section("Break-even check", _break_even(results.get("break_even") or {})),
         section("Prompts as the models saw them", _prompts(results.get("prompts") or [])),

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf_eval._figure import Panel, Rows
-from rlhf_eval._html import breakable, number, svg_figure, table, text
-from rlhf_eval._outcome import calibration_panel, cross_play_panel, exploitability_panels, hacking_panel
-from rlhf_eval._trajectories import constraint_names, constraint_panels, phase_panel, player_panels
-from rlhf_eval.plots import minmax_panels
+from rlhf_eval.figures import Panel, Rows
+from rlhf_eval.html import breakable, number, svg_figure, table, text
+from rlhf_minmax.report.outcome import (
+    calibration_panel,
+    cross_play_panel,
+    exploitability_panels,
+    hacking_panel,
+)
+from rlhf_minmax.report.panels import minmax_panels
+from rlhf_minmax.report.trajectories import constraint_names, constraint_panels, phase_panel, player_panels
 
 _TRUTHFULNESS = "truthfulness"
 """The constraint whose threshold stands in the config's section `constraint`."""

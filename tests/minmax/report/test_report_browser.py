@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_data import RunFolder
-from rlhf_eval import write_minmax_report
+from rlhf_minmax import write_minmax_report
 
 LONG = "averyveryverylongwordwithoutanyplacetobreak" * 4
 LUMINANCE = """(async () => {
@@ -31,7 +31,7 @@ LUMINANCE = """(async () => {
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[1] / "serve"))
+        patch.syspath_prepend(str(Path(__file__).parents[2] / "serve"))
         driver = importlib.import_module("browser")
     command = driver.find_chromium()
     if command is None:

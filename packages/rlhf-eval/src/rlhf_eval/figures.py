@@ -6,6 +6,7 @@ directly, so no display is needed and no global pyplot state is touched.
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import math
 import os
@@ -57,6 +58,11 @@ _STYLE: dict[Any, Any] = {
     "lines.linewidth": 2.0,
     "svg.hashsalt": "rlhf",
 }
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed, which the extra `plots` brings."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from matplotlib.figure import Figure
 
-from rlhf_eval._trajectories import _draw_lines
 from rlhf_eval.curves import _label
+from rlhf_minmax.report.trajectories import _draw_lines
 
 
 @pytest.mark.parametrize("decades", [1, 3, 6, 9])

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from rlhf_data import RunFolder, UserError
-from rlhf_eval import write_minmax_report
+from rlhf_minmax import write_minmax_report
 
 EVIL = "<script>alert('x')</script> & \"quoted\" <img src=//evil.example/a.png>"
 BLOCK = {

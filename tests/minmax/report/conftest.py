@@ -3,7 +3,7 @@
 import pytest
 from matplotlib.figure import Figure
 
-from rlhf_eval import _outcome, _trajectories
+from rlhf_minmax.report import outcome, trajectories
 
 
 @pytest.fixture
@@ -17,6 +17,6 @@ def drawn(monkeypatch):
         found[title] = figure.axes
         return title
 
-    for module in (_outcome, _trajectories):
+    for module in (outcome, trajectories):
         monkeypatch.setattr(module, "make_panel", remember)
     return found

@@ -3,7 +3,12 @@
 import numpy as np
 import pytest
 
-from rlhf_eval._outcome import calibration_panel, cross_play_panel, exploitability_panels, hacking_panel
+from rlhf_minmax.report.outcome import (
+    calibration_panel,
+    cross_play_panel,
+    exploitability_panels,
+    hacking_panel,
+)
 
 NAN = float("nan")
 

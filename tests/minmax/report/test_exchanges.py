@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from rlhf_eval._exchanges import evidence_spans, exchange_cards
+from rlhf_minmax.report.exchanges import evidence_spans, exchange_cards
 
 STORY = "Mary went to the shed. Gossip says: in the hall! Mary went to the hall."
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf_eval._html import number, text
+from rlhf_eval.html import number, text
 
 _STAGES = {"start": "Start", "plain": "Plain RLHF", "minmax": "MinMax"}
 _SAID = {True: "right", False: "wrong"}

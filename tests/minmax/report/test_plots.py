@@ -5,8 +5,8 @@ import struct
 import numpy as np
 import pytest
 
-from rlhf_eval import minmax_figure
-from rlhf_eval.plots import _trade_panel, draw_multiplier, minmax_panels
+from rlhf_minmax import minmax_figure
+from rlhf_minmax.report.panels import _trade_panel, draw_multiplier, minmax_panels
 
 RESULTS = {
     "before": {"policy/accuracy": 0.6, "policy/reward_score": 0.0},
@@ -67,7 +67,7 @@ def test_panels_are_reproducible():
 def test_held_out_marks_stand_at_the_last_step_and_are_explained_only_where_drawn():
     from matplotlib.figure import Figure
 
-    from rlhf_eval.plots import _policy_panel
+    from rlhf_minmax.report.panels import _policy_panel
 
     rows = [{**row, "eval/policy/accuracy": None} for row in METRICS]
     for results, expected in (

@@ -1,0 +1,1 @@
+"""The report of a game: one HTML page and its figures, drawn from what a run folder holds."""
