@@ -29,8 +29,7 @@ TEMPLATES = {
     ),
     # shows earlier turns of the assistant without an end
     "endless": _TEMPLATE.replace(
-        "TURN",
-        "{{ m.content }}{% if loop.last or m.role != 'assistant' %}<eos>{% else %} ...{% endif %}",
+        "TURN", "{{ m.content }}{% if loop.last or m.role != 'assistant' %}<eos>{% else %} ...{% endif %}"
     ),
     # puts an end token behind the whole conversation, as Phi-3's does
     "ended": _TEMPLATE.replace("TURN", "{{ m.content }}<end>")

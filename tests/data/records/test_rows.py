@@ -55,11 +55,7 @@ def _parse(kind, row, columns=None) -> Any:
         ),
         ("sft", {"text": "all of it"}, [TextRecord("all of it")]),
         ("sft", {"chosen": _TALK + " yes", "rejected": _TALK + " no"}, [CompletionRecord(_TALK, " yes")]),
-        (
-            "preference",
-            {"prompt": "a", "chosen": "b", "rejected": "c"},
-            [PreferenceRecord("a", "b", "c")],
-        ),
+        ("preference", {"prompt": "a", "chosen": "b", "rejected": "c"}, [PreferenceRecord("a", "b", "c")]),
         (
             "preference",
             {"chosen": _TALK + " yes", "rejected": _TALK + " no", "margin": "1.5"},

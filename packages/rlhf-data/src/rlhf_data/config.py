@@ -56,11 +56,7 @@ class BaseConfig(BaseModel):
     """A frozen config: unknown keys and values out of range are refused, fields document themselves."""
 
     model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        use_attribute_docstrings=True,
-        validate_default=True,
-        allow_inf_nan=False,
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
 
     @classmethod

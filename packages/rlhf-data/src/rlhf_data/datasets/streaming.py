@@ -12,13 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_data.datasets.tokenized import (
-    PROGRESS_ROWS,
-    Example,
-    MismatchedPairs,
-    OnProgress,
-    TokenizedDataset,
-)
+from rlhf_data.datasets.tokenized import PROGRESS_ROWS, Example, MismatchedPairs, OnProgress, TokenizedDataset
 from rlhf_data.errors import UserError
 from rlhf_data.readers.files import iterate_lines, parse_line, row_place
 from rlhf_data.readers.load import OnBadRow, first_rows, good_rows, unpaired

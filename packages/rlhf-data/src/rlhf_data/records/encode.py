@@ -15,6 +15,8 @@ from typing import Any
 from rlhf_data.errors import UserError
 from rlhf_data.records.transcripts import Message, Text, common_prefix
 
+Template = Mapping[str, Any] | None
+"""Keyword arguments for the chat template."""
 _MARKER = "␟"
 """Put behind a message to find where its content ends; no text of a chat template."""
 _QUIET = {"verbose": False}
@@ -130,14 +132,14 @@ class Encoder:
             return ids if ids[-1:] == [self.tokenizer.eos_token_id] else [*ids, self.tokenizer.eos_token_id]
         return self.text(text if text.endswith(end) else text + end)
 
-    def prompt(self, prompt: Text, template: Mapping[str, Any] | None = None) -> list[int]:
+    def prompt(self, prompt: Text, template: Template = None) -> list[int]:
         """Token ids of a prompt, messages up to where the assistant's next turn starts."""
         if isinstance(prompt, str):
             return self.text(prompt)
         return self._chat_ids(self._render(prompt, template, answer=True))
 
     def completions(
-        self, prompt: Text, completions: Sequence[Text], template: Mapping[str, Any] | None = None
+        self, prompt: Text, completions: Sequence[Text], template: Template = None
     ) -> tuple[list[list[int]], int]:
         """Token ids of a prompt with each of its completions, and where the completions start.
 
@@ -159,7 +161,7 @@ class Encoder:
         return both, length
 
     def conversation(
-        self, messages: list[Message], template: Mapping[str, Any] | None = None, *, assistant_only: bool
+        self, messages: list[Message], template: Template = None, *, assistant_only: bool
     ) -> tuple[list[int], list[bool] | None]:
         """Token ids of a conversation, and which the assistant says (None where not `assistant_only`).
 
@@ -182,14 +184,14 @@ class Encoder:
             )
         return ids, mask
 
-    def _joint(self, prompt: Text, completion: Text, template: Mapping[str, Any] | None) -> list[int]:
+    def _joint(self, prompt: Text, completion: Text, template: Template) -> list[int]:
         if isinstance(prompt, str) and isinstance(completion, str):
             return self.ended_text(prompt + completion)
         if isinstance(prompt, list) and isinstance(completion, list):
             return self._chat_ids(self._render([*prompt, *completion], template))
         raise UserError("a text and messages in one row; write prompt and completion alike")
 
-    def _template_text(self, template: Mapping[str, Any] | None) -> str:
+    def _template_text(self, template: Template) -> str:
         if not getattr(self.tokenizer, "chat_template", None):
             raise UserError(
                 "the tokenizer has no chat template, which messages need; give one with chat_template_path, "
@@ -197,22 +199,18 @@ class Encoder:
             )
         return self.tokenizer.get_chat_template(tools=(template or {}).get("tools"))
 
-    def _render(
-        self, messages: list[Message], template: Mapping[str, Any] | None, *, answer: bool = False
-    ) -> str:
+    def _render(self, messages: list[Message], template: Template, *, answer: bool = False) -> str:
         """Text of a conversation; with `answer`, up to where the assistant's next turn starts."""
         return self._apply(messages, template, tokenize=False, add_generation_prompt=answer)
 
-    def _marked(
-        self, messages: list[Message], template: Mapping[str, Any] | None
-    ) -> tuple[list[int], list[bool]]:
+    def _marked(self, messages: list[Message], template: Template) -> tuple[list[int], list[bool]]:
         """Token ids, and what the template marks as the assistant's."""
         marks: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         marks["tokenizer_kwargs"] = _QUIET | ({"split_special_tokens": False} if self._literal else {})
         result = self._apply(messages, template, **marks)
         return list(result["input_ids"]), [bool(marked) for marked in result["assistant_masks"]]
 
-    def _apply(self, messages: list[Message], template: Mapping[str, Any] | None, **options: Any) -> Any:
+    def _apply(self, messages: list[Message], template: Template, **options: Any) -> Any:
         self._template_text(template)
         try:
             return self.tokenizer.apply_chat_template(messages, **options, **(template or {}))
@@ -225,9 +223,7 @@ class Encoder:
         options = _QUIET | ({"split_special_tokens": False} if self._literal else {})
         return list(self.tokenizer(text, add_special_tokens=False, **options)["input_ids"])
 
-    def _by_turns(
-        self, messages: list[Message], template: Mapping[str, Any] | None
-    ) -> tuple[list[int], list[bool]]:
+    def _by_turns(self, messages: list[Message], template: Template) -> tuple[list[int], list[bool]]:
         """Token ids, and the assistant's turns, found by rendering the conversation up to each."""
         whole = self._render(messages, template)
         ids = self._chat_ids(whole)
@@ -240,9 +236,7 @@ class Encoder:
                 mask[first:last] = [True] * (last - first)
         return ids, mask
 
-    def _turn_start(
-        self, whole: str, messages: list[Message], turn: int, template: Mapping[str, Any] | None
-    ) -> int:
+    def _turn_start(self, whole: str, messages: list[Message], turn: int, template: Template) -> int:
         """Index in the whole conversation's text at which a turn of the assistant starts."""
         if not turn:
             return 0
@@ -252,9 +246,7 @@ class Encoder:
             raise UserError(_UNCLEAR_TURNS)
         return start
 
-    def _turn_end(
-        self, whole: str, messages: list[Message], turn: int, template: Mapping[str, Any] | None
-    ) -> int:
+    def _turn_end(self, whole: str, messages: list[Message], turn: int, template: Template) -> int:
         """Index in the whole conversation's text at which a turn ends, what closes it included."""
         until = self._render(messages[: turn + 1], template)
         if whole.startswith(until):
@@ -266,9 +258,7 @@ class Encoder:
                 return end + len(closing)
         raise UserError(_UNCLEAR_TURNS)
 
-    def _closings(
-        self, text: str, messages: list[Message], template: Mapping[str, Any] | None
-    ) -> Iterator[str]:
+    def _closings(self, text: str, messages: list[Message], template: Template) -> Iterator[str]:
         """What may close the assistant's turn that ends `messages` (as text: `text`) where others follow."""
         last = len(messages) - 1
         closing = text[self._content_end(text, messages, last, template) :]
@@ -287,13 +277,7 @@ class Encoder:
             yield closing.removesuffix(end)
 
     def _content_end(
-        self,
-        text: str,
-        messages: list[Message],
-        turn: int,
-        template: Mapping[str, Any] | None,
-        *,
-        answer: bool = False,
+        self, text: str, messages: list[Message], turn: int, template: Template, *, answer: bool = False
     ) -> int:
         """Index in the conversation's text behind what a message says."""
         marked = [*messages]

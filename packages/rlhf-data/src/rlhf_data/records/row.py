@@ -14,10 +14,7 @@ from rlhf_data.records.transcripts import Message, Text, is_empty, split_last_tu
 
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
 """Columns of every kind, which the chat template reads."""
-_OTHER_NAMES = {
-    "completion": ("response", "answer"),
-    "messages": ("conversations",),
-}
+_OTHER_NAMES = {"completion": ("response", "answer"), "messages": ("conversations",)}
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant"), "assistant"),

@@ -36,12 +36,7 @@ _DESIRABLE = 0.5
 
 
 def story_records(
-    kind: str,
-    n: int,
-    *,
-    split: Literal["train", "eval"],
-    seed: int,
-    config: StoryWorldConfig | None = None,
+    kind: str, n: int, *, split: Literal["train", "eval"], seed: int, config: StoryWorldConfig | None = None
 ) -> list[Any]:
     """Make `n` records about distinct stories; the two splits share no story, whatever the seeds.
 
