@@ -15,6 +15,7 @@ import os
 import platform
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -252,11 +253,14 @@ def write_table(page: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def describe() -> dict[str, Any]:
-    """Where the figures come from."""
+    """Where figures come from: the commit (`-dirty`: with changes beside it), the machine, the versions."""
     packages = ("torch", "transformers", "trl", "peft", "accelerate")
     info = Path("/proc/cpuinfo")
     names = [line for line in info.read_text().splitlines() if "model name" in line] if info.exists() else []
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    commit = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     return {
+        "commit": commit.stdout.strip() or None,
         "cpu": names[0].partition(": ")[2] if names else platform.processor(),
         "cpus": os.cpu_count(),
         "versions": {"python": platform.python_version()} | {name: version(name) for name in packages},
