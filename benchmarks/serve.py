@@ -2,14 +2,15 @@
 
 A policy and a reward model of the same size with random weights, fp32. Four measurements:
 
-- `throughput`: requests a second of the server with many clients, times the seconds that a request takes to
-  generate (by the engine alone, all requests in one call; vLLM with its own `n`) plus the seconds it takes to
-  score (by the reward model alone, all in one call). 1 is a server that costs nothing beside both.
+- `throughput`: the seconds of generating (by the engine alone, all requests in one call; vLLM with its own
+  `n`) and scoring (by the reward model alone, all in one call), over those of the server with as many clients
+  at once. 1 is a server that costs nothing beside both.
 - `overhead`: milliseconds of a request for one unscored completion through HTTP, less those of the engine by
   itself, in another process; and where they go: in the server's own generation, and outside of it.
 - `soak`: clients in a closed loop: latencies, errors, and the resident memory over time.
 - `overload`: ten times as many requests as the queue holds, all at once.
 
+In the first two, server and engine take turns, and medians are of the turns' ratios and differences.
 Prints JSON. vLLM needs an environment of its own: `--vllm-python`, or VLLM_PYTHON.
 """
 
@@ -27,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -78,14 +79,34 @@ def environment(python: str, task: dict[str, Any]) -> dict[str, str]:
     return env
 
 
-def raw_seconds(python: str, backend: str, folder: Path, task: dict[str, Any]) -> dict[str, float]:
-    """What `serve_raw.py` measures."""
+@contextmanager
+def alone(python: str, backend: str, folder: Path, task: dict[str, Any]) -> Iterator[Callable[[str], float]]:
+    """Engine and reward model without a server, in a process beside it: seconds of a call by its name."""
     command = [python, str(Path(__file__).with_name("serve_raw.py")), backend, str(folder)]
     env = environment(python, task) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise UserError(f"{backend} alone: {done.stderr[-2000:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    log = folder / f"{backend}_alone.log"
+    with open(log, "wb") as file:
+        process = subprocess.Popen(
+            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True
+        )
+    asked, told = process.stdin, process.stdout
+    assert asked and told
+
+    def read(what: str | None = None) -> str:
+        if what:
+            asked.write(f"{what}\n")
+            asked.flush()
+        for line in told:
+            if line == "ready\n" or (what and re.fullmatch(r"[\d.e-]+\n", line)):  # vLLM prints lines too
+                return line
+        raise UserError(f"{backend} alone ended: {log.read_text()[-2000:]}")
+
+    try:
+        read()
+        yield lambda what: float(read(what))
+    finally:
+        asked.close()
+        process.wait()
 
 
 class Load:
@@ -125,15 +146,18 @@ class Load:
             await asyncio.gather(*(self.ask(client, p, best_of) for p in self.task["prompts"]))
             return time.perf_counter() - start
 
-    async def one_by_one(self, count: int) -> tuple[float, float]:
-        """Requests for one completion, one after the other; median seconds, and those spent generating."""
+    async def single(self, count: int, engine: Callable[[str], float]) -> list[float]:
+        """Requests for one completion, each with one of the engine alone behind it; the engine's seconds."""
         async with httpx.AsyncClient(timeout=None) as client:
             await self.ask(client, self.task["prompts"][0], 1)
             self.seconds.clear()
             self.generating.clear()
+            engine("single")
+            found = []
             for _ in range(count):
                 await self.ask(client, self.task["prompts"][0], 1)
-        return statistics.median(self.seconds), statistics.median(self.generating)
+                found.append(engine("single"))
+        return found
 
     async def loop(self, clients: int, seconds: float, best_of: int, pid: int) -> list[float]:
         """Clients that ask again and again; resident memory in MB, twenty times."""
@@ -175,37 +199,44 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def measure(backend: str, folder: Path, task: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """All measurements of a backend."""
+    """All measurements of a backend; server and engine alone take turns."""
     python = options.vllm_python if backend == "vllm" else sys.executable
-    count = len(task["prompts"])
-    alone = [raw_seconds(python, backend, folder, task)]
+    count, turns = len(task["prompts"]), range(task["repeats"])
     wide = ["--max-waiting", "1000", "--set", "max_running=256"]
     with server(python, backend, folder, task, *wide) as (url, pid):
-        load = Load(url, task)
-        asyncio.run(load.at_once(task["n"]))
-        together = [asyncio.run(load.at_once(task["n"])) for _ in range(task["repeats"])]
-        single, generating = asyncio.run(Load(url, task).one_by_one(10 * task["repeats"]))
+        with alone(python, backend, folder, task) as engine:
+            load, together, work = Load(url, task), [], []
+            asyncio.run(load.at_once(task["n"]))
+            for _ in turns:
+                together.append(asyncio.run(load.at_once(task["n"])))
+                work.append((engine("generate"), engine("score")))
+            one = Load(url, task)
+            single = asyncio.run(one.single(10 * task["repeats"], engine))
         soak = Load(url, task)
         memory = asyncio.run(soak.loop(options.clients, options.seconds, task["n"], pid))
-    alone.append(raw_seconds(python, backend, folder, task))
-    raw = {name: statistics.median(each[name] for each in alone) for name in alone[0]}
-    per_request = (raw["generate"] + raw["score"]) / count
-    served = count / statistics.median(together)
+    generate, score = (statistics.median(each) for each in zip(*work, strict=True))
+    shares = [sum(parts) / seconds for parts, seconds in zip(work, together, strict=True)]
+    served, drawn = one.seconds, one.generating
+    over = [a - b for a, b in zip(served, single, strict=True)]
+    inside = [a - b for a, b in zip(drawn, single, strict=True)]
+    outside = [a - b for a, b in zip(served, drawn, strict=True)]
     return {
         "backend": backend,
         "throughput": {
-            "requests_per_second": served,
-            "alone_requests_per_second": 1 / per_request,
-            "share_of_alone": served * per_request,
-            "generate_seconds_per_request": raw["generate"] / count,
-            "score_seconds_per_request": raw["score"] / count,
+            "requests_per_second": count / statistics.median(together),
+            "alone_requests_per_second": count / (generate + score),
+            "share_of_alone": statistics.median(shares),
+            "shares": shares,
+            "generate_seconds_per_request": generate / count,
+            "score_seconds_per_request": score / count,
         },
         "overhead": {
-            "request_ms": 1000 * single,
-            "engine_ms": 1000 * raw["single"],
-            "overhead_ms": 1000 * (single - raw["single"]),
-            "in_generation_ms": 1000 * (generating - raw["single"]),
-            "outside_generation_ms": 1000 * (single - generating),
+            "request_ms": 1000 * statistics.median(served),
+            "engine_ms": 1000 * statistics.median(single),
+            "overhead_ms": 1000 * statistics.median(over),
+            "overhead_quartiles_ms": [1000 * each for each in statistics.quantiles(over)],
+            "in_generation_ms": 1000 * statistics.median(inside),
+            "outside_generation_ms": 1000 * statistics.median(outside),
         },
         "soak": {
             "clients": options.clients,

@@ -1,10 +1,13 @@
-"""What an engine and a reward model take for the requests of `serve.py`, each alone; prints JSON."""
+"""What an engine and a reward model take for the requests of `serve.py`, each alone.
+
+Reads names of measurements, one a line, and answers each with its seconds.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,17 +18,6 @@ import torch
 from rlhf_infer import SamplingParams, TransformersEngine
 from rlhf_infer.rewards.models import ModelReward
 from rlhf_models import RewardModel, load_causal_lm, load_tokenizer
-
-
-def timed(work: Callable[[], Any], repeats: int) -> float:
-    """Median seconds of some calls, after one that warms up."""
-    work()
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
 
 
 def vllm_generator(folder: Path, task: dict[str, Any]) -> Callable[[list[str], int], list[list[str]]]:
@@ -70,15 +62,22 @@ def main() -> None:
     torch.set_num_threads(task["threads"])
     make = vllm_generator if options.backend == "vllm" else transformers_generator
     generate = make(options.folder, task)
-    prompts, n, repeats = task["prompts"], task["n"], task["repeats"]
-    groups = generate(prompts, n)
-    seconds = {"generate": timed(lambda: generate(prompts, n), repeats)}
-    seconds["single"] = timed(lambda: generate(prompts[:1], 1), 5 * repeats)
+    prompts, n = task["prompts"], task["n"]
+    texts = [text for group in generate(prompts, n) for text in group]
     reward = ModelReward(RewardModel.from_pretrained(options.folder / "reward"))
-    texts = [text for group in groups for text in group]
     repeated = [prompt for prompt in prompts for _ in range(n)]
-    seconds["score"] = timed(lambda: reward(repeated, texts), repeats)
-    print(json.dumps(seconds))
+    work: dict[str, Callable[[], Any]] = {
+        "generate": lambda: generate(prompts, n),
+        "single": lambda: generate(prompts[:1], 1),
+        "score": lambda: reward(repeated, texts),
+    }
+    for each in work.values():
+        each()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        start = time.perf_counter()
+        work[line.strip()]()
+        print(time.perf_counter() - start, flush=True)
 
 
 if __name__ == "__main__":
