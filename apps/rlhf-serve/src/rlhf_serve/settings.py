@@ -8,8 +8,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from rlhf_data import BaseConfig, model_folder
-from rlhf_infer.sampling.confidence_stopping import ConfidenceBasedStopping
-from rlhf_infer.sampling.score_model import ScorePopulation
+from rlhf_infer import ConfidenceBasedStopping, ScorePopulation
 
 
 class PopulationSettings(BaseConfig):

@@ -81,7 +81,7 @@ def _load_methods(file: str) -> None:
     names: list[str] = []
     _exit_cleanly(lambda: names.extend(load_methods(file)))
     for name in names:
-        from rlhf_algos.jobs.methods import METHODS
+        from rlhf_algos import METHODS
 
         main.add_command(_training_command(name, f"A method of {file}.", online=METHODS[name].online))
 

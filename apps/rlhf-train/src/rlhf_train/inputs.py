@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data import BaseConfig, UserError
-from rlhf_models.loading.sources import check_available
+from rlhf_models import check_available
 
 _MODELS = ("model_name_or_path", "value_model_path", "reward_model", "model_name")
 _DEEPSPEED = 'check the path, or write {"zero_optimization": {"stage": 2}} into it, which shards with ZeRO-2'

@@ -27,7 +27,7 @@ def load_methods(file: str) -> list[str]:
     Raises:
         UserError: there is no such file, it fails, or it adds none.
     """
-    from rlhf_algos.jobs.methods import METHODS
+    from rlhf_algos import METHODS
 
     path = Path(file).expanduser().absolute()
     if not path.is_file():
@@ -78,7 +78,7 @@ def load_installed(name: str) -> None:
     Raises:
         UserError: the package fails, or gives something else.
     """
-    from rlhf_algos.jobs.methods import METHODS, Method
+    from rlhf_algos import METHODS, Method
 
     entry = installed_methods()[name]
     try:

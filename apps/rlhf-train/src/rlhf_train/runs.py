@@ -15,8 +15,7 @@ from types import FrameType
 from typing import Any
 
 from rlhf_algos.process_group import from_first_process, is_first_process
-from rlhf_data import RunFolder, UserError
-from rlhf_data.runs.run_folder import newest_unfinished
+from rlhf_data import RunFolder, UserError, newest_unfinished
 from rlhf_train.options import NEWEST
 
 try:

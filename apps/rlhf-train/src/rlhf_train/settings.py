@@ -38,14 +38,14 @@ def settings_of(method: str) -> list[Setting]:
     Raises:
         UserError: there is no such command.
     """
-    from rlhf_algos.jobs.methods import METHODS
+    from rlhf_algos import METHODS
 
     if method == "minmax":
         from rlhf_minmax import MinMaxConfig
 
         return list(_settings(MinMaxConfig, {}))
     if method == "rlhf":
-        from rlhf_algos.jobs.rlhf_config import RLHFConfig
+        from rlhf_algos import RLHFConfig
 
         return list(_settings(RLHFConfig, {}))
     if method not in METHODS:

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 _STUB = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
-_MODULE_OF = {
-    name: module for module, name in re.findall(r"^from rlhf_data\.(\S+) import (\w+)", _STUB, re.M)
-}
+_MODULE_OF = {name: module for module, name in re.findall(r"^from rlhf_data(\S*) import (\w+)", _STUB, re.M)}
 """Where each public name is defined; `__init__.pyi` lists them, for type checkers too."""
 
 __all__ = sorted(_MODULE_OF)
@@ -18,5 +16,5 @@ __all__ = sorted(_MODULE_OF)
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
-        raise AttributeError(f"module 'rlhf_data' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"rlhf_data.{_MODULE_OF[name]}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(__name__ + _MODULE_OF[name]), name)

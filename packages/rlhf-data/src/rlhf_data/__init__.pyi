@@ -4,6 +4,7 @@ from rlhf_data.config import apply_overrides as apply_overrides
 from rlhf_data.config import load_config_file as load_config_file
 from rlhf_data.datasets.packing import PackedBatch as PackedBatch
 from rlhf_data.datasets.packing import pack as pack
+from rlhf_data.datasets.streaming import StreamingDataset as StreamingDataset
 from rlhf_data.datasets.streaming import StreamingGRPODataset as StreamingGRPODataset
 from rlhf_data.datasets.streaming import StreamingKTODataset as StreamingKTODataset
 from rlhf_data.datasets.streaming import StreamingPreferenceDataset as StreamingPreferenceDataset
@@ -14,11 +15,15 @@ from rlhf_data.datasets.tokenized import KTODataset as KTODataset
 from rlhf_data.datasets.tokenized import PreferenceDataset as PreferenceDataset
 from rlhf_data.datasets.tokenized import SFTDataset as SFTDataset
 from rlhf_data.datasets.tokenized import StepDataset as StepDataset
+from rlhf_data.datasets.tokenized import TokenizedDataset as TokenizedDataset
 from rlhf_data.errors import UserError as UserError
 from rlhf_data.errors import exit_cleanly as exit_cleanly
 from rlhf_data.readers.files import read_rows as read_rows
+from rlhf_data.readers.files import row_place as row_place
+from rlhf_data.readers.files import scan_rows as scan_rows
 from rlhf_data.readers.load import LoadedRows as LoadedRows
 from rlhf_data.readers.load import load_records as load_records
+from rlhf_data.readers.load import record_rows as record_rows
 from rlhf_data.readers.qa import QADatasetConfig as QADatasetConfig
 from rlhf_data.readers.qa import QARecord as QARecord
 from rlhf_data.readers.qa import load_qa as load_qa
@@ -28,6 +33,8 @@ from rlhf_data.readers.qa import split_of as split_of
 from rlhf_data.records.chats import as_messages as as_messages
 from rlhf_data.records.encode import Encoder as Encoder
 from rlhf_data.records.encode import TokenSequence as TokenSequence
+from rlhf_data.records.kind import Record as Record
+from rlhf_data.records.kind import record_kind as record_kind
 from rlhf_data.records.kto import KTOExample as KTOExample
 from rlhf_data.records.kto import LabelledRecord as LabelledRecord
 from rlhf_data.records.preference import PreferencePair as PreferencePair
@@ -37,23 +44,30 @@ from rlhf_data.records.prompt import PromptRecord as PromptRecord
 from rlhf_data.records.sft import CompletionRecord as CompletionRecord
 from rlhf_data.records.sft import ConversationRecord as ConversationRecord
 from rlhf_data.records.sft import TextRecord as TextRecord
+from rlhf_data.records.steps import StepBuilder as StepBuilder
 from rlhf_data.records.steps import StepExample as StepExample
 from rlhf_data.records.steps import StepPair as StepPair
 from rlhf_data.records.steps import StepPairRecord as StepPairRecord
 from rlhf_data.records.steps import StepwiseRecord as StepwiseRecord
+from rlhf_data.records.transcripts import Message as Message
+from rlhf_data.records.transcripts import Text as Text
 from rlhf_data.runs.atomic import atomic_folder as atomic_folder
 from rlhf_data.runs.atomic import atomic_write_json as atomic_write_json
 from rlhf_data.runs.atomic import atomic_write_text as atomic_write_text
 from rlhf_data.runs.atomic import ensure_writable_folder as ensure_writable_folder
+from rlhf_data.runs.atomic import explain_full_disk as explain_full_disk
+from rlhf_data.runs.atomic import finite as finite
 from rlhf_data.runs.atomic import json_hash as json_hash
+from rlhf_data.runs.atomic import remove_folder as remove_folder
+from rlhf_data.runs.checksums import write_checksums as write_checksums
 from rlhf_data.runs.model_folders import model_folder as model_folder
+from rlhf_data.runs.paths import absolute_path as absolute_path
 from rlhf_data.runs.run_folder import RunFolder as RunFolder
 from rlhf_data.runs.run_folder import newest_unfinished as newest_unfinished
 from rlhf_data.worlds.arithmetic import arithmetic_records as arithmetic_records
 from rlhf_data.worlds.story import StoryWorldConfig as StoryWorldConfig
 from rlhf_data.worlds.story import generate_stories as generate_stories
 from rlhf_data.worlds.story_tasks import story_records as story_records
+from rlhf_data.worlds.story_tasks import training_stories as training_stories
 from rlhf_data.worlds.sums import SumWorldConfig as SumWorldConfig
 from rlhf_data.worlds.sums import generate_sums as generate_sums
-
-__all__: list[str]

@@ -15,11 +15,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_data.runs.atomic import explain_full_disk
+from rlhf_data import explain_full_disk
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+__all__ = [
+    "BLUE",
+    "GREEN",
+    "GREY",
+    "ORANGE",
+    "PAPER",
+    "PURPLE",
+    "Panel",
+    "Rows",
+    "add_colorbar",
+    "add_legend",
+    "can_draw",
+    "columns_of",
+    "draw_line",
+    "finite",
+    "make_panel",
+    "new_figure",
+    "of_phase",
+    "pairs",
+    "save_png",
+    "step_axis",
+    "styled",
+    "value_of",
+]
 
 Rows = Sequence[dict[str, Any]]
 

@@ -11,6 +11,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+__all__ = ["breakable", "number", "page", "section", "svg_figure", "table", "text", "verbatim"]
+
 _STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --ink: #1c2430; --soft: #5a6472; --line: #dfe3e8;
   --panel: #f6f7f9; --good: #00694e; --good-bg: #e6f4ee; --bad: #a83400; --bad-bg: #fcece4; --blue: #0072b2;

@@ -1,8 +1,11 @@
 from rlhf_infer.engines.continuous_batching import ContinuousBatcher as ContinuousBatcher
+from rlhf_infer.engines.continuous_batching import OnToken as OnToken
+from rlhf_infer.engines.continuous_batching import TopLogps as TopLogps
 from rlhf_infer.engines.protocol import GenerationEngine as GenerationEngine
 from rlhf_infer.engines.protocol import LogitsProcessor as LogitsProcessor
 from rlhf_infer.engines.protocol import Rollout as Rollout
 from rlhf_infer.engines.protocol import SamplingParams as SamplingParams
+from rlhf_infer.engines.stop_strings import until_stop as until_stop
 from rlhf_infer.engines.transformers_engine import TransformersEngine as TransformersEngine
 from rlhf_infer.http_client import ScorerUnavailable as ScorerUnavailable
 from rlhf_infer.judges.api import APIJudge as APIJudge
@@ -18,6 +21,9 @@ from rlhf_infer.rewards import ConstitutionalRewardWrapper as ConstitutionalRewa
 from rlhf_infer.rewards import RewardFunctionFactory as RewardFunctionFactory
 from rlhf_infer.rewards import RewardFunctions as RewardFunctions
 from rlhf_infer.rewards import RewardScores as RewardScores
+from rlhf_infer.rewards.requirements import computes_with_torch as computes_with_torch
+from rlhf_infer.rewards.requirements import needed_columns as needed_columns
+from rlhf_infer.sampling.answers import extractor as extractor
 from rlhf_infer.sampling.best_of_n import BestOfNSampler as BestOfNSampler
 from rlhf_infer.sampling.budget import AdaptiveComputeAllocator as AdaptiveComputeAllocator
 from rlhf_infer.sampling.candidates import Candidate as Candidate
@@ -31,10 +37,10 @@ from rlhf_infer.sampling.score_model import ScorePopulation as ScorePopulation
 from rlhf_infer.sampling.scorers import JudgeReward as JudgeReward
 from rlhf_infer.sampling.scorers import ProcessReward as ProcessReward
 from rlhf_infer.sampling.scorers import load_scorer as load_scorer
+from rlhf_infer.sampling.search import BestOfNSearch as BestOfNSearch
+from rlhf_infer.sampling.search import SearchRules as SearchRules
 from rlhf_infer.vllm.engine import VLLMEngine as VLLMEngine
 from rlhf_infer.vllm.process import VLLMServer as VLLMServer
 from rlhf_infer.vllm.server_engine import VLLMServerEngine as VLLMServerEngine
 from rlhf_infer.vllm.settings import VLLMSettings as VLLMSettings
 from rlhf_infer.vllm.weight_export import write_weight_folder as write_weight_folder
-
-__all__: list[str]

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import re
+from pathlib import Path
 from typing import Any
 
-_MODULES = {
-    "config.merge_config": ("MergeConfig",),
-    "run.engine": ("Resources",),
-    "errors": ("MergeError",),
-    "methods.families.breadcrumbs": ("breadcrumbs",),
-    "methods.families.dare": ("dare",),
-    "methods.families.della": ("della",),
-    "methods.families.linear": ("linear",),
-    "methods.families.nearswap": ("nearswap",),
-    "methods.families.spherical": ("model_stock", "slerp", "spherical_mean"),
-    "methods.families.ties": ("task_arithmetic", "ties"),
-    "run.merger": ("MergeResult", "ModelMerger", "layer_wise_interpolation"),
-    "run.soup": ("ModelSoup", "SoupResult"),
-}
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+_STUB = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
+_MODULE_OF = {name: module for module, name in re.findall(r"^from rlhf_merge(\S*) import (\w+)", _STUB, re.M)}
+"""Where each public name is defined; `__init__.pyi` lists them, for type checkers too."""
 
 __all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
-        raise AttributeError(f"module 'rlhf_merge' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"rlhf_merge.{_MODULE_OF[name]}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(__name__ + _MODULE_OF[name]), name)

@@ -4,30 +4,15 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
+from pathlib import Path
 from typing import Any
 
-_MODULES = {
-    "adapters.lora": ("AdapterSet", "LoraSettings", "add_adapters", "apply_lora"),
-    "attention.packed": ("OptimizedAttention", "TreeAttention", "prepare_for_packing"),
-    "kernels.compile": ("compile_model",),
-    "device_manager": ("DeviceManager", "Placement"),
-    "language_model.dropout": ("disable_dropout", "evaluating"),
-    "heads.ensemble": ("RewardEnsemble", "aggregate_scores"),
-    "language_model.head": ("TokenLogps",),
-    "language_model.encoding": ("encode_completion", "encode_prompt"),
-    "loading.pretrained": (
-        *("check_prompt_fits", "context_length"),
-        *("load_causal_lm", "load_tokenizer"),
-    ),
-    "language_model.logps": ("hidden_states", "score_hidden", "token_logps"),
-    "policy": ("PolicyModel",),
-    "heads.process_reward": ("ProcessRewardModel", "aggregate_step_scores"),
-    "heads.reward": ("JudgeModel", "RewardModel", "ScalarModel"),
-    "loading.scratch": ("ModelConfig", "build_model", "build_tokenizer", "load_model_config"),
-    "loading.tiny": ("build_tiny_llama", "tiny_model", "train_byte_tokenizer"),
-    "heads.value": ("ValueHead", "ValueModel"),
+_STUB = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
+_MODULE_OF = {
+    name: module for module, name in re.findall(r"^from rlhf_models(\S*) import (\w+)", _STUB, re.M)
 }
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+"""Where each public name is defined; `__init__.pyi` lists them, for type checkers too."""
 
 __all__ = sorted(_MODULE_OF)
 
@@ -37,5 +22,5 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
-        raise AttributeError(f"module 'rlhf_models' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"rlhf_models.{_MODULE_OF[name]}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(__name__ + _MODULE_OF[name]), name)

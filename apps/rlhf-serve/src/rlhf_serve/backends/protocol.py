@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rlhf_infer import Rollout, SamplingParams
-from rlhf_infer.engines.continuous_batching import OnToken
+from rlhf_infer import OnToken, Rollout, SamplingParams
 
 
 @dataclass(frozen=True)

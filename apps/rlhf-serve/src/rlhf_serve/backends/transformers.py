@@ -11,10 +11,8 @@ from typing import Any
 import torch
 
 from rlhf_data import UserError
-from rlhf_infer import Rollout, TransformersEngine
-from rlhf_infer.engines.continuous_batching import ContinuousBatcher, OnToken
-from rlhf_models import PolicyModel, context_length, load_causal_lm, load_tokenizer
-from rlhf_models.adapters.files import is_adapter
+from rlhf_infer import ContinuousBatcher, OnToken, Rollout, TransformersEngine
+from rlhf_models import PolicyModel, context_length, is_adapter, load_causal_lm, load_tokenizer
 from rlhf_serve.backends.protocol import Backend, Draw
 from rlhf_serve.settings import ModelSettings
 

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data import UserError
-from rlhf_infer import Rollout, SamplingParams
-from rlhf_infer.engines.continuous_batching import OnToken
+from rlhf_infer import OnToken, Rollout, SamplingParams, VLLMSettings, write_weight_folder
 from rlhf_infer.vllm.settings import (
-    VLLMSettings,
     check_requests,
     end_token_ids,
     likeliest,
@@ -25,10 +23,8 @@ from rlhf_infer.vllm.settings import (
     sample_seeds,
     set_environment,
 )
-from rlhf_infer.vllm.weight_export import write_weight_folder
 from rlhf_infer.vllm.worker import platform_arguments
-from rlhf_models import PolicyModel, load_tokenizer
-from rlhf_models.adapters.files import is_adapter
+from rlhf_models import PolicyModel, is_adapter, load_tokenizer
 from rlhf_serve.backends.protocol import Draw
 from rlhf_serve.settings import ModelSettings
 

@@ -6,10 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_minmax import MinMaxConfig
-from rlhf_minmax.config.run import DemoSettings
-from rlhf_minmax.demo.builder import demo_folder, demo_models
-from rlhf_minmax.game.stories import load_stories
+from rlhf_minmax import DemoSettings, MinMaxConfig, demo_folder, demo_models, load_stories
 
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """The policy knows one kind of prompt, a story with a question; a chat is the texts of its messages."""

@@ -9,9 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data import UserError, atomic_write_json, read_rows
-from rlhf_infer import AdaptiveComputeAllocator, BestOfNSampler, ConfidenceBasedStopping, SamplingParams
-from rlhf_infer.sampling.answers import extractor
-from rlhf_infer.sampling.candidates import VOTES, SamplingCost, Selected
+from rlhf_infer import (
+    AdaptiveComputeAllocator,
+    BestOfNSampler,
+    ConfidenceBasedStopping,
+    SamplingCost,
+    SamplingParams,
+    Selected,
+    extractor,
+)
+from rlhf_infer.sampling.candidates import VOTES
 from rlhf_serve.backends.transformers import load_engine, wants_vllm
 from rlhf_serve.cli.display import Display
 from rlhf_serve.cli.load import Parts, load_parts

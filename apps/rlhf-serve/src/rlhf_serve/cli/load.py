@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data import UserError
-from rlhf_infer import RewardFunctions
-from rlhf_infer.sampling.scorers import load_scorer
+from rlhf_infer import RewardFunctions, load_scorer
 from rlhf_serve.backends.transformers import check_backend, load_backend
 from rlhf_serve.service.best_of_n import BestOfNService
 from rlhf_serve.service.scoring_queue import Scoring, reads_messages

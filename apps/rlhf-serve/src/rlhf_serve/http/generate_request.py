@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from rlhf_data import UserError
-from rlhf_infer.engines.continuous_batching import TopLogps
+from rlhf_infer import TopLogps
 from rlhf_serve.errors import APIError, internal_error, invalid_request
 from rlhf_serve.http.error_handlers import log_cause
 from rlhf_serve.http.limits import Admission

@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from rlhf_data.records.transcripts import Message, Text
+from rlhf_data import Message, Text
 from rlhf_serve.errors import invalid_request
 from rlhf_serve.http.limits import Admission
 from rlhf_serve.http.streaming import ClientLeft, attended, within

@@ -7,8 +7,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf_data import UserError
-from rlhf_data.records.transcripts import Text
+from rlhf_data import Text, UserError
 from rlhf_infer import ConfidenceBasedStopping, SamplingParams
 from rlhf_serve.backends.protocol import Backend
 from rlhf_serve.errors import invalid_request

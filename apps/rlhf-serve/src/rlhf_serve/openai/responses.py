@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_infer.sampling.candidates import Candidate
+from rlhf_infer import Candidate
 from rlhf_serve.openai.logprobs import Piece, TokenRow, chat_logprobs, completion_logprobs, unfolded
 from rlhf_serve.service.best_of_n import Outcome, Timing, scores_of
 from rlhf_serve.service.tokenization import Texts

@@ -8,13 +8,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_data.records.transcripts import Message, Text
-from rlhf_infer import SamplingParams
-from rlhf_infer.engines.continuous_batching import OnToken
-from rlhf_infer.sampling.answers import extractor
-from rlhf_infer.sampling.candidates import VOTES, Candidate, SamplingCost, Selected, Selection
-from rlhf_infer.sampling.confidence_stopping import ConfidenceBasedStopping
-from rlhf_infer.sampling.search import BestOfNSearch, SearchRules
+from rlhf_data import Message, Text
+from rlhf_infer import (
+    BestOfNSearch,
+    Candidate,
+    ConfidenceBasedStopping,
+    OnToken,
+    SamplingCost,
+    SamplingParams,
+    SearchRules,
+    Selected,
+    Selection,
+    extractor,
+)
+from rlhf_infer.sampling.candidates import VOTES
 from rlhf_serve.backends.protocol import Backend, Draw
 from rlhf_serve.service.scoring_queue import Scoring
 from rlhf_serve.service.tokenization import Texts

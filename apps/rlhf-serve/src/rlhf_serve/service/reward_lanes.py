@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from rlhf_infer import async_loop
-from rlhf_infer.http_client import ScorerUnavailable
+from rlhf_infer import ScorerUnavailable, async_loop
 from rlhf_infer.rewards.combine import Source
 from rlhf_infer.rewards.conventions import Samples
 

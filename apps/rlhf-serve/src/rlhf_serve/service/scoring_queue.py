@@ -7,13 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_data import UserError
-from rlhf_data.records.transcripts import Text
-from rlhf_infer import RewardFunctions, async_loop
-from rlhf_infer.http_client import ScorerUnavailable
+from rlhf_data import Text, UserError
+from rlhf_infer import RewardFunctions, ScorerUnavailable, async_loop, computes_with_torch, needed_columns
 from rlhf_infer.rewards.combine import Source
 from rlhf_infer.rewards.conventions import Samples
-from rlhf_infer.rewards.requirements import computes_with_torch, needed_columns
 from rlhf_infer.rewards.texts import text_of
 from rlhf_serve.errors import APIError, invalid_request, reward_failed
 from rlhf_serve.service.reward_lanes import Lane, Rows

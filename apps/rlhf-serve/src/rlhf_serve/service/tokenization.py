@@ -7,9 +7,8 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf_data import Encoder, UserError
-from rlhf_data.records.transcripts import Message, Text
-from rlhf_infer.engines.stop_strings import until_stop
+from rlhf_data import Encoder, Message, Text, UserError
+from rlhf_infer import until_stop
 from rlhf_serve.errors import invalid_request
 from rlhf_serve.service.chat_templates import check_switches, switches_of
 from rlhf_serve.service.token_bytes import TokenBytes

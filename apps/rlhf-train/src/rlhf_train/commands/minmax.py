@@ -43,7 +43,7 @@ def run_minmax(options: dict[str, Any]) -> None:
         if not options["dry_run"]:
             _play(config, run, options)
             return
-        from rlhf_minmax.run.dry_run import plan_run
+        from rlhf_minmax import plan_run
         from rlhf_train.display.game import show_plan
 
         plan = plan_run(config)

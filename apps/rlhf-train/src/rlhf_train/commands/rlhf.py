@@ -35,7 +35,7 @@ def run_rlhf(options: dict[str, Any]) -> None:
     Raises:
         UserError: options, settings, data or models cannot be used.
     """
-    from rlhf_algos.jobs.rlhf_config import RLHFConfig
+    from rlhf_algos import RLHFConfig
 
     if options["resume"] is not None:
         run = resumed_run(options, _JOB, _CHANGES_A_RUN)
@@ -60,7 +60,7 @@ def resolve_config(options: dict[str, Any]) -> Any:
     Raises:
         UserError: an unknown key, a value out of range, a file that cannot be read.
     """
-    from rlhf_algos.jobs.rlhf_config import STAGES, RLHFConfig
+    from rlhf_algos import STAGES, RLHFConfig
 
     source = options["config"]
     where = str(source) if source else "config"
@@ -97,8 +97,7 @@ def _check(config: Any, run: RunFolder) -> None:
 
 
 def _plan(config: Any, run: RunFolder) -> None:
-    from rlhf_algos.jobs.dry_run import plan_training
-    from rlhf_algos.jobs.rlhf import RLHFOrchestrator
+    from rlhf_algos import RLHFOrchestrator, plan_training
     from rlhf_train.commands.rlhf_story import story_plan
     from rlhf_train.display.training import TrainingDisplay
 
@@ -113,7 +112,7 @@ def _plan(config: Any, run: RunFolder) -> None:
 
 
 def _work(config: Any, run: RunFolder, options: dict[str, Any]) -> None:
-    from rlhf_algos.jobs.rlhf import RLHFOrchestrator
+    from rlhf_algos import RLHFOrchestrator
     from rlhf_train.commands.rlhf_story import rows_for, story_stages
     from rlhf_train.display.training import TrainingDisplay
 

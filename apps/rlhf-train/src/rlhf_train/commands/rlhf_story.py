@@ -8,15 +8,21 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_algos.jobs.rlhf import STAGES, RLHFOrchestrator
+from rlhf_algos import STAGES, RLHFOrchestrator
 from rlhf_algos.process_group import is_first_process, wait_for_all
 from rlhf_data import QARecord, RunFolder, UserError, atomic_write_text
-from rlhf_minmax import MinMaxConfig
-from rlhf_minmax.demo.builder import demo_folder, demo_models, demo_tokenizer, untrained_base
-from rlhf_minmax.game.stories import Stories, load_stories
-from rlhf_minmax.game.story_rules import StoryRules
+from rlhf_minmax import (
+    MinMaxConfig,
+    StoryRules,
+    demo_folder,
+    demo_models,
+    demo_tokenizer,
+    load_stories,
+    untrained_base,
+)
+from rlhf_minmax.game.stories import Stories
 from rlhf_minmax.run.distributed import check_built
-from rlhf_models.loading.pretrained import save_model
+from rlhf_models import save_model
 
 __all__ = ["accuracy", "hack_rate", "rows_for", "story_plan", "story_stages"]
 

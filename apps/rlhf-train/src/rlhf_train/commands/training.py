@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhf_algos.jobs.methods import METHODS
+from rlhf_algos import METHODS
 from rlhf_algos.process_group import is_first_process
 from rlhf_data import RunFolder, UserError, apply_overrides, load_config_file
 from rlhf_train.inputs import check_inputs, described
@@ -109,7 +109,7 @@ def _work(method: str, config: Any, run: RunFolder, options: dict[str, Any]) -> 
 
             check_settings(method, config)
         if options["dry_run"]:
-            from rlhf_algos.jobs.dry_run import plan_training
+            from rlhf_algos import plan_training
 
             plan = plan_training(method, config)
             display.show_plan({**plan, "rows": [*plan["rows"], ("output folder", str(run.path))]})
@@ -129,6 +129,6 @@ def _job(method: str, config: Any, run: RunFolder, display: Any) -> Any:
         from rlhf_train.trl.backend import TRLJob
 
         return TRLJob(method, config, run, on_report=display.on_report)
-    from rlhf_algos.jobs.training_job import TrainingJob
+    from rlhf_algos import TrainingJob
 
     return TrainingJob(method, config, run, on_report=display.on_report, progress=display.progress)

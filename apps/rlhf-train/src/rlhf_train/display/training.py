@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlhf_algos.tracking.step_report import StepReport
+from rlhf_algos import StepReport
 from rlhf_data import RunFolder
 from rlhf_train.display.console import make_console
 

@@ -22,24 +22,22 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from rlhf_algos.checkpoints.manager import save_pretrained
-from rlhf_algos.engine.parallel import choose_precision
-from rlhf_algos.jobs.data import Rows, conversion, load_rows
-from rlhf_algos.jobs.models import (
+from rlhf_algos import (
     check_machine,
+    choose_precision,
+    finish_run,
     job_device,
-    keep_base,
+    load_rows,
     longest_sequence,
     lora_settings,
+    save_pretrained,
     start_model,
 )
-from rlhf_algos.jobs.results import finish_run
+from rlhf_algos.jobs.data import Rows, conversion
+from rlhf_algos.jobs.models import keep_base
 from rlhf_algos.jobs.training_job import Clock, Job
-from rlhf_data import UserError, atomic_folder, atomic_write_json
-from rlhf_data.runs.atomic import finite
-from rlhf_models.adapters.files import is_language_adapter
-from rlhf_models.adapters.lora import apply_lora
-from rlhf_models.loading.quantization import quantization_config
+from rlhf_data import UserError, atomic_folder, atomic_write_json, finite
+from rlhf_models import apply_lora, is_language_adapter, quantization_config
 from rlhf_train.trl.metrics import Recorder, log_to
 
 __all__ = ["TRLJob", "check_settings", "dataset_rows"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from rlhf_algos.tracking.step_report import OnReport, Pace
+from rlhf_algos import OnReport, Pace
 from rlhf_data import RunFolder
 
 __all__ = ["Recorder", "log_to"]

@@ -21,10 +21,9 @@ from rlhf_algos.checkpoints.optimizer_state import load_rng_state as load_rng_st
 from rlhf_algos.checkpoints.optimizer_state import save_optimizer_state as save_optimizer_state
 from rlhf_algos.checkpoints.optimizer_state import save_rng_state as save_rng_state
 from rlhf_algos.tracking.early_stopping import is_greater_better
-from rlhf_data import UserError, atomic_folder, atomic_write_json
-from rlhf_data.runs.atomic import finite
-from rlhf_data.runs.checksums import write_checksums
-from rlhf_models.adapters.files import ADAPTER_CONFIG, anchor_base
+from rlhf_data import UserError, atomic_folder, atomic_write_json, finite, write_checksums
+from rlhf_models import ADAPTER_CONFIG
+from rlhf_models.adapters.files import anchor_base
 
 __all__ = [
     "STATE_FILE",

@@ -11,8 +11,7 @@ from torch import nn
 from rlhf_algos.engine.base_trainer import BaseTrainer
 from rlhf_algos.engine.loss_output import LossOutput
 from rlhf_data import PackedBatch
-from rlhf_models import TokenLogps, evaluating, token_logps
-from rlhf_models.language_model.router_loss import router_coefficient
+from rlhf_models import TokenLogps, evaluating, router_coefficient, token_logps
 
 __all__ = ["LanguageModelTrainer", "LogpsModule"]
 

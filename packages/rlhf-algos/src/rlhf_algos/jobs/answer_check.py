@@ -6,10 +6,8 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlhf_data import UserError
-from rlhf_data.readers.files import row_place, scan_rows
-from rlhf_data.readers.load import record_rows
-from rlhf_infer.rewards import RewardFunctionFactory
+from rlhf_data import UserError, record_rows, row_place, scan_rows
+from rlhf_infer import RewardFunctionFactory
 from rlhf_infer.rewards.answers.verifiable import is_checked
 
 __all__ = ["check_answers"]

@@ -186,7 +186,7 @@ class RewardSourceConfig(BaseConfig):
     @field_validator("reward")
     @classmethod
     def _absolute_paths(cls, lines: tuple[str, ...]) -> tuple[str, ...]:
-        from rlhf_infer.rewards import RewardFunctionFactory
+        from rlhf_infer import RewardFunctionFactory
 
         return tuple(map(RewardFunctionFactory.with_absolute_paths, lines))
 

@@ -11,13 +11,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_algos.jobs.answer_check import check_answers
 from rlhf_algos.process_group import num_processes
-from rlhf_data import UserError, as_messages
-from rlhf_data.datasets.streaming import StreamingDataset
-from rlhf_data.datasets.tokenized import TokenizedDataset
-from rlhf_data.readers.load import load_records
-from rlhf_data.records.kind import Record, record_kind
-from rlhf_data.worlds.arithmetic import arithmetic_records
-from rlhf_data.worlds.story_tasks import story_records, training_stories
+from rlhf_data import (
+    Record,
+    StreamingDataset,
+    TokenizedDataset,
+    UserError,
+    arithmetic_records,
+    as_messages,
+    load_records,
+    record_kind,
+    story_records,
+    training_stories,
+)
 
 if TYPE_CHECKING:
     from rlhf_algos.jobs.methods import Method

@@ -32,17 +32,22 @@ from rlhf_algos.jobs.tiny_models import (
 )
 from rlhf_algos.process_group import num_processes
 from rlhf_data import PromptExample, TokenSequence, UserError, ensure_writable_folder
-from rlhf_models import load_tokenizer
-from rlhf_models.adapters.files import adapter_base, is_language_adapter, load_adapter_tokenizer
-from rlhf_models.adapters.lora import apply_lora
-from rlhf_models.loading.pretrained import (
+from rlhf_models import (
+    activation_bytes,
+    adapter_base,
+    apply_lora,
+    build_model,
+    build_tokenizer,
     check_language_model,
     check_tokenizer_fits,
     check_weights,
+    format_bytes,
+    is_language_adapter,
+    load_adapter_tokenizer,
     load_config,
+    load_tokenizer,
+    weight_bytes,
 )
-from rlhf_models.loading.scratch import build_model, build_tokenizer
-from rlhf_models.memory import activation_bytes, format_bytes, weight_bytes
 
 __all__ = ["plan_training"]
 

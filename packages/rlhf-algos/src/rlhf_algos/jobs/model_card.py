@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_data import atomic_write_text
-from rlhf_data.runs.atomic import finite
+from rlhf_data import atomic_write_text, finite
 
 __all__ = ["write_model_card"]
 

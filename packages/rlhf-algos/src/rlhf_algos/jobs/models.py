@@ -15,14 +15,24 @@ from rlhf_algos.jobs.chat_setup import set_chat_format, warn_of_endless_turns
 from rlhf_algos.jobs.tiny_models import CHAT_TEMPLATE, record_texts, tiny_start
 from rlhf_algos.process_group import is_first_process, num_processes
 from rlhf_data import UserError
-from rlhf_models import LoraSettings, RewardModel, context_length, load_causal_lm, load_tokenizer
-from rlhf_models.adapters.files import adapter_base, is_language_adapter, load_merged
-from rlhf_models.adapters.lora import apply_lora
-from rlhf_models.heads.ensemble import RewardEnsemble
-from rlhf_models.heads.process_reward import ProcessRewardModel
-from rlhf_models.loading.pretrained import check_tokenizer_fits, save_model
-from rlhf_models.loading.quantization import quantization_config
-from rlhf_models.loading.scratch import build_model, build_tokenizer
+from rlhf_models import (
+    LoraSettings,
+    ProcessRewardModel,
+    RewardEnsemble,
+    RewardModel,
+    adapter_base,
+    apply_lora,
+    build_model,
+    build_tokenizer,
+    check_tokenizer_fits,
+    context_length,
+    is_language_adapter,
+    load_causal_lm,
+    load_merged,
+    load_tokenizer,
+    quantization_config,
+    save_model,
+)
 
 if TYPE_CHECKING:
     from rlhf_algos.jobs.methods import Method

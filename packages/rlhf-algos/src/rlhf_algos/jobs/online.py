@@ -11,11 +11,16 @@ from rlhf_algos.jobs.models import job_device, lora_settings
 from rlhf_algos.online.first_rollout import check_first_rollout
 from rlhf_algos.online.ppo import start_value_model
 from rlhf_data import RunFolder, atomic_write_json, model_folder
-from rlhf_infer.rewards import RewardFunctionFactory, RewardFunctions
-from rlhf_models import ValueHead, ValueModel
-from rlhf_models.adapters.files import adapter_base, is_adapter
-from rlhf_models.heads.ensemble import ENSEMBLE_FILE
-from rlhf_models.loading.pretrained import check_weights, load_config
+from rlhf_infer import RewardFunctionFactory, RewardFunctions
+from rlhf_models import (
+    ENSEMBLE_FILE,
+    ValueHead,
+    ValueModel,
+    adapter_base,
+    check_weights,
+    is_adapter,
+    load_config,
+)
 
 __all__ = ["PREFLIGHT", "check_parts", "online_parts", "tell_findings"]
 

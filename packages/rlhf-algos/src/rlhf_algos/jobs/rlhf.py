@@ -16,8 +16,7 @@ from rlhf_algos.jobs.rlhf_config import STAGES, RLHFConfig, Stage, TrainingStage
 from rlhf_algos.jobs.training_job import TrainingJob
 from rlhf_algos.process_group import from_first_process, is_first_process
 from rlhf_algos.tracking.step_report import OnReport
-from rlhf_data import RunFolder, UserError, atomic_write_json
-from rlhf_data.runs.atomic import finite, remove_folder
+from rlhf_data import RunFolder, UserError, atomic_write_json, finite, remove_folder
 
 __all__ = ["STAGES", "RLHFConfig", "RLHFOrchestrator", "RLHFTrainer", "Stage", "TrainingStage"]
 

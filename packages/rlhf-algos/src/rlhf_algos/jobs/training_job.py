@@ -21,8 +21,7 @@ from rlhf_algos.jobs.tiny_models import few_threads_for_a_small_model
 from rlhf_algos.online.samples import sample_stage
 from rlhf_algos.process_group import from_first_process
 from rlhf_algos.tracking.step_report import OnReport
-from rlhf_data import RunFolder, UserError, atomic_write_json
-from rlhf_data.runs.atomic import finite
+from rlhf_data import RunFolder, UserError, atomic_write_json, finite
 
 __all__ = ["Clock", "Job", "TrainingJob"]
 

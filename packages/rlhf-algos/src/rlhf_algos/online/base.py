@@ -21,8 +21,7 @@ from rlhf_algos.online.samples import keep_samples
 from rlhf_algos.process_group import from_first_process
 from rlhf_algos.reference.trainer import ReferenceScorer, adapter_off_is
 from rlhf_data import PackedBatch, PromptExample, TokenSequence, UserError, pack
-from rlhf_infer import GenerationEngine, Rollout, SamplingParams, TransformersEngine
-from rlhf_infer.rewards import RewardFunctions
+from rlhf_infer import GenerationEngine, RewardFunctions, Rollout, SamplingParams, TransformersEngine
 from rlhf_models import disable_dropout
 
 __all__ = ["OnlineTrainer"]

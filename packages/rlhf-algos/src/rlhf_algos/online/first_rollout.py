@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_algos.engine.batching import epoch_order
 from rlhf_algos.online.preflight import Finding, ReferenceRewards, preflight, repeated_prompts
 from rlhf_data import PromptExample
-from rlhf_infer.rewards import RewardScores
+from rlhf_infer import RewardScores
 
 if TYPE_CHECKING:
     from rlhf_algos.online.base import OnlineTrainer

@@ -15,8 +15,7 @@ import torch
 from rlhf_data import TokenSequence, pack
 
 if TYPE_CHECKING:
-    from rlhf_infer import Rollout
-    from rlhf_infer.rewards import RewardScores
+    from rlhf_infer import RewardScores, Rollout
 
 __all__ = ["Finding", "ReferenceRewards", "preflight", "repeated_prompts"]
 

@@ -8,13 +8,16 @@ from typing import Any
 from rlhf_algos.engine.parallel import choose_precision
 from rlhf_algos.process_group import from_first_process, is_first_process, num_processes
 from rlhf_data import RunFolder, UserError
-from rlhf_infer import GenerationEngine, SamplingParams
-from rlhf_infer.vllm.engine import VLLMEngine
-from rlhf_infer.vllm.process import VLLMServer
-from rlhf_infer.vllm.server_engine import VLLMServerEngine
-from rlhf_infer.vllm.settings import VLLMSettings
-from rlhf_infer.vllm.weight_export import write_weight_folder
-from rlhf_models.adapters.files import is_language_adapter
+from rlhf_infer import (
+    GenerationEngine,
+    SamplingParams,
+    VLLMEngine,
+    VLLMServer,
+    VLLMServerEngine,
+    VLLMSettings,
+    write_weight_folder,
+)
+from rlhf_models import is_language_adapter
 
 __all__ = ["vllm_engine"]
 

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_data import UserError
-from rlhf_data.runs.atomic import finite
+from rlhf_data import UserError, finite
 
 __all__ = ["TRACKERS", "Trackers", "create_trackers"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_data import PackedBatch
-from rlhf_models.attention.packed import AttentionOptions, TreeAttention
+from rlhf_models import AttentionOptions, TreeAttention
 
 BLOCK = 128
 """Tokens by which a row's keys and values grow; copying them so often costs a hundredth of reading them."""

@@ -19,10 +19,9 @@ from rlhf_infer.engines.protocol import Rollout as Rollout
 from rlhf_infer.engines.protocol import SamplingParams as SamplingParams
 from rlhf_infer.engines.sampler import Sampler
 from rlhf_infer.engines.stop_strings import StopTexts
-from rlhf_models.attention.packed import AttentionPlan
+from rlhf_models import AttentionPlan, causal_lm, lm_logits, stream_forward
 from rlhf_models.kernels.cpu_linear import rounding
-from rlhf_models.language_model.head import causal_lm, chunk_rows, lm_logits
-from rlhf_models.language_model.logps import stream_forward
+from rlhf_models.language_model.head import chunk_rows
 
 
 class TransformersEngine:

@@ -9,13 +9,9 @@ from typing import Any, Protocol
 
 import torch
 
-from rlhf_data import TokenSequence, UserError, pack
-from rlhf_data.records.encode import Encoder
+from rlhf_data import Encoder, TokenSequence, UserError, pack
 from rlhf_infer.judges.settings import JUDGE_TEMPLATE, checked_template, fill
-from rlhf_models.language_model.encoding import encode_completion, encode_prompt
-from rlhf_models.language_model.head import causal_lm
-from rlhf_models.language_model.logps import token_logps
-from rlhf_models.loading.pretrained import check_prompt_fits
+from rlhf_models import causal_lm, check_prompt_fits, encode_completion, encode_prompt, token_logps
 
 _VERDICT = re.compile(r"\b(not )?(right|wrong)\b", re.IGNORECASE)
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from rlhf_data import UserError
-from rlhf_data.records.transcripts import Text
+from rlhf_data import Text, UserError
 from rlhf_infer import async_loop
 from rlhf_infer.failures import raised
 from rlhf_infer.http_client import ScorerUnavailable

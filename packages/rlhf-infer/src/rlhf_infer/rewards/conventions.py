@@ -18,8 +18,7 @@ from inspect import Parameter
 from numbers import Real
 from typing import Any
 
-from rlhf_data import UserError
-from rlhf_data.records.transcripts import Text
+from rlhf_data import Text, UserError
 from rlhf_infer.failures import Exited, raised
 from rlhf_infer.rewards.texts import sample_name, text_of
 

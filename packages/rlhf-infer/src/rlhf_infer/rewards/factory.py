@@ -109,8 +109,7 @@ class RewardFunctionFactory:
             UserError: it cannot be loaded, or `k` is given for a single model.
         """
         from rlhf_infer.rewards.models import MAX_TOKENS, EnsembleReward, ModelReward
-        from rlhf_models import RewardEnsemble, RewardModel
-        from rlhf_models.heads.ensemble import ENSEMBLE_FILE
+        from rlhf_models import ENSEMBLE_FILE, RewardEnsemble, RewardModel
 
         if isinstance(model, str | Path):
             model = model_folder(str(model))

@@ -7,12 +7,16 @@ from typing import Any
 
 import torch
 
-from rlhf_data import UserError
-from rlhf_data.records.transcripts import Text
+from rlhf_data import Text, UserError
 from rlhf_infer.rewards.texts import sample_name
-from rlhf_models import RewardEnsemble, RewardModel, aggregate_scores, context_length
-from rlhf_models.heads.ensemble import Aggregate
-from rlhf_models.heads.reward import encode_scored
+from rlhf_models import (
+    Aggregate,
+    RewardEnsemble,
+    RewardModel,
+    aggregate_scores,
+    context_length,
+    encode_scored,
+)
 from rlhf_models.heads.scalar_model import scores_of
 
 MAX_TOKENS = 16_384

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from rlhf_data import UserError
-from rlhf_data.records.transcripts import Text
+from rlhf_data import Text, UserError
 from rlhf_infer.rewards.checks import checked_rewards
 from rlhf_infer.rewards.conventions import (
     RewardFunction,

@@ -7,8 +7,7 @@ import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Unpack, get_args
 
-from rlhf_data import UserError
-from rlhf_data.records.transcripts import Text
+from rlhf_data import Text, UserError
 from rlhf_infer import async_loop
 from rlhf_infer.http_client import (
     HTTPClient,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from rlhf_data import UserError
-from rlhf_data.records.transcripts import Text, is_empty
+from rlhf_data import Text, UserError
+from rlhf_data.records.transcripts import is_empty
 from rlhf_infer.rewards.texts import text_of
 
 LengthUnit = Literal["tokens", "characters"]

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_data import UserError
-from rlhf_data.runs.paths import absolute_path
+from rlhf_data import UserError, absolute_path
 from rlhf_infer.rewards.conventions import RewardFunction, function_name
 
 _DOTTED = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)+")

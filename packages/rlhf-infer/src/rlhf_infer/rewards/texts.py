@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhf_data.records.transcripts import Text
+from rlhf_data import Text
 
 _SHOWN = 40
 """Characters of a completion that stand for it in messages."""

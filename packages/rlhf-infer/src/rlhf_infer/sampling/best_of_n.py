@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf_data import UserError
-from rlhf_data.records.encode import Encoder
-from rlhf_data.records.transcripts import Text
+from rlhf_data import Encoder, Text, UserError
 from rlhf_infer.engines.protocol import GenerationEngine, SamplingParams
 from rlhf_infer.rewards.combine import RewardFunctions
 from rlhf_infer.rewards.conventions import RewardFunction

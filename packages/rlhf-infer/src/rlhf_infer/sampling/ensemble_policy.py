@@ -13,10 +13,7 @@ from rlhf_data import UserError
 from rlhf_infer.engines.protocol import GenerationEngine, Rollout, SamplingParams
 from rlhf_infer.engines.transformers_engine import TransformersEngine, eval_mode
 from rlhf_infer.sampling.candidates import Extract, answer_weights
-from rlhf_models.attention.packed import AttentionOptions, AttentionPlan
-from rlhf_models.language_model.head import causal_lm, lm_logits
-from rlhf_models.language_model.logps import stream_forward
-from rlhf_models.loading.pretrained import context_length
+from rlhf_models import AttentionOptions, AttentionPlan, causal_lm, context_length, lm_logits, stream_forward
 
 Combination = Literal["vote", "logits"]
 

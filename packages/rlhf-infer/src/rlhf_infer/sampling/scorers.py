@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from rlhf_data import model_folder
-from rlhf_data.records.transcripts import Text
+from rlhf_data import Text, model_folder
 from rlhf_infer.rewards import spec_parser
 from rlhf_infer.rewards.combine import RewardFunctions
 from rlhf_infer.rewards.conventions import RewardFunction
@@ -17,8 +16,7 @@ from rlhf_infer.rewards.judged.judges import JudgeReward as JudgeReward
 from rlhf_infer.rewards.texts import text_of
 
 if TYPE_CHECKING:
-    from rlhf_models import ProcessRewardModel
-    from rlhf_models.heads.process_reward import StepAggregate
+    from rlhf_models import ProcessRewardModel, StepAggregate
 
 
 class ProcessReward:
@@ -45,7 +43,7 @@ class ProcessReward:
         name: str = "process_reward",
         max_tokens: int | None = None,
     ) -> None:
-        from rlhf_models.heads.process_reward import StepAggregate
+        from rlhf_models import StepAggregate
         from rlhf_models.heads.scalar_model import check_choice
 
         check_choice(f"reward {name}: aggregate", aggregate, get_args(StepAggregate))
@@ -145,8 +143,7 @@ def _process_reward(
 
 def _is_process_model(folder: str) -> bool:
     """Whether a folder holds a token classifier, or an adapter of one."""
-    from rlhf_models.adapters.files import adapter_config, is_adapter
-    from rlhf_models.loading.pretrained import load_config
+    from rlhf_models import adapter_config, is_adapter, load_config
 
     if is_adapter(folder) and adapter_config(folder).task_type == "TOKEN_CLS":
         return True

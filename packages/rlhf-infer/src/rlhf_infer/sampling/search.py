@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhf_data.records.transcripts import Text
+from rlhf_data import Text
 from rlhf_infer.engines.protocol import Rollout, SamplingParams
 from rlhf_infer.engines.stop_strings import completion_text
 from rlhf_infer.sampling.candidates import Candidate, Extract, SamplingCost, Selected, Selection, select

@@ -15,7 +15,7 @@ from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf_data import UserError, atomic_folder
-from rlhf_models.language_model.head import causal_lm
+from rlhf_models import causal_lm
 
 SHARD_BYTES = 2 << 30
 """Size at which a new file is begun."""
@@ -226,7 +226,7 @@ def write_adapter_folder(model: Any, folder: str | Path, *, max_rank: int) -> bo
     Raises:
         UserError: vLLM does not take such an adapter.
     """
-    from rlhf_models.adapters.files import save_adapter
+    from rlhf_models import save_adapter
 
     name = active_adapter(model)
     if name is None:

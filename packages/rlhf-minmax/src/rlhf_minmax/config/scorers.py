@@ -6,8 +6,7 @@ from typing import Literal, Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
-from rlhf_data import BaseConfig, LocalPath
-from rlhf_data.runs.paths import absolute_path
+from rlhf_data import BaseConfig, LocalPath, absolute_path
 from rlhf_infer import APISettings
 from rlhf_infer.judges.settings import JUDGE_TEMPLATE, checked_template
 

@@ -32,9 +32,9 @@ from rlhf_models import (
     RewardModel,
     encode_completion,
     encode_prompt,
+    save_model,
     token_logps,
 )
-from rlhf_models.loading.pretrained import save_model
 
 _DRILLS = 3
 """Storyless exercises per story of the pre-training."""

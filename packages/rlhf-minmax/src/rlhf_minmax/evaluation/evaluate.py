@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_data import QARecord
-from rlhf_data.runs.atomic import finite
+from rlhf_data import QARecord, finite
 from rlhf_eval import (
     auroc,
     balanced_accuracy,

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from rlhf_algos.process_group import gathered, own_part
 from rlhf_data import QARecord
-from rlhf_infer import Rollout, SamplingParams, TransformersEngine
-from rlhf_infer.judges.prompted import Judge
+from rlhf_infer import Judge, Rollout, SamplingParams, TransformersEngine
 from rlhf_minmax.config.run import MinMaxConfig
 from rlhf_minmax.formats import Critique, parse_critique
 from rlhf_minmax.game.prompts import Prompts, prompt_ids

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_data import QADatasetConfig, QARecord, UserError, render_prompt
-from rlhf_data.records.encode import Encoder
+from rlhf_data import Encoder, QADatasetConfig, QARecord, UserError, render_prompt
 from rlhf_minmax.config.run import PlayerConfig
 from rlhf_minmax.config.scorers import JudgeConfig
 from rlhf_minmax.formats import ANSWER_TEMPLATE, MONITOR_TEMPLATE, POLICY_TEMPLATE, TextRules

@@ -11,9 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from rlhf_algos import create_optimizer, load_optimizer_state, save_optimizer_state
-from rlhf_algos.configs.trainer import HardwareConfig
-from rlhf_algos.engine.parallel import Parallel
+from rlhf_algos import HardwareConfig, Parallel, create_optimizer, load_optimizer_state, save_optimizer_state
 from rlhf_algos.process_group import add_gradients, is_first_process
 from rlhf_data import PackedBatch, UserError
 from rlhf_minmax.config.run import StepRule

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rlhf_algos import learning_rate_factor
 from rlhf_algos.advantages import gae, group_baseline, leave_one_out, scale_by_std, zero_std_fraction
-from rlhf_algos.engine.optimizer import learning_rate_factor
 from rlhf_algos.losses import clipped_policy_loss, kl_k3, value_loss
 from rlhf_algos.process_group import gathered, is_first_process, own_part, summed
 from rlhf_data import PackedBatch, TokenSequence, UserError, pack

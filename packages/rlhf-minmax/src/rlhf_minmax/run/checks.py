@@ -26,17 +26,21 @@ from rlhf_minmax.scorers.loading import check_scorers, needs_demo, scorer_hosts,
 from rlhf_minmax.scorers.shared_trunk import Host
 from rlhf_models import (
     DeviceManager,
+    adapter_base,
+    brings_head,
     check_prompt_fits,
+    check_tokenizer_fits,
+    check_weights,
     context_length,
     encode_completion,
     encode_prompt,
+    encode_scored,
+    is_adapter,
+    load_adapter_tokenizer,
+    load_config,
     load_tokenizer,
+    quantization_config,
 )
-from rlhf_models.adapters.files import adapter_base, is_adapter, load_adapter_tokenizer
-from rlhf_models.heads.classifiers import brings_head
-from rlhf_models.heads.reward import encode_scored
-from rlhf_models.loading.pretrained import check_tokenizer_fits, check_weights, load_config
-from rlhf_models.loading.quantization import quantization_config
 
 _SHOWN = 40
 """Characters of a story that stand for it in messages."""

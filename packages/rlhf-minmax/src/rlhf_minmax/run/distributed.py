@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhf_algos.jobs.models import job_device
+from rlhf_algos import job_device
 from rlhf_algos.process_group import (
     num_processes,
 )

@@ -19,8 +19,7 @@ from rlhf_minmax.run.events import device_rows, duration
 from rlhf_minmax.run.memory import Memory, estimate_memory
 from rlhf_minmax.scorers.loading import needs_demo
 from rlhf_minmax.scorers.shared_trunk import Host
-from rlhf_models import encode_completion
-from rlhf_models.memory import format_bytes
+from rlhf_models import encode_completion, format_bytes
 
 ENGINE_TOKENS = 1 << 18
 """Tokens whose keys and values the generation engine holds at a time."""

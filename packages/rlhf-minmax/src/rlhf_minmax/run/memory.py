@@ -16,9 +16,7 @@ from rlhf_minmax.optim.gradient_step import zero_stage
 from rlhf_minmax.players.players import PLAIN, backbone_settings, lora_settings, share_backbone
 from rlhf_minmax.run.checks import ModelInfo
 from rlhf_minmax.scorers.loading import scorer_hosts, scorer_sections
-from rlhf_models import DeviceManager, add_adapters
-from rlhf_models.adapters.files import adapter_shapes
-from rlhf_models.memory import activation_bytes, weight_bytes
+from rlhf_models import DeviceManager, activation_bytes, adapter_shapes, add_adapters, weight_bytes
 
 _WEIGHT_BYTES = 4
 """Per parameter of an adapter or a critic: fp32."""

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from rlhf_algos import CheckpointManager, GracefulStop, load_weights
-from rlhf_algos.engine.events import TrainingStopped
+from rlhf_algos import CheckpointManager, GracefulStop, TrainingStopped, load_weights
 from rlhf_algos.process_group import (
     from_first_process,
     gathered,

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlhf_data import UserError
-from rlhf_data.records.transcripts import Message
+from rlhf_data import Message, UserError
 from rlhf_minmax.config.run import MinMaxConfig
 from rlhf_minmax.config.scorers import RewardModelConfig
 from rlhf_minmax.game.prompts import uses_chat

@@ -10,9 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from rlhf_data import UserError
-from rlhf_infer import APIJudge, PromptedJudge, RuleJudge
+from rlhf_infer import APIJudge, Judge, PromptedJudge, RuleJudge
 from rlhf_infer.judges.api import api_key
-from rlhf_infer.judges.prompted import Judge
 from rlhf_minmax.config.run import MinMaxConfig
 from rlhf_minmax.config.scorers import JudgeConfig, RewardModelConfig
 from rlhf_minmax.demo.builder import DemoModels, default_cache_folder

@@ -10,14 +10,20 @@ from typing import Any, Literal
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from rlhf_data import UserError
-from rlhf_data.records.transcripts import Text
+from rlhf_data import Text, UserError
 from rlhf_minmax.config.run import MinMaxConfig, PlayerConfig
 from rlhf_minmax.config.scorers import JudgeConfig, RewardModelConfig
 from rlhf_minmax.players.players import backbone_settings, share_backbone
-from rlhf_models import AdapterSet, DeviceManager, PolicyModel, ScalarModel
-from rlhf_models.adapters.files import adapter_base, is_adapter
-from rlhf_models.heads.classifiers import brings_head, share_trunk
+from rlhf_models import (
+    AdapterSet,
+    DeviceManager,
+    PolicyModel,
+    ScalarModel,
+    adapter_base,
+    brings_head,
+    is_adapter,
+    share_trunk,
+)
 
 Host = Literal["policy", "monitor"]
 """The player whose backbone a scorer is an adapter of."""

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from rlhf_data import PackedBatch, UserError
-from rlhf_data.records.transcripts import Text
+from rlhf_data import PackedBatch, Text, UserError
 from rlhf_models.adapters.lora import LoraSettings
 from rlhf_models.heads.classifiers import Head, build_classifier, load_classifier, stored_head
 from rlhf_models.heads.reward import RewardModel, encode_scored

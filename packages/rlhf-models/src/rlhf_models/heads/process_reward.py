@@ -9,9 +9,16 @@ import torch
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForTokenClassification
 
-from rlhf_data import PackedBatch, TokenSequence, UserError, pack
-from rlhf_data.records.steps import StepBuilder, StepExample, StepwiseRecord
-from rlhf_data.records.transcripts import Text
+from rlhf_data import (
+    PackedBatch,
+    StepBuilder,
+    StepExample,
+    StepwiseRecord,
+    Text,
+    TokenSequence,
+    UserError,
+    pack,
+)
 from rlhf_models.heads.classifiers import head_of, set_linear_head
 from rlhf_models.heads.scalar_model import HeadModel, check_choice
 from rlhf_models.loading.pretrained import check_prompt_fits

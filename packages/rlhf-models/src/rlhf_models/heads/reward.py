@@ -8,9 +8,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from rlhf_data import PackedBatch
-from rlhf_data.records.encode import Encoder
-from rlhf_data.records.transcripts import Text
+from rlhf_data import Encoder, PackedBatch, Text
 from rlhf_models.heads.scalar_model import HeadModel, scores_of
 from rlhf_models.language_model.encoding import encode_completion, encode_prompt
 

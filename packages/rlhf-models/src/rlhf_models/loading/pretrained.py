@@ -25,8 +25,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import has_file
 
-from rlhf_data import UserError, atomic_folder
-from rlhf_data.runs.paths import absolute_path
+from rlhf_data import UserError, absolute_path, atomic_folder
 from rlhf_models.attention.packed import prepare_for_packing
 from rlhf_models.language_model.logps import check_packing
 from rlhf_models.loading.quantization import prepare_quantized, quantization_config

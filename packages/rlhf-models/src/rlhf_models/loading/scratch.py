@@ -12,8 +12,7 @@ from pydantic import Field, model_validator
 from transformers import GPT2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.activations import ACT2FN
 
-from rlhf_data import BaseConfig, UserError
-from rlhf_data.config import load_config_file
+from rlhf_data import BaseConfig, UserError, load_config_file
 from rlhf_models.attention.packed import prepare_for_packing
 from rlhf_models.loading.pretrained import check_tokenizer_fits, load_tokenizer
 from rlhf_models.loading.tiny import MIN_VOCAB_SIZE, random_model, train_byte_tokenizer

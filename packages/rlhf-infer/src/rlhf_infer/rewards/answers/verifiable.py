@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from rlhf_data import QARecord, UserError, qa_from_row
-from rlhf_data.records.transcripts import Text
+from rlhf_data import QARecord, Text, UserError, qa_from_row
 from rlhf_infer.rewards.answers.numbers import Number
 from rlhf_infer.rewards.answers.read_answers import (
     Read,

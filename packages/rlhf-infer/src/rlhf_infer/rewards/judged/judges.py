@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_data import UserError, model_folder
-from rlhf_data.records.transcripts import Text
+from rlhf_data import Text, UserError, model_folder
 from rlhf_infer.judges.settings import FENCED_TEMPLATE, JUDGE_TEMPLATE, APISettings
 from rlhf_infer.rewards.texts import text_of
 

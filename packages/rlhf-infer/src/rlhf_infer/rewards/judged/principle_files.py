@@ -77,9 +77,7 @@ def load_principle_judge(name_or_path: str | Path, **load_options: Any) -> Any:
     """
     from rlhf_infer.judges.prompted import PromptedJudge
     from rlhf_infer.rewards.models import MAX_TOKENS
-    from rlhf_models import JudgeModel, load_causal_lm, load_tokenizer
-    from rlhf_models.adapters.files import is_adapter
-    from rlhf_models.loading.pretrained import load_config
+    from rlhf_models import JudgeModel, is_adapter, load_causal_lm, load_config, load_tokenizer
 
     if is_adapter(name_or_path) or _is_classifier(load_config(name_or_path)):
         return JudgeModel.from_pretrained(name_or_path, **load_options).eval()

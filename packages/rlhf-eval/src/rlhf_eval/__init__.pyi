@@ -1,0 +1,15 @@
+from rlhf_eval import figures as figures
+from rlhf_eval import html as html
+from rlhf_eval.curves import metric_keys as metric_keys
+from rlhf_eval.curves import training_curves as training_curves
+from rlhf_eval.debug_plots import activation_figure as activation_figure
+from rlhf_eval.debug_plots import gradient_flow_figure as gradient_flow_figure
+from rlhf_eval.figures import can_draw as can_draw
+from rlhf_eval.metrics import auroc as auroc
+from rlhf_eval.metrics import balanced_accuracy as balanced_accuracy
+from rlhf_eval.metrics import brier_score as brier_score
+from rlhf_eval.metrics import expected_calibration_error as expected_calibration_error
+from rlhf_eval.metrics import rate as rate
+from rlhf_eval.metrics import true_negative_rate as true_negative_rate
+from rlhf_eval.metrics import true_positive_rate as true_positive_rate
+from rlhf_eval.side_by_side import samples_page as samples_page
