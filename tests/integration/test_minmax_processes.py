@@ -85,18 +85,26 @@ def test_a_run_of_two_processes_is_written_once(
 
 
 def test_the_demonstration_is_built_by_one_process(tmp_path: Path) -> None:
+    said = refused_by_two(tmp_path, tmp_path / "run")
+    assert "once without torchrun" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_with_something_in_it_is_refused_by_every_process(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("mine")
+    said = refused_by_two(tmp_path, tmp_path / "run")
+    assert "is not empty" in said and "the first process refuses the run" in said
+    assert (tmp_path / "run" / "thesis.tex").read_text() == "mine"
+
+
+def refused_by_two(tmp_path: Path, folder: Path) -> str:
+    """What two processes of the command say that are not to train, and how torchrun's own report begins."""
     torchrun = str(Path(sys.executable).with_name("torchrun"))
-    start = [
-        torchrun,
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        *COMMAND,
-        "--output-dir",
-        str(tmp_path / "run"),
-    ]
+    start = [torchrun, "--standalone", "--nproc-per-node", "2", *COMMAND, "--output-dir", str(folder)]
     environment = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     found = subprocess.run(start, env=os.environ | environment, capture_output=True, text=True, check=False)
     assert found.returncode != 0
-    assert "once without torchrun" in found.stderr and "Traceback" not in found.stderr.split("torchrun,")[0]
-    assert not (tmp_path / "run").exists()
+    said = found.stderr.split("ChildFailedError")[0].rpartition("Traceback")[0]  # the last one is torchrun's
+    assert "Traceback" not in said, said
+    return said

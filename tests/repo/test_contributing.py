@@ -80,6 +80,7 @@ def test_a_method_of_a_file_is_a_command(
         ("x = 1\n", ["METHODS"]),
         ("x = 1\nraise KeyError('oops')\n", ["line 2", "KeyError", "oops"]),
         ("def f(:\n", ["SyntaxError"]),
+        ("x = 1\nexit(3)\n", ["line 2", "SystemExit"]),
     ],
 )
 def test_a_file_that_adds_no_method_is_refused(

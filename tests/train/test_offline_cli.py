@@ -114,13 +114,18 @@ def test_a_signal_saves_and_says_how_to_continue(
 
     options = ("dpo", "--model", tiny_model_folder, *FEW, "--max-steps=5", "--set=learning_rate=1e-3")
     done(train(*options, "--output-dir=whole"))
+    reported: list[tuple[int, Path | None]] = []
     with monkeypatch.context() as patch:
         patch.setattr(
             TrainingDisplay,
             "on_report",
-            lambda self, report: report.step == 2 and signal.raise_signal(number),
+            lambda self, report: (
+                reported.append((report.step, report.checkpoint)),
+                report.step == 1 and signal.raise_signal(number),  # in the midst of what follows a step
+            ),
         )
         stopped = train(*options, "--output-dir=run")
+    assert [(step, path and path.name) for step, path in reported] == [(1, None), (2, "checkpoint-2")]
     assert stopped.exit_code == code
     assert stopped.stderr.rstrip().endswith("continue with: rlhf-train dpo --resume run")
     assert "resumed from step 2 of 5" in done(train("dpo", "--resume", "run"))

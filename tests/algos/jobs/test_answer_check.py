@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from rlhf_algos import METHODS
-from rlhf_algos.jobs.data import load_rows
+from rlhf_algos.jobs.data import Rows, load_rows
 from rlhf_data import UserError
 
 
-def read(path: Path, rows: list[Any], *reward: str, **settings: Any) -> None:
+def read(path: Path, rows: list[Any], *reward: str, **settings: Any) -> Rows:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = {"train_data": str(path), "reward": list(reward), "eval_fraction": 0.0, **settings}
-    load_rows(METHODS["grpo"], METHODS["grpo"].resolve(given))
+    return load_rows(METHODS["grpo"], METHODS["grpo"].resolve(given))
 
 
 GOOD = [{"prompt": f"{i} + 1 =", "answer": f"#### {i + 1}"} for i in range(500)]
@@ -55,3 +55,16 @@ def test_a_row_that_no_reward_applies_to_is_refused(tmp_path: Path) -> None:
 def test_a_column_that_is_nowhere_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"rows\.jsonl: reward choice needs a column answer; there are gold"):
         read(tmp_path / "rows.jsonl", [{"prompt": "p", "gold": 5}], "choice", "length:target=9")
+
+
+def test_on_bad_row_skip_leaves_out_and_counts_rows_whose_answers_cannot_be_read(tmp_path: Path) -> None:
+    path, skip = tmp_path / "rows.jsonl", {"on_bad_row": "skip"}
+    bad = [{"prompt": "p", "answer": "north"}, {"prompt": "q"}, {"answer": "5"}]
+    rows = read(path, [*bad, *GOOD], "number", **skip)
+    assert len(rows.train) == 500 and rows.skipped == 3
+    rows = read(path, [*bad, *GOOD], "number", "length:target=9", **skip)
+    assert len(rows.train) == 501 and rows.skipped == 2  # the row without an answer has its length
+    with pytest.raises(UserError, match="no row is left"):
+        read(path, bad[:1], "number", **skip)
+    with pytest.raises(UserError, match="streamed file"):
+        read(path, [*bad, *GOOD], "number", streaming=True, max_steps=1, **skip)

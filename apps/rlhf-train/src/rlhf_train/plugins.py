@@ -46,7 +46,7 @@ def load_methods(file: str) -> list[str]:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # a program of the user's, which fails as it likes
+    except (Exception, SystemExit) as error:  # a program of the user's, which fails as it likes
         del sys.modules[name]
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
@@ -83,7 +83,7 @@ def load_installed(name: str) -> None:
     entry = installed_methods()[name]
     try:
         found = entry.load()
-    except Exception as error:  # of another's package
+    except (Exception, SystemExit) as error:  # of another's package
         raise UserError(
             f"method {name}: {entry.value} cannot be imported ({type(error).__name__}: {error})"
         ) from error

@@ -8,7 +8,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -69,13 +69,25 @@ def new_run(options: dict[str, Any], job: str) -> Iterator[RunFolder]:
 
 @contextmanager
 def run_of_all(options: dict[str, Any], job: str) -> Iterator[RunFolder]:
-    """The new run's folder, which the first process makes; see `new_run`."""
+    """The new run's folder, which the first process makes; see `new_run`.
+
+    Raises:
+        UserError: the first process refuses the folder, and with it all others.
+    """
     if is_first_process():
-        with new_run(options, job) as run:
+        with ExitStack() as stack:
+            try:
+                run = stack.enter_context(new_run(options, job))
+            except UserError:
+                from_first_process(None)  # the others would wait for ever
+                raise
             from_first_process(str(run.path))
             yield run
     else:
-        yield RunFolder(from_first_process(None))
+        path = from_first_process(None)
+        if path is None:
+            raise UserError("the first process refuses the run; its message says why")
+        yield RunFolder(path)
 
 
 def resumed_run(options: dict[str, Any], job: str, changing: Sequence[str]) -> RunFolder:

@@ -19,6 +19,7 @@ from rlhf_models.attention.packed import prepare_for_packing as prepare_for_pack
 from rlhf_models.device_manager import DeviceManager as DeviceManager
 from rlhf_models.device_manager import Placement as Placement
 from rlhf_models.heads.classifiers import brings_head as brings_head
+from rlhf_models.heads.classifiers import check_scoring_model as check_scoring_model
 from rlhf_models.heads.classifiers import share_trunk as share_trunk
 from rlhf_models.heads.ensemble import ENSEMBLE_FILE as ENSEMBLE_FILE
 from rlhf_models.heads.ensemble import Aggregate as Aggregate

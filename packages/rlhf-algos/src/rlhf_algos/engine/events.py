@@ -108,14 +108,13 @@ class TrainingEvents:
             trainer.on_step(trainer.step, metrics)
         self._observers.after_step(trainer.step)
         evaluated = self._judge(metrics)
-        last = trainer.due(config.save_steps) or self.finished
+        code = self._exit_code() if trainer.run else 0
+        last = trainer.due(config.save_steps) or self.finished or code
         due = last or (evaluated and config.load_best_model_at_end)
         checkpoint = self._save(metrics) if trainer.run and due else None
         if trainer.on_report:
             trainer.on_report(self._pace.report(trainer.step, metrics, logged=logged, checkpoint=checkpoint))
-        if trainer.run and (code := self._exit_code()):
-            if checkpoint is None:
-                self._save(metrics)
+        if code:
             raise TrainingStopped(code)
 
     def after_last_step(self) -> None:

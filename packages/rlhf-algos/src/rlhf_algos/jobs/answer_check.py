@@ -10,57 +10,95 @@ from rlhf_data import UserError, record_rows, row_place, scan_rows
 from rlhf_infer import RewardFunctionFactory
 from rlhf_infer.rewards.answers.verifiable import is_checked
 
-__all__ = ["check_answers"]
+__all__ = ["AnswerCheck"]
 
 _RULES = ("number", "math", "choice", "exact")
 """Rules that read a column of right answers; they are cheap to make."""
 
 
-def check_answers(config: Any, path: str, *, subset_size: int | None = None) -> None:
-    """Refuse a file with a right answer that a reward of the job cannot read, or without any.
-
-    Only the rules for checked answers look at rows; rows that are bad otherwise are passed over.
+class AnswerCheck:
+    """Looks whether the rewards of a job can read the right answers of rows.
 
     Args:
-        config: the job's settings.
-        path: the file.
-        subset_size: rows that are looked at; None for all.
-
-    Raises:
-        UserError: a row's answer cannot be read, no reward applies to a row, or no row has a column that a
-            reward needs; file and row are named.
+        config: the job's settings. With `on_bad_row` "skip" a row that cannot be read is left out.
     """
-    rules: list[Any] = [
-        RewardFunctionFactory.from_spec(spec) for spec in config.reward if spec.partition(":")[0] in _RULES
-    ]
-    if not rules:
-        return
-    alone = len(rules) == len(config.reward)
-    seen: set[str] = set()
-    unanswered: str | None = None
-    where = None
-    for where, row in _rows(config, path, subset_size):
-        seen |= row.keys()
-        for rule in rules:
+
+    def __init__(self, config: Any) -> None:
+        specs = [spec for spec in config.reward if spec.partition(":")[0] in _RULES]
+        self._config = config
+        self._rules: list[Any] = [RewardFunctionFactory.from_spec(spec) for spec in specs]
+        self._alone = bool(specs) and len(specs) == len(config.reward)
+
+    def file(self, path: str, *, subset_size: int | None = None) -> list[str]:
+        """What is wrong with the rows of a file that are to be left out; rows bad otherwise are passed over.
+
+        Args:
+            path: the file.
+            subset_size: rows that are looked at; None for all.
+
+        Raises:
+            UserError: no row has a column that a reward needs; with `on_bad_row` "error" also a row whose
+                answer cannot be read or that no reward applies to. File and row are named.
+        """
+        if not self._rules:
+            return []
+        seen: set[str] = set()
+        wrong: list[str] = []
+        unanswered: list[str] = []
+        where = None
+        for where, row in _rows(self._config, path, subset_size):
+            seen |= row.keys()
+            try:
+                self._read(row, where)
+            except UserError as error:
+                if self._config.on_bad_row == "error":
+                    raise
+                wrong.append(str(error))
+            else:
+                if self._lacks_answer(row, where):
+                    unanswered.append(where)
+        if where is None:  # reading the rows says what is wrong with them
+            return []
+        self._check_columns(path, seen)
+        columns = " or ".join(rule.column for rule in self._rules)
+        wrong += [
+            f"{row}: there is no {columns} to check a completion with, and no other reward; add one, give "
+            "another reward beside it, or leave such rows out"
+            for row in unanswered
+        ]
+        if wrong and self._config.on_bad_row == "error":
+            raise UserError(wrong[0])
+        return wrong
+
+    def accepts(self, record: Any) -> bool:
+        """Whether a record's row is none that `file` names."""
+        row = getattr(record, "columns", {})
+        try:
+            self._read(row, "")
+            return not self._lacks_answer(row, "")
+        except UserError:
+            return False
+
+    def _check_columns(self, path: str, seen: set[str]) -> None:
+        """Refuse a file none of whose rows has a column that a reward needs."""
+        for rule in self._rules:
+            if missing := [column for column in rule.required_columns if column not in seen]:
+                raise UserError(
+                    f"{path}: reward {rule.name} needs a column {missing[0]}; there are "
+                    f"{', '.join(sorted(seen)) or 'none beside prompt'}: name another one with "
+                    f"{rule.name}:column=NAME, or add it"
+                )
+
+    def _read(self, row: Mapping[str, Any], where: str) -> None:
+        """Refuse a right answer that a reward cannot read."""
+        for rule in self._rules:
             if rule.column in row:
                 rule.check_row(row, where)
-        if not any(is_checked(row, rule.column, where) for rule in rules):
-            unanswered = unanswered or where
-    if where is None:  # reading the rows says what is wrong with them
-        return
-    for rule in rules:
-        if missing := [column for column in rule.required_columns if column not in seen]:
-            raise UserError(
-                f"{path}: reward {rule.name} needs a column {missing[0]}; there are "
-                f"{', '.join(sorted(seen)) or 'none beside prompt'}: name another one with "
-                f"{rule.name}:column=NAME, or add it"
-            )
-    if alone and unanswered:
-        columns = " or ".join(rule.column for rule in rules)
-        raise UserError(
-            f"{unanswered}: there is no {columns} to check a completion with, and no other reward; add one, "
-            "give another reward beside it, or leave such rows out"
-        )
+            is_checked(row, rule.column, where)
+
+    def _lacks_answer(self, row: Mapping[str, Any], where: str) -> bool:
+        """Whether no reward applies to a row."""
+        return self._alone and not any(is_checked(row, rule.column, where) for rule in self._rules)
 
 
 def _rows(config: Any, path: str, subset_size: int | None) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlhf_algos.jobs.answer_check import check_answers
+from rlhf_algos.jobs.answer_check import AnswerCheck
 from rlhf_algos.process_group import num_processes
 from rlhf_data import (
     Record,
@@ -81,15 +81,11 @@ def load_rows(method: Method, config: Any) -> Rows:
             train = train[: config.subset_size]
         arithmetic = getattr(config, "task", "story") == "arithmetic"
         return Rows(train, held_out, "small sums" if arithmetic else "the story world")
-    if method.online:
-        check_answers(config, config.train_data, subset_size=config.subset_size)
-        if config.eval_data is not None:
-            check_answers(config, config.eval_data)
-    options = {"columns": config.columns, "on_bad_row": config.on_bad_row}
+    check = AnswerCheck(config) if method.online else None
     size = min(config.subset_size or _SAMPLE_ROWS, _SAMPLE_ROWS) if config.streaming else config.subset_size
-    train, skipped = _read(config.train_data, method, options, size, report=not config.streaming)
+    train, skipped = _read(config.train_data, method, config, size, check)
     if config.eval_data is not None:
-        held_out, more = _read(config.eval_data, method, options, None)
+        held_out, more = _read(config.eval_data, method, config, None, check)
         _warn_of_shared_prompts(train, held_out, config)
     elif config.streaming:
         held_out, more = [], 0
@@ -101,6 +97,10 @@ def load_rows(method: Method, config: Any) -> Rows:
             raise UserError(
                 f"{config.train_data}: all its prompts are held out, none is left to train on; "
                 "give more rows, or set eval_fraction to 0"
+            )
+        if not held_out:
+            _LOG.info(
+                "no row is held out, so nothing will say whether training helped; give --eval-data FILE"
             )
     streamed = config.train_data if config.streaming else None
     return Rows(train, held_out, str(config.train_data), skipped + more, streamed)
@@ -273,13 +273,22 @@ def _kl_batch_size(config: Any) -> int | None:
 
 
 def _read(
-    path: str, method: Method, options: dict[str, Any], subset_size: int | None, *, report: bool = True
+    path: str, method: Method, config: Any, subset_size: int | None, check: AnswerCheck | None
 ) -> tuple[list[Any], int]:
     """Records of a file and the bad rows left out; a streamed file's are reported when its set is built."""
+    streamed = config.streaming and path == config.train_data
+    unread = check.file(path, subset_size=config.subset_size if streamed else subset_size) if check else []
+    if unread and streamed:
+        raise UserError(f"{unread[0]}; a streamed file cannot be read without such rows")
+    options = {"columns": config.columns, "on_bad_row": config.on_bad_row}
     loaded = load_records(path, method.records, subset_size=subset_size, **options)
-    if report:
-        _warn_of_bad_rows(f"bad rows of {path}", loaded.skipped)
-    return loaded.records, len(loaded.skipped) if report else 0
+    records = [record for record in loaded.records if check.accepts(record)] if check else loaded.records
+    if unread and not records:
+        raise UserError(f"{path}: no row is left; {unread[0]}")
+    skipped = [*loaded.skipped, *unread]
+    if not streamed:
+        _warn_of_bad_rows(f"bad rows of {path}", skipped)
+    return records, 0 if streamed else len(skipped)
 
 
 def _warn_of_bad_rows(what: str, messages: Sequence[str]) -> None:

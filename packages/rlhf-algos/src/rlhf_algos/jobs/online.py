@@ -17,12 +17,14 @@ from rlhf_models import (
     ValueHead,
     ValueModel,
     adapter_base,
+    brings_head,
+    check_scoring_model,
     check_weights,
     is_adapter,
     load_config,
 )
 
-__all__ = ["PREFLIGHT", "check_parts", "online_parts", "tell_findings"]
+__all__ = ["PREFLIGHT", "check_parts", "load_rewards", "online_parts", "tell_findings"]
 
 _LOG = logging.getLogger(__name__)
 PREFLIGHT = "preflight.json"
@@ -44,26 +46,41 @@ def check_parts(config: Any) -> None:
     """
     for spec in config.reward:
         if ":" not in spec and ("/" in spec or Path(spec).is_dir()):
-            _check_model(spec)
+            _check_model(spec, scores=True)
         elif not spec.startswith(_HOLDS_MODELS):
             RewardFunctionFactory.from_spec(spec)
     if isinstance(config, PPOConfig) and config.value_model_path:
-        _check_model(config.value_model_path)
+        _check_model(config.value_model_path, scores=False)
 
 
-def _check_model(name: str) -> None:
-    """Refuse a scoring model whose configuration or weights are not there."""
+def _check_model(name: str, *, scores: bool) -> None:
+    """Refuse a model that is not there; with `scores` also a language model."""
     name = model_folder(name)
     if (Path(name) / ENSEMBLE_FILE).is_file():
         return
-    if is_adapter(name):
-        load_config(adapter_base(name))
-        return
-    load_config(name)
-    check_weights(name)
+    base = adapter_base(name) if is_adapter(name) else name
+    if scores and not (base != name and brings_head(name)):
+        check_scoring_model(base)
+    load_config(base)
+    if base == name:
+        check_weights(name)
 
 
-def online_parts(config: Any, model: Any, tokenizer: Any, run: RunFolder) -> dict[str, Any]:
+def load_rewards(config: Any) -> RewardFunctions:
+    """The rewards of a job; all are looked at before the first model is loaded.
+
+    Raises:
+        UserError: one of them cannot be used.
+    """
+    check_parts(config)
+    options = {"device": job_device()}
+    functions = [RewardFunctionFactory.from_spec(spec, model_options=options) for spec in config.reward]
+    return RewardFunctions(functions, weights=config.reward_weights)
+
+
+def online_parts(
+    config: Any, model: Any, tokenizer: Any, run: RunFolder, rewards: RewardFunctions
+) -> dict[str, Any]:
     """What the trainer of an online method takes besides the arguments of every trainer.
 
     Args:
@@ -71,13 +88,12 @@ def online_parts(config: Any, model: Any, tokenizer: Any, run: RunFolder) -> dic
         model: the policy.
         tokenizer: of the policy.
         run: the job's folder.
+        rewards: of the job.
 
     Raises:
-        UserError: a reward, the value model or vLLM cannot be used.
+        UserError: the value model or vLLM cannot be used.
     """
-    options = {"device": job_device()}
-    functions = [RewardFunctionFactory.from_spec(spec, model_options=options) for spec in config.reward]
-    parts: dict[str, Any] = {"rewards": RewardFunctions(functions, weights=config.reward_weights)}
+    parts: dict[str, Any] = {"rewards": rewards}
     if isinstance(config, PPOConfig):
         parts["value_model"] = _value_model(config, model, tokenizer)
     if config.use_vllm:

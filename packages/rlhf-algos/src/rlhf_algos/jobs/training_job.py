@@ -15,7 +15,7 @@ from rlhf_algos.jobs.data import Rows, build_sets, demonstrated, load_rows, with
 from rlhf_algos.jobs.extend import check_extension
 from rlhf_algos.jobs.methods import METHODS, Method
 from rlhf_algos.jobs.models import check_machine, longest_sequence, start_model
-from rlhf_algos.jobs.online import PREFLIGHT, online_parts, tell_findings
+from rlhf_algos.jobs.online import PREFLIGHT, load_rewards, online_parts, tell_findings
 from rlhf_algos.jobs.results import finish_run
 from rlhf_algos.jobs.tiny_models import few_threads_for_a_small_model
 from rlhf_algos.online.samples import sample_stage
@@ -93,7 +93,7 @@ class TrainingJob(Job):
             after = self._after(trainer, last)
             if self.method.online:
                 sample_stage(trainer, "end")
-            _LOG.info("saving the model to %s", self.run.path / "final")
+            _LOG.info("saving the model to %s in %s", self.run.path / "final", _dtype_name(trainer.model))
             trainer.save_model(self.run.path / "final")
             clock.lap("evaluation")
         results = {"before": before, "after": after, "wall_time": clock.split(), "resumed": resume}
@@ -112,6 +112,7 @@ class TrainingJob(Job):
         config, method = self.config, self.method
         check_machine(config)
         rows = load_rows(method, config)
+        rewards = load_rewards(config) if method.online else None
         shown = demonstrated(method, config, rows)
         model, tokenizer = start_model(method, config, shown, base_folder=self.run.path / "base")
         few_threads_for_a_small_model(model)
@@ -125,7 +126,7 @@ class TrainingJob(Job):
             tokenizer=tokenizer,
             run=self.run,
             progress=self.progress,
-            **online_parts(config, model, tokenizer, self.run) if method.online else {},
+            **online_parts(config, model, tokenizer, self.run, rewards) if rewards else {},
         )
         trainer.on_report = self.on_report
         if trainer.parallel.is_main:
@@ -199,6 +200,12 @@ def describe_rows(rows: Rows, trainer: Any) -> dict[str, Any]:
         "eval_rows": len(trainer.eval_examples),
         "bad_rows": rows.skipped,
     }
+
+
+def _dtype_name(model: Any) -> str:
+    """The dtype of the parameters that are saved, in words."""
+    trained = next((each for each in model.parameters() if each.requires_grad), None)
+    return "the dtype it was trained in" if trained is None else str(trained.dtype).removeprefix("torch.")
 
 
 class Clock:
