@@ -7,6 +7,8 @@ from rlhf_minmax.demo.builder import untrained_base as untrained_base
 from rlhf_minmax.dual_ascent import DualSettings as DualSettings
 from rlhf_minmax.dual_ascent import DualState as DualState
 from rlhf_minmax.dual_ascent import update_multiplier as update_multiplier
+from rlhf_minmax.evaluation.break_even import measure_break_even as measure_break_even
+from rlhf_minmax.evaluation.break_even import measure_scales as measure_scales
 from rlhf_minmax.formats import Critique as Critique
 from rlhf_minmax.formats import parse_critique as parse_critique
 from rlhf_minmax.game.forward_pass import MinMaxOutput as MinMaxOutput
@@ -17,6 +19,8 @@ from rlhf_minmax.optim.dual_ppo import DualPPOOptimizer as DualPPOOptimizer
 from rlhf_minmax.players.monitor_model import MonitorModel as MonitorModel
 from rlhf_minmax.report.page import write_minmax_report as write_minmax_report
 from rlhf_minmax.report.panels import minmax_figure as minmax_figure
+from rlhf_minmax.run.building import Game as Game
+from rlhf_minmax.run.building import build_game as build_game
 from rlhf_minmax.run.dry_run import plan_run as plan_run
 from rlhf_minmax.run.events import Events as Events
 from rlhf_minmax.run.minmax_job import MinMaxJob as MinMaxJob

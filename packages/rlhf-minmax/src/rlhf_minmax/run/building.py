@@ -13,7 +13,7 @@ from rlhf_minmax.demo.held_out import with_held_out_reward
 from rlhf_minmax.game.forward_pass import MinMaxPipeline
 from rlhf_minmax.game.stories import Stories
 from rlhf_minmax.players.players import Players, load_players
-from rlhf_minmax.run.distributed import check_built
+from rlhf_minmax.run.distributed import check_built, plan_devices
 from rlhf_minmax.run.events import Events
 from rlhf_minmax.scorers.distributed import held_out_together, shared_out
 from rlhf_minmax.scorers.loading import (
@@ -41,8 +41,8 @@ class Game:
 def build_game(
     config: MinMaxConfig,
     stories: Stories,
-    devices: DeviceManager,
-    events: Events,
+    devices: DeviceManager | None = None,
+    events: Events | None = None,
     cache_folder: Path | None = None,
     *,
     rebuild: bool = False,
@@ -52,7 +52,7 @@ def build_game(
     Args:
         config: the run's settings.
         stories: its records and prompts.
-        devices: which role runs where.
+        devices: which role runs where; None for what `plan_devices` says.
         events: called with every step of building, and with gates that were missed.
         cache_folder: where built models are kept; None is the user's cache folder.
         rebuild: build them even where they are cached.
@@ -60,6 +60,7 @@ def build_game(
     Raises:
         UserError: a built model misses its gate without `force`, or a model cannot be loaded.
     """
+    devices, events = devices or plan_devices(config), events or Events()
     demo = _built_models(config, stories, events, cache_folder, rebuild) if needs_demo(config) else None
     players = load_players(config, str(demo.base) if demo else None, devices)
     if devices.device("policy").type == "cpu" and _num_parameters(players) < _TINY_PARAMETERS:
