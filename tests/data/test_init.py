@@ -7,7 +7,7 @@ from typing import Any
 def test_every_exported_name_resolves():
     package: Any = importlib.import_module("rlhf_data")
     for name in package.__all__:
-        module = importlib.import_module(f"rlhf_data.{package._MODULE_OF[name]}")
+        module = importlib.import_module(f"rlhf_data{package._MODULE_OF[name]}")
         assert getattr(package, name) is getattr(module, name)
 
 

@@ -87,7 +87,7 @@ def test_package_is_documented_typed_and_exports_what_it_lists(member: Path):
     assert (source / "__init__.py").read_text().count("\n") <= 60
     module = importlib.import_module(name)
     listed = module.__all__
-    assert listed == sorted(set(listed), key=lambda n: (not n.isupper(), not n[0].isupper(), n))
+    assert listed == sorted(set(listed))
     for exported in listed:
         assert getattr(module, exported) is not None
 

@@ -309,7 +309,7 @@ def test_what_a_story_run_counts() -> None:
         (["--data={data}", "--stage=sft", "--stage=ppo"], ["stage ppo", "reward_model"]),
         (["--data={data}", "--stage=reward", "--reward-model=x"], ["reward_model takes the place"]),
         (["--data={data}", "--stage=ppo", "--reward-model=./x"], ["model folder ./x does not exist"]),
-        (["--data={data}", "--stage=ppo", "--reward-model={model}"], ["lack score.weight"]),
+        (["--data={data}", "--stage=ppo", "--reward-model={model}"], ["is a language model"]),
         (["--data={data}", "--set=ppo.reward=numbr"], ["'numbr' is unknown"]),
         (["--data=nowhere"], ["data: nowhere does not exist"]),
         (["--data={model}"], ["has no sft.jsonl", "--stage"]),

@@ -41,11 +41,11 @@ from rlhf_algos.jobs.models import longest_sequence as longest_sequence
 from rlhf_algos.jobs.models import lora_settings as lora_settings
 from rlhf_algos.jobs.models import start_model as start_model
 from rlhf_algos.jobs.results import finish_run as finish_run
-from rlhf_algos.jobs.rlhf import RLHFConfig as RLHFConfig
 from rlhf_algos.jobs.rlhf import RLHFOrchestrator as RLHFOrchestrator
 from rlhf_algos.jobs.rlhf import RLHFTrainer as RLHFTrainer
-from rlhf_algos.jobs.rlhf import TrainingStage as TrainingStage
 from rlhf_algos.jobs.rlhf_config import STAGES as STAGES
+from rlhf_algos.jobs.rlhf_config import RLHFConfig as RLHFConfig
+from rlhf_algos.jobs.rlhf_config import TrainingStage as TrainingStage
 from rlhf_algos.jobs.training_job import TrainingJob as TrainingJob
 from rlhf_algos.offline.dpo import DPOTrainer as DPOTrainer
 from rlhf_algos.offline.kto import KTOTrainer as KTOTrainer

@@ -45,7 +45,7 @@ def check_parts(config: Any) -> None:
         UserError: one of them is unknown, or not there.
     """
     for spec in config.reward:
-        if ":" not in spec and ("/" in spec or Path(spec).is_dir()):
+        if spec and ":" not in spec and ("/" in spec or Path(spec).is_dir()):
             _check_model(spec, scores=True)
         elif not spec.startswith(_HOLDS_MODELS):
             RewardFunctionFactory.from_spec(spec)
