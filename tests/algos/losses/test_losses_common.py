@@ -33,6 +33,10 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "next_token_loss": (["logps", "weights"], {}),
     "outcome_ranking": (["step_scores", "step_owner"], {"how": "mean", "margins": torch.zeros(1)}),
     "pair_calibration": (["chosen_rewards", "rejected_rewards"], {}),
+    "policy_loss": (
+        ["logps", "old_logps", "advantages", "weights", "sequence"],
+        {"surrogate": losses.SURROGATES["sapo"], "settings": losses.SurrogateSettings(0.2, 0.2)},
+    ),
     "policy_ratio": (["logps", "old_logps", "weights", "sequence"], {}),
     "simpo_loss": (
         ["chosen_logps", "rejected_logps"],

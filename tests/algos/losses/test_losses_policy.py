@@ -1,4 +1,4 @@
-"""Ratios of tokens and sequences, both bounds, what tokens count for each loss type, the corrected KL."""
+"""Ratios of tokens and sequences, both bounds, the corrected KL."""
 
 from __future__ import annotations
 
@@ -216,80 +216,6 @@ def test_ratio_statistics_of_nothing_are_neutral():
         losses.ratio_statistics(empty, empty, empty, empty.long(), clip_low=0.2, clip_high=0.2, level=unknown)
 
 
-@pytest.mark.parametrize(
-    ("loss_type", "weights", "normaliser"),
-    [
-        # lengths 2, 0 (masked) and 4 of at most 10
-        ("grpo", [1 / 2, 0.0, 1 / 4], 3),  # sequences
-        ("dapo", [1.0, 0.0, 1.0], 6),  # tokens
-        ("bnpo", [3 / 6, 0.0, 3 / 6], 3),  # (Σ / 6 tokens) of one batch of 3 sequences
-        ("dr_grpo", [1.0, 0.0, 1.0], 30),  # sequences times the longest length
-    ],
-)
-def test_token_weights_golden(loss_type, weights, normaliser):
-    made = losses.token_weights(loss_type, torch.tensor([2, 0, 4]), max_completion_length=10)
-    assert made.weights.tolist() == pytest.approx(weights)
-    assert made.weights.dtype == torch.float32
-    assert made.normaliser.item() == normaliser and made.normaliser.ndim == 0
-    assert not made.normaliser.is_floating_point()
-    short = losses.token_weights(
-        loss_type, torch.tensor([2, 0, 4], dtype=torch.int32), max_completion_length=10
-    )
-    assert torch.equal(short.weights, made.weights) and short.normaliser == made.normaliser
-
-
-@pytest.mark.parametrize(
-    ("loss_type", "expected"),
-    [
-        # per-token losses 1, 3 | 5 | 6, 6, 6, 10:
-        ("grpo", (4 / 2 + 5 / 1 + 28 / 4) / 3),  # the mean of the means
-        ("dapo", 37 / 7),  # the mean of all tokens
-        ("bnpo", 37 / 7),  # of one batch the same
-        ("dr_grpo", 37 / (3 * 5)),  # by the longest length, 5
-    ],
-)
-def test_losses_by_type_golden(loss_type, expected):
-    # ratio 1 and A = -loss: the loss of a token is its number
-    numbers = [1.0, 3.0, 5.0, 6.0, 6.0, 6.0, 10.0]
-    sequence = torch.tensor([0, 0, 1, 2, 2, 2, 2])
-    made = losses.token_weights(loss_type, sequence.bincount(), max_completion_length=5)
-    result, gradient = _loss([1.0] * 7, [-x for x in numbers], weights=made.weights[sequence].double())
-    assert result.loss.item() / made.normaliser.item() == pytest.approx(expected, rel=1e-6)
-    # descending lowers the log-probability of each, in proportion to its weight
-    assert gradient == pytest.approx((made.weights[sequence] * torch.tensor(numbers)).tolist())
-
-
-def test_batches_of_bnpo():
-    # batches {0, 2} with 2 + 4 tokens and {1, 3} with 1 + 0: ½ (Σ / 6 + Σ / 1), for which 2 sequences of 4
-    batches = torch.tensor([8, 3, 8, 3])
-    made = losses.token_weights("bnpo", torch.tensor([2, 1, 4, 0]), batches=batches)
-    assert (made.weights / made.normaliser).tolist() == pytest.approx([1 / 12, 1 / 2, 1 / 12, 0.0])
-    # a batch of nothing but masked sequences counts as one
-    made = losses.token_weights("bnpo", torch.tensor([2, 0, 4, 0]), batches=batches)
-    assert (made.weights / made.normaliser).tolist() == pytest.approx([1 / 12, 0.0, 1 / 12, 0.0])
-
-
-@pytest.mark.parametrize("loss_type", losses.LOSS_TYPES)
-def test_normalisers_add_up_over_any_cut(loss_type):
-    lengths = torch.tensor([3, 0, 7, 1, 5, 2])
-    whole = losses.token_weights(loss_type, lengths, max_completion_length=9)
-    parts = [
-        losses.token_weights(loss_type, part, max_completion_length=9) for part in lengths.split([1, 3, 2])
-    ]
-    assert sum(part.normaliser.item() for part in parts) == whole.normaliser.item()
-    if loss_type != "bnpo":  # its weights are those of whole batches
-        torch.testing.assert_close(torch.cat([part.weights for part in parts]), whole.weights)
-
-
-def test_token_weights_refuse_what_they_do_not_know():
-    with pytest.raises(ValueError, match="one of bnpo, dapo, dr_grpo, grpo, got 'ppo'"):
-        losses.token_weights("ppo", torch.tensor([1]))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="dr_grpo divides by max_completion_length"):
-        losses.token_weights("dr_grpo", torch.tensor([1]))
-    with pytest.raises(ValueError, match=r"batches must have shape \(2,\), got \(1,\)"):
-        losses.token_weights("bnpo", torch.tensor([1, 2]), batches=torch.tensor([0]))
-
-
 def test_corrected_kl_golden():
     # π / ref = 2, k1 = log 2, k3 = ½ - 1 + log 2; π / π_old = 3
     logps = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
@@ -377,13 +303,11 @@ def test_nothing_is_made_on_the_default_device():
             ).values(),
             *vars(losses.importance_weights(logps, logps, sequence, mode="sequence_mask")).values(),
         ]
-        for loss_type in losses.LOSS_TYPES:
-            made += vars(losses.token_weights(loss_type, sequence, max_completion_length=4)).values()
     assert {x.device.type for x in made} == {"cpu"}
 
 
 def test_results_are_frozen():
-    for kind in (losses.RatioStatistics, losses.TokenWeights, losses.ImportanceWeights):
+    for kind in (losses.RatioStatistics, losses.ImportanceWeights):
         fields = [field.name for field in dataclasses.fields(kind)]
         made = kind(*[torch.zeros(1)] * len(fields))
         for field in fields:

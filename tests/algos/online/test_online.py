@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlhf_algos import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer
 from rlhf_algos.engine.loss_output import LossOutput, reduce_outputs
+from rlhf_algos.losses import LOSS_TYPES
 from rlhf_algos.online.rollouts import Completion
 from rlhf_data import PromptExample, RunFolder, UserError
 from rlhf_infer.rewards import RewardFunctions
@@ -91,7 +92,7 @@ def gradient(model: Any) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "bnpo", "dr_grpo"])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_grpo_is_the_padded_loss(loss_type: str, level: str) -> None:
     """Advantages and loss are written out here with loops and masks, as the papers have them."""
@@ -120,9 +121,15 @@ def test_grpo_is_the_padded_loss(loss_type: str, level: str) -> None:
         log_ratio = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True)
     ratio = log_ratio.exp()
     kl = (torch.exp(reference - logps) - (reference - logps) - 1) * ratio
-    per_token = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages) + 0.1 * kl
+    clipped = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    temperatures = torch.where(advantages > 0, 1.0, 1.05)
+    softly = -torch.sigmoid(temperatures * (ratio - 1)) * 4 / temperatures * advantages
+    weighted = -ratio.detach().clamp(max=5) * advantages * logps
+    per_token = {"cispo": weighted, "sapo": softly}.get(loss_type, clipped) + 0.1 * kl
     expected = {
         "grpo": ((per_token * mask).sum(1) / mask.sum(1)).mean(),
+        "sapo": ((per_token * mask).sum(1) / mask.sum(1)).mean(),
+        "cispo": (per_token * mask).sum() / mask.sum(),
         "dapo": (per_token * mask).sum() / mask.sum(),
         "bnpo": (per_token * mask).sum() / mask.sum(),
         "dr_grpo": (per_token * mask).sum() / (len(completions) * 6),
@@ -226,7 +233,7 @@ def test_updates_end_when_the_policy_has_strayed() -> None:
 
 @pytest.mark.parametrize(
     ("make", "settings"),
-    [*((grpo, {"loss_type": each}) for each in ("grpo", "dapo", "bnpo", "dr_grpo")), (ppo, {})],
+    [*((grpo, {"loss_type": each}) for each in LOSS_TYPES), (ppo, {})],
 )
 def test_a_step_whose_completions_are_all_masked_changes_nothing(
     make: Any, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
@@ -260,7 +267,7 @@ def test_extremes_of_nothing_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "bnpo", "dr_grpo"])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_the_entropy_bonus_of_grpo_is_the_mean_over_tokens(loss_type: str, masked: bool) -> None:
     """TRL: the same strength for every loss type; here over all tokens of the step, however it is cut."""
     settings = {"loss_type": loss_type, "mask_truncated_completions": masked, "max_tokens_per_batch": 20}
@@ -433,6 +440,7 @@ def test_settings_that_contradict_each_other() -> None:
     for config, settings, part in (
         (GRPOConfig, {"num_generations": 1}, "a group needs two"),
         (GRPOConfig, {"epsilon": None, "epsilon_high": 0.3}, "epsilon_high is set without epsilon"),
+        (GRPOConfig, {"loss_type": "cispo", "delta": 4.0}, "delta has no meaning"),
         (PPOConfig, {"kl_penalty": "loss"}, "k1 has no gradient"),
         (PPOConfig, {"kl_coef": 0, "kl_target": 1}, "kl_target adapts kl_coef"),
         (PPOConfig, {"min_completion_length": 300}, "is above max_completion_length"),

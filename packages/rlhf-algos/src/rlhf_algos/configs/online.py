@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -12,6 +13,9 @@ from rlhf_algos.process_group import num_processes
 from rlhf_data import BaseConfig, LocalPath, model_folder
 
 __all__ = ["GRPOConfig", "OnlineConfig", "PPOConfig", "SamplingConfig", "VLLMConfig"]
+
+_CISPO_BOUND = 5.0
+"""What ScaleRL (https://arxiv.org/abs/2510.13786) and TRL recommend."""
 
 
 class SamplingConfig(BaseConfig):
@@ -179,11 +183,16 @@ class GRPOConfig(OnlineConfig):
     epsilon: float | None = Field(default=0.2, ge=0)
     """The ratio of the policies counts down to 1 - epsilon; null does not clip."""
     epsilon_high: float | None = Field(default=None, ge=0)
-    """It counts up to 1 + epsilon_high; null takes epsilon."""
+    """It counts up to 1 + epsilon_high; null takes epsilon.  With cispo up to epsilon_high; null takes 5."""
     delta: float | None = Field(default=None, gt=1)
     """Upper bound of the ratio whatever the advantage's sign; null for none."""
-    loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo"] = "dapo"
-    """What tokens count: 1 / length (grpo), the same (dapo, bnpo), or 1 / max_completion_length (dr_grpo)."""
+    loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo"] = "dapo"
+    """What tokens count: 1 / length (grpo, sapo), the same (dapo, bnpo, cispo), or 1 / max_completion_length
+    (dr_grpo); cispo bounds the weight of a token and not its gradient, sapo bounds the ratio softly."""
+    sapo_temperature_pos: float = Field(default=1.0, gt=0)
+    """How fast sapo's bound closes on a ratio that moves away from 1, where the advantage is positive."""
+    sapo_temperature_neg: float = Field(default=1.05, gt=0)
+    """The same where the advantage is not positive."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """The ratio of each token, or one of the whole completion (GSPO)."""
     advantage_estimator: Literal["grpo", "rloo"] = "grpo"
@@ -204,7 +213,18 @@ class GRPOConfig(OnlineConfig):
             raise ValueError("num_generations is 1, but a group needs two completions or more; raise it")
         if self.epsilon is None and self.epsilon_high is not None:
             raise ValueError("epsilon_high is set without epsilon; set both or none")
+        if self.delta is not None and self.loss_type in ("cispo", "sapo"):
+            raise ValueError(f"delta has no meaning with loss_type {self.loss_type}; leave it out")
         return self
+
+    @property
+    def clip_bounds(self) -> tuple[float, float]:
+        """How far the ratio of the policies counts below and above 1."""
+        if self.epsilon is None:
+            return math.inf, math.inf
+        if self.loss_type == "cispo":
+            return math.inf, (_CISPO_BOUND if self.epsilon_high is None else self.epsilon_high) - 1
+        return self.epsilon, self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     @property
     def passes(self) -> int:

@@ -14,26 +14,34 @@ from rlhf_algos.losses.importance import ImportanceMode, ImportanceWeights, impo
 from rlhf_algos.losses.kl import KL_ESTIMATORS, KLEstimator, corrected_kl, kl_k1, kl_k2, kl_k3
 from rlhf_algos.losses.kto import KTOLoss, kl_ema, kto_kl, kto_loss
 from rlhf_algos.losses.policy import (
-    LOSS_TYPES,
-    LossType,
     PolicyLoss,
     RatioStatistics,
-    TokenWeights,
     ValueLoss,
     clipped_policy_loss,
+    policy_loss,
     policy_ratio,
     ratio_statistics,
-    token_weights,
     value_loss,
 )
 from rlhf_algos.losses.preference import DPOLossType, PreferenceLoss, chosen_nll, dpo_loss, simpo_loss
 from rlhf_algos.losses.process import StepAggregation, aggregate_steps, outcome_ranking
 from rlhf_algos.losses.rewards import BinaryLoss, PairLoss, binary_cross_entropy, bradley_terry
+from rlhf_algos.losses.surrogates import (
+    LOSS_TYPES,
+    NORMALISERS,
+    SURROGATES,
+    LossType,
+    SurrogateSettings,
+    TokenWeights,
+    token_weights,
+)
 from rlhf_algos.losses.tokens import TokenLoss, next_token_loss
 
 __all__ = [
     "KL_ESTIMATORS",
     "LOSS_TYPES",
+    "NORMALISERS",
+    "SURROGATES",
     "BinaryLoss",
     "DPOLossType",
     "ImportanceMode",
@@ -46,6 +54,7 @@ __all__ = [
     "PreferenceLoss",
     "RatioStatistics",
     "StepAggregation",
+    "SurrogateSettings",
     "TokenLoss",
     "TokenWeights",
     "ValueLoss",
@@ -67,6 +76,7 @@ __all__ = [
     "next_token_loss",
     "outcome_ranking",
     "pair_calibration",
+    "policy_loss",
     "policy_ratio",
     "ratio_statistics",
     "simpo_loss",

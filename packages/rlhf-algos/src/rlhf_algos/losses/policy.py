@@ -1,4 +1,4 @@
-"""Losses of a policy that samples and of its value function, and what their tokens count."""
+"""Losses of a policy that samples and of its value function, and its ratios to the policy that sampled."""
 
 from __future__ import annotations
 
@@ -10,35 +10,29 @@ import torch
 from torch import Tensor
 
 from rlhf_algos._flat import check_flat, dense_index, total
+from rlhf_algos.losses.surrogates import Surrogate, SurrogateSettings, clipped
 
 __all__ = [
-    "LOSS_TYPES",
-    "LossType",
     "PolicyLoss",
     "RatioStatistics",
-    "TokenWeights",
     "ValueLoss",
     "clipped_policy_loss",
+    "policy_loss",
     "policy_ratio",
     "ratio_statistics",
-    "token_weights",
     "value_loss",
 ]
-
-LossType = Literal["bnpo", "dapo", "dr_grpo", "grpo"]
-LOSS_TYPES: tuple[LossType, ...] = ("bnpo", "dapo", "dr_grpo", "grpo")
-"""How a loss is averaged over tokens and sequences, see `token_weights`."""
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Sums over tokens of a clipped policy loss; scalars, only `loss` carries a gradient."""
+    """Sums over tokens of a policy loss; scalars, only `loss` carries a gradient."""
 
     loss: Tensor
     clipped_low: Tensor
-    """Tokens with a negative advantage whose ratio lies below `1 - clip_low`: no gradient there."""
+    """Tokens with a negative advantage whose ratio lies below `1 - clip_low`: clipping leaves no gradient."""
     clipped_high: Tensor
-    """Tokens with a positive advantage whose ratio lies above `1 + clip_high`: no gradient there."""
+    """Tokens with a positive advantage whose ratio lies above `1 + clip_high`: likewise."""
     approx_kl: Tensor
     """k3 estimate, in nats, of KL(old policy || policy), from the tokens the old policy sampled."""
 
@@ -64,16 +58,6 @@ class RatioStatistics:
     def region(self) -> Tensor:
         """How many are clipped at either bound."""
         return self.low + self.high
-
-
-@dataclass(frozen=True)
-class TokenWeights:
-    """What tokens count in a sum, and what the sum is divided by."""
-
-    weights: Tensor
-    """(Q,) float: what each token of a sequence counts; 0 for a sequence that is masked."""
-    normaliser: Tensor
-    """Scalar integer, to be added up over all sequences of an optimizer step."""
 
 
 @dataclass(frozen=True)
@@ -150,13 +134,45 @@ def clipped_policy_loss(
         The minimum bounds the objective only on the side where moving further would raise it: without delta
         a token with a negative advantage and a large ratio keeps its whole gradient.
     """
+    settings = SurrogateSettings(clip_low, clip_high, delta)
+    return policy_loss(
+        logps, old_logps, advantages, surrogate=clipped, settings=settings, weights=weights, sequence=sequence
+    )
+
+
+def policy_loss(
+    logps: Tensor,
+    old_logps: Tensor,
+    advantages: Tensor,
+    *,
+    surrogate: Surrogate,
+    settings: SurrogateSettings,
+    weights: Tensor | None = None,
+    sequence: Tensor | None = None,
+) -> PolicyLoss:
+    """Surrogate objective of GRPO or one of its relatives, negated, summed over tokens.
+
+    L = Σ_t w_t · surrogate(logp_t, r_t, A_t),  r_t: `policy_ratio`
+
+    Args:
+        logps: (M,) as for `clipped_policy_loss`.
+        old_logps: (M,) as there.
+        advantages: (M,) as there.
+        surrogate: what a token loses, one of `SURROGATES`.
+        settings: what bounds the ratio.
+        weights: (M,) as there.
+        sequence: (M,) as there.
+
+    Returns:
+        Weighted sums over the M tokens; tokens outside the bounds of `settings` are counted as clipped,
+        whatever the surrogate makes of them.
+    """
     check_flat(logps, old_logps=old_logps, advantages=advantages, weights=weights, sequence=sequence)
     ratio = _log_ratio(logps, old_logps, sequence, weights).exp()
-    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
-    ratio = ratio if delta is None else ratio.clamp(max=delta)
-    per_token = -torch.minimum(ratio * advantages, bounded * advantages)
+    per_token = surrogate(logps, ratio, advantages, settings)
     with torch.no_grad():
-        low, high = _clipped(ratio, advantages, clip_low, clip_high)
+        bounded = ratio if settings.delta is None else ratio.clamp(max=settings.delta)
+        low, high = _clipped(bounded, advantages, settings.clip_low, settings.clip_high)
         log_ratio = logps - old_logps
         divergence = torch.expm1(log_ratio) - log_ratio
     return PolicyLoss(
@@ -218,58 +234,6 @@ def ratio_statistics(
         low_min=torch.cat([means[1], bounds[0]]).amin(),
         high_max=torch.cat([means[2], bounds[1]]).amax(),
     )
-
-
-def token_weights(
-    loss_type: LossType,
-    lengths: Tensor,
-    *,
-    max_completion_length: int | None = None,
-    batches: Tensor | None = None,
-) -> TokenWeights:
-    """What tokens count in a policy loss, and what its sum is divided by once.
-
-    - grpo: the mean over sequences of the mean over a sequence's tokens: 1 / |o_i|; divided by the sequences.
-      https://arxiv.org/abs/2402.03300, eq. 3.
-    - dapo: the mean over tokens: 1; divided by the tokens.  https://arxiv.org/abs/2503.14476, eq. 8.
-    - bnpo: the mean over batches of equal size of the mean over a batch's tokens: sequences of the batch over
-      its tokens; divided by the sequences.
-    - dr_grpo: 1; divided by the sequences times the longest length there may be.
-      https://arxiv.org/abs/2503.20783, section 3.2.
-
-    Args:
-        loss_type: one of `LOSS_TYPES`.
-        lengths: (Q,) tokens of each sequence that count; 0 for a sequence that is masked.
-        max_completion_length: tokens that a completion may have; only dr_grpo needs it.
-        batches: (Q,) integer index of the batch that a sequence is averaged in, whole batches of it; only
-            bnpo reads it, None for one batch.
-
-    Returns:
-        Weights (Q,), and the normaliser: to be added up over the step's micro-batches and processes and
-        clamped at 1, for a step of which every token is masked.
-
-    Raises:
-        ValueError: an unknown loss type, or dr_grpo without `max_completion_length`.
-
-    Note:
-        As in TRL, a masked sequence still counts as a sequence in grpo and dr_grpo, and TRL's dapo divides by
-        the tokens of the whole rollout over its optimizer steps, not by each step's own tokens.
-    """
-    check_flat(lengths, batches=batches)
-    ones = (lengths > 0).to(torch.float32)
-    if loss_type == "grpo":
-        return TokenWeights(ones / lengths.clamp(min=1), torch.ones_like(lengths).sum())
-    if loss_type == "dapo":
-        return TokenWeights(ones, lengths.sum())
-    if loss_type == "bnpo":
-        index, size = dense_index(torch.zeros_like(lengths) if batches is None else batches)
-        tokens = torch.zeros_like(size).index_add(0, index, lengths.to(size.dtype))
-        return TokenWeights(ones * (size / tokens.clamp(min=1))[index], size.sum())
-    if loss_type != "dr_grpo":
-        raise ValueError(f"loss_type must be one of {', '.join(LOSS_TYPES)}, got {loss_type!r}")
-    if max_completion_length is None:
-        raise ValueError("dr_grpo divides by max_completion_length; give it")
-    return TokenWeights(ones, torch.ones_like(lengths).sum() * max_completion_length)
 
 
 def value_loss(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlhf_algos.advantages import group_advantages, overlong_penalty
 from rlhf_algos.configs.online import GRPOConfig
@@ -14,8 +14,10 @@ from rlhf_algos.engine.loss_output import LossOutput
 from rlhf_algos.engine.sequence_sums import mean_where
 from rlhf_algos.losses import (
     KL_ESTIMATORS,
-    clipped_policy_loss,
+    SURROGATES,
+    SurrogateSettings,
     corrected_kl,
+    policy_loss,
     ratio_statistics,
     token_weights,
 )
@@ -31,9 +33,9 @@ class GRPOTrainer(OnlineTrainer):
     """Trains a policy by GRPO (https://arxiv.org/abs/2402.03300) and its relatives.
 
     `loss_type`, `importance_sampling_level`, `advantage_estimator` and `scale_rewards` make it Dr. GRPO,
-    DAPO, GSPO or RLOO.  Metrics: those of `rollout_metrics`; `kl` to the reference (nats per token, where
-    `beta` is set), `entropy`, `approx_kl` (to the sampling policy), `clip_ratio/low_mean`, `low_min`,
-    `high_mean`, `high_max`, `region_mean`; with vLLM those of `correct_mismatch`.
+    DAPO, CISPO, SAPO, GSPO or RLOO.  Metrics: those of `rollout_metrics`; `kl` to the reference (nats per
+    token, where `beta` is set), `entropy`, `approx_kl` (to the sampling policy), `clip_ratio/low_mean`,
+    `low_min`, `high_mean`, `high_max`, `region_mean`; with vLLM those of `correct_mismatch`.
 
     See `OnlineTrainer` for the arguments.
     """
@@ -82,7 +84,7 @@ class GRPOTrainer(OnlineTrainer):
         return int(token_weights(self.config.loss_type, lengths, max_completion_length=longest).normaliser)
 
     def loss(self, batch: PackedBatch, examples: Sequence[Any]) -> LossOutput:
-        """The clipped loss with its KL and entropy terms, and TRL's metrics."""
+        """The surrogate's loss with its KL and entropy terms, and TRL's metrics."""
         config, device = self.config, self.device
         scores = self.policy_scores(
             batch,
@@ -95,24 +97,25 @@ class GRPOTrainer(OnlineTrainer):
         advantages = flat("advantages", examples, device)
         weights = spread([each.weight for each in examples], examples, device)
         sequence = batch.score_sequence if config.importance_sampling_level == "sequence" else None
-        low = math.inf if config.epsilon is None else config.epsilon
-        high = low if config.epsilon_high is None else config.epsilon_high
-        clip = {"clip_low": low, "clip_high": high, "delta": config.delta}
+        low, high = config.clip_bounds
+        settings = SurrogateSettings(
+            *(low, high, config.delta), config.sapo_temperature_pos, config.sapo_temperature_neg
+        )
         corrected = advantages
         if config.use_vllm:
             corrected = advantages * flat("importance", examples, device)
-        result = clipped_policy_loss(logps, old_logps, corrected, weights=weights, sequence=sequence, **clip)
+        result = policy_loss(
+            *(logps, old_logps, corrected),
+            surrogate=SURROGATES[config.loss_type],
+            settings=settings,
+            weights=weights,
+            sequence=sequence,
+        )
         loss = result.loss
         counted = weights > 0
         means = {"entropy": mean_where(entropy.detach(), counted)}
         if config.beta:
-            ref_logps = flat("ref_logps", examples, device)
-            if config.use_bias_correction_kl:
-                kl = corrected_kl(
-                    logps, old_logps, ref_logps, estimator=config.kl_estimator, sequence=sequence
-                )
-            else:
-                kl = KL_ESTIMATORS[config.kl_estimator](logps, ref_logps)
+            kl = self._kl(logps, old_logps, examples, sequence)
             loss = loss + config.beta * (weights * kl).sum()
             means["kl"] = mean_where(kl.detach(), counted)
         if config.entropy_coef:
@@ -123,8 +126,10 @@ class GRPOTrainer(OnlineTrainer):
             old_logps[counted],
             advantages[counted],
             batch.score_sequence[counted],
+            clip_low=low,
+            clip_high=high,
+            delta=config.delta,
             level=config.importance_sampling_level,
-            **clip,
         )
         means |= {
             "approx_kl": (result.approx_kl, weights.sum()),
@@ -135,6 +140,15 @@ class GRPOTrainer(OnlineTrainer):
         lows, highs = {"clip_ratio/low_min": stats.low_min}, {"clip_ratio/high_max": stats.high_max}
         output = LossOutput(loss, means=means, lows=lows, highs=highs)
         return self.balanced(output, scores, self.terms(batch, examples))
+
+    def _kl(
+        self, logps: Tensor, old_logps: Tensor, examples: Sequence[Any], sequence: Tensor | None
+    ) -> Tensor:
+        """Estimated KL (M,) to the reference at each token."""
+        ref_logps, estimator = flat("ref_logps", examples, self.device), self.config.kl_estimator
+        if self.config.use_bias_correction_kl:
+            return corrected_kl(logps, old_logps, ref_logps, estimator=estimator, sequence=sequence)
+        return KL_ESTIMATORS[estimator](logps, ref_logps)
 
     def _counted(self, completion: Completion) -> int:
         """Tokens of a completion that count: none of one that was cut off, where those are masked."""
