@@ -85,7 +85,8 @@ def test_delta_bounds_the_ratio_of_negative_advantages():
     assert unbounded.loss.item() == pytest.approx(5.0 - 1.3 + 1.9 + 0.8)
     assert gradient == pytest.approx([5.0, 0.0, 1.9, 0.0])
     # below 1 + clip_high delta takes the place of the upper bound: -min(1.2, 1.3)
-    assert _loss([5.0], [1.0], delta=1.2)[0].loss.item() == pytest.approx(-1.2)
+    bounded, _ = _loss([5.0], [1.0], delta=1.2)
+    assert (bounded.loss.item(), bounded.clipped_high.item()) == (pytest.approx(-1.2), 0.0)
 
 
 @pytest.mark.parametrize(

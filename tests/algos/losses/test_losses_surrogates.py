@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 
-from rlhf_algos import GRPOConfig, losses
+from rlhf_algos import losses
 
 EACH_TYPE = pytest.mark.parametrize("loss_type", losses.LOSS_TYPES)
 
@@ -30,10 +30,8 @@ def _loss(loss_type: str, ratios: Any, advantages: Any, **options: Any) -> tuple
     return result.loss.item(), gradient.tolist()
 
 
-def test_both_tables_and_the_setting_name_the_same_types():
-    types = set(losses.LOSS_TYPES)
-    assert set(losses.SURROGATES) == set(losses.NORMALISERS) == set(get_args(losses.LossType)) == types
-    assert set(get_args(GRPOConfig.model_fields["loss_type"].annotation)) == types
+def test_both_tables_name_the_same_types():
+    assert set(losses.SURROGATES) == set(losses.NORMALISERS) == set(losses.LOSS_TYPES)
 
 
 def test_cispo_golden():

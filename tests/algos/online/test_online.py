@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -90,6 +90,10 @@ def gradient(model: Any) -> Tensor:
     found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     model.zero_grad(set_to_none=True)
     return found
+
+
+def test_the_setting_names_the_loss_types() -> None:
+    assert set(get_args(GRPOConfig.model_fields["loss_type"].annotation)) == set(LOSS_TYPES)
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
