@@ -11,6 +11,8 @@ A policy and a reward model of the same size with random weights, fp32. Four mea
 - `overload`: ten times as many requests as the queue holds, all at once.
 
 In the first two, server and engine take turns, and medians are of the turns' ratios and differences.
+With vLLM also what its asynchronous engine alone takes beside the synchronous one.
+
 Prints JSON. vLLM needs an environment of its own: `--vllm-python`, or VLLM_PYTHON.
 """
 
@@ -83,11 +85,17 @@ def environment(python: str, task: dict[str, Any]) -> dict[str, str]:
 def alone(python: str, backend: str, folder: Path, task: dict[str, Any]) -> Iterator[Callable[[str], float]]:
     """Engine and reward model without a server, in a process beside it: seconds of a call by its name."""
     command = [python, str(Path(__file__).with_name("serve_raw.py")), backend, str(folder)]
-    env = environment(python, task) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    env = environment(python, task) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # as the server sets it too
     log = folder / f"{backend}_alone.log"
     with open(log, "wb") as file:
         process = subprocess.Popen(
-            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True
+            command,
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=file,
+            text=True,
+            start_new_session=True,
         )
     asked, told = process.stdin, process.stdout
     assert asked and told
@@ -105,8 +113,8 @@ def alone(python: str, backend: str, folder: Path, task: dict[str, Any]) -> Iter
         read()
         yield lambda what: float(read(what))
     finally:
-        asked.close()
-        process.wait()
+        os.killpg(process.pid, signal.SIGKILL)  # vLLM's own processes too
+        process.communicate()
 
 
 class Load:
@@ -248,7 +256,16 @@ def measure(backend: str, folder: Path, task: dict[str, Any], options: argparse.
             "memory_mb": [round(each) for each in memory],
         },
         "overload": overload(python, backend, folder, task),
-    }
+    } | ({"asynchronous_engine": asynchronous(python, folder, task)} if backend == "vllm" else {})
+
+
+def asynchronous(python: str, folder: Path, task: dict[str, Any]) -> dict[str, float]:
+    """What vLLM's asynchronous engine, which a server needs, takes beside its synchronous one; no server."""
+    with alone(python, "vllm", folder, task) as plain, alone(python, "vllm-async", folder, task) as served:
+        turns = range(task["repeats"])
+        shares = [plain("generate") / served("generate") for _ in turns]
+        over = [served("single") - plain("single") for _ in range(10 * len(turns))]
+    return {"share_of_synchronous": statistics.median(shares), "over_ms": 1000 * statistics.median(over)}
 
 
 def overload(python: str, backend: str, folder: Path, task: dict[str, Any]) -> dict[str, Any]:
