@@ -17,7 +17,7 @@ from rlhf_data import (
     UserError,
     load_records,
 )
-from rlhf_data.records.row import row_parser
+from rlhf_data.readers.load import row_parser
 
 _GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k" / "test-300.jsonl.gz"
 

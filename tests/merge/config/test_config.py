@@ -222,7 +222,7 @@ def test_merged_wants_an_index_exactly_where_there_are_slices() -> None:
 
 def test_reading_configs_loads_no_torch() -> None:
     code = (
-        "import sys; from rlhf_merge.config.mergekit import MergeConfig; "
+        "import sys; from rlhf_merge.config.merge_config import MergeConfig; "
         "MergeConfig.from_dict({'method': 'linear', 'models': ['a']}); "
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )

@@ -8,8 +8,9 @@ import pytest
 
 from rlhf_merge.config.files import parse_yaml
 from rlhf_merge.config.merge_config import MergeConfig
-from rlhf_merge.config.mergekit import from_mergekit
 from rlhf_merge.methods.catalog import METHODS
+
+from_mergekit = MergeConfig.from_mergekit
 
 GRADIENT_SLERP = """
 slices:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from rlhf_merge.config.merge_config import MergeConfig
-from rlhf_merge.config.mergekit import from_mergekit
 from rlhf_merge.errors import MergeError
+
+from_mergekit = MergeConfig.from_mergekit
 
 
 def ties(**changes: Any) -> dict[str, Any]:

@@ -15,13 +15,12 @@ from typing import Any
 from rlhf_data.datasets.tokenized import PROGRESS_ROWS, Example, MismatchedPairs, OnProgress, TokenizedDataset
 from rlhf_data.errors import UserError
 from rlhf_data.readers.files import iterate_lines, parse_line, row_place
-from rlhf_data.readers.load import OnBadRow, first_rows, good_rows, unpaired
+from rlhf_data.readers.load import OnBadRow, first_rows, good_rows, row_parser, unpaired
 from rlhf_data.records.encode import TokenSequence
 from rlhf_data.records.kind import Record
 from rlhf_data.records.kto import KTOExample
 from rlhf_data.records.preference import PreferencePair
 from rlhf_data.records.prompt import PromptExample
-from rlhf_data.records.row import row_parser
 from rlhf_data.records.steps import StepExample, StepPair
 
 _Key = tuple[int, int, int]

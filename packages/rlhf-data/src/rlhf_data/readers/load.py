@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from rlhf_data.errors import UserError
 from rlhf_data.readers.files import row_place, scan_rows
-from rlhf_data.records.kind import Record
-from rlhf_data.records.row import row_parser
+from rlhf_data.records.kind import Record, record_kind
+from rlhf_data.records.row import TEMPLATE_COLUMNS, Row, as_chat_columns, is_instruction
 
 OnBadRow = Literal["error", "skip"]
 _Item = TypeVar("_Item")
@@ -91,6 +91,31 @@ def record_rows(
             yield parse(row, row_place(path, number))
         except UserError as error:
             yield error
+
+
+def row_parser(kind: str, columns: Mapping[str, str]) -> Callable[[dict[str, Any], str], tuple[Record, ...]]:
+    """Return the function that turns a row, and the name of its place, into records.
+
+    Args:
+        kind: as for `load_records`.
+        columns: the file's name of a column, by its usual name.
+
+    Raises:
+        UserError: an unknown kind or column; the function raises it for a bad row, naming the field.
+    """
+    found = record_kind(kind)
+    names = (*found.columns, *TEMPLATE_COLUMNS)
+    for name in columns:
+        if name not in names:
+            raise UserError(f"columns: {name!r} is no column here; expected {', '.join(names)}")
+
+    def records(row: dict[str, Any], where: str) -> tuple[Record, ...]:
+        if "prompt" in columns or not is_instruction(row):
+            return found.parse(Row(row, columns, where))
+        alpaca = Row(as_chat_columns(row, where), columns, where)
+        return tuple(replace(record, is_chat=True) for record in found.parse(alpaca))
+
+    return records
 
 
 def good_rows(rows: Iterable[_Item | UserError], on_bad_row: OnBadRow, skipped: list[str]) -> Iterator[_Item]:

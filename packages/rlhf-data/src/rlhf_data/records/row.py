@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rlhf_data.errors import UserError
-from rlhf_data.records.kind import Record, record_kind
 from rlhf_data.records.transcripts import Message, Text, is_empty, split_last_turn, split_pair
 
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
@@ -27,31 +26,6 @@ _LABELS = {
     **dict.fromkeys(("desirable", "true", "1"), True),
     **dict.fromkeys(("undesirable", "false", "0"), False),
 }
-
-
-def row_parser(kind: str, columns: Mapping[str, str]) -> Callable[[dict[str, Any], str], tuple[Record, ...]]:
-    """Return the function that turns a row, and the name of its place, into records.
-
-    Args:
-        kind: as for `load_records`.
-        columns: the file's name of a column, by its usual name.
-
-    Raises:
-        UserError: an unknown kind or column; the function raises it for a bad row, naming the field.
-    """
-    found = record_kind(kind)
-    names = (*found.columns, *TEMPLATE_COLUMNS)
-    for name in columns:
-        if name not in names:
-            raise UserError(f"columns: {name!r} is no column here; expected {', '.join(names)}")
-
-    def records(row: dict[str, Any], where: str) -> tuple[Record, ...]:
-        if "prompt" in columns or not _is_alpaca(row):
-            return found.parse(Row(row, columns, where))
-        alpaca = Row(_alpaca(row, where), columns, where)
-        return tuple(replace(record, is_chat=True) for record in found.parse(alpaca))
-
-    return records
 
 
 @dataclass(frozen=True)
@@ -198,11 +172,12 @@ class Row:
         return labels
 
 
-def _is_alpaca(row: Mapping[str, Any]) -> bool:
+def is_instruction(row: Mapping[str, Any]) -> bool:
+    """Whether a row is an instruction with its answer, as Alpaca has them."""
     return row.get("prompt") is None and isinstance(row.get("instruction"), str)
 
 
-def _alpaca(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+def as_chat_columns(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Name the columns of a row of Alpaca's form: the prompt is the instruction and, behind it, the input."""
     for name in ("system", "history"):
         if row.get(name):

@@ -148,8 +148,6 @@ class RewardFunctionFactory:
         Raises:
             UserError: the file or the principles are wrong.
         """
-        from rlhf_infer.rewards.judged.principle_files import load_principles
-
         if isinstance(principles, str | Path):
             principles = load_principles(principles, judge=judge)
         return ConstitutionalRewardWrapper(base, principles)
@@ -194,3 +192,18 @@ def _builders(model_options: dict[str, Any]) -> dict[str, spec_parser.Builder]:
 def _run_or_folder_name(folder: Path) -> str:
     """The name of a model's folder; of the model that a run left in `final`, the run's."""
     return folder.parent.name if folder.name == "final" else folder.name
+
+
+def load_principles(path: str | Path, *, judge: Any = None) -> list[Principle]:
+    """Read the principles of a JSON or YAML file `{principles: [{name, weight, text, ...}, ...]}`.
+
+    Args:
+        path: the file; its keys are those of `judged.principle_files.PrincipleConfig`.
+        judge: decides on principles that are only a text, see `Principle.judged`; None where there is none.
+
+    Raises:
+        UserError: the file is missing or malformed, or a principle is a text and there is no judge.
+    """
+    from rlhf_infer.rewards.judged.principle_files import read_principles
+
+    return read_principles(path, judge, RewardFunctionFactory.from_spec)

@@ -18,6 +18,7 @@ from pydantic import (
 
 from rlhf_merge.config.checks import check, evaluate
 from rlhf_merge.config.files import dump_yaml, read_file
+from rlhf_merge.config.mergekit import fields_of_mergekit
 from rlhf_merge.config.settings import Setting
 from rlhf_merge.config.validation import (
     Dtype,
@@ -181,8 +182,6 @@ class MergeConfig(_Frozen):
             MergeError: the file cannot be read, holds a key twice, belongs to neither schema, or holds a
                 mistake.
         """
-        from rlhf_merge.config.mergekit import from_mergekit
-
         values = read_file(path)
         if "experts" in values and "merge_method" not in values:
             raise MergeError(
@@ -196,7 +195,17 @@ class MergeConfig(_Frozen):
                 f"and {found}; give one of them"
             )
         with damaged(f"config {path}"):
-            return (cls.from_dict if "method" in values else from_mergekit)(values, str(path))
+            return (cls.from_dict if "method" in values else cls.from_mergekit)(values, str(path))
+
+    @classmethod
+    def from_mergekit(cls, values: Any, where: str = "config") -> MergeConfig:
+        """Build a config from plain values of mergekit's schema; see `mergekit.fields_of_mergekit`.
+
+        Raises:
+            MergeError: the values hold a mistake, or ask for what is not supported.
+        """
+        with named(where):
+            return cls(**fields_of_mergekit(values))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the shortest plain form that `from_dict` reads back as the same config."""

@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from rlhf_merge.config.merge_config import MergeConfig
 from rlhf_merge.config.settings import Setting
-from rlhf_merge.config.validation import Dtype, Layers, Method, Model, advice, named, one_sentence
+from rlhf_merge.config.validation import Dtype, Layers, Method, Model, advice, one_sentence
 from rlhf_merge.errors import MergeError
 from rlhf_merge.methods.catalog import METHODS, PARAMETERS
 
@@ -77,8 +76,8 @@ class _File(_Part):
     modules: _Unsupported = None
 
 
-def from_mergekit(values: Any, where: str = "config") -> MergeConfig:
-    """Build a config from plain values of mergekit's schema.
+def fields_of_mergekit(values: Any) -> dict[str, Any]:
+    """The fields of a `MergeConfig` from plain values of mergekit's schema.
 
     What mergekit does and this function keeps: filters and value lists; the order of precedence; a weight
     (or t) must be given; slerp runs from `base_model` to the other model; a base among the models is left
@@ -93,28 +92,27 @@ def from_mergekit(values: Any, where: str = "config") -> MergeConfig:
       on which the result does not depend.
     - `chat_template: auto` is accepted: the template is that of the tokenizer that the output gets.
     """
-    with named(where):
-        with one_sentence(_File):
-            file = _File.model_validate(values)
-        if (file.models is None) == (file.slices is None):
-            raise MergeError("a config has either models or slices; give one of them")
-        if file.tokenizer is not None and file.tokenizer_source is not None:
-            raise MergeError("tokenizer and tokenizer_source say the same thing; give one of them")
-        method, base = file.merge_method, _base(file)
-        common = _settings(file.parameters, method, "parameters")
-        for name, value in METHODS[method].mergekit_defaults.items():
-            common.setdefault(name, Setting.parse(value, PARAMETERS[name], name))
-        fields: dict[str, Any] = {"method": method, "base": base, "parameters": common}
-        fields["dtype"] = file.out_dtype or file.dtype
-        fields["vocab"] = file.tokenizer.source if file.tokenizer else file.tokenizer_source
-        if file.models is not None:
-            fields["models"] = _models(file.models, method, base)
-            _require(method, base, fields["models"], (common,))
-        else:
-            fields["slices"] = _slices(file.slices or [], method, base)
-            for part in fields["slices"]:
-                _require(method, part["base"] or base, part["sources"], (part["parameters"], common))
-        return MergeConfig(**fields)
+    with one_sentence(_File):
+        file = _File.model_validate(values)
+    if (file.models is None) == (file.slices is None):
+        raise MergeError("a config has either models or slices; give one of them")
+    if file.tokenizer is not None and file.tokenizer_source is not None:
+        raise MergeError("tokenizer and tokenizer_source say the same thing; give one of them")
+    method, base = file.merge_method, _base(file)
+    common = _settings(file.parameters, method, "parameters")
+    for name, value in METHODS[method].mergekit_defaults.items():
+        common.setdefault(name, Setting.parse(value, PARAMETERS[name], name))
+    fields: dict[str, Any] = {"method": method, "base": base, "parameters": common}
+    fields["dtype"] = file.out_dtype or file.dtype
+    fields["vocab"] = file.tokenizer.source if file.tokenizer else file.tokenizer_source
+    if file.models is not None:
+        fields["models"] = _models(file.models, method, base)
+        _require(method, base, fields["models"], (common,))
+    else:
+        fields["slices"] = _slices(file.slices or [], method, base)
+        for part in fields["slices"]:
+            _require(method, part["base"] or base, part["sources"], (part["parameters"], common))
+    return fields
 
 
 def _names(method: str) -> Mapping[str, str]:

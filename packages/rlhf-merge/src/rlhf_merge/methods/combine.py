@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,19 +21,6 @@ from rlhf_merge.methods.spec import Values
 _PIECE = 4096
 """Elements whose products are summed in the type of the arithmetic: in float32, sums over a whole block were
 found wrong by 7e-6 of themselves, and so by 3e-8, in the same time."""
-
-
-class Step(Protocol):
-    """A method, fitted to one tensor, that merges it block by block, in order."""
-
-    row_length: int
-    """Blocks hold whole rows of this length."""
-    coefficients: tuple[float, ...]
-    """How much of each model (with a base: of each task vector) the result takes, where numbers say it."""
-
-    def __call__(self, start: int, stop: int, space: Workspace) -> Tensor:
-        """The merged elements `start` to `stop`, in a buffer of `space`."""
-        ...
 
 
 class Combine:

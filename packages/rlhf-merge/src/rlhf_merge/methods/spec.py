@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
-    from rlhf_merge.methods.blocks import Inputs, Workspace
-    from rlhf_merge.methods.combine import Step
+    from torch import Tensor
 
-    Fit = Callable[[Inputs, "Values", Workspace], Step]
+    from rlhf_merge.methods.blocks import Inputs, Workspace
+
+    Fit = Callable[[Inputs, "Values", Workspace], "Step"]
 
 Base = Literal["required", "optional"]
 Scalar = float | int | bool | str
@@ -31,6 +32,19 @@ class Values:
     def of(self, parameter: str) -> list[float]:
         """One parameter of each model."""
         return [float(own[parameter]) for own in self.per_model]
+
+
+class Step(Protocol):
+    """A method, fitted to one tensor, that merges it block by block, in order."""
+
+    row_length: int
+    """Blocks hold whole rows of this length."""
+    coefficients: tuple[float, ...]
+    """How much of each model (with a base: of each task vector) the result takes, where numbers say it."""
+
+    def __call__(self, start: int, stop: int, space: Workspace) -> Tensor:
+        """The merged elements `start` to `stop`, in a buffer of `space`."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rlhf_data import BaseConfig, UserError, load_config_file
+from rlhf_infer.rewards.conventions import RewardFunction
 from rlhf_infer.rewards.judged.constitutional import PRINCIPLE_TEMPLATE, Principle
 
 
@@ -37,12 +39,15 @@ class PrincipleConfig(BaseConfig):
     """Reward function, as `--reward` names it: a rule, `pkg.mod:function`, a model, a URL."""
 
 
-def load_principles(path: str | Path, *, judge: Any = None) -> list[Principle]:
+def read_principles(
+    path: str | Path, judge: Any, reward_function: Callable[[str], RewardFunction]
+) -> list[Principle]:
     """Read the principles of a JSON or YAML file `{principles: [{name, weight, text, ...}, ...]}`.
 
     Args:
         path: the file; its keys are those of `PrincipleConfig`.
         judge: decides on principles that are only a text, see `Principle.judged`; None where there is none.
+        reward_function: builds what `function` names.
 
     Raises:
         UserError: the file is missing or malformed, or a principle is a text and there is no judge.
@@ -61,7 +66,7 @@ def load_principles(path: str | Path, *, judge: Any = None) -> list[Principle]:
         where = f"{path}, principle {number}"
         if not isinstance(entry, dict):
             raise UserError(f"{where} is {entry!r}; expected a mapping with name, weight, text and so on")
-        principles.append(_principle(PrincipleConfig.from_dict(entry, where), judge, where))
+        principles.append(_principle(PrincipleConfig.from_dict(entry, where), judge, reward_function, where))
     return principles
 
 
@@ -87,9 +92,9 @@ def load_principle_judge(name_or_path: str | Path, **load_options: Any) -> Any:
     )
 
 
-def _principle(config: PrincipleConfig, judge: Any, where: str) -> Principle:
-    from rlhf_infer.rewards.factory import RewardFunctionFactory
-
+def _principle(
+    config: PrincipleConfig, judge: Any, reward_function: Callable[[str], RewardFunction], where: str
+) -> Principle:
     name, weight, text = config.name, config.weight, config.text
     kinds = [kind for kind in ("keywords", "pattern", "function") if getattr(config, kind) is not None]
     if len(kinds) > 1 or not name:
@@ -105,9 +110,7 @@ def _principle(config: PrincipleConfig, judge: Any, where: str) -> Principle:
     if config.pattern is not None:
         return Principle.pattern(name, config.pattern, **scores)
     if config.function is not None:
-        return Principle.function(
-            name, RewardFunctionFactory.from_spec(config.function), weight=weight, text=text
-        )
+        return Principle.function(name, reward_function(config.function), weight=weight, text=text)
     if judge is None:
         raise UserError(
             f"{where} is only a text, which needs a judge; give one, or keywords, a pattern or a function"

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlhf_merge.methods.blocks import Inputs, Workspace
-    from rlhf_merge.methods.combine import Step
+    from rlhf_merge.methods.spec import Step
 
 
 def della(

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlhf_merge.methods.blocks import Inputs, Workspace
-    from rlhf_merge.methods.combine import Step
+    from rlhf_merge.methods.spec import Step
 
 
 def linear(tensors: Sequence[Tensor], weights: Numbers = 1.0, *, normalize: bool = True) -> Tensor:

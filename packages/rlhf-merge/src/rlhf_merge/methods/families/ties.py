@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlhf_merge.methods.blocks import Inputs, Workspace
-    from rlhf_merge.methods.combine import Step
+    from rlhf_merge.methods.spec import Step
 
 
 def task_arithmetic(
