@@ -18,6 +18,7 @@ __all__ = [
     "from_first_process",
     "gathered",
     "is_first_process",
+    "maximum",
     "num_processes",
     "own_part",
     "process_number",
@@ -108,6 +109,18 @@ def summed(values: Tensor) -> Tensor:
     values = values.clone()
     dist.all_reduce(values)
     return values
+
+
+def maximum(number: int) -> int:
+    """The largest number that any process gave; every process must call it."""
+    if num_processes() == 1:
+        return number
+    import torch
+    import torch.distributed as dist
+
+    value = torch.tensor([number], device=connect().device)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return int(value)
 
 
 def add_gradients(parameters: Sequence[nn.Parameter]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from rlhf_algos.checkpoints.optimizer_state import load_optimizer_state as load_
 from rlhf_algos.checkpoints.optimizer_state import load_rng_state as load_rng_state
 from rlhf_algos.checkpoints.optimizer_state import save_optimizer_state as save_optimizer_state
 from rlhf_algos.checkpoints.optimizer_state import save_rng_state as save_rng_state
+from rlhf_algos.process_group import from_first_process, is_first_process, wait_for_all
 from rlhf_algos.tracking.early_stopping import is_greater_better
 from rlhf_data import UserError, atomic_folder, atomic_write_json, finite, write_checksums
 from rlhf_models import ADAPTER_CONFIG
@@ -117,6 +118,19 @@ class CheckpointManager:
         self._last = step
         if self.keep is not None:
             self.run.prune_checkpoints(self.keep, best=values.get("best_global_step"))
+
+    @contextmanager
+    def writing_together(
+        self, step: int, state: dict[str, Any], *, metrics: Mapping[str, Any] | None = None
+    ) -> Iterator[Path]:
+        """Do what `writing` does for all processes of a job, each of which gets the folder of the first."""
+        with ExitStack() as stack:
+            folder = Path()
+            if is_first_process():
+                folder = stack.enter_context(self.writing(step, state, metrics=metrics))
+            yield Path(from_first_process(str(folder)))
+            wait_for_all()
+        wait_for_all()
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint, None when there are none; damaged ones are passed over with a warning.

@@ -8,7 +8,15 @@ from pydantic import Field, field_validator, model_validator
 
 from rlhf_data import BaseConfig, LocalPath
 
-__all__ = ["HardwareConfig", "LoopConfig", "OptimizerConfig", "TrackingConfig", "TrainerConfig"]
+__all__ = [
+    "HardwareConfig",
+    "LoopConfig",
+    "OptimizerConfig",
+    "ReportConfig",
+    "SelectionConfig",
+    "TrackingConfig",
+    "TrainerConfig",
+]
 
 
 class OptimizerConfig(BaseConfig):
@@ -34,8 +42,8 @@ class OptimizerConfig(BaseConfig):
     """AdamW of torch (fused), or that of bitsandbytes, which keeps its moments in 8 bits."""
 
 
-class LoopConfig(BaseConfig):
-    """Steps, epochs, evaluation, checkpoints."""
+class StepsConfig(BaseConfig):
+    """Steps, epochs, how often is evaluated and saved."""
 
     per_device_train_batch_size: int = Field(default=8, ge=1)
     """Examples per optimizer step, accumulation step and process; only the product of the three matters."""
@@ -57,6 +65,11 @@ class LoopConfig(BaseConfig):
     """Write a checkpoint every so many steps, and at the end; null means at the end only."""
     save_total_limit: int | None = Field(default=2, ge=1)
     """Checkpoints kept: the newest ones, and the best one besides; null keeps all."""
+
+
+class SelectionConfig(BaseConfig):
+    """Which of a training's evaluations is the best, and what follows from it."""
+
     metric_for_best_model: str = "loss"
     """Evaluation metric that says which checkpoint is best, with or without `eval_` in front."""
     greater_is_better: bool | None = None
@@ -67,6 +80,10 @@ class LoopConfig(BaseConfig):
     """Stop after so many evaluations in a row without an improvement; null never stops."""
     early_stopping_threshold: float = Field(default=0.0, ge=0)
     """What the metric must change by to count as an improvement."""
+
+
+class LoopConfig(SelectionConfig, StepsConfig):
+    """Steps, epochs, evaluation, checkpoints."""
 
 
 class HardwareConfig(BaseConfig):
@@ -94,7 +111,7 @@ class HardwareConfig(BaseConfig):
         return self
 
 
-class TrackingConfig(BaseConfig):
+class ReportConfig(BaseConfig):
     """What is logged, and how often."""
 
     logging_steps: int = Field(default=1, ge=1)
@@ -105,8 +122,6 @@ class TrackingConfig(BaseConfig):
     """Draw the gradient norm of every layer each so many steps; null never."""
     debug_activations: int | None = Field(default=None, ge=1)
     """Draw histograms of every layer's output each so many steps; null never."""
-    sample_steps: int | None = Field(default=None, ge=1)
-    """Write what the model answers to a few prompts each so many steps; null never."""
 
     @field_validator("report_to", mode="before")
     @classmethod
@@ -114,6 +129,13 @@ class TrackingConfig(BaseConfig):
         if isinstance(value, str):
             return () if value == "none" else (value,)
         return value
+
+
+class TrackingConfig(ReportConfig):
+    """What is logged, and how often, samples among it."""
+
+    sample_steps: int | None = Field(default=None, ge=1)
+    """Write what the model answers to a few prompts each so many steps; null never."""
 
 
 class TrainerConfig(OptimizerConfig, LoopConfig, HardwareConfig, TrackingConfig):

@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rlhf_algos.checkpoints.manager import load_weights, save_pretrained
+from rlhf_algos.checkpoints.manager import CheckpointManager
 from rlhf_algos.configs.trainer import TrainerConfig
-from rlhf_algos.engine.batching import epoch_order, micro_batches
+from rlhf_algos.engine.batching import epoch_order
 from rlhf_algos.engine.events import TrainingEvents, check_evaluations
 from rlhf_algos.engine.loss_output import LossOutput
-from rlhf_algos.engine.observers import Observers
-from rlhf_algos.engine.optimizer import create_optimizer, create_scheduler, train_in_fp32
+from rlhf_algos.engine.observers import Observers, sampler_of
+from rlhf_algos.engine.optimizer import train_in_fp32
 from rlhf_algos.engine.optimizer_step import Share, optimizer_step, reduced, share_of_step
 from rlhf_algos.engine.parallel import Parallel
-from rlhf_algos.engine.resume import TrainerState
+from rlhf_algos.engine.trained_module import TrainedModule
+from rlhf_algos.engine.training_method import Example, TrainingMethod
+from rlhf_algos.tracking.debug import nonfinite_message
 from rlhf_algos.tracking.step_report import OnReport
-from rlhf_data import PackedBatch, RunFolder, TokenSequence, UserError, atomic_folder
+from rlhf_data import PackedBatch, RunFolder, UserError, atomic_folder
 from rlhf_models import compile_model
 
 __all__ = ["BaseTrainer", "LossOutput"]
 
-Example = TypeVar("Example")
+_SAME = {"num_examples": "training examples", "num_processes": "processes"}
 
 
-class BaseTrainer(ABC, Generic[Example]):
+class BaseTrainer(TrainingMethod[Example]):
     """Trains a model on examples with AdamW; a subclass gives the loss.
 
     An optimizer step takes `per_device_train_batch_size * gradient_accumulation_steps * processes` examples,
@@ -49,17 +51,9 @@ class BaseTrainer(ABC, Generic[Example]):
         on_step: called with (step, metrics) after each step, step counted from 1.
         progress: show a progress line; None shows it when the console is a terminal.
 
-    Attributes:
-        on_report: called with what is to be shown of each step, after its checkpoint.
-
     Raises:
         UserError: no examples, or settings that do not fit the machine.
     """
-
-    shown_metrics: ClassVar[tuple[str, ...]] = ("loss",)
-    """Metrics in the progress line."""
-    samples_rollouts: ClassVar[bool] = False
-    """Whether the trainer writes `samples.jsonl` itself."""
 
     def __init__(
         self,
@@ -75,13 +69,28 @@ class BaseTrainer(ABC, Generic[Example]):
     ) -> None:
         if not len(examples):
             raise UserError("there are no training examples; give a data set with at least one row")
-        check_evaluations(config, has_examples=len(eval_examples) > 0, has_run=run is not None)
+        check_evaluations(config, config.eval_steps, examples=len(eval_examples), has_run=run is not None)
         self.model, self.config, self.run, self.tokenizer = model, config, run, tokenizer
         self.examples, self.eval_examples = examples, eval_examples
         self.on_step, self.progress = on_step, progress
         self.on_report: OnReport | None = None
-        self.step = 0
-        self.num_tokens = 0
+        """Called with what is to be shown of each step, after its checkpoint."""
+        self.checkpoints: CheckpointManager | None = None
+        if run is not None:
+            keep, metric, better = config.save_total_limit, self.best_metric_name, config.greater_is_better
+            self.checkpoints = CheckpointManager(run, keep=keep, metric=metric, greater_is_better=better)
+        self.events = TrainingEvents(
+            config,
+            config,
+            run,
+            self.checkpoints,
+            best_metric=self.best_metric_name,
+            name=type(self).__name__.removesuffix("Trainer").lower(),
+            settings=config,
+        )
+        self.observers: Observers | None = None
+        self.rows: Sequence[int] = ()
+        self.step, self.num_tokens = 0, 0
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         dtype = train_in_fp32(model)
@@ -97,47 +106,22 @@ class BaseTrainer(ABC, Generic[Example]):
             max_grad_norm=config.max_grad_norm,
         )
         self.device = self.parallel.device
-        self.optimizer, self.scheduler = self._create_optimizer()
-        self.state = TrainerState(self)
-        self.observers: Observers | None = None
-        self.rows: Sequence[int] = ()
-        self._prepared: Any = None
-        self.stepper: Any = self.optimizer
-
-    @abstractmethod
-    def sequences(self, example: Example) -> Sequence[TokenSequence]:
-        """The token sequences of one example; they are never cut apart."""
-
-    @abstractmethod
-    def count(self, batch: PackedBatch) -> int:
-        """How many terms the loss of this batch sums over; the loss of a step is the mean over them."""
-
-    @abstractmethod
-    def loss(self, batch: PackedBatch, examples: Sequence[Example]) -> LossOutput:
-        """Loss of one micro-batch, on the model's device; its sequences are those of `examples`."""
-
-    def terms(self, batch: PackedBatch, examples: Sequence[Example]) -> int:
-        """`count`, for a method whose terms depend on more of its examples than the batch tells."""
-        return self.count(batch)
-
-    def build_scorer(self, model: Any) -> nn.Module:
-        """The module that `forward` calls; all use of trained weights must lie inside its `forward`."""
-        return model
-
-    def before_step(self, examples: Sequence[Example]) -> None:
-        """A pass over this process's examples of a step, or of a batch of evaluation, before their losses."""
-
-    def extra_state(self) -> dict[str, Any]:
-        """What a method must remember in checkpoints besides the model, as JSON values."""
-        return {}
-
-    def load_extra_state(self, state: dict[str, Any]) -> None:
-        """Take up what `extra_state` gave."""
+        self.trained = TrainedModule(self.scorer, self.parallel, config, total_steps=self.total_steps)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The trained parameters."""
         return [parameter for parameter in self.scorer.parameters() if parameter.requires_grad]
+
+    @property
+    def optimizer(self) -> Any:
+        """AdamW over the trained parameters."""
+        return self.trained.optimizer
+
+    @property
+    def scheduler(self) -> Any:
+        """The schedule of its learning rate."""
+        return self.trained.scheduler
 
     @property
     def step_size(self) -> int:
@@ -164,18 +148,11 @@ class BaseTrainer(ABC, Generic[Example]):
 
     def forward(self, batch: PackedBatch, **options: Any) -> Any:
         """Run the scorer on a packed batch, wrapped for the processes and the precision of this training."""
-        self.prepare()
-        return self._prepared(batch, **options)
+        return self.trained(batch, **options)
 
     def prepare(self) -> None:
         """Move, shard and wrap the model as the settings say; the first use of the trainer does it."""
-        if self._prepared is not None:
-            return
-        if self.parallel.shard(self.scorer):
-            self.optimizer, self.scheduler = self._create_optimizer()
-            self.state.load_schedule()
-        self._prepared, self.stepper = self.parallel.prepare(self.scorer, self.optimizer)
-        self.state.load_optimizer()
+        self.trained.prepare()
 
     def train(self) -> dict[str, float]:
         """Train from where the trainer stands to the last step.
@@ -187,12 +164,11 @@ class BaseTrainer(ABC, Generic[Example]):
             UserError: the loss or the gradient became NaN or infinite.
             TrainingStopped: SIGTERM or SIGINT came; a checkpoint was written.
         """
-        self._begin()
         metrics: dict[str, float] = {}
-        with TrainingEvents(self) as events:
+        with self._followed() as events:
             while self.step < self.total_steps and not events.finished:
                 metrics = self.train_epoch(events)
-            events.after_last_step()
+            events.after_last_step(self.load_weights)
         return metrics
 
     def train_epoch(self, events: TrainingEvents | None = None) -> dict[str, float]:
@@ -202,8 +178,7 @@ class BaseTrainer(ABC, Generic[Example]):
             events: what follows the steps; None logs and saves as `train` does.
         """
         if events is None:
-            self._begin()
-            with TrainingEvents(self) as events:
+            with self._followed() as events:
                 return self.train_epoch(events)
         epoch, done = divmod(self.step, self.steps_per_epoch)
         order = epoch_order(len(self.examples), epoch, shuffle=self.config.shuffle, seed=self.config.seed)
@@ -216,7 +191,12 @@ class BaseTrainer(ABC, Generic[Example]):
             metrics = self.train_step([self.examples[i] for i in self.rows])
             if len(self.eval_examples) and self.due(self.config.eval_steps):
                 metrics |= self.evaluate()
-            events.after_step(metrics)
+            if self.observers:
+                self.observers.after_step(self.step)
+            due = self.due(self.config.save_steps)
+            events.after_step(
+                self.step, metrics, self.save_checkpoint, due, on_step=self.on_step, on_report=self.on_report
+            )
         return metrics
 
     def train_step(self, examples: Sequence[Example]) -> dict[str, float]:
@@ -234,7 +214,7 @@ class BaseTrainer(ABC, Generic[Example]):
         started = time.perf_counter()
         self.prepare()
         share = self._share(examples)
-        metrics, taken = optimizer_step(self, share)
+        metrics, taken = self._update(share)
         if taken:
             self.scheduler.step()
         self.step += 1
@@ -263,19 +243,7 @@ class BaseTrainer(ABC, Generic[Example]):
             outputs += [(self.loss(batch.to(self.device), rows), real) for batch, rows, real in share.batches]
             total += share.total
         self.scorer.train(was_training)
-        return {f"eval_{name}": value for name, value in reduced(self, outputs, total).items()}
-
-    def micro_batches(
-        self, examples: Sequence[Any], sequences: Callable[[Any], Sequence[TokenSequence]] | None = None
-    ) -> Iterator[tuple[PackedBatch, list[Any]]]:
-        """Cut this process's examples by the token budget; each batch with the examples in it.
-
-        Args:
-            examples: any examples.
-            sequences: the token sequences of one; None means the method's `sequences`.
-        """
-        parts = [list((sequences or self.sequences)(example)) for example in examples]
-        return micro_batches(examples, parts, self.config.max_tokens_per_batch)
+        return {f"eval_{name}": value for name, value in reduced(outputs, total, self.parallel).items()}
 
     def sum_over_processes(self, values: Tensor) -> Tensor:
         """The sum of a tensor over all processes; every process must call it."""
@@ -289,17 +257,6 @@ class BaseTrainer(ABC, Generic[Example]):
                     self.save_weights(temporary)
         self.parallel.wait()
 
-    def save_weights(self, folder: Path) -> None:
-        """Write the model, and the tokenizer where there is one, into a folder."""
-        save_pretrained(self.model, self.tokenizer, folder)
-
-    def close(self) -> None:
-        """Let go of whatever else than memory the trainer holds."""
-
-    def load_weights(self, folder: Path) -> None:
-        """Put into the model the weights that `save_weights` wrote."""
-        load_weights(self.model, folder)
-
     def save_checkpoint(self, metrics: Mapping[str, float] | None = None) -> None:
         """Write everything resuming needs as `checkpoint-<step>` of the run folder.
 
@@ -310,7 +267,21 @@ class BaseTrainer(ABC, Generic[Example]):
             ValueError: the trainer was made without a run folder.
             UserError: it cannot be written; earlier checkpoints are as they were.
         """
-        self.state.save(metrics or {})
+        self.prepare()
+        description = {
+            "epoch": self.step / self.steps_per_epoch,
+            "num_tokens": self.num_tokens,
+            **self._identity(),
+            **self.trained.state(),
+            "stopping": self.events.stopping.state(),
+            "method": self.extra_state(),
+        }
+        with self._manager.writing_together(self.step, description, metrics=metrics) as folder:
+            with self.parallel.whole(self.scorer):
+                if self.parallel.is_main:
+                    self.save_weights(folder)
+            self.parallel.wait()  # a model may be saved by replacing the folder, with what else is in it
+            self.trained.save(folder)
 
     def resume(self) -> bool:
         """Take up the newest whole checkpoint of the run folder and drop metrics written after it.
@@ -322,7 +293,13 @@ class BaseTrainer(ABC, Generic[Example]):
             ValueError: the trainer was made without a run folder.
             UserError: the checkpoint was made with other data or another model.
         """
-        return self.state.resume()
+        latest = self._manager.latest()
+        if latest is not None:
+            self.load_checkpoint(latest)
+        self.parallel.wait()
+        if self.run is not None and self.parallel.is_main:
+            self.run.truncate_logs(self.step)
+        return latest is not None
 
     def load_checkpoint(self, folder: str | Path) -> None:
         """Put model, optimizer, schedule, random state and data position where the checkpoint has them.
@@ -330,39 +307,92 @@ class BaseTrainer(ABC, Generic[Example]):
         Raises:
             UserError: the checkpoint is damaged or was made with other data or another model.
         """
-        self.state.load(Path(folder))
+        state = CheckpointManager.read_state(folder)
+        for key, have in self._identity().items():
+            if state[key] != have:
+                raise UserError(
+                    f"{folder} was written with {state[key]} {_SAME[key]}, there are now {have}; "
+                    "resume with the same"
+                )
+        if self.parallel.sharded and self.trained.prepared:
+            raise ValueError("a sharded trainer takes up a checkpoint before its first step only")
+        self.load_weights(Path(folder))
+        self.step, self.num_tokens = state["step"], state["num_tokens"]
+        self.events.stopping.load_state(state["stopping"])
+        self.load_extra_state(state["method"])
+        self.trained.load(Path(folder), state)
 
     def due(self, every: int | None) -> bool:
         """Whether something done every so many steps, and after the last one, is to be done now."""
         return self.step == self.total_steps or (every is not None and self.step % every == 0)
 
-    def _begin(self) -> None:
+    @contextlib.contextmanager
+    def _followed(self) -> Iterator[TrainingEvents]:
+        """What happens around the steps from here on, with the debug switches."""
         if self.step == 0:
             torch.manual_seed(self.config.seed + self.parallel.rank)
         self.prepare()
+        with contextlib.ExitStack() as stack:
+            if self.run is not None:
+                self.observers = self._observers(self.run if self.parallel.is_main else None)
+                stack.callback(self.observers.draw)
+                stack.callback(setattr, self, "observers", None)
+            at = self.step, self.total_steps, self.num_tokens
+            events = self.events.start(*at, show=self.shown_metrics, progress=self.progress)
+            yield stack.enter_context(events)
 
-    def _create_optimizer(self) -> tuple[Any, Any]:
-        config = self.config
-        optimizer = create_optimizer(
-            self.parameters,
-            learning_rate=config.learning_rate,
-            weight_decay=config.weight_decay,
-            betas=(config.adam_beta1, config.adam_beta2),
-            epsilon=config.adam_epsilon,
-            optim=config.optim,
+    def _observers(self, run: RunFolder | None) -> Observers:
+        config, sampler = self.config, None
+        if config.sample_steps and not self.samples_rollouts:
+            source = self.eval_examples if len(self.eval_examples) else self.examples
+            shown = (each for i in range(min(len(source), 16)) for each in self.sequences(source[i]))
+            model = None if self.parallel.sharded else self.scorer
+            sampler = sampler_of(model, self.tokenizer, shown, run, every=config.sample_steps)
+        return Observers(
+            self.scorer,
+            run,
+            gradient_steps=config.debug_gradient_flow,
+            activation_steps=config.debug_activations,
+            sampler=sampler,
         )
-        scheduler = create_scheduler(
-            optimizer,
-            config.lr_scheduler_type,
-            total_steps=self.total_steps,
-            warmup_steps=config.warmup_steps,
+
+    def _update(self, share: Share, *, observe: bool = True) -> tuple[dict[str, float], bool]:
+        observers = self.observers if observe else None
+        return optimizer_step(
+            self.trained, share, self.loss, step=self.step + 1, check=self._check_finite, observers=observers
         )
-        return optimizer, scheduler
+
+    def _check_finite(self, metrics: dict[str, float]) -> None:
+        skipping = self.parallel.precision == "fp16"  # an overflow only makes the scaled step be skipped
+        names = ("loss",) if skipping else ("loss", "grad_norm")
+        if all(math.isfinite(metrics.get(name, 0.0)) for name in names):
+            return
+        raise UserError(
+            nonfinite_message(
+                metrics,
+                step=self.step + 1,
+                rows=self.rows,
+                checkpoint=self.checkpoints.latest() if self.checkpoints else None,
+                learning_rate=self.optimizer.param_groups[0]["lr"],
+            )
+        )
+
+    @property
+    def _manager(self) -> CheckpointManager:
+        if self.checkpoints is None:
+            raise ValueError("this trainer keeps no checkpoints: it was made without a run folder")
+        return self.checkpoints
+
+    def _identity(self) -> dict[str, int]:
+        return {"num_examples": len(self.examples), "num_processes": self.parallel.world_size}
 
     def _share(self, examples: Sequence[Example]) -> Share:
         own = examples[self.parallel.rank :: self.parallel.world_size]
         self.before_step(own)
-        return share_of_step(self, own, lambda: examples[:1])
+        return self._cut(own, lambda: examples[:1])
+
+    def _cut(self, own: Sequence[Any], filler: Callable[[], Sequence[Any]]) -> Share:
+        return share_of_step(own, filler, cut=self.micro_batches, terms=self.terms, parallel=self.parallel)
 
     def _total(self, number: int) -> int:
         if self.parallel.world_size == 1:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
-import torch
-
-from rlhf_algos.engine.observers import Observers
+from rlhf_algos.checkpoints.manager import CheckpointManager
+from rlhf_algos.configs.trainer import ReportConfig, SelectionConfig
 from rlhf_algos.engine.signals import GracefulStop
+from rlhf_algos.process_group import is_first_process, maximum
+from rlhf_algos.tracking.early_stopping import EarlyStopping
 from rlhf_algos.tracking.metrics_log import TrainingLogger
-from rlhf_algos.tracking.step_report import Pace
+from rlhf_algos.tracking.step_report import OnReport, Pace, is_evaluation
 from rlhf_algos.tracking.trackers import create_trackers
-from rlhf_data import UserError
-
-if TYPE_CHECKING:
-    from rlhf_algos.configs.trainer import LoopConfig
-    from rlhf_algos.engine.base_trainer import BaseTrainer
+from rlhf_data import BaseConfig, RunFolder, UserError
 
 __all__ = ["TrainingEvents", "TrainingStopped", "check_best_metric", "check_evaluations"]
 
@@ -40,45 +38,85 @@ class TrainingStopped(KeyboardInterrupt):
 
 
 class TrainingEvents:
-    """Follows one call of `BaseTrainer.train`; a context manager.
+    """What any training loop does around its steps; a context manager from `start` to the last step.
 
-    A trainer with a run folder answers SIGTERM and SIGINT with a checkpoint and `TrainingStopped` after the
-    step; one without is ended by them at once, as usual.
+    With a run folder SIGTERM and SIGINT are answered with a checkpoint and `TrainingStopped` after the step;
+    without one they end the process at once, as usual.
+
+    Args:
+        selection: the settings by which evaluations are compared.
+        tracking: the settings of what is logged.
+        run: where metrics and checkpoints go; None keeps nothing.
+        checkpoints: of the run folder; None without one.
+        best_metric: full name of the metric that evaluations are compared by.
+        name: of the job, for trackers.
+        settings: all of the job, for trackers.
 
     Attributes:
+        stopping: counts evaluations without an improvement; part of a checkpoint's state.
         finished: whether training is to end before its last step.
     """
 
-    def __init__(self, trainer: BaseTrainer[Any]) -> None:
-        self._trainer = trainer
-        self.finished = trainer.state.stopping.reached  # a checkpoint may be that of the last evaluation
-        main = trainer.parallel.is_main
-        self._stop = GracefulStop(*([] if main else [""])) if trainer.run else None
-        run = trainer.run if main else None
-        trainer.observers = self._observers = Observers(trainer)
-        config = trainer.config
-        trackers = (
-            create_trackers(
-                config.report_to,
-                run.path,
-                config.to_dict(),
-                name=type(trainer).__name__.removesuffix("Trainer").lower(),
-                first_step=trainer.step + 1,
-            )
-            if run and config.report_to
-            else None
+    def __init__(
+        self,
+        selection: SelectionConfig,
+        tracking: ReportConfig,
+        run: RunFolder | None,
+        checkpoints: CheckpointManager | None,
+        *,
+        best_metric: str,
+        name: str,
+        settings: BaseConfig,
+    ) -> None:
+        self._selection, self._tracking = selection, tracking
+        self._run, self._checkpoints = run, checkpoints
+        self._name, self._settings = name, settings
+        self.stopping = EarlyStopping(
+            best_metric,
+            selection.early_stopping_patience,
+            selection.early_stopping_threshold,
+            greater_is_better=selection.greater_is_better,
         )
+        self.finished = False
+        self._stack = contextlib.ExitStack()
+
+    def start(
+        self,
+        step: int,
+        total_steps: int,
+        num_tokens: float,
+        *,
+        show: Sequence[str] = ("loss",),
+        progress: bool | None = False,
+    ) -> Self:
+        """Begin to follow a training.
+
+        Args:
+            step: where it stands.
+            total_steps: its last step.
+            num_tokens: computed so far.
+            show: metrics in the progress line.
+            progress: show a progress line; None shows it when the console is a terminal.
+        """
+        self.finished = self.stopping.reached  # a checkpoint may be that of the last evaluation
+        main = is_first_process()
+        self._stop = GracefulStop(*([] if main else [""])) if self._run else None
+        run = self._run if main else None
+        report_to = self._tracking.report_to if run else ()
+        first = {"name": self._name, "first_step": step + 1}
         self._logger = TrainingLogger(
             run,
-            total_steps=trainer.total_steps,
-            done_steps=trainer.step,
-            show=trainer.shown_metrics,
-            progress=trainer.progress if main else False,
-            trackers=[trackers] if trackers else (),
-            logging_steps=config.logging_steps,
+            total_steps=total_steps,
+            done_steps=step,
+            show=show,
+            progress=progress if main else False,
+            trackers=[create_trackers(report_to, run.path, self._settings.to_dict(), **first)]
+            if run and report_to
+            else (),
+            logging_steps=self._tracking.logging_steps,
         )
-        self._pace = Pace(trainer.total_steps, step=trainer.step, num_tokens=trainer.num_tokens)
-        self._stack = contextlib.ExitStack()
+        self._pace = Pace(total_steps, step=step, num_tokens=num_tokens)
+        return self
 
     def __enter__(self) -> Self:
         """Start the progress line, take over the signals."""
@@ -90,89 +128,100 @@ class TrainingEvents:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Undo both, also after an error, and draw what the debug switches recorded."""
+        """Undo both, also after an error."""
         self._stack.__exit__(kind, error, trace)
-        self._trainer.observers = None
-        self._observers.draw()
 
-    def after_step(self, metrics: dict[str, float]) -> None:
+    def after_step(
+        self,
+        step: int,
+        metrics: dict[str, Any],
+        save: Callable[[dict[str, Any]], None],
+        due: bool,
+        *,
+        on_step: Callable[[int, dict[str, Any]], None] | None = None,
+        on_report: OnReport | None = None,
+    ) -> None:
         """Log a step and do what is due after it.
+
+        Args:
+            step: counted from 1.
+            metrics: of the step, and of the evaluation after it, if there was one.
+            save: writes a checkpoint, given the metrics.
+            due: whether the settings want one after this step.
+            on_step: called when the step is logged.
+            on_report: called after the checkpoint, if one was due.
 
         Raises:
             TrainingStopped: a signal came.
             UserError: the evaluation does not give `metric_for_best_model`.
         """
-        trainer, config = self._trainer, self._trainer.config
-        logged = self._logger.log(trainer.step, metrics)
-        if trainer.on_step:
-            trainer.on_step(trainer.step, metrics)
-        self._observers.after_step(trainer.step)
+        logged = self._logger.log(step, metrics)
+        if on_step:
+            on_step(step, metrics)
         evaluated = self._judge(metrics)
-        code = self._exit_code() if trainer.run else 0
-        last = trainer.due(config.save_steps) or self.finished or code
-        due = last or (evaluated and config.load_best_model_at_end)
-        checkpoint = self._save(metrics) if trainer.run and due else None
-        if trainer.on_report:
-            trainer.on_report(self._pace.report(trainer.step, metrics, logged=logged, checkpoint=checkpoint))
+        code = self._exit_code()
+        due = due or self.finished or code > 0 or (evaluated and self._selection.load_best_model_at_end)
+        checkpoint = None
+        if self._run and due:
+            save(metrics)
+            checkpoint = self._run.checkpoint_path(step)
+        if on_report:
+            on_report(self._pace.report(step, metrics, logged=logged, checkpoint=checkpoint))
+        code = code or self._exit_code()
         if code:
+            if checkpoint is None:
+                save(metrics)
             raise TrainingStopped(code)
 
-    def after_last_step(self) -> None:
-        """Take the best checkpoint's weights, where that was asked for."""
-        trainer = self._trainer
-        if trainer.config.load_best_model_at_end and trainer.state.manager:
-            best = trainer.state.manager.best()
-            if best is not None:
-                trainer.load_weights(best)
-                _LOG.info("the weights are those of %s, the best by %s", best.name, trainer.best_metric_name)
+    def after_last_step(self, load_best: Callable[[Path], None]) -> None:
+        """Give the best checkpoint to `load_best`, where that was asked for."""
+        if not (self._selection.load_best_model_at_end and self._checkpoints):
+            return
+        best = self._checkpoints.best()
+        if best is not None:
+            load_best(best)
+            _LOG.info("the weights are those of %s, the best by %s", best.name, self.stopping.metric)
 
-    def _judge(self, metrics: dict[str, float]) -> bool:
+    def _judge(self, metrics: Mapping[str, Any]) -> bool:
         """Take in an evaluation, if there was one; whether there was."""
-        name = self._trainer.best_metric_name
-        if not any(key.startswith("eval_") for key in metrics):
+        if not any(is_evaluation(name) for name in metrics):
             return False
+        name = self.stopping.metric
         check_best_metric(name, metrics)
-        stop = self._trainer.state.stopping.update(metrics[name])
+        stop = self.stopping.update(math.nan if metrics[name] is None else metrics[name])
         if stop:
-            patience = self._trainer.config.early_stopping_patience
+            patience = self._selection.early_stopping_patience
             _LOG.info("stopped early: no better %s in %d evaluations", name, patience)
         self.finished = self.finished or stop
         return True
 
-    def _save(self, metrics: dict[str, float]) -> Path | None:
-        """Write a checkpoint; where it is."""
-        trainer = self._trainer
-        trainer.save_checkpoint(metrics)
-        return trainer.run.checkpoint_path(trainer.step) if trainer.run else None
-
     def _exit_code(self) -> int:
         """The exit code that a signal to any of the processes asks for, 0 where none came."""
-        code = (self._stop.exit_code or 0) if self._stop else 0
-        parallel = self._trainer.parallel
-        if parallel.world_size > 1:
-            code = int(parallel.maximum(torch.tensor([code], device=parallel.device)))
-        return code
+        return maximum(self._stop.exit_code or 0) if self._stop else 0
 
 
-def check_best_metric(name: str, metrics: Mapping[str, float]) -> None:
+def check_best_metric(name: str, metrics: Mapping[str, Any]) -> None:
     """Refuse a `metric_for_best_model` that evaluation does not give.
 
     Raises:
         UserError: `name` is not among the metrics.
     """
     if name not in metrics:
-        known = ", ".join(key for key in metrics if key.startswith("eval_"))
+        known = ", ".join(key for key in metrics if is_evaluation(key))
         raise UserError(
             f"metric_for_best_model is {name}, which evaluation does not give; choose from {known}"
         )
 
 
-def check_evaluations(config: LoopConfig, *, has_examples: bool, has_run: bool) -> None:
+def check_evaluations(
+    config: SelectionConfig, eval_steps: int | None, *, examples: int, has_run: bool
+) -> None:
     """Refuse settings that compare evaluations with one another where there would be none to compare.
 
     Args:
         config: the settings.
-        has_examples: whether there are examples to evaluate on.
+        eval_steps: steps between evaluations; None for none during training.
+        examples: how many there are to evaluate on.
         has_run: whether there is a run folder for checkpoints.
 
     Raises:
@@ -181,8 +230,8 @@ def check_evaluations(config: LoopConfig, *, has_examples: bool, has_run: bool) 
     names = ("load_best_model_at_end", "early_stopping_patience")
     if not (wanted := " and ".join(name for name in names if getattr(config, name))):
         return
-    if config.eval_steps is None or not has_examples:
-        missing = "held-out rows" if config.eval_steps else "eval_steps"
+    if eval_steps is None or not examples:
+        missing = "held-out rows" if eval_steps else "eval_steps"
         raise UserError(f"{wanted} compares evaluations during training; it needs {missing}, or leave it out")
     if config.load_best_model_at_end and not has_run:
         raise UserError("load_best_model_at_end needs a run folder for its checkpoints; give the trainer one")

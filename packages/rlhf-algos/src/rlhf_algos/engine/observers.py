@@ -3,46 +3,51 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
 
 from rlhf_algos.tracking.debug import ActivationHistograms, GradientFlow, Sampler
-from rlhf_data import UserError
+from rlhf_data import RunFolder, TokenSequence, UserError
 
-if TYPE_CHECKING:
-    from rlhf_algos.engine.base_trainer import BaseTrainer
-
-__all__ = ["Observers"]
+__all__ = ["Observers", "sampler_of"]
 
 _LOG = logging.getLogger(__name__)
 
 
 class Observers:
-    """Gradient flow, activation histograms and samples of one training, as its config asks for them.
+    """Gradient flow, activation histograms and samples of one trained module.
 
-    Raises:
-        UserError: samples of a model that does not generate text, or that is sharded.
+    Args:
+        module: what is looked at.
+        run: where the files go; None on processes that write none.
+        gradient_steps: steps between records of the gradients; None for none.
+        activation_steps: steps between histograms of activations; None for none.
+        sampler: writes samples, if any.
     """
 
-    def __init__(self, trainer: BaseTrainer[Any]) -> None:
-        config, run = trainer.config, trainer.run if trainer.parallel.is_main else None
-        self._gradients: GradientFlow | None = None
-        self._activations: ActivationHistograms | None = None
-        self._sampler: Sampler | None = None
-        if trainer.run is None:
-            return
-        if config.debug_gradient_flow:
-            self._gradients = GradientFlow(trainer.scorer, run, every=config.debug_gradient_flow)
-        if config.debug_activations:
-            self._activations = ActivationHistograms(trainer.scorer, run, every=config.debug_activations)
-        if config.sample_steps and not trainer.samples_rollouts:
-            self._sampler = _sampler(trainer, config.sample_steps)
+    def __init__(
+        self,
+        module: nn.Module,
+        run: RunFolder | None,
+        *,
+        gradient_steps: int | None = None,
+        activation_steps: int | None = None,
+        sampler: Sampler | None = None,
+    ) -> None:
+        self._gradients = GradientFlow(module, run, every=gradient_steps) if gradient_steps else None
+        self._activations = (
+            ActivationHistograms(module, run, every=activation_steps) if activation_steps else None
+        )
+        self._sampler = sampler
 
     def before_step(self, step: int) -> None:
         """Before the forward passes of a step (counted from 1)."""
         if self._activations:
             self._activations.before_step(step)
 
-    def after_backward(self, step: int, *, scale: float) -> None:
+    def after_backward(self, step: int, *, scale: float = 1.0) -> None:
         """After the backward passes of a step, before clipping; fp16 multiplied its loss by `scale`."""
         if self._activations:
             self._activations.after_step(step)
@@ -61,16 +66,32 @@ class Observers:
                 recorder.draw()
 
 
-def _sampler(trainer: BaseTrainer[Any], every: int) -> Sampler | None:
-    lm = getattr(trainer.scorer, "lm", None)
-    tokenizer = trainer.tokenizer
-    if lm is None or tokenizer is None or trainer.parallel.sharded:
+def sampler_of(
+    scorer: nn.Module | None,
+    tokenizer: Any,
+    sequences: Iterable[TokenSequence],
+    run: RunFolder | None,
+    *,
+    every: int,
+) -> Sampler | None:
+    """A sampler of the first prompts of some sequences.
+
+    Args:
+        scorer: has the language model as `lm`; None for a sharded one.
+        tokenizer: of the model.
+        sequences: whose prompts are answered.
+        run: where samples go; None on processes that write none, which get no sampler.
+        every: steps between samples.
+
+    Raises:
+        UserError: the model does not generate text, or is sharded.
+    """
+    lm = getattr(scorer, "lm", None)
+    if lm is None or tokenizer is None:
         raise UserError("sample_steps needs a language model with its tokenizer, not sharded; leave it out")
-    if trainer.run is None or not trainer.parallel.is_main:
+    if run is None:
         return None
-    source = trainer.eval_examples if len(trainer.eval_examples) else trainer.examples
-    sequences = [s for i in range(min(len(source), 16)) for s in trainer.sequences(source[i])]
-    sampler = Sampler(lm, tokenizer, Sampler.prompts_of(sequences), trainer.run, every=every)
+    sampler = Sampler(lm, tokenizer, Sampler.prompts_of(list(sequences)), run, every=every)
     if not sampler.prompts:
         _LOG.warning("no samples are written: the prompts of the first rows leave no room for an answer")
     return sampler

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from rlhf_algos.engine.loss_output import reduce_outputs
-from rlhf_data import PackedBatch, UserError
-
-if TYPE_CHECKING:
-    from rlhf_algos.engine.base_trainer import BaseTrainer
-    from rlhf_algos.engine.loss_output import LossOutput
+from rlhf_algos.engine.loss_output import LossOutput, reduce_outputs
+from rlhf_algos.engine.observers import Observers
+from rlhf_algos.engine.parallel import Parallel
+from rlhf_algos.engine.trained_module import TrainedModule
+from rlhf_data import PackedBatch
 
 __all__ = ["MicroBatch", "Share", "combined", "optimizer_step", "reduced", "share_of_step"]
 
@@ -35,7 +33,12 @@ class Share(NamedTuple):
 
 
 def share_of_step(
-    trainer: BaseTrainer[Any], own: Sequence[Any], filler: Callable[[], Sequence[Any]]
+    own: Sequence[Any],
+    filler: Callable[[], Sequence[Any]],
+    *,
+    cut: Callable[[Sequence[Any]], Iterable[tuple[PackedBatch, list[Any]]]],
+    terms: Callable[[PackedBatch, Sequence[Any]], int],
+    parallel: Parallel,
 ) -> Share:
     """Cut this process's examples into micro-batches, as many as every other process has.
 
@@ -43,72 +46,78 @@ def share_of_step(
     own that does not count.
 
     Args:
-        trainer: cuts and counts.
         own: this process's examples of the step, may be none.
         filler: examples to repeat where there are none.
+        cut: cuts examples into packed batches.
+        terms: how many terms the loss of a batch sums over.
+        parallel: the processes.
     """
-    batches = [MicroBatch(batch, rows, True) for batch, rows in trainer.micro_batches(own)]
-    terms = sum(trainer.terms(batch, rows) for batch, rows, _ in batches)
-    parallel = trainer.parallel
+    batches = [MicroBatch(batch, rows, True) for batch, rows in cut(own)]
+    count = sum(terms(batch, rows) for batch, rows, _ in batches)
     if parallel.world_size == 1:
-        return Share(batches, terms)
-    total = int(parallel.sum(torch.tensor([terms], device=trainer.device)))
-    most = int(parallel.maximum(torch.tensor([len(batches)], device=trainer.device)))
+        return Share(batches, count)
+    total = int(parallel.sum(torch.tensor([count], device=parallel.device)))
+    most = int(parallel.maximum(torch.tensor([len(batches)], device=parallel.device)))
     spare = batches[:1]
     if not spare and most:
-        spare = [MicroBatch(batch, rows, True) for batch, rows in trainer.micro_batches(filler())]
+        spare = [MicroBatch(batch, rows, True) for batch, rows in cut(filler())]
     idle = [MicroBatch(batch, rows, False) for batch, rows, _ in spare[:1]] * (most - len(batches))
     return Share(idle + batches, total)
 
 
 def optimizer_step(
-    trainer: BaseTrainer[Any], share: Share, *, observe: bool = True
+    trained: TrainedModule,
+    share: Share,
+    loss: Callable[[PackedBatch, Sequence[Any]], LossOutput],
+    *,
+    step: int,
+    check: Callable[[dict[str, float]], None],
+    observers: Observers | None = None,
 ) -> tuple[dict[str, float], bool]:
     """Forward, backward, clip and step.
 
     Args:
-        trainer: whose model and optimizer; `prepare` has been called.
+        trained: what is stepped; `prepare` has been called.
         share: what `share_of_step` gave.
-        observe: whether the debug switches look at it.
+        loss: of a micro-batch on the device.
+        step: counted from 1.
+        check: raises where the metrics, looked at before the step, are not finite.
+        observers: the debug switches that look at the step.
 
     Returns:
         `loss`, the method's metrics, `grad_norm` and `learning_rate`; and whether the step was taken (fp16
         skips one that overflowed).
-
-    Raises:
-        UserError: the loss or the gradient became NaN or infinite; see `BaseTrainer.train_step`.
     """
-    parallel, observers = trainer.parallel, trainer.observers if observe else None
+    parallel = trained.parallel
     if observers:
-        observers.before_step(trainer.step + 1)
+        observers.before_step(step)
     outputs = []
     for number, (batch, rows, real) in enumerate(share.batches, start=1):
         last = number == len(share.batches)
         with parallel.accumulating(last=last):
-            output = trainer.loss(batch.to(trainer.device), rows)
+            output = loss(batch.to(parallel.device), rows)
             parallel.backward(output.loss * (real / share.total), last=last)
         outputs.append((replace(output, loss=output.loss.detach()), real))
     if observers:
-        observers.after_backward(trainer.step + 1, scale=parallel.loss_scale)
-    norm = parallel.clip(trainer.parameters)
-    metrics = reduced(trainer, outputs, share.total, {} if norm is None else {"grad_norm": norm})
-    _check_finite(trainer, metrics)
-    metrics["learning_rate"] = trainer.optimizer.param_groups[0]["lr"]
-    taken, norm = parallel.step(trainer.stepper)
+        observers.after_backward(step, scale=parallel.loss_scale)
+    norm = parallel.clip(trained.parameters)
+    metrics = reduced(outputs, share.total, parallel, {} if norm is None else {"grad_norm": norm})
+    check(metrics)
+    metrics["learning_rate"] = trained.optimizer.param_groups[0]["lr"]
+    taken, norm = trained.step()
     if norm is not None:
         metrics["grad_norm"] = float(norm)
-        _check_finite(trainer, metrics)
+        check(metrics)
     return metrics, taken
 
 
 def reduced(
-    trainer: BaseTrainer[Any],
     outputs: list[tuple[LossOutput, bool]],
     total: int,
+    parallel: Parallel,
     others: dict[str, torch.Tensor] | None = None,
 ) -> dict[str, float]:
     """Metrics over micro-batches and processes; see `reduce_outputs`."""
-    parallel = trainer.parallel
     return reduce_outputs(outputs, total, add=parallel.sum, maximum=parallel.maximum, others=others)
 
 
@@ -121,11 +130,3 @@ def combined(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
         how = {"min": min, "max": max}.get(name[-3:], lambda values: sum(values) / len(values))
         found[name] = how(values)
     return found
-
-
-def _check_finite(trainer: BaseTrainer[Any], metrics: dict[str, float]) -> None:
-    skipping = trainer.parallel.precision == "fp16"  # an overflow only makes the scaled step be skipped
-    names = ("loss",) if skipping else ("loss", "grad_norm")
-    if all(math.isfinite(metrics.get(name, 0.0)) for name in names):
-        return
-    raise UserError(trainer.state.explain_divergence(metrics))

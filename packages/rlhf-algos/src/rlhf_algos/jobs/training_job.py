@@ -18,7 +18,7 @@ from rlhf_algos.jobs.models import check_machine, longest_sequence, start_model
 from rlhf_algos.jobs.online import PREFLIGHT, load_rewards, online_parts, tell_findings
 from rlhf_algos.jobs.results import finish_run
 from rlhf_algos.jobs.tiny_models import few_threads_for_a_small_model
-from rlhf_algos.online.samples import sample_stage
+from rlhf_algos.online.stage_samples import sample_stage
 from rlhf_algos.process_group import from_first_process
 from rlhf_algos.tracking.step_report import OnReport
 from rlhf_data import RunFolder, UserError, atomic_write_json, finite

@@ -15,7 +15,7 @@ from torch import nn
 from rlhf_algos.configs.online import OnlineConfig
 from rlhf_algos.engine.batching import epoch_order
 from rlhf_algos.engine.language_model import LanguageModelTrainer, LogpsModule
-from rlhf_algos.engine.optimizer_step import combined, optimizer_step, share_of_step
+from rlhf_algos.engine.optimizer_step import combined
 from rlhf_algos.online.rollouts import Completion, StepTable, flat, keep_tokens, rollout_metrics, table_row
 from rlhf_algos.online.samples import keep_samples
 from rlhf_algos.process_group import from_first_process
@@ -149,7 +149,9 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         assessed = time.perf_counter()
         self.scorer.train()
         metrics |= self.update(completions, len(examples))
-        keep_samples(self, completions, table)
+        every, writes = self.config.sample_steps, self.parallel.is_main
+        if every and self.run and writes and (self.step + 1) % every == 0:
+            keep_samples(self.run, self.step + 1, completions, table, self.tokenizer)
         self.step += 1
         metrics["epoch"] = self.step / self.steps_per_epoch
         metrics["num_tokens"] = self.num_tokens
@@ -229,12 +231,12 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         for number in range(self.config.passes):
             for prompts in self._mini_batches(num_prompts, number):
                 own = [each for each in completions if each.index // self.config.num_generations in prompts]
-                share = share_of_step(self, own, lambda: self._filler(completions))
+                share = self._cut(own, lambda: self._filler(completions))
                 tokens = self._total(sum(each.length for each in own if each.weight))
                 if not tokens:  # AdamW would move the weights by its memory of earlier gradients
                     continue
                 self.terms_per_token = share.total / tokens
-                metrics, stepped = optimizer_step(self, share, observe=not done)
+                metrics, stepped = self._update(share, observe=not done)
                 taken = taken or stepped
                 self.num_tokens += self._total(sum(b.num_tokens for b, _, real in share.batches if real))
                 done.append(metrics)
@@ -319,7 +321,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
                 completion.tokens["old_logps"] = logps
         if not (compute or reference):
             return
-        share = share_of_step(self, completions, lambda: self._filler(completions))
+        share = self._cut(completions, lambda: self._filler(completions))
         with torch.no_grad():
             for batch, members, real in share.batches:
                 batch = batch.to(self.device)

@@ -14,7 +14,6 @@ from torch import nn
 from rlhf_algos.checkpoints.manager import load_weights
 from rlhf_algos.configs.online import PPOConfig
 from rlhf_algos.engine.loss_output import LossOutput
-from rlhf_algos.engine.optimizer_step import share_of_step
 from rlhf_algos.kl_control import AdaptiveKLController, FixedKLController
 from rlhf_algos.losses import KL_ESTIMATORS, clipped_policy_loss, policy_ratio, value_loss
 from rlhf_algos.online.actor_critic import ActorCritic
@@ -181,7 +180,7 @@ class PPOTrainer(OnlineTrainer):
 
     def _value(self, completions: Sequence[Completion]) -> None:
         """Give completions `old_values`, under the present value model."""
-        share = share_of_step(self, completions, lambda: self._filler(completions))
+        share = self._cut(completions, lambda: self._filler(completions))
         with torch.no_grad():
             for batch, members, real in share.batches:
                 scores = self.forward(batch.to(self.device), values=True, policy=False)

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
+from rlhf_algos.tracking.step_report import is_evaluation
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
@@ -66,7 +68,7 @@ class TrainingLogger:
         console: a Rich console; None is standard output's.
         trackers: they get what metrics.jsonl gets, and are finished with the logger.
         logging_steps: steps between the lines that are written; the last step and every evaluation (a name
-            that begins with `eval_`) are written besides.  The progress line follows every step.
+            of `is_evaluation`) are written besides.  The progress line follows every step.
     """
 
     def __init__(
@@ -130,7 +132,7 @@ class TrainingLogger:
     def _due(self, step: int, metrics: Mapping[str, Any]) -> bool:
         if step % self.logging_steps == 0 or step == self.total_steps:
             return True
-        return any(name.startswith("eval_") for name in metrics)
+        return any(is_evaluation(name) for name in metrics)
 
 
 def _rate(speed: float | None) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["OnReport", "Pace", "StepReport"]
+__all__ = ["OnReport", "Pace", "StepReport", "is_evaluation"]
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class StepReport:
         step: counted from 1.
         total: the last step.
         metrics: of this step, `learning_rate` and `grad_norm` among them; those of an evaluation, where there
-            was one, begin with `eval_`.
+            was one, begin with `eval_`, or with `eval/` in the game of two players.
         logged: whether the step is one of those that `logging_steps` has written; the last one and every
             evaluation are.
         seconds: since training began, or was resumed.
@@ -39,7 +39,12 @@ class StepReport:
     @property
     def evaluation(self) -> dict[str, float]:
         """The metrics of the evaluation, with their names; empty where there was none."""
-        return {name: value for name, value in self.metrics.items() if name.startswith("eval_")}
+        return {name: value for name, value in self.metrics.items() if is_evaluation(name)}
+
+
+def is_evaluation(name: str) -> bool:
+    """Whether a metric is one of an evaluation, by its name."""
+    return name.startswith(("eval_", "eval/"))
 
 
 OnReport = Callable[[StepReport], None]

@@ -27,9 +27,10 @@ class Trackers:
         self.trackers = list(trackers)
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Give every tracker the metrics of a step."""
+        """Give every tracker the numbers among the metrics of a step."""
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
         for tracker in self.trackers:
-            tracker.log(dict(metrics), step=step)
+            tracker.log(numbers, step=step)
 
     def finish(self) -> None:
         """Write out what is left and close every tracker; a second call does nothing."""

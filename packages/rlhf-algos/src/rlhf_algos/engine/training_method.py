@@ -1,0 +1,85 @@
+"""What a method gives its trainer: the sequences of an example, the loss of a batch, what it remembers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+from torch import nn
+
+from rlhf_algos.checkpoints.manager import load_weights, save_pretrained
+from rlhf_algos.configs.trainer import TrainerConfig
+from rlhf_algos.engine.batching import micro_batches
+from rlhf_algos.engine.loss_output import LossOutput
+from rlhf_data import PackedBatch, TokenSequence
+
+__all__ = ["Example", "TrainingMethod"]
+
+Example = TypeVar("Example")
+
+
+class TrainingMethod(ABC, Generic[Example]):
+    """What distinguishes a method from the others; `BaseTrainer` is the loop that they share."""
+
+    model: Any
+    tokenizer: Any
+    config: TrainerConfig
+    shown_metrics: ClassVar[tuple[str, ...]] = ("loss",)
+    """Metrics in the progress line."""
+    samples_rollouts: ClassVar[bool] = False
+    """Whether the trainer writes `samples.jsonl` itself."""
+
+    @abstractmethod
+    def sequences(self, example: Example) -> Sequence[TokenSequence]:
+        """The token sequences of one example; they are never cut apart."""
+
+    @abstractmethod
+    def count(self, batch: PackedBatch) -> int:
+        """How many terms the loss of this batch sums over; the loss of a step is the mean over them."""
+
+    @abstractmethod
+    def loss(self, batch: PackedBatch, examples: Sequence[Example]) -> LossOutput:
+        """Loss of one micro-batch, on the model's device; its sequences are those of `examples`."""
+
+    def terms(self, batch: PackedBatch, examples: Sequence[Example]) -> int:
+        """`count`, for a method whose terms depend on more of its examples than the batch tells."""
+        return self.count(batch)
+
+    def build_scorer(self, model: Any) -> nn.Module:
+        """The module that `forward` calls; all use of trained weights must lie inside its `forward`."""
+        return model
+
+    def micro_batches(
+        self, examples: Sequence[Any], sequences: Callable[[Any], Sequence[TokenSequence]] | None = None
+    ) -> Iterator[tuple[PackedBatch, list[Any]]]:
+        """Cut this process's examples by the token budget; each batch with the examples in it.
+
+        Args:
+            examples: any examples.
+            sequences: the token sequences of one; None means the method's `sequences`.
+        """
+        parts = [list((sequences or self.sequences)(example)) for example in examples]
+        return micro_batches(examples, parts, self.config.max_tokens_per_batch)
+
+    def before_step(self, examples: Sequence[Example]) -> None:
+        """A pass over this process's examples of a step, or of a batch of evaluation, before their losses."""
+
+    def extra_state(self) -> dict[str, Any]:
+        """What a method must remember in checkpoints besides the model, as JSON values."""
+        return {}
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """Take up what `extra_state` gave."""
+
+    def save_weights(self, folder: Path) -> None:
+        """Write the model, and the tokenizer where there is one, into a folder."""
+        save_pretrained(self.model, self.tokenizer, folder)
+
+    def load_weights(self, folder: Path) -> None:
+        """Put into the model the weights that `save_weights` wrote."""
+        load_weights(self.model, folder)
+
+    def close(self) -> None:
+        """Let go of whatever else than memory the trainer holds."""
