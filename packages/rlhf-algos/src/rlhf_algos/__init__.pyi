@@ -20,10 +20,16 @@ from rlhf_algos.configs.online import GRPOConfig as GRPOConfig
 from rlhf_algos.configs.online import OnlineConfig as OnlineConfig
 from rlhf_algos.configs.online import PPOConfig as PPOConfig
 from rlhf_algos.configs.trainer import HardwareConfig as HardwareConfig
+from rlhf_algos.configs.trainer import ReportConfig as ReportConfig
+from rlhf_algos.configs.trainer import SelectionConfig as SelectionConfig
 from rlhf_algos.configs.trainer import TrainerConfig as TrainerConfig
 from rlhf_algos.engine.base_trainer import BaseTrainer as BaseTrainer
 from rlhf_algos.engine.base_trainer import LossOutput as LossOutput
+from rlhf_algos.engine.events import TrainingEvents as TrainingEvents
 from rlhf_algos.engine.events import TrainingStopped as TrainingStopped
+from rlhf_algos.engine.events import check_best_metric as check_best_metric
+from rlhf_algos.engine.events import check_evaluations as check_evaluations
+from rlhf_algos.engine.observers import Observers as Observers
 from rlhf_algos.engine.optimizer import create_optimizer as create_optimizer
 from rlhf_algos.engine.optimizer import create_scheduler as create_scheduler
 from rlhf_algos.engine.optimizer import learning_rate_factor as learning_rate_factor
@@ -74,4 +80,5 @@ from rlhf_algos.tracking.metrics_log import setup_logging as setup_logging
 from rlhf_algos.tracking.step_report import OnReport as OnReport
 from rlhf_algos.tracking.step_report import Pace as Pace
 from rlhf_algos.tracking.step_report import StepReport as StepReport
+from rlhf_algos.tracking.trackers import check_trackers as check_trackers
 from rlhf_algos.tracking.trackers import create_trackers as create_trackers

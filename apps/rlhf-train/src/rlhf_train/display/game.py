@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -14,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from rlhf_algos import StepReport
 from rlhf_data import RunFolder, read_rows
 from rlhf_minmax import Events
 from rlhf_minmax.evaluation.break_even import BreakEven
@@ -112,7 +114,7 @@ class ConsoleEvents(Events):
 
     def phase(self, name: str, start: int, total: int) -> None:
         """A phase begins."""
-        self._stage = _Stage(_TITLES[name])
+        self._stage = _Stage(_TITLES[name], start)
         resumed = f", resumed from step {start}" if start else ""
         self.console.print(Text(f"{_TITLES[name]}: {total} steps{resumed}", "bold"))
 
@@ -123,6 +125,21 @@ class ConsoleEvents(Events):
         if speed is not None:
             shown["tokens/s"] = f"{speed:,.0f}"
         self._advance(_TITLES[phase], step, total, shown)
+
+    def report(self, phase: str, report: StepReport) -> None:
+        """A line for an evaluation on the way, and where no bar is drawn one for a checkpoint."""
+        start = f"{_TITLES[phase]}: {report.step}/{report.total}  "
+        found = {name.removeprefix("eval/"): value for name, value in report.evaluation.items()}
+        if found:
+            shown = (f"{label} {_number(found[key])}" for label, key in _ROWS if key in found)
+            self.console.print(f"{start}evaluation: {', '.join(shown)}")
+        if report.checkpoint and not self.console.is_terminal:
+            self.console.print(f"{start}wrote {report.checkpoint.name}")
+
+    def note(self, text: str) -> None:
+        """A line; the bar of a game that ended early goes."""
+        self._live.update("")
+        self.console.print(text)
 
     def evaluated(self, block: str, metrics: Metrics) -> None:
         """One line per held-out evaluation."""
@@ -176,14 +193,14 @@ class ConsoleEvents(Events):
         elif self.console.is_terminal:
             self._live.update(stage.renderable(step, total, shown))
         elif step % max(1, total // _PLAIN_LINES) == 0:
-            self.console.print(f"{title}: {step}/{total}  {_joined(shown)}")
+            self.console.print(f"{title}: {step}/{total}  {stage.pace(step, total)}  {_joined(shown)}")
 
 
 class _Stage:
     """One bar: its clock, its speed, and how it looks."""
 
-    def __init__(self, title: str) -> None:
-        self.title = title
+    def __init__(self, title: str, start: int = 0) -> None:
+        self.title, self.start = title, start
         self._started = time.perf_counter()
         self._first: tuple[float, int] | None = None
         self._progress = Progress(
@@ -199,6 +216,11 @@ class _Stage:
     def seconds(self) -> float:
         """Since the stage began."""
         return time.perf_counter() - self._started
+
+    def pace(self, step: int, total: int) -> str:
+        """Seconds a step, and the time that is left as h:mm:ss."""
+        speed = self.seconds / max(1, step - self.start)
+        return f"{_seconds(speed)} a step, {timedelta(seconds=round((total - step) * speed))} left"
 
     def tokens_per_second(self, num_tokens: int) -> float | None:
         """Speed since the first step of this process; None at that step."""

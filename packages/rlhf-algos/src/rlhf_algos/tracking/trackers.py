@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf_data import UserError, finite
 
-__all__ = ["TRACKERS", "Trackers", "create_trackers"]
+__all__ = ["TRACKERS", "Trackers", "check_trackers", "create_trackers"]
 
 _WANDB_FOLDERS = {"WANDB_CACHE_DIR": "cache", "WANDB_CONFIG_DIR": "config", "WANDB_DATA_DIR": "data"}
 
@@ -36,6 +36,19 @@ class Trackers:
         """Write out what is left and close every tracker; a second call does nothing."""
         while self.trackers:
             self.trackers.pop().finish()
+
+
+def check_trackers(report_to: Sequence[str]) -> None:
+    """Refuse trackers that are not known or not installed.
+
+    Raises:
+        UserError: there is one.
+    """
+    for wanted in report_to:
+        if wanted not in TRACKERS:
+            raise UserError(f"report_to must name {' or '.join(TRACKERS)}, got {wanted!r}")
+        if importlib.util.find_spec(wanted) is None:
+            raise UserError(f'{wanted} is not installed; run pip install "rlhf-algos[{wanted}]"')
 
 
 def create_trackers(
@@ -63,11 +76,7 @@ def create_trackers(
     Raises:
         UserError: an unknown name, a package that is not installed, or W&B without a login.
     """
-    for wanted in report_to:
-        if wanted not in TRACKERS:
-            raise UserError(f"report_to must name {' or '.join(TRACKERS)}, got {wanted!r}")
-        if importlib.util.find_spec(wanted) is None:
-            raise UserError(f'{wanted} is not installed; run pip install "rlhf-algos[{wanted}]"')
+    check_trackers(report_to)
     folder, values = Path(run_folder).resolve(), finite(dict(config))
     trackers = Trackers([])
     try:

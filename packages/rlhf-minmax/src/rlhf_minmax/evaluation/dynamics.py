@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rlhf_minmax.config.run import TIME_SCALE_LIMIT
+from rlhf_minmax.config.training import TIME_SCALE_LIMIT
 from rlhf_minmax.evaluation.diagnostics import oscillation
 
 _WINDOW = 16

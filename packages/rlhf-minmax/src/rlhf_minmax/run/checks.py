@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from rlhf_algos import check_evaluations, check_trackers
 from rlhf_data import QARecord, UserError, render_prompt
 from rlhf_minmax.config.run import MinMaxConfig
 from rlhf_minmax.config.scorers import JudgeConfig, RewardModelConfig
@@ -116,6 +117,9 @@ def check_run(config: MinMaxConfig, stories: Stories, devices: DeviceManager) ->
         UserError: the models or the texts cannot be used; of a text that is too long, unless
             `data.on_bad_row` leaves its row out.
     """
+    training = config.training
+    check_evaluations(training, training.eval_steps, examples=len(stories.held_out), has_run=True)
+    check_trackers(training.report_to)
     check_players(config, devices)
     check_scorers(config)
     models = inspect_models(config, stories)

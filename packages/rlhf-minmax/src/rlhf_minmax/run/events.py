@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 from importlib.metadata import version
 
+from rlhf_algos import StepReport
 from rlhf_minmax.evaluation.break_even import BreakEven
 from rlhf_minmax.evaluation.evaluate import Metrics
 from rlhf_models import DeviceManager
@@ -46,6 +47,12 @@ class Events:
 
     def step(self, phase: str, step: int, total: int, metrics: Metrics) -> None:
         """A step of `plain` or `minmax`."""
+
+    def report(self, phase: str, report: StepReport) -> None:
+        """The same step, with its pace and the checkpoint that was written after it."""
+
+    def note(self, text: str) -> None:
+        """Something about the run that is worth a line: an early stop, the best checkpoint taken up."""
 
     def evaluated(self, block: str, metrics: Metrics) -> None:
         """A held-out evaluation: `before`, `plain` or `after`."""

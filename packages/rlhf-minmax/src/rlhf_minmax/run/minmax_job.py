@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rlhf_algos import check_best_metric
 from rlhf_algos.process_group import from_first_process, is_first_process, num_processes, wait_for_all
 from rlhf_data import RunFolder, UserError, atomic_write_json
 from rlhf_eval import training_curves
@@ -45,6 +46,8 @@ from rlhf_models import DeviceManager
 
 _PREFLIGHT, _REPORT = "preflight.json", "report.html"
 _NUM_SAMPLES = 8
+_NOT_ON_THE_WAY = ("dual/lambda", "monitor/calibration")
+"""What is measured at the start and the end only."""
 _CURVES = (
     "policy/accuracy",
     "minmax/value",
@@ -91,6 +94,10 @@ class MinMaxJob:
             self.run.write_config(self.config.to_dict())
         game = self._build(stories, devices, clock)
         game, check, before = self._preflight(game, stories, clock, to_play=True)
+        check_best_metric(
+            self.config.training.best_metric_name,
+            {f"eval/{name}": value for name, value in before.items() if name not in _NOT_ON_THE_WAY},
+        )
         pipeline = game.pipeline
         shown = stories.held_out[:_NUM_SAMPLES]
         samples = sample_exchanges(pipeline, shown, pipeline.players.policy, "start")
@@ -99,6 +106,7 @@ class MinMaxJob:
             plain = self._play_plain(game, stories, clock, resume=resume, samples=samples)
         trainer = self._trainer(game, stories, self.run, adversary=True, resume=resume)
         trainer.train()
+        self._say_how_it_ended(trainer)
         clock.lap("game")
         after = self._measure(game, stories, trainer)
         table = past_against_past(pipeline, trainer.pools, stories.held_out)
@@ -145,7 +153,7 @@ class MinMaxJob:
         game, _, before = self._preflight(self._build(stories, devices, clock), stories, clock)
         results: dict[str, Any] = {"checkpoint": None, "before": before, "plain": None, "after": None}
         if checkpoint is not None:
-            trainer = MinMaxTrainer(game.pipeline, self.config, stories.train, run=self.run)
+            trainer = MinMaxTrainer(game.pipeline, self.config, stories.train, stories.held_out, run=self.run)
             trainer.load_checkpoint(checkpoint)
             after = self._measure(game, stories, trainer)
             self.events.evaluated("after", after)
@@ -273,6 +281,7 @@ class MinMaxJob:
             held_out=game.held_out,
             on_step=lambda step, total, metrics: self._stepped(phase, step, total, metrics),
         )
+        trainer.on_report = lambda report: self.events.report(phase, report)
         if resume:
             trainer.resume()
         self.events.phase(phase, trainer.step, trainer.total_steps)
@@ -282,6 +291,17 @@ class MinMaxJob:
         for text in metrics.get("findings", ()):
             self.events.warning(f"step {step}: {text}")
         self.events.step(phase, step, total, metrics)
+
+    def _say_how_it_ended(self, trainer: MinMaxTrainer) -> None:
+        training, name = self.config.training, self.config.training.best_metric_name
+        if trainer.step < trainer.total_steps:
+            self.events.note(
+                f"stopped early after step {trainer.step} of {trainer.total_steps}: no better {name} in "
+                f"{training.early_stopping_patience} evaluations"
+            )
+        if training.load_best_model_at_end and trainer.checkpoints:
+            best = trainer.checkpoints.best()
+            self.events.note(f"the players are those of {best and best.name}, the best by {name}")
 
     def _measure(self, game: Game, stories: Stories, trainer: MinMaxTrainer) -> dict[str, Any]:
         dual, pipeline = trainer.optimizer.dual, game.pipeline

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rlhf_algos import CheckpointManager, GracefulStop, TrainingStopped, load_weights
-from rlhf_algos.process_group import (
-    from_first_process,
-    gathered,
-    is_first_process,
-    num_processes,
-    process_number,
-    wait_for_all,
+from rlhf_algos import (
+    CheckpointManager,
+    OnReport,
+    StepReport,
+    TrainingEvents,
+    check_evaluations,
+    load_weights,
 )
+from rlhf_algos.process_group import is_first_process, num_processes, process_number, wait_for_all
 from rlhf_data import QARecord, RunFolder, UserError, json_hash
 from rlhf_minmax.config.run import MinMaxConfig
 from rlhf_minmax.evaluation.doctor import Doctor
@@ -57,6 +56,12 @@ class MinMaxTrainer:
         adversary: false trains the policy on the reward model alone: plain RLHF.
         held_out: scorers for evaluations on the way, which are never trained on.
         on_step: told of every step.
+
+    Attributes:
+        on_report: called with what is to be shown of each step, after its checkpoint.
+
+    Raises:
+        UserError: no stories, or settings that compare evaluations where there would be none.
     """
 
     def __init__(
@@ -83,8 +88,28 @@ class MinMaxTrainer:
         self.dynamics, self.doctor = Dynamics(), Doctor(config)
         self.pools = OpponentPools(config.pool, config.seed)
         self._foreign = ""
-        limit = config.training.save_total_limit
-        self.checkpoints = CheckpointManager(run, keep=limit) if run else None
+        training = config.training
+        if adversary:
+            examples = len(self.eval_records)
+            check_evaluations(training, training.eval_steps, examples=examples, has_run=run is not None)
+        self.on_report: OnReport | None = None
+        self.checkpoints: CheckpointManager | None = None
+        if run is not None:
+            self.checkpoints = CheckpointManager(
+                run,
+                keep=training.save_total_limit,
+                metric=training.best_metric_name if training.compares_evaluations else None,
+                greater_is_better=training.greater_is_better,
+            )
+        self.events = TrainingEvents(
+            training,
+            training,
+            run,
+            self.checkpoints,
+            best_metric=training.best_metric_name,
+            name="minmax",
+            settings=config,
+        )
         self.writes = is_first_process()
 
     @property
@@ -93,38 +118,35 @@ class MinMaxTrainer:
         return self.config.training.num_steps(len(self.records), adversary=self.adversary)
 
     def train(self) -> None:
-        """Play from where the trainer stands to the last step.
+        """Play from where the trainer stands to the last step, or until evaluations no longer get better.
 
         Raises:
             TrainingStopped: SIGTERM or SIGINT came to one of the processes; the step is finished and saved.
+            UserError: a player's loss is not finite, or evaluation does not give `metric_for_best_model`.
         """
-        stop = GracefulStop(*([] if self.writes else [""]))
-        with stop if self.checkpoints else nullcontext():
-            while self.step < self.total_steps:
-                saved = self._play_step()
-                if self.checkpoints and (code := max(gathered([stop.exit_code or 0]))):
-                    if not saved:
-                        self.save_checkpoint()
-                    raise TrainingStopped(code)
+        training = self.config.training
+        with self.events.start(self.step, self.total_steps, self.num_tokens) as events:
+            while self.step < self.total_steps and not events.finished:
+                metrics: dict[str, Any] = self.train_step()
+                if self.eval_records and self.adversary:
+                    metrics |= self._evaluate() if _due(self.step, training.eval_steps) else {}
+                    if _due(self.step, self.config.diagnostics.sample_steps):
+                        self._keep_samples()
+                last = self.step == self.total_steps
+                due = last or _due(self.step, training.save_steps)
+                events.after_step(self.step, metrics, self.save_checkpoint, due, on_report=self._report)
+            events.after_last_step(self._take_best)
 
-    def _play_step(self) -> bool:
-        """A step, and what is due after it; whether a checkpoint was."""
-        metrics = self.train_step()
-        if self.eval_records and self.adversary and _due(self.step, self.config.training.eval_steps):
-            policy = self.pipeline.players.policy
-            found = measure_game(self.pipeline, self.eval_records, policy, self.held_out)
-            metrics |= {f"eval/{name}": value for name, value in found.items()}
-        if self.eval_records and self.adversary and _due(self.step, self.config.diagnostics.sample_steps):
-            self._keep_samples()
-        if self.run and self.writes:
-            self.run.append_metrics(metrics)
-        last = self.step == self.total_steps
-        saves = self.checkpoints is not None and (last or _due(self.step, self.config.training.save_steps))
-        if saves:
-            self.save_checkpoint()
+    def _evaluate(self) -> dict[str, Any]:
+        policy = self.pipeline.players.policy
+        found = measure_game(self.pipeline, self.eval_records, policy, self.held_out)
+        return {f"eval/{name}": value for name, value in found.items()}
+
+    def _report(self, report: StepReport) -> None:
         if self.on_step:
-            self.on_step(self.step, self.total_steps, metrics)
-        return saves
+            self.on_step(report.step, report.total, dict(report.metrics))
+        if self.on_report:
+            self.on_report(report)
 
     def train_step(self) -> Metrics:
         """One step of both players on the next stories; its metrics, and `findings` in words, if any."""
@@ -208,8 +230,12 @@ class MinMaxTrainer:
         order = torch.randperm(count, generator=generator).tolist()
         return [self.records[i] for i in order[at * size : (at + 1) * size]]
 
-    def save_checkpoint(self) -> None:
-        """Write everything resuming needs as `checkpoint-<step>` of the run folder; all processes call it."""
+    def save_checkpoint(self, metrics: Mapping[str, Any] | None = None) -> None:
+        """Write everything resuming needs as `checkpoint-<step>` of the run folder; all processes call it.
+
+        Args:
+            metrics: what was measured at this step; it is kept, and says which checkpoint is the best.
+        """
         assert self.checkpoints is not None
         state: dict[str, Any] = {
             "num_tokens": self.num_tokens,
@@ -217,19 +243,16 @@ class MinMaxTrainer:
             "num_processes": num_processes(),
             "dynamics": self.dynamics.to_dict(),
             "doctor": self.doctor.to_dict(),
+            "stopping": self.events.stopping.state(),
         }
-        with ExitStack() as stack:
-            folder = Path()
+        with self.checkpoints.writing_together(self.step, state, metrics=metrics) as folder:
             if self.writes:
-                folder = stack.enter_context(self.checkpoints.writing(self.step, state))
                 for name, player in self._trained_players().items():
                     player.save_pretrained(folder / name)
                 if self.pools.policies.members:
                     self.pools.save(folder)
-            folder = Path(from_first_process(str(folder)))
-            state["dual"] = self.optimizer.save(folder)
             wait_for_all()
-        wait_for_all()
+            state["dual"] = self.optimizer.save(folder)
 
     def resume(self) -> bool:
         """Take up the newest complete checkpoint of the run folder; whether there was one.
@@ -261,14 +284,22 @@ class MinMaxTrainer:
                 f"{folder} holds the DeepSpeed state of {count} processes, there are {num_processes()} now; "
                 "resume with as many"
             )
-        for name, player in self._trained_players().items():
-            restore_player(player, folder / name)
-        self.optimizer.load(folder, state["dual"])
+        self._load_players(folder, state)
         if (folder / "past_policies").is_dir():
             self.pools.load(folder)
         self.dynamics = Dynamics(**state["dynamics"])
         self.doctor = Doctor(self.config, state["doctor"])
+        self.events.stopping.load_state(state["stopping"])
         self.step, self.num_tokens = state["step"], state["num_tokens"]
+
+    def _take_best(self, folder: Path) -> None:
+        """Put the players, their averages and the multipliers where the best checkpoint has them."""
+        self._load_players(folder, CheckpointManager.read_state(folder))
+
+    def _load_players(self, folder: Path, state: Mapping[str, Any]) -> None:
+        for name, player in self._trained_players().items():
+            restore_player(player, folder / name)
+        self.optimizer.load(folder, state["dual"])
 
     def _data_hash(self) -> str:
         return json_hash([[r.story, r.question, r.choices, r.answer] for r in self.records])

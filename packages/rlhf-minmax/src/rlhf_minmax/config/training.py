@@ -1,0 +1,106 @@
+"""How long a MinMax run trains, with which steps, and what happens around them."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import Field
+
+from rlhf_algos import ReportConfig, SelectionConfig
+from rlhf_data import BaseConfig, LocalPath
+
+TIME_SCALE_LIMIT = 10
+_MOST_WARMUP_STEPS = 8
+
+
+class GameLoopConfig(BaseConfig):
+    """Learning rates, sizes and schedule."""
+
+    policy_learning_rate: float = Field(default=3e-3, gt=0)
+    """AdamW learning rate of the policy."""
+    monitor_learning_rate: float = Field(default=3e-3, gt=0)
+    """AdamW learning rate of the monitor."""
+    monitor_updates_per_policy: int = Field(default=5, ge=0)
+    """Most inner updates of the monitor on a batch of critiques; the KL stop may end them; 0 freezes it."""
+    policy_updates: int = Field(default=2, ge=1)
+    """Updates of the policy on one batch of answers."""
+    monitor_warmup_steps: int | None = Field(default=None, ge=0)
+    """First steps in which only the monitor learns; null takes a quarter of the run's, at most 8."""
+    constraint_penalty_lambda: float = Field(default=5.0, ge=0)
+    """Multiplier λ at the start."""
+    batch_size: int = Field(default=32, ge=1)
+    """Stories per step."""
+    num_epochs: float = Field(default=1.0, gt=0)
+    """Passes over the training stories."""
+    max_steps: int = Field(default=-1, ge=-1)
+    """Steps; above 0 it takes the place of num_epochs."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """A longer gradient is scaled down to this 2-norm."""
+    max_tokens_per_batch: int = Field(default=16384, ge=1)
+    """Tokens in one forward pass."""
+    eval_steps: int | None = Field(default=None, ge=1)
+    """Evaluate on the held-out stories every so many steps; null only at start and end."""
+    save_steps: int | None = Field(default=10, ge=1)
+    """Write a checkpoint every so many steps; null only at the end."""
+    save_total_limit: int = Field(default=2, ge=1)
+    """Checkpoints kept: the newest, and the best one besides where evaluations are compared."""
+    deepspeed: LocalPath | None = None
+    """JSON file of DeepSpeed settings (ZeRO-1, 2, or 3 for players trained in full); run under torchrun."""
+
+    def num_steps(self, num_stories: int, *, adversary: bool = True) -> int:
+        """Steps of a run; without a monitor, as many as the policy learns in after the monitor's warm-up."""
+        total = self.max_steps
+        if total < 1:
+            total = max(1, math.ceil(self.num_epochs * self.num_steps_per_epoch(num_stories)))
+        return total if adversary else max(1, total - self.num_warmup_steps(total))
+
+    def num_warmup_steps(self, steps: int) -> int:
+        """First steps of a game of so many in which only the monitor learns."""
+        if self.monitor_warmup_steps is not None:
+            return self.monitor_warmup_steps
+        return min(_MOST_WARMUP_STEPS, steps // 4)
+
+    def num_steps_per_epoch(self, num_stories: int) -> int:
+        """Steps of one pass over the stories; the last may hold fewer than `batch_size`."""
+        return math.ceil(num_stories / self.batch_size)
+
+    @property
+    def time_scale_ratio(self) -> float:
+        """How much further than the policy the monitor may move in a step: rates times updates, divided."""
+        monitor = self.monitor_learning_rate * self.monitor_updates_per_policy
+        return monitor / (self.policy_learning_rate * self.policy_updates)
+
+    def time_scale_warning(self) -> str | None:
+        """What a ratio of the two time scales above 10 or below 1/10 means; None for one in between.
+
+        Two time scales (arXiv:1706.08500) let the monitor follow the policy; too far apart, one stands still.
+        """
+        ratio = self.time_scale_ratio
+        if ratio == 0 or 1 / TIME_SCALE_LIMIT <= ratio <= TIME_SCALE_LIMIT:
+            return None
+        fast, slow = ("monitor", "policy") if ratio > 1 else ("policy", "monitor")
+        return (
+            f"the {fast} may move {max(ratio, 1 / ratio):.0f} times as far per step as the {slow}, which "
+            "hardly learns then; bring training.monitor_learning_rate x monitor_updates_per_policy nearer to "
+            "policy_learning_rate x policy_updates"
+        )
+
+
+class TrainingConfig(ReportConfig, SelectionConfig, GameLoopConfig):
+    """Learning rates, sizes and schedule; which evaluation is the best, trackers, debug switches."""
+
+    optim: Literal["adamw_torch", "adamw_bnb_8bit"] = "adamw_torch"
+    """AdamW of torch (fused), or that of bitsandbytes, which keeps its moments in 8 bits; of both players."""
+    metric_for_best_model: str = "policy/accuracy"
+    """Evaluation metric that says which checkpoint is best, with or without `eval/` in front."""
+
+    @property
+    def best_metric_name(self) -> str:
+        """The evaluation metric that says which checkpoint is best, `eval/` in front."""
+        return f"eval/{self.metric_for_best_model.removeprefix('eval/')}"
+
+    @property
+    def compares_evaluations(self) -> bool:
+        """Whether anything follows from which evaluation is the best."""
+        return self.load_best_model_at_end or self.early_stopping_patience is not None
