@@ -136,7 +136,7 @@ class ConsoleEvents(Events):
         if report.checkpoint and not self.console.is_terminal:
             self.console.print(f"{start}wrote {report.checkpoint.name}")
 
-    def note(self, text: str) -> None:
+    def remark(self, text: str) -> None:
         """A line; the bar of a game that ended early goes."""
         self._live.update("")
         self.console.print(text)

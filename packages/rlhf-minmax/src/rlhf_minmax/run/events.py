@@ -51,7 +51,7 @@ class Events:
     def report(self, phase: str, report: StepReport) -> None:
         """The same step, with its pace and the checkpoint that was written after it."""
 
-    def note(self, text: str) -> None:
+    def remark(self, text: str) -> None:
         """Something about the run that is worth a line: an early stop, the best checkpoint taken up."""
 
     def evaluated(self, block: str, metrics: Metrics) -> None:

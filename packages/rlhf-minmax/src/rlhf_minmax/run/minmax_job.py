@@ -295,13 +295,13 @@ class MinMaxJob:
     def _say_how_it_ended(self, trainer: MinMaxTrainer) -> None:
         training, name = self.config.training, self.config.training.best_metric_name
         if trainer.step < trainer.total_steps:
-            self.events.note(
+            self.events.remark(
                 f"stopped early after step {trainer.step} of {trainer.total_steps}: no better {name} in "
                 f"{training.early_stopping_patience} evaluations"
             )
         if training.load_best_model_at_end and trainer.checkpoints:
             best = trainer.checkpoints.best()
-            self.events.note(f"the players are those of {best and best.name}, the best by {name}")
+            self.events.remark(f"the players are those of {best and best.name}, the best by {name}")
 
     def _measure(self, game: Game, stories: Stories, trainer: MinMaxTrainer) -> dict[str, Any]:
         dual, pipeline = trainer.optimizer.dual, game.pipeline
