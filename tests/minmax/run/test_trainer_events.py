@@ -10,6 +10,7 @@ import torch
 
 from rlhf_data import RunFolder, UserError
 from rlhf_minmax import Events, MinMaxJob, MinMaxTrainer
+from rlhf_minmax.run.distributed import check_processes
 
 SMALL = ("training.max_steps=4", "training.batch_size=2", "game.num_generations=2", "game.num_critiques=2")
 EVALUATED = ("training.eval_steps=1", "diagnostics.exploitability_stories=0")
@@ -168,3 +169,61 @@ def test_an_unknown_best_metric_is_refused_before_the_game(
     with pytest.raises(UserError, match=r"eval/bleu.*eval/policy/accuracy"):
         MinMaxJob(config, run, cache_folder=demo_cache).play()
     assert run.read_metrics() == []
+
+
+def test_debug_switches_write_and_draw_of_both_players_and_change_nothing(
+    make_game: Any, tmp_path: Path
+) -> None:
+    dropout = ("policy_model.lora_dropout=0.2", "monitor_model.lora_dropout=0.2")
+    debug = ("training.debug_gradient_flow=2", "training.debug_activations=2", *dropout)
+    plain, debugged = trainer_of(make_game, None, *dropout), trainer_of(make_game, tmp_path, *debug)
+    for trainer in (plain, debugged):
+        trainer.train()
+    assert equal(weights(plain), weights(debugged))
+    for role in ("policy", "monitor"):
+        run = RunFolder(tmp_path / role)
+        gradients, activations = (
+            run.read_lines(f"{name}.jsonl") for name in ("gradient_flow", "activations")
+        )
+        assert [row["step"] for row in gradients] == [row["step"] for row in activations] == [2, 4]
+        assert all(f".{role}." in name for row in gradients for name in row["norms"])
+        assert any(norm > 0 for row in gradients for norm in row["norms"].values())
+        for name in ("gradient_flow.png", "activations.png"):
+            assert (run.path / name).read_bytes().startswith(b"\x89PNG")
+    again = trainer_of(make_game, tmp_path, *debug)
+    (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()
+    assert again.resume() and again.step == 3
+    again.train()
+    assert [row["step"] for row in RunFolder(tmp_path / "policy").read_lines("gradient_flow.jsonl")] == [2, 4]
+
+
+def test_eight_bit_moments_of_both_players_are_resumed_to_the_bit(make_game: Any, tmp_path: Path) -> None:
+    small = ("training.optim=adamw_bnb_8bit", "policy_model.use_lora=false", "monitor_model.use_lora=false")
+    whole = trainer_of(make_game, tmp_path / "whole", *small)
+    whole.train()
+    for player in whole.optimizer.players().values():
+        moments = [state["state1"].dtype for state in player.stepper.optimizer.state.values()]
+        assert torch.uint8 in moments
+    part = trainer_of(make_game, tmp_path / "whole", *small)
+    (tmp_path / "whole" / "checkpoint-4" / "trainer_state.json").unlink()
+    assert part.resume() and part.step == 3
+    part.train()
+    assert equal(weights(part), weights(whole))
+
+
+def test_what_cannot_be_sharded_is_refused(make_config: Any, tmp_path: Path) -> None:
+    path = tmp_path / "zero2.json"
+    path.write_text('{"zero_optimization": {"stage": 2}}')
+    for setting in ("optim=adamw_bnb_8bit", "debug_gradient_flow=1", "load_best_model_at_end=true"):
+        config = make_config(f"training.deepspeed={path}", f"training.{setting}")
+        with pytest.raises(UserError, match=f"{setting.partition('=')[0]}.*deepspeed"):
+            check_processes(config)
+
+
+def test_a_step_with_a_finding_is_always_logged(make_game: Any, tmp_path: Path) -> None:
+    trainer = trainer_of(make_game, tmp_path, "training.logging_steps=3", "training.max_steps=5")
+    step = trainer.train_step
+    trainer.train_step = lambda: step() | ({"findings": ["odd"]} if trainer.step == 2 else {})
+    trainer.train()
+    logged = [row["step"] for row in RunFolder(tmp_path).read_metrics()]
+    assert {2, 3, 5} <= set(logged) and 1 not in logged

@@ -30,6 +30,7 @@ from rlhf_algos.engine.events import TrainingStopped as TrainingStopped
 from rlhf_algos.engine.events import check_best_metric as check_best_metric
 from rlhf_algos.engine.events import check_evaluations as check_evaluations
 from rlhf_algos.engine.observers import Observers as Observers
+from rlhf_algos.engine.optimizer import MOMENT_BYTES as MOMENT_BYTES
 from rlhf_algos.engine.optimizer import create_optimizer as create_optimizer
 from rlhf_algos.engine.optimizer import create_scheduler as create_scheduler
 from rlhf_algos.engine.optimizer import learning_rate_factor as learning_rate_factor

@@ -15,7 +15,14 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rlhf_data import UserError
 
-__all__ = ["OPTIMIZERS", "create_optimizer", "create_scheduler", "learning_rate_factor", "train_in_fp32"]
+__all__ = [
+    "MOMENT_BYTES",
+    "OPTIMIZERS",
+    "create_optimizer",
+    "create_scheduler",
+    "learning_rate_factor",
+    "train_in_fp32",
+]
 
 
 def train_in_fp32(module: Any) -> torch.dtype:
@@ -109,6 +116,8 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adamw_bnb_8bit": _adamw_8bit,
 }
 """What `optim` may name; the names are those of transformers."""
+MOMENT_BYTES = {"adamw_torch": 8, "adamw_bnb_8bit": 2}
+"""Both moments of a parameter."""
 
 
 def create_scheduler(

@@ -16,7 +16,7 @@ from transformers import (
 from rlhf_algos.configs.offline import ReferenceConfig
 from rlhf_algos.configs.online import OnlineConfig
 from rlhf_algos.engine.batching import epoch_order, micro_batches
-from rlhf_algos.engine.optimizer import train_in_fp32
+from rlhf_algos.engine.optimizer import MOMENT_BYTES, train_in_fp32
 from rlhf_algos.engine.parallel import choose_precision
 from rlhf_algos.jobs.data import Rows, build_sets, demonstrated, load_rows, with_skipped
 from rlhf_algos.jobs.methods import METHODS, Method
@@ -60,8 +60,6 @@ _CLASSES: dict[str, Any] = {
 }
 _SHOWN_CHARACTERS = 600
 """Of each part of the rendered example."""
-_MOMENT_BYTES = {"adamw_torch": 8, "adamw_bnb_8bit": 2}
-"""Both moments of a parameter."""
 
 
 def plan_training(name: str, config: Any) -> dict[str, Any]:
@@ -266,7 +264,7 @@ def _memory_text(name: str, config: Any, model: Any, tokens: int, precision: str
     )
     weights = members * weight_bytes(base, bits=bits)
     reference = weights if has_reference and not use_peft else 0.0
-    moments = _MOMENT_BYTES[config.optim]
+    moments = MOMENT_BYTES[config.optim]
     state = members * sum(p.numel() * (p.element_size() + moments) for p in trained)
     itemsize = 2 if precision in ("bf16", "fp16") else next(model.parameters()).element_size()
     text = model.config.get_text_config()

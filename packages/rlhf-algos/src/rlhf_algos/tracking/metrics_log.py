@@ -68,7 +68,7 @@ class TrainingLogger:
         console: a Rich console; None is standard output's.
         trackers: they get what metrics.jsonl gets, and are finished with the logger.
         logging_steps: steps between the lines that are written; the last step and every evaluation (a name
-            of `is_evaluation`) are written besides.  The progress line follows every step.
+            of `is_evaluation`) and row with `findings` are written besides.  The progress line follows every step.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class TrainingLogger:
     def _due(self, step: int, metrics: Mapping[str, Any]) -> bool:
         if step % self.logging_steps == 0 or step == self.total_steps:
             return True
-        return any(is_evaluation(name) for name in metrics)
+        return "findings" in metrics or any(is_evaluation(name) for name in metrics)
 
 
 def _rate(speed: float | None) -> str:

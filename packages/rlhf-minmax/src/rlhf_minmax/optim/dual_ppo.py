@@ -92,6 +92,10 @@ class DualPPOOptimizer:
             total_steps=total_steps,
         )
 
+    def players(self) -> dict[str, PlayerOptimizer]:
+        """Those that are trained, by role."""
+        return {"policy": self.policy} | ({"monitor": self.monitor} if self.monitor else {})
+
     @property
     def dual(self) -> DualState:
         """The truthfulness constraint's multiplier and what its rule remembers."""
@@ -136,8 +140,7 @@ class DualPPOOptimizer:
         The next `step`, on a round that the players have played as they are then, is taken from where they
         stood before; see `LookAhead`.
         """
-        players = {"policy": self.policy} | ({"monitor": self.monitor} if self.monitor else {})
-        ahead = {role: LookAhead(player.stepper.trained) for role, player in players.items()}
+        ahead = {role: LookAhead(player.stepper.trained) for role, player in self.players().items()}
         accuracy, guard, self.guard = self.balanced_accuracy, self.guard, None
         multipliers = [controller.to_dict() for controller in self._all_controllers()]
         yield
@@ -180,6 +183,8 @@ class DualPPOOptimizer:
 
         The policy's schedule begins where it begins to learn.
         """
+        for player in self.players().values():
+            player.observed_step = step + 1
         rates = {"policy/learning_rate": self.policy.begin_step(max(0, step - self._policy_starts))}
         if self.monitor is not None:
             rates["monitor/learning_rate"] = self.monitor.begin_step(step)
@@ -189,9 +194,8 @@ class DualPPOOptimizer:
 
     def end_step(self) -> None:
         """Take both players' weights into their averages."""
-        self.policy.end_step()
-        if self.monitor is not None:
-            self.monitor.end_step()
+        for player in self.players().values():
+            player.end_step()
 
     def _turn(self, output: MinMaxOutput, *, in_warmup: bool) -> Turn:
         schedule = self.config.schedule
@@ -338,15 +342,14 @@ class DualPPOOptimizer:
     @property
     def keeps_averages(self) -> bool:
         """Whether a player keeps an average of its weights."""
-        return any(player and player.average for player in (self.policy, self.monitor))
+        return any(player.average for player in self.players().values())
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Both players with their averaged weights, where they keep any."""
         with ExitStack() as stack:
-            for player in (self.policy, self.monitor):
-                if player is not None:
-                    stack.enter_context(player.averaged())
+            for player in self.players().values():
+                stack.enter_context(player.averaged())
             yield
 
     def save(self, folder: Path) -> dict[str, Any]:

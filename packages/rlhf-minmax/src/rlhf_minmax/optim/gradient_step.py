@@ -55,6 +55,8 @@ class Stepper(Protocol):
     """AdamW."""
     trained: list[nn.Parameter]
     """What it steps."""
+    scorer: PlayerScorer
+    """The module whose parameters they are."""
     lock_step: bool
     """Whether every process must make as many passes as the others, and gradients cannot be dropped."""
 
@@ -70,8 +72,12 @@ class Stepper(Protocol):
         """Add the gradient of a part of this process's share of the loss; the shares add up to the loss."""
         ...
 
-    def norm(self) -> Tensor | None:
-        """Sum gradients over the processes and clip them; their norm before, None where `step` gives it."""
+    def sum_gradients(self) -> None:
+        """Put in the place of every gradient its sum over the processes; nothing where `backward` does it."""
+        ...
+
+    def clip(self) -> Tensor | None:
+        """Clip the gradients; their norm before, None where `step` gives it."""
         ...
 
     def step(self) -> Tensor | None:
@@ -146,9 +152,12 @@ class ReplicatedStepper:
         del last
         loss.backward()
 
-    def norm(self) -> Tensor:
+    def sum_gradients(self) -> None:
         """See `Stepper`."""
         add_gradients(self.trained)
+
+    def clip(self) -> Tensor:
+        """See `Stepper`."""
         return torch.nn.utils.clip_grad_norm_(self.trained, self.max_grad_norm)
 
     def step(self) -> None:
@@ -221,7 +230,7 @@ class ZeroStepper:
         if self.sharded:
             source = PolicyModel(copy.deepcopy(player.model), player.tokenizer)
         self.source = source
-        scorer = PlayerScorer(source, critic, temperature)
+        self.scorer = PlayerScorer(source, critic, temperature)
         self.trained = [*source.parameters(), *(critic.parameters() if critic else ())]
         self.parallel = Parallel(
             HardwareConfig(deepspeed=path, bf16=False, fp16=False),
@@ -230,7 +239,7 @@ class ZeroStepper:
             max_grad_norm=max_grad_norm,
         )
         self.optimizer = create_optimizer(self.trained, **settings)
-        self.engine, self._prepared = self.parallel.prepare(scorer, self.optimizer)
+        self.engine, self._prepared = self.parallel.prepare(self.scorer, self.optimizer)
 
     def train(self, mode: bool) -> None:
         """See `Stepper`."""
@@ -244,7 +253,10 @@ class ZeroStepper:
         """See `Stepper`."""
         self.parallel.backward(loss, last=last)
 
-    def norm(self) -> None:
+    def sum_gradients(self) -> None:
+        """See `Stepper`."""
+
+    def clip(self) -> None:
         """See `Stepper`."""
 
     def step(self) -> Tensor | None:

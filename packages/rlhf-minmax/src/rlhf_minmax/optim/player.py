@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlhf_algos import learning_rate_factor
+from rlhf_algos import Observers, learning_rate_factor
 from rlhf_algos.advantages import gae, group_baseline, leave_one_out, scale_by_std, zero_std_fraction
 from rlhf_algos.losses import clipped_policy_loss, kl_k3, value_loss
 from rlhf_algos.process_group import gathered, is_first_process, own_part, summed
@@ -73,6 +73,10 @@ class PlayerOptimizer:
         config: the run's, where the player has none of its own.
         learning_rate: of AdamW, at its highest.
         total_steps: of the run, for the schedule of the learning rate.
+
+    Attributes:
+        observers: the debug switches that look at the next update.
+        observed_step: the step, counted from 1, whose first update they look at; None once they have.
     """
 
     def __init__(
@@ -94,16 +98,19 @@ class PlayerOptimizer:
         self.kl_multiplier = 0.0
         self.parameters: list[torch.nn.Parameter] = list(player.parameters())
         self.critic = _critic(player, config.seed) if settings.baseline == "critic" else None
-        self.stepper = self._stepper(training.deepspeed)
+        self.stepper = self._stepper(training.deepspeed, training.optim)
         decay = settings.average_decay
         self.average = None if decay is None else IterateAverage(self.parameters, decay)
+        self.observers: Observers | None = None
+        self.observed_step: int | None = None
 
-    def _stepper(self, deepspeed: str | None) -> Stepper:
+    def _stepper(self, deepspeed: str | None, optim: str) -> Stepper:
         settings = self.settings
         adamw = {
             "learning_rate": self.learning_rate,
             "betas": settings.adam_betas,
             "weight_decay": settings.weight_decay,
+            "optim": optim,
         }
         if deepspeed is not None:
             return ZeroStepper(
@@ -227,8 +234,15 @@ class PlayerOptimizer:
 
     def _gradient(self, scored: list[_Scored], total: int) -> dict[str, float]:
         """Gradient of the mean loss over all processes' tokens, clipped, and what was measured on the way."""
+        step, self.observed_step = self.observed_step, None
+        observers = None if step is None else self.observers
+        if observers and step:
+            observers.before_step(step)
         measured = self._pass(scored, total, learns=True)
-        norm = self.stepper.norm()
+        self.stepper.sum_gradients()
+        if observers and step:
+            observers.after_backward(step)
+        norm = self.stepper.clip()
         return _finite(measured if norm is None else measured | {"grad_norm": float(norm)})
 
     def _pass(self, scored: list[_Scored], total: int, *, learns: bool = False) -> dict[str, float]:

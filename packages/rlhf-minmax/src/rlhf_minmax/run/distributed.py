@@ -49,6 +49,15 @@ def check_processes(config: MinMaxConfig) -> None:
             "schedule.extragradient puts weights back to where a step began, whose copies training.deepspeed "
             "keeps to itself; set it false or leave deepspeed out"
         )
+    training, whole = config.training, []
+    whole += ["debug_gradient_flow"] if training.debug_gradient_flow else []
+    whole += ["load_best_model_at_end"] if training.load_best_model_at_end else []
+    whole += ["optim adamw_bnb_8bit"] if training.optim == "adamw_bnb_8bit" else []
+    if whole:
+        raise UserError(
+            f"training.{' and '.join(whole)} cannot be had with training.deepspeed, which shards gradients and "
+            "optimizers; leave one of them out"
+        )
     stage = zero_stage(path)
     players = {"policy_model": config.policy_model, "monitor_model": config.monitor_model}
     for name, player in players.items():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 
+from rlhf_algos import MOMENT_BYTES
 from rlhf_algos.process_group import num_processes
 from rlhf_minmax.config.run import MinMaxConfig, PlayerConfig
 from rlhf_minmax.optim.gradient_step import zero_stage
@@ -84,7 +85,8 @@ def estimate_memory(
         cache_tokens: prompt and completion tokens whose keys and values are held at a time.
     """
     path = config.training.deepspeed
-    state = state_bytes(None if path is None else zero_stage(path), num_processes())
+    stage = None if path is None else zero_stage(path)
+    state = state_bytes(stage, num_processes(), moments=MOMENT_BYTES[config.training.optim])
     policies = ["policy", PLAIN] if config.baseline else ["policy"]
     players = [("policy", config.policy_model, policies), ("monitor", config.monitor_model, ["monitor"])]
     if share_backbone(config):
@@ -106,8 +108,8 @@ def estimate_memory(
     return _by_device([*parts, _copies_on_cpu(config, counts), *_scorers(config, models, devices)])
 
 
-def state_bytes(stage: int | None, processes: int) -> float:
-    """Bytes per trained parameter of a process beside the weight, all fp32.
+def state_bytes(stage: int | None, processes: int, *, moments: float = 8.0) -> float:
+    """Bytes per trained parameter of a process beside the weight, all fp32 but for 8-bit moments.
 
     A gradient and two Adam moments, 12; DeepSpeed keeps a copy of the weights besides and shards, by its
     stage (ZeRO, arXiv:1910.02054), 1: moments and copy, 2: gradients too, 3: the trained weights too, the
@@ -116,9 +118,10 @@ def state_bytes(stage: int | None, processes: int) -> float:
     Args:
         stage: of ZeRO; None without DeepSpeed.
         processes: among which is sharded.
+        moments: bytes of both Adam moments, without DeepSpeed.
     """
     if stage is None:
-        return 12.0
+        return 4.0 + moments
     whole, sharded = {1: (4.0, 12.0), 2: (0.0, 16.0), 3: (0.0, 20.0)}.get(stage, (16.0, 0.0))
     return whole + sharded / processes
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from rlhf_algos import (
     CheckpointManager,
+    Observers,
     OnReport,
     StepReport,
     TrainingEvents,
@@ -125,7 +127,7 @@ class MinMaxTrainer:
             UserError: a player's loss is not finite, or evaluation does not give `metric_for_best_model`.
         """
         training = self.config.training
-        with self.events.start(self.step, self.total_steps, self.num_tokens) as events:
+        with self._observed(), self.events.start(self.step, self.total_steps, self.num_tokens) as events:
             while self.step < self.total_steps and not events.finished:
                 metrics: dict[str, Any] = self.train_step()
                 if self.eval_records and self.adversary:
@@ -136,6 +138,27 @@ class MinMaxTrainer:
                 due = last or _due(self.step, training.save_steps)
                 events.after_step(self.step, metrics, self.save_checkpoint, due, on_report=self._report)
             events.after_last_step(self._take_best)
+
+    @contextmanager
+    def _observed(self) -> Iterator[None]:
+        """The debug switches look at each player's first update of a step, into a folder of its own."""
+        training, players = self.config.training, self.optimizer.players()
+        if self.run is not None and (training.debug_gradient_flow or training.debug_activations):
+            for role, player in players.items():
+                folder = RunFolder.create(self.run.path / role, resume=True) if self.writes else None
+                player.observers = Observers(
+                    player.stepper.scorer,
+                    folder,
+                    gradient_steps=training.debug_gradient_flow,
+                    activation_steps=training.debug_activations,
+                )
+        try:
+            yield
+        finally:
+            for player in players.values():
+                observers, player.observers = player.observers, None
+                if observers:
+                    observers.draw()
 
     def _evaluate(self) -> dict[str, Any]:
         policy = self.pipeline.players.policy
@@ -266,7 +289,8 @@ class MinMaxTrainer:
             self.load_checkpoint(latest)
         wait_for_all()
         if self.writes:
-            self.run.truncate_logs(self.step)
+            for folder in (self.run, *(RunFolder(self.run.path / role) for role in self.optimizer.players())):
+                folder.truncate_logs(self.step)
         return latest is not None
 
     def load_checkpoint(self, folder: Path) -> None:
