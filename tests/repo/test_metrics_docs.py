@@ -26,10 +26,12 @@ from rlhf_algos import (
     PPOTrainer,
     PRMConfig,
     PRMTrainer,
+    ReportConfig,
     RewardConfig,
     RewardTrainer,
     ScalarConfig,
     ScalarTrainer,
+    SelectionConfig,
     SFTConfig,
     SFTTrainer,
     SimPOConfig,
@@ -311,6 +313,13 @@ def test_settings_of_engines_and_of_rlhf() -> None:
     assert settings("Settings: sampling", "engines.md") == SamplingConfig().to_dict()
     assert settings("Settings: vLLM", "engines.md") == VLLMConfig().to_dict()
     assert settings("Settings", "methods/rlhf.md") == RLHFConfig().to_dict()
+
+
+def test_settings_around_the_games_steps() -> None:
+    listed = settings("Around the steps", "minmax.md")
+    training = MinMaxConfig().training.to_dict()
+    shared = {*SelectionConfig.model_fields, *ReportConfig.model_fields, "optim"}
+    assert listed == {key: training[key] for key in (*shared, "eval_steps", "save_steps", "save_total_limit")}
 
 
 def test_shared_settings_are_those_of_the_config() -> None:

@@ -67,8 +67,9 @@ class TrainingLogger:
         progress: show the line; None shows it when the console is a terminal.
         console: a Rich console; None is standard output's.
         trackers: they get what metrics.jsonl gets, and are finished with the logger.
-        logging_steps: steps between the lines that are written; the last step and every evaluation (a name
-            of `is_evaluation`) and row with `findings` are written besides.  The progress line follows every step.
+        logging_steps: steps between the lines that are written; the last step, every evaluation (a name of
+            `is_evaluation`) and every row with `findings` are written besides.  The progress line follows
+            every step.
     """
 
     def __init__(

@@ -55,8 +55,8 @@ def check_processes(config: MinMaxConfig) -> None:
     whole += ["optim adamw_bnb_8bit"] if training.optim == "adamw_bnb_8bit" else []
     if whole:
         raise UserError(
-            f"training.{' and '.join(whole)} cannot be had with training.deepspeed, which shards gradients and "
-            "optimizers; leave one of them out"
+            f"training.{' and '.join(whole)} cannot be had with training.deepspeed, which shards what they "
+            "need whole; leave one of them out"
         )
     stage = zero_stage(path)
     players = {"policy_model": config.policy_model, "monitor_model": config.monitor_model}
