@@ -223,7 +223,11 @@ def test_what_cannot_be_sharded_is_refused(make_config: Any, tmp_path: Path) -> 
 def test_a_step_with_a_finding_is_always_logged(make_game: Any, tmp_path: Path) -> None:
     trainer = trainer_of(make_game, tmp_path, "training.logging_steps=3", "training.max_steps=5")
     step = trainer.train_step
-    trainer.train_step = lambda: step() | ({"findings": ["odd"]} if trainer.step == 2 else {})
+
+    def found() -> Any:
+        return step() | ({"findings": ["odd"]} if trainer.step == 2 else {})
+
+    trainer.train_step = found
     trainer.train()
     logged = [row["step"] for row in RunFolder(tmp_path).read_metrics()]
     assert {2, 3, 5} <= set(logged) and 1 not in logged

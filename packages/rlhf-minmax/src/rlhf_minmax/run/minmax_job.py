@@ -94,10 +94,7 @@ class MinMaxJob:
             self.run.write_config(self.config.to_dict())
         game = self._build(stories, devices, clock)
         game, check, before = self._preflight(game, stories, clock, to_play=True)
-        check_best_metric(
-            self.config.training.best_metric_name,
-            {f"eval/{name}": value for name, value in before.items() if name not in _NOT_ON_THE_WAY},
-        )
+        self._check_best_metric(before)
         pipeline = game.pipeline
         shown = stories.held_out[:_NUM_SAMPLES]
         samples = sample_exchanges(pipeline, shown, pipeline.players.policy, "start")
@@ -291,6 +288,10 @@ class MinMaxJob:
         for text in metrics.get("findings", ()):
             self.events.warning(f"step {step}: {text}")
         self.events.step(phase, step, total, metrics)
+
+    def _check_best_metric(self, before: dict[str, Any]) -> None:
+        measured = {f"eval/{name}": value for name, value in before.items() if name not in _NOT_ON_THE_WAY}
+        check_best_metric(self.config.training.best_metric_name, measured)
 
     def _say_how_it_ended(self, trainer: MinMaxTrainer) -> None:
         training, name = self.config.training, self.config.training.best_metric_name
