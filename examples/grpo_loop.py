@@ -67,7 +67,7 @@ def main(steps: int, group_size: int, max_new_tokens: int) -> None:
             old_logps = token_logps(model, batch).logps  # (M,) of all completion tokens
         for _ in range(UPDATES_PER_ROLLOUT):
             logps = token_logps(model, batch).logps  # (M,)
-            token_advantages = advantages[batch.score_sequence]  # (M,)
+            token_advantages = advantages[batch.sequence_ids][batch.score_sequence]  # (M,)
             result = clipped_policy_loss(logps, old_logps, token_advantages, clip_low=0.2, clip_high=0.2)
             optimizer.zero_grad()
             (result.loss / len(logps)).backward()  # losses are sums: the caller divides once

@@ -7,7 +7,6 @@ demonstration's models, about a minute on a CPU, and keeps them in the user's ca
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import click
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from rlhf_algos import create_optimizer
 from rlhf_algos.advantages import group_baseline, scale_by_std
-from rlhf_algos.losses import clipped_policy_loss
+from rlhf_algos.losses import clipped_policy_loss, kl_k3
 from rlhf_data import TokenSequence, pack
 from rlhf_infer import Rollout
 from rlhf_minmax import (
@@ -29,28 +28,44 @@ from rlhf_minmax import (
 )
 from rlhf_models import PolicyModel
 
+UPDATES = {"monitor": 5, "policy": 2}
+"""Most updates on one batch; fewer where a player has moved by `MOST_KL` nats a token."""
+MOST_KL, KL_WEIGHT = 0.05, 0.02
 
-def update(
-    player: PolicyModel, optimizer: torch.optim.Optimizer, rollouts: Sequence[Rollout], advantages: Tensor
+
+def train(
+    player: PolicyModel,
+    optimizer: torch.optim.Optimizer,
+    rollouts: Sequence[Rollout],
+    rewards: Tensor,
+    group: Tensor,
+    updates: int,
 ) -> None:
-    """One clipped policy-gradient step on B rollouts with advantages (B,)."""
-    sequences = [TokenSequence([*r.prompt_ids, *r.completion_ids], len(r.prompt_ids)) for r in rollouts]
-    [batch] = pack(sequences)  # prompts that rollouts share are computed once
-    old_logps = torch.tensor([logp for rollout in rollouts for logp in rollout.logps])  # (M,) at sampling
-    logps = player.logps(batch).logps  # (M,)
-    token_advantages = advantages[batch.score_sequence]  # (M,)
-    result = clipped_policy_loss(logps, old_logps, token_advantages, clip_low=0.2, clip_high=0.2)
-    optimizer.zero_grad()
-    (result.loss / len(logps)).backward()
-    nn.utils.clip_grad_norm_(player.parameters(), 1.0)
-    optimizer.step()
+    """Clipped policy-gradient steps of one player on B rollouts with rewards (B,), each of a group (B,)."""
+    advantages = scale_by_std(group_baseline(rewards, group))  # (B,)
+    [batch] = pack(  # prompts that rollouts share are computed once
+        [TokenSequence([*each.prompt_ids, *each.completion_ids], len(each.prompt_ids)) for each in rollouts]
+    )
+    order = batch.sequence_ids  # (B,) as they were packed
+    old_logps = torch.tensor([logp for i in order.tolist() for logp in rollouts[i].logps])  # (M,) at sampling
+    token_advantages = advantages[order][batch.score_sequence]  # (M,)
+    start_logps = player.ref_logps(batch)  # (M,) of the model that the player started as
+    for _ in range(updates):
+        logps = player.logps(batch).logps  # (M,)
+        result = clipped_policy_loss(logps, old_logps, token_advantages, clip_low=0.2, clip_high=0.2)
+        if result.approx_kl / len(logps) > MOST_KL:
+            break
+        loss = result.loss + KL_WEIGHT * kl_k3(logps, start_logps).sum()
+        optimizer.zero_grad()
+        (loss / len(logps)).backward()
+        nn.utils.clip_grad_norm_(player.parameters(), 1.0)
+        optimizer.step()
 
 
 @click.command()
 @click.option("--steps", default=32, show_default=True)
-@click.option("--monitor-updates", default=4, show_default=True, help="of the monitor for each of the policy")
 @click.option("--seed", default=0, show_default=True)
-def main(steps: int, monitor_updates: int, seed: int) -> None:
+def main(steps: int, seed: int) -> None:
     """Play the game with the demonstration's models."""
     config = MinMaxConfig(seed=seed, baseline=False)
     stories = load_stories(config)
@@ -58,12 +73,10 @@ def main(steps: int, monitor_updates: int, seed: int) -> None:
     probe = stories.train[: config.data.probe_stories]
     pipeline, _ = measure_scales(pipeline, probe, seed=seed)
     w_judge = measure_break_even(pipeline, probe, seed=seed).w_judge
-    pipeline = replace(pipeline, w_judge=w_judge)
 
     policy, monitor = pipeline.players.policy, pipeline.players.monitor
-    rates = config.training.policy_learning_rate, config.training.monitor_learning_rate
-    policy_optimizer = create_optimizer(policy.parameters(), learning_rate=rates[0])
-    monitor_optimizer = create_optimizer(monitor.parameters(), learning_rate=rates[1])
+    policy_optimizer = create_optimizer(policy.parameters(), learning_rate=3e-3)
+    monitor_optimizer = create_optimizer(monitor.parameters(), learning_rate=3e-3)
     dual = DualState(config.training.constraint_penalty_lambda)
     warmup, size = config.training.num_warmup_steps(steps), config.training.batch_size
 
@@ -74,10 +87,9 @@ def main(steps: int, monitor_updates: int, seed: int) -> None:
 
         # The monitor lowers the judge's score of each answer, and pays λ for verdicts that are not true.
         rewards = -w_judge * game.judge_scores - dual.multiplier * game.weighted_violation  # (C,)
-        groups = torch.tensor([critique.answer for critique in game.critiques])  # (C,)
-        advantages = scale_by_std(group_baseline(rewards, groups))
-        for _ in range(monitor_updates):
-            update(monitor, monitor_optimizer, [c.rollout for c in game.critiques], advantages)
+        group = torch.tensor([critique.answer for critique in game.critiques])  # (C,)
+        rollouts = [critique.rollout for critique in game.critiques]
+        train(monitor, monitor_optimizer, rollouts, rewards, group, UPDATES["monitor"])
 
         # λ rises while the constraint is violated: dual ascent.
         violation = float(game.weighted_violation.mean())
@@ -86,10 +98,10 @@ def main(steps: int, monitor_updates: int, seed: int) -> None:
         # The policy raises reward model and judge, who reads fresh critiques of the updated monitor.
         if step > warmup:
             judged = pipeline.policy_judge_scores(batch, game.answers, seed=100 * step + 50)  # (A,)
-            groups = torch.tensor([answer.story for answer in game.answers])  # (A,)
-            advantages = scale_by_std(group_baseline(game.rewards + w_judge * judged, groups))
+            group = torch.tensor([answer.story for answer in game.answers])  # (A,)
             rollouts = [answer.rollout for answer in game.answers if answer.rollout]
-            update(policy, policy_optimizer, rollouts, advantages)
+            rewards = game.rewards + w_judge * judged
+            train(policy, policy_optimizer, rollouts, rewards, group, UPDATES["policy"])
 
         right = sum(answer.correct for answer in game.answers) / len(game.answers)
         if step == 1 or step % 4 == 0:

@@ -28,4 +28,4 @@ def test_a_loop_learns(name: str, shown: str, better: Callable[..., float], tmp_
     path = next(path for path in EXAMPLES if path.stem == name)
     run = subprocess.run([sys.executable, path], cwd=tmp_path, capture_output=True, text=True, check=True)
     values = [float(value) for value in re.findall(rf"{shown} (\d\.\d+)", run.stdout)]
-    assert better(values) == values[-1] != values[0]
+    assert better(values[0], values[-1]) == values[-1] != values[0]
