@@ -195,6 +195,8 @@ def test_files(
         ("dpo", ["--set=deepspeed=a.json", "--set=fsdp=true"], ["deepspeed and fsdp"]),
         ("dpo", ["--set=deepspeed=none.json"], ["none.json", "zero_optimization"]),
         ("dpo", ["--set=fsdp=true"], ["fsdp", "torchrun"]),
+        ("dpo", ["--set=eos_token=zzz"], ["'zzz'", "vocabulary"]),
+        ("dpo", ["--set=eos_token=zzz", "--dry-run"], ["'zzz'", "vocabulary"]),
         ("dpo", ["--set=load_in_4bit=true"], ["use_peft"]),
         ("dpo", ["--set=load_in_4bit=true", "--set=use_peft=true"], ["--model"]),
         ("dpo", ["--model=a", "--set=model_config=b.yaml"], ["model_name_or_path", "model_config"]),

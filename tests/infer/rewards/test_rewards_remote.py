@@ -222,7 +222,7 @@ def test_it_is_awaited_on_any_loop() -> None:
             assert asyncio.run(reward(PROMPTS, COMPLETIONS)) == [1, 2, 3]
 
 
-def test_messages_go_as_messages_to_a_server_of_our_own() -> None:
+def test_messages_go_as_messages_to_a_server_of_our_own(caplog: pytest.LogCaptureFixture) -> None:
     prompts = [[{"role": "user", "content": "hi"}]]
     completions = [[{"role": "assistant", "content": "ho"}]]
     for owner, path, protocol in (("rlhf", "/get_reward", "columns"), ("x", "/a/get_reward", "openrlhf")):
@@ -236,6 +236,7 @@ def test_messages_go_as_messages_to_a_server_of_our_own() -> None:
             for _ in range(2):
                 assert asyncio.run(reward(prompts, completions)) == [1.0]
         assert reward.protocol == protocol
+        assert ("protocol=columns" in caplog.text) == (protocol == "openrlhf")  # texts without a template
         assert [request.get("path") for request in requests] == [
             path.removesuffix("/get_reward") + "/v1/models",
             path,

@@ -216,6 +216,7 @@ def _rlhf_options() -> list[Any]:
             type=click.Choice(_STAGES),
             help="Run this stage only; repeatable; rlhf is ppo.  [default: sft, reward, ppo]",
         ),
+        _bad_row_option(),
         *rows[2:],
     ]
 

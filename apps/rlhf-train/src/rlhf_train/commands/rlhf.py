@@ -25,7 +25,11 @@ _KEY_OF_OPTION = {
 }
 _STAGE_OF = {"rlhf": "ppo"}
 """Other names of stages."""
-_OF_EACH_STAGE = {"max_steps": "max_steps", "epochs": "num_train_epochs"}
+_OF_EACH_STAGE = {
+    "max_steps": "max_steps",
+    "epochs": "num_train_epochs",
+    "on_bad_row": "on_bad_row",
+}
 _CHANGES_A_RUN = (*_KEY_OF_OPTION, *_OF_EACH_STAGE, "config", "overrides", "dry_run")
 
 

@@ -174,6 +174,11 @@ def build_sets(
     return train, held_out
 
 
+def _is_chat(record: Any) -> bool:
+    """Whether a record's texts are messages."""
+    return any(isinstance(getattr(record, name, None), list | tuple) for name in ("messages", "prompt"))
+
+
 def conversion(config: Any, rows: Rows, tokenizer: Any) -> Callable[[Record], Record] | None:
     """What turns transcripts and instructions into chat messages, where the job's settings want that.
 
@@ -193,6 +198,10 @@ def conversion(config: Any, rows: Rows, tokenizer: Any) -> Callable[[Record], Re
     shown = rows.train[:_SAMPLE_ROWS]
     found = sum(as_messages(record) is not record for record in shown)
     if not found:
+        if tokenizer.chat_template and not any(_is_chat(record) for record in shown):
+            _LOG.info(
+                "the rows are plain texts: the model's chat template is not used; for it, give messages"
+            )
         return None
     if not tokenizer.chat_template:
         if config.transcripts == "messages":

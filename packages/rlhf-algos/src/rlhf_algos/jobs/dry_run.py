@@ -18,6 +18,7 @@ from rlhf_algos.configs.online import OnlineConfig
 from rlhf_algos.engine.batching import epoch_order, micro_batches
 from rlhf_algos.engine.optimizer import MOMENT_BYTES, train_in_fp32
 from rlhf_algos.engine.parallel import choose_precision
+from rlhf_algos.jobs.chat_setup import set_chat_format
 from rlhf_algos.jobs.data import Rows, build_sets, demonstrated, load_rows, with_skipped
 from rlhf_algos.jobs.methods import METHODS, Method
 from rlhf_algos.jobs.models import check_machine, job_device, longest_sequence, lora_settings
@@ -156,6 +157,7 @@ def _shape(method: Method, config: Any, records: Sequence[Any]) -> tuple[Any, An
         model = _CLASSES[method.model].from_config(shape, dtype=dtype)
         if config.use_peft:
             model = apply_lora(model, lora_settings(config))
+    set_chat_format(model, tokenizer, config)
     return tokenizer, model
 
 
@@ -227,7 +229,7 @@ def _example_rows(config: Any, example: Any, tokenizer: Any) -> list[tuple[str, 
         return whole if len(whole) <= _SHOWN_CHARACTERS else f"{whole[:half]} ... {whole[-half:]}"
 
     if isinstance(example, PromptExample):
-        rewards = ("rewards", ", ".join(config.reward))
+        rewards = ("rewards", ", ".join(config.reward) or "the reward model of the stage before")
         return [*rows, rewards, ("first prompt", text(example.prompt_ids))]
     for number, sequence in enumerate(_sequences(example), start=1):
         ids, start = sequence.input_ids, sequence.score_from

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Unpack, get_args
@@ -26,6 +27,7 @@ the last only where the data have such a column; "columns": `{"prompts": [...], 
 "auto" is "openrlhf" where the URL's path ends with `/get_reward`, else "columns"; and "columns" for messages,
 which "openrlhf" can send only as the texts in them, where `/v1/models` says that the server is our own."""
 
+_LOG = logging.getLogger(__name__)
 _LABELS = ("labels", "label", "answer")
 _NOT_COLUMNS = ("completion_ids", "trainer_state", "log_metric", "log_extra")
 
@@ -101,6 +103,12 @@ class RemoteReward:
         if self._finds_out and not all(isinstance(text, str) for text in (*prompts, *completions)):
             self.protocol = "columns" if await async_loop.on_loop(self._is_our_own()) else "openrlhf"
             self._finds_out = False
+            if self.protocol == "openrlhf":
+                _LOG.warning(
+                    "%s does not say that it is rlhf-serve: messages are sent as one plain text, without a "
+                    "chat template; set protocol=columns if it reads messages",
+                    self.url,
+                )
         size = self.batch_size or len(completions)
         requests = []
         for start in range(0, len(completions), size):
