@@ -18,14 +18,6 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from rlhf_algos import (
-    DPOTrainer,
-    KTOTrainer,
-    PRMTrainer,
-    RewardTrainer,
-    SFTTrainer,
-    SimPOTrainer,
-)
 from rlhf_algos.jobs.methods import METHODS
 from rlhf_algos.reference import cache as reference_cache
 from rlhf_data import RunFolder
@@ -65,22 +57,25 @@ def ensemble(kind: Any) -> Any:
     return RewardEnsemble.from_backbone(lm(), TOKENIZER, size=2, kind=kind, lora=lora)
 
 
-JOBS: dict[str, tuple[Any, str, Callable[[], Any], dict[str, Any]]] = {
-    "sft": (SFTTrainer, "sequences", lm, {}),
-    "reward": (RewardTrainer, "pairs", reward, {}),
-    "reward-lora": (RewardTrainer, "pairs", lambda: reward().add_lora(LORA), {}),
-    "reward-heads": (RewardTrainer, "pairs", lambda: ensemble("heads"), {}),
-    "reward-adapters": (RewardTrainer, "pairs", lambda: ensemble("adapters"), {}),
-    "prm": (PRMTrainer, "steps", lambda: ProcessRewardModel.from_backbone(lm(), TOKENIZER), {}),
-    "dpo": (DPOTrainer, "pairs", lm, {}),
-    "dpo-lora": (DPOTrainer, "pairs", adapted, {}),
-    "dpo-precomputed": (DPOTrainer, "pairs", lm, PRECOMPUTED),
-    "simpo": (SimPOTrainer, "pairs", lm, {"cpo_alpha": 0.5}),
-    "kto": (KTOTrainer, "labelled", lm, {}),
-    "kto-lora": (KTOTrainer, "labelled", adapted, {}),
-    "kto-precomputed": (KTOTrainer, "labelled", lm, PRECOMPUTED),
-    "kto-ema": (KTOTrainer, "labelled", lm, {"kl_estimate": "ema"}),
+KINDS = {"sft": "sequences", "preference": "pairs", "steps": "steps", "kto": "labelled"}
+MODELS: dict[str, Callable[[], Any]] = {
+    "policy": lm,
+    "reward": reward,
+    "prm": lambda: ProcessRewardModel.from_backbone(lm(), TOKENIZER),
 }
+JOBS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    **{name: (MODELS[method.model], {}) for name, method in METHODS.items() if not method.online},
+    "simpo": (lm, {"cpo_alpha": 0.5}),
+    "reward-lora": (lambda: reward().add_lora(LORA), {}),
+    "reward-heads": (lambda: ensemble("heads"), {}),
+    "reward-adapters": (lambda: ensemble("adapters"), {}),
+    "dpo-lora": (adapted, {}),
+    "dpo-precomputed": (lm, PRECOMPUTED),
+    "kto-lora": (adapted, {}),
+    "kto-precomputed": (lm, PRECOMPUTED),
+    "kto-ema": (lm, {"kl_estimate": "ema"}),
+}
+"""The model and the settings of each method, and of its variants."""
 
 
 def shared_examples() -> Any:
@@ -106,14 +101,16 @@ def main(mode: str, folder: Path, resume: bool) -> None:
         settings["deepspeed"] = str(CONFIGS / f"{mode}.json")
     examples = shared_examples().EXAMPLES
     reference_cache.cache_folder = lambda: folder.with_name(f"{folder.name}-cache")
-    for name, (trainer_class, kind, model, own) in JOBS.items():
+    for name, (model, own) in JOBS.items():
+        method = METHODS[name.partition("-")[0]]
+        kind = KINDS[method.records]
         if RANK == 0:
             RunFolder.create(folder / name, resume=True)
         while not (folder / name).is_dir():
             time.sleep(0.05)
-        trainer = trainer_class(
+        trainer = method.trainer_class(
             model(),
-            METHODS[name.partition("-")[0]].config.from_dict(settings | own),
+            method.config.from_dict(settings | own),
             examples[kind](ROWS, 0),
             eval_examples=examples[kind](5, 1),
             run=RunFolder(folder / name),

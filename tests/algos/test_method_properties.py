@@ -8,20 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_algos import (
-    DPOConfig,
-    DPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    PRMConfig,
-    PRMTrainer,
-    RewardConfig,
-    RewardTrainer,
-    SFTConfig,
-    SFTTrainer,
-    SimPOConfig,
-    SimPOTrainer,
-)
+from rlhf_algos import METHODS
 from rlhf_data import RunFolder
 from rlhf_models import (
     LoraSettings,
@@ -60,38 +47,42 @@ MODELS: dict[str, Callable[[float], Any]] = {
     "prm": lambda dropout: ProcessRewardModel.from_backbone(_lm(), TOKENIZER),
     "prm-lora": lambda dropout: ProcessRewardModel.from_backbone(_lm(), TOKENIZER).add_lora(_lora(dropout)),
 }
+KINDS = {"sft": "sequences", "preference": "pairs", "steps": "steps", "kto": "labelled"}
 PRECOMPUTED = {"precompute_ref_log_probs": True}
-METHODS: dict[str, tuple[Any, Any, str, str, dict[str, Any]]] = {
-    "sft": (SFTTrainer, SFTConfig, "sequences", "lm", {}),
-    "sft-lora": (SFTTrainer, SFTConfig, "sequences", "lora", {}),
-    "reward": (RewardTrainer, RewardConfig, "pairs", "reward", {"center_rewards_coefficient": 0.1}),
-    "reward-lora": (RewardTrainer, RewardConfig, "pairs", "reward-lora", {}),
-    "reward-members": (RewardTrainer, RewardConfig, "pairs", "members", {}),
-    "reward-adapters": (RewardTrainer, RewardConfig, "pairs", "adapters", {}),
-    "reward-heads": (RewardTrainer, RewardConfig, "pairs", "heads", {}),
-    "prm": (PRMTrainer, PRMConfig, "steps", "prm", {}),
-    "prm-lora": (PRMTrainer, PRMConfig, "steps", "prm-lora", {"aggregate": "product"}),
-    "dpo": (DPOTrainer, DPOConfig, "pairs", "lm", {}),
-    "dpo-precomputed": (DPOTrainer, DPOConfig, "pairs", "lm", {"loss_type": "ipo", **PRECOMPUTED}),
-    "dpo-lora": (DPOTrainer, DPOConfig, "pairs", "lora", {}),
-    "simpo": (SimPOTrainer, SimPOConfig, "pairs", "lm", {"cpo_alpha": 0.5}),
-    "simpo-lora": (SimPOTrainer, SimPOConfig, "pairs", "lora", {}),
-    "kto": (KTOTrainer, KTOConfig, "labelled", "lm", {}),
-    "kto-ema": (KTOTrainer, KTOConfig, "labelled", "lm", {"kl_estimate": "ema"}),
-    "kto-precomputed": (KTOTrainer, KTOConfig, "labelled", "lm", PRECOMPUTED),
-    "kto-lora": (KTOTrainer, KTOConfig, "labelled", "lora", {}),
+SETTINGS: dict[str, Any] = {"reward": {"center_rewards_coefficient": 0.1}, "simpo": {"cpo_alpha": 0.5}}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{
+        name: ("lm" if method.model == "policy" else method.model, SETTINGS.get(name, {}))
+        for name, method in METHODS.items()
+        if not method.online
+    },
+    **{
+        f"{name}-lora": ("lora", {})
+        for name, method in METHODS.items()
+        if method.model == "policy" and not method.online
+    },
+    "reward-lora": ("reward-lora", {}),
+    "reward-members": ("members", {}),
+    "reward-adapters": ("adapters", {}),
+    "reward-heads": ("heads", {}),
+    "prm-lora": ("prm-lora", {"aggregate": "product"}),
+    "dpo-precomputed": ("lm", {"loss_type": "ipo", **PRECOMPUTED}),
+    "kto-ema": ("lm", {"kl_estimate": "ema"}),
+    "kto-precomputed": ("lm", PRECOMPUTED),
 }
-EACH = pytest.mark.parametrize("method", list(METHODS))
+"""The model and the settings of each method, and of its variants."""
+EACH = pytest.mark.parametrize("method", list(CASES))
 
 
 def _trainer(
     method: str, examples: Any, config: dict[str, Any] | None = None, *, dropout: float = 0.0, **options: Any
 ) -> Any:
-    trainer, settings, kind, model, own = METHODS[method]
+    made, (model, own) = METHODS[method.partition("-")[0]], CASES[method]
+    kind = KINDS[made.records]
     values = {"learning_rate": 3e-3, "per_device_train_batch_size": 4, "max_steps": 2, "seed": 5}
-    config = settings.from_dict(values | own | (config or {}))
+    settings = made.config.from_dict(values | own | (config or {}))
     rows, held_out = examples(kind, count=10), examples(kind, count=3, seed=1)
-    return trainer(MODELS[model](dropout), config, rows, eval_examples=held_out, **options)
+    return made.trainer_class(MODELS[model](dropout), settings, rows, eval_examples=held_out, **options)
 
 
 @EACH

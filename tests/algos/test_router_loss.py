@@ -8,25 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MixtralConfig
 
-from rlhf_algos import (
-    DPOConfig,
-    DPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    SFTConfig,
-    SFTTrainer,
-    SimPOConfig,
-    SimPOTrainer,
-)
+from rlhf_algos import METHODS, SFTConfig, SFTTrainer
 from rlhf_data import UserError
 from rlhf_models import tiny_model
 
-METHODS: dict[str, Any] = {
-    "sft": (SFTTrainer, SFTConfig, "sequences"),
-    "dpo": (DPOTrainer, DPOConfig, "pairs"),
-    "simpo": (SimPOTrainer, SimPOConfig, "pairs"),
-    "kto": (KTOTrainer, KTOConfig, "labelled"),
-}
+KINDS = {"sft": "sequences", "preference": "pairs", "kto": "labelled"}
+POLICIES = [name for name, method in METHODS.items() if method.model == "policy" and not method.online]
 
 
 def experts() -> Any:
@@ -44,13 +31,14 @@ def experts() -> Any:
     return AutoModelForCausalLM.from_config(config)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", POLICIES)
 def test_the_loss_and_a_metric_have_it(name: str, examples: Any, history: Any) -> None:
-    trainer_class, config, kind = METHODS[name]
+    method = METHODS[name]
+    config, kind = method.config, KINDS[method.records]
 
     def rows(coefficient: float | None, **settings: Any) -> list[dict[str, float]]:
         settings |= {"router_aux_loss_coef": coefficient, "shuffle": False, "max_steps": 2}
-        trainer = trainer_class(
+        trainer = method.trainer_class(
             experts(), config(**settings), examples(kind, 4), eval_examples=examples(kind, 4)
         )
         return [*history(trainer), trainer.evaluate()]

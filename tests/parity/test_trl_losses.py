@@ -17,6 +17,8 @@ from rlhf_algos import (
     DPOTrainer,
     KTOConfig,
     KTOTrainer,
+    ORPOConfig,
+    ORPOTrainer,
     RewardConfig,
     RewardTrainer,
     SFTConfig,
@@ -42,12 +44,15 @@ def trl() -> Any:
         import datasets
         import trl
         from trl.experimental.cpo import CPOConfig, CPOTrainer
+        from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
         names = ("SFT", "Reward", "DPO", "KTO")
         found = {
             f"{name}{kind}": getattr(trl, f"{name}{kind}") for name in names for kind in ("Config", "Trainer")
         }
-        return SimpleNamespace(**found, CPOConfig=CPOConfig, CPOTrainer=CPOTrainer, Dataset=datasets.Dataset)
+        found |= {"CPOConfig": CPOConfig, "CPOTrainer": CPOTrainer}
+        found |= {"ORPOConfig": ORPOConfig, "ORPOTrainer": ORPOTrainer}
+        return SimpleNamespace(**found, Dataset=datasets.Dataset)
 
 
 @pytest.fixture(scope="module", params=["stories", "hh-rlhf"])
@@ -168,6 +173,16 @@ def test_simpo(trl, rows, tokenizer, tmp_path):
     theirs = their_losses(
         trl, "CPO", backbone(tokenizer), pairs(rows), tokenizer, tmp_path, loss_type="simpo", **method
     )
+    assert_same(our_losses(mine), theirs)
+
+
+def test_orpo(trl, rows, tokenizer, tmp_path):
+    mine = ORPOTrainer(
+        backbone(tokenizer),
+        ORPOConfig.from_dict(settings(beta=0.5)),
+        PreferenceDataset(rows, tokenizer, max_length=1024),
+    )
+    theirs = their_losses(trl, "ORPO", backbone(tokenizer), pairs(rows), tokenizer, tmp_path, beta=0.5)
     assert_same(our_losses(mine), theirs)
 
 

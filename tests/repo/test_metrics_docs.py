@@ -15,17 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from rlhf_algos import (
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    KTOConfig,
-    KTOTrainer,
+    METHODS,
     LabelledSequence,
-    PPOConfig,
-    PPOTrainer,
-    PRMConfig,
-    PRMTrainer,
     ReportConfig,
     RewardConfig,
     RewardTrainer,
@@ -34,8 +25,6 @@ from rlhf_algos import (
     SelectionConfig,
     SFTConfig,
     SFTTrainer,
-    SimPOConfig,
-    SimPOTrainer,
     TrainerConfig,
 )
 from rlhf_algos.configs.online import SamplingConfig, VLLMConfig
@@ -94,15 +83,8 @@ CONFIG = MinMaxConfig.from_dict(
     }
 )
 """A game with everything on that adds keys, long enough for the run doctor to find something."""
-METHOD_CONFIGS = {
-    "sft": SFTConfig,
-    "reward": RewardConfig,
-    "prm": PRMConfig,
-    "dpo": DPOConfig,
-    "simpo": SimPOConfig,
-    "kto": KTOConfig,
-}
-ONLINE_CONFIGS = {"grpo": GRPOConfig, "ppo": PPOConfig}
+OFFLINE_METHODS = [name for name, method in METHODS.items() if not method.online]
+ONLINE_METHODS = [name for name, method in METHODS.items() if method.online]
 ONLINE = "Online training: metrics.jsonl"
 RECORDS = generate_stories(StoryWorldConfig(), 4, split="train", seed=0)
 
@@ -203,14 +185,15 @@ def trainers(language_model: Any, tokenizer: Any) -> dict[str, Any]:
     scalar = RewardModel.from_backbone(language_model, tokenizer, seed=0)
     ensemble = RewardEnsemble.from_backbone(language_model, tokenizer, size=2, kind="heads")
     process = ProcessRewardModel.from_backbone(language_model, tokenizer, seed=0)
+    rows = {"sft": [one], "preference": pairs, "kto": labelled, "steps": [StepPair(step, step)]}
+    models = {"policy": language_model, "reward": scalar, "prm": process}
     made = {
-        "sft": (SFTTrainer, language_model, SFTConfig, [one]),
-        "reward": (RewardTrainer, scalar, RewardConfig, pairs),
+        name: (method.trainer_class, models[method.model], method.config, rows[method.records])
+        for name, method in METHODS.items()
+        if not method.online
+    }
+    made |= {
         "ensemble": (RewardTrainer, ensemble, RewardConfig, pairs),
-        "prm": (PRMTrainer, process, PRMConfig, [StepPair(step, step)]),
-        "dpo": (DPOTrainer, language_model, DPOConfig, pairs),
-        "simpo": (SimPOTrainer, language_model, SimPOConfig, pairs),
-        "kto": (KTOTrainer, language_model, KTOConfig, labelled),
         "scalar": (ScalarTrainer, scalar, ScalarConfig, [LabelledSequence(one, 1.0)]),
     }
     return {
@@ -246,7 +229,8 @@ def test_keys_of_models_with_experts() -> None:
 
 def test_every_method_page_lists_the_methods_keys() -> None:
     shared = {row[0] for row in documented("Trainers: metrics.jsonl") if row[1] == "all"} - {"loss"}
-    for name, config in METHOD_CONFIGS.items():
+    for name in OFFLINE_METHODS:
+        config = METHODS[name].config
         sections = [name, "ensemble"] if name == "reward" else [name]
         expected = set().union(*(expected_keys(section) for section in sections)) - shared
         expected = {key for key in expected if not key.startswith("eval_") or key == "eval_calibration"}
@@ -267,9 +251,9 @@ def online_trainer(name: str, language_model: Any, tokenizer: Any) -> Any:
     rewards = RewardFunctions(
         [lambda completions: [float(len(text)) for text in completions]], names=["long"]
     )
-    return {"grpo": GRPOTrainer, "ppo": PPOTrainer}[name](
+    return METHODS[name].trainer_class(
         language_model,
-        ONLINE_CONFIGS[name].from_dict(chosen),
+        METHODS[name].config.from_dict(chosen),
         prompts,
         eval_examples=prompts * 2,
         rewards=rewards,
@@ -278,7 +262,7 @@ def online_trainer(name: str, language_model: Any, tokenizer: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("name", ONLINE_CONFIGS)
+@pytest.mark.parametrize("name", ONLINE_METHODS)
 def test_keys_of_online_training(name: str, tiny_llama: Any, byte_tokenizer: Any) -> None:
     trainer = online_trainer(name, tiny_llama, byte_tokenizer)
     written = {key.replace("/long/", "/<function>/") for key in trainer.train()}
@@ -288,13 +272,13 @@ def test_keys_of_online_training(name: str, tiny_llama: Any, byte_tokenizer: Any
     assert written | {"step"} == shared | {row[0] for row in rows} | starred
 
 
-@pytest.mark.parametrize("name", ONLINE_CONFIGS)
+@pytest.mark.parametrize("name", ONLINE_METHODS)
 def test_every_online_page_lists_the_methods_keys(name: str) -> None:
     page = f"methods/{name}.md"
     assert {row[0] for row in documented("Metrics", page)} == {
         row[0] for row in documented(ONLINE) if row[1] == name
     }
-    config, plain = ONLINE_CONFIGS[name](), TrainerConfig().to_dict()
+    config, plain = METHODS[name].config(), TrainerConfig().to_dict()
     elsewhere = set(SamplingConfig.model_fields) | set(VLLMConfig.model_fields)
     own = {
         key: value

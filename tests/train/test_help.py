@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from rlhf_algos import METHODS
+
 OPTIONS = (
     *("--config", "--set", "--model", "--reward-model", "--judge-model", "--train-data", "--eval-data"),
     *("--output-dir", "--resume", "--max-steps", "--epochs", "--seed", "--eval-only", "--dry-run"),
@@ -41,7 +43,6 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize(("method", "seed"), [("sft", 42), ("prm", 42), ("minmax", 0)])
 def test_help_gives_the_true_default_seed(method: str, seed: int) -> None:
-    from rlhf_algos import METHODS
     from rlhf_minmax import MinMaxConfig
     from rlhf_train.cli import main
 
@@ -73,11 +74,8 @@ def test_a_wrong_setting_is_answered_without_loading_torch(tmp_path: Path) -> No
     assert run.stdout == "2 False\n"
 
 
-@pytest.mark.parametrize(
-    "method", ["sft", "reward", "prm", "dpo", "simpo", "kto", "ppo", "grpo", "minmax", "rlhf"]
-)
+@pytest.mark.parametrize("method", [*METHODS, "minmax", "rlhf"])
 def test_every_setting_is_listed_with_its_default(method: str) -> None:
-    from rlhf_algos import METHODS
     from rlhf_train.cli import main
 
     done = CliRunner().invoke(main, ["settings", method, "--json"])

@@ -58,6 +58,7 @@ def done(result: Result) -> str:
         ),
         pytest.param("kto", ["desirable_weight=1.3"], marks=pytest.mark.slow),
         pytest.param("simpo", ["simpo_gamma=0.7"], marks=pytest.mark.slow),
+        pytest.param("orpo", ["beta=0.3"], marks=pytest.mark.slow),
     ],
 )
 def test_both_backends_log_the_same(
@@ -98,7 +99,7 @@ def test_its_model_loads_in_plain_transformers(train: Train, tiny_model_folder: 
 @pytest.mark.parametrize(
     ("method", "settings", "parts"),
     [
-        ("prm", {}, ["no trainer for prm", "sft, reward, dpo, simpo, kto"]),
+        ("prm", {}, ["no trainer for prm", "sft, reward, dpo, simpo"]),
         ("dpo", {"label_smoothing": 0.1}, ["label_smoothing", "robust"]),
         ("dpo", {"fsdp": True}, ["fsdp True"]),
         ("dpo", {"load_best_model_at_end": True}, ["load_best_model_at_end"]),
@@ -106,6 +107,7 @@ def test_its_model_loads_in_plain_transformers(train: Train, tiny_model_folder: 
         ("dpo", {"streaming": True, "train_data": "a.jsonl"}, ["streaming"]),
         ("reward", {"head": "mlp"}, ["head 'mlp'"]),
         ("reward", {"num_members": 2}, ["num_members 2"]),
+        ("orpo", {"router_aux_loss_coef": 0.1}, ["router_aux_loss_coef"]),
         ("kto", {"kl_estimate": "ema"}, ["kl_estimate 'ema'"]),
     ],
 )

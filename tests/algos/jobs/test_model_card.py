@@ -109,9 +109,9 @@ def test_local_paths_are_not_published(tmp_path):
 
 
 def test_another_method_is_called_by_its_name(tmp_path):
-    write_model_card(tmp_path, method="orpo", config={})
+    write_model_card(tmp_path, method="mine", config={})
     header, text = _card(tmp_path)
-    assert "Model trained with orpo." in text and header.get("tags") == ["rlhf-algos", "orpo"]
+    assert "Model trained with mine." in text and header.get("tags") == ["rlhf-algos", "mine"]
 
 
 def test_the_code_for_a_language_model_runs(tmp_path, tiny_llama, byte_tokenizer, capsys):

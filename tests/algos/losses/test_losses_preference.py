@@ -1,4 +1,4 @@
-"""Golden values and properties of the losses on preference pairs: DPO's and SimPO's."""
+"""Golden values and properties of the losses on preference pairs: DPO's, SimPO's and ORPO's."""
 
 from __future__ import annotations
 
@@ -142,6 +142,43 @@ def test_simpo_golden():
     # smoothing adds ε (log sigmoid(h) - log sigmoid(-h)) = ε h: 0.1 (1.5 - 1)
     smooth = losses.simpo_loss(chosen, rejected, label_smoothing=0.1, **settings)
     assert (smooth.loss - result.loss).item() == pytest.approx(0.05, abs=1e-6)
+
+
+def test_orpo_golden():
+    # Tokens of p = 4/5 and 1/2 on average: odds 4 and 1, h = log 4, sigmoid(h) = 4/5, r = β log p:
+    #   L = -½ log(4/5);  dL/d(logp / |y|) = -½ (1 - 4/5) / (1 - p): -½ · 1/5 · 5 = -½ for the chosen one,
+    #   and ½ · 1/5 · 2 = 1/5 for the rejected one; by the summed logp divided by the lengths, 2 and 4
+    lengths = torch.tensor([2.0]), torch.tensor([4.0])
+    chosen = (2 * torch.tensor([0.8], dtype=torch.float64).log()).requires_grad_()
+    rejected = (4 * torch.tensor([0.5], dtype=torch.float64).log()).requires_grad_()
+    result = losses.orpo_loss(chosen, rejected, lengths=lengths, beta=0.5)
+    assert result.loss.item() == pytest.approx(-0.5 * math.log(0.8))
+    assert result.log_odds.tolist() == pytest.approx([math.log(4)])
+    assert result.chosen_rewards.tolist() == pytest.approx([0.5 * math.log(0.8)])
+    assert result.rejected_rewards.tolist() == pytest.approx([0.5 * math.log(0.5)])
+    gradients = torch.autograd.grad(result.loss, (chosen, rejected))
+    assert [gradient.item() for gradient in gradients] == pytest.approx([-0.5 / 2, 0.2 / 4])
+
+
+@pytest.mark.parametrize("logps", [(0.0, -2.0), (-2.0, 0.0), (0.0, 0.0), (-1e-9, -1000.0)])
+def test_orpo_of_certain_and_of_impossible_completions_is_finite(logps):
+    sides = [torch.tensor([value], requires_grad=True) for value in logps]
+    result = losses.orpo_loss(*sides, lengths=(torch.ones(1), torch.ones(1)), beta=1.0)
+    values = (result.loss, result.log_odds, *torch.autograd.grad(result.loss, sides))
+    assert all(torch.isfinite(value).all() for value in values)
+    expected = (logps[0] > logps[1]) - (logps[0] < logps[1])
+    assert result.log_odds.sign().item() == expected
+
+
+def test_orpo_adds_up_over_pairs():
+    chosen, rejected = torch.log(torch.tensor([[0.8, 0.3], [0.5, 0.6]]))
+    ones = torch.ones(2)
+    whole = losses.orpo_loss(chosen, rejected, lengths=(ones, ones), beta=0.3)
+    parts = [
+        losses.orpo_loss(chosen[i : i + 1], rejected[i : i + 1], lengths=(ones[:1], ones[:1]), beta=0.3).loss
+        for i in range(2)
+    ]
+    torch.testing.assert_close(whole.loss, parts[0] + parts[1])
 
 
 def test_simpo_needs_the_margin_and_not_the_length():

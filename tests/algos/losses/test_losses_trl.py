@@ -23,10 +23,11 @@ def trl() -> Any:
         patch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
         warnings.simplefilter("ignore")  # what TRL's imports say is not ours to fix
         from trl.experimental.cpo import CPOTrainer
+        from trl.experimental.orpo import ORPOTrainer
         from trl.trainer.dpo_trainer import DPOTrainer
         from trl.trainer.kto_trainer import KTOTrainer
 
-    return SimpleNamespace(dpo=DPOTrainer, kto=KTOTrainer, cpo=CPOTrainer)
+    return SimpleNamespace(dpo=DPOTrainer, kto=KTOTrainer, cpo=CPOTrainer, orpo=ORPOTrainer)
 
 
 def _batch(lengths: torch.Tensor, seed: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -139,3 +140,23 @@ def test_simpo_equals_trls(trl, label_smoothing):
     torch.testing.assert_close(result.loss, expected.sum())
     torch.testing.assert_close(result.chosen_rewards, chosen_rewards)
     torch.testing.assert_close(result.rejected_rewards, rejected_rewards)
+
+
+def test_orpo_equals_trls(trl):
+    generator = torch.Generator().manual_seed(5)
+    chosen, rejected = (-torch.rand(2, 5, generator=generator) * 9).requires_grad_()
+    chosen_lengths, rejected_lengths = torch.randint(1, 8, (2, 5), generator=generator)
+    trainer = _trainer(chosen, beta=0.4)
+    averages = chosen / chosen_lengths, rejected / rejected_lengths
+    terms, chosen_rewards, rejected_rewards, ratio, log_odds = trl.orpo.odds_ratio_loss(trainer, *averages)
+    result = losses.orpo_loss(chosen, rejected, lengths=(chosen_lengths, rejected_lengths), beta=0.4)
+    torch.testing.assert_close(result.loss, -terms.sum())
+    torch.testing.assert_close(result.chosen_rewards, chosen_rewards)
+    torch.testing.assert_close(result.rejected_rewards, rejected_rewards)
+    torch.testing.assert_close(result.log_odds.mean(), log_odds)
+    torch.testing.assert_close(torch.nn.functional.logsigmoid(result.log_odds).mean(), ratio)
+    for side in (chosen, rejected):
+        ours, theirs = (
+            torch.autograd.grad(x, side, retain_graph=True)[0] for x in (result.loss, -terms.sum())
+        )
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

@@ -10,24 +10,9 @@ from typing import Any
 
 import click
 
+from rlhf_algos import METHODS
 from rlhf_data import exit_cleanly
 from rlhf_train.options import decorated, model_config_option, model_option, run_options, settings_options
-
-OFFLINE_METHODS = {
-    "sft": "Supervised fine-tuning: write as the rows do.",
-    "reward": "Reward model: score texts, from pairs of a better and a worse one.",
-    "prm": "Process reward model: score every step of a solution.",
-    "dpo": "Direct preference optimisation, on pairs and a reference.",
-    "simpo": "SimPO: preference optimisation on pairs, without a reference.",
-    "kto": "KTO: learn from completions that are labelled good or bad.",
-}
-"""Methods of `rlhf_algos.METHODS` that learn from given texts, with the first line of each command's help."""
-
-ONLINE_METHODS = {
-    "ppo": "PPO: learn from rewards of the model's own completions, with a value model.",
-    "grpo": "GRPO: learn from rewards of the model's own completions, each compared with its group.",
-}
-"""Methods that learn from what the model writes itself."""
 
 _BACKENDS = ("rlhf", "trl")
 _STAGES = ("sft", "reward", "ppo", "rlhf")
@@ -71,7 +56,8 @@ class _Commands(click.Group):
         entry = None if found else installed_methods().get(cmd_name)
         if entry is None:
             return found
-        return _training_command(cmd_name, f"A method of {entry.value}.", installed=True)
+        # Whether it is online is known only once it is loaded, so it may be given rewards.
+        return _training_command(cmd_name, f"A method of {entry.value}.", online=True, installed=True)
 
 
 def _load_methods(file: str) -> None:
@@ -81,9 +67,8 @@ def _load_methods(file: str) -> None:
     names: list[str] = []
     _exit_cleanly(lambda: names.extend(load_methods(file)))
     for name in names:
-        from rlhf_algos import METHODS
-
-        main.add_command(_training_command(name, f"A method of {file}.", online=METHODS[name].online))
+        summary = METHODS[name].summary or f"A method of {file}."
+        main.add_command(_training_command(name, summary, online=METHODS[name].online))
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -147,9 +132,7 @@ def _minmax_options() -> list[Any]:
     ]
 
 
-def _training_command(
-    method: str, summary: str, *, online: bool | None = None, installed: bool = False
-) -> click.Command:
+def _training_command(method: str, summary: str, *, online: bool, installed: bool = False) -> click.Command:
     """The command of a method of `rlhf_algos.METHODS`, or of one that an installed package adds."""
 
     def command(**options: Any) -> None:
@@ -161,7 +144,6 @@ def _training_command(
             _exit_cleanly(lambda: load_installed(method))
         _exit_cleanly(lambda: run_training(method, options))
 
-    online = method in ONLINE_METHODS if online is None else online
     options = [
         *settings_options(),
         model_option("--model", "Model to start from.  [default: a tiny one, built now]"),
@@ -177,7 +159,7 @@ def _training_command(
             "--subset-size", type=click.IntRange(min=1), metavar="N", help="Use the first N training rows."
         ),
         _bad_row_option(),
-        _reward_option() if online or installed else _backend_option(),
+        _reward_option() if online else _backend_option(),
     ]
     help_text = (
         f"{summary}\n\nWithout arguments it trains a tiny model, built now, on rows of the story world; the "
@@ -263,5 +245,5 @@ def settings(method: str, as_json: bool) -> None:
 
 minmax = main.command("minmax", epilog=_epilog("minmax"))(decorated(_minmax, _minmax_options()))
 rlhf = main.command("rlhf", epilog=_epilog("rlhf"))(decorated(_rlhf, _rlhf_options()))
-for _method, _summary in {**OFFLINE_METHODS, **ONLINE_METHODS}.items():
-    main.add_command(_training_command(_method, _summary))
+for _name, _method in METHODS.items():
+    main.add_command(_training_command(_name, _method.summary, online=_method.online))

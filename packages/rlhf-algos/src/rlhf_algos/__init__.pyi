@@ -56,6 +56,8 @@ from rlhf_algos.jobs.rlhf_config import TrainingStage as TrainingStage
 from rlhf_algos.jobs.training_job import TrainingJob as TrainingJob
 from rlhf_algos.offline.dpo import DPOTrainer as DPOTrainer
 from rlhf_algos.offline.kto import KTOTrainer as KTOTrainer
+from rlhf_algos.offline.orpo import ORPOConfig as ORPOConfig
+from rlhf_algos.offline.orpo import ORPOTrainer as ORPOTrainer
 from rlhf_algos.offline.prm import PRMTrainer as PRMTrainer
 from rlhf_algos.offline.prm import ProcessRewardModelTrainer as ProcessRewardModelTrainer
 from rlhf_algos.offline.reward import PreferencePair as PreferencePair

@@ -1,4 +1,4 @@
-"""`rlhf-train sft|reward|prm|dpo|simpo|kto|ppo|grpo`: from options to a job."""
+"""`rlhf-train <method>`, for every method of `METHODS`: from options to a job."""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import importlib
 import importlib.util
 import logging
 import os
@@ -23,6 +25,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from rlhf_algos import (
+    METHODS,
+    TrainerConfig,
     check_machine,
     choose_precision,
     finish_run,
@@ -49,20 +53,8 @@ _SAME_NAME = (
     *("num_train_epochs", "max_steps", "seed", "gradient_checkpointing", "torch_compile", "deepspeed"),
     *("logging_steps",),
 )
-_METHOD_KEYS = {
-    "sft": ("assistant_only_loss", "router_aux_loss_coef"),
-    "reward": ("center_rewards_coefficient", "disable_dropout"),
-    "dpo": (
-        *("beta", "label_smoothing", "precompute_ref_log_probs", "disable_dropout"),
-        "router_aux_loss_coef",
-    ),
-    "simpo": ("beta", "label_smoothing", "simpo_gamma", "cpo_alpha", "disable_dropout"),
-    "kto": (
-        *("beta", "desirable_weight", "undesirable_weight", "precompute_ref_log_probs", "disable_dropout"),
-        "router_aux_loss_coef",
-    ),
-}
-"""Keys of each method that TRL has under the same name."""
+_CONVERTED = {"max_length", "loss_type"}
+"""Keys of methods that TRL takes in another form; the others go to TRL where it has them."""
 _OURS_ALONE = (
     *("fsdp", "streaming", "load_best_model_at_end", "early_stopping_patience"),
     *("head", "num_members", "ensemble", "kl_estimate"),
@@ -85,18 +77,19 @@ def check_settings(name: str, config: Any) -> None:
     Raises:
         UserError: TRL is not installed, has no trainer for the method, or cannot honour a setting.
     """
-    if name not in _METHOD_KEYS:
+    trainer = METHODS[name].trl
+    if trainer is None:
+        known = [method for method in METHODS if METHODS[method].trl]
         raise UserError(
-            f"TRL has no trainer for {name}; choose one of {', '.join(_METHOD_KEYS)}, "
-            "or leave out --backend trl"
+            f"TRL has no trainer for {name}; choose one of {', '.join(known)}, or leave out --backend trl"
         )
     for key in _changed(config, _OURS_ALONE):
         raise UserError(
             f"TRL cannot honour {key} {getattr(config, key)!r}; leave it out, or leave out --backend trl"
         )
-    if name == "simpo" and config.router_aux_loss_coef is not None:
+    if "experimental" in trainer and config.router_aux_loss_coef is not None:
         raise UserError(
-            "TRL takes the weight of the routers' loss for simpo from the model's config; "
+            f"TRL takes the weight of the routers' loss for {name} from the model's config; "
             "leave router_aux_loss_coef out, or leave out --backend trl"
         )
     if name == "dpo" and config.label_smoothing and config.loss_type == "sigmoid":
@@ -228,11 +221,11 @@ class TRLJob(Job):
     def _trainer(self, model: Any, tokenizer: Any, rows: Rows, recorder: Recorder) -> Any:
         from datasets import Dataset
 
-        trainer_class, config_class = _classes(self.name)
+        trainer_class, config_class = _classes(self.method.trl)
         convert = conversion(self.config, rows, tokenizer) or (lambda record: record)
         train, held_out = ([convert(record) for record in side] for side in (rows.train, rows.held_out))
         with _refusals():
-            arguments = config_class(**self._arguments(model, rows))
+            arguments = config_class(**self._arguments(config_class, model, rows))
             return trainer_class(
                 model=model,
                 args=arguments,
@@ -242,11 +235,13 @@ class TRLJob(Job):
                 peft_config=_peft_config(model, self.config) if self.config.use_peft else None,
             )
 
-    def _arguments(self, model: Any, rows: Rows) -> dict[str, Any]:
+    def _arguments(self, config_class: Any, model: Any, rows: Rows) -> dict[str, Any]:
         """TRL's arguments of the job's settings."""
         config = self.config
+        own = self.method.config.model_fields.keys() - TrainerConfig.model_fields.keys() - _CONVERTED
+        known = own & {field.name for field in dataclasses.fields(config_class)}
         precision, _ = choose_precision(config, job_device(), next(model.parameters()).dtype)
-        arguments = {key: getattr(config, key) for key in (*_SAME_NAME, *_METHOD_KEYS[self.name])}
+        arguments = {key: getattr(config, key) for key in (*_SAME_NAME, *sorted(known))}
         arguments |= {
             "output_dir": str(self.run.path),
             "max_length": longest_sequence(model.config, config.max_length),
@@ -275,17 +270,13 @@ class TRLJob(Job):
                 save_pretrained(trainer.accelerator.unwrap_model(trainer.model), tokenizer, folder)
 
 
-def _classes(name: str) -> tuple[Any, Any]:
-    """TRL's trainer and config."""
-    if name == "simpo":
-        os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-        from trl.experimental.cpo import CPOConfig, CPOTrainer
-
-        return CPOTrainer, CPOConfig
-    import trl
-
-    prefix = {"sft": "SFT", "reward": "Reward", "dpo": "DPO", "kto": "KTO"}[name]
-    return getattr(trl, f"{prefix}Trainer"), getattr(trl, f"{prefix}Config")
+def _classes(trainer: str | None) -> tuple[Any, Any]:
+    """TRL's trainer and config, from where the trainer is."""
+    assert trainer is not None
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    place, _, name = trainer.rpartition(".")
+    module = importlib.import_module(place)
+    return getattr(module, name), getattr(module, f"{name.removesuffix('Trainer')}Config")
 
 
 def _as_trl_writes(tokenizer: Any) -> Any:

@@ -23,16 +23,19 @@ def mean_where(values: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     return values.masked_fill(~chosen, 0).sum(), chosen.sum()
 
 
-def side_metrics(scores: TokenLogps, chosen_tokens: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Entropy of all tokens and mean logits of both sides' tokens, as sums and counts.
+def side_metrics(
+    scores: TokenLogps, chosen_tokens: Tensor, rejected_tokens: Tensor
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Entropy of both sides' tokens and mean logits of each side's, as sums and counts.
 
     Args:
         scores: scored with statistics.
         chosen_tokens: (M,) bool, which tokens belong to chosen (desirable) completions.
+        rejected_tokens: (M,) bool, which belong to rejected (undesirable) ones.
     """
     assert scores.entropy is not None and scores.mean_logits is not None
     return {
         "logits/chosen": mean_where(scores.mean_logits, chosen_tokens),
-        "logits/rejected": mean_where(scores.mean_logits, ~chosen_tokens),
-        "entropy": mean_where(scores.entropy, chosen_tokens | ~chosen_tokens),
+        "logits/rejected": mean_where(scores.mean_logits, rejected_tokens),
+        "entropy": mean_where(scores.entropy, chosen_tokens | rejected_tokens),
     }

@@ -1,4 +1,4 @@
-"""The methods of training: what each is made of.  `METHODS` has one entry per method."""
+"""The methods of training: what each is made of.  `METHODS` has one entry per method; it loads no torch."""
 
 from __future__ import annotations
 
@@ -8,20 +8,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlhf_algos.configs.offline import (
-    DPOConfig,
-    KTOConfig,
-    PRMConfig,
-    RewardConfig,
-    SFTConfig,
-    SimPOConfig,
-)
-from rlhf_algos.configs.online import GRPOConfig, PPOConfig
-from rlhf_algos.configs.trainer import TrainerConfig
-from rlhf_algos.jobs.config import TASK_REWARDS, ModelKind, job_config
-
 if TYPE_CHECKING:
+    from rlhf_algos.configs.trainer import TrainerConfig
     from rlhf_algos.engine.base_trainer import BaseTrainer
+    from rlhf_algos.jobs.config import ModelKind
 
 __all__ = ["METHODS", "Method"]
 
@@ -47,12 +37,25 @@ _TINY: Mapping[str, Any] = {
 }
 
 
+class _Config:
+    """A class, or its name in `rlhf_algos`, which is imported when it is read (it loads pydantic)."""
+
+    def __get__(self, method: Method | None, owner: type[Method]) -> type[TrainerConfig]:
+        if method is None:
+            raise AttributeError("a method's config has no default")
+        given = vars(method)["_config"]
+        return _exported(given) if isinstance(given, str) else given
+
+    def __set__(self, method: Method, given: type[TrainerConfig] | str) -> None:
+        vars(method)["_config"] = given
+
+
 @dataclass(frozen=True)
 class Method:
     """A way to train: its settings, its trainer, the rows it reads and the model it trains.
 
     Args:
-        config: the class of its settings.
+        config: the class of its settings, or its name in `rlhf_algos`.
         trainer: a subclass of `BaseTrainer`, or its name in `rlhf_algos`, which is imported when it is needed
             (it loads torch).
         records: name of the record kind that rows become, see `rlhf_data.load_records`.
@@ -61,22 +64,28 @@ class Method:
         tiny: settings that suit the tiny model that is built where none is given; they stand above the
             config's defaults and below everything that is set.
         story_epochs: passes over the rows of the story world, unless set.
+        summary: one line for the command's help.
+        title: what a model card calls it; None is its name.
+        paper: its arXiv number.
+        trl: where TRL has a trainer for it, such as `trl.DPOTrainer`; None refuses `backend=trl`.
     """
 
-    config: type[TrainerConfig]
+    config: _Config = _Config()
     trainer: type[BaseTrainer[Any]] | str
     records: str
     model: ModelKind = "policy"
     overlong: Literal["truncate", "drop"] = "truncate"
     tiny: Mapping[str, Any] = field(default_factory=lambda: _TINY)
     story_epochs: float = 3.0
+    summary: str = ""
+    title: str | None = None
+    paper: str | None = None
+    trl: str | None = None
 
     @property
     def trainer_class(self) -> Any:
         """The class of its trainer."""
-        if isinstance(self.trainer, str):
-            return getattr(importlib.import_module("rlhf_algos"), self.trainer)
-        return self.trainer
+        return _exported(self.trainer) if isinstance(self.trainer, str) else self.trainer
 
     @property
     def online(self) -> bool:
@@ -86,6 +95,8 @@ class Method:
     @cached_property
     def job_config(self) -> Any:
         """The class of a whole job's settings: the method's, the model's, the data's."""
+        from rlhf_algos.jobs.config import job_config
+
         return job_config(self.config, self.model)
 
     def resolve(self, values: Mapping[str, Any], *, where: str = "config") -> Any:
@@ -98,6 +109,8 @@ class Method:
         Raises:
             UserError: an unknown key, or a value that is refused.
         """
+        from rlhf_algos.jobs.config import TASK_REWARDS
+
         start: dict[str, Any] = {}
         if not values.get("train_data"):
             start["num_train_epochs"] = self.story_epochs
@@ -108,16 +121,78 @@ class Method:
         return self.job_config.from_dict({**start, **values}, where=where)
 
 
+def _exported(name: str) -> Any:
+    return getattr(importlib.import_module("rlhf_algos"), name)
+
+
 METHODS: dict[str, Method] = {
-    "sft": Method(SFTConfig, "SFTTrainer", "sft", tiny={**_TINY, "learning_rate": 5e-3}, story_epochs=5),
-    "reward": Method(
-        RewardConfig, "RewardTrainer", "preference", model="reward", overlong="drop", story_epochs=6
+    "sft": Method(
+        *("SFTConfig", "SFTTrainer", "sft"),
+        tiny={**_TINY, "learning_rate": 5e-3},
+        story_epochs=5,
+        summary="Supervised fine-tuning: write as the rows do.",
+        title="supervised fine-tuning",
+        trl="trl.SFTTrainer",
     ),
-    "prm": Method(PRMConfig, "PRMTrainer", "steps", model="prm", story_epochs=4),
-    "dpo": Method(DPOConfig, "DPOTrainer", "preference"),
-    "simpo": Method(SimPOConfig, "SimPOTrainer", "preference"),
-    "kto": Method(KTOConfig, "KTOTrainer", "kto"),
-    "ppo": Method(PPOConfig, "PPOTrainer", "prompt", tiny=_TINY_PPO),
-    "grpo": Method(GRPOConfig, "GRPOTrainer", "prompt", tiny=_TINY_ONLINE),
+    "reward": Method(
+        *("RewardConfig", "RewardTrainer", "preference"),
+        model="reward",
+        overlong="drop",
+        story_epochs=6,
+        summary="Reward model: score texts, from pairs of a better and a worse one.",
+        title="a reward model's Bradley-Terry loss",
+        paper="2203.02155",
+        trl="trl.RewardTrainer",
+    ),
+    "prm": Method(
+        *("PRMConfig", "PRMTrainer", "steps"),
+        model="prm",
+        story_epochs=4,
+        summary="Process reward model: score every step of a solution.",
+        title="a process reward model's loss on steps",
+        paper="2305.20050",
+    ),
+    "dpo": Method(
+        *("DPOConfig", "DPOTrainer", "preference"),
+        summary="Direct preference optimisation, on pairs and a reference.",
+        title="direct preference optimization (DPO)",
+        paper="2305.18290",
+        trl="trl.DPOTrainer",
+    ),
+    "simpo": Method(
+        *("SimPOConfig", "SimPOTrainer", "preference"),
+        summary="SimPO: preference optimisation on pairs, without a reference.",
+        title="simple preference optimization (SimPO)",
+        paper="2405.14734",
+        trl="trl.experimental.cpo.CPOTrainer",
+    ),
+    "orpo": Method(
+        *("ORPOConfig", "ORPOTrainer", "preference"),
+        summary="ORPO: preference optimisation and supervised fine-tuning at once, without a reference.",
+        title="odds ratio preference optimization (ORPO)",
+        paper="2403.07691",
+        trl="trl.experimental.orpo.ORPOTrainer",
+    ),
+    "kto": Method(
+        *("KTOConfig", "KTOTrainer", "kto"),
+        summary="KTO: learn from completions that are labelled good or bad.",
+        title="Kahneman-Tversky optimization (KTO)",
+        paper="2402.01306",
+        trl="trl.KTOTrainer",
+    ),
+    "ppo": Method(
+        *("PPOConfig", "PPOTrainer", "prompt"),
+        tiny=_TINY_PPO,
+        summary="PPO: learn from rewards of the model's own completions, with a value model.",
+        title="proximal policy optimization (PPO)",
+        paper="1707.06347",
+    ),
+    "grpo": Method(
+        *("GRPOConfig", "GRPOTrainer", "prompt"),
+        tiny=_TINY_ONLINE,
+        summary="GRPO: learn from rewards of the model's own completions, each compared with its group.",
+        title="group relative policy optimization (GRPO)",
+        paper="2402.03300",
+    ),
 }
 """What `rlhf-train <name>` trains."""

@@ -9,20 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf_algos.jobs.methods import METHODS
 from rlhf_data import atomic_write_text, finite
 
 __all__ = ["write_model_card"]
 
 _HUB_NAME = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
-_METHODS = {
-    "sft": ("supervised fine-tuning", None),
-    "reward": ("a reward model's Bradley-Terry loss", "2203.02155"),
-    "prm": ("a process reward model's loss on steps", "2305.20050"),
-    "dpo": ("direct preference optimization (DPO)", "2305.18290"),
-    "simpo": ("simple preference optimization (SimPO)", "2405.14734"),
-    "kto": ("Kahneman-Tversky optimization (KTO)", "2402.01306"),
-}
-"""Name and arXiv number of each method; another one is called by its own name."""
 _RECIPE = (
     *("learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "max_grad_norm"),
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps"),
@@ -84,7 +76,7 @@ def write_model_card(
 
     Args:
         folder: the saved model; its files say what kind it is.
-        method: how it was trained, a key of `METHODS`.
+        method: how it was trained, a key of `METHODS` or any other name.
         config: the resolved settings, JSON values.
         results: as `finish_run` writes them; its `before`, `after`, `steps`, `num_tokens`, `wall_time`,
             `data` and `versions` are used, and each may be missing.
@@ -128,10 +120,11 @@ def _kind(folder: Path, method: str) -> _Kind:
     if (folder / "ensemble_config.json").is_file():
         return _Kind("text-classification", library, "RewardEnsemble", _SCORE_TEXTS)
     note = "" if adapter or "score_head" in _model_config(folder) else "`transformers.{}` loads it too."
-    if method == "prm":
+    model = METHODS[method].model if method in METHODS else "policy"
+    if model == "prm":
         auto = note.format("AutoModelForTokenClassification")
         return _Kind("token-classification", library, "ProcessRewardModel", _SCORE_STEPS, auto)
-    if method == "reward":
+    if model == "reward":
         auto = note.format("AutoModelForSequenceClassification")
         return _Kind("text-classification", library, "RewardModel", _SCORE_TEXTS, auto)
     return _Kind(
@@ -157,9 +150,10 @@ def _on_hub(base: str | None) -> bool:
 
 
 def _summary(method: str, base: str | None, data: str | None, kind: _Kind) -> str:
-    name, paper = _METHODS.get(method, (method, None))
-    if paper:
-        name += f" ([arXiv:{paper}](https://arxiv.org/abs/{paper}))"
+    known = METHODS.get(method)
+    name = known.title or method if known else method
+    if known and known.paper:
+        name += f" ([arXiv:{known.paper}](https://arxiv.org/abs/{known.paper}))"
     what = "LoRA adapter" if kind.library == "peft" else "Model"
     start = f" from `{base}`" if base else ""
     rows = f" on {data}" if data and " " in data else f" on `{data}`" if data else ""

@@ -1,16 +1,25 @@
-"""Losses of a policy on preference pairs: DPO and its relatives, SimPO."""
+"""Losses of a policy on preference pairs: DPO and its relatives, SimPO, ORPO."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from rlhf_algos._flat import check_flat
 
-__all__ = ["DPOLossType", "PreferenceLoss", "chosen_nll", "dpo_loss", "simpo_loss"]
+__all__ = [
+    "DPOLossType",
+    "OddsRatioLoss",
+    "PreferenceLoss",
+    "chosen_nll",
+    "dpo_loss",
+    "orpo_loss",
+    "simpo_loss",
+]
 
 DPOLossType = Literal["sigmoid", "hinge", "ipo", "robust"]
 """The losses of `dpo_loss`."""
@@ -26,6 +35,14 @@ class PreferenceLoss:
     """(P,), without gradient."""
     rejected_rewards: Tensor
     """(P,), without gradient."""
+
+
+@dataclass(frozen=True)
+class OddsRatioLoss(PreferenceLoss):
+    """A `PreferenceLoss` of odds."""
+
+    log_odds: Tensor
+    """(P,) log of the chosen completion's odds over the rejected one's, without gradient."""
 
 
 def dpo_loss(
@@ -126,13 +143,44 @@ def simpo_loss(
     return PreferenceLoss(per_pair.sum(), chosen.detach(), rejected.detach())
 
 
+def orpo_loss(
+    chosen_logps: Tensor, rejected_logps: Tensor, *, lengths: tuple[Tensor, Tensor], beta: float
+) -> OddsRatioLoss:
+    """The preference term of odds ratio preference optimisation, summed over pairs.
+
+    L = -β Σ_p log sigmoid(h_p),  h = log odds(y⁺) - log odds(y⁻),
+    odds(y) = p / (1 - p),  p = exp(logp / |y|)
+
+    https://arxiv.org/abs/2403.07691, eq. 4 and 7, with β for the λ of eq. 6, whose other term is the
+    likelihood of what was chosen, see `chosen_nll`.  Rewards are r = β logp / |y|.
+
+    Args:
+        chosen_logps: (P,) log π of the chosen completions, summed over their tokens, with gradient.
+        rejected_logps: (P,) the same of the rejected completions.
+        lengths: (P,) and (P,) tokens of the chosen and the rejected completions, >= 1.
+        beta: > 0; weight of the term.
+
+    Returns:
+        The sum over the P pairs, the rewards of both sides and the log odds ratios.
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    check_flat(chosen_logps, rejected_logps=rejected_logps)
+    chosen, rejected = _per_token(chosen_logps, lengths[0]), _per_token(rejected_logps, lengths[1])
+    log_odds = _log_odds(chosen) - _log_odds(rejected)
+    loss = -beta * F.logsigmoid(log_odds).sum()
+    return OddsRatioLoss(loss, beta * chosen.detach(), beta * rejected.detach(), log_odds.detach())
+
+
 def chosen_nll(chosen_logps: Tensor, *, tokens_per_pair: float | Tensor) -> Tensor:
     """Negative log-likelihood of the chosen completions per token, to add to a sum over pairs.
 
     L = -Σ_p logp⁺_p / n̄,  n̄ = mean |y⁺| over the pairs of the whole step
 
     Divided by the number of pairs of the step, this is the mean over all chosen tokens of the step.  It is
-    CPO's regulariser, https://arxiv.org/abs/2401.08417, there without n̄.
+    CPO's regulariser, https://arxiv.org/abs/2401.08417, there without n̄, and the first term of ORPO,
+    https://arxiv.org/abs/2403.07691, eq. 6.
 
     Args:
         chosen_logps: (P,) log π of the chosen completions, summed over their tokens, with gradient.
@@ -181,6 +229,12 @@ def _ipo(
 def _per_token(logps: Tensor, lengths: Tensor) -> Tensor:
     check_flat(logps, lengths=lengths)
     return logps / lengths
+
+
+def _log_odds(logps: Tensor) -> Tensor:
+    # A probability of exactly 1 would have infinite odds, and no gradient that is a number.
+    logps = logps.clamp(max=-torch.finfo(logps.dtype).eps)
+    return logps - torch.log(-torch.expm1(logps))
 
 
 def _refuse_smoothing(loss_type: str, label_smoothing: float) -> None:

@@ -1,1 +1,1 @@
-"""Methods that learn from given data: SFT, DPO, SimPO, KTO, reward and process reward models."""
+"""Methods that learn from given data, a module for each."""

@@ -49,7 +49,7 @@ class DPOTrainer(ReferenceTrainer[PreferencePair]):
         if ref_logps is None:
             ref_logps = self.reference_logps(batch).view(-1, 2)
         scores = self.policy_scores(batch, with_stats=True)
-        sides = Sides.of(scores.logps, batch)
+        sides = Sides.of(scores.logps, batch, self.count(batch))
         result = dpo_loss(
             sides.chosen_logps,
             sides.rejected_logps,

@@ -91,6 +91,7 @@ class KTOTrainer(ReferenceTrainer[KTOExample]):
         scores = self.policy_scores(batch, with_stats=True)
         logps = sequence_sums(scores.logps, batch)
         labels = torch.tensor([bool(example.label) for example in examples], device=logps.device)
+        desirable = labels[batch.score_sequence]
         result = kto_loss(
             logps,
             ref_logps,
@@ -108,7 +109,7 @@ class KTOTrainer(ReferenceTrainer[KTOExample]):
                 "rewards/rejected": mean_where(result.rewards, ~labels),
                 "logps/chosen": mean_where(logps, labels),
                 "logps/rejected": mean_where(logps, ~labels),
-                **side_metrics(scores, labels[batch.score_sequence]),
+                **side_metrics(scores, desirable, ~desirable),
             },
         )
         return self.balanced(output, scores, self.terms(batch, examples))

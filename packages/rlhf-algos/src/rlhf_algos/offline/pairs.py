@@ -1,16 +1,21 @@
-"""What the trainers on preference pairs share: both sides of a batch, and TRL's metrics of them."""
+"""What the trainers on preference pairs share: both sides of a batch, TRL's metrics, the likelihood term."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
+from rlhf_algos.engine.language_model import LanguageModelTrainer
 from rlhf_algos.engine.loss_output import LossOutput
 from rlhf_algos.engine.sequence_sums import mean_where, sequence_lengths, sequence_sums, side_metrics
-from rlhf_algos.losses import PreferenceLoss
+from rlhf_algos.losses import PreferenceLoss, chosen_nll
 from rlhf_data import PackedBatch, PreferencePair, TokenSequence
-from rlhf_models import TokenLogps
+from rlhf_models import TokenLogps, disable_dropout
 
 
 @dataclass(frozen=True)
@@ -21,17 +26,21 @@ class Sides:
     rejected_logps: Tensor
     chosen_lengths: Tensor
     rejected_lengths: Tensor
+    prompt_logps: Tensor | float = 0.0
+    prompt_lengths: Tensor | int = 0
 
     @classmethod
-    def of(cls, logps: Tensor, batch: PackedBatch) -> Sides:
-        """Both sides of a batch whose sequences are chosen, rejected, chosen, rejected, ...
+    def of(cls, logps: Tensor, batch: PackedBatch, pairs: int) -> Sides:
+        """Both sides of a batch whose sequences are chosen, rejected, perhaps prompt, chosen, rejected, ...
 
         Args:
             logps: (M,) of the batch's scored tokens.
             batch: the batch.
+            pairs: P.
         """
-        chosen, rejected = sequence_sums(logps, batch).view(-1, 2).unbind(1)
-        return cls(chosen, rejected, *sequence_lengths(batch).view(-1, 2).unbind(1))
+        chosen, rejected, *prompt = sequence_sums(logps, batch).view(pairs, -1).unbind(1)
+        lengths = sequence_lengths(batch).view(pairs, -1).unbind(1)
+        return cls(chosen, rejected, *lengths[:2], *prompt, *lengths[2:])
 
     @property
     def lengths(self) -> tuple[Tensor, Tensor]:
@@ -59,10 +68,10 @@ def pair_output(
         result: whose rewards are reported.
         logps: (P,) and (P,) log-probs that are reported, chosen and rejected.
         scores: of the batch's tokens, with statistics.
-        batch: its sequences are chosen, rejected, chosen, rejected, ...
+        batch: as `Sides.of` takes it.
     """
     chosen, rejected = result.chosen_rewards, result.rejected_rewards
-    chosen_tokens = batch.score_sequence % 2 == 0
+    side = batch.score_sequence % (batch.num_sequences // len(chosen))
     assert scores.correct is not None
     return LossOutput(
         loss,
@@ -75,7 +84,94 @@ def pair_output(
             "logps/rejected": logps[1].sum(),
         },
         means={
-            **side_metrics(scores, chosen_tokens),
-            "mean_token_accuracy": mean_where(scores.correct.float(), chosen_tokens),
+            **side_metrics(scores, side == 0, side == 1),
+            "mean_token_accuracy": mean_where(scores.correct.float(), side == 0),
         },
     )
+
+
+class PairTrainer(LanguageModelTrainer[PreferencePair]):
+    """A trainer on preference pairs without a reference: a loss of the pairs, and the chosen's likelihood.
+
+    The likelihood term is the mean over all its tokens of the optimizer step, however it is cut.  Metrics:
+    those of `DPOTrainer`, log-probs as means per token; and `nll_loss`, the mean negative log-likelihood of
+    the term's tokens, in nats, whether or not it has a weight.
+
+    Args:
+        model: a transformers causal LM, or a PeftModel around one.
+        config: the settings, with `beta` and `disable_dropout`.
+        examples: the pairs.
+        **options: see `BaseTrainer`.
+
+    Raises:
+        UserError: no examples.
+    """
+
+    shown_metrics: ClassVar[tuple[str, ...]] = ("loss", "rewards/accuracies", "rewards/margins")
+    learns_prompt: ClassVar[bool] = False
+    """Whether the likelihood term takes in the prompts of the chosen completions."""
+
+    def __init__(self, model: Any, config: Any, examples: Sequence[PreferencePair], **options: Any) -> None:
+        if config.disable_dropout:
+            disable_dropout(model)
+        self._tokens_per_pair, self._evaluating = 1.0, False
+        super().__init__(model, config, examples, **options)
+
+    @property
+    def nll_weight(self) -> float:
+        """Weight of the likelihood term; 0 leaves it out."""
+        return 1.0
+
+    @abstractmethod
+    def pair_loss(self, sides: Sides) -> tuple[PreferenceLoss, dict[str, Tensor]]:
+        """The loss of a batch's pairs, whose rewards are beta times mean log-probs, and metrics: sums."""
+
+    def sequences(self, example: PreferencePair) -> Sequence[TokenSequence]:
+        """Chosen, then rejected, then the prompt where it is learned; all share it and compute it once."""
+        pair = pair_sequences(example)
+        prompt = TokenSequence(pair[0].input_ids[: max(1, pair[0].score_from)], 1)
+        return (*pair, prompt) if self.learns_prompt else pair
+
+    def count(self, batch: PackedBatch) -> int:
+        """The pairs."""
+        return batch.num_sequences // (3 if self.learns_prompt else 2)
+
+    def before_step(self, examples: Sequence[PreferencePair]) -> None:
+        """Count the tokens of the whole step by which the likelihood term is divided."""
+        if self.nll_weight and not self._evaluating:
+            counts = torch.tensor([self._learned_tokens(examples), len(examples)], device=self.device)
+            tokens, pairs = self.sum_over_processes(counts).tolist()
+            self._tokens_per_pair = tokens / pairs
+
+    def evaluate(self) -> dict[str, float]:
+        """See `BaseTrainer.evaluate`; the likelihood term is the mean over all tokens evaluated."""
+        if self.nll_weight and len(self.eval_examples):
+            self._tokens_per_pair = self._learned_tokens(self.eval_examples) / len(self.eval_examples)
+        self._evaluating = True
+        try:
+            return super().evaluate()
+        finally:
+            self._evaluating = False
+
+    def loss(self, batch: PackedBatch, examples: Sequence[PreferencePair]) -> LossOutput:
+        """The loss of the pairs with the weighted likelihood of what was chosen, and TRL's metrics."""
+        scores = self.policy_scores(batch, with_stats=True)
+        sides = Sides.of(scores.logps, batch, self.count(batch))
+        result, metrics = self.pair_loss(sides)
+        learned = sides.chosen_logps + sides.prompt_logps
+        loss = result.loss
+        if self.nll_weight:
+            loss = loss + self.nll_weight * chosen_nll(learned, tokens_per_pair=self._tokens_per_pair)
+        beta = self.config.beta
+        logps = (result.chosen_rewards / beta, result.rejected_rewards / beta)
+        output = pair_output(loss, result, logps=logps, scores=scores, batch=batch)
+        nll_loss = (-learned.sum(), (sides.chosen_lengths + sides.prompt_lengths).sum())
+        output = replace(
+            output, sums={**output.sums, **metrics}, means={**output.means, "nll_loss": nll_loss}
+        )
+        return self.balanced(output, scores, self.terms(batch, examples))
+
+    def _learned_tokens(self, pairs: Sequence[PreferencePair]) -> int:
+        chosen = [pairs[i][0] for i in range(len(pairs))]
+        prompts = sum(max(1, each.score_from) - 1 for each in chosen) if self.learns_prompt else 0
+        return prompts + sum(len(each.scored()) for each in chosen)

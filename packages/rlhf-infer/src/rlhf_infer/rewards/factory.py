@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data import UserError, model_folder
+from rlhf_infer.rewards import rules as form
 from rlhf_infer.rewards import spec_parser
+from rlhf_infer.rewards.answers import verifiable
 from rlhf_infer.rewards.answers.verifiable import ChoiceReward, ExactReward, NumberReward
 from rlhf_infer.rewards.conventions import RewardFunction
 from rlhf_infer.rewards.judged.constitutional import ConstitutionalRewardWrapper, Principle
@@ -170,8 +172,8 @@ def _builders(model_options: dict[str, Any]) -> dict[str, spec_parser.Builder]:
         asked = None if judge is None else load_principle_judge(judge, **load_options)
         return factory.constitutional(built, principles, judge=asked)
 
-    rules = ("length", "repetition", "format", "non_empty", "number", "math", "choice", "exact")
-    builders = {rule: spec_parser.builder_of(getattr(factory, rule)) for rule in rules}
+    rules = {**form.RULES, **verifiable.RULES, "math": MathReward}
+    builders = {rule: spec_parser.builder_of(made) for rule, made in rules.items()}
     texts = {"path": str, "name": str, "aggregate": str, "dtype": str, "device": str, "base_model": str}
     builders["model"] = spec_parser.Builder(
         model, texts | {"k": float, "max_tokens": int}, ("path",), ("path", "base_model")

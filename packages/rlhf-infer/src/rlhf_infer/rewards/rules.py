@@ -182,6 +182,15 @@ class NonEmptyReward:
         return [float(not is_empty(text_of(completion))) for completion in completions]
 
 
+RULES: dict[str, type] = {
+    "length": LengthReward,
+    "repetition": RepetitionReward,
+    "format": FormatReward,
+    "non_empty": NonEmptyReward,
+}
+"""What `RewardFunctionFactory.from_spec` calls them."""
+
+
 def compiled(where: str, pattern: str, flags: int = 0) -> re.Pattern[str]:
     """A regular expression that a user wrote.
 

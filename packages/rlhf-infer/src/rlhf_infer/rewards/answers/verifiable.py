@@ -205,6 +205,10 @@ class ExactReward:
         return normal_form(answer_part(text, self.read)) in accepted
 
 
+RULES: dict[str, type] = {"number": NumberReward, "choice": ChoiceReward, "exact": ExactReward}
+"""What `RewardFunctionFactory.from_spec` calls them."""
+
+
 def checked_rows(
     name: str, column: str, completions: Sequence[Text], columns: Mapping[str, Sequence[Any]]
 ) -> list[tuple[Mapping[str, Any], str] | None]:
