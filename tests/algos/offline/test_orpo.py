@@ -69,11 +69,9 @@ def test_prompts_cost_no_tokens_and_no_part_of_the_completions_metrics(examples)
 
 
 @pytest.mark.parametrize("length", [0, 1])
-def test_prompts_may_be_empty(length, examples):
-    rows = [
-        PreferencePair(*(TokenSequence(ids, length) for ids in pair))
-        for pair in ([[5, 6], [5, 7, 8]], [[9, 6], [9, 4]])
-    ]
+def test_prompts_may_be_empty(length):
+    pairs = ([[5, 6], [5, 7, 8]], [[9, 6], [9, 4]])
+    rows = [PreferencePair(TokenSequence(a, length), TokenSequence(b, length)) for a, b in pairs]
     trainer = _trainer(rows, eval_examples=rows)
     assert trainer.train_step(rows)["nll_loss"] > 0
     assert trainer.evaluate()["eval_nll_loss"] > 0

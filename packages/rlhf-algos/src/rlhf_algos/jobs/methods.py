@@ -71,8 +71,9 @@ class Method:
     """
 
     config: _Config = _Config()
-    trainer: type[BaseTrainer[Any]] | str
-    records: str
+    # The descriptor above is no default, which pyright takes it for.
+    trainer: type[BaseTrainer[Any]] | str  # pyright: ignore[reportGeneralTypeIssues]
+    records: str  # pyright: ignore[reportGeneralTypeIssues]
     model: ModelKind = "policy"
     overlong: Literal["truncate", "drop"] = "truncate"
     tiny: Mapping[str, Any] = field(default_factory=lambda: _TINY)

@@ -99,7 +99,7 @@ class PairTrainer(LanguageModelTrainer[PreferencePair]):
 
     Args:
         model: a transformers causal LM, or a PeftModel around one.
-        config: the settings, with `beta` and `disable_dropout`.
+        config: the settings, with `disable_dropout`.
         examples: the pairs.
         **options: see `BaseTrainer`.
 
@@ -124,7 +124,7 @@ class PairTrainer(LanguageModelTrainer[PreferencePair]):
 
     @abstractmethod
     def pair_loss(self, sides: Sides) -> tuple[PreferenceLoss, dict[str, Tensor]]:
-        """The loss of a batch's pairs, whose rewards are beta times mean log-probs, and metrics: sums."""
+        """The loss of a batch's pairs, and metrics of its own: sums over the pairs."""
 
     def sequences(self, example: PreferencePair) -> Sequence[TokenSequence]:
         """Chosen, then rejected, then the prompt where it is learned; all share it and compute it once."""
@@ -162,8 +162,10 @@ class PairTrainer(LanguageModelTrainer[PreferencePair]):
         loss = result.loss
         if self.nll_weight:
             loss = loss + self.nll_weight * chosen_nll(learned, tokens_per_pair=self._tokens_per_pair)
-        beta = self.config.beta
-        logps = (result.chosen_rewards / beta, result.rejected_rewards / beta)
+        logps = (
+            sides.chosen_logps.detach() / sides.chosen_lengths,
+            sides.rejected_logps.detach() / sides.rejected_lengths,
+        )
         output = pair_output(loss, result, logps=logps, scores=scores, batch=batch)
         nll_loss = (-learned.sum(), (sides.chosen_lengths + sides.prompt_lengths).sum())
         output = replace(
