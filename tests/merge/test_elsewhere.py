@@ -6,6 +6,8 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
+
 _PROGRAM = """
 import os, pkgutil, importlib, sys
 sys.modules["fcntl"] = sys.modules["resource"] = None
@@ -22,6 +24,7 @@ main(["linear", "--model", sys.argv[1], "--model", sys.argv[1], sys.argv[2]])
 """
 
 
+@pytest.mark.slow
 def test_without_the_calls_of_posix(workshop: Any):
     model = workshop.save("a", workshop.tensors())
     command = [sys.executable, "-c", _PROGRAM, model, str(workshop.root / "out")]

@@ -130,6 +130,7 @@ def test_what_a_function_says_when_it_fails_stays_in_the_log(
     server.stop()
 
 
+@pytest.mark.slow
 def test_a_hanging_function_holds_up_who_wants_its_score_only(
     start: Callable[..., Any], tmp_path: Path
 ) -> None:

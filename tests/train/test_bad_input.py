@@ -272,6 +272,7 @@ def test_the_installed_command(tmp_path: Path, arguments: list[str], part: str) 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_base_that_cannot_read_the_rows_ends_the_run_without_force(
     refused: Refused, cli: Callable[..., Any], rows_file: Callable[..., Path], tmp_path: Path
 ) -> None:

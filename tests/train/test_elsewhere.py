@@ -98,6 +98,7 @@ def test_adapters_and_runs_from_another_folder(
     assert failed.exit_code == 2 and str(moved / "work/dpo/final/adapter_config.json") in failed.stderr
 
 
+@pytest.mark.slow
 def test_rewards_stages_and_reward_models(call: Callable[..., Result], tree: Path, tmp_path: Path) -> None:
     work, other = tree / "work", tmp_path / "other"
     done(

@@ -179,6 +179,7 @@ def test_it_works_outside_the_main_thread() -> None:
     assert found == [1]
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_replaced() -> None:
     pool = MathPool(timeout_s=60.0)
     try:

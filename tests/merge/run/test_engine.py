@@ -266,6 +266,7 @@ assert 40_000_000 < resident_bytes() - before < 200_000_000 and len(kept)
 """
 
 
+@pytest.mark.slow
 def test_resident_bytes_grows_with_what_is_used() -> None:
     """In a process of its own: here, threads of other tests may free memory meanwhile."""
     subprocess.run([sys.executable, "-c", _GROWTH], check=True)

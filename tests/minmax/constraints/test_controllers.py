@@ -230,6 +230,7 @@ def moved(start, violation):
     return pytest.approx(start * math.exp(0.5 * (violation - 0.05)))
 
 
+@pytest.mark.slow
 def test_every_constraint_on_critiques_takes_its_share_of_the_reward(make_game):
     optimizer, _ = recorded(make_game, *CONSTRAINTS, "game.unparsable_critique_penalty=0")
     metrics = optimizer.monitor_step(made_output())

@@ -82,6 +82,7 @@ def test_streams_share_prompts() -> None:
     assert all(stream.largest <= 100 for stream in step_streams(small, stories, ruler).values())
 
 
+@pytest.mark.slow
 def test_a_real_run_computes_no_more_tokens(make_game: Callable[..., Any], make_config: Any) -> None:
     from rlhf_minmax import MinMaxTrainer
 

@@ -189,6 +189,7 @@ def test_a_judge_that_cannot_read_is_refused_and_kept(rows: Rows, tmp_path: Path
     assert stages == [] and missed_gates(demo, lower.demo) == []
 
 
+@pytest.mark.slow
 def test_a_forced_run_is_warned_and_another_ends_before_the_game(rows: Rows, tmp_path: Path) -> None:
     class Log(Events):
         told: list[str]

@@ -140,6 +140,7 @@ def test_a_missing_key_is_told_before_anything_is_built(monkeypatch: pytest.Monk
     plan_run(make(*API, "judge_model.api_key_env=null"))
 
 
+@pytest.mark.slow
 def test_requests_and_cost_of_a_dry_run() -> None:
     """5 steps of 4 stories, the first 2 for the monitor alone, with 20 probe stories and 8 held-out ones.
 

@@ -96,6 +96,7 @@ def test_a_switch_reaches_the_template(switched: Any) -> None:
     assert plain == quiet < loud
 
 
+@pytest.mark.slow
 def test_a_template_that_never_ends_holds_up_nobody_and_not_the_process(
     start: Callable[..., Any], tmp_path: Path
 ) -> None:
