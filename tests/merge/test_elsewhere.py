@@ -19,6 +19,8 @@ import rlhf_merge
 for module in pkgutil.iter_modules(rlhf_merge.__path__):
     importlib.import_module(f"rlhf_merge.{module.name}")
 assert rlhf_merge.linear([torch.zeros(1), torch.ones(1)]) == 0.5
+import pytest
+
 from rlhf_merge.cli.main import main
 main(["linear", "--model", sys.argv[1], "--model", sys.argv[1], sys.argv[2]])
 """
