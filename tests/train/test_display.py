@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from rlhf_algos import StepReport
 from rlhf_data import RunFolder
 from rlhf_minmax.evaluation.break_even import BreakEven
 from rlhf_train.display import game as display
@@ -100,6 +101,22 @@ def test_output_that_is_no_terminal_gets_about_ten_lines(clock: list[float]) -> 
     events, output = events_on(terminal=False)
     play(events, clock, 100)
     assert output.getvalue().count("MinMax: ") == 11 and "MinMax: 90/100" in output.getvalue()
+
+
+def test_lines_say_the_pace_and_what_follows_a_step(clock: list[float], tmp_path: Path) -> None:
+    events, output = events_on(terminal=False)
+    metrics = STEP | {"eval/policy/accuracy": 0.75, "eval/dual/lambda": 2.0, "num_tokens": 5}
+    with events:
+        events.phase("minmax", 4, 10)
+        for step in (5, 6):
+            clock[0] += 3.0
+            events.step("minmax", step, 10, metrics)
+        events.report("minmax", StepReport(6, 10, metrics, checkpoint=tmp_path / "checkpoint-6"))
+        events.remark("stopped early")
+    assert "MinMax: 6/10  3.0 s a step, 0:00:12 left  policy accuracy 0.50" in output.getvalue()
+    *_, evaluation, checkpoint, remark = output.getvalue().splitlines()
+    assert evaluation == "MinMax: 6/10  evaluation: true accuracy 0.75, λ 2.00"
+    assert (checkpoint, remark) == ("MinMax: 6/10  wrote checkpoint-6", "stopped early")
 
 
 def test_a_resumed_phase_counts_only_its_own_tokens(clock: list[float]) -> None:

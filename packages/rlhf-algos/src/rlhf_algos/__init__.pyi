@@ -80,6 +80,8 @@ from rlhf_algos.tracking.debug import Sampler as Sampler
 from rlhf_algos.tracking.early_stopping import EarlyStopping as EarlyStopping
 from rlhf_algos.tracking.metrics_log import TrainingLogger as TrainingLogger
 from rlhf_algos.tracking.metrics_log import setup_logging as setup_logging
+from rlhf_algos.tracking.run_facts import Clock as Clock
+from rlhf_algos.tracking.run_facts import versions as versions
 from rlhf_algos.tracking.step_report import OnReport as OnReport
 from rlhf_algos.tracking.step_report import Pace as Pace
 from rlhf_algos.tracking.step_report import StepReport as StepReport

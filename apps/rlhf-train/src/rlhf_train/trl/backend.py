@@ -26,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 
 from rlhf_algos import (
     METHODS,
+    Clock,
     TrainerConfig,
     check_machine,
     choose_precision,
@@ -39,7 +40,7 @@ from rlhf_algos import (
 )
 from rlhf_algos.jobs.data import Rows, conversion
 from rlhf_algos.jobs.models import keep_base
-from rlhf_algos.jobs.training_job import Clock, Job
+from rlhf_algos.jobs.training_job import Job
 from rlhf_data import UserError, atomic_folder, atomic_write_json, finite
 from rlhf_models import apply_lora, is_language_adapter, quantization_config
 from rlhf_train.trl.metrics import Recorder, log_to

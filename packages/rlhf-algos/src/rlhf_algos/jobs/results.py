@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
-import platform
 from collections.abc import Mapping
 from typing import Any
 
 from rlhf_algos.jobs.model_card import write_model_card
+from rlhf_algos.tracking.run_facts import versions
 from rlhf_data import RunFolder
 
-__all__ = ["finish_run", "versions"]
+__all__ = ["finish_run"]
 
 _LOG = logging.getLogger(__name__)
 _PACKAGES = (
@@ -72,7 +71,7 @@ def finish_run(
         "num_tokens": tokens,
         "tokens_per_second": tokens / seconds if whole and tokens and seconds else None,
         "wall_time": dict(wall_time),
-        "versions": versions(),
+        "versions": versions(_PACKAGES),
         **facts,
     }
     keys = metric_keys(rows)
@@ -86,11 +85,3 @@ def finish_run(
         write_model_card(run.path / _FINAL, method=method, config=config, results=results)
     run.write_results(results)
     return results
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages a run's numbers depend on."""
-    return {
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in _PACKAGES},
-    }

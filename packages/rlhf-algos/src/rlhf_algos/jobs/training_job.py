@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,11 @@ from rlhf_algos.jobs.results import finish_run
 from rlhf_algos.jobs.tiny_models import few_threads_for_a_small_model
 from rlhf_algos.online.stage_samples import sample_stage
 from rlhf_algos.process_group import from_first_process
+from rlhf_algos.tracking.run_facts import Clock
 from rlhf_algos.tracking.step_report import OnReport
 from rlhf_data import RunFolder, UserError, atomic_write_json, finite
 
-__all__ = ["Clock", "Job", "TrainingJob"]
+__all__ = ["Job", "TrainingJob"]
 
 _LOG = logging.getLogger(__name__)
 _BEFORE, _EVALUATION = "before.json", "evaluation.json"
@@ -206,21 +206,3 @@ def _dtype_name(model: Any) -> str:
     """The dtype of the parameters that are saved, in words."""
     trained = next((each for each in model.parameters() if each.requires_grad), None)
     return "the dtype it was trained in" if trained is None else str(trained.dtype).removeprefix("torch.")
-
-
-class Clock:
-    """Seconds spent on each part."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-        self._started = self._mark = time.perf_counter()
-
-    def lap(self, part: str) -> None:
-        """Book the time since the last call on a part."""
-        now = time.perf_counter()
-        self._seconds[part] = self._seconds.get(part, 0.0) + now - self._mark
-        self._mark = now
-
-    def split(self) -> dict[str, float]:
-        """Seconds by part, and in all."""
-        return {**self._seconds, "total": time.perf_counter() - self._started}

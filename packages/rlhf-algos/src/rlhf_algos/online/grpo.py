@@ -74,7 +74,7 @@ class GRPOTrainer(OnlineTrainer):
             completion.tokens["advantages"] = advantages[completion.index].expand(completion.length)
             completion.weight = weight
         if config.use_vllm:
-            metrics |= correct_mismatch(self, completions)
+            metrics |= correct_mismatch(completions, self.config, self.parallel)
         return metrics
 
     def terms(self, batch: PackedBatch, examples: Sequence[Any]) -> int:

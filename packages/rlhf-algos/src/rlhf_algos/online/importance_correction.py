@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
+from rlhf_algos.configs.online import OnlineConfig
+from rlhf_algos.engine.parallel import Parallel
 from rlhf_algos.losses import importance_weights
 from rlhf_algos.online.rollouts import Completion, flat
-
-if TYPE_CHECKING:
-    from rlhf_algos.online.base import OnlineTrainer
 
 __all__ = ["correct_mismatch"]
 
 
-def correct_mismatch(trainer: OnlineTrainer, completions: Sequence[Completion]) -> dict[str, float]:
+def correct_mismatch(
+    completions: Sequence[Completion], config: OnlineConfig, parallel: Parallel
+) -> dict[str, float]:
     """Give completions `importance`: the ratio of the trainer's probabilities to the engine's; report it.
 
     The ratio is bounded as the settings say, see `rlhf_algos.losses.importance_weights`; without correction
     it is only reported, and `importance` is 1.
 
     Args:
-        trainer: whose completions.
         completions: this process's, with `old_logps` and `sampling_logps`.
+        config: the settings.
+        parallel: the processes.
 
     Returns:
         `sampling/importance_sampling_ratio/{min,mean,max}` and `sampling/sampling_logp_difference/{mean,max}`
         over all processes, under TRL's names.
     """
-    config, parallel, device = trainer.config, trainer.parallel, trainer.device
+    device = parallel.device
     sums = torch.zeros(4, device=device)
     highest = torch.full((3,), -torch.inf, device=device)
     if completions:

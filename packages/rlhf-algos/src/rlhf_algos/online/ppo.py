@@ -89,9 +89,16 @@ class PPOTrainer(OnlineTrainer):
         """Values, token rewards and advantages of a step's completions."""
         self.known_logps(completions, reference=self.needs_reference(self.config))
         self._value(completions)
-        metrics = assess_tokens(self, completions, table)
+        metrics = assess_tokens(
+            completions,
+            table,
+            self.config,
+            scores=self.reward_scale(table),
+            controller=self.controller,
+            parallel=self.parallel,
+        )
         if self.config.use_vllm:
-            metrics |= correct_mismatch(self, completions)
+            metrics |= correct_mismatch(completions, self.config, self.parallel)
         self.episodes += len(table.total)
         return metrics | {"episode": float(self.episodes)}
 

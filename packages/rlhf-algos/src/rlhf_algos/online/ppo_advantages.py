@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +16,11 @@ from rlhf_algos.advantages import (
     scale_with,
     standardise_with,
 )
+from rlhf_algos.configs.online import PPOConfig
+from rlhf_algos.engine.parallel import Parallel
+from rlhf_algos.kl_control import KLController
 from rlhf_algos.losses import KL_ESTIMATORS, KLEstimator
 from rlhf_algos.online.rollouts import Completion, StepTable, flat, spread
-
-if TYPE_CHECKING:
-    from rlhf_algos.online.ppo import PPOTrainer
 
 __all__ = ["PPORewards", "assess_tokens"]
 
@@ -65,29 +65,34 @@ class PPORewards:
 
 
 def assess_tokens(
-    trainer: PPOTrainer, completions: Sequence[Completion], table: StepTable
+    completions: Sequence[Completion],
+    table: StepTable,
+    config: PPOConfig,
+    *,
+    scores: Tensor,
+    controller: KLController,
+    parallel: Parallel,
 ) -> dict[str, float]:
     """Give this process's completions `advantages` and `returns`; metrics of the whole step.
 
     Args:
-        trainer: its settings, its KL controller, which is moved, and its processes.
         completions: this process's, with `old_logps`, `old_values` and, where a KL counts, `ref_logps`.
         table: of the step.
+        config: the settings.
+        scores: (B,) what each completion of the step is worth, as `PPORewards` gives it.
+        controller: of the KL's coefficient, which is moved.
+        parallel: the processes.
     """
-    config, parallel = trainer.config, trainer.parallel
-    scores = trainer.reward_scale(table)
     for completion in completions:
-        masked = config.mask_truncated_completions and completion.truncated
-        completion.weight = 0.0 if masked else 1.0
+        completion.weight = float(not (config.mask_truncated_completions and completion.truncated))
+    lengths = torch.tensor([completion.length for completion in completions], dtype=torch.long)
     if completions:
         kl = _divergence(config.kl_estimator, completions)
         old_logps = flat("old_logps", completions, _CPU)
         values = flat("old_values", completions, _CPU)
-        lengths = torch.tensor([completion.length for completion in completions])
     else:
         kl = old_logps = values = torch.zeros(0)
-        lengths = torch.zeros(0, dtype=torch.long)
-    penalty = trainer.controller.value * kl if config.kl_penalty == "reward" else torch.zeros_like(kl)
+    penalty = controller.value * kl if config.kl_penalty == "reward" else torch.zeros_like(kl)
     rewards = -penalty
     rewards[lengths.cumsum(0) - 1] += scores[[completion.index for completion in completions]]
     if config.whiten_rewards:
@@ -112,12 +117,12 @@ def assess_tokens(
         "objective/non_score_reward": non_score,
         "objective/rlhf_reward": non_score + float(scores.mean()),
         "val/num_eos_tokens": float(table.ended.sum()),
-        "kl_coef": trainer.controller.value,
+        "kl_coef": controller.value,
     }
     explained = float(explained_variance(variance, errors))
     if explained == explained:
         metrics["val/explained_variance"] = explained
-    trainer.controller.update(mean_kl, len(table.total))
+    controller.update(mean_kl, len(table.total))
     return metrics
 
 
@@ -129,7 +134,7 @@ def _divergence(estimator: KLEstimator, completions: Sequence[Completion]) -> Te
     return KL_ESTIMATORS[estimator](old_logps, flat("ref_logps", completions, _CPU))
 
 
-def _summed(parallel: Any, values: Tensor) -> Tensor:
+def _summed(parallel: Parallel, values: Tensor) -> Tensor:
     """The sum over processes, on the CPU."""
     if parallel.world_size == 1:
         return values

@@ -1,27 +1,11 @@
-"""What a run tells its observer, and where its time goes."""
+"""What a run tells its observer."""
 
 from __future__ import annotations
-
-import platform
-import time
-from dataclasses import dataclass, field
-from importlib.metadata import version
 
 from rlhf_algos import StepReport
 from rlhf_minmax.evaluation.break_even import BreakEven
 from rlhf_minmax.evaluation.evaluate import Metrics
 from rlhf_models import DeviceManager
-
-_PACKAGES = (
-    "rlhf-minmax",
-    "rlhf-algos",
-    "rlhf-infer",
-    "rlhf-models",
-    "rlhf-data",
-    "torch",
-    "transformers",
-    "peft",
-)
 
 
 class Events:
@@ -58,27 +42,6 @@ class Events:
         """A held-out evaluation: `before`, `plain` or `after`."""
 
 
-@dataclass
-class Clock:
-    """Seconds spent on each part of a run."""
-
-    seconds: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(("demo", "plain", "game", "evaluation"), 0.0)
-    )
-    started: float = field(default_factory=time.perf_counter)
-    _mark: float = field(default_factory=time.perf_counter)
-
-    def lap(self, part: str) -> None:
-        """Book the time since the last call on a part."""
-        now = time.perf_counter()
-        self.seconds[part] += now - self._mark
-        self._mark = now
-
-    def split(self) -> dict[str, float]:
-        """Seconds by part, and in all."""
-        return {**self.seconds, "total": time.perf_counter() - self.started}
-
-
 def device_rows(devices: DeviceManager) -> list[dict[str, str]]:
     """The device plan as rows."""
     return [dict(zip(("role", "device", "dtype", "reason"), row, strict=True)) for row in devices.table()]
@@ -88,8 +51,3 @@ def duration(seconds: float) -> str:
     """About how long something takes, as it was measured on single steps."""
     minutes = round(seconds / 60)
     return f"about {minutes} min" if minutes >= 2 else f"about {max(1, round(seconds))} s"
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages a run's numbers depend on."""
-    return {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_algos import check_best_metric
+from rlhf_algos import Clock, check_best_metric, versions
 from rlhf_algos.process_group import from_first_process, is_first_process, num_processes, wait_for_all
 from rlhf_data import RunFolder, UserError, atomic_write_json
 from rlhf_eval import training_curves
@@ -38,12 +38,24 @@ from rlhf_minmax.report.panels import minmax_figure
 from rlhf_minmax.run.building import Game, build_game
 from rlhf_minmax.run.checks import check_run, time_to_build
 from rlhf_minmax.run.distributed import check_processes, plan_devices
-from rlhf_minmax.run.events import Clock, Events, device_rows, versions
+from rlhf_minmax.run.events import Events, device_rows
 from rlhf_minmax.run.trainer import MinMaxTrainer
 from rlhf_minmax.scorers.api_usage import api_usage
 from rlhf_minmax.scorers.held_out import measure_held_out_scales
 from rlhf_models import DeviceManager
 
+_PARTS = ("demo", "plain", "game", "evaluation")
+"""What a run's time is spent on."""
+_PACKAGES = (
+    "rlhf-minmax",
+    "rlhf-algos",
+    "rlhf-infer",
+    "rlhf-models",
+    "rlhf-data",
+    "torch",
+    "transformers",
+    "peft",
+)
 _PREFLIGHT, _REPORT = "preflight.json", "report.html"
 _NUM_SAMPLES = 8
 _NOT_ON_THE_WAY = ("dual/lambda", "monitor/calibration")
@@ -88,7 +100,7 @@ class MinMaxJob:
         finished = self.run.read_results() if resume else None
         if finished is not None:
             return self._finish_report(finished)
-        clock = Clock()
+        clock = Clock(*_PARTS)
         stories, devices = self._check()
         if is_first_process():
             self.run.write_config(self.config.to_dict())
@@ -134,7 +146,7 @@ class MinMaxJob:
             "resumed": resume,
             "models": self._model_names(game.demo),
             "prompts": self._prompts_as_seen(pipeline, stories),
-            "versions": versions(),
+            "versions": versions(_PACKAGES),
         }
         if is_first_process():
             self._publish(results)
@@ -145,7 +157,7 @@ class MinMaxJob:
 
         Writes `evaluation.json`.
         """
-        clock = Clock()
+        clock = Clock(*_PARTS)
         stories, devices = self._check()
         game, _, before = self._preflight(self._build(stories, devices, clock), stories, clock)
         results: dict[str, Any] = {"checkpoint": None, "before": before, "plain": None, "after": None}
@@ -156,7 +168,11 @@ class MinMaxJob:
             self.events.evaluated("after", after)
             results |= {"checkpoint": checkpoint.name, "after": after}
         clock.lap("evaluation")
-        results |= {"device_plan": device_rows(devices), "wall_time": clock.split(), "versions": versions()}
+        results |= {
+            "device_plan": device_rows(devices),
+            "wall_time": clock.split(),
+            "versions": versions(_PACKAGES),
+        }
         results["api_usage"] = api_usage(game.pipeline.judge, game.held_out.judge)
         if is_first_process():
             atomic_write_json(self.run.path / "evaluation.json", results)
