@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 __all__ = ["OnReport", "Pace", "StepReport", "is_evaluation"]
 
@@ -29,7 +30,7 @@ class StepReport:
 
     step: int
     total: int
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, Any]
     logged: bool = True
     seconds: float = 0.0
     seconds_left: float = 0.0
@@ -65,7 +66,7 @@ class Pace:
         self._logged_at, self._logged_tokens = self._started, num_tokens
 
     def report(
-        self, step: int, metrics: Mapping[str, float], *, logged: bool = True, checkpoint: Path | None = None
+        self, step: int, metrics: Mapping[str, Any], *, logged: bool = True, checkpoint: Path | None = None
     ) -> StepReport:
         """The report of a step that is done now; see `StepReport`."""
         now = time.perf_counter()
