@@ -130,7 +130,7 @@ def test_a_signal_ends_the_step_and_is_resumed_from(make_game, tmp_path, capfd, 
     whole = trainer_of(make_game, tmp_path / "whole", *rare)
     whole.train()
     stopped = trainer_of(make_game, tmp_path / "parts", *rare)
-    stopped.on_step = lambda step, *_: signal.raise_signal(number) if step == 2 else None
+    stopped.on_step = lambda step, *_: signal.raise_signal(number) if step == 1 else None  # seen after step 2
     with pytest.raises(TrainingStopped) as stop:
         stopped.train()
     assert stop.value.exit_code == code

@@ -167,10 +167,7 @@ class TrainingEvents:
             checkpoint = self._run.checkpoint_path(step)
         if on_report:
             on_report(self._pace.report(step, metrics, logged=logged, checkpoint=checkpoint))
-        code = code or self._exit_code()
         if code:
-            if checkpoint is None:
-                save(metrics)
             raise TrainingStopped(code)
 
     def after_last_step(self, load_best: Callable[[Path], None]) -> None:
