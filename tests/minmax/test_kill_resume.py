@@ -196,22 +196,34 @@ def assert_same(folder: Path, other: Path) -> None:
     last = f"checkpoint-{len(rows(folder))}"
     assert RunFolder(folder).read_config() == RunFolder(other).read_config()
     for name in ("preflight.json", "samples.jsonl", last, "final", "final_average"):
-        assert contents(folder / name) == contents(other / name), name
+        mine, its = contents(folder / name), contents(other / name)
+        assert {path for path in {*mine, *its} if mine.get(path) != its.get(path)} == set(), name
     assert contents(folder / last) and contents(folder / "final")
     mine, its = (read_json(path / "results.json") for path in (folder, other))
     for name in {*mine, *its} - {*CLOCK}:
         assert mine[name] == its[name], name
 
 
-def contents(path: Path) -> dict[str, bytes]:
-    """What a file holds, or every file in a folder."""
+def contents(path: Path) -> dict[str, Any]:
+    """What a file holds, or every file in a folder, but for the clock."""
     files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
-    return {str(f.relative_to(path)): f.read_bytes() for f in files if f.name not in UNORDERED}
+    held: dict[str, Any] = {
+        str(f.relative_to(path)): f.read_bytes() for f in files if f.name not in UNORDERED
+    }
+    if (path / "trainer_state.json").exists():
+        state = read_json(path / "trainer_state.json")
+        state["log_history"] = [without_clock(row) for row in state["log_history"]]
+        held["trainer_state.json"] = state
+    return held
 
 
 def rows(folder: Path) -> list[dict[str, object]]:
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith(STEP_CLOCK)} for line in lines]
+    return [without_clock(json.loads(line)) for line in lines]
+
+
+def without_clock(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if not name.startswith(STEP_CLOCK)}
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 
 import pytest
 
 from rlhf_serve.service.worker_threads import Workers
 
 
-async def given_up(workers: Workers, work: object) -> None:
+async def given_up(workers: Workers, work: Callable[[], object]) -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
-            await workers.run(work)  # type: ignore[arg-type]
+            await workers.run(work)
 
 
 def test_threads_that_are_stuck_are_replaced_and_leave_when_they_come_back() -> None:

@@ -41,7 +41,7 @@ class StoppingSettings(BaseConfig):
     """How scores of other prompts vary; null judges each prompt by itself."""
 
     def rule(self, most: int) -> ConfidenceBasedStopping:
-        """The rule for a prompt of which at most so many candidates are drawn."""
+        """The rule for a prompt, given the most candidates that are drawn of it."""
         population = None if self.population is None else ScorePopulation(**self.population.to_dict())
         return ConfidenceBasedStopping(
             min_samples=min(self.min_samples, most),
@@ -147,7 +147,7 @@ class BatchSettings(ModelSettings):
     batch_size: int = Field(default=16, ge=1)
     """Prompts at a time."""
     keep: int | None = Field(default=None, ge=1)
-    """The best so many candidates are written too; null for none."""
+    """The best N candidates are written too; null for none."""
     selection: Literal["best", "majority", "weighted"] = "best"
     """The `best` by score, or votes of the candidates' answers, plain (`majority`) or `weighted` by score."""
     budget: int | None = Field(default=None, ge=1)

@@ -91,7 +91,7 @@ class AdaptiveKLController:
             steps: steps since then, >= 0.
 
         Raises:
-            ValueError: `current` is not finite, or `steps` are so many that the coefficient could become 0.
+            ValueError: `current` is not finite, or the coefficient could become 0 in that many `steps`.
         """
         if not math.isfinite(current):
             raise ValueError(f"current KL must be finite, got {current}")
@@ -109,7 +109,7 @@ class AdaptiveKLController:
 
 
 def check_horizon(steps: int, horizon: float) -> None:
-    """Refuse an update over so many steps that an `AdaptiveKLController` could fall to 0.
+    """Refuse an update over more steps than an `AdaptiveKLController` can take without falling to 0.
 
     Raises:
         ValueError: `steps` are negative or not below five times the horizon.

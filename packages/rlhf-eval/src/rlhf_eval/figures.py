@@ -157,7 +157,7 @@ def step_axis(axes: Axes) -> None:
 
 
 def add_legend(axes: Axes, *, columns: int, handles: list[Any] | None = None) -> None:
-    """Put the legend below the axis label, in so many columns."""
+    """Put the legend below the axis label, in `columns` columns."""
     from matplotlib.transforms import offset_copy
 
     handles = handles if handles is not None else axes.get_legend_handles_labels()[0]

@@ -74,7 +74,7 @@ def short_names(specs: Sequence[str]) -> list[str]:
 
 
 def clipped(name: str, length: int) -> str:
-    """A name without its middle where it is longer than so many characters."""
+    """A name, without its middle where it is too long."""
     if len(name) <= length:
         return name
     end = (length - 1) // 2

@@ -127,7 +127,7 @@ def _order(
 
 
 def _length(prompt: int, asked: int | None, settings: ServeSettings, backend: Backend) -> int:
-    """Longest completion in tokens, after a prompt of so many."""
+    """Longest completion in tokens, after a prompt of that length."""
     context = backend.max_model_len
     longest = settings.max_prompt_tokens or context - 1
     if not 1 <= prompt <= min(longest, context - 1):

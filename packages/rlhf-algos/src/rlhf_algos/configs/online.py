@@ -26,7 +26,7 @@ class SamplingConfig(BaseConfig):
     max_completion_length: int = Field(default=256, ge=1)
     """Longest completion in tokens; one that reaches it without an end token is truncated."""
     min_completion_length: int = Field(default=0, ge=0)
-    """No completion ends before so many tokens."""
+    """Fewest tokens of a completion."""
     num_generations_eval: int = Field(default=1, ge=1)
     """Completions per prompt in evaluation."""
     eval_temperature: float | None = Field(default=None, ge=0)
@@ -36,7 +36,7 @@ class SamplingConfig(BaseConfig):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample from the likeliest tokens that together have this probability; 1 from all."""
     top_k: int = Field(default=0, ge=0)
-    """Sample from so many likeliest tokens; 0 from all."""
+    """Sample from the N likeliest tokens; 0 samples from all."""
     min_p: float = Field(default=0.0, ge=0, le=1)
     """Sample from tokens of at least this share of the likeliest one's probability."""
     repetition_penalty: float = Field(default=1.0, gt=0)

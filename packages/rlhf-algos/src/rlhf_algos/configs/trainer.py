@@ -60,9 +60,9 @@ class StepsConfig(BaseConfig):
     seed: int = Field(default=42, ge=0)
     """Seed of the data order and of dropout."""
     eval_steps: int | None = Field(default=None, ge=1)
-    """Evaluate every so many steps, and at the end; null means at the end only."""
+    """Evaluate every N steps, and at the end; null means at the end only."""
     save_steps: int | None = Field(default=500, ge=1)
-    """Write a checkpoint every so many steps, and at the end; null means at the end only."""
+    """Write a checkpoint every N steps, and at the end; null means at the end only."""
     save_total_limit: int | None = Field(default=2, ge=1)
     """Checkpoints kept: the newest ones, and the best one besides; null keeps all."""
 
@@ -77,7 +77,7 @@ class SelectionConfig(BaseConfig):
     load_best_model_at_end: bool = False
     """Take the weights of the best checkpoint when training ends; saves at every evaluation."""
     early_stopping_patience: int | None = Field(default=None, ge=1)
-    """Stop after so many evaluations in a row without an improvement; null never stops."""
+    """Stop after this many evaluations in a row without an improvement; null never stops."""
     early_stopping_threshold: float = Field(default=0.0, ge=0)
     """What the metric must change by to count as an improvement."""
 
@@ -115,13 +115,13 @@ class ReportConfig(BaseConfig):
     """What is logged, and how often."""
 
     logging_steps: int = Field(default=1, ge=1)
-    """Write a line of metrics every so many steps."""
+    """Write a line of metrics every N steps."""
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Trackers that get the metrics besides metrics.jsonl; a single name will do, `none` is none."""
     debug_gradient_flow: int | None = Field(default=None, ge=1)
-    """Draw the gradient norm of every layer each so many steps; null never."""
+    """Draw the gradient norm of every layer every N steps; null never."""
     debug_activations: int | None = Field(default=None, ge=1)
-    """Draw histograms of every layer's output each so many steps; null never."""
+    """Draw histograms of every layer's output every N steps; null never."""
 
     @field_validator("report_to", mode="before")
     @classmethod
@@ -135,7 +135,7 @@ class TrackingConfig(ReportConfig):
     """What is logged, and how often, samples among it."""
 
     sample_steps: int | None = Field(default=None, ge=1)
-    """Write what the model answers to a few prompts each so many steps; null never."""
+    """Write what the model answers to a few prompts every N steps; null never."""
 
 
 class TrainerConfig(OptimizerConfig, LoopConfig, HardwareConfig, TrackingConfig):

@@ -323,7 +323,7 @@ class BaseTrainer(TrainingMethod[Example]):
         self.trained.load(Path(folder), state)
 
     def due(self, every: int | None) -> bool:
-        """Whether something done every so many steps, and after the last one, is to be done now."""
+        """Whether something done every N steps, and after the last one, is to be done now."""
         return self.step == self.total_steps or (every is not None and self.step % every == 0)
 
     @contextlib.contextmanager

@@ -172,7 +172,8 @@ def _load_full_optimizer(module: Any, optimizer: Any, path: Path) -> None:
 
     state: dict[str, Any] = {}
     with safe_open(str(path), framework="pt") as file:
-        for key in file.keys():  # noqa: SIM118 - it is not a dict
+        keys: list[str] = file.keys()
+        for key in keys:
             name, _, entry = key.rpartition("|")
             state.setdefault(name, {})[entry] = file.get_tensor(key)
         groups = json.loads(file.metadata()["param_groups"])

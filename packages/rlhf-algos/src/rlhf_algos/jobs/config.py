@@ -96,7 +96,7 @@ class DataConfig(BaseConfig):
     eval_fraction: float = Field(default=0.1, ge=0, lt=1)
     """Share of the prompts of `train_data` held out where there is no `eval_data`; 0 holds out none."""
     subset_size: int | None = Field(default=None, ge=1)
-    """Use the first so many rows of `train_data`, for quick runs; null uses all."""
+    """Use the first N rows of `train_data`, for quick runs; null uses all."""
     on_bad_row: Literal["error", "skip"] = "error"
     """Stop at a row that cannot be used, or skip it and count it."""
     columns: dict[str, str] = Field(default_factory=dict)

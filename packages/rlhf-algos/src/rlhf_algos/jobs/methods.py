@@ -71,7 +71,7 @@ class Method:
     """
 
     config: _Config = _Config()
-    # The descriptor above is no default, which pyright takes it for.
+    # Pyright takes the descriptor above for a default, which fields without one may not follow.
     trainer: type[BaseTrainer[Any]] | str  # pyright: ignore[reportGeneralTypeIssues]
     records: str  # pyright: ignore[reportGeneralTypeIssues]
     model: ModelKind = "policy"

@@ -41,7 +41,7 @@ _SMALL = 5_000_000
 """Parameters below which one thread is faster."""
 _BATCH = 32
 _LEAST_STEPS = 40
-"""Where rows are long, fewer of them are taken a step, so that there are so many steps."""
+"""Fewest steps of a training: where rows are long, fewer of them are taken a step."""
 _RIGHT = 0.5
 """Label from which a step counts as right."""
 RECIPE = 1
@@ -92,7 +92,7 @@ def tiny_start(
 
 
 def tiny_positions(max_length: int | None) -> int:
-    """Context of the tiny model, in tokens, where a sequence of the job may have so many."""
+    """Context of the tiny model, in tokens: as many as a sequence of the job may have."""
     return max(_POSITIONS, max_length or 0)
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf_algos.checkpoints.manager import CheckpointManager
 from rlhf_algos.engine.events import check_best_metric
 from rlhf_algos.jobs.data import Rows, build_sets, demonstrated, load_rows, with_skipped
-from rlhf_algos.jobs.extend import check_extension
 from rlhf_algos.jobs.methods import METHODS, Method
 from rlhf_algos.jobs.models import check_machine, longest_sequence, start_model
 from rlhf_algos.jobs.online import PREFLIGHT, load_rewards, online_parts, tell_findings
@@ -71,7 +71,7 @@ class TrainingJob(Job):
             UserError: data, model or settings cannot be used, or the run is finished already.
         """
         if resume:
-            check_extension(self.run, self.config)
+            _check_extension(self.run, self.config)
         clock = Clock()
         trainer, rows = self.prepare()
         if trainer.parallel.is_main:
@@ -206,3 +206,36 @@ def _dtype_name(model: Any) -> str:
     """The dtype of the parameters that are saved, in words."""
     trained = next((each for each in model.parameters() if each.requires_grad), None)
     return "the dtype it was trained in" if trained is None else str(trained.dtype).removeprefix("torch.")
+
+
+def _check_extension(run: RunFolder, config: Any) -> None:
+    """Refuse to go on with a finished run whose settings ask for no more steps than it has.
+
+    Args:
+        run: the run's folder; one that is not finished goes on as it is.
+        config: its settings, `max_steps` or `num_train_epochs` raised.
+
+    Raises:
+        UserError: there is nothing more to do, or no checkpoint to go on from.
+    """
+    if run.read_results() is None:
+        return
+    latest = run.latest_checkpoint()
+    if latest is None:
+        raise UserError(
+            f"{run.path} holds a finished run without a checkpoint; start a new one from its final/"
+        )
+    state = CheckpointManager.read_state(latest)
+    steps, epochs = state["step"], state["epoch"]
+    longer = config.max_steps > steps if config.max_steps > 0 else config.num_train_epochs > epochs
+    if not longer:
+        raise UserError(
+            f"{run.path} holds a finished run of {steps} steps ({epochs:.3g} epochs); extend it with "
+            "--max-steps or --epochs above that, or start a new one with another --output-dir"
+        )
+    patience, bad = config.early_stopping_patience, state["stopping"]["bad_evaluations"]
+    if patience is not None and bad >= patience:
+        raise UserError(
+            f"{run.path} stopped early, after {steps} steps, and would at once again; start a new run from "
+            "its final/"
+        )

@@ -107,7 +107,7 @@ def row_parser(kind: str, columns: Mapping[str, str]) -> Callable[[dict[str, Any
     names = (*found.columns, *TEMPLATE_COLUMNS)
     for name in columns:
         if name not in names:
-            raise UserError(f"columns: {name!r} is no column here; expected {', '.join(names)}")
+            raise UserError(f"columns: unknown column {name!r}; expected {', '.join(names)}")
 
     def records(row: dict[str, Any], where: str) -> tuple[Record, ...]:
         if "prompt" in columns or not is_instruction(row):

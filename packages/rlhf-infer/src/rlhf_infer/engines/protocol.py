@@ -32,10 +32,10 @@ class SamplingParams:
         repetition_penalty: > 0: divides positive and multiplies negative logits of the tokens that prompt or
             completion have already (Keskar et al. 2019, arXiv:1909.05858, as in transformers); 1 leaves them.
         stop: texts that end a completion as soon as it contains one; their tokens stay in it.
-        min_new_tokens: so many tokens come before an end-of-sequence token, and a stop text counts only where
+        min_new_tokens: tokens that come before an end-of-sequence token; and a stop text counts only where
             it ends behind them; at most `max_new_tokens`.
         logits_processors: called one after the other, for every row and token.
-        top_logprobs: so many of the likeliest tokens are reported beside each token drawn.
+        top_logprobs: this many of the likeliest tokens are reported beside each token drawn.
         raw_logprobs: also report log-probs at temperature 1, `Rollout.raw_logps`; `top_logps` are then those
             too.
 

@@ -204,7 +204,7 @@ def load_principles(path: str | Path, *, judge: Any = None) -> list[Principle]:
         judge: decides on principles that are only a text, see `Principle.judged`; None where there is none.
 
     Raises:
-        UserError: the file is missing or malformed, or a principle is a text and there is no judge.
+        UserError: the file is missing or malformed, or a principle that is only a text has no judge.
     """
     from rlhf_infer.rewards.judged.principle_files import read_principles
 

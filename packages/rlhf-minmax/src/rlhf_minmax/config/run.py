@@ -216,7 +216,7 @@ class DiagnosticsConfig(BaseConfig):
     exploitability_stories: int = Field(default=64, ge=0)
     """Held-out stories on which exploitability is estimated by best of N and worst of K; 0 leaves it out."""
     sample_steps: int | None = Field(default=10, ge=1)
-    """Keep greedy exchanges on four held-out stories in samples.jsonl every so many steps; null never."""
+    """Keep greedy exchanges on four held-out stories in samples.jsonl every N steps; null never."""
     best_response_updates: int = Field(default=0, ge=0)
     """Rounds of updates of each player in the best-response probes at the end; 0 leaves them out."""
 

@@ -46,7 +46,7 @@ class PoolConfig(BaseConfig):
     """Past players that the present ones meet now and then."""
 
     every: int | None = Field(default=None, ge=1)
-    """Take both players into their pools every so many steps; null keeps no pools."""
+    """Take both players into their pools every N steps; null keeps no pools."""
     size: int = Field(default=8, ge=2)
     """Most members of a pool."""
     sampling: Literal["latest", "uniform", "prioritised"] = "uniform"

@@ -40,9 +40,9 @@ class GameLoopConfig(BaseConfig):
     max_tokens_per_batch: int = Field(default=16384, ge=1)
     """Tokens in one forward pass."""
     eval_steps: int | None = Field(default=None, ge=1)
-    """Evaluate on the held-out stories every so many steps; null only at start and end."""
+    """Evaluate on the held-out stories every N steps; null only at start and end."""
     save_steps: int | None = Field(default=10, ge=1)
-    """Write a checkpoint every so many steps; null only at the end."""
+    """Write a checkpoint every N steps; null only at the end."""
     save_total_limit: int = Field(default=2, ge=1)
     """Checkpoints kept: the newest, and the best one besides where evaluations are compared."""
     deepspeed: LocalPath | None = None
@@ -56,7 +56,7 @@ class GameLoopConfig(BaseConfig):
         return total if adversary else max(1, total - self.num_warmup_steps(total))
 
     def num_warmup_steps(self, steps: int) -> int:
-        """First steps of a game of so many in which only the monitor learns."""
+        """How many of the first steps only the monitor learns in, for a game of `steps` steps."""
         if self.monitor_warmup_steps is not None:
             return self.monitor_warmup_steps
         return min(_MOST_WARMUP_STEPS, steps // 4)

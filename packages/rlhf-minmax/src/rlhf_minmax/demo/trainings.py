@@ -198,7 +198,7 @@ class DemoBuilder:
         )
 
     def rated_pairs(self, steps: int) -> list[tuple[str, str, str]]:
-        """Prompt, chosen and rejected answers for so many steps."""
+        """Prompt, chosen and rejected answers for that many steps."""
         return [self._rated_pair() for _ in range(steps * self.settings.batch_size)]
 
     def fit_reward(self, model: RewardModel, pairs: Sequence[tuple[str, str, str]]) -> None:

@@ -37,7 +37,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def rounding(rows: int, like: Tensor) -> int:
-    """Rows to add to so many rows of a model's states, so that few shapes occur where each one costs memory.
+    """Rows to add to the rows of a model's states, so that few shapes occur where each one costs memory.
 
     They are added where oneDNN serves even the square layers of a model, which are its smallest.
 

@@ -54,7 +54,7 @@ class TokenizerConfig(BaseConfig):
     """Rows of the embedding, and tokens of a tokenizer that is trained; null: as many as a named tokenizer
     has, 4096 for a trained one."""
     tokenizer_characters: int = Field(default=10_000_000, ge=1)
-    """A tokenizer is trained on the first so many characters; one to two million take a second."""
+    """A tokenizer is trained on the first N characters; one to two million take a second."""
 
 
 class ModelConfig(TokenizerConfig):

@@ -40,7 +40,7 @@ def train_byte_tokenizer(
     Args:
         texts: training texts.
         vocab_size: tokens in all, at least `MIN_VOCAB_SIZE`; fewer result where the texts hold fewer pairs.
-        max_characters: learn from the first so many characters only (a core learns from one to two million
+        max_characters: learn from the first N characters only (a core learns from one to two million
             in a second); None for all.
 
     Returns:

@@ -50,7 +50,7 @@ def read_principles(
         reward_function: builds what `function` names.
 
     Raises:
-        UserError: the file is missing or malformed, or a principle is a text and there is no judge.
+        UserError: the file is missing or malformed, or a principle that is only a text has no judge.
     """
     if not Path(path).is_file():
         raise UserError(f"there is no file {path} with principles; check the path")

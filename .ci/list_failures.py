@@ -1,0 +1,31 @@
+"""Names the tests that failed, with what each said first: `list_failures.py JUNIT_XML...`.
+
+A long log is often cut to its end, which this makes the part worth keeping.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+_SHOWN = 300
+"""Characters of a message."""
+
+
+def main(paths: list[str]) -> None:
+    """Prints a line for every failure and error; a file that was not written, or not whole, counts as one."""
+    for path in paths:
+        try:
+            cases = list(ElementTree.parse(path).iter("testcase"))
+        except (OSError, ElementTree.ParseError) as error:
+            print(f"no results of {Path(path).stem}: {error}")
+            continue
+        for case in cases:
+            for problem in (*case.iter("failure"), *case.iter("error")):
+                message = " ".join((problem.get("message") or "").split())[:_SHOWN]
+                print(f"failed: {case.get('classname')}::{case.get('name')}: {message}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
