@@ -79,7 +79,7 @@ def replay_ours(trainer: Any, task: Task, named: Any = None) -> dict[str, Any]:
         for row in task.read_rows()[: task.prompts_per_step]
     ]
     completions, table = trainer.score(prompts, rollouts, task.num_generations)
-    metrics = trainer.assess(completions, table)
+    metrics = trainer.compute_advantages(completions, table)
     metrics |= trainer.update(completions, len(prompts))
     return {"metrics": metrics, "loss": metrics["loss"], "rewards": table.total.tolist()}
 

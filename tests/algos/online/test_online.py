@@ -62,7 +62,7 @@ def rollout(trainer: Any, prompts: Sequence[PromptExample] = PROMPTS[:2]) -> tup
     n = trainer.config.num_generations
     completions, table = trainer.score(prompts, trainer.sample(prompts, n, seed=7), n)
     trainer.prepare()
-    trainer.assess(completions, table)
+    trainer.compute_advantages(completions, table)
     return completions, table
 
 
@@ -285,7 +285,7 @@ def test_the_entropy_bonus_of_grpo_is_the_mean_over_tokens(loss_type: str, maske
             each = replace(each, completion_ids=each.completion_ids[:kept], logps=each.logps[:kept])
             rollouts[place // 4][place % 4] = replace(each, finish_reason=reason)
         completions, table = trainer.score(PROMPTS[:2], rollouts, 4)
-        trainer.assess(completions, table)
+        trainer.compute_advantages(completions, table)
         counted = [each for each in completions if not (masked and each.truncated)]
         mask = padded(counted, [torch.ones(each.length) for each in counted])
         with torch.no_grad():

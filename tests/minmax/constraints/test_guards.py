@@ -12,15 +12,21 @@ from rlhf_minmax.constraints.rollback import MonitorGuard, collapse
 from rlhf_minmax.optim.dual_ppo import DualPPOOptimizer
 
 CONFIG = GuardConfig()
-WELL: dict[str, Any] = {"slander": 0.1, "miss": 0.1, "zero_std": 0.0, "excess": 0.3, "saturated": True}
+WELL: dict[str, Any] = {
+    "false_positive_rate": 0.1,
+    "false_negative_rate": 0.1,
+    "zero_std": 0.0,
+    "excess": 0.3,
+    "saturated": True,
+}
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"slander": 0.95}, "calls 95% of right answers wrong with its multiplier at the cap"),
-        ({"miss": 1.0}, "calls 100% of wrong answers right with its multiplier at the cap"),
-        ({"miss": 1.0, "slander": None}, "calls 100% of wrong answers right"),
+        ({"false_positive_rate": 0.95}, "calls 95% of right answers wrong with its multiplier at the cap"),
+        ({"false_negative_rate": 1.0}, "calls 100% of wrong answers right with its multiplier at the cap"),
+        ({"false_negative_rate": 1.0, "false_positive_rate": None}, "calls 100% of wrong answers right"),
         ({"zero_std": 0.95, "saturated": False}, "95% of the groups of critiques have no spread"),
     ],
 )
@@ -32,11 +38,11 @@ def test_each_sign_of_collapse(changes, words):
     "changes",
     [
         {},
-        {"slander": None, "miss": None},
-        {"slander": 0.94, "miss": 0.94, "zero_std": 0.9},
-        {"slander": 1.0, "saturated": False},
-        {"slander": 1.0, "miss": 1.0, "zero_std": 1.0, "excess": 0.0},
-        {"slander": 1.0, "miss": 1.0, "zero_std": 1.0, "excess": -0.1},
+        {"false_positive_rate": None, "false_negative_rate": None},
+        {"false_positive_rate": 0.94, "false_negative_rate": 0.94, "zero_std": 0.9},
+        {"false_positive_rate": 1.0, "saturated": False},
+        {"false_positive_rate": 1.0, "false_negative_rate": 1.0, "zero_std": 1.0, "excess": 0.0},
+        {"false_positive_rate": 1.0, "false_negative_rate": 1.0, "zero_std": 1.0, "excess": -0.1},
     ],
     ids=["well", "no labels", "just below", "below the cap", "at the threshold", "truthful"],
 )
@@ -46,7 +52,7 @@ def test_without_a_sign(changes):
 
 def test_thresholds_are_settings():
     strict = GuardConfig(one_sided_rate=0.6, zero_std_share=0.2)
-    bad: dict[str, Any] = WELL | {"slander": 0.6}
+    bad: dict[str, Any] = WELL | {"false_positive_rate": 0.6}
     assert collapse(strict, **bad) is not None
     flat: dict[str, Any] = WELL | {"zero_std": 0.3}
     assert collapse(strict, **flat) is not None

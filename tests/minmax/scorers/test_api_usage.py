@@ -50,7 +50,7 @@ def test_a_judge_that_processes_share_is_found(
     judge = fake.judge(server, prompt_price=2.0, completion_price=500.0, api_key_env=None)
     judge.score(["q", "q", "q"], ["a", "a", "b"], [None, None, None])
     other = APIUsage(requests=5, retries=1, cached=2, prompt_tokens=500, completion_tokens=5, cost=0.0035)
-    monkeypatch.setattr(rlhf_minmax.scorers.api_usage, "gathered", lambda own: [*own, other])
+    monkeypatch.setattr(rlhf_minmax.scorers.api_usage, "all_gather", lambda own: [*own, other])
     # Two texts: 200 prompt tokens at 2 and 2 completion tokens at 500 a million are 0.0014; the other process
     # adds 5 requests for 0.0035.
     assert api_usage(RuleJudge(), share(judge)) == {

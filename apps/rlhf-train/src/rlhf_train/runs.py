@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rlhf_algos.process_group import from_first_process, is_first_process
+from rlhf_algos.process_group import broadcast, is_main_process
 from rlhf_data import RunFolder, UserError, newest_unfinished
 from rlhf_train.options import NEWEST
 
@@ -74,17 +74,17 @@ def run_of_all(options: dict[str, Any], job: str) -> Iterator[RunFolder]:
     Raises:
         UserError: the first process refuses the folder, and with it all others.
     """
-    if is_first_process():
+    if is_main_process():
         with ExitStack() as stack:
             try:
                 run = stack.enter_context(new_run(options, job))
             except UserError:
-                from_first_process(None)  # the others would wait for ever
+                broadcast(None)  # the others would wait for ever
                 raise
-            from_first_process(str(run.path))
+            broadcast(str(run.path))
             yield run
     else:
-        path = from_first_process(None)
+        path = broadcast(None)
         if path is None:
             raise UserError("the first process refuses the run; its message says why")
         yield RunFolder(path)
@@ -135,7 +135,7 @@ def resumable(run: RunFolder, job: str, *, trains: bool = True) -> Iterator[None
     """
     before = run.checkpoints()
     try:
-        with _alone_in(run.path) if trains and is_first_process() else nullcontext():
+        with _alone_in(run.path) if trains and is_main_process() else nullcontext():
             yield
     except (KeyboardInterrupt, UserError) as stop:
         interrupted = isinstance(stop, KeyboardInterrupt) and (run.path / _CONFIG).exists()

@@ -12,18 +12,18 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 __all__ = [
-    "add_gradients",
-    "connect",
-    "first_process_first",
-    "from_first_process",
-    "gathered",
-    "is_first_process",
-    "maximum",
-    "num_processes",
-    "own_part",
-    "process_number",
-    "summed",
-    "wait_for_all",
+    "all_gather",
+    "all_reduce",
+    "all_reduce_gradients",
+    "all_reduce_max",
+    "barrier",
+    "broadcast",
+    "init_process_group",
+    "is_main_process",
+    "main_process_first",
+    "rank",
+    "shard",
+    "world_size",
 ]
 
 _BUCKET = 1 << 26
@@ -32,108 +32,108 @@ _BUCKET = 1 << 26
 T = TypeVar("T")
 
 
-def num_processes() -> int:
+def world_size() -> int:
     """How many processes `torchrun` started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def process_number() -> int:
+def rank() -> int:
     """Number of this process, from 0."""
     return int(os.environ.get("RANK", "0"))
 
 
-def is_first_process() -> bool:
+def is_main_process() -> bool:
     """Whether this process makes folders and prints."""
-    return process_number() == 0
+    return rank() == 0
 
 
-def wait_for_all() -> None:
+def barrier() -> None:
     """Wait until every process has come here."""
-    if num_processes() > 1:
-        connect().wait_for_everyone()
+    if world_size() > 1:
+        init_process_group().wait_for_everyone()
 
 
-def from_first_process(value: Any) -> Any:
+def broadcast(value: Any) -> Any:
     """What the first process gave; every process must call it.
 
     Args:
         value: of the first process; that of the others is ignored.
     """
-    if num_processes() == 1:
+    if world_size() == 1:
         return value
     from accelerate.utils import broadcast_object_list
 
-    connect()
+    init_process_group()
     return broadcast_object_list([value])[0]
 
 
 @contextlib.contextmanager
-def first_process_first() -> Iterator[None]:
+def main_process_first() -> Iterator[None]:
     """Run a block in the first process, then in the others; for what the first one builds and caches."""
-    if num_processes() == 1:
+    if world_size() == 1:
         yield
         return
-    state = connect()
-    if not is_first_process():
+    state = init_process_group()
+    if not is_main_process():
         state.wait_for_everyone()
     yield
-    if is_first_process():
+    if is_main_process():
         state.wait_for_everyone()
 
 
-def own_part(items: Sequence[T]) -> Sequence[T]:
+def shard(items: Sequence[T]) -> Sequence[T]:
     """This process's part of what all of them have: neighbours, which may share a prefix, stay together."""
-    count, rank, size = len(items), process_number(), num_processes()
-    return items[count * rank // size : count * (rank + 1) // size]
+    count, own, size = len(items), rank(), world_size()
+    return items[count * own // size : count * (own + 1) // size]
 
 
-def gathered(own: Sequence[T]) -> list[T]:
-    """The parts of all processes, in the order that `own_part` cut; every process must call it."""
-    if num_processes() == 1:
+def all_gather(own: Sequence[T]) -> list[T]:
+    """The parts of all processes, in the order that `shard` cut; every process must call it."""
+    if world_size() == 1:
         return list(own)
     import torch.distributed as dist
 
-    connect()
-    parts: list[Any] = [None] * num_processes()
+    init_process_group()
+    parts: list[Any] = [None] * world_size()
     dist.all_gather_object(parts, list(own))
     return [item for part in parts for item in part]
 
 
-def summed(values: Tensor) -> Tensor:
+def all_reduce(values: Tensor) -> Tensor:
     """The sum of a tensor over all processes; every process must call it."""
-    if num_processes() == 1:
+    if world_size() == 1:
         return values
     import torch.distributed as dist
 
-    connect()
+    init_process_group()
     values = values.clone()
     dist.all_reduce(values)
     return values
 
 
-def maximum(number: int) -> int:
+def all_reduce_max(number: int) -> int:
     """The largest number that any process gave; every process must call it."""
-    if num_processes() == 1:
+    if world_size() == 1:
         return number
     import torch
     import torch.distributed as dist
 
-    value = torch.tensor([number], device=connect().device)
+    value = torch.tensor([number], device=init_process_group().device)
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return int(value)
 
 
-def add_gradients(parameters: Sequence[nn.Parameter]) -> None:
+def all_reduce_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """Put in the place of every gradient its sum over all processes; a missing one counts as zero.
 
     Every process must call it with the same parameters.
     """
-    if num_processes() == 1:
+    if world_size() == 1:
         return
     import torch
     import torch.distributed as dist
 
-    connect()
+    init_process_group()
     for bucket in _buckets(parameters):
         for parameter in bucket:
             if parameter.grad is None:
@@ -158,7 +158,7 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]
         yield bucket
 
 
-def connect() -> Any:
+def init_process_group() -> Any:
     """Join the group of processes, once; Accelerate's `PartialState`.
 
     The group is left when Python ends: its threads, still running then, would abort the process now and then.

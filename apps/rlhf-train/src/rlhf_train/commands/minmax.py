@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhf_algos.process_group import is_first_process
+from rlhf_algos.process_group import is_main_process
 from rlhf_data import RunFolder, UserError, apply_overrides, load_config_file
 from rlhf_minmax import MinMaxConfig
 from rlhf_train.inputs import check_inputs
@@ -47,7 +47,7 @@ def run_minmax(options: dict[str, Any]) -> None:
         from rlhf_train.display.game import show_plan
 
         plan = plan_run(config)
-        if is_first_process():
+        if is_main_process():
             show_plan(plan)
 
 
@@ -87,7 +87,7 @@ def _check(config: MinMaxConfig, run: RunFolder) -> None:
     from rlhf_train.display.training import TrainingDisplay
 
     model = config.policy_model.model_name or "a tiny model"
-    with TrainingDisplay(quiet=not is_first_process()) as display:
+    with TrainingDisplay(quiet=not is_main_process()) as display:
         display.say(
             f"rlhf-train {_JOB}: {model} on {config.data.train_data or 'embedded rows'}, into {run.path}"
         )
@@ -98,7 +98,7 @@ def _play(config: MinMaxConfig, run: RunFolder, options: dict[str, Any]) -> None
     from rlhf_minmax import MinMaxJob  # late, so that mistakes in the settings are answered at once
     from rlhf_train.display.game import ConsoleEvents
 
-    events = ConsoleEvents(quiet=not is_first_process())
+    events = ConsoleEvents(quiet=not is_main_process())
     job = MinMaxJob(config, run, events, rebuild_demo=options["rebuild_demo"])
     resume = options["resume"] is not None
     with events, resumable(run, _JOB, trains=not options["eval_only"]):

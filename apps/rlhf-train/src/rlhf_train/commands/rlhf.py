@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rlhf_algos.process_group import is_first_process
+from rlhf_algos.process_group import is_main_process
 from rlhf_data import RunFolder, apply_overrides
 from rlhf_train.commands.training import load_settings, of_method
 from rlhf_train.inputs import check_inputs, described
@@ -95,7 +95,7 @@ def resolve_config(options: dict[str, Any]) -> Any:
 def _check(config: Any, run: RunFolder) -> None:
     from rlhf_train.display.training import TrainingDisplay
 
-    with TrainingDisplay(quiet=not is_first_process()) as display:
+    with TrainingDisplay(quiet=not is_main_process()) as display:
         display.say(f"rlhf-train {_JOB}: {described(config)}, into {run.path}")
         check_inputs(config)
 
@@ -105,7 +105,7 @@ def _plan(config: Any, run: RunFolder) -> None:
     from rlhf_train.commands.rlhf_story import story_plan
     from rlhf_train.display.training import TrainingDisplay
 
-    with TrainingDisplay(quiet=not is_first_process()) as display, tempfile.TemporaryDirectory() as folder:
+    with TrainingDisplay(quiet=not is_main_process()) as display, tempfile.TemporaryDirectory() as folder:
         if config.embedded:
             config = story_plan(config, Path(folder))
         for stage, settings in RLHFOrchestrator(config, run).plannable().items():
@@ -121,7 +121,7 @@ def _work(config: Any, run: RunFolder, options: dict[str, Any]) -> None:
     from rlhf_train.display.training import TrainingDisplay
 
     shown = ("loss", "reward", "accuracy", "objective/kl")
-    display = TrainingDisplay(shown, quiet=not is_first_process())
+    display = TrainingDisplay(shown, quiet=not is_main_process())
     with display, resumable(run, _JOB, trains=not options["eval_only"]), rows_for(run):
         if config.embedded:
             config = story_stages(config, run, display)

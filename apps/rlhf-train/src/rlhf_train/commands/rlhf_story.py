@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_algos import STAGES, RLHFOrchestrator
-from rlhf_algos.process_group import is_first_process, wait_for_all
+from rlhf_algos.process_group import barrier, is_main_process
 from rlhf_data import QARecord, RunFolder, UserError, atomic_write_text
 from rlhf_minmax import (
     MinMaxConfig,
@@ -63,16 +63,16 @@ def story_stages(config: Any, run: RunFolder, display: Any) -> Any:
     models = demo_folder(stories.building, stories.prompts, game.demo, seed=config.seed)
     found = _with_stories(config, base=models / "base", reward=models / "reward", rows=run.path)
     RLHFOrchestrator(found, run).resolved()  # a wrong setting is not to wait for the models
-    if is_first_process():
+    if is_main_process():
         run.write_config({"method": "rlhf", **config.to_dict()})  # so that building them can be interrupted
     display.say(
         "stages sft and reward: the models of rlhf-train minmax, a policy taught carelessly and a "
         "reward model with a flaw"
     )
     demo_models(stories.building, stories.prompts, game.demo, seed=config.seed, progress=display.demo_step)
-    if is_first_process():
+    if is_main_process():
         _write_rows(stories, run.path)
-    wait_for_all()
+    barrier()
     return found
 
 

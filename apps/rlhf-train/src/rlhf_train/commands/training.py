@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlhf_algos import METHODS
-from rlhf_algos.process_group import is_first_process
+from rlhf_algos.process_group import is_main_process
 from rlhf_data import RunFolder, UserError, apply_overrides, load_config_file
 from rlhf_train.inputs import check_inputs, described
 from rlhf_train.plugins import source_of
@@ -99,7 +99,7 @@ def of_method(method: str, values: dict[str, Any], where: str) -> dict[str, Any]
 def _work(method: str, config: Any, run: RunFolder, options: dict[str, Any]) -> None:
     from rlhf_train.display.training import TrainingDisplay
 
-    display = TrainingDisplay(quiet=not is_first_process())
+    display = TrainingDisplay(quiet=not is_main_process())
     with display:
         display.say(f"rlhf-train {method}: {described(config)}, into {run.path}")
         check_inputs(config)

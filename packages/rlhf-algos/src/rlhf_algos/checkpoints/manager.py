@@ -20,7 +20,7 @@ from rlhf_algos.checkpoints.optimizer_state import load_optimizer_state as load_
 from rlhf_algos.checkpoints.optimizer_state import load_rng_state as load_rng_state
 from rlhf_algos.checkpoints.optimizer_state import save_optimizer_state as save_optimizer_state
 from rlhf_algos.checkpoints.optimizer_state import save_rng_state as save_rng_state
-from rlhf_algos.process_group import from_first_process, is_first_process, wait_for_all
+from rlhf_algos.process_group import barrier, broadcast, is_main_process
 from rlhf_algos.tracking.early_stopping import is_greater_better
 from rlhf_data import UserError, atomic_folder, atomic_write_json, finite, write_checksums
 from rlhf_models import ADAPTER_CONFIG
@@ -126,11 +126,11 @@ class CheckpointManager:
         """Do what `writing` does for all processes of a job, each of which gets the folder of the first."""
         with ExitStack() as stack:
             folder = Path()
-            if is_first_process():
+            if is_main_process():
                 folder = stack.enter_context(self.writing(step, state, metrics=metrics))
-            yield Path(from_first_process(str(folder)))
-            wait_for_all()
-        wait_for_all()
+            yield Path(broadcast(str(folder)))
+            barrier()
+        barrier()
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint, None when there are none; damaged ones are passed over with a warning.

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rlhf_algos.configs.trainer import TrainerConfig
 from rlhf_algos.kl_control import check_horizon
-from rlhf_algos.process_group import num_processes
+from rlhf_algos.process_group import world_size
 from rlhf_data import BaseConfig, LocalPath, model_folder
 
 __all__ = ["GRPOConfig", "OnlineConfig", "PPOConfig", "SamplingConfig", "VLLMConfig"]
@@ -314,7 +314,7 @@ class PPOConfig(OnlineConfig):
             self.per_device_train_batch_size
             * self.gradient_accumulation_steps
             * self.num_mini_batches
-            * num_processes()
+            * world_size()
         )
         try:
             check_horizon(completions, self.kl_horizon)

@@ -124,7 +124,7 @@ class BaseTrainer(TrainingMethod[Example]):
         return self.trained.scheduler
 
     @property
-    def step_size(self) -> int:
+    def global_batch_size(self) -> int:
         """Examples per optimizer step, over all processes."""
         per_process = self.config.per_device_train_batch_size * self.config.gradient_accumulation_steps
         return per_process * self.parallel.world_size
@@ -132,7 +132,7 @@ class BaseTrainer(TrainingMethod[Example]):
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps per pass over the examples; the last step of a pass may be a short one."""
-        return math.ceil(len(self.examples) / self.step_size)
+        return math.ceil(len(self.examples) / self.global_batch_size)
 
     @property
     def total_steps(self) -> int:
@@ -184,10 +184,10 @@ class BaseTrainer(TrainingMethod[Example]):
         order = epoch_order(len(self.examples), epoch, shuffle=self.config.shuffle, seed=self.config.seed)
         metrics: dict[str, float] = {}
         self.scorer.train()
-        for start in range(done * self.step_size, len(order), self.step_size):
+        for start in range(done * self.global_batch_size, len(order), self.global_batch_size):
             if self.step == self.total_steps or events.finished:
                 break
-            self.rows = order[start : start + self.step_size]
+            self.rows = order[start : start + self.global_batch_size]
             metrics = self.train_step([self.examples[i] for i in self.rows])
             if len(self.eval_examples) and self.due(self.config.eval_steps):
                 metrics |= self.evaluate()
@@ -237,8 +237,8 @@ class BaseTrainer(TrainingMethod[Example]):
         was_training = self.scorer.training
         self.scorer.eval()
         outputs, total = [], 0
-        for start in range(0, len(self.eval_examples), self.step_size):
-            stop = min(start + self.step_size, len(self.eval_examples))
+        for start in range(0, len(self.eval_examples), self.global_batch_size):
+            stop = min(start + self.global_batch_size, len(self.eval_examples))
             share = self._share([self.eval_examples[i] for i in range(start, stop)])
             outputs += [(self.loss(batch.to(self.device), rows), real) for batch, rows, real in share.batches]
             total += share.total

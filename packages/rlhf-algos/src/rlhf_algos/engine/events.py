@@ -13,7 +13,7 @@ from typing import Any, Self
 from rlhf_algos.checkpoints.manager import CheckpointManager
 from rlhf_algos.configs.trainer import ReportConfig, SelectionConfig
 from rlhf_algos.engine.signals import GracefulStop
-from rlhf_algos.process_group import is_first_process, maximum
+from rlhf_algos.process_group import all_reduce_max, is_main_process
 from rlhf_algos.tracking.early_stopping import EarlyStopping
 from rlhf_algos.tracking.metrics_log import TrainingLogger
 from rlhf_algos.tracking.step_report import OnReport, Pace, is_evaluation
@@ -99,7 +99,7 @@ class TrainingEvents:
             progress: show a progress line; None shows it when the console is a terminal.
         """
         self.finished = self.stopping.reached  # a checkpoint may be that of the last evaluation
-        main = is_first_process()
+        main = is_main_process()
         self._stop = GracefulStop(*([] if main else [""])) if self._run else None
         run = self._run if main else None
         report_to = self._tracking.report_to if run else ()
@@ -194,7 +194,7 @@ class TrainingEvents:
 
     def _exit_code(self) -> int:
         """The exit code that a signal to any of the processes asks for, 0 where none came."""
-        return maximum(self._stop.exit_code or 0) if self._stop else 0
+        return all_reduce_max(self._stop.exit_code or 0) if self._stop else 0
 
 
 def check_best_metric(name: str, metrics: Mapping[str, Any]) -> None:

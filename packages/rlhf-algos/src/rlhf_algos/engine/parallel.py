@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from rlhf_algos.configs.trainer import HardwareConfig
-from rlhf_algos.process_group import connect
+from rlhf_algos.process_group import init_process_group
 from rlhf_data import UserError
 
 __all__ = ["Parallel", "check_hardware", "choose_precision"]
@@ -118,7 +118,7 @@ class Parallel:
             _name_single_process()
             plugin = _deepspeed_plugin(config.deepspeed, self.precision, batch_size, max_grad_norm)
         mixed = "no" if self.fsdp or plugin else self.precision
-        connect()  # Accelerate alone starts no DeepSpeed group on CPUs
+        init_process_group()  # Accelerate alone starts no DeepSpeed group on CPUs
         AcceleratorState._reset_state()  # one trainer of this process may be in bf16, the next in fp32
         self.accelerator = Accelerator(mixed_precision=mixed, deepspeed_plugin=plugin)
         unset_hf_deepspeed_config()  # else transformers would shard every model that it loads from now on

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_algos.jobs.answer_check import AnswerCheck
-from rlhf_algos.process_group import num_processes
+from rlhf_algos.process_group import world_size
 from rlhf_data import (
     Record,
     StreamingDataset,
@@ -269,7 +269,7 @@ def _prompt_room(config: Any, max_length: int | None) -> int | None:
 
 
 def _kl_batch_size(config: Any) -> int | None:
-    step = config.per_device_train_batch_size * config.gradient_accumulation_steps * num_processes()
+    step = config.per_device_train_batch_size * config.gradient_accumulation_steps * world_size()
     if config.kl_estimate != "mismatched":
         return None
     if step < 2:

@@ -31,7 +31,7 @@ from rlhf_algos.jobs.tiny_models import (
     tiny_positions,
     tiny_tokenizer,
 )
-from rlhf_algos.process_group import num_processes
+from rlhf_algos.process_group import world_size
 from rlhf_data import PromptExample, TokenSequence, UserError, ensure_writable_folder
 from rlhf_models import (
     activation_bytes,
@@ -89,14 +89,14 @@ def plan_training(name: str, config: Any) -> dict[str, Any]:
     tokenizer, model = _shape(method, config, demonstrated(method, config, rows))
     max_length = longest_sequence(model.config, config.max_length)
     train, held_out = build_sets(method, config, rows, tokenizer, max_length=max_length)
-    step_size = _rows_per_step(method, config)
-    per_epoch = math.ceil(len(train) / step_size)
+    global_batch_size = _rows_per_step(method, config)
+    per_epoch = math.ceil(len(train) / global_batch_size)
     steps = (
         config.max_steps if config.max_steps > 0 else max(1, math.ceil(config.num_train_epochs * per_epoch))
     )
     counted = _Completed(train, config) if method.online else train
-    packed, padded, largest, longest = _count_tokens(config, counted, step_size, steps)
-    rows_text = f"{min(step_size, len(train)):,} rows"
+    packed, padded, largest, longest = _count_tokens(config, counted, global_batch_size, steps)
+    rows_text = f"{min(global_batch_size, len(train)):,} rows"
     passes = 1
     if method.online:
         passes = config.passes
@@ -162,14 +162,14 @@ def _shape(method: Method, config: Any, records: Sequence[Any]) -> tuple[Any, An
 
 
 def _count_tokens(
-    config: Any, examples: Sequence[Any], step_size: int, steps: int
+    config: Any, examples: Sequence[Any], global_batch_size: int, steps: int
 ) -> tuple[float, float, int, int]:
     """Tokens of a step, packed and padded, of the largest pass, and of the longest sequence."""
     order = epoch_order(len(examples), 0, shuffle=config.shuffle, seed=config.seed)
     packed = padded = largest = longest = 0
-    measured = min(steps, math.ceil(len(order) / step_size), _MEASURED_STEPS)
-    for start in range(0, measured * step_size, step_size):
-        rows = [list(_sequences(examples[i])) for i in order[start : start + step_size]]
+    measured = min(steps, math.ceil(len(order) / global_batch_size), _MEASURED_STEPS)
+    for start in range(0, measured * global_batch_size, global_batch_size):
+        rows = [list(_sequences(examples[i])) for i in order[start : start + global_batch_size]]
         for batch, _ in micro_batches(rows, rows, config.max_tokens_per_batch):
             packed += batch.num_tokens
             largest = max(largest, batch.num_tokens)
@@ -204,10 +204,10 @@ def _rows_per_step(method: Method, config: Any) -> int:
     """
     if method.online:
         try:
-            return config.prompts_per_step(num_processes())
+            return config.prompts_per_step(world_size())
         except ValueError as error:
             raise UserError(str(error)) from error
-    return config.per_device_train_batch_size * config.gradient_accumulation_steps * num_processes()
+    return config.per_device_train_batch_size * config.gradient_accumulation_steps * world_size()
 
 
 def _sequences(example: Any) -> Iterator[TokenSequence]:

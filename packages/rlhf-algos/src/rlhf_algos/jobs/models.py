@@ -13,7 +13,7 @@ import torch
 from rlhf_algos.engine.parallel import check_hardware
 from rlhf_algos.jobs.chat_setup import set_chat_format, warn_of_endless_turns
 from rlhf_algos.jobs.tiny_models import CHAT_TEMPLATE, record_texts, tiny_start
-from rlhf_algos.process_group import is_first_process, num_processes
+from rlhf_algos.process_group import is_main_process, world_size
 from rlhf_data import UserError
 from rlhf_models import (
     LoraSettings,
@@ -60,7 +60,7 @@ def check_machine(config: Any) -> None:
     Raises:
         UserError: see `rlhf_algos.engine.parallel.check_hardware`; quantisation without bitsandbytes.
     """
-    check_hardware(config, job_device(), _dtype(config), world_size=num_processes())
+    check_hardware(config, job_device(), _dtype(config), world_size=world_size())
     quantization_config(config.load_in_8bit, config.load_in_4bit)
 
 
@@ -176,7 +176,7 @@ def _finished(method: Method, model: Any, config: Any) -> Any:
 
 def keep_base(model: Any, tokenizer: Any, folder: Path) -> None:
     """Write a model that was made now, so that adapters trained on it can name what they belong to."""
-    if is_first_process() and not folder.exists():
+    if is_main_process() and not folder.exists():
         save_model(model, tokenizer, folder)
     model.name_or_path = model.config._name_or_path = str(folder.absolute())
 

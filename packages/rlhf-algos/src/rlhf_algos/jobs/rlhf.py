@@ -14,7 +14,7 @@ from rlhf_algos.jobs.methods import METHODS
 from rlhf_algos.jobs.online import check_parts
 from rlhf_algos.jobs.rlhf_config import STAGES, RLHFConfig, Stage, TrainingStage
 from rlhf_algos.jobs.training_job import TrainingJob
-from rlhf_algos.process_group import from_first_process, is_first_process
+from rlhf_algos.process_group import broadcast, is_main_process
 from rlhf_algos.tracking.step_report import OnReport
 from rlhf_data import RunFolder, UserError, atomic_write_json, finite, remove_folder
 
@@ -55,25 +55,25 @@ class RLHFOrchestrator:
             UserError: settings, data or models cannot be used.
         """
         self._check_later_stages()
-        if is_first_process():
+        if is_main_process():
             self.run.write_config({"method": "rlhf", **self.config.to_dict()})
         results: dict[str, Any] = {}
         for stage in self.config.stages:
             with self._stage_folder(stage) as folder:
-                finished = from_first_process(folder.read_results())
+                finished = broadcast(folder.read_results())
                 if finished is not None:
                     _LOG.info("stage %s is finished: %s", stage, folder.path)
                     results[stage] = finished
                     continue
                 if self.on_stage:
                     self.on_stage(stage)
-                begun = from_first_process((folder.path / _CONFIG).exists())
+                begun = broadcast((folder.path / _CONFIG).exists())
                 job = TrainingJob(
                     stage, self._resolved(stage), folder, on_report=self.on_report, progress=self.progress
                 )
                 # Only the first process has the whole results; waiting for them, the others start the next
                 # stage after its model is written.
-                results[stage] = from_first_process(job.train(resume=begun))
+                results[stage] = broadcast(job.train(resume=begun))
         return self._finish(results)
 
     def evaluate_only(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class RLHFOrchestrator:
         if not found:
             raise UserError("no stage has held-out rows to evaluate on; give some: --set ppo.eval_data=FILE")
         results = {"method": "rlhf", "stages": found}
-        if is_first_process():
+        if is_main_process():
             if not (self.run.path / _CONFIG).exists():
                 self.run.write_config({"method": "rlhf", **self.config.to_dict()})
             atomic_write_json(self.run.path / _EVALUATION, finite(results))
@@ -189,7 +189,7 @@ class RLHFOrchestrator:
         try:
             yield folder
         except UserError:
-            if is_first_process() and all(path.name in _BEFORE_TRAINING for path in folder.path.iterdir()):
+            if is_main_process() and all(path.name in _BEFORE_TRAINING for path in folder.path.iterdir()):
                 remove_folder(folder.path)
             raise
 
@@ -208,7 +208,7 @@ class RLHFOrchestrator:
             "wall_time": wall_time,
             "versions": last["versions"],
         }
-        if is_first_process():
+        if is_main_process():
             self.run.write_results(summary)
         return summary
 

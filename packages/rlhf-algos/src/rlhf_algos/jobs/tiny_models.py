@@ -12,7 +12,7 @@ import torch
 
 from rlhf_algos.checkpoints.manager import save_pretrained
 from rlhf_algos.offline.sft import SFTConfig, SFTTrainer
-from rlhf_algos.process_group import from_first_process, is_first_process
+from rlhf_algos.process_group import broadcast, is_main_process
 from rlhf_data import CompletionRecord, SFTDataset, atomic_folder, ensure_writable_folder, json_hash
 from rlhf_models import build_tiny_llama, load_causal_lm, load_tokenizer, train_byte_tokenizer
 
@@ -85,7 +85,7 @@ def tiny_start(
         _LOG.info("model: a tiny Llama with random weights, and a tokenizer for the rows' words, made now")
         return tiny_base(tokenizer, seed=seed, positions=positions), tokenizer
     folder = demo_folder(records, seed=seed, separator=separator, positions=positions)
-    if not from_first_process(folder.is_dir()):
+    if not broadcast(folder.is_dir()):
         return _built(records, folder, seed=seed, separator=separator, positions=positions)
     _LOG.info("model: a tiny Llama that has learned to write the rows' completions, cached in %s", folder)
     return load_causal_lm(folder), load_tokenizer(folder)
@@ -215,7 +215,7 @@ def _built(
         _LOG.info("model: a tiny Llama, made now, learns to write %s: %d steps", what, config.max_steps)
         SFTTrainer(model, config, examples).train()
     model.eval()
-    if is_first_process():
+    if is_main_process():
         with atomic_folder(folder) as temporary:
             save_pretrained(model, tokenizer, temporary)
     return model, tokenizer

@@ -18,7 +18,7 @@ from rlhf_algos.jobs.online import PREFLIGHT, load_rewards, online_parts, tell_f
 from rlhf_algos.jobs.results import finish_run
 from rlhf_algos.jobs.tiny_models import few_threads_for_a_small_model
 from rlhf_algos.online.stage_samples import sample_stage
-from rlhf_algos.process_group import from_first_process
+from rlhf_algos.process_group import broadcast
 from rlhf_algos.tracking.run_facts import Clock
 from rlhf_algos.tracking.step_report import OnReport
 from rlhf_data import RunFolder, UserError, atomic_write_json, finite
@@ -82,7 +82,7 @@ class TrainingJob(Job):
         with contextlib.closing(trainer):
             before = self._before(trainer)
             clock.lap("evaluation")
-            looked = from_first_process((self.run.path / PREFLIGHT).exists())
+            looked = broadcast((self.run.path / PREFLIGHT).exists())
             if self.method.online and not looked:
                 tell_findings(trainer, self.run)
                 clock.lap("preflight")

@@ -18,7 +18,7 @@ from rlhf_algos.engine.language_model import LanguageModelTrainer, LogpsModule
 from rlhf_algos.engine.optimizer_step import combined
 from rlhf_algos.online.rollouts import Completion, StepTable, flat, keep_tokens, rollout_metrics, table_row
 from rlhf_algos.online.samples import keep_samples
-from rlhf_algos.process_group import from_first_process
+from rlhf_algos.process_group import broadcast
 from rlhf_algos.reference.trainer import ReferenceScorer, adapter_off_is
 from rlhf_data import PackedBatch, PromptExample, TokenSequence, UserError, pack
 from rlhf_infer import GenerationEngine, RewardFunctions, Rollout, SamplingParams, TransformersEngine
@@ -83,7 +83,9 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         self.terms_per_token = 1.0
         self._said: dict[str, float] = {}  # what this process's reward functions logged last
         super().__init__(model, config, examples, eval_examples=eval_examples, tokenizer=tokenizer, **options)
-        _LOG.info("a step: %d prompts, %d completions of each", self.step_size, config.num_generations)
+        _LOG.info(
+            "a step: %d prompts, %d completions of each", self.global_batch_size, config.num_generations
+        )
         # A sharded model cannot be sampled from piece by piece: a whole copy takes its weights each step.
         self._sampled: Any = copy.deepcopy(model) if engine is None and self.parallel.sharded else model
         self.engine = engine or TransformersEngine(
@@ -96,11 +98,11 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         """Whether these settings compare the policy with a reference."""
 
     @abstractmethod
-    def assess(self, completions: Sequence[Completion], table: StepTable) -> dict[str, float]:
+    def compute_advantages(self, completions: Sequence[Completion], table: StepTable) -> dict[str, float]:
         """Give this process's completions their advantages; metrics of the whole step."""
 
     @property
-    def step_size(self) -> int:
+    def global_batch_size(self) -> int:
         """Prompts of a step, over all processes."""
         try:
             return self.config.prompts_per_step(self.parallel.world_size)
@@ -145,7 +147,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         rollouts = self.sample(examples, self.config.num_generations, seed=self.seed_of(self.step))
         sampled = time.perf_counter()
         completions, table = self.score(examples, rollouts, self.config.num_generations)
-        metrics = rollout_metrics(table) | self._said | self.assess(completions, table)
+        metrics = rollout_metrics(table) | self._said | self.compute_advantages(completions, table)
         assessed = time.perf_counter()
         self.scorer.train()
         metrics |= self.update(completions, len(examples))
@@ -178,7 +180,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
             min_new_tokens=config.min_completion_length,
         )
         own = prompts[self.parallel.rank :: self.parallel.world_size]
-        self._hand_over_weights()
+        self._sync_weights()
         with self.parallel.autocast():
             return self.engine.generate([prompt.prompt_ids for prompt in own], n, params) if own else []
 
@@ -240,9 +242,9 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
                 taken = taken or stepped
                 self.num_tokens += self._total(sum(b.num_tokens for b, _, real in share.batches if real))
                 done.append(metrics)
-                if self.strayed(metrics):
+                if self.exceeds_target_kl(metrics):
                     break
-            if done and self.strayed(done[-1]):
+            if done and self.exceeds_target_kl(done[-1]):
                 break
         if not done:
             _LOG.info("step %d: no update, because every completion is masked", self.step + 1)
@@ -262,7 +264,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         """Let go of the engine."""
         self.engine.close()
 
-    def strayed(self, metrics: Mapping[str, float]) -> bool:
+    def exceeds_target_kl(self, metrics: Mapping[str, float]) -> bool:
         """Whether the policy is so far from the one that sampled that updates on this rollout end."""
         return False
 
@@ -292,7 +294,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         self.scorer.train(was_training)
         return {f"eval_{name}": value for name, value in metrics.items()}
 
-    def known_logps(
+    def compute_known_logps(
         self,
         completions: Sequence[Completion],
         *,
@@ -355,7 +357,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         idle.tokens = dict.fromkeys(self.token_fields, torch.zeros(1))
         return [idle]
 
-    def _hand_over_weights(self) -> None:
+    def _sync_weights(self) -> None:
         if isinstance(self.engine, TransformersEngine):
             if self._sampled is self.model:
                 return
@@ -368,13 +370,13 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
                 self.engine.update_weights(self.model)
         if self.parallel.world_size > 1:  # of several processes one talks to the server for all
             follow: Any = getattr(self.engine, "follow", None)
-            name = from_first_process(getattr(self.engine, "weights_name", None))
+            name = broadcast(getattr(self.engine, "weights_name", None))
             if follow is not None and not self.parallel.is_main:
                 follow(name)
 
     def _divergence(self, completions: Sequence[Completion], temperature: float | None) -> float:
         """Nats per token from the reference at this temperature, the k1 estimate over all completions."""
-        self.known_logps(completions, reference=True, temperature=temperature)
+        self.compute_known_logps(completions, reference=True, temperature=temperature)
         sums = torch.zeros(2, device=self.device)
         if completions:
             difference = flat("old_logps", completions, self.device) - flat(

@@ -34,7 +34,7 @@ def check_first_rollout(trainer: OnlineTrainer) -> list[Finding]:
     trainer.prepare()
     trainer.scorer.eval()
     order = epoch_order(len(trainer.examples), 0, shuffle=config.shuffle, seed=config.seed)
-    prompts = [trainer.examples[i] for i in order[: min(trainer.step_size, _PROMPTS)]]
+    prompts = [trainer.examples[i] for i in order[: min(trainer.global_batch_size, _PROMPTS)]]
     rollouts = trainer.sample(prompts, config.num_generations, seed=trainer.seed_of(0))
     own = prompts[parallel.rank :: parallel.world_size]
     if not own:

@@ -48,10 +48,10 @@ class GRPOTrainer(OnlineTrainer):
         """Whether there is a KL in the loss."""
         return config.beta > 0
 
-    def assess(self, completions: Sequence[Completion], table: StepTable) -> dict[str, float]:
+    def compute_advantages(self, completions: Sequence[Completion], table: StepTable) -> dict[str, float]:
         """Advantages within the groups of the whole step, and what each token counts."""
         config, metrics = self.config, {}
-        self.known_logps(completions, reference=config.beta > 0)
+        self.compute_known_logps(completions, reference=config.beta > 0)
         rewards = table.total
         if config.overlong_buffer:
             penalty = overlong_penalty(

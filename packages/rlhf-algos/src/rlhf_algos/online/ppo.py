@@ -85,9 +85,9 @@ class PPOTrainer(OnlineTrainer):
         scores = super().forward(batch, **{"values": False, **options})
         return scores if options.get("values") else scores.policy
 
-    def assess(self, completions: Sequence[Completion], table: StepTable) -> dict[str, float]:
+    def compute_advantages(self, completions: Sequence[Completion], table: StepTable) -> dict[str, float]:
         """Values, token rewards and advantages of a step's completions."""
-        self.known_logps(completions, reference=self.needs_reference(self.config))
+        self.compute_known_logps(completions, reference=self.needs_reference(self.config))
         self._value(completions)
         metrics = assess_tokens(
             completions,
@@ -159,7 +159,7 @@ class PPOTrainer(OnlineTrainer):
             metrics["val/ratio_var"] = max(0.0, metrics["val/ratio_var"] - metrics["val/ratio"] ** 2)
         return metrics
 
-    def strayed(self, metrics: Mapping[str, float]) -> bool:
+    def exceeds_target_kl(self, metrics: Mapping[str, float]) -> bool:
         """Whether the KL to the sampling policy is above `target_kl`."""
         return self.config.target_kl is not None and metrics["policy/approxkl_avg"] > self.config.target_kl
 

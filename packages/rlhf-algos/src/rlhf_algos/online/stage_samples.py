@@ -8,7 +8,7 @@ import torch
 
 from rlhf_algos.online.base import OnlineTrainer
 from rlhf_algos.online.samples import sample_row
-from rlhf_algos.process_group import from_first_process
+from rlhf_algos.process_group import broadcast
 from rlhf_data import atomic_write_text
 
 __all__ = ["sample_stage"]
@@ -37,7 +37,7 @@ def sample_stage(trainer: OnlineTrainer, stage: Literal["start", "end"]) -> None
     assert run is not None
     known = run.read_lines(_FILE) if main else []
     before = trainer.step == 0 and not any(row.get("stage") == "start" for row in known)
-    if stage == "start" and not from_first_process(before):
+    if stage == "start" and not broadcast(before):
         return
     source = trainer.eval_examples if len(trainer.eval_examples) else trainer.examples
     prompts = [source[i] for i in range(min(len(source), _COMPARED))]

@@ -6,7 +6,7 @@ import contextlib
 from typing import Any
 
 from rlhf_algos.engine.parallel import choose_precision
-from rlhf_algos.process_group import from_first_process, is_first_process, num_processes
+from rlhf_algos.process_group import broadcast, is_main_process, world_size
 from rlhf_data import RunFolder, UserError
 from rlhf_infer import (
     GenerationEngine,
@@ -57,14 +57,14 @@ def vllm_engine(config: Any, model: Any, tokenizer: Any, run: RunFolder) -> Gene
 
 def _on_server(config: Any, settings: VLLMSettings, model: Any, tokenizer: Any, run: RunFolder) -> Any:
     options = {"lora": config.vllm_sync_adapters, "timeout_s": config.vllm_server_timeout}
-    options["sync_folder"] = run.path / "vllm_weights" if num_processes() > 1 else None
+    options["sync_folder"] = run.path / "vllm_weights" if world_size() > 1 else None
     address = config.vllm_server_base_url
-    if address is None and is_first_process():
+    if address is None and is_main_process():
         server = VLLMServer(_start_folder(config, model, tokenizer, run), settings)
         engine = VLLMServerEngine(server, tokenizer, **options)
-        from_first_process(server.url)
+        broadcast(server.url)
         return engine
-    return VLLMServerEngine(address or from_first_process(None), tokenizer, **options)
+    return VLLMServerEngine(address or broadcast(None), tokenizer, **options)
 
 
 def _settings(config: Any, model: Any) -> VLLMSettings:

@@ -157,9 +157,11 @@ class ReferenceTrainer(LanguageModelTrainer[Example], Generic[Example]):
         was_training = scorer.training
         scorer.to(self.device).eval()
         for start in range(
-            self.parallel.rank * self.step_size, len(rows), self.step_size * self.parallel.world_size
+            self.parallel.rank * self.global_batch_size,
+            len(rows),
+            self.global_batch_size * self.parallel.world_size,
         ):
-            chunk = range(start, min(start + self.step_size, len(rows)))
+            chunk = range(start, min(start + self.global_batch_size, len(rows)))
             batches = self.micro_batches(chunk, sequences)
             for batch, members in batches:
                 with self.parallel.autocast():

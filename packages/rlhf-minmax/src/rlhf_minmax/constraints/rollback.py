@@ -17,8 +17,8 @@ _WORSE = 0.1
 def collapse(
     config: GuardConfig,
     *,
-    slander: float | None,
-    miss: float | None,
+    false_positive_rate: float | None,
+    false_negative_rate: float | None,
     zero_std: float,
     excess: float,
     saturated: bool,
@@ -30,8 +30,8 @@ def collapse(
 
     Args:
         config: thresholds.
-        slander: share of right answers called wrong; None without a right answer.
-        miss: share of wrong answers called right; None without a wrong answer.
+        false_positive_rate: share of right answers called wrong; None without a right answer.
+        false_negative_rate: share of wrong answers called right; None without a wrong answer.
         zero_std: share of groups without spread.
         excess: smoothed violation minus its threshold.
         saturated: whether λ is at its cap.
@@ -39,8 +39,8 @@ def collapse(
     if excess <= 0:
         return None
     for rate, what in (
-        (slander, "calls {:.0%} of right answers wrong"),
-        (miss, "calls {:.0%} of wrong answers right"),
+        (false_positive_rate, "calls {:.0%} of right answers wrong"),
+        (false_negative_rate, "calls {:.0%} of wrong answers right"),
     ):
         if saturated and rate is not None and rate >= config.one_sided_rate:
             return f"the monitor {what.format(rate)} with its multiplier at the cap"

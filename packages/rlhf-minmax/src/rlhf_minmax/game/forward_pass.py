@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rlhf_algos.process_group import gathered, own_part
+from rlhf_algos.process_group import all_gather, shard
 from rlhf_data import QARecord
 from rlhf_infer import Judge, Rollout, SamplingParams, TransformersEngine
 from rlhf_minmax.config.run import MinMaxConfig
@@ -340,10 +340,10 @@ class MinMaxPipeline:
     def _generate(
         self, player: PolicyModel, prompts: list[str], n: int, seed: int, greedy: bool, config: Any
     ) -> list[list[Rollout]]:
-        ids = [prompt_ids(player.tokenizer, prompt, config) for prompt in own_part(prompts)]
+        ids = [prompt_ids(player.tokenizer, prompt, config) for prompt in shard(prompts)]
         params = SamplingParams(config.max_new_tokens, 0.0 if greedy else config.temperature, seed)
         with player.active() as model:
-            return gathered(TransformersEngine(model, player.tokenizer).generate(ids, n, params))
+            return all_gather(TransformersEngine(model, player.tokenizer).generate(ids, n, params))
 
     def _read_critique(
         self, record: QARecord, answer: Answer, index: int, text: str, rollout: Rollout

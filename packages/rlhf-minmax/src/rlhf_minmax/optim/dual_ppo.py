@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlhf_algos.advantages import zero_std_fraction
-from rlhf_algos.process_group import is_first_process
+from rlhf_algos.process_group import is_main_process
 from rlhf_minmax.config.run import MinMaxConfig
 from rlhf_minmax.config.schedule import Turn, next_turn, smoothed
 from rlhf_minmax.constraints.controllers import (
@@ -199,8 +199,8 @@ class DualPPOOptimizer:
 
     def _turn(self, output: MinMaxOutput, *, in_warmup: bool) -> Turn:
         schedule = self.config.schedule
-        slander, miss = verdict_errors(output.critiques, output.labels)
-        errors = [rate for rate in (slander, miss) if rate is not None]
+        false_positive_rate, false_negative_rate = verdict_errors(output.critiques, output.labels)
+        errors = [rate for rate in (false_positive_rate, false_negative_rate) if rate is not None]
         accuracy = 1 - sum(errors) / len(errors)
         self.balanced_accuracy = smoothed(self.balanced_accuracy, accuracy, schedule.smoothing)
         updates = self.config.training.monitor_updates_per_policy
@@ -277,11 +277,11 @@ class DualPPOOptimizer:
         """Keep a good monitor, put a collapsed one back with all that is known of it; what is true then."""
         assert self.dual.violation_ema is not None
         threshold = self.config.constraint.threshold
-        slander, miss = verdict_errors(output.critiques, output.labels)
+        false_positive_rate, false_negative_rate = verdict_errors(output.critiques, output.labels)
         sign = collapse(
             self.config.guards,
-            slander=slander,
-            miss=miss,
+            false_positive_rate=false_positive_rate,
+            false_negative_rate=false_negative_rate,
             zero_std=metrics.get("monitor/frac_groups_zero_std") or 0.0,
             excess=self.dual.violation_ema - threshold,
             saturated=self.dual.multiplier >= self.config.constraint.lambda_max,
@@ -360,7 +360,7 @@ class DualPPOOptimizer:
         self.policy.save(folder, "policy")
         if self.monitor is not None and self.guard is not None:
             self.monitor.save(folder, "monitor")
-            if self.guard.tensors() and is_first_process():
+            if self.guard.tensors() and is_main_process():
                 save_file(self.guard.tensors(), str(folder / "good_monitor.safetensors"))
         return {
             "controllers": {each.name: each.to_dict() for each in self._all_controllers()},

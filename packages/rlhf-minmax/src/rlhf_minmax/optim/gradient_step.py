@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_algos import HardwareConfig, Parallel, create_optimizer, load_optimizer_state, save_optimizer_state
-from rlhf_algos.process_group import add_gradients, is_first_process
+from rlhf_algos.process_group import all_reduce_gradients, is_main_process
 from rlhf_data import PackedBatch, UserError
 from rlhf_minmax.config.run import StepRule
 from rlhf_minmax.optim.extragradient import GameStep
@@ -154,7 +154,7 @@ class ReplicatedStepper:
 
     def sum_gradients(self) -> None:
         """See `Stepper`."""
-        add_gradients(self.trained)
+        all_reduce_gradients(self.trained)
 
     def clip(self) -> Tensor:
         """See `Stepper`."""
@@ -187,7 +187,7 @@ class ReplicatedStepper:
 
     def save(self, folder: Path, role: str) -> None:
         """See `Stepper`."""
-        if is_first_process():
+        if is_main_process():
             save_optimizer_state(self.optimizer, folder / f"{role}_optimizer.safetensors")
 
     def load(self, folder: Path, role: str) -> None:

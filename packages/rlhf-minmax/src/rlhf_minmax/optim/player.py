@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhf_algos import Observers, learning_rate_factor
 from rlhf_algos.advantages import gae, group_baseline, leave_one_out, scale_by_std, zero_std_fraction
 from rlhf_algos.losses import clipped_policy_loss, kl_k3, value_loss
-from rlhf_algos.process_group import gathered, is_first_process, own_part, summed
+from rlhf_algos.process_group import all_gather, all_reduce, is_main_process, shard
 from rlhf_data import PackedBatch, TokenSequence, UserError, pack
 from rlhf_infer import Rollout
 from rlhf_minmax.config.run import Baseline, MinMaxConfig, PlayerConfig
@@ -179,7 +179,7 @@ class PlayerOptimizer:
                 metrics = {**measured, **first, "updates": done + 1}
         finally:
             self.stepper.train(False)
-        computed = sum(gathered([part.num_tokens for part in scored])) * int(metrics["updates"])
+        computed = sum(all_gather([part.num_tokens for part in scored])) * int(metrics["updates"])
         return metrics | {"num_tokens": computed}
 
     def end_step(self) -> None:
@@ -193,10 +193,10 @@ class PlayerOptimizer:
 
     def _prepare(self, rollouts: Sequence[Rollout], advantages: Tensor) -> list[_Scored]:
         """This process's rollouts in packed batches, with idle ones where processes keep in step."""
-        own = list(own_part(range(len(rollouts))))
+        own = list(shard(range(len(rollouts))))
         parts = self._packed([rollouts[i] for i in own], advantages[own], 1.0)
         if self.stepper.lock_step:
-            idle = max(gathered([len(parts)])) - len(parts)
+            idle = max(all_gather([len(parts)])) - len(parts)
             parts = self._packed(rollouts[:1], advantages[:1], 0.0) * idle + parts
         return parts if self.critic is None else self._with_values(parts)
 
@@ -228,7 +228,9 @@ class PlayerOptimizer:
             found.append(
                 replace(part, advantages=estimate.advantages, old_values=values, returns=estimate.returns)
             )
-        every = torch.tensor(gathered([a for part in found if part.weight for a in part.advantages.tolist()]))
+        every = torch.tensor(
+            all_gather([a for part in found if part.weight for a in part.advantages.tolist()])
+        )
         mean, std = float(every.mean()), float(every.std().clamp(min=1e-6))
         return [replace(part, advantages=(part.advantages - mean) / std) for part in found]
 
@@ -270,7 +272,7 @@ class PlayerOptimizer:
                 clipped = policy.clipped_low + policy.clipped_high
                 parts = [loss, divergence, policy.approx_kl, clipped, result.entropy.sum(), error]
                 sums += part.weight * torch.stack(parts).detach()
-        means = (summed(sums) / total).tolist()
+        means = (all_reduce(sums) / total).tolist()
         measured: dict[str, float] = dict(zip(_MEASURED, means, strict=True))
         if self.critic is None:
             del measured["value_loss"]
@@ -287,7 +289,7 @@ class PlayerOptimizer:
             tensors |= self.average.state()
         if self.critic is not None:
             tensors |= {f"critic.{name}": value for name, value in self.critic.state_dict().items()}
-        if tensors and is_first_process():
+        if tensors and is_main_process():
             path = folder / f"{role}_memory.safetensors"
             save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, str(path))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlhf_algos import job_device
 from rlhf_algos.process_group import (
-    num_processes,
+    world_size,
 )
 from rlhf_data import UserError
 from rlhf_minmax.config.run import MinMaxConfig
@@ -25,7 +25,7 @@ def plan_devices(config: MinMaxConfig) -> DeviceManager:
     Raises:
         UserError: a device does not exist, or devices are named for several processes.
     """
-    if num_processes() == 1:
+    if world_size() == 1:
         return DeviceManager(config.devices)
     if config.devices:
         raise UserError(
@@ -83,7 +83,7 @@ def check_built(config: MinMaxConfig, stories: Stories, cache_folder: Path | Non
     Raises:
         UserError: there are several, and a model is missing.
     """
-    if num_processes() == 1:
+    if world_size() == 1:
         return
     folder = demo_folder(
         stories.building, stories.prompts, config.demo_settings(), seed=config.seed, cache_folder=cache_folder

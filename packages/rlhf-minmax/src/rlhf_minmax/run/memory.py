@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 
 from rlhf_algos import MOMENT_BYTES
-from rlhf_algos.process_group import num_processes
+from rlhf_algos.process_group import world_size
 from rlhf_minmax.config.run import MinMaxConfig, PlayerConfig
 from rlhf_minmax.optim.gradient_step import zero_stage
 from rlhf_minmax.players.players import PLAIN, backbone_settings, lora_settings, share_backbone
@@ -86,7 +86,7 @@ def estimate_memory(
     """
     path = config.training.deepspeed
     stage = None if path is None else zero_stage(path)
-    state = state_bytes(stage, num_processes(), moments=MOMENT_BYTES[config.training.optim])
+    state = state_bytes(stage, world_size(), moments=MOMENT_BYTES[config.training.optim])
     policies = ["policy", PLAIN] if config.baseline else ["policy"]
     players = [("policy", config.policy_model, policies), ("monitor", config.monitor_model, ["monitor"])]
     if share_backbone(config):

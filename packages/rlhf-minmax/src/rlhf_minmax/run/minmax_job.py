@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_algos import Clock, check_best_metric, versions
-from rlhf_algos.process_group import from_first_process, is_first_process, num_processes, wait_for_all
+from rlhf_algos.process_group import barrier, broadcast, is_main_process, world_size
 from rlhf_data import RunFolder, UserError, atomic_write_json
 from rlhf_eval import training_curves
 from rlhf_minmax.config.run import MinMaxConfig
@@ -102,7 +102,7 @@ class MinMaxJob:
             return self._finish_report(finished)
         clock = Clock(*_PARTS)
         stories, devices = self._check()
-        if is_first_process():
+        if is_main_process():
             self.run.write_config(self.config.to_dict())
         game = self._build(stories, devices, clock)
         game, check, before = self._preflight(game, stories, clock, to_play=True)
@@ -126,7 +126,7 @@ class MinMaxJob:
         responses = best_responses(pipeline, trainer.optimizer.dual.multiplier, stories)
         clock.lap("evaluation")
         self.events.evaluated("after", after)
-        if is_first_process():
+        if is_main_process():
             self._save_players(pipeline.players, "final")
             self.run.write_samples(samples)
         results = {
@@ -148,7 +148,7 @@ class MinMaxJob:
             "prompts": self._prompts_as_seen(pipeline, stories),
             "versions": versions(_PACKAGES),
         }
-        if is_first_process():
+        if is_main_process():
             self._publish(results)
         return results
 
@@ -174,7 +174,7 @@ class MinMaxJob:
             "versions": versions(_PACKAGES),
         }
         results["api_usage"] = api_usage(game.pipeline.judge, game.held_out.judge)
-        if is_first_process():
+        if is_main_process():
             atomic_write_json(self.run.path / "evaluation.json", results)
         return results
 
@@ -188,7 +188,7 @@ class MinMaxJob:
         self.events.device_plan(device_rows(devices))
         for warning in checked.warnings:
             self.events.warning(warning)
-        if num_processes() == 1:  # of several none may build
+        if world_size() == 1:  # of several none may build
             seconds = time_to_build(self.config, checked, self.cache_folder, rebuild=self.rebuild_demo)
             if seconds is not None:
                 self.events.building(seconds)
@@ -206,7 +206,7 @@ class MinMaxJob:
     ) -> tuple[Game, BreakEven, dict[str, Any]]:
         """Fix score scales and the judge's weight, evaluate the start; taken from the folder when resumed."""
         path = self.run.path / _PREFLIGHT
-        if not from_first_process(path.exists()):
+        if not broadcast(path.exists()):
             probe, seed = stories.train[: self.config.data.probe_stories], self.config.seed
             pipeline, read = measure_scales(game.pipeline, probe, seed=seed)
             check = measure_break_even(pipeline, probe, seed=seed)
@@ -223,10 +223,10 @@ class MinMaxJob:
                 "held_out_reward_scale": asdict(held_out.reward_scale),
                 "held_out_judge_scale": asdict(held_out.judge_scale),
             }
-            if is_first_process():
+            if is_main_process():
                 found = {"break_even": check.to_dict(), "before": before, "read": asdict(read)}
                 atomic_write_json(path, scales | found)
-            wait_for_all()
+            barrier()
         saved = json.loads(path.read_text(encoding="utf-8"))
         check = BreakEven(**saved["break_even"])
         pipeline = replace(
@@ -266,9 +266,9 @@ class MinMaxJob:
         assert policy is not None
         alone = replace(game.pipeline, players=replace(game.pipeline.players, policy=policy))
         folder = RunFolder(self.run.path / "plain")
-        if is_first_process():
+        if is_main_process():
             RunFolder.create(folder.path, resume=True)
-        wait_for_all()
+        barrier()
         trainer = self._trainer(
             replace(game, pipeline=alone), stories, folder, adversary=False, resume=resume
         )
@@ -334,7 +334,7 @@ class MinMaxJob:
         if not trainer.optimizer.keeps_averages:
             return None
         with trainer.optimizer.averaged():
-            if is_first_process():
+            if is_main_process():
                 self._save_players(game.pipeline.players, "final_average")
             return self._measure(game, stories, trainer)
 
@@ -386,6 +386,6 @@ class MinMaxJob:
             raise UserError(
                 f"{self.run.path} holds a finished run; start a new one with another --output-dir"
             )
-        if is_first_process():
+        if is_main_process():
             write_minmax_report(self.run, report)
         return results

@@ -20,7 +20,7 @@ from rlhf_algos import (
     check_evaluations,
     load_weights,
 )
-from rlhf_algos.process_group import is_first_process, num_processes, process_number, wait_for_all
+from rlhf_algos.process_group import barrier, is_main_process, rank, world_size
 from rlhf_data import QARecord, RunFolder, UserError, json_hash
 from rlhf_minmax.config.run import MinMaxConfig
 from rlhf_minmax.evaluation.doctor import Doctor
@@ -112,7 +112,7 @@ class MinMaxTrainer:
             name="minmax",
             settings=config,
         )
-        self.writes = is_first_process()
+        self.writes = is_main_process()
 
     @property
     def total_steps(self) -> int:
@@ -177,7 +177,7 @@ class MinMaxTrainer:
         self.pipeline.watch.read()
         batch = self._next_batch()
         seed = self.config.seed * 1_000_003 + 10 * self.step
-        torch.manual_seed(seed + process_number())
+        torch.manual_seed(seed + rank())
         rates = self.optimizer.begin_step(self.step)
         metrics = self._game_step(batch, seed) if self.adversary else self._plain_step(batch, seed)
         self.optimizer.end_step()
@@ -263,7 +263,7 @@ class MinMaxTrainer:
         state: dict[str, Any] = {
             "num_tokens": self.num_tokens,
             "data": self._data_hash(),
-            "num_processes": num_processes(),
+            "num_processes": world_size(),
             "dynamics": self.dynamics.to_dict(),
             "doctor": self.doctor.to_dict(),
             "stopping": self.events.stopping.state(),
@@ -274,7 +274,7 @@ class MinMaxTrainer:
                     player.save_pretrained(folder / name)
                 if self.pools.policies.members:
                     self.pools.save(folder)
-            wait_for_all()
+            barrier()
             state["dual"] = self.optimizer.save(folder)
 
     def resume(self) -> bool:
@@ -287,7 +287,7 @@ class MinMaxTrainer:
         latest = self.checkpoints.latest()
         if latest is not None:
             self.load_checkpoint(latest)
-        wait_for_all()
+        barrier()
         if self.writes:
             for folder in (self.run, *(RunFolder(self.run.path / role) for role in self.optimizer.players())):
                 folder.truncate_logs(self.step)
@@ -303,9 +303,9 @@ class MinMaxTrainer:
         if state["data"] != self._data_hash():
             raise UserError(f"{folder} was written with other training stories; resume with the same data")
         count = state["num_processes"]
-        if self.config.training.deepspeed and count != num_processes():
+        if self.config.training.deepspeed and count != world_size():
             raise UserError(
-                f"{folder} holds the DeepSpeed state of {count} processes, there are {num_processes()} now; "
+                f"{folder} holds the DeepSpeed state of {count} processes, there are {world_size()} now; "
                 "resume with as many"
             )
         self._load_players(folder, state)

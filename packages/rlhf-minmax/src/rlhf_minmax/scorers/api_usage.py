@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rlhf_algos.process_group import gathered
+from rlhf_algos.process_group import all_gather
 from rlhf_infer import APIJudge, APIUsage
 from rlhf_minmax.scorers.distributed import ScoredByFirst, ScoredInParts
 
@@ -24,7 +24,7 @@ def api_usage(judge: Any, held_out_judge: Any = None) -> dict[str, dict[str, Any
     usage = {}
     for name, each in (("judge", judge), ("held_out_judge", held_out_judge)):
         if (api := _api_judge(each)) is not None:
-            usage[name] = asdict(total_usage(gathered([api.usage])))
+            usage[name] = asdict(total_usage(all_gather([api.usage])))
     return usage
 
 

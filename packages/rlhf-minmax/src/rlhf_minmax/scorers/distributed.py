@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from rlhf_algos.process_group import (
-    from_first_process,
-    gathered,
-    is_first_process,
-    num_processes,
-    own_part,
+    all_gather,
+    broadcast,
+    is_main_process,
+    shard,
+    world_size,
 )
 from rlhf_minmax.config.scorers import JudgeConfig
 from rlhf_minmax.scorers.loading import HeldOut
@@ -31,9 +31,9 @@ class ScoredInParts:
 
     def score(self, *columns: Sequence[Any], **options: Any) -> Tensor:
         """(B,) the scorer's scores of B rows; every process must call it with the same."""
-        own = [own_part(column) for column in columns]
+        own = [shard(column) for column in columns]
         scores = self.scorer.score(*own, **options).tolist() if own[0] else []
-        return torch.tensor(gathered(scores))
+        return torch.tensor(all_gather(scores))
 
 
 class ScoredByFirst:
@@ -48,8 +48,8 @@ class ScoredByFirst:
 
     def score(self, *columns: Sequence[Any], **options: Any) -> Tensor:
         """(B,) the scorer's scores of B rows; every process must call it."""
-        scores = self.scorer.score(*columns, **options).tolist() if is_first_process() else None
-        return torch.tensor(from_first_process(scores))
+        scores = self.scorer.score(*columns, **options).tolist() if is_main_process() else None
+        return torch.tensor(broadcast(scores))
 
 
 def shared_out(scorer: Any, config: JudgeConfig | None = None) -> Any:
@@ -59,7 +59,7 @@ def shared_out(scorer: Any, config: JudgeConfig | None = None) -> Any:
         scorer: a reward model or a judge.
         config: of a judge; None for a reward model.
     """
-    if num_processes() == 1:
+    if world_size() == 1:
         return scorer
     return ScoredByFirst(scorer) if config and config.kind == "api" else ScoredInParts(scorer)
 
