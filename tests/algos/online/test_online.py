@@ -107,7 +107,7 @@ def test_grpo_is_the_padded_loss(loss_type: str, level: str) -> None:
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     batches = list(trainer.micro_batches(completions))
-    total = sum(trainer.terms(batch, rows) for batch, rows in batches)
+    total = sum(trainer.num_loss_terms(batch, rows) for batch, rows in batches)
     loss: Any = sum(trainer.loss(batch, rows).loss for batch, rows in batches)
     (loss / total).backward()
     ours = gradient(model)
@@ -162,7 +162,7 @@ def test_ppo_is_the_padded_loss(value_model: str) -> None:
         for parameter in trainer.parameters:
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     batches = list(trainer.micro_batches(completions))
-    total = sum(trainer.terms(batch, rows) for batch, rows in batches)
+    total = sum(trainer.num_loss_terms(batch, rows) for batch, rows in batches)
     loss: Any = sum(trainer.loss(batch, rows).loss for batch, rows in batches)
     (loss / total).backward()
     ours = gradient(trainer.scorer)

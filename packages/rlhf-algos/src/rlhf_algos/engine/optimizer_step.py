@@ -37,7 +37,7 @@ def share_of_step(
     filler: Callable[[], Sequence[Any]],
     *,
     cut: Callable[[Sequence[Any]], Iterable[tuple[PackedBatch, list[Any]]]],
-    terms: Callable[[PackedBatch, Sequence[Any]], int],
+    num_loss_terms: Callable[[PackedBatch, Sequence[Any]], int],
     parallel: Parallel,
 ) -> Share:
     """Cut this process's examples into micro-batches, as many as every other process has.
@@ -49,11 +49,11 @@ def share_of_step(
         own: this process's examples of the step, may be none.
         filler: examples to repeat where there are none.
         cut: cuts examples into packed batches.
-        terms: how many terms the loss of a batch sums over.
+        num_loss_terms: how many terms the loss of a batch sums over.
         parallel: the processes.
     """
     batches = [MicroBatch(batch, rows, True) for batch, rows in cut(own)]
-    count = sum(terms(batch, rows) for batch, rows, _ in batches)
+    count = sum(num_loss_terms(batch, rows) for batch, rows, _ in batches)
     if parallel.world_size == 1:
         return Share(batches, count)
     total = int(parallel.sum(torch.tensor([count], device=parallel.device)))

@@ -43,7 +43,7 @@ class TrainingMethod(ABC, Generic[Example]):
     def loss(self, batch: PackedBatch, examples: Sequence[Example]) -> LossOutput:
         """Loss of one micro-batch, on the model's device; its sequences are those of `examples`."""
 
-    def terms(self, batch: PackedBatch, examples: Sequence[Example]) -> int:
+    def num_loss_terms(self, batch: PackedBatch, examples: Sequence[Example]) -> int:
         """`count`, for a method whose terms depend on more of its examples than the batch tells."""
         return self.count(batch)
 

@@ -61,4 +61,4 @@ class DPOTrainer(ReferenceTrainer[PreferencePair]):
         )
         logps = (sides.chosen_logps, sides.rejected_logps)
         output = pair_output(result.loss, result, logps=logps, scores=scores, batch=batch)
-        return self.balanced(output, scores, self.terms(batch, examples))
+        return self.balanced(output, scores, self.num_loss_terms(batch, examples))

@@ -112,7 +112,7 @@ class KTOTrainer(ReferenceTrainer[KTOExample]):
                 **side_metrics(scores, desirable, ~desirable),
             },
         )
-        return self.balanced(output, scores, self.terms(batch, examples))
+        return self.balanced(output, scores, self.num_loss_terms(batch, examples))
 
     def train_step(self, examples: Sequence[KTOExample]) -> dict[str, float]:
         """See `BaseTrainer.train_step`; moves the average of the KL along."""

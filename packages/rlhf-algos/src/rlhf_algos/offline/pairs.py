@@ -171,7 +171,7 @@ class PairTrainer(LanguageModelTrainer[PreferencePair]):
         output = replace(
             output, sums={**output.sums, **metrics}, means={**output.means, "nll_loss": nll_loss}
         )
-        return self.balanced(output, scores, self.terms(batch, examples))
+        return self.balanced(output, scores, self.num_loss_terms(batch, examples))
 
     def _learned_tokens(self, pairs: Sequence[PreferencePair]) -> int:
         chosen = [pairs[i][0] for i in range(len(pairs))]

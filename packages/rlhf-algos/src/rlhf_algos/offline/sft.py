@@ -67,7 +67,7 @@ class SFTTrainer(LanguageModelTrainer[SFTExample]):
             next_token_loss(scores.logps).loss,
             sums={"entropy": scores.entropy.sum(), "mean_token_accuracy": scores.correct.sum()},
         )
-        return self.balanced(output, scores, self.terms(batch, examples))
+        return self.balanced(output, scores, self.num_loss_terms(batch, examples))
 
     def _check(self, kind: str, rows: Sequence[SFTExample]) -> None:
         for i, row in enumerate(rows):

@@ -77,7 +77,7 @@ class GRPOTrainer(OnlineTrainer):
             metrics |= correct_mismatch(completions, self.config, self.parallel)
         return metrics
 
-    def terms(self, batch: PackedBatch, examples: Sequence[Any]) -> int:
+    def num_loss_terms(self, batch: PackedBatch, examples: Sequence[Any]) -> int:
         """What the loss type divides by: completions, their tokens, or completions of the longest length."""
         lengths = torch.tensor([self._counted(each) for each in examples])
         longest = self.config.max_completion_length
@@ -139,7 +139,7 @@ class GRPOTrainer(OnlineTrainer):
         }
         lows, highs = {"clip_ratio/low_min": stats.low_min}, {"clip_ratio/high_max": stats.high_max}
         output = LossOutput(loss, means=means, lows=lows, highs=highs)
-        return self.balanced(output, scores, self.terms(batch, examples))
+        return self.balanced(output, scores, self.num_loss_terms(batch, examples))
 
     def _kl(
         self, logps: Tensor, old_logps: Tensor, examples: Sequence[Any], sequence: Tensor | None

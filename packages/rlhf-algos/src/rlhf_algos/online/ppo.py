@@ -102,7 +102,7 @@ class PPOTrainer(OnlineTrainer):
         self.episodes += len(table.total)
         return metrics | {"episode": float(self.episodes)}
 
-    def terms(self, batch: PackedBatch, examples: Sequence[Any]) -> int:
+    def num_loss_terms(self, batch: PackedBatch, examples: Sequence[Any]) -> int:
         """Tokens that count."""
         return sum(each.length for each in examples if each.weight)
 
