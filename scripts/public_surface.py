@@ -19,7 +19,7 @@ import click
 
 ROOT = Path(__file__).parents[1]
 COMMITTED = ROOT / "tests" / "repo" / "public_surface.txt"
-COMMANDS = ("rlhf-merge", "rlhf-serve", "rlhf-train")
+COMMANDS = ("rlhf-merge", "rlhf-report", "rlhf-serve", "rlhf-train")
 SETTINGS_OF_OTHER_COMMANDS = ("minmax", "rlhf")
 
 

@@ -1,3 +1,3 @@
-"""Reports on data, runs and models."""
+"""Command line for reports: `rlhf-report`."""
 
 __all__: list[str] = []

@@ -1,0 +1,5 @@
+"""`python -m rlhf_report`."""
+
+from rlhf_report.cli import main
+
+main(prog_name="rlhf-report")
