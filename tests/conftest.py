@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,12 @@ import pytest
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts background jobs so, and their children inherit it: Ctrl-C in tests would do nothing.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if sys.dont_write_bytecode:
+    # To compile torch and transformers anew takes each of the many processes that tests start ten seconds.
+    sys.pycache_prefix = str(Path(__file__).parents[1] / ".pytest_cache" / "bytecode")
+    sys.dont_write_bytecode = False
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+    del os.environ["PYTHONDONTWRITEBYTECODE"]
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tests have caches of their own; what DeepSpeed compiles at its first use (a minute or two) is shared.
@@ -67,28 +74,36 @@ def chat_tokenizer(byte_tokenizer: Any) -> Any:
     return tokenizer
 
 
-@pytest.fixture
-def tiny_llama(byte_tokenizer: Any) -> Any:
-    """A random two-layer Llama for `byte_tokenizer`, fresh for every test."""
+@pytest.fixture(scope="session")
+def built_llama(byte_tokenizer: Any) -> Any:
+    """A random two-layer Llama for `byte_tokenizer`, which no test may change."""
     from rlhf_models import build_tiny_llama
 
-    return build_tiny_llama(
-        len(byte_tokenizer),
-        eos_token_id=byte_tokenizer.eos_token_id,
-        pad_token_id=byte_tokenizer.pad_token_id,
-        hidden_size=32,
-        intermediate_size=64,
-        seed=1,
-    )
+    ends = {"eos_token_id": byte_tokenizer.eos_token_id, "pad_token_id": byte_tokenizer.pad_token_id}
+    return build_tiny_llama(len(byte_tokenizer), hidden_size=32, intermediate_size=64, seed=1, **ends)
+
+
+@pytest.fixture(scope="session")
+def built_llama_folder(
+    tmp_path_factory: pytest.TempPathFactory, built_llama: Any, byte_tokenizer: Any
+) -> Path:
+    """`built_llama` and `byte_tokenizer` saved in one folder, which no test may change."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    built_llama.save_pretrained(folder)
+    byte_tokenizer.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture
-def tiny_model_folder(tmp_path: Path, tiny_llama: Any, byte_tokenizer: Any) -> Path:
-    """`tiny_llama` and `byte_tokenizer` saved in one folder."""
-    folder = tmp_path / "tiny-llama"
-    tiny_llama.save_pretrained(folder)
-    byte_tokenizer.save_pretrained(folder)
-    return folder
+def tiny_llama(built_llama: Any) -> Any:
+    """A copy of `built_llama`, fresh for every test."""
+    return copy.deepcopy(built_llama)
+
+
+@pytest.fixture
+def tiny_model_folder(tmp_path: Path, built_llama_folder: Path) -> Path:
+    """A copy of `built_llama_folder`."""
+    return shutil.copytree(built_llama_folder, tmp_path / "tiny-llama")
 
 
 @pytest.fixture

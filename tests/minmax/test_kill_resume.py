@@ -87,12 +87,7 @@ class Command:
 
     def __init__(self, root: Path, options: Sequence[str]) -> None:
         self.options = options
-        self.environment = os.environ | {
-            "XDG_CACHE_HOME": str(root / "cache"),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPYCACHEPREFIX": str(root / "bytecode"),  # starting is then faster
-        }
-        self.environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        self.environment = os.environ | {"XDG_CACHE_HOME": str(root / "cache"), "OMP_NUM_THREADS": "1"}
 
     def start(self, folder: Path) -> subprocess.Popen[bytes]:
         """Start a run in a folder, or resume the one that left its config there."""

@@ -51,6 +51,12 @@ def refused(train_refused: Callable[..., str]) -> Callable[..., str]:
     return functools.partial(train_refused, "minmax")
 
 
+@pytest.fixture(scope="session")
+def model(built_llama_folder: Path) -> Path:
+    """A tiny random Llama and its tokenizer, which no test may change."""
+    return built_llama_folder
+
+
 @pytest.fixture
 def model_folder(tmp_path: Path, byte_tokenizer: Any) -> Callable[..., Path]:
     """Saves a tiny random GPT-2 with a byte-level tokenizer; its folder."""
@@ -64,6 +70,12 @@ def model_folder(tmp_path: Path, byte_tokenizer: Any) -> Callable[..., Path]:
         return folder
 
     return save
+
+
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing is most of a tiny run; only the runs that modules share draw."""
+    monkeypatch.setattr("rlhf_eval.training_curves", lambda rows, keys, path, **options: path.touch())
 
 
 @pytest.fixture

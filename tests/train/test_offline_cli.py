@@ -24,7 +24,10 @@ CLASSES = {
     "reward": AutoModelForSequenceClassification,
     "prm": AutoModelForTokenClassification,
 }
-FEW = ("--subset-size=8", "--set=story_eval_rows=4", "--set=per_device_train_batch_size=4")
+FEW = (
+    *("--set=story_rows=12", "--subset-size=8", "--set=story_eval_rows=4"),
+    "--set=per_device_train_batch_size=4",
+)
 SMALL = (*FEW, "--max-steps=2", "--set=learning_rate=1e-3")
 FILES = {
     *("before.json", "checkpoint-2", "config.json", "final", "metrics.jsonl", "results.json"),

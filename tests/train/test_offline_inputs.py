@@ -195,8 +195,6 @@ def test_files(
         ("dpo", ["--set=deepspeed=a.json", "--set=fsdp=true"], ["deepspeed and fsdp"]),
         ("dpo", ["--set=deepspeed=none.json"], ["none.json", "zero_optimization"]),
         ("dpo", ["--set=fsdp=true"], ["fsdp", "torchrun"]),
-        ("dpo", ["--set=eos_token=zzz"], ["'zzz'", "vocabulary"]),
-        ("dpo", ["--set=eos_token=zzz", "--dry-run"], ["'zzz'", "vocabulary"]),
         ("dpo", ["--set=load_in_4bit=true"], ["use_peft"]),
         ("dpo", ["--set=load_in_4bit=true", "--set=use_peft=true"], ["--model"]),
         ("dpo", ["--model=a", "--set=model_config=b.yaml"], ["model_name_or_path", "model_config"]),
@@ -218,6 +216,12 @@ def test_files(
 def test_settings(train_refused: Refused, method: str, options: list[str], parts: list[str]) -> None:
     message = train_refused(method, *options)
     assert all(part in message for part in parts), message
+
+
+def test_an_end_token_that_is_not_in_the_vocabulary(train_refused: Refused, tiny_model_folder: Path) -> None:
+    for options in (["--model", tiny_model_folder], ["--dry-run"]):
+        message = train_refused("dpo", "--set=eos_token=zzz", *options)
+        assert "'zzz'" in message and "vocabulary" in message, message
 
 
 def test_what_evaluation_does_not_give_cannot_pick_the_best(

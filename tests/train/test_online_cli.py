@@ -73,28 +73,6 @@ def weights_of(run: Path) -> dict[str, bytes]:
     return {str(path.relative_to(final)): path.read_bytes() for path in final.rglob("*.safetensors")}
 
 
-@pytest.fixture
-def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing is most of a tiny run; where only numbers matter it is left out."""
-    import rlhf_eval
-
-    monkeypatch.setattr(rlhf_eval, "training_curves", lambda *args, **options: None)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Path:
-    """A tiny random Llama and its tokenizer in one folder."""
-    from rlhf_models import build_tiny_llama
-
-    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
-    ends = {"eos_token_id": byte_tokenizer.eos_token_id, "pad_token_id": byte_tokenizer.pad_token_id}
-    build_tiny_llama(
-        len(byte_tokenizer), hidden_size=32, intermediate_size=64, seed=1, **ends
-    ).save_pretrained(folder)
-    byte_tokenizer.save_pretrained(folder)
-    return folder
-
-
 @dataclass(frozen=True)
 class Whole:
     """A run that nothing interrupted."""
@@ -173,9 +151,7 @@ def test_the_value_model_is_kept_beside_the_policy(whole: Whole) -> None:
     assert sum(parameter.numel() for parameter in value_model.parameters()) > 30_000
 
 
-def test_a_run_cut_off_goes_on_as_if_it_had_not_been(
-    train: Train, whole: Whole, tmp_path: Path, no_curves: None
-) -> None:
+def test_a_run_cut_off_goes_on_as_if_it_had_not_been(train: Train, whole: Whole, tmp_path: Path) -> None:
     run = tmp_path / "work" / "run"
     shutil.copytree(whole.run, run)
     (run / "results.json").unlink()
@@ -228,9 +204,7 @@ def test_a_dry_run_looks_at_rewards_and_value_model(train: Train, model: Path) -
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_adapters_are_trained_against_the_model_without_them(
-    train: Train, model: Path, method: str, no_curves: None
-) -> None:
+def test_adapters_are_trained_against_the_model_without_them(train: Train, model: Path, method: str) -> None:
     lora = ("--set=use_peft=true", "--set=lora_r=2", "--set=gradient_checkpointing=true")
     options = (f"--model={model}", *SMALL, *STATEFUL[method], *lora)
     printed = done(train(method, *options, "--output-dir=run"))
@@ -255,7 +229,7 @@ def test_adapters_are_trained_against_the_model_without_them(
     ],
     ids=lambda settings: settings[0].partition("=")[0],
 )
-def test_switches_of_ppo_run(train: Train, model: Path, settings: tuple[str, ...], no_curves: None) -> None:
+def test_switches_of_ppo_run(train: Train, model: Path, settings: tuple[str, ...]) -> None:
     chosen = [f"--set={setting}" for setting in settings]
     done(train("ppo", f"--model={model}", *SMALL, *chosen, "--output-dir=run"))
     rows = metrics_of(Path("run"))
@@ -271,7 +245,7 @@ def test_switches_of_ppo_run(train: Train, model: Path, settings: tuple[str, ...
     ],
     ids=lambda settings: settings[0].partition("=")[0],
 )
-def test_switches_of_grpo_run(train: Train, model: Path, settings: tuple[str, ...], no_curves: None) -> None:
+def test_switches_of_grpo_run(train: Train, model: Path, settings: tuple[str, ...]) -> None:
     chosen = [f"--set={setting}" for setting in settings]
     done(train("grpo", f"--model={model}", *SMALL, *chosen, "--output-dir=run"))
     rows = metrics_of(Path("run"))
@@ -279,7 +253,7 @@ def test_switches_of_grpo_run(train: Train, model: Path, settings: tuple[str, ..
     assert rows[0]["num_updates"] == (4 if "num_iterations=2" in settings else 1)
 
 
-def test_best_checkpoint_and_early_stopping(train: Train, model: Path, no_curves: None) -> None:
+def test_best_checkpoint_and_early_stopping(train: Train, model: Path) -> None:
     settings = ("--set=eval_steps=1", "--set=load_best_model_at_end=true", "--set=early_stopping_patience=1")
     options = (*FEW, "--max-steps=20", "--reward=length:target=8", *settings, "--set=eval_temperature=0")
     worse = ("--set=reward_weights=-1", "--set=lr_scheduler_type=constant")  # nothing beats the longest
@@ -292,7 +266,7 @@ def test_best_checkpoint_and_early_stopping(train: Train, model: Path, no_curves
 
 
 def test_a_signal_saves_and_says_how_to_continue(
-    train: Train, model: Path, monkeypatch: pytest.MonkeyPatch, no_curves: None
+    train: Train, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from rlhf_train.display.training import TrainingDisplay
 
@@ -309,9 +283,7 @@ def test_a_signal_saves_and_says_how_to_continue(
     assert metrics_of(Path("run")) == metrics_of(Path("whole"))
 
 
-def test_without_a_model_a_tiny_one_is_built_once(
-    train: Train, monkeypatch: pytest.MonkeyPatch, no_curves: None
-) -> None:
+def test_without_a_model_a_tiny_one_is_built_once(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     import rlhf_algos.jobs.tiny_models
 
     monkeypatch.setattr(rlhf_algos.jobs.tiny_models, "_LESSONS", ((True, 2000, 5e-3), (False, 1000, 1e-3)))

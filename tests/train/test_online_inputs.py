@@ -83,20 +83,12 @@ def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-@pytest.fixture
-def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing is most of a tiny run; where only numbers matter it is left out."""
-    import rlhf_eval
-
-    monkeypatch.setattr(rlhf_eval, "training_curves", lambda *args, **options: None)
-
-
 def sampled(run: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(run, "samples.jsonl").read_text().splitlines()]
 
 
 def test_columns_reach_the_reward_under_their_names(
-    train: Train, rows: Path, tiny_model_folder: Path, tmp_path: Path, no_curves: None
+    train: Train, rows: Path, tiny_model_folder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "work" / "seen.py").write_text(
         "import json\n\n\ndef seen(prompts, completions, answer, **columns):\n"
@@ -122,7 +114,7 @@ def test_columns_reach_the_reward_under_their_names(
 
 
 def test_conversations_are_answered_with_messages(
-    train: Train, tiny_model_folder: Path, tmp_path: Path, no_curves: None
+    train: Train, tiny_model_folder: Path, tmp_path: Path
 ) -> None:
     template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     template += "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -143,9 +135,7 @@ def test_conversations_are_answered_with_messages(
     assert all(row["reward"] >= len(row["completion"]) for row in rows)
 
 
-def test_streamed_rows_and_rows_left_out(
-    train: Train, tiny_model_folder: Path, tmp_path: Path, no_curves: None
-) -> None:
+def test_streamed_rows_and_rows_left_out(train: Train, tiny_model_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in [*ROWS, {"answer": "no prompt"}]))
     held_out = write(tmp_path / "held-out.jsonl", ROWS[:2])

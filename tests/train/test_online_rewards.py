@@ -58,28 +58,6 @@ def read(path: str | Path) -> Any:
     return json.loads(Path(path).read_text())
 
 
-@pytest.fixture
-def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing is most of a tiny run; where only numbers matter it is left out."""
-    import rlhf_eval
-
-    monkeypatch.setattr(rlhf_eval, "training_curves", lambda *args, **options: None)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Path:
-    """A tiny random Llama and its tokenizer in one folder."""
-    from rlhf_models import build_tiny_llama
-
-    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
-    ends = {"eos_token_id": byte_tokenizer.eos_token_id, "pad_token_id": byte_tokenizer.pad_token_id}
-    build_tiny_llama(
-        len(byte_tokenizer), hidden_size=32, intermediate_size=64, seed=1, **ends
-    ).save_pretrained(folder)
-    byte_tokenizer.save_pretrained(folder)
-    return folder
-
-
 class Scorer(BaseHTTPRequestHandler):
     """Rewards every completion with its number of characters."""
 
@@ -184,7 +162,7 @@ def test_an_ensemble_counts_less_where_its_members_disagree(
 
 
 def test_several_rewards_with_weights_are_trained_on(
-    train: Train, model: Path, reward_models: Path, url: str, no_curves: None
+    train: Train, model: Path, reward_models: Path, url: str
 ) -> None:
     Path("weighted_rewards.py").write_text(REWARDS)
     weights = {"one": 1.0, "two": 0.5, "names_its_place": 2.0, "remote": -0.25, "length": 0.0}
@@ -206,9 +184,7 @@ def test_several_rewards_with_weights_are_trained_on(
         assert row["reward"] == pytest.approx(total, rel=1e-5)
 
 
-def test_ppo_values_start_from_a_reward_model(
-    train: Train, model: Path, reward_models: Path, no_curves: None
-) -> None:
+def test_ppo_values_start_from_a_reward_model(train: Train, model: Path, reward_models: Path) -> None:
     from safetensors.torch import load_file
 
     one = reward_models / "one"
@@ -226,7 +202,7 @@ def test_ppo_values_start_from_a_reward_model(
     assert all(bool((mine[name] == start[name]).all()) for name in start)  # no value loss, so nothing moves
 
 
-def test_a_reward_that_fails_on_the_way_can_be_mended(train: Train, model: Path, no_curves: None) -> None:
+def test_a_reward_that_fails_on_the_way_can_be_mended(train: Train, model: Path) -> None:
     score = "def score(completions, trainer_state):\n    return [float(len(text)) for text in completions]\n"
     broken = score.replace(":\n", ":\n    assert trainer_state.global_step < 2, 'no more'\n", 1)
     options = ("grpo", f"--model={model}", *FEW, "--max-steps=3", "--reward=mine.py:score")

@@ -61,14 +61,6 @@ def data(tmp_path: Path) -> Path:
     return write_rows(tmp_path / "data")
 
 
-@pytest.fixture
-def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing is most of a tiny run; where only numbers matter it is left out."""
-    import rlhf_eval
-
-    monkeypatch.setattr(rlhf_eval, "training_curves", lambda *args, **options: None)
-
-
 @dataclasses.dataclass(frozen=True)
 class Whole:
     """A run of all stages, and what it was given."""
@@ -79,18 +71,13 @@ class Whole:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Whole:
+def whole(tmp_path_factory: pytest.TempPathFactory, built_llama_folder: Path) -> Whole:
     """All three stages on a small random model."""
-    from rlhf_models import build_tiny_llama
     from rlhf_train.cli import main
 
     folder = tmp_path_factory.mktemp("rlhf")
     data = write_rows(folder / "data")
-    ends = {"eos_token_id": byte_tokenizer.eos_token_id, "pad_token_id": byte_tokenizer.pad_token_id}
-    model = build_tiny_llama(len(byte_tokenizer), hidden_size=32, intermediate_size=64, seed=1, **ends)
-    model.save_pretrained(folder / "model")
-    byte_tokenizer.save_pretrained(folder / "model")
-    options = (f"--model={folder / 'model'}", f"--data={data}", *SMALL)
+    options = (f"--model={built_llama_folder}", f"--data={data}", *SMALL)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rlhf_eval.training_curves", lambda *args, **options: None)
         printed = done(CliRunner().invoke(main, ["rlhf", *options, f"--output-dir={folder / 'run'}"]))
@@ -123,7 +110,7 @@ def test_each_stage_starts_from_what_the_one_before_it_left(whole: Whole) -> Non
     assert any(not bool((start[name] == end[name]).all()) for name in start)
 
 
-def test_the_run_s_own_config_is_a_config_file(train: Train, whole: Whole, no_curves: None) -> None:
+def test_the_run_s_own_config_is_a_config_file(train: Train, whole: Whole) -> None:
     config = read(whole.run / "config.json")
     assert config["method"] == "rlhf" and config["stages"] == list(STAGES)
     done(train("rlhf", f"--config={whole.run / 'config.json'}", "--output-dir=again"))
@@ -142,7 +129,7 @@ def test_a_finished_run_is_not_run_again(train: Train, whole: Whole) -> None:
 
 @pytest.mark.parametrize("lost", STAGES)
 def test_a_run_goes_on_in_the_stage_that_it_was_in(
-    train: Train, whole: Whole, tmp_path: Path, lost: str, no_curves: None
+    train: Train, whole: Whole, tmp_path: Path, lost: str
 ) -> None:
     run = tmp_path / "work" / "run"
     shutil.copytree(whole.run, run)
@@ -167,9 +154,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in json.loads(line).items() if k not in CLOCK} for line in lines]
 
 
-def test_stages_by_themselves_and_rows_by_name(
-    train: Train, data: Path, tiny_model_folder: Path, no_curves: None
-) -> None:
+def test_stages_by_themselves_and_rows_by_name(train: Train, data: Path, tiny_model_folder: Path) -> None:
     model = f"--model={tiny_model_folder}"
     first = (f"--sft-data={data / 'sft.jsonl'}", "--stage=sft", "--seed=3")
     done(train("rlhf", model, *first, *SMALL, "--output-dir=first"))
@@ -190,9 +175,7 @@ def test_stages_by_themselves_and_rows_by_name(
     assert {path.name for path in Path("fourth").iterdir()} == {"config.json", "results.json", "sft", "ppo"}
 
 
-def test_a_tiny_model_gets_settings_that_suit_it_in_every_stage(
-    train: Train, data: Path, no_curves: None
-) -> None:
+def test_a_tiny_model_gets_settings_that_suit_it_in_every_stage(train: Train, data: Path) -> None:
     done(train("rlhf", f"--data={data}", "--max-steps=1", "--output-dir=run"))
     configs = {stage: read(f"run/{stage}/config.json") for stage in STAGES}
     for stage, config in configs.items():
@@ -202,7 +185,7 @@ def test_a_tiny_model_gets_settings_that_suit_it_in_every_stage(
 
 @pytest.mark.filterwarnings("ignore:Could not find a config file in gpt2:UserWarning")  # peft, offline
 def test_the_example_config_trains_adapters_in_every_stage(
-    train: Train, data: Path, gpt2_hub_cache: Path, no_curves: None
+    train: Train, data: Path, gpt2_hub_cache: Path
 ) -> None:
     file = Path(__file__).parents[2] / "configs" / "rlhf_config.json"
     assert "(rlhf_config.json)" in (file.parent / "README.md").read_text()
@@ -240,9 +223,7 @@ def test_eval_only_measures_what_there_is(train: Train, whole: Whole, tmp_path: 
         assert found["after"] == read(run / stage / "results.json")["after"]
 
 
-def test_without_data_it_is_the_story_of_minmax(
-    train: Train, monkeypatch: pytest.MonkeyPatch, no_curves: None
-) -> None:
+def test_without_data_it_is_the_story_of_minmax(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     import rlhf_train.commands.rlhf_story
 
     small = {"demo": DEMO, "data": {"train_stories": 32, "eval_stories": 12}}
@@ -351,7 +332,7 @@ def test_options_that_it_does_not_have(train: Train) -> None:
     assert list(Path().iterdir()) == []
 
 
-def test_the_third_stage_by_its_other_name(whole: Whole, train: Train, data: Path, no_curves: None) -> None:
+def test_the_third_stage_by_its_other_name(whole: Whole, train: Train, data: Path) -> None:
     models = (f"--model={whole.run / 'sft/final'}", f"--reward-model={whole.run / 'reward/final'}")
     options = ("--stage=rlhf", f"--prompt-data={data / 'prompts.jsonl'}", *models, *SMALL)
     done(train("rlhf", *options, "--output-dir=run"))
