@@ -105,6 +105,7 @@ def test_its_model_loads_in_plain_transformers(train: Train, tiny_model_folder: 
         ("dpo", {"load_best_model_at_end": True}, ["load_best_model_at_end"]),
         ("dpo", {"early_stopping_patience": 1}, ["early_stopping_patience"]),
         ("dpo", {"streaming": True, "train_data": "a.jsonl"}, ["streaming"]),
+        ("sft", {"disable_dropout": True}, ["disable_dropout"]),
         ("reward", {"head": "mlp"}, ["head 'mlp'"]),
         ("reward", {"num_members": 2}, ["num_members 2"]),
         ("orpo", {"router_aux_loss_coef": 0.1}, ["router_aux_loss_coef"]),

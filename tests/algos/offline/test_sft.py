@@ -91,7 +91,9 @@ def test_rows_made_on_demand_are_asked_for_one_step_at_a_time(examples):
     assert rows.asked == [0, 1, 2, 3]
 
 
-def test_dropout_is_that_of_the_model():
+@pytest.mark.parametrize(("disabled", "left"), [(False, 0.5), (True, 0.0)])
+def test_dropout_is_that_of_the_model_unless_it_is_disabled(disabled, left):
     model: Any = tiny_model("gpt2", vocab_size=40, resid_pdrop=0.5)
-    SFTTrainer(model, SFTConfig(max_steps=1), [TokenSequence([5, 6, 7], 1)]).train()
-    assert model.transformer.h[0].mlp.dropout.p == 0.5
+    config = SFTConfig(max_steps=1, disable_dropout=disabled)
+    SFTTrainer(model, config, [TokenSequence([5, 6, 7], 1)]).train()
+    assert model.transformer.h[0].mlp.dropout.p == left

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_algos.process_group import is_main_process
 from rlhf_data import RunFolder, apply_overrides
 from rlhf_train.commands.training import load_settings, of_method
 from rlhf_train.inputs import check_inputs, described
 from rlhf_train.runs import resumable, resumed_run, run_of_all
+
+if TYPE_CHECKING:
+    from rlhf_algos import RLHFConfig
 
 _JOB = "rlhf"
 _KEY_OF_OPTION = {
@@ -92,7 +95,7 @@ def resolve_config(options: dict[str, Any]) -> Any:
     return RLHFConfig.from_dict(values, where=where)
 
 
-def _check(config: Any, run: RunFolder) -> None:
+def _check(config: RLHFConfig, run: RunFolder) -> None:
     from rlhf_train.display.training import TrainingDisplay
 
     with TrainingDisplay(quiet=not is_main_process()) as display:
@@ -100,7 +103,7 @@ def _check(config: Any, run: RunFolder) -> None:
         check_inputs(config)
 
 
-def _plan(config: Any, run: RunFolder) -> None:
+def _plan(config: RLHFConfig, run: RunFolder) -> None:
     from rlhf_algos import RLHFOrchestrator, plan_training
     from rlhf_train.commands.rlhf_story import story_plan
     from rlhf_train.display.training import TrainingDisplay
@@ -115,7 +118,7 @@ def _plan(config: Any, run: RunFolder) -> None:
             display.show_plan({**plan, "rows": rows})
 
 
-def _work(config: Any, run: RunFolder, options: dict[str, Any]) -> None:
+def _work(config: RLHFConfig, run: RunFolder, options: dict[str, Any]) -> None:
     from rlhf_algos import RLHFOrchestrator
     from rlhf_train.commands.rlhf_story import rows_for, story_stages
     from rlhf_train.display.training import TrainingDisplay

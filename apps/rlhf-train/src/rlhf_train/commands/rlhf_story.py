@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_algos import STAGES, RLHFOrchestrator
+from rlhf_algos import STAGES, RLHFConfig, RLHFOrchestrator
 from rlhf_algos.process_group import barrier, is_main_process
 from rlhf_data import QARecord, RunFolder, UserError, atomic_write_text
 from rlhf_minmax import (
@@ -44,7 +44,7 @@ _PPO: dict[str, Any] = {
 }
 
 
-def story_stages(config: Any, run: RunFolder, display: Any) -> Any:
+def story_stages(config: RLHFConfig, run: RunFolder, display: Any) -> Any:
     """The settings for PPO on stories, its policy and its reward model built now or taken from the cache.
 
     The models are those of `rlhf-train minmax` with the same seed: careless demonstrations fine-tune the
@@ -76,7 +76,7 @@ def story_stages(config: Any, run: RunFolder, display: Any) -> Any:
     return found
 
 
-def story_plan(config: Any, folder: Path) -> Any:
+def story_plan(config: RLHFConfig, folder: Path) -> Any:
     """The settings for a dry run of PPO on stories; nothing is trained.
 
     Args:
@@ -108,7 +108,7 @@ def rows_for(run: RunFolder) -> Iterator[None]:
         raise
 
 
-def _game(config: Any) -> tuple[MinMaxConfig, Stories]:
+def _game(config: RLHFConfig) -> tuple[MinMaxConfig, Stories]:
     """The game whose models and stories are taken.
 
     Raises:
@@ -123,7 +123,7 @@ def _game(config: Any) -> tuple[MinMaxConfig, Stories]:
     return game, load_stories(game)
 
 
-def _with_stories(config: Any, *, base: Path, reward: Path | None, rows: Path) -> Any:
+def _with_stories(config: RLHFConfig, *, base: Path, reward: Path | None, rows: Path) -> Any:
     """The settings with the stage ppo on stories; without a reward model where `reward` is None."""
     rows = rows.absolute()
     models = [] if reward is None else [str(reward)]

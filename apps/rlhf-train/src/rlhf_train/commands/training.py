@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_algos import METHODS
 from rlhf_algos.process_group import is_main_process
@@ -10,6 +10,9 @@ from rlhf_data import RunFolder, UserError, apply_overrides, load_config_file
 from rlhf_train.inputs import check_inputs, described
 from rlhf_train.plugins import source_of
 from rlhf_train.runs import checkpoint_to_evaluate, resumable, resumed_run, run_of_all
+
+if TYPE_CHECKING:
+    from rlhf_algos.jobs.config import JobConfig
 
 _KEY_OF_OPTION = {
     "model": "model_name_or_path",
@@ -96,7 +99,7 @@ def of_method(method: str, values: dict[str, Any], where: str) -> dict[str, Any]
     return {key: value for key, value in values.items() if key != "method"}
 
 
-def _work(method: str, config: Any, run: RunFolder, options: dict[str, Any]) -> None:
+def _work(method: str, config: JobConfig, run: RunFolder, options: dict[str, Any]) -> None:
     from rlhf_train.display.training import TrainingDisplay
 
     display = TrainingDisplay(quiet=not is_main_process())
@@ -124,7 +127,7 @@ def _work(method: str, config: Any, run: RunFolder, options: dict[str, Any]) -> 
     display.show_results(results, run)
 
 
-def _job(method: str, config: Any, run: RunFolder, display: Any) -> Any:
+def _job(method: str, config: JobConfig, run: RunFolder, display: Any) -> Any:
     if config.backend == "trl":
         from rlhf_train.trl.backend import TRLJob
 

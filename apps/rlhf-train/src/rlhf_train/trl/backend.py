@@ -27,6 +27,8 @@ from transformers.utils import logging as transformers_logging
 from rlhf_algos import (
     METHODS,
     Clock,
+    DPOConfig,
+    SFTConfig,
     TrainerConfig,
     check_machine,
     choose_precision,
@@ -38,6 +40,8 @@ from rlhf_algos import (
     save_pretrained,
     start_model,
 )
+from rlhf_algos.configs.trainer import LanguageModelConfig
+from rlhf_algos.jobs.config import JobConfig
 from rlhf_algos.jobs.data import Rows, conversion
 from rlhf_algos.jobs.models import keep_base
 from rlhf_algos.jobs.training_job import Job
@@ -68,7 +72,7 @@ _WITHOUT_EFFECT = (
 """Keys that TRL does without, and that change no result."""
 
 
-def check_settings(name: str, config: Any) -> None:
+def check_settings(name: str, config: JobConfig) -> None:
     """Refuse what TRL cannot do.
 
     Args:
@@ -88,12 +92,15 @@ def check_settings(name: str, config: Any) -> None:
         raise UserError(
             f"TRL cannot honour {key} {getattr(config, key)!r}; leave it out, or leave out --backend trl"
         )
-    if "experimental" in trainer and config.router_aux_loss_coef is not None:
+    experts = isinstance(config, LanguageModelConfig) and config.router_aux_loss_coef is not None
+    if experts and "experimental" in trainer:
         raise UserError(
             f"TRL takes the weight of the routers' loss for {name} from the model's config; "
             "leave router_aux_loss_coef out, or leave out --backend trl"
         )
-    if name == "dpo" and config.label_smoothing and config.loss_type == "sigmoid":
+    if isinstance(config, SFTConfig) and config.disable_dropout:
+        raise UserError("TRL cannot honour disable_dropout for sft; leave it out, or leave out --backend trl")
+    if isinstance(config, DPOConfig) and config.label_smoothing and config.loss_type == "sigmoid":
         raise UserError(
             "TRL takes no notice of label_smoothing with loss_type sigmoid; "
             "take loss_type robust, or leave out --backend trl"
@@ -104,7 +111,7 @@ def check_settings(name: str, config: Any) -> None:
         raise UserError('--backend trl needs TRL, which is not installed; run pip install "rlhf-train[trl]"')
 
 
-def _changed(config: Any, keys: Sequence[str]) -> list[str]:
+def _changed(config: JobConfig, keys: Sequence[str]) -> list[str]:
     """Those of these keys that the config has and that are not at their defaults."""
     fields = type(config).model_fields
     return [key for key in keys if key in fields and getattr(config, key) != fields[key].default]
@@ -259,7 +266,7 @@ class TRLJob(Job):
         }
         if config.lr_scheduler_type == "constant" and config.warmup_steps:
             arguments["lr_scheduler_type"] = "constant_with_warmup"
-        if self.name == "dpo":
+        if isinstance(config, DPOConfig):
             arguments["loss_type"] = [config.loss_type]
         if self.name == "simpo":
             arguments["loss_type"] = "simpo"
@@ -293,7 +300,7 @@ def _as_trl_writes(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def _peft_config(model: Any, config: Any) -> Any:
+def _peft_config(model: Any, config: JobConfig) -> Any:
     """The config for peft of the same adapters as this engine adds."""
     with torch.device("meta"):
         shape = type(model)(model.config)

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_algos.configs.trainer import TrainerConfig
+from rlhf_algos.configs.trainer import LanguageModelConfig, TrainerConfig
 
 __all__ = [
     "DPOConfig",
@@ -20,15 +20,15 @@ __all__ = [
 ]
 
 
-class SFTConfig(TrainerConfig):
+class SFTConfig(LanguageModelConfig):
     """Settings of supervised fine-tuning."""
 
     learning_rate: float = Field(default=2e-5, gt=0)
     """Peak learning rate of AdamW."""
     max_length: int | None = Field(default=1024, ge=2)
     """Tokens kept of a row, from its start; null keeps all."""
-    router_aux_loss_coef: float | None = Field(default=None, ge=0)
-    """Weight of the load-balancing loss of a model with experts; null takes that in the model's config."""
+    disable_dropout: bool = False
+    """Train without dropout, the adapters' too."""
     assistant_only_loss: bool = False
     """Of a conversation, learn only what the assistant says; of a prompt's completion, it is always so."""
 
@@ -65,19 +65,18 @@ class PRMConfig(TrainerConfig):
     """Train without dropout, the adapters' too."""
 
 
-class ReferenceConfig(TrainerConfig):
+class ReferenceConfig(LanguageModelConfig):
     """Settings of training against a reference policy."""
 
-    learning_rate: float = Field(default=1e-6, gt=0)
-    """Peak learning rate of AdamW."""
-    max_length: int | None = Field(default=1024, ge=2)
-    """Tokens kept of prompt and completion, from the start; null keeps all."""
     precompute_ref_log_probs: bool = False
     """Score every completion under the reference once, before training, and keep the result on disk."""
-    router_aux_loss_coef: float | None = Field(default=None, ge=0)
-    """Weight of the load-balancing loss of a model with experts; null takes that in the model's config."""
     disable_dropout: bool = True
     """Train without dropout, the adapters' too, so that learning alone tells policy and reference apart."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Unless its log-probs are computed beforehand."""
+        return not self.precompute_ref_log_probs
 
 
 class DPOConfig(ReferenceConfig):
@@ -99,13 +98,9 @@ class DPOConfig(ReferenceConfig):
         return self
 
 
-class SimPOConfig(TrainerConfig):
+class SimPOConfig(LanguageModelConfig):
     """Settings of simple preference optimisation."""
 
-    learning_rate: float = Field(default=1e-6, gt=0)
-    """Peak learning rate of AdamW."""
-    max_length: int | None = Field(default=1024, ge=2)
-    """Tokens kept of prompt and completion, from the start; null keeps all."""
     beta: float = Field(default=2.0, gt=0)
     """Scale of the rewards, which are beta times a completion's mean log-probability per token."""
     simpo_gamma: float = Field(default=1.0, ge=0)
@@ -114,10 +109,6 @@ class SimPOConfig(TrainerConfig):
     """Probability that a pair is labelled the wrong way round."""
     cpo_alpha: float = Field(default=0.0, ge=0)
     """Weight of the chosen completions' negative log-likelihood per token; above 0 this is CPO-SimPO."""
-    router_aux_loss_coef: float | None = Field(default=None, ge=0)
-    """Weight of the load-balancing loss of a model with experts; null takes that in the model's config."""
-    disable_dropout: bool = True
-    """Train without dropout, the adapters' too."""
 
 
 class KTOConfig(ReferenceConfig):

@@ -227,6 +227,11 @@ class GRPOConfig(OnlineConfig):
         return self.epsilon, self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     @property
+    def needs_reference(self) -> bool:
+        """Where its KL counts."""
+        return self.beta > 0
+
+    @property
     def passes(self) -> int:
         """`num_iterations`."""
         return self.num_iterations
@@ -323,6 +328,11 @@ class PPOConfig(OnlineConfig):
                 f"kl_horizon is {self.kl_horizon} completions, too few for rollouts of {completions}; "
                 f"set it above {completions // 5}, better to many times a rollout"
             ) from error
+
+    @property
+    def needs_reference(self) -> bool:
+        """Where its KL counts."""
+        return self.kl_coef > 0
 
     @property
     def passes(self) -> int:

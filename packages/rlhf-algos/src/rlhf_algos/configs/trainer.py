@@ -10,6 +10,7 @@ from rlhf_data import BaseConfig, LocalPath
 
 __all__ = [
     "HardwareConfig",
+    "LanguageModelConfig",
     "LoopConfig",
     "OptimizerConfig",
     "ReportConfig",
@@ -150,3 +151,21 @@ class TrainerConfig(OptimizerConfig, LoopConfig, HardwareConfig, TrackingConfig)
         if self.optim == "adamw_bnb_8bit" and (self.fsdp or self.deepspeed):
             raise ValueError("adamw_bnb_8bit cannot be sharded; take adamw_torch with fsdp and deepspeed")
         return self
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether training computes with a reference; it is the model itself where that has adapters."""
+        return False
+
+
+class LanguageModelConfig(TrainerConfig):
+    """Settings of training a language model on completions that are given."""
+
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """Peak learning rate of AdamW."""
+    max_length: int | None = Field(default=1024, ge=2)
+    """Tokens kept of prompt and completion, from the start; null keeps all."""
+    router_aux_loss_coef: float | None = Field(default=None, ge=0)
+    """Weight of the load-balancing loss of a model with experts; null takes that in the model's config."""
+    disable_dropout: bool = True
+    """Train without dropout, the adapters' too."""

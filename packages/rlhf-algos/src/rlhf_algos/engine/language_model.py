@@ -8,10 +8,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from rlhf_algos.configs.online import GRPOConfig, OnlineConfig
+from rlhf_algos.configs.trainer import LanguageModelConfig
 from rlhf_algos.engine.base_trainer import BaseTrainer
 from rlhf_algos.engine.loss_output import LossOutput
 from rlhf_data import PackedBatch
-from rlhf_models import TokenLogps, evaluating, router_coefficient, token_logps
+from rlhf_models import TokenLogps, disable_dropout, evaluating, router_coefficient, token_logps
 
 __all__ = ["LanguageModelTrainer", "LogpsModule"]
 
@@ -76,9 +78,13 @@ class LanguageModelTrainer(BaseTrainer[Example]):
         UserError: `router_aux_loss_coef` for a model without experts.
     """
 
-    def __init__(self, model: Any, config: Any, *options: Any, **more_options: Any) -> None:
+    def __init__(
+        self, model: Any, config: LanguageModelConfig | OnlineConfig, *options: Any, **more_options: Any
+    ) -> None:
+        if config.disable_dropout:
+            disable_dropout(model)
         self._router_coef = 0.0
-        if hasattr(config, "router_aux_loss_coef"):
+        if isinstance(config, LanguageModelConfig | GRPOConfig):
             self._router_coef = router_coefficient(model, config.router_aux_loss_coef)
         super().__init__(model, config, *options, **more_options)
 

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rlhf_algos.jobs.config import OnlineJobConfig
 from rlhf_data import UserError, record_rows, row_place, scan_rows
 from rlhf_infer import RewardFunctionFactory
 from rlhf_infer.rewards.answers.verifiable import is_checked
@@ -23,7 +24,7 @@ class AnswerCheck:
         config: the job's settings. With `on_bad_row` "skip" a row that cannot be read is left out.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: OnlineJobConfig) -> None:
         specs = [spec for spec in config.reward if spec.partition(":")[0] in _RULES]
         self._config = config
         self._rules: list[Any] = [RewardFunctionFactory.from_spec(spec) for spec in specs]
@@ -101,7 +102,9 @@ class AnswerCheck:
         return self._alone and not any(is_checked(row, rule.column, where) for rule in self._rules)
 
 
-def _rows(config: Any, path: str, subset_size: int | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _rows(
+    config: OnlineJobConfig, path: str, subset_size: int | None
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Place and columns of each row, bad ones left out."""
     rows, numbers = itertools.tee(scan_rows(path))
     found = zip(numbers, record_rows(rows, path, "prompt", columns=config.columns), strict=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhf_algos.jobs.config import JobConfig
 from rlhf_data import Encoder, UserError
 from rlhf_models import load_tokenizer
 
@@ -16,7 +17,7 @@ _LOG = logging.getLogger(__name__)
 _JINJA = (".jinja", ".j2")
 
 
-def set_chat_format(model: Any, tokenizer: Any, config: Any) -> None:
+def set_chat_format(model: Any, tokenizer: Any, config: JobConfig) -> None:
     """Give a tokenizer the chat template and the end token that the settings name; both are then saved.
 
     The end token also becomes that of the model's configs: generation stops at it, and still at those it

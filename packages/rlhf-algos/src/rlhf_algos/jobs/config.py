@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
@@ -18,6 +18,7 @@ __all__ = [
     "HeadConfig",
     "JobConfig",
     "ModelKind",
+    "OnlineJobConfig",
     "RewardSourceConfig",
     "StartModelConfig",
     "job_config",
@@ -130,6 +131,12 @@ class JobConfig(StartModelConfig, AdapterConfig, DataConfig, TrainerConfig):
     backend: Literal["rlhf", "trl"] = "rlhf"
     """Who trains: this engine, or TRL's own trainer on the same model and data."""
 
+    if TYPE_CHECKING:
+
+        @property
+        def max_length(self) -> int | None:
+            """Tokens of a sequence at most; every method's settings have it."""
+
     @model_validator(mode="after")
     def _quantised_weights_are_frozen(self) -> Self:
         if (self.load_in_8bit or self.load_in_4bit) and not self.use_peft:
@@ -199,22 +206,25 @@ class RewardSourceConfig(BaseConfig):
             found["reward"] = list(cls._absolute_paths(tuple(lines)))
         return found
 
+
+class OnlineJobConfig(RewardSourceConfig, OnlineConfig, JobConfig):
+    """What the job of every online method has."""
+
     @model_validator(mode="after")
     def _can_be_trained(self) -> Self:
-        settings: Any = self
         if not self.reward:
             raise ValueError(
                 "there is no reward; give one with --reward: a model, pkg.mod:function, a URL, or a rule "
                 "such as number or choice"
             )
-        weights = settings.reward_weights
+        weights = self.reward_weights
         if weights is not None and len(weights) != len(self.reward):
             raise ValueError(
                 f"reward_weights has {len(weights)} numbers for {len(self.reward)} rewards; give one for each"
             )
-        if settings.vllm_sync_adapters and not (settings.use_vllm and settings.use_peft):
+        if self.vllm_sync_adapters and not (self.use_vllm and self.use_peft):
             raise ValueError("vllm_sync_adapters hands over adapters; it needs use_vllm and use_peft")
-        if settings.backend != "rlhf":
+        if self.backend != "rlhf":
             raise ValueError("backend trl is for the offline methods; leave it out")
         return self
 
@@ -226,7 +236,7 @@ _SECTIONS: dict[ModelKind, tuple[type[BaseConfig], ...]] = {
 }
 
 
-def job_config(method: type[TrainerConfig], model: ModelKind) -> Any:
+def job_config(method: type[TrainerConfig], model: ModelKind) -> type[JobConfig]:
     """The flat config class of a job: the method's keys, those of its kind of model, and all of `JobConfig`.
 
     Args:
@@ -236,8 +246,8 @@ def job_config(method: type[TrainerConfig], model: ModelKind) -> Any:
     Returns:
         A subclass of all of them, whose instances a trainer takes as its method's config.
     """
-    online = (RewardSourceConfig,) if issubclass(method, OnlineConfig) else ()
-    bases: Any = (*online, method, *_SECTIONS[model], JobConfig)
+    every = OnlineJobConfig if issubclass(method, OnlineConfig) else JobConfig
+    bases: Any = (method, *_SECTIONS[model], every)
     name = method.__name__.removesuffix("Config") + "JobConfig"
     namespace = {"__doc__": f"Settings of a {method.__name__} job.", "__module__": __name__}
     return type(name, bases, namespace)

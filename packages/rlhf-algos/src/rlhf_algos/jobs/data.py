@@ -7,9 +7,12 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
+from rlhf_algos.configs.offline import KTOConfig
+from rlhf_algos.configs.online import OnlineConfig
 from rlhf_algos.jobs.answer_check import AnswerCheck
+from rlhf_algos.jobs.config import JobConfig, OnlineJobConfig
 from rlhf_algos.process_group import world_size
 from rlhf_data import (
     Record,
@@ -63,7 +66,7 @@ class Rows:
     streamed: str | None = None
 
 
-def load_rows(method: Method, config: Any) -> Rows:
+def load_rows(method: Method, config: JobConfig) -> Rows:
     """Read a job's rows, or make them from the story world.
 
     Args:
@@ -79,9 +82,8 @@ def load_rows(method: Method, config: Any) -> Rows:
         held_out = _embedded(method, config, config.story_eval_rows, "eval")
         if config.subset_size:
             train = train[: config.subset_size]
-        arithmetic = getattr(config, "task", "story") == "arithmetic"
-        return Rows(train, held_out, "small sums" if arithmetic else "the story world")
-    check = AnswerCheck(config) if method.online else None
+        return Rows(train, held_out, "small sums" if _is_arithmetic(config) else "the story world")
+    check = AnswerCheck(config) if isinstance(config, OnlineJobConfig) else None
     size = min(config.subset_size or _SAMPLE_ROWS, _SAMPLE_ROWS) if config.streaming else config.subset_size
     train, skipped = _read(config.train_data, method, config, size, check)
     if config.eval_data is not None:
@@ -131,7 +133,7 @@ def prompt_key(record: Any) -> str:
 
 
 def build_sets(
-    method: Method, config: Any, rows: Rows, tokenizer: Any, *, max_length: int | None
+    method: Method, config: JobConfig, rows: Rows, tokenizer: Any, *, max_length: int | None
 ) -> tuple[Sequence[Any], Sequence[Any]]:
     """Tokenise training and held-out rows.
 
@@ -179,7 +181,7 @@ def _is_chat(record: Any) -> bool:
     return any(isinstance(getattr(record, name, None), list | tuple) for name in ("messages", "prompt"))
 
 
-def conversion(config: Any, rows: Rows, tokenizer: Any) -> Callable[[Record], Record] | None:
+def conversion(config: JobConfig, rows: Rows, tokenizer: Any) -> Callable[[Record], Record] | None:
     """What turns transcripts and instructions into chat messages, where the job's settings want that.
 
     Args:
@@ -225,23 +227,26 @@ def with_skipped(rows: Rows, *sets: Any) -> Rows:
     return replace(rows, skipped=rows.skipped + sum(len(getattr(each, "skipped", ())) for each in sets))
 
 
-def demonstrated(method: Method, config: Any, rows: Rows) -> Sequence[Any]:
+def demonstrated(method: Method, config: JobConfig, rows: Rows) -> Sequence[Any]:
     """The records that a tiny model is made from: of an embedded task of prompts, right and wrong answers."""
     if not method.online or config.train_data is not None:
         return rows.train
-    if config.task == "arithmetic":
+    if _is_arithmetic(config):
         return arithmetic_records("preference", config.story_rows, split="train", seed=config.seed)
     return story_records("preference", config.story_rows, split="train", seed=config.seed)
 
 
-def _embedded(method: Method, config: Any, count: int, split: Literal["train", "eval"]) -> list[Any]:
+def _embedded(method: Method, config: JobConfig, count: int, split: Literal["train", "eval"]) -> list[Any]:
     """Rows of the embedded task."""
-    arithmetic = getattr(config, "task", "story") == "arithmetic"
-    make = arithmetic_records if arithmetic else training_stories
+    make = arithmetic_records if _is_arithmetic(config) else training_stories
     return make(method.records, count, split=split, seed=config.seed)
 
 
-def _set_options(method: Method, config: Any, max_length: int | None) -> dict[str, Any]:
+def _is_arithmetic(config: JobConfig) -> bool:
+    return isinstance(config, OnlineJobConfig) and config.task == "arithmetic"
+
+
+def _set_options(method: Method, config: JobConfig, max_length: int | None) -> dict[str, Any]:
     """What the set of the method's kind of records takes: of the method, or else of the job's settings.
 
     Raises:
@@ -250,15 +255,15 @@ def _set_options(method: Method, config: Any, max_length: int | None) -> dict[st
     """
     own: Mapping[str, Callable[[], Any]] = {
         "max_length": lambda: max_length,
-        "max_prompt_length": lambda: _prompt_room(config, max_length),
+        "max_prompt_length": lambda: _prompt_room(cast(OnlineConfig, config), max_length),
         "overlong": lambda: method.overlong,
-        "kl_batch_size": lambda: _kl_batch_size(config),
+        "kl_batch_size": lambda: _kl_batch_size(cast(KTOConfig, config)),
     }
     names = [option.name for option in record_kind(method.records).options]
     return {name: own[name]() if name in own else getattr(config, name) for name in names}
 
 
-def _prompt_room(config: Any, max_length: int | None) -> int | None:
+def _prompt_room(config: OnlineConfig, max_length: int | None) -> int | None:
     room = max_length and max_length - config.max_completion_length
     if room is not None and room < 1:
         raise UserError(
@@ -268,7 +273,7 @@ def _prompt_room(config: Any, max_length: int | None) -> int | None:
     return room
 
 
-def _kl_batch_size(config: Any) -> int | None:
+def _kl_batch_size(config: KTOConfig) -> int | None:
     step = config.per_device_train_batch_size * config.gradient_accumulation_steps * world_size()
     if config.kl_estimate != "mismatched":
         return None
@@ -282,7 +287,7 @@ def _kl_batch_size(config: Any) -> int | None:
 
 
 def _read(
-    path: str, method: Method, config: Any, subset_size: int | None, check: AnswerCheck | None
+    path: str, method: Method, config: JobConfig, subset_size: int | None, check: AnswerCheck | None
 ) -> tuple[list[Any], int]:
     """Records of a file and the bad rows left out; a streamed file's are reported when its set is built."""
     streamed = config.streaming and path == config.train_data
@@ -308,7 +313,7 @@ def _warn_of_bad_rows(what: str, messages: Sequence[str]) -> None:
         _LOG.warning("left out: %s: %d; %s%s", what, len(messages), shown, tail)
 
 
-def _warn_of_shared_prompts(train: Sequence[Any], held_out: Sequence[Any], config: Any) -> None:
+def _warn_of_shared_prompts(train: Sequence[Any], held_out: Sequence[Any], config: JobConfig) -> None:
     known = {prompt_key(record) for record in held_out}
     shared = sum(prompt_key(record) in known for record in train)
     if shared:

@@ -13,12 +13,11 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from rlhf_algos.configs.offline import ReferenceConfig
-from rlhf_algos.configs.online import OnlineConfig
 from rlhf_algos.engine.batching import epoch_order, micro_batches
 from rlhf_algos.engine.optimizer import MOMENT_BYTES, train_in_fp32
 from rlhf_algos.engine.parallel import choose_precision
 from rlhf_algos.jobs.chat_setup import set_chat_format
+from rlhf_algos.jobs.config import JobConfig, OnlineJobConfig
 from rlhf_algos.jobs.data import Rows, build_sets, demonstrated, load_rows, with_skipped
 from rlhf_algos.jobs.methods import METHODS, Method
 from rlhf_algos.jobs.models import check_machine, job_device, longest_sequence, lora_settings
@@ -63,7 +62,7 @@ _SHOWN_CHARACTERS = 600
 """Of each part of the rendered example."""
 
 
-def plan_training(name: str, config: Any) -> dict[str, Any]:
+def plan_training(name: str, config: JobConfig) -> dict[str, Any]:
     """Resolve and check a job without training; what it would do, with how many tokens and how much memory.
 
     Loads data and tokenizer, never weights.  Tokens are counted on the real prefix trees of the first 64
@@ -83,22 +82,22 @@ def plan_training(name: str, config: Any) -> dict[str, Any]:
     """
     method = METHODS[name]
     check_machine(config)
-    if method.online:
+    if isinstance(config, OnlineJobConfig):
         check_parts(config)
     rows = load_rows(method, config)
     tokenizer, model = _shape(method, config, demonstrated(method, config, rows))
     max_length = longest_sequence(model.config, config.max_length)
     train, held_out = build_sets(method, config, rows, tokenizer, max_length=max_length)
-    global_batch_size = _rows_per_step(method, config)
+    global_batch_size = _rows_per_step(config)
     per_epoch = math.ceil(len(train) / global_batch_size)
     steps = (
         config.max_steps if config.max_steps > 0 else max(1, math.ceil(config.num_train_epochs * per_epoch))
     )
-    counted = _Completed(train, config) if method.online else train
+    counted = _Completed(train, config) if isinstance(config, OnlineJobConfig) else train
     packed, padded, largest, longest = _count_tokens(config, counted, global_batch_size, steps)
     rows_text = f"{min(global_batch_size, len(train)):,} rows"
     passes = 1
-    if method.online:
+    if isinstance(config, OnlineJobConfig):
         passes = config.passes
         each = f"{config.num_generations} completion{'s' if config.num_generations > 1 else ''} each"
         rows_text = f"{rows_text}, {each}, {passes} pass{'es' if passes > 1 else ''} over them"
@@ -125,7 +124,7 @@ def plan_training(name: str, config: Any) -> dict[str, Any]:
     }
 
 
-def _shape(method: Method, config: Any, records: Sequence[Any]) -> tuple[Any, Any]:
+def _shape(method: Method, config: JobConfig, records: Sequence[Any]) -> tuple[Any, Any]:
     """The tokenizer, and the model to train without its weights."""
     name = config.model_name_or_path
     if name and is_language_adapter(name):
@@ -162,7 +161,7 @@ def _shape(method: Method, config: Any, records: Sequence[Any]) -> tuple[Any, An
 
 
 def _count_tokens(
-    config: Any, examples: Sequence[Any], global_batch_size: int, steps: int
+    config: JobConfig, examples: Sequence[Any], global_batch_size: int, steps: int
 ) -> tuple[float, float, int, int]:
     """Tokens of a step, packed and padded, of the largest pass, and of the longest sequence."""
     order = epoch_order(len(examples), 0, shuffle=config.shuffle, seed=config.seed)
@@ -182,7 +181,7 @@ def _count_tokens(
 class _Completed(Sequence[tuple[TokenSequence, ...]]):
     """Prompts with their completions as long as they may get, no two alike."""
 
-    def __init__(self, prompts: Sequence[PromptExample], config: Any) -> None:
+    def __init__(self, prompts: Sequence[PromptExample], config: OnlineJobConfig) -> None:
         self._prompts, self._config = prompts, config
 
     def __len__(self) -> int:
@@ -196,13 +195,13 @@ class _Completed(Sequence[tuple[TokenSequence, ...]]):
         )
 
 
-def _rows_per_step(method: Method, config: Any) -> int:
+def _rows_per_step(config: JobConfig) -> int:
     """Rows of a step, over all processes.
 
     Raises:
         UserError: the completions of an optimizer step are no whole groups.
     """
-    if method.online:
+    if isinstance(config, OnlineJobConfig):
         try:
             return config.prompts_per_step(world_size())
         except ValueError as error:
@@ -219,7 +218,7 @@ def _sequences(example: Any) -> Iterator[TokenSequence]:
             yield from _sequences(part)
 
 
-def _example_rows(config: Any, example: Any, tokenizer: Any) -> list[tuple[str, str]]:
+def _example_rows(config: JobConfig, example: Any, tokenizer: Any) -> list[tuple[str, str]]:
     """Learning rate, rewards, and the first example as the model reads it, with special tokens."""
     rows = [("learning rate", f"{config.learning_rate:g}, {config.lr_scheduler_type}")]
 
@@ -228,7 +227,7 @@ def _example_rows(config: Any, example: Any, tokenizer: Any) -> list[tuple[str, 
         half = _SHOWN_CHARACTERS // 2
         return whole if len(whole) <= _SHOWN_CHARACTERS else f"{whole[:half]} ... {whole[-half:]}"
 
-    if isinstance(example, PromptExample):
+    if isinstance(example, PromptExample) and isinstance(config, OnlineJobConfig):
         rewards = ("rewards", ", ".join(config.reward) or "the reward model of the stage before")
         return [*rows, rewards, ("first prompt", text(example.prompt_ids))]
     for number, sequence in enumerate(_sequences(example), start=1):
@@ -237,7 +236,7 @@ def _example_rows(config: Any, example: Any, tokenizer: Any) -> list[tuple[str, 
     return rows
 
 
-def _model_text(config: Any, model: Any) -> str:
+def _model_text(config: JobConfig, model: Any) -> str:
     total = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     origin = config.model_name_or_path or config.scratch or "tiny, built from the rows"
@@ -253,19 +252,14 @@ def _data_text(rows: Rows, train: Sequence[Any], held_out: Sequence[Any]) -> str
     return f"{rows.source}: {len(train):,} rows for training, {len(held_out):,} held out{skipped}"
 
 
-def _memory_text(name: str, config: Any, model: Any, tokens: int, precision: str) -> str:
+def _memory_text(name: str, config: JobConfig, model: Any, tokens: int, precision: str) -> str:
     use_peft = config.use_peft
     bits = 8 if config.load_in_8bit else 4 if config.load_in_4bit else None
     members = getattr(config, "num_members", 1) if getattr(config, "ensemble", "") == "independent" else 1
     base = model.get_base_model() if use_peft else model
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    has_reference = (
-        METHODS[name].trainer_class.needs_reference(config)
-        if isinstance(config, OnlineConfig)
-        else isinstance(config, ReferenceConfig) and not config.precompute_ref_log_probs
-    )
     weights = members * weight_bytes(base, bits=bits)
-    reference = weights if has_reference and not use_peft else 0.0
+    reference = weights if config.needs_reference and not use_peft else 0.0
     moments = MOMENT_BYTES[config.optim]
     state = members * sum(p.numel() * (p.element_size() + moments) for p in trained)
     itemsize = 2 if precision in ("bf16", "fp16") else next(model.parameters()).element_size()

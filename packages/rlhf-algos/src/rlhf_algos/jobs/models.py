@@ -6,12 +6,14 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from rlhf_algos.configs.offline import PRMConfig
 from rlhf_algos.engine.parallel import check_hardware
 from rlhf_algos.jobs.chat_setup import set_chat_format, warn_of_endless_turns
+from rlhf_algos.jobs.config import AdapterConfig, EnsembleConfig, HeadConfig, JobConfig
 from rlhf_algos.jobs.tiny_models import CHAT_TEMPLATE, record_texts, tiny_start
 from rlhf_algos.process_group import is_main_process, world_size
 from rlhf_data import UserError
@@ -54,7 +56,7 @@ def job_device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def check_machine(config: Any) -> None:
+def check_machine(config: JobConfig) -> None:
     """Refuse settings that need another machine or more processes, before anything is loaded.
 
     Raises:
@@ -75,7 +77,7 @@ def longest_sequence(model_config: Any, max_length: int | None) -> int | None:
 
 
 def start_model(
-    method: Method, config: Any, records: Sequence[Any], *, base_folder: Path | None = None
+    method: Method, config: JobConfig, records: Sequence[Any], *, base_folder: Path | None = None
 ) -> tuple[Any, Any]:
     """The model to train, on its device, and its tokenizer.
 
@@ -110,7 +112,7 @@ def start_model(
 
 
 def _language_model(
-    method: Method, config: Any, records: Sequence[Any], options: dict[str, Any], *, merged: bool
+    method: Method, config: JobConfig, records: Sequence[Any], options: dict[str, Any], *, merged: bool
 ) -> tuple[Any, Any]:
     """The language model that a job starts from, and its tokenizer; `merged` where an adapter is given."""
     name, device = config.model_name_or_path, options["device"]
@@ -148,10 +150,11 @@ def _language_model(
 _SCORERS: dict[str, Any] = {"reward": RewardModel, "prm": ProcessRewardModel}
 
 
-def _scorer(method: Method, config: Any, maker: str, *source: Any, **options: Any) -> Any:
+def _scorer(method: Method, config: JobConfig, maker: str, *source: Any, **options: Any) -> Any:
     """A scoring model, or an ensemble, by one of the constructors that all of them have."""
+    assert isinstance(config, HeadConfig)
     options |= {"head": config.head, "seed": config.seed}
-    if getattr(config, "num_members", 1) == 1:
+    if not isinstance(config, EnsembleConfig) or config.num_members == 1:
         return getattr(_SCORERS[method.model], maker)(*source, **options)
     if config.use_peft and config.ensemble == "independent":
         raise UserError("independent members train in full; with use_peft take ensemble adapters or heads")
@@ -161,12 +164,12 @@ def _scorer(method: Method, config: Any, maker: str, *source: Any, **options: An
     return getattr(RewardEnsemble, maker)(*source, **options)
 
 
-def _finished(method: Method, model: Any, config: Any) -> Any:
+def _finished(method: Method, model: Any, config: JobConfig) -> Any:
     """The model with what its method reads texts by, and with adapters where they are wanted."""
     if method.model == "reward":
         model.append_eos = True
     if method.model == "prm":
-        model.step_separator = config.step_separator
+        model.step_separator = cast(PRMConfig, config).step_separator
     if not config.use_peft or isinstance(model, RewardEnsemble):
         return model
     if method.model == "policy":
@@ -181,16 +184,16 @@ def keep_base(model: Any, tokenizer: Any, folder: Path) -> None:
     model.name_or_path = model.config._name_or_path = str(folder.absolute())
 
 
-def _trains_adapters(config: Any) -> bool:
-    return config.use_peft or (getattr(config, "num_members", 1) > 1 and config.ensemble == "adapters")
+def _trains_adapters(config: JobConfig) -> bool:
+    return config.use_peft or (isinstance(config, EnsembleConfig) and config.ensemble == "adapters")
 
 
-def lora_settings(config: Any) -> LoraSettings:
+def lora_settings(config: AdapterConfig) -> LoraSettings:
     """The adapters that a job's settings ask for."""
     return LoraSettings(**{name: getattr(config, name) for name in LoraSettings.model_fields})
 
 
-def _dtype(config: Any) -> torch.dtype:
+def _dtype(config: JobConfig) -> torch.dtype:
     return torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
 
 

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import Any
 
 from rlhf_algos.configs.online import PPOConfig
+from rlhf_algos.engine.parallel import choose_precision
+from rlhf_algos.jobs.config import AdapterConfig, OnlineJobConfig
 from rlhf_algos.jobs.models import job_device, lora_settings
 from rlhf_algos.online.first_rollout import check_first_rollout
 from rlhf_algos.online.ppo import start_value_model
-from rlhf_data import RunFolder, atomic_write_json, model_folder
-from rlhf_infer import RewardFunctionFactory, RewardFunctions
+from rlhf_algos.process_group import broadcast, is_main_process, world_size
+from rlhf_data import RunFolder, UserError, atomic_write_json, model_folder
+from rlhf_infer import (
+    GenerationEngine,
+    RewardFunctionFactory,
+    RewardFunctions,
+    SamplingParams,
+    VLLMEngine,
+    VLLMServer,
+    VLLMServerEngine,
+    VLLMSettings,
+    write_weight_folder,
+)
 from rlhf_models import (
     ENSEMBLE_FILE,
     ValueHead,
@@ -21,18 +35,20 @@ from rlhf_models import (
     check_scoring_model,
     check_weights,
     is_adapter,
+    is_language_adapter,
     load_config,
 )
 
-__all__ = ["PREFLIGHT", "check_parts", "load_rewards", "online_parts", "tell_findings"]
+__all__ = ["PREFLIGHT", "check_parts", "load_rewards", "online_parts", "tell_findings", "vllm_engine"]
 
 _LOG = logging.getLogger(__name__)
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 PREFLIGHT = "preflight.json"
 _HOLDS_MODELS = ("model:", "constitutional:", "judge:path=")
 """Lines that name models beside other things."""
 
 
-def check_parts(config: Any) -> None:
+def check_parts(config: OnlineJobConfig) -> None:
     """Refuse rewards and a value model that cannot be made; models are looked for, not loaded.
 
     Not covered: models that lines beginning with `model:`, `constitutional:` or `judge:path=` name, and
@@ -66,7 +82,7 @@ def _check_model(name: str, *, scores: bool) -> None:
         check_weights(name)
 
 
-def load_rewards(config: Any) -> RewardFunctions:
+def load_rewards(config: OnlineJobConfig) -> RewardFunctions:
     """The rewards of a job; all are looked at before the first model is loaded.
 
     Raises:
@@ -79,7 +95,7 @@ def load_rewards(config: Any) -> RewardFunctions:
 
 
 def online_parts(
-    config: Any, model: Any, tokenizer: Any, run: RunFolder, rewards: RewardFunctions
+    config: OnlineJobConfig, model: Any, tokenizer: Any, run: RunFolder, rewards: RewardFunctions
 ) -> dict[str, Any]:
     """What the trainer of an online method takes besides the arguments of every trainer.
 
@@ -97,16 +113,14 @@ def online_parts(
     if isinstance(config, PPOConfig):
         parts["value_model"] = _value_model(config, model, tokenizer)
     if config.use_vllm:
-        from rlhf_algos.online.vllm import vllm_engine
-
         parts["engine"] = vllm_engine(config, model, tokenizer, run)
     return parts
 
 
-def _value_model(config: Any, model: Any, tokenizer: Any) -> ValueModel | ValueHead:
+def _value_model(config: PPOConfig, model: Any, tokenizer: Any) -> ValueModel | ValueHead:
     """The value model that PPO starts with; with adapters where the policy has some."""
     value_model = start_value_model(model, tokenizer, config)
-    if isinstance(value_model, ValueModel) and config.use_peft:
+    if isinstance(value_model, ValueModel) and isinstance(config, AdapterConfig) and config.use_peft:
         value_model.add_lora(lora_settings(config), seed=config.seed)
     return value_model
 
@@ -120,3 +134,78 @@ def tell_findings(trainer: Any, run: RunFolder) -> None:
         _LOG.warning("%s", finding.text)
     rows = [{"level": each.level, "name": each.name, "text": each.text} for each in findings]
     atomic_write_json(run.path / PREFLIGHT, rows)
+
+
+def vllm_engine(config: OnlineJobConfig, model: Any, tokenizer: Any, run: RunFolder) -> GenerationEngine:
+    """An engine in this process, or on a server that is named or started now.
+
+    It computes in the precision of the training, so that the log-probs of both are alike.
+
+    Args:
+        config: the job's settings.
+        model: the policy.
+        tokenizer: of the policy.
+        run: its folder gets the start model where vLLM can read it nowhere else.
+
+    Raises:
+        UserError: vLLM is missing or cannot start, or its log-probs cannot be compared with the trainer's.
+    """
+    settings = _settings(config, model)
+    if config.vllm_mode == "colocate":
+        start = _start_folder(config, model, tokenizer, run)
+        engine: Any = VLLMEngine(start, tokenizer, settings, timeout_s=config.vllm_server_timeout)
+    else:
+        engine = _on_server(config, settings, model, tokenizer, run)
+    params = SamplingParams(config.max_completion_length, config.temperature, top_p=config.top_p)
+    if config.vllm_importance_sampling_correction and not engine.exact_logps(params):
+        engine.close()
+        raise UserError(
+            f"the server at {config.vllm_server_base_url} gives log-probs that cannot be compared with the "
+            "trainer's at this temperature; start it with --logprobs-mode processed_logprobs, or set "
+            "vllm_importance_sampling_correction to false"
+        )
+    return engine
+
+
+def _on_server(
+    config: OnlineJobConfig, settings: VLLMSettings, model: Any, tokenizer: Any, run: RunFolder
+) -> Any:
+    options = {"lora": config.vllm_sync_adapters, "timeout_s": config.vllm_server_timeout}
+    options["sync_folder"] = run.path / "vllm_weights" if world_size() > 1 else None
+    address = config.vllm_server_base_url
+    if address is None and is_main_process():
+        server = VLLMServer(_start_folder(config, model, tokenizer, run), settings)
+        engine = VLLMServerEngine(server, tokenizer, **options)
+        broadcast(server.url)
+        return engine
+    return VLLMServerEngine(address or broadcast(None), tokenizer, **options)
+
+
+def _settings(config: OnlineJobConfig, model: Any) -> VLLMSettings:
+    precision, _ = choose_precision(config, model.device, model.dtype)
+    on_cpu = model.device.type == "cpu"
+    return VLLMSettings.from_dict(
+        {
+            "dtype": _DTYPES.get(precision, str(model.dtype).removeprefix("torch.")),
+            "gpu_memory_utilization": config.vllm_gpu_memory_utilization,
+            "kv_cache_gib": config.vllm_kv_cache_gib,
+            "max_model_len": config.vllm_max_model_length,
+            "max_lora_rank": config.lora_r if config.vllm_sync_adapters else None,
+            "tensor_parallel_size": config.vllm_tensor_parallel_size,
+            "enforce_eager": on_cpu,
+            "seed": config.seed,
+        }
+    )
+
+
+def _start_folder(config: OnlineJobConfig, model: Any, tokenizer: Any, run: RunFolder) -> str:
+    """Where vLLM reads the model from before it gets the policy's weights."""
+    name = config.model_name_or_path
+    if name and not is_language_adapter(name):
+        return name
+    folder = run.path / "base"
+    if not folder.is_dir():
+        apart = model.disable_adapter() if config.vllm_sync_adapters else contextlib.nullcontext()
+        with apart:  # adapters that are handed over by themselves are no part of it
+            write_weight_folder(model, folder, tokenizer=tokenizer)
+    return str(folder)

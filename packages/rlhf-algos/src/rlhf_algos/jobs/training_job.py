@@ -11,6 +11,7 @@ from typing import Any
 
 from rlhf_algos.checkpoints.manager import CheckpointManager
 from rlhf_algos.engine.events import check_best_metric
+from rlhf_algos.jobs.config import JobConfig, OnlineJobConfig
 from rlhf_algos.jobs.data import Rows, build_sets, demonstrated, load_rows, with_skipped
 from rlhf_algos.jobs.methods import METHODS, Method
 from rlhf_algos.jobs.models import check_machine, longest_sequence, start_model
@@ -41,7 +42,7 @@ class Job:
     """
 
     name: str
-    config: Any
+    config: JobConfig
     run: RunFolder
     on_report: OnReport | None = None
 
@@ -112,7 +113,8 @@ class TrainingJob(Job):
         config, method = self.config, self.method
         check_machine(config)
         rows = load_rows(method, config)
-        rewards = load_rewards(config) if method.online else None
+        online = config if isinstance(config, OnlineJobConfig) else None
+        rewards = load_rewards(online) if online else None
         shown = demonstrated(method, config, rows)
         model, tokenizer = start_model(method, config, shown, base_folder=self.run.path / "base")
         few_threads_for_a_small_model(model)
@@ -126,7 +128,7 @@ class TrainingJob(Job):
             tokenizer=tokenizer,
             run=self.run,
             progress=self.progress,
-            **online_parts(config, model, tokenizer, self.run, rewards) if rewards else {},
+            **online_parts(online, model, tokenizer, self.run, rewards) if online and rewards else {},
         )
         trainer.on_report = self.on_report
         if trainer.parallel.is_main:
@@ -208,7 +210,7 @@ def _dtype_name(model: Any) -> str:
     return "the dtype it was trained in" if trained is None else str(trained.dtype).removeprefix("torch.")
 
 
-def _check_extension(run: RunFolder, config: Any) -> None:
+def _check_extension(run: RunFolder, config: JobConfig) -> None:
     """Refuse to go on with a finished run whose settings ask for no more steps than it has.
 
     Args:

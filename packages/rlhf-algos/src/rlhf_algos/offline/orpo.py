@@ -8,26 +8,18 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from rlhf_algos.configs.trainer import TrainerConfig
+from rlhf_algos.configs.trainer import LanguageModelConfig
 from rlhf_algos.losses import PreferenceLoss, orpo_loss
 from rlhf_algos.offline.pairs import PairTrainer, Sides
 
 __all__ = ["ORPOConfig", "ORPOTrainer"]
 
 
-class ORPOConfig(TrainerConfig):
+class ORPOConfig(LanguageModelConfig):
     """Settings of odds ratio preference optimisation."""
 
-    learning_rate: float = Field(default=1e-6, gt=0)
-    """Peak learning rate of AdamW."""
-    max_length: int | None = Field(default=1024, ge=2)
-    """Tokens kept of prompt and completion, from the start; null keeps all."""
     beta: float = Field(default=0.1, gt=0)
     """Weight of the odds ratio beside the likelihood, the paper's lambda."""
-    router_aux_loss_coef: float | None = Field(default=None, ge=0)
-    """Weight of the load-balancing loss of a model with experts; null takes that in the model's config."""
-    disable_dropout: bool = True
-    """Train without dropout, the adapters' too."""
 
 
 class ORPOTrainer(PairTrainer):

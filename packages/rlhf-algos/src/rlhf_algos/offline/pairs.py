@@ -10,12 +10,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from rlhf_algos.configs.trainer import LanguageModelConfig
 from rlhf_algos.engine.language_model import LanguageModelTrainer
 from rlhf_algos.engine.loss_output import LossOutput
 from rlhf_algos.engine.sequence_sums import mean_where, sequence_lengths, sequence_sums, side_metrics
 from rlhf_algos.losses import PreferenceLoss, chosen_nll
 from rlhf_data import PackedBatch, PreferencePair, TokenSequence
-from rlhf_models import TokenLogps, disable_dropout
+from rlhf_models import TokenLogps
 
 
 @dataclass(frozen=True)
@@ -111,9 +112,9 @@ class PairTrainer(LanguageModelTrainer[PreferencePair]):
     learns_prompt: ClassVar[bool] = False
     """Whether the likelihood term takes in the prompts of the chosen completions."""
 
-    def __init__(self, model: Any, config: Any, examples: Sequence[PreferencePair], **options: Any) -> None:
-        if config.disable_dropout:
-            disable_dropout(model)
+    def __init__(
+        self, model: Any, config: LanguageModelConfig, examples: Sequence[PreferencePair], **options: Any
+    ) -> None:
         self._tokens_per_pair, self._evaluating = 1.0, False
         super().__init__(model, config, examples, **options)
 

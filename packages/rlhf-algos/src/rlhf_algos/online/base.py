@@ -22,7 +22,6 @@ from rlhf_algos.process_group import broadcast
 from rlhf_algos.reference.trainer import ReferenceScorer, adapter_off_is
 from rlhf_data import PackedBatch, PromptExample, TokenSequence, UserError, pack
 from rlhf_infer import GenerationEngine, RewardFunctions, Rollout, SamplingParams, TransformersEngine
-from rlhf_models import disable_dropout
 
 __all__ = ["OnlineTrainer"]
 
@@ -61,7 +60,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
     """Names of `Completion.tokens` that the loss reads."""
     terms_per_token: float
     """What the loss of the present update is divided by, over its tokens that count."""
-    config: Any
+    config: OnlineConfig
 
     def __init__(
         self,
@@ -76,8 +75,6 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         ref_model: Any = None,
         **options: Any,
     ) -> None:
-        if config.disable_dropout:
-            disable_dropout(model)
         self._ref_model = ref_model
         self.rewards = rewards
         self.terms_per_token = 1.0
@@ -91,11 +88,6 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         self.engine = engine or TransformersEngine(
             self._sampled, tokenizer, max_batch_tokens=config.max_kv_tokens
         )
-
-    @staticmethod
-    @abstractmethod
-    def needs_reference(config: Any) -> bool:
-        """Whether these settings compare the policy with a reference."""
 
     @abstractmethod
     def compute_advantages(self, completions: Sequence[Completion], table: StepTable) -> dict[str, float]:
@@ -126,7 +118,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
 
     def build_scorer(self, model: Any) -> nn.Module:
         """The policy, with its reference where that is a model of its own."""
-        if self.needs_reference(self.config) and self._ref_model is None and not adapter_off_is(model):
+        if self.config.needs_reference and self._ref_model is None and not adapter_off_is(model):
             _LOG.info("the reference is a frozen copy of the model")
             self._ref_model = copy.deepcopy(model)
         return LogpsModule(model) if self._ref_model is None else ReferenceScorer(model, self._ref_model)
@@ -289,7 +281,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         rollouts = self.sample(prompts, n, seed=self.seed_of(_EVALUATION), temperature=temperature)
         completions, table = self.score(prompts, rollouts, n)
         metrics = rollout_metrics(table) | self._said
-        if self.needs_reference(self.config):
+        if self.config.needs_reference:
             metrics["kl"] = self._divergence(completions, temperature)
         self.scorer.train(was_training)
         return {f"eval_{name}": value for name, value in metrics.items()}

@@ -43,15 +43,10 @@ class GRPOTrainer(OnlineTrainer):
     compares_groups = True
     config: GRPOConfig
 
-    @staticmethod
-    def needs_reference(config: Any) -> bool:
-        """Whether there is a KL in the loss."""
-        return config.beta > 0
-
     def compute_advantages(self, completions: Sequence[Completion], table: StepTable) -> dict[str, float]:
         """Advantages within the groups of the whole step, and what each token counts."""
         config, metrics = self.config, {}
-        self.compute_known_logps(completions, reference=config.beta > 0)
+        self.compute_known_logps(completions, reference=config.needs_reference)
         rewards = table.total
         if config.overlong_buffer:
             penalty = overlong_penalty(

@@ -70,11 +70,6 @@ class PPOTrainer(OnlineTrainer):
         super().__init__(model, config, examples, tokenizer=tokenizer, **options)
         self.episodes = 0
 
-    @staticmethod
-    def needs_reference(config: Any) -> bool:
-        """Whether a KL counts."""
-        return config.kl_coef > 0
-
     def build_scorer(self, model: Any) -> nn.Module:
         """Policy, reference and value model as one module."""
         scorer = super().build_scorer(model)
@@ -87,7 +82,7 @@ class PPOTrainer(OnlineTrainer):
 
     def compute_advantages(self, completions: Sequence[Completion], table: StepTable) -> dict[str, float]:
         """Values, token rewards and advantages of a step's completions."""
-        self.compute_known_logps(completions, reference=self.needs_reference(self.config))
+        self.compute_known_logps(completions, reference=self.config.needs_reference)
         self._value(completions)
         metrics = assess_tokens(
             completions,
@@ -194,7 +189,7 @@ class PPOTrainer(OnlineTrainer):
                 keep_tokens("old_values", scores.values, members, real)
 
 
-def start_value_model(model: Any, tokenizer: Any, config: Any) -> ValueModel | ValueHead:
+def start_value_model(model: Any, tokenizer: Any, config: PPOConfig) -> ValueModel | ValueHead:
     """A value model for a policy: a head on its trunk, or its trunk copied under a head.
 
     Args:

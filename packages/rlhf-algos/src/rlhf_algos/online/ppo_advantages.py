@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ class PPORewards:
         config: `cliprange_reward`, `normalize_rewards`, `missing_eos_penalty`, `overlong_buffer`.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: PPOConfig) -> None:
         self.config = config
         self.moments = torch.zeros(3, dtype=torch.float64)
 

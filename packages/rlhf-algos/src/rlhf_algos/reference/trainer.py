@@ -17,7 +17,7 @@ from rlhf_algos.engine.language_model import LanguageModelTrainer, LogpsModule
 from rlhf_algos.engine.sequence_sums import sequence_sums
 from rlhf_algos.reference.cache import data_hash, load_logps, model_hash, save_logps
 from rlhf_data import PackedBatch, TokenSequence
-from rlhf_models import TokenLogps, disable_dropout
+from rlhf_models import TokenLogps
 
 __all__ = ["ReferenceConfig", "ReferenceScorer", "ReferenceTrainer", "adapter_off_is"]
 
@@ -71,7 +71,7 @@ class ReferenceTrainer(LanguageModelTrainer[Example], Generic[Example]):
 
     reference_fields: tuple[str, ...]
     """Fields of an example that hold the reference's log-probs of its `reference_sequences`, in order."""
-    config: Any
+    config: ReferenceConfig
 
     def __init__(
         self,
@@ -83,8 +83,6 @@ class ReferenceTrainer(LanguageModelTrainer[Example], Generic[Example]):
         ref_model: Any = None,
         **options: Any,
     ) -> None:
-        if config.disable_dropout:
-            disable_dropout(model)
         self._ref_model = ref_model
         super().__init__(model, config, examples, eval_examples=eval_examples, **options)
         if config.precompute_ref_log_probs:

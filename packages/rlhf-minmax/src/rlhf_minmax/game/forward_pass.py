@@ -13,7 +13,7 @@ from torch import Tensor
 from rlhf_algos.process_group import all_gather, shard
 from rlhf_data import QARecord
 from rlhf_infer import Judge, Rollout, SamplingParams, TransformersEngine
-from rlhf_minmax.config.run import MinMaxConfig
+from rlhf_minmax.config.run import MinMaxConfig, PlayerConfig
 from rlhf_minmax.formats import Critique, parse_critique
 from rlhf_minmax.game.prompts import Prompts, prompt_ids
 from rlhf_minmax.game.stopwatch import Stopwatch
@@ -338,7 +338,7 @@ class MinMaxPipeline:
         return [self.made_up_answer(batch, s, i < num_correct, rng) for i, s in enumerate(stories)]
 
     def _generate(
-        self, player: PolicyModel, prompts: list[str], n: int, seed: int, greedy: bool, config: Any
+        self, player: PolicyModel, prompts: list[str], n: int, seed: int, greedy: bool, config: PlayerConfig
     ) -> list[list[Rollout]]:
         ids = [prompt_ids(player.tokenizer, prompt, config) for prompt in shard(prompts)]
         params = SamplingParams(config.max_new_tokens, 0.0 if greedy else config.temperature, seed)
