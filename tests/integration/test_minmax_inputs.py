@@ -47,6 +47,8 @@ def run(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    for name in ("training_curves", "minmax_figure"):  # drawing is most of so small a run
+        monkeypatch.setattr(f"rlhf_minmax.run.minmax_job.{name}", lambda *args: None)
 
     def call(folder: str, *options: Any, steps: int | None = 2, small: bool = True) -> Path:
         arguments = [f"--set={setting}" for setting in (SMALL if small else SMALL_DEMO)]

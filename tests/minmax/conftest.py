@@ -60,6 +60,13 @@ EVERYTHING = (
 """Every controller, pool, average and memory that a checkpoint has to hold."""
 
 
+@pytest.fixture
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing is most of a tiny run; where only numbers matter it is left out."""
+    for name in ("training_curves", "minmax_figure", "write_minmax_report"):
+        monkeypatch.setattr(f"rlhf_minmax.run.minmax_job.{name}", lambda *args: None)
+
+
 @pytest.fixture(scope="session")
 def demo_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the tiny models are kept for the session."""

@@ -63,7 +63,7 @@ def rows(request) -> list[Any]:
     if not HH.exists():
         pytest.skip("needs ../shared/data")
     records = load_records(HH, "preference", on_bad_row="skip").records
-    short = [r for r in records if len(r.prompt) + max(len(r.chosen), len(r.rejected)) < 600]
+    short = [r for r in records if len(r.prompt) + max(len(r.chosen), len(r.rejected)) < 300]
     return short[: STEPS * BATCH]
 
 

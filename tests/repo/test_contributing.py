@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 PAGE = Path(__file__).parents[2] / "docs" / "methods" / "own.md"
-SMALL = ("--set=story_eval_rows=8", "--max-steps=2", "--set=learning_rate=3e-3")
+SMALL = ("--set=story_rows=16", "--set=story_eval_rows=8", "--max-steps=2", "--set=learning_rate=3e-3")
 
 
 def examples() -> list[str]:
@@ -20,7 +20,7 @@ def examples() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def only_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Methods and commands that a test adds are gone after it."""
+    """Methods and commands that a test adds are gone after it; no curves are drawn."""
     from rlhf_algos import METHODS
     from rlhf_train import plugins
     from rlhf_train.cli import main
@@ -28,6 +28,7 @@ def only_here(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("rank", "reinforce"):
         monkeypatch.setitem(METHODS, name, METHODS["dpo"])
         monkeypatch.delitem(METHODS, name)
+    monkeypatch.setattr("rlhf_eval.training_curves", lambda *args, **options: None)
     monkeypatch.setattr(plugins, "_FILES", {})
     monkeypatch.setattr(main, "commands", dict(main.commands))
 
@@ -38,7 +39,14 @@ def test_the_new_method_of_the_example_trains(tmp_path: Path, tiny_model_folder:
 
     offline, _ = examples()
     exec(compile(offline, str(PAGE), "exec"), {"__name__": "example"})
-    chosen = {"subset_size": 16, "story_eval_rows": 8, "max_steps": 8, "learning_rate": 3e-3, "margin": 2.0}
+    chosen = {
+        "story_rows": 32,
+        "subset_size": 16,
+        "story_eval_rows": 8,
+        "max_steps": 8,
+        "learning_rate": 3e-3,
+        "margin": 2.0,
+    }
     settings = METHODS["rank"].resolve({"model_name_or_path": str(tiny_model_folder), **chosen})
     results = TrainingJob("rank", settings, RunFolder.create(tmp_path / "run", job="rank")).train()
     assert results["after"]["eval_loss"] < results["before"]["eval_loss"]

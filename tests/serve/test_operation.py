@@ -95,10 +95,12 @@ def test_a_request_that_takes_too_long_is_given_up(start: Callable[..., Any]) ->
     server = start("--set", "request_timeout_s=0.05")
     status, body, _ = server.fetch("/v1/completions", LONG | {"selection": "none", "best_of": None, "n": 32})
     assert status == 504 and "0.05 s" in body["error"]["message"]
-    status, text, _ = server.fetch(
-        "/v1/completions", LONG | {"selection": "none", "best_of": None, "stream": True}
-    )
-    assert status == 200 and '"code": "timeout"' in text and text.endswith("}}\n\n")
+    stream = LONG | {"selection": "none", "best_of": None, "stream": True}
+    status, told, _ = server.fetch("/v1/completions", stream)
+    if status == 504:  # not even begun
+        assert told["error"]["code"] == "timeout"
+    else:
+        assert status == 200 and '"code": "timeout"' in told and told.endswith("}}\n\n")
     until(lambda: gauge(server, "running_requests") == 0)
     server.stop()
 
@@ -147,8 +149,8 @@ def test_sigterm_lets_requests_finish(start: Callable[..., Any], folders: Path) 
 def test_prompts_are_logged_only_when_asked(start: Callable[..., Any], server: Any) -> None:
     body = SHORT | {"prompt": "mary went to kitchen"}
     assert server.fetch("/v1/completions", body)[0] == 200
-    log = server.log.read_text()
-    assert "POST /v1/completions 200" in log and "kitchen" not in log
+    until(lambda: "POST /v1/completions 200" in server.log.read_text())
+    assert "kitchen" not in server.log.read_text()
     open_server = start("--log-prompts")
     assert open_server.fetch("/v1/completions", body)[0] == 200
     until(lambda: "mary went to kitchen" in open_server.log.read_text())

@@ -83,9 +83,14 @@ def test_a_slow_scorer_stops_nobody_else_and_is_asked_by_all_at_once(
 
 
 def test_a_dead_scorer_is_a_bad_gateway_and_its_address_stays_in_the_log(start: Callable[..., Any]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    address = f"127.0.0.1:{port}"
+    with (
+        socket.socket() as taken
+    ):  # bound but not listening: nobody answers, and no other server gets the port
+        taken.bind(("127.0.0.1", 0))
+        assert_bad_gateway(start, f"127.0.0.1:{taken.getsockname()[1]}")
+
+
+def assert_bad_gateway(start: Callable[..., Any], address: str) -> None:
     server = start("--reward-model", f"remote:url=http://{address}/get_reward,retries=1,backoff_s=0.1")
     scored = [in_thread(server, SCORED) for _ in range(3)]
     status, body, _ = server.fetch("/v1/completions", PLAIN)

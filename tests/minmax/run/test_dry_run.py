@@ -25,8 +25,10 @@ TINY = ("data.train_stories=20", "data.eval_stories=8", "training.batch_size=4",
 
 
 @pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    # To measure how long building takes is most of a plan; other tests do.
+    monkeypatch.setattr("rlhf_minmax.run.checks.build_seconds", lambda *_, **__: 60.0)
 
 
 def make(*overrides: str) -> MinMaxConfig:

@@ -166,13 +166,6 @@ def test_the_order_of_a_run(whole):
     assert log == [("devices", 4), ("break_even",), ("evaluated", "before"), *plain, *game]
 
 
-@pytest.fixture
-def no_figures(monkeypatch):
-    """Drawing is most of a tiny run; where only numbers matter it is left out."""
-    for name in ("training_curves", "minmax_figure", "write_minmax_report"):
-        monkeypatch.setattr(rlhf_minmax.run.minmax_job, name, lambda *args: None)
-
-
 @pytest.mark.parametrize(
     "moment",
     [

@@ -137,7 +137,7 @@ class Told(Events):
         self.remarks.append(text)
 
 
-@pytest.mark.usefixtures("scripted_evaluations")
+@pytest.mark.usefixtures("scripted_evaluations", "no_figures")
 def test_the_final_players_of_a_run_are_those_of_the_best_checkpoint(
     make_config: Any, demo_cache: Path, tmp_path: Path
 ) -> None:
@@ -172,7 +172,7 @@ def test_an_unknown_best_metric_is_refused_before_the_game(
 
 
 def test_debug_switches_write_and_draw_of_both_players_and_change_nothing(
-    make_game: Any, tmp_path: Path
+    make_game: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dropout = ("policy_model.lora_dropout=0.2", "monitor_model.lora_dropout=0.2")
     debug = ("training.debug_gradient_flow=2", "training.debug_activations=2", *dropout)
@@ -190,6 +190,7 @@ def test_debug_switches_write_and_draw_of_both_players_and_change_nothing(
         assert any(norm > 0 for row in gradients for norm in row["norms"].values())
         for name in ("gradient_flow.png", "activations.png"):
             assert (run.path / name).read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr("rlhf_eval.can_draw", lambda: False)  # it takes seconds
     again = trainer_of(make_game, tmp_path, *debug)
     (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()
     assert again.resume() and again.step == 3

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-import rlhf_minmax.run.minmax_job
 import rlhf_minmax.scorers.api_usage
 from rlhf_data import RunFolder
 from rlhf_infer import APIUsage, RuleJudge
@@ -69,10 +68,8 @@ def test_a_judge_that_processes_share_is_found(
 
 @pytest.mark.slow
 def test_a_run_tells_what_it_asked(
-    server: Any, make_config: Any, demo_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Any, make_config: Any, demo_cache: Path, tmp_path: Path, no_figures: None
 ) -> None:
-    monkeypatch.setattr(rlhf_minmax.run.minmax_job, "training_curves", lambda *_: None)
-    monkeypatch.setattr(rlhf_minmax.run.minmax_job, "minmax_figure", lambda *_: None)
     settings = ("kind=api", f"base_url={server.url}", "api_key_env=null", "cache=false")
     config = make_config(
         "baseline=false",
