@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,6 +44,16 @@ async def ask(scoring: Scoring, *completions: str) -> Scores:
     return await scoring.score(["p"] * len(completions), completions)
 
 
+def waiting(scoring: Scoring) -> int:
+    """Requests whose texts are read and that wait for the call before theirs to end."""
+    return len(scoring._lanes[0]._waiting)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
 @pytest.fixture
 def texts(byte_tokenizer: Any) -> Iterator[Texts]:
     made = Texts(byte_tokenizer)
@@ -61,7 +71,7 @@ def test_what_waits_is_scored_in_one_call(texts: Texts) -> None:
         others = []
         for words in (["aa", "b"], ["ccc"], ["d"] * 3):
             others.append(asyncio.ensure_future(ask(scoring, *words)))
-            await asyncio.sleep(0.1)
+            await until(lambda: waiting(scoring) == len(others))
         length.go.set()
         return await asyncio.gather(first, *others)
 
@@ -81,7 +91,7 @@ def test_a_request_that_cannot_be_scored_fails_alone(texts: Texts) -> None:
         first = asyncio.ensure_future(ask(scoring, "a"))
         await asyncio.to_thread(length.started.wait)
         others = [asyncio.ensure_future(ask(scoring, word)) for word in ("bb", "bad", "cc")]
-        await asyncio.sleep(0.1)
+        await until(lambda: waiting(scoring) == 3)
         length.go.set()
         return await asyncio.gather(first, *others, return_exceptions=True)
 
@@ -107,7 +117,7 @@ def test_a_connection_that_fails_is_not_tried_again_for_each_request(texts: Text
         first = asyncio.ensure_future(ask(scoring, "a"))
         await asyncio.to_thread(dead.started.wait)
         others = [asyncio.ensure_future(ask(scoring, word)) for word in ("b", "c", "d")]
-        await asyncio.sleep(0.1)
+        await until(lambda: waiting(scoring) == 3)
         dead.go.set()
         return await asyncio.gather(first, *others, return_exceptions=True)
 
@@ -181,9 +191,9 @@ def test_a_closed_queue_gives_up_what_waits(texts: Texts) -> None:
         first = asyncio.ensure_future(ask(scoring, "a"))
         await asyncio.to_thread(length.started.wait)
         second = asyncio.ensure_future(ask(scoring, "b"))
-        await asyncio.sleep(0.1)
+        await until(lambda: waiting(scoring) == 1)
         closing = asyncio.ensure_future(asyncio.to_thread(scoring.close))
-        await asyncio.sleep(0.1)
+        await until(lambda: scoring._lanes[0]._closed)
         length.go.set()
         await closing
         return await asyncio.gather(first, second, return_exceptions=True)
