@@ -31,6 +31,7 @@ VIOLATIONS = [
     ("models", "rlhf_models/planted.py", "import click"),
     ("infer", "rlhf_infer/planted.py", "import click"),
     ("eval", "rlhf_eval/planted.py", "import click"),
+    ("eval-stats", "rlhf_eval/stats/planted.py", "import scipy"),
     ("algos", "rlhf_algos/planted.py", "import click"),
     ("minmax", "rlhf_minmax/planted.py", "import click"),
     ("algos-pure", "rlhf_algos/losses/planted.py", "import rlhf_models"),

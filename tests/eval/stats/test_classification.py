@@ -3,7 +3,10 @@
 import math
 import random
 
+import numpy as np
 import pytest
+from sklearn.calibration import calibration_curve
+from sklearn.metrics import brier_score_loss, roc_auc_score
 
 from rlhf_eval import (
     auroc,
@@ -14,6 +17,7 @@ from rlhf_eval import (
     true_negative_rate,
     true_positive_rate,
 )
+from rlhf_eval.stats import debiased_calibration_error, equal_count_calibration_error
 
 LABELS = [True, True, True, True, False, False]
 # Positives: right, right, right, unparsed -> TPR 3/4. Negatives: right, wrong -> TNR 1/2.
@@ -114,3 +118,47 @@ def test_wrong_input_is_refused():
         expected_calibration_error([0.5], [True], num_bins=0)
     with pytest.raises(ValueError, match="finite"):
         auroc([math.nan, 1.0], [True, False])
+
+
+def test_equal_count_bins_by_hand() -> None:
+    # Bins {.1, .2} and {.6, .9}: |.15 − 0| and |.75 − .5|, half the rows each.
+    assert equal_count_calibration_error(
+        [0.9, 0.1, 0.6, 0.2], [True, False, False, False], num_bins=2
+    ) == pytest.approx(0.2)
+    # Squares less ȳ(1 − ȳ)/(n − 1): .0225 − 0 and .0625 − .25, of which the mean is below 0.
+    assert debiased_calibration_error([0.9, 0.1, 0.6, 0.2], [True, False, False, False], num_bins=2) == 0
+    # One bin of mean .95 with one of four true: (.95 − .25)² less .25 · .75 / 3 = .0625.
+    assert debiased_calibration_error(
+        [0.9, 0.9, 1, 1], [True, False, False, False], num_bins=1
+    ) == pytest.approx((0.49 - 0.0625) ** 0.5)
+    assert math.isnan(equal_count_calibration_error([], [])) and math.isnan(
+        debiased_calibration_error([], [])
+    )
+
+
+def test_a_calibrated_model_has_no_debiased_error() -> None:
+    rng = np.random.default_rng(0)
+    p = rng.random(2000)
+    labels = rng.random(2000) < p
+    plain = equal_count_calibration_error(p, labels, num_bins=40)
+    assert debiased_calibration_error(p, labels, num_bins=40) < 0.03 < plain
+
+
+def test_scikit_learn_agrees() -> None:
+    rng = np.random.default_rng(1)
+    p = np.round(rng.random(500), 2)
+    labels = rng.random(500) < p**2
+    assert auroc(p, labels) == pytest.approx(roc_auc_score(labels, p))
+    assert brier_score(p, labels) == pytest.approx(brier_score_loss(labels, p))
+    for strategy, ours in (
+        ("uniform", expected_calibration_error),
+        ("quantile", equal_count_calibration_error),
+    ):
+        distinct = p + rng.permutation(500) * 1e-9 if strategy == "quantile" else p
+        true, predicted = calibration_curve(labels, distinct.clip(0, 1), n_bins=5, strategy=strategy)
+        edges = (
+            np.linspace(0, 1, 6) if strategy == "uniform" else np.percentile(distinct, np.linspace(0, 100, 6))
+        )
+        counts = np.histogram(distinct, edges)[0]
+        expected = float((counts / 500 * np.abs(true - predicted)).sum())
+        assert ours(distinct.clip(0, 1), labels, num_bins=5) == pytest.approx(expected, abs=5e-3)

@@ -1,0 +1,262 @@
+"""Means and their differences, paired or not, from rows that may come in clusters; non-inferiority."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from rlhf_eval.stats.interval import (
+    RESAMPLES,
+    ClusterMean,
+    Interval,
+    check_level,
+    normal_quantile,
+    percentile_t,
+)
+
+Clusters = Sequence[Hashable] | np.ndarray | None
+VERDICTS = (0, 0.5, 1)
+"""Lost, tied, won; wrong, half right, right."""
+
+_METHOD = "studentised bootstrap"
+_NO_SPREAD = "no spread seen"
+
+
+def mean_interval(
+    values: ArrayLike,
+    clusters: Clusters = None,
+    *,
+    level: float = 0.95,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+    unit: str = "row",
+) -> Interval:
+    """Mean of the rows, with the interval of the studentised bootstrap over their clusters.
+
+    `p_value` is of a mean of zero. Where all units agree there is no interval to compute, and its ends are
+    NaN.
+
+    Args:
+        values: (n,) finite numbers.
+        clusters: (n,) what each row belongs to, such as its prompt; rows of one cluster are drawn together.
+            None: each row is its own.
+        level: Nominal coverage.
+        resamples: Number of resamples.
+        seed: Of the resamples.
+        unit: What a cluster is called in the result.
+
+    Raises:
+        ValueError: a value is not finite, the clusters do not match, or `level` is no probability.
+    """
+    check_level(level)
+    rng = np.random.default_rng(seed)
+    sample = ClusterMean.of(values, clusters, rng)
+    mean, error = sample.mean()
+    if not error > 0:  # nan too: fewer than two units
+        return Interval(mean, math.nan, math.nan, level, _NO_SPREAD, unit, sample.units, error)
+    low, high, p_value = percentile_t(mean, error, sample.resampled(resamples, rng), level)
+    return Interval(mean, low, high, level, _METHOD, unit, sample.units, error, p_value)
+
+
+def paired_difference(
+    first: ArrayLike,
+    second: ArrayLike,
+    clusters: Clusters = None,
+    *,
+    level: float = 0.95,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+    unit: str = "row",
+) -> Interval:
+    """Mean of first − second over the same rows, as `mean_interval` of the rows' differences.
+
+    Two models that answer the same prompts are paired: what makes a prompt hard cancels (Miller 2024, "Adding
+    error bars to evals", section 4.2, https://arxiv.org/abs/2411.00640). Verdicts (scores that are all 0, ½
+    or 1) take the interval of `verdict_difference`.
+
+    Args:
+        first: (n,) scores of one model.
+        second: (n,) scores of the other, of the same rows in the same order.
+        clusters: (n,) as in `mean_interval`.
+        level: Nominal coverage.
+        resamples: Number of resamples.
+        seed: Of the resamples.
+        unit: What a cluster is called in the result.
+
+    Raises:
+        ValueError: the lengths differ, or see `mean_interval`.
+    """
+    a, b = np.asarray(first, dtype=float), np.asarray(second, dtype=float)
+    if a.shape != b.shape:
+        raise ValueError(f"got {a.size} and {b.size} scores; paired scores have one of each for every row")
+    if np.isin(a, VERDICTS).all() and np.isin(b, VERDICTS).all():
+        return verdict_difference(a - b, clusters, level=level, unit=unit)
+    return mean_interval(a - b, clusters, level=level, resamples=resamples, seed=seed, unit=unit)
+
+
+def verdict_difference(
+    differences: ArrayLike, clusters: Clusters = None, *, level: float = 0.95, unit: str = "row"
+) -> Interval:
+    """Mean of paired differences of verdicts, from Wilson's intervals of gains and losses.
+
+    With p and q the means of the positive and of the negative parts, [l, u] the interval of each by
+    `proportion_interval` and r their correlation: p − q − √((p−l_p)² − 2r(p−l_p)(u_q−q) + (u_q−q)²) and
+    likewise above (the square-and-add method of Newcombe 1998, "Improved confidence intervals for the
+    difference between binomial proportions based on paired data", and Zou & Donner 2008,
+    https://doi.org/10.1002/sim.3095). The bootstrap does not cover where few verdicts differ: with 4 of 100
+    in expectation it holds 83% for 95%.
+
+    Args:
+        differences: (n,) numbers in [−1, 1].
+        clusters: (n,) as in `mean_interval`.
+        level: Nominal coverage.
+        unit: What a cluster is called in the result.
+
+    Raises:
+        ValueError: a difference is not in [−1, 1], or see `mean_interval`.
+    """
+    check_level(level)
+    found = np.asarray(differences, dtype=float)
+    if found.size and not (np.abs(found) <= 1).all():
+        raise ValueError("differences of verdicts must be in [-1, 1]")
+    gain, loss, whole = (
+        ClusterMean.of(values, clusters, np.random.default_rng(0))
+        for values in (np.maximum(found, 0), np.maximum(-found, 0), found)
+    )
+    mean, error = whole.mean()
+    if math.isnan(error):
+        return Interval(mean, math.nan, math.nan, level, _NO_SPREAD, unit, whole.units, error)
+    (p, error_p), (q, error_q) = gain.mean(), loss.mean()
+    apart = 2 * error_p * error_q
+    r = float(np.clip((error_p**2 + error_q**2 - error**2) / apart, -1, 1)) if apart else 0.0
+
+    def ends(level: float) -> tuple[float, float]:
+        low_p, high_p = _wilson_of(p, error_p, gain.units, level)
+        low_q, high_q = _wilson_of(q, error_q, loss.units, level)
+        below = (p - low_p) ** 2 - 2 * r * (p - low_p) * (high_q - q) + (high_q - q) ** 2
+        above = (high_p - p) ** 2 - 2 * r * (high_p - p) * (q - low_q) + (q - low_q) ** 2
+        return mean - math.sqrt(max(below, 0)), mean + math.sqrt(max(above, 0))
+
+    low, high = ends(level)
+    p_value = _level_that_touches_zero(ends)
+    return Interval(mean, low, high, level, "Wilson, square and add", unit, whole.units, error, p_value)
+
+
+def two_sample_difference(
+    first: ArrayLike,
+    second: ArrayLike,
+    clusters: tuple[Clusters, Clusters] = (None, None),
+    *,
+    level: float = 0.95,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+    unit: str = "row",
+) -> Interval:
+    """Mean of first − mean of second, of samples that share no rows: both are resampled, each for itself.
+
+    Args:
+        first: (n,) scores.
+        second: (m,) scores of other rows.
+        clusters: Of the rows of both.
+        level: Nominal coverage.
+        resamples: Number of resamples.
+        seed: Of the resamples.
+        unit: What a cluster is called in the result.
+
+    Raises:
+        ValueError: see `mean_interval`.
+    """
+    check_level(level)
+    rng = np.random.default_rng(seed)
+    samples = [ClusterMean.of(values, of, rng) for values, of in zip((first, second), clusters, strict=True)]
+    (mean_a, error_a), (mean_b, error_b) = (sample.mean() for sample in samples)
+    estimate, error = mean_a - mean_b, math.hypot(error_a, error_b)
+    n = samples[0].units + samples[1].units
+    if not error > 0:
+        return Interval(estimate, math.nan, math.nan, level, _NO_SPREAD, unit, n, error)
+    (means_a, errors_a), (means_b, errors_b) = (sample.resampled(resamples, rng) for sample in samples)
+    resampled = (means_a - means_b, np.hypot(errors_a, errors_b))
+    low, high, p_value = percentile_t(estimate, error, resampled, level)
+    return Interval(estimate, low, high, level, _METHOD, unit, n, error, p_value)
+
+
+def proportion_interval(
+    values: ArrayLike, clusters: Clusters = None, *, level: float = 0.95, unit: str = "row"
+) -> Interval:
+    """A rate of rows between 0 and 1, with Wilson's interval for as many units as the rows are worth.
+
+    That number is p(1 − p)/se², with se of the clusters: it is n for independent rows of 0 and 1, less where
+    rows of a cluster are alike, more for probabilities (the effective sample size of Korn & Graubard 1998,
+    "Confidence intervals for proportions with small expected number of positive counts", with the interval of
+    Wilson 1927, "Probable inference", https://doi.org/10.1080/01621459.1927.10502953). The bootstrap does not
+    cover at rates near 0 and 1, where this one does.
+
+    Args:
+        values: (n,) numbers in [0, 1]: verdicts, correct or not, win probabilities.
+        clusters: (n,) as in `mean_interval`.
+        level: Nominal coverage.
+        unit: What a cluster is called in the result.
+
+    Raises:
+        ValueError: a value is outside [0, 1], or see `mean_interval`.
+    """
+    check_level(level)
+    found = np.asarray(values, dtype=float)
+    if found.size and not ((found >= 0) & (found <= 1)).all():
+        raise ValueError("the values of a proportion must be in [0, 1]")
+    sample = ClusterMean.of(found, clusters, np.random.default_rng(0))
+    mean, error = sample.mean()
+    low, high = _wilson_of(mean, error, sample.units, level)
+    method = "Wilson, effective sample size"
+    return Interval(mean, low, high, level, method, unit, sample.units, error)
+
+
+def wilson(rate: float, n: float, *, level: float = 0.95) -> tuple[float, float]:
+    """Both ends of Wilson's score interval of a rate seen in n independent trials.
+
+    (p + z²/2n ± z √(p(1−p)/n + z²/4n²)) / (1 + z²/n), Wilson 1927, eq. for the limits; NaN for n = 0.
+    """
+    if not n > 0:
+        return math.nan, math.nan
+    z = normal_quantile((1 + level) / 2)
+    half = z * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
+    centre = rate + z * z / (2 * n)
+    return max(0.0, (centre - half) / (1 + z * z / n)), min(1.0, (centre + half) / (1 + z * z / n))
+
+
+def non_inferior(difference: Interval, margin: float) -> bool:
+    """Whether the interval of new − old lies above −margin: the new one is worse by less than the margin.
+
+    With an interval of level 1 − 2α this is a one-sided test of size α (Schuirmann 1987; ICH E9, section
+    3.3.2): at level 0.95 the risk of passing what is worse by the margin is 2.5%.
+
+    Args:
+        difference: Of new − old.
+        margin: The loss that does not matter, in the units of the score, at least 0.
+
+    Raises:
+        ValueError: the margin is negative.
+    """
+    if not margin >= 0:
+        raise ValueError(f"margin must be at least 0, got {margin!r}")
+    return difference.low > -margin
+
+
+def _wilson_of(rate: float, error: float, units: int, level: float) -> tuple[float, float]:
+    """Wilson's interval for as many units as the standard error says the rate is worth."""
+    return wilson(rate, rate * (1 - rate) / error**2 if error > 0 else units, level=level)
+
+
+def _level_that_touches_zero(ends: Callable[[float], tuple[float, float]]) -> float:
+    """The p-value of zero: 1 − the level whose interval just reaches it."""
+    inside, outside = 1 - 1e-12, 0.0
+    if not ends(inside)[0] <= 0 <= ends(inside)[1]:
+        return 1 - inside
+    for _ in range(50):
+        level = (inside + outside) / 2
+        low, high = ends(max(level, 1e-15))
+        inside, outside = (level, outside) if low <= 0 <= high else (inside, level)
+    return 1 - inside

@@ -1,0 +1,146 @@
+"""Means, differences and rates: values by hand, and what resampling by cluster changes."""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+from scipy import stats as oracle
+
+from rlhf_eval.stats import (
+    mean_interval,
+    non_inferior,
+    paired_difference,
+    proportion_interval,
+    two_sample_difference,
+    verdict_difference,
+    wilson,
+)
+from rlhf_eval.stats.interval import MOST_UNITS, Interval, t_quantile
+
+
+def test_wilson_by_hand() -> None:
+    # p = .5, n = 4, z = 1.96: centre .5; half = 1.96 * sqrt(.0625 + .060025) / (1 + .9604) = .34998
+    low, high = wilson(0.5, 4)
+    assert low == pytest.approx(0.15004, abs=1e-4) and high == pytest.approx(0.84996, abs=1e-4)
+    # Nothing won in n: from 0 to z²/(n + z²).
+    assert wilson(0, 10) == pytest.approx((0, 3.8415 / 13.8415), abs=1e-4)
+    assert all(math.isnan(end) for end in wilson(0.5, 0))
+
+
+@pytest.mark.parametrize(("wins", "n"), [(3, 40), (20, 41), (99, 100)])
+def test_wilson_is_scipy_s(wins: int, n: int) -> None:
+    expected = oracle.binomtest(wins, n).proportion_ci(method="wilson")
+    assert wilson(wins / n, n) == pytest.approx((expected.low, expected.high), abs=1e-9)
+
+
+def test_a_rate_of_independent_rows_has_wilson_s_interval() -> None:
+    rows = [1.0] * 12 + [0.0] * 28
+    found = proportion_interval(rows)
+    # se² has n − 1 in it, so that the rows are worth n − 1.
+    assert (found.low, found.high) == pytest.approx(wilson(0.3, 39))
+    assert found.standard_error == pytest.approx(np.std(rows, ddof=1) / math.sqrt(40))
+
+
+def test_rows_of_one_prompt_are_worth_one_row() -> None:
+    rows = [1.0, 0.0, 0.0, 1.0, 1.0]
+    once, four_times = proportion_interval(rows), proportion_interval(rows * 4, list(range(5)) * 4)
+    assert (four_times.low, four_times.high) == pytest.approx((once.low, once.high))
+    assert four_times.n == 5
+
+
+def test_the_standard_error_of_clusters_by_hand() -> None:
+    # Clusters (1, 3) and (5): mean 3, sums 4 and 5, sizes 2 and 1, residuals 4 − 6 = −2 and 5 − 3 = 2.
+    # se = sqrt(2/1 * (4 + 4)) / 3 = 4/3
+    found = mean_interval([1, 3, 5], ["a", "a", "b"])
+    assert found.estimate == 3 and found.standard_error == pytest.approx(4 / 3)
+
+
+def test_a_paired_difference_is_the_mean_of_differences() -> None:
+    rng = np.random.default_rng(0)
+    hard = rng.normal(0, 10, 200)
+    first, second = hard + rng.normal(0.5, 1, 200), hard + rng.normal(0, 1, 200)
+    paired, apart = paired_difference(first, second), two_sample_difference(first, second)
+    assert paired.estimate == pytest.approx(apart.estimate) == pytest.approx(np.mean(first - second))
+    assert paired.excludes(0) and not apart.excludes(0)
+    expected = oracle.ttest_rel(first, second)
+    assert paired.p_value == pytest.approx(expected.pvalue, abs=0.003)
+    ends = expected.confidence_interval()
+    assert (paired.low, paired.high) == pytest.approx((ends.low, ends.high), abs=0.03)
+    back = paired_difference(second, first)
+    assert (back.low, back.high) == pytest.approx((-paired.high, -paired.low), abs=0.01)
+
+
+def test_p_value_and_interval_agree() -> None:
+    rng = np.random.default_rng(1)
+    for shift in np.linspace(0, 0.6, 20):
+        found = mean_interval(rng.exponential(1, 40) - 1 + shift)
+        assert found.p_value is not None
+        assert found.excludes(0) == (found.p_value < 0.05)
+        verdicts = verdict_difference(rng.choice([-1, 0, 1], 60, p=[0.2, 0.5, 0.3]))
+        assert verdicts.p_value is not None
+        assert verdicts.excludes(0) == (verdicts.p_value < 0.05)
+
+
+def test_verdicts_without_a_difference_still_have_an_interval() -> None:
+    # No gain and no loss among n = 10: each is at most z²/(n + z²) = .2775.
+    found = paired_difference([1, 0] * 5, [1, 0] * 5)
+    assert (found.low, found.high) == pytest.approx((-0.27754, 0.27754), abs=1e-4)
+    assert found.p_value == pytest.approx(1) and found.estimate == 0
+
+
+def test_the_interval_of_verdicts_by_hand() -> None:
+    # 6 gains, 2 losses of 40: p = .15, q = .05, each worth 39 rows.
+    # r = -pq / sqrt(p(1-p) q(1-q)) = -.09637
+    gains, losses = wilson(0.15, 39), wilson(0.05, 39)
+    r = -0.15 * 0.05 / math.sqrt(0.15 * 0.85 * 0.05 * 0.95)
+    below = (0.15 - gains[0], losses[1] - 0.05)
+    low = 0.1 - math.sqrt(below[0] ** 2 + below[1] ** 2 - 2 * r * below[0] * below[1])
+    found = verdict_difference([1] * 6 + [-1] * 2 + [0] * 32)
+    assert found.low == pytest.approx(low, abs=1e-9) and found.estimate == pytest.approx(0.1)
+
+
+def test_scores_that_all_agree_have_no_interval() -> None:
+    found = mean_interval([0.3, 0.3, 0.3])
+    assert found.estimate == pytest.approx(0.3) and math.isnan(found.low) and found.p_value is None
+    assert math.isnan(mean_interval([]).estimate)
+    assert math.isnan(mean_interval([1.0]).high)
+
+
+def test_many_units_are_grouped_and_the_error_stays() -> None:
+    values = np.random.default_rng(2).exponential(1, 4 * MOST_UNITS)
+    found = mean_interval(values)
+    plain = values.std(ddof=1) / math.sqrt(len(values))
+    assert found.n == len(values) and found.standard_error == pytest.approx(plain, rel=0.05)
+    assert found.high - found.low == pytest.approx(2 * 1.96 * plain, rel=0.08)
+
+
+def test_non_inferiority_is_about_the_lower_end() -> None:
+    found = Interval(-0.01, -0.03, 0.01, 0.95, "", "row", 100)
+    assert non_inferior(found, 0.04) and not non_inferior(found, 0.02)
+    with pytest.raises(ValueError):
+        non_inferior(found, -0.1)
+
+
+def test_the_t_quantile_is_scipy_s() -> None:
+    for degrees in (3, 4, 9, 30):
+        assert t_quantile(0.975, degrees) == pytest.approx(oracle.t.ppf(0.975, degrees), rel=0.01)
+    assert t_quantile(0.9, 1e9) == pytest.approx(NormalDist().inv_cdf(0.9))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: mean_interval([math.nan]),
+        lambda: mean_interval([1, 2], ["a"]),
+        lambda: mean_interval([1, 2], level=95),
+        lambda: paired_difference([1, 2], [1]),
+        lambda: verdict_difference([2]),
+        lambda: proportion_interval([1.5]),
+    ],
+)
+def test_what_is_no_data_is_refused(call) -> None:
+    with pytest.raises(ValueError):
+        call()
