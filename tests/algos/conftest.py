@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf_algos.tracking.run_facts import MACHINE_KEYS
 from rlhf_data import KTOExample, PreferencePair, StepExample, StepPair, TokenSequence
 
 VOCABULARY = 40
@@ -113,7 +114,7 @@ def history() -> Callable[[Any], list[dict[str, float]]]:
     def run(trainer: Any) -> list[dict[str, float]]:
         rows: list[dict[str, float]] = []
         trainer.on_step = lambda step, metrics: rows.append(
-            {name: value for name, value in metrics.items() if name != "step_time"}
+            {name: value for name, value in metrics.items() if name not in MACHINE_KEYS}
         )
         trainer.train()
         return rows

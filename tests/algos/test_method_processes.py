@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlhf_algos.tracking.run_facts import MACHINE_KEYS
 from rlhf_data import RunFolder
 
 WORKER = Path(__file__).with_name("parallel_worker.py")
@@ -41,7 +42,8 @@ def single(train: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFac
 
 
 def rows(folder: Path) -> list[dict[str, float]]:
-    return [{k: v for k, v in row.items() if k != "step_time"} for row in RunFolder(folder).read_metrics()]
+    logged = RunFolder(folder).read_metrics()
+    return [{k: v for k, v in row.items() if k not in MACHINE_KEYS} for row in logged]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

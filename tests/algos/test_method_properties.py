@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rlhf_algos import METHODS
+from rlhf_algos.tracking.run_facts import MACHINE_KEYS
 from rlhf_data import RunFolder
 from rlhf_models import (
     LoraSettings,
@@ -127,7 +128,7 @@ def test_resumed_equals_uninterrupted(method, examples, tmp_path):
     assert all(torch.equal(a, b) for a, b in pairs)
     rows = [
         [
-            {k: v for k, v in row.items() if k != "step_time"}
+            {k: v for k, v in row.items() if k not in MACHINE_KEYS}
             for row in RunFolder(tmp_path / name).read_metrics()
         ]
         for name in ("straight", "halted")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlhf_eval import metric_keys, training_curves
-from rlhf_eval.curves import _panel, _running_mean
+from rlhf_eval.curves import _panel, _running_mean, _whole
 
 ROWS = [
     {
@@ -87,3 +87,15 @@ def test_running_mean_is_that_of_a_naive_loop():
     half = 203 // 80
     naive = [np.mean(values[max(0, i - half) : i + half + 1]) for i in range(203)]
     assert _running_mean(values).tolist() == pytest.approx(naive)
+
+
+def test_a_running_mean_of_one_value_is_that_value():
+    assert set(_running_mean([0.1] * 5000)) == {0.1}
+    assert list(_running_mean([1.0, 2.0, 6.0])) == [1.0, 2.0, 6.0]
+
+
+@pytest.mark.parametrize(
+    ("step", "said"), [(0, "0"), (250, "250"), (5000, "5000"), (20_000, "20k"), (2e6, "2M")]
+)
+def test_steps_are_said_shortly(step, said):
+    assert _whole(step) == said

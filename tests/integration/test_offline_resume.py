@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from rlhf_algos.tracking.run_facts import MACHINE_KEYS
 from rlhf_data.worlds.story_tasks import story_records
 from rlhf_models import tiny_model
 
@@ -191,7 +192,7 @@ def assert_same(run: Path, other: Path) -> None:
 
 def rows(run: Path) -> list[dict[str, Any]]:
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k != "step_time"} for line in lines]
+    return [{k: v for k, v in json.loads(line).items() if k not in MACHINE_KEYS} for line in lines]
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ max_seq_length: 256
 """
 _REWARD = "length:target=9,unit=characters"
 """Of the six tokens of a completion some have more characters than others."""
-_CLOCK = ("step_time", "time/rollout", "time/score", "time/update")
+_CLOCK = ("step_time", "time/rollout", "time/score", "time/update", "samples_per_second", "peak_memory_gb")
 _STAGES = {"sft": "sft.jsonl", "reward": "preference.jsonl", "ppo": "prompts.jsonl"}
 
 _SERVER = """

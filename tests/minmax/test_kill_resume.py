@@ -68,7 +68,7 @@ MORE = (
 )
 """What `everything` leaves out for short runs in process; gates and guard that act in so weak a game."""
 CLOCK = ("wall_time", "resumed")
-STEP_CLOCK = ("step_time", "time/", "tokens_per_second")
+STEP_CLOCK = ("step_time", "time/", "tokens_per_second", "samples_per_second", "peak_memory_gb")
 """Results that tell of the session, not of the run."""
 UNORDERED = ("adapter_config.json", "checksums.json", "base_model.json")
 """peft writes an adapter's target modules, which are a set, in an order of each process's own; the last holds

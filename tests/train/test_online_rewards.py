@@ -19,7 +19,7 @@ FEW = (
     *("--set=story_rows=8", "--set=story_eval_rows=4", "--set=per_device_train_batch_size=8"),
     *("--set=num_generations=4", "--set=max_completion_length=8", "--set=learning_rate=1e-3"),
 )
-CLOCK = ("step_time", "time/rollout", "time/score", "time/update")
+CLOCK = ("step_time", "time/rollout", "time/score", "time/update", "samples_per_second", "peak_memory_gb")
 REWARDS = """
 def characters(completions, **columns):
     return [float(len(text)) for text in completions]

@@ -25,7 +25,7 @@ SMALL = (
     *("--set=ppo.per_device_train_batch_size=4", "--set=ppo.max_completion_length=8", "--max-steps=2"),
 )
 FILES = {"sft": "sft.jsonl", "reward": "preference.jsonl", "ppo": "prompts.jsonl"}
-CLOCK = ("step_time", "time/rollout", "time/score", "time/update")
+CLOCK = ("step_time", "time/rollout", "time/score", "time/update", "samples_per_second", "peak_memory_gb")
 DEMO = {
     **{"pretrain_steps": 10, "sft_steps": 10, "reward_steps": 4, "judge_steps": 4},
     **{"num_stories": 20, "batch_size": 16, "flawed_reward": False},

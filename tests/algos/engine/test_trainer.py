@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rlhf_algos import SFTConfig, SFTTrainer
+from rlhf_algos.tracking.run_facts import MACHINE_KEYS
 from rlhf_data import RunFolder, TokenSequence, UserError
 from rlhf_models.loading.tiny import tiny_model
 
@@ -50,7 +51,7 @@ def _weights(trainer):
 
 
 def _without_clock(rows):
-    return [{name: value for name, value in row.items() if name != "step_time"} for row in rows]
+    return [{name: value for name, value in row.items() if name not in MACHINE_KEYS} for row in rows]
 
 
 def test_loss_is_the_mean_over_scored_tokens_and_falls():
@@ -65,7 +66,7 @@ def test_loss_is_the_mean_over_scored_tokens_and_falls():
     assert rows[0][1]["loss"] == pytest.approx(expected / count, rel=1e-5)
     assert [step for step, _ in rows] == list(range(1, 31))
     assert rows[-1][1]["loss"] < 0.3 * rows[0][1]["loss"]
-    common = {"loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time"}
+    common = {"loss", "grad_norm", "learning_rate", "epoch", "num_tokens", *MACHINE_KEYS}
     assert set(rows[0][1]) == common | {"entropy", "mean_token_accuracy"}
 
 
@@ -223,7 +224,7 @@ def test_evaluate_measures_and_leaves_the_model_as_it_was():
     trainer.model.train()
     first, again = trainer.evaluate(), trainer.evaluate()
     assert first == again
-    assert set(first) == {"eval_loss", "eval_entropy", "eval_mean_token_accuracy"}
+    assert set(first) == {"eval_loss", "eval_entropy", "eval_mean_token_accuracy", "eval_ref_kl"}
     assert trainer.model.training
     assert all(torch.equal(a, b) for a, b in zip(before, _weights(trainer), strict=True))
     with pytest.raises(ValueError, match="without eval_examples"):

@@ -10,6 +10,7 @@ import torch
 
 from rlhf_algos import DPOConfig, DPOTrainer
 from rlhf_algos.engine.batching import epoch_order
+from rlhf_algos.tracking.run_facts import MACHINE_KEYS
 from rlhf_data import RunFolder, UserError
 from rlhf_data.runs.atomic import DiskFullError
 from rlhf_models import LoraSettings, add_adapters, tiny_model
@@ -41,7 +42,7 @@ def whole(make, tmp_path):
 
 
 def result(run, trainer):
-    rows = [{k: v for k, v in row.items() if k != "step_time"} for row in run.read_metrics()]
+    rows = [{k: v for k, v in row.items() if k not in MACHINE_KEYS} for row in run.read_metrics()]
     return rows, [parameter.detach().tolist() for parameter in trainer.parameters]
 
 

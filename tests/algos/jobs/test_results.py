@@ -13,6 +13,7 @@ from rlhf_data import RunFolder
 
 ROWS = [
     {"step": step, "loss": 1.0 / step, "learning_rate": 1e-3, "num_tokens": 100 * step, "step_time": 0.1}
+    | {"samples_per_second": 10.0 * step**2, "peak_memory_gb": 0.5 + step % 3}
     for step in (1, 2, 3)
 ]
 
@@ -43,6 +44,8 @@ def test_results_curves_and_card(tmp_path):
         "steps": 3,
         "num_tokens": 300,
         "tokens_per_second": 150.0,
+        "samples_per_second": 40.0,
+        "peak_memory_gb": 2.5,
         "wall_time": {"training": 2.0, "total": 3.0},
         "versions": results["versions"],
         "resumed": False,

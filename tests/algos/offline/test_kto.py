@@ -73,7 +73,7 @@ def test_evaluation_takes_the_kl_of_its_own_rows(examples, padded_logps):
     metrics = trainer.evaluate()
     assert metrics["eval_kl"] == pytest.approx(max(0.0, float(mismatched.mean())), rel=1e-4, abs=1e-6)
     assert set(metrics) == {
-        *("eval_loss", "eval_kl", "eval_entropy"),
+        *("eval_loss", "eval_kl", "eval_entropy", "eval_ref_kl"),
         *(
             f"eval_{kind}/{side}"
             for kind in ("rewards", "logps", "logits")

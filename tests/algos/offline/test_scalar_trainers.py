@@ -16,6 +16,7 @@ from rlhf_algos import (
     ScalarTrainer,
     losses,
 )
+from rlhf_algos.tracking.run_facts import MACHINE_KEYS
 from rlhf_data import RunFolder, TokenSequence
 from rlhf_models import JudgeModel, RewardModel, tiny_model, train_byte_tokenizer
 
@@ -92,7 +93,7 @@ def test_margins_and_centring_reach_the_loss():
 def test_pairs_stay_together_under_any_budget(budget):
     whole, cut = _reward_trainer(max_steps=3), _reward_trainer(max_steps=3, max_tokens_per_batch=budget)
     for a, b in zip(_run(whole), _run(cut), strict=True):
-        names = [name for name in a if name not in ("step_time", "num_tokens")]
+        names = [name for name in a if name not in (*MACHINE_KEYS, "num_tokens")]
         assert [b[name] for name in names] == pytest.approx([a[name] for name in names], rel=1e-3, abs=1e-5)
 
 

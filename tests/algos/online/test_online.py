@@ -16,6 +16,7 @@ from rlhf_algos import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer
 from rlhf_algos.engine.loss_output import LossOutput, reduce_outputs
 from rlhf_algos.losses import LOSS_TYPES
 from rlhf_algos.online.rollouts import Completion
+from rlhf_algos.tracking.run_facts import MACHINE_KEYS
 from rlhf_data import PromptExample, RunFolder, UserError
 from rlhf_infer.rewards import RewardFunctions
 from rlhf_models import LoraSettings, add_adapters, tiny_model, train_byte_tokenizer
@@ -207,7 +208,7 @@ def test_a_step_does_not_depend_on_how_it_is_cut(make: Any) -> None:
         found.append((metrics, torch.cat([p.detach().flatten() for p in trainer.parameters])))
     (whole, weights), (cut, other) = found
     for name, value in whole.items():
-        if not name.startswith(("time/", "step_time", "num_tokens")) and "clipfrac" not in name:
+        if not name.startswith(("time/", *MACHINE_KEYS, "num_tokens")) and "clipfrac" not in name:
             assert cut[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
     torch.testing.assert_close(weights, other, rtol=0, atol=5e-5)  # AdamW blows up the last bits
 
@@ -363,7 +364,7 @@ def test_resuming_is_exact(make: Any, tmp_path: Path) -> None:
         again.train()
         again.save_model(folder / "final")
         return [
-            {k: v for k, v in row.items() if not k.startswith(("time/", "step_time"))}
+            {k: v for k, v in row.items() if not k.startswith(("time/", *MACHINE_KEYS))}
             for row in run.read_metrics()
         ]
 

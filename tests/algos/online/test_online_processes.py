@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlhf_algos.tracking.run_facts import MACHINE_KEYS
 from rlhf_data import RunFolder
 
 WORKER = Path(__file__).parents[1].joinpath("online_worker.py")
@@ -41,7 +42,7 @@ def single(train: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 
 def rows(folder: Path) -> list[dict[str, float]]:
     return [
-        {k: v for k, v in row.items() if k != "step_time" and not k.startswith("time/")}
+        {k: v for k, v in row.items() if k not in MACHINE_KEYS and not k.startswith("time/")}
         for row in RunFolder(folder).read_metrics()
     ]
 

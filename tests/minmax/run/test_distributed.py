@@ -21,7 +21,7 @@ SLOW = ("training.policy_learning_rate=2e-4", "training.monitor_learning_rate=2e
 AHEAD = "schedule.extragradient=true"
 CRITIC = ("policy_model.baseline=critic",)
 CUT = "training.max_tokens_per_batch=120"
-NOT_ALIKE = ("step_time", "time/", "tokens_per_second", "num_tokens")
+NOT_ALIKE = ("step_time", "time/", "tokens_per_second", "samples_per_second", "peak_memory_gb", "num_tokens")
 """Where a prompt's samples are parted between processes, each computes the prompt."""
 
 

@@ -12,7 +12,7 @@ import rlhf_minmax.run.minmax_job
 from rlhf_data import RunFolder, UserError
 from rlhf_minmax import Events, MinMaxJob
 
-CLOCK = ("step_time", "time/", "tokens_per_second")
+CLOCK = ("step_time", "time/", "tokens_per_second", "samples_per_second", "peak_memory_gb")
 BLOCK = {
     "policy/accuracy",
     "policy/hack_rate",

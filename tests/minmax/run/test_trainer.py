@@ -11,7 +11,7 @@ from rlhf_algos.engine.events import TrainingStopped
 from rlhf_data import RunFolder, UserError
 from rlhf_minmax import MinMaxTrainer
 
-CLOCK = ("step_time", "time/", "tokens_per_second")
+CLOCK = ("step_time", "time/", "tokens_per_second", "samples_per_second", "peak_memory_gb")
 DROPOUT = ("policy_model.lora_dropout=0.2", "monitor_model.lora_dropout=0.2")
 FULL = ("policy_model.use_lora=false", "monitor_model.use_lora=false")
 SMALL = ("training.max_steps=4", "training.batch_size=2", "game.num_generations=2", "game.num_critiques=2")

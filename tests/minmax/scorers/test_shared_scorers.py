@@ -29,7 +29,7 @@ from rlhf_models import (
 )
 
 STORIES = Path(__file__).parents[2] / "fixtures" / "stories.jsonl"
-CLOCK = ("step_time", "time/", "tokens_per_second")
+CLOCK = ("step_time", "time/", "tokens_per_second", "samples_per_second", "peak_memory_gb")
 SIZES = {
     "data": {"train_data": str(STORIES), "probe_stories": 4, "eval_stories": 4},
     "training": {"batch_size": 3, "max_steps": 2, "monitor_warmup_steps": 1, "save_steps": 1},

@@ -80,7 +80,9 @@ from rlhf_algos.tracking.debug import Sampler as Sampler
 from rlhf_algos.tracking.early_stopping import EarlyStopping as EarlyStopping
 from rlhf_algos.tracking.metrics_log import TrainingLogger as TrainingLogger
 from rlhf_algos.tracking.metrics_log import setup_logging as setup_logging
+from rlhf_algos.tracking.run_facts import MACHINE_KEYS as MACHINE_KEYS
 from rlhf_algos.tracking.run_facts import Clock as Clock
+from rlhf_algos.tracking.run_facts import pace as pace
 from rlhf_algos.tracking.run_facts import versions as versions
 from rlhf_algos.tracking.step_report import OnReport as OnReport
 from rlhf_algos.tracking.step_report import Pace as Pace

@@ -2,6 +2,7 @@ from rlhf_eval import figures as figures
 from rlhf_eval import html as html
 from rlhf_eval import stats as stats
 from rlhf_eval.curves import metric_keys as metric_keys
+from rlhf_eval.curves import metric_panel as metric_panel
 from rlhf_eval.curves import training_curves as training_curves
 from rlhf_eval.debug_plots import activation_figure as activation_figure
 from rlhf_eval.debug_plots import gradient_flow_figure as gradient_flow_figure

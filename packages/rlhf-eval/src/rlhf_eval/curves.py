@@ -9,13 +9,35 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhf_eval.figures import BLUE, GREY, ORANGE, Rows, columns_of, new_figure, pairs, save_png, styled
+from rlhf_eval.figures import (
+    BLUE,
+    GREY,
+    ORANGE,
+    Panel,
+    Rows,
+    columns_of,
+    make_panel,
+    new_figure,
+    pairs,
+    save_png,
+    styled,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_BOOK_KEEPING = ("step", "phase", "epoch", "num_tokens", "step_time", "episode", "num_updates")
+_BOOK_KEEPING = (
+    "step",
+    "phase",
+    "epoch",
+    "num_tokens",
+    "step_time",
+    "episode",
+    "num_updates",
+    "samples_per_second",
+    "peak_memory_gb",
+)
 _APART = ("eval_", "time/")
 """What names begin with that get no curve among the steps' own."""
 _LAST = ("grad_norm", "learning_rate")
@@ -66,6 +88,27 @@ def training_curves(
         save_png(figure, path)
 
 
+def metric_panel(metrics: Rows, key: str) -> Panel:
+    """One metric over the steps, held-out values beside it, as a figure for a page.
+
+    Args:
+        metrics: Rows of metrics.jsonl, as for `training_curves`.
+        key: The metric.
+    """
+    values = pairs(metrics, "step", key) or pairs(metrics, "step", f"eval_{key}")
+    caption = (
+        f"{key}, {_label(values[-1][1], [])} at step {values[-1][0]:,.0f}" if values else f"{key}, no values"
+    )
+    if pairs(metrics, "step", f"eval_{key}"):
+        caption += "; held out in orange"
+
+    def draw(axes: Axes) -> None:
+        _panel(axes, metrics, key)
+        axes.set_title("")
+
+    return make_panel(key, caption, draw, width=5.2, height=3.0)
+
+
 def _panel(axes: Axes, metrics: Rows, key: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
@@ -78,7 +121,7 @@ def _panel(axes: Axes, metrics: Rows, key: str) -> None:
         axes.plot(
             *columns_of(held_out),
             color=ORANGE,
-            marker="o",
+            marker="o" if len(held_out) < _MARKED else "",
             markersize=6,
             markeredgecolor="white",
             label="held out",
@@ -89,6 +132,7 @@ def _panel(axes: Axes, metrics: Rows, key: str) -> None:
     axes.set_title(key, parse_math=False)
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(lambda value, _: _whole(value))
     axes.yaxis.set_major_formatter(lambda value, _: _label(value, axes.get_yticks()))
 
 
@@ -96,6 +140,12 @@ def _label(value: float, ticks: Sequence[float] | np.ndarray) -> str:
     """A tick's number with as many digits as tell the ticks apart; no factor, which hides under the title."""
     digits = next((n for n in range(4, 12) if len({f"{x:.{n}g}" for x in ticks}) == len(set(ticks))), 12)
     return f"{value:.{digits}g}"
+
+
+def _whole(step: float) -> str:
+    """A number of steps: 200, 20k, 2M."""
+    factor, unit = (1e6, "M") if abs(step) >= 1e6 else (1e3, "k") if abs(step) >= 1e4 else (1, "")
+    return f"{step / factor:g}{unit}"
 
 
 def _curve(axes: Axes, points: list[tuple[float, float]], *, color: str, label: str) -> None:
@@ -112,10 +162,11 @@ def _curve(axes: Axes, points: list[tuple[float, float]], *, color: str, label: 
 def _running_mean(values: list[float]) -> np.ndarray:
     """Mean of each value and its neighbours, a fortieth of the curve in all."""
     half = len(values) // 80
-    sums = np.concatenate([[0.0], np.cumsum(values)])
+    shift = values[0]  # so that rounding moves no constant
+    sums = np.concatenate([[0.0], np.cumsum(np.asarray(values) - shift)])
     at = np.arange(len(values))
     first, stop = np.maximum(at - half, 0), np.minimum(at + half + 1, len(values))
-    return (sums[stop] - sums[first]) / (stop - first)
+    return shift + (sums[stop] - sums[first]) / (stop - first)
 
 
 def _shared_legend(figure: Figure) -> None:

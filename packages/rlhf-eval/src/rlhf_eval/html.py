@@ -159,12 +159,19 @@ def svg_figure(svg: str, caption: str) -> str:
     )
 
 
-def page(title: str, body_html: str) -> str:
-    """Return the whole document; its content security policy forbids loading anything from outside."""
+def page(title: str, body_html: str, *, refresh: int | None = None) -> str:
+    """Return the whole document; its content security policy forbids loading anything from outside.
+
+    Args:
+        title: Of the document, text.
+        body_html: What it shows.
+        refresh: Seconds after which a browser asks for it again; None for never.
+    """
+    again = "" if refresh is None else f'<meta http-equiv="refresh" content="{refresh}">\n'
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'{again}<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n{body_html}</main>\n"
         "</body>\n</html>\n"
     )

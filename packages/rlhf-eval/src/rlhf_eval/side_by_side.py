@@ -14,8 +14,8 @@ def samples_page(rows: Sequence[Mapping[str, Any]], *, title: str) -> str:
     """A page with the completions of the start and of the end of a training beside each other.
 
     Args:
-        rows: rows of samples.jsonl; those with `stage` "start" or "end" are shown, which have `prompt`,
-            `completion`, `step` and `reward`, and those of a stage in the order of the other's.
+        rows: rows of samples.jsonl; those with `stage` "start" or "end" are shown, those of a stage in the
+            order of the other's. They have `prompt`, `completion`, `step` and, of online training, `reward`.
         title: heading of the page.
 
     Returns:
@@ -25,14 +25,19 @@ def samples_page(rows: Sequence[Mapping[str, Any]], *, title: str) -> str:
     body = (
         f"<h1>{text(title)}</h1>\n<p>What the model answered to the same prompts before and after training."
     )
-    body += " A reward that rises while the texts get worse is a reward that is being gamed.</p>\n"
-    means = [(_COLUMNS[stage], found) for stage, found in stages.items() if found]
-    cells = [[text(name), _mean(found), text(found[0]["step"])] for name, found in means]
-    body += table(["", "mean reward of these", "step"], cells, numeric=True, narrow=True)
+    rewarded = any("reward" in row for row in rows)
+    if rewarded:
+        body += " A reward that rises while the texts get worse is a reward that is being gamed."
+    body += "</p>\n"
+    if rewarded:
+        means = [(_COLUMNS[stage], found) for stage, found in stages.items() if found]
+        cells = [[text(name), _mean(found), text(found[0]["step"])] for name, found in means]
+        body += table(["", "mean reward of these", "step"], cells, numeric=True, narrow=True)
     for start, end in zip(stages["start"], stages["end"], strict=False):
         body += f'<div class="card">{verbatim(start["prompt"])}<div class="grid">'
         for stage, row in (("start", start), ("end", end)):
-            heading = f"{_COLUMNS[stage]}, reward {number(row['reward'])}"
+            heading = f"{_COLUMNS[stage]}, step {row['step']}"
+            heading += f", reward {number(row['reward'])}" if rewarded else ""
             body += f"<div><h3>{text(heading)}</h3>{verbatim(row['completion'])}</div>"
         body += "</div></div>\n"
     return page(title, body)

@@ -45,6 +45,7 @@ from rlhf_models.language_model.head import lm_logits as lm_logits
 from rlhf_models.language_model.logps import hidden_states as hidden_states
 from rlhf_models.language_model.logps import score_hidden as score_hidden
 from rlhf_models.language_model.logps import stream_forward as stream_forward
+from rlhf_models.language_model.logps import token_distributions as token_distributions
 from rlhf_models.language_model.logps import token_logps as token_logps
 from rlhf_models.language_model.router_loss import router_coefficient as router_coefficient
 from rlhf_models.loading.pretrained import check_language_model as check_language_model

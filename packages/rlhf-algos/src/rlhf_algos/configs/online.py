@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_algos.configs.trainer import TrainerConfig
+from rlhf_algos.configs.trainer import PolicyConfig
 from rlhf_algos.kl_control import check_horizon
 from rlhf_algos.process_group import world_size
 from rlhf_data import BaseConfig, LocalPath, model_folder
@@ -100,7 +100,7 @@ class VLLMConfig(BaseConfig):
         return self
 
 
-class OnlineConfig(SamplingConfig, VLLMConfig, TrainerConfig):
+class OnlineConfig(SamplingConfig, VLLMConfig, PolicyConfig):
     """Settings of training on the model's own completions; a step is one rollout and all its updates."""
 
     learning_rate: float = Field(default=1e-6, gt=0)

@@ -13,6 +13,7 @@ __all__ = [
     "LanguageModelConfig",
     "LoopConfig",
     "OptimizerConfig",
+    "PolicyConfig",
     "ReportConfig",
     "SelectionConfig",
     "TrackingConfig",
@@ -158,7 +159,16 @@ class TrainerConfig(OptimizerConfig, LoopConfig, HardwareConfig, TrackingConfig)
         return False
 
 
-class LanguageModelConfig(TrainerConfig):
+class PolicyConfig(TrainerConfig):
+    """Settings of training a language model, on given completions or on its own."""
+
+    ref_kl_rows: int = Field(default=32, ge=0)
+    """Held-out rows on which evaluation measures the KL to the model as it was at the start; 0 for none."""
+    stage_samples: int = Field(default=8, ge=0)
+    """Prompts whose completions are kept from the start and the end of training; 0 for none."""
+
+
+class LanguageModelConfig(PolicyConfig):
     """Settings of training a language model on completions that are given."""
 
     learning_rate: float = Field(default=1e-6, gt=0)

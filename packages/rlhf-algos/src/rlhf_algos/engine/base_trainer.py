@@ -24,6 +24,7 @@ from rlhf_algos.engine.parallel import Parallel
 from rlhf_algos.engine.trained_module import TrainedModule
 from rlhf_algos.engine.training_method import Example, TrainingMethod
 from rlhf_algos.tracking.debug import nonfinite_message
+from rlhf_algos.tracking.run_facts import pace
 from rlhf_algos.tracking.step_report import OnReport
 from rlhf_data import PackedBatch, RunFolder, UserError, atomic_folder
 from rlhf_models import compile_model
@@ -204,8 +205,7 @@ class BaseTrainer(TrainingMethod[Example]):
 
         Returns:
             `loss` and the method's metrics (means over the whole step), `grad_norm` (before clipping),
-            `learning_rate` (of this step), `epoch` (a fraction), `num_tokens` (computed since the start),
-            `step_time` (seconds).
+            `learning_rate` (of this step), `epoch` (a fraction), `num_tokens` (since the start), and `pace`.
 
         Raises:
             UserError: the loss or the gradient became NaN or infinite; the weights are as before the step
@@ -219,10 +219,8 @@ class BaseTrainer(TrainingMethod[Example]):
             self.scheduler.step()
         self.step += 1
         self.num_tokens += self._total(sum(batch.num_tokens for batch, _, real in share.batches if real))
-        metrics["epoch"] = self.step / self.steps_per_epoch
-        metrics["num_tokens"] = self.num_tokens
-        metrics["step_time"] = time.perf_counter() - started
-        return metrics
+        metrics |= {"epoch": self.step / self.steps_per_epoch, "num_tokens": self.num_tokens}
+        return metrics | pace(started, len(examples), device=self.device)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rlhf_algos.configs.online import GRPOConfig, OnlineConfig
 from rlhf_algos.configs.trainer import LanguageModelConfig
 from rlhf_algos.engine.base_trainer import BaseTrainer
 from rlhf_algos.engine.loss_output import LossOutput
-from rlhf_data import PackedBatch
-from rlhf_models import TokenLogps, disable_dropout, evaluating, router_coefficient, token_logps
+from rlhf_algos.engine.start_distance import StartDistance, shortened
+from rlhf_algos.tracking.debug import Sampler
+from rlhf_data import PackedBatch, TokenSequence, UserError
+from rlhf_models import (
+    TokenLogps,
+    disable_dropout,
+    evaluating,
+    router_coefficient,
+    token_distributions,
+    token_logps,
+)
 
 __all__ = ["LanguageModelTrainer", "LogpsModule"]
 
+_LOG = logging.getLogger(__name__)
 Example = TypeVar("Example")
 
 
@@ -40,6 +51,7 @@ class LogpsModule(nn.Module):
         with_stats: bool = False,
         with_router_loss: bool = False,
         reference: bool = False,
+        distributions: bool = False,
     ) -> TokenLogps:
         """`rlhf_models.token_logps` of the model.
 
@@ -50,10 +62,13 @@ class LogpsModule(nn.Module):
             with_stats: see `token_logps`.
             with_router_loss: see `token_logps`; never of the reference.
             reference: score with the model's adapters switched off, without gradients or dropout.
+            distributions: give `token_distributions` of the model, at temperature 1, and nothing else.
 
         Raises:
             ValueError: `reference` of a model without adapters.
         """
+        if distributions:
+            return token_distributions(self.lm, batch)
         options: dict[str, Any] = {"temperature": temperature, "with_entropy": with_entropy}
         if not reference:
             options["with_router_loss"] = with_router_loss
@@ -87,6 +102,7 @@ class LanguageModelTrainer(BaseTrainer[Example]):
         if isinstance(config, LanguageModelConfig | GRPOConfig):
             self._router_coef = router_coefficient(model, config.router_aux_loss_coef)
         super().__init__(model, config, *options, **more_options)
+        self._start_distance = self._measured_from_here()
 
     def build_scorer(self, model: Any) -> nn.Module:
         """The model behind `LogpsModule`."""
@@ -114,3 +130,73 @@ class LanguageModelTrainer(BaseTrainer[Example]):
         return replace(
             output, loss=loss, sums={**output.sums, "aux_loss": terms * scores.router_loss.detach()}
         )
+
+    def evaluate(self) -> dict[str, float]:
+        """See `BaseTrainer.evaluate`; `eval_ref_kl` besides, see `StartDistance`."""
+        return super().evaluate() | self.ref_kl()
+
+    @torch.no_grad()
+    def ref_kl(self) -> dict[str, float]:
+        """`eval_ref_kl`, the KL to the model at its start, by `StartDistance`.
+
+        Empty without held-out rows, and with `ref_kl_rows` 0.
+        """
+        if self._start_distance is None:
+            return {}
+        self.prepare()
+        with evaluating(self.scorer):
+            return {"eval_ref_kl": self._start_distance.measure(self._distributions)}
+
+    def stage_rows(self) -> list[dict[str, Any]]:
+        """Rows of samples.jsonl: what the model now answers, greedily, to `stage_samples` held-out prompts.
+
+        Without held-out rows they are training prompts.  Of several processes the first one samples; a model
+        that cannot be sampled from is left in peace, and the log says why.
+        """
+        if not (count := self.config.stage_samples):
+            return []
+        if self.parallel.sharded or self.tokenizer is None:
+            why = "is sharded" if self.parallel.sharded else "came without a tokenizer"
+            _LOG.info("no samples of the start and the end are kept: the model %s", why)
+            return []
+        assert self.run is not None
+        source = self.eval_examples if len(self.eval_examples) else self.examples
+        firsts = [self.sequences(source[i])[0] for i in range(min(len(source), 4 * count))]
+        try:
+            sampler = Sampler(
+                self.model, self.tokenizer, Sampler.prompts_of(firsts, count), self.run, every=1
+            )
+            return sampler.sample(self.step) if self.parallel.is_main else []
+        except UserError as error:
+            _LOG.info("no samples of the start and the end are kept: %s", error)
+            return []
+
+    def compared_sequences(self, count: int) -> list[TokenSequence]:
+        """Completions of `count` held-out rows, for `eval_ref_kl`; of a pair the chosen one."""
+        return [self.sequences(self.eval_examples[i])[0] for i in range(min(len(self.eval_examples), count))]
+
+    @torch.no_grad()
+    def _measured_from_here(self) -> StartDistance | None:
+        """What measures the KL to the model as it is now, before anything is wrapped, sharded or resumed."""
+        count = self.config.ref_kl_rows
+        if not count or not len(self.eval_examples):
+            return None
+        scorer = LogpsModule(self.model)
+        with evaluating(self.model), self.parallel.autocast():
+            found = [shortened(each) for each in self.compared_sequences(count)]
+            sequences = [each for each in found if each is not None]
+            if not sequences:
+                return None
+            return StartDistance(
+                sequences,
+                lambda batch: _of(scorer(batch.to(self.model.device), distributions=True)),
+                self.config.max_tokens_per_batch,
+            )
+
+    def _distributions(self, batch: PackedBatch) -> Tensor:
+        return _of(self.forward(batch.to(self.device), distributions=True))
+
+
+def _of(scores: TokenLogps) -> Tensor:
+    assert scores.distributions is not None
+    return scores.distributions

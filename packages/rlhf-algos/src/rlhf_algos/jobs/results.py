@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from rlhf_algos.jobs.model_card import write_model_card
@@ -50,7 +51,8 @@ def finish_run(
     Returns:
         What was written: `method`, `before`, `after`, `last_step` (the last line of metrics.jsonl), `steps`,
         `num_tokens`, `tokens_per_second` (tokens of this process's training over its time; of a resumed run,
-        None), `wall_time`, `versions`, and the facts.
+        None), `samples_per_second` (the median over the steps), `peak_memory_gb` (the most of any step),
+        `wall_time`, `versions`, and the facts.
 
     Raises:
         DiskFullError: nothing can be added to the disk; the run is not marked as finished.
@@ -70,18 +72,30 @@ def finish_run(
         "steps": last.get("step", 0),
         "num_tokens": tokens,
         "tokens_per_second": tokens / seconds if whole and tokens and seconds else None,
+        "samples_per_second": _summary(median, rows, "samples_per_second"),
+        "peak_memory_gb": _summary(max, rows, "peak_memory_gb"),
         "wall_time": dict(wall_time),
         "versions": versions(_PACKAGES),
         **facts,
     }
-    keys = metric_keys(rows)
-    if keys and not can_draw():
+    if (keys := metric_keys(rows)) and not can_draw():
         _LOG.info("training_curves.png is not drawn: matplotlib is missing; pip install 'rlhf-algos[plots]'")
     elif keys:
         name = run.path.resolve().name
-        title = method if name == method else f"{method}: {name}"
-        training_curves(rows, keys, run.path / "training_curves.png", title=title)
+        training_curves(rows, keys, run.path / "training_curves.png", title=_title(method, name))
     if (run.path / _FINAL).is_dir():
         write_model_card(run.path / _FINAL, method=method, config=config, results=results)
     run.write_results(results)
     return results
+
+
+def _title(method: str, name: str) -> str:
+    return method if name == method else f"{method}: {name}"
+
+
+def _summary(
+    how: Callable[[list[float]], float], rows: Sequence[Mapping[str, Any]], key: str
+) -> float | None:
+    """Of a metric's values over the steps; None where no step has one."""
+    values = [row[key] for row in rows if row.get(key) is not None]
+    return how(values) if values else None

@@ -11,6 +11,8 @@ from typing import Any
 
 from rlhf_algos.checkpoints.manager import CheckpointManager
 from rlhf_algos.engine.events import check_best_metric
+from rlhf_algos.engine.language_model import LanguageModelTrainer
+from rlhf_algos.engine.stage_samples import sample_stage
 from rlhf_algos.jobs.config import JobConfig, OnlineJobConfig
 from rlhf_algos.jobs.data import Rows, build_sets, demonstrated, load_rows, with_skipped
 from rlhf_algos.jobs.methods import METHODS, Method
@@ -18,7 +20,6 @@ from rlhf_algos.jobs.models import check_machine, longest_sequence, start_model
 from rlhf_algos.jobs.online import PREFLIGHT, load_rewards, online_parts, tell_findings
 from rlhf_algos.jobs.results import finish_run
 from rlhf_algos.jobs.tiny_models import few_threads_for_a_small_model
-from rlhf_algos.online.stage_samples import sample_stage
 from rlhf_algos.process_group import broadcast
 from rlhf_algos.tracking.run_facts import Clock
 from rlhf_algos.tracking.step_report import OnReport
@@ -87,12 +88,13 @@ class TrainingJob(Job):
             if self.method.online and not looked:
                 tell_findings(trainer, self.run)
                 clock.lap("preflight")
-            if self.method.online:
+            samples = isinstance(trainer, LanguageModelTrainer)
+            if samples:
                 sample_stage(trainer, "start")
             last = trainer.train()
             clock.lap("training")
             after = self._after(trainer, last)
-            if self.method.online:
+            if samples:
                 sample_stage(trainer, "end")
             _LOG.info("saving the model to %s in %s", self.run.path / "final", _dtype_name(trainer.model))
             trainer.save_model(self.run.path / "final")

@@ -57,8 +57,8 @@ class ActorCritic(nn.Module):
             reference: log-probs of the reference, without gradients, and nothing else.
             **options: see `rlhf_models.token_logps`.
         """
-        if reference:
-            return ActorCriticScores(policy=self.policy(batch, reference=True, **options))
+        if reference or options.get("distributions"):
+            return ActorCriticScores(policy=self.policy(batch, reference=reference, **options))
         if isinstance(self.value, ValueModel):
             return ActorCriticScores(
                 policy=self.policy(batch, **options) if policy else None,

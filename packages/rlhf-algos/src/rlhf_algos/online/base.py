@@ -17,17 +17,18 @@ from rlhf_algos.engine.batching import epoch_order
 from rlhf_algos.engine.language_model import LanguageModelTrainer, LogpsModule
 from rlhf_algos.engine.optimizer_step import combined
 from rlhf_algos.online.rollouts import Completion, StepTable, flat, keep_tokens, rollout_metrics, table_row
-from rlhf_algos.online.samples import keep_samples
+from rlhf_algos.online.samples import keep_samples, stage_rows, start_completions
 from rlhf_algos.process_group import broadcast
 from rlhf_algos.reference.trainer import ReferenceScorer, adapter_off_is
+from rlhf_algos.tracking.run_facts import pace
 from rlhf_data import PackedBatch, PromptExample, TokenSequence, UserError, pack
 from rlhf_infer import GenerationEngine, RewardFunctions, Rollout, SamplingParams, TransformersEngine
 
 __all__ = ["OnlineTrainer"]
 
 _LOG = logging.getLogger(__name__)
-_EVALUATION = 1 << 31
-"""Stands in the sampling seed in place of the step."""
+_EVALUATION, _STAGE, _START = 1 << 31, 1 << 30, 1 << 29
+"""What stands in the sampling seed in place of the step."""
 
 
 class OnlineTrainer(LanguageModelTrainer[PromptExample]):
@@ -143,17 +144,15 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         assessed = time.perf_counter()
         self.scorer.train()
         metrics |= self.update(completions, len(examples))
-        every, writes = self.config.sample_steps, self.parallel.is_main
-        if every and self.run and writes and (self.step + 1) % every == 0:
+        every = self.config.sample_steps
+        if every and self.run and self.parallel.is_main and (self.step + 1) % every == 0:
             keep_samples(self.run, self.step + 1, completions, table, self.tokenizer)
         self.step += 1
         metrics["epoch"] = self.step / self.steps_per_epoch
         metrics["num_tokens"] = self.num_tokens
-        now = time.perf_counter()
-        spent = {"rollout": sampled - started, "score": assessed - sampled, "update": now - assessed}
-        metrics |= {f"time/{part}": seconds for part, seconds in spent.items()}
-        metrics["step_time"] = now - started
-        return metrics
+        metrics["time/rollout"], metrics["time/score"] = sampled - started, assessed - sampled
+        metrics["time/update"] = time.perf_counter() - assessed
+        return metrics | pace(started, len(table.total), device=self.device)
 
     def sample(
         self, prompts: Sequence[PromptExample], n: int, *, seed: int, temperature: float | None = None
@@ -220,8 +219,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
             completions: this process's, with their advantages.
             num_prompts: of the step, over all processes.
         """
-        done: list[dict[str, float]] = []
-        taken = False
+        done, taken = list[dict[str, float]](), False
         for number in range(self.config.passes):
             for prompts in self._mini_batches(num_prompts, number):
                 own = [each for each in completions if each.index // self.config.num_generations in prompts]
@@ -284,7 +282,15 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         if self.config.needs_reference:
             metrics["kl"] = self._divergence(completions, temperature)
         self.scorer.train(was_training)
-        return {f"eval_{name}": value for name, value in metrics.items()}
+        return {f"eval_{name}": value for name, value in metrics.items()} | self.ref_kl()
+
+    def stage_rows(self) -> list[dict[str, Any]]:
+        """As in `LanguageModelTrainer`, with rewards; every process must call it."""
+        return stage_rows(self, seed=self.seed_of(_STAGE))
+
+    def compared_sequences(self, count: int) -> list[TokenSequence]:
+        """Completions of the first `count` held-out prompts, drawn from the model as it is now."""
+        return start_completions(self, count, seed=self.seed_of(_START))
 
     def compute_known_logps(
         self,
@@ -371,10 +377,8 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         self.compute_known_logps(completions, reference=True, temperature=temperature)
         sums = torch.zeros(2, device=self.device)
         if completions:
-            difference = flat("old_logps", completions, self.device) - flat(
-                "ref_logps", completions, self.device
-            )
-            sums = torch.stack([difference.sum(), torch.tensor(len(difference), device=self.device)])
+            old, ref = (flat(name, completions, self.device) for name in ("old_logps", "ref_logps"))
+            sums = torch.stack([(old - ref).sum(), torch.tensor(len(old), device=self.device)])
         total, count = self.parallel.sum(sums.float()).tolist()
         return total / max(count, 1.0)
 

@@ -65,6 +65,7 @@ class GRPOTrainer(OnlineTrainer):
             torch.tensor([self._counted(each) for each in completions]),
             max_completion_length=config.max_completion_length,
         ).weights.tolist()
+        metrics["advantage_abs_mean"] = float(advantages.abs().mean())
         for completion, weight in zip(completions, weights, strict=True):
             completion.tokens["advantages"] = advantages[completion.index].expand(completion.length)
             completion.weight = weight

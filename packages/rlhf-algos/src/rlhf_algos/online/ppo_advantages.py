@@ -82,15 +82,13 @@ def assess_tokens(
         controller: of the KL's coefficient, which is moved.
         parallel: the processes.
     """
-    for completion in completions:
-        completion.weight = float(not (config.mask_truncated_completions and completion.truncated))
+    for each in completions:
+        each.weight = float(not (config.mask_truncated_completions and each.truncated))
     lengths = torch.tensor([completion.length for completion in completions], dtype=torch.long)
+    kl = old_logps = values = torch.zeros(0)
     if completions:
         kl = _divergence(config.kl_estimator, completions)
-        old_logps = flat("old_logps", completions, _CPU)
-        values = flat("old_values", completions, _CPU)
-    else:
-        kl = old_logps = values = torch.zeros(0)
+        old_logps, values = (flat(name, completions, _CPU) for name in ("old_logps", "old_values"))
     penalty = controller.value * kl if config.kl_penalty == "reward" else torch.zeros_like(kl)
     rewards = -penalty
     rewards[lengths.cumsum(0) - 1] += scores[[completion.index for completion in completions]]
@@ -107,8 +105,9 @@ def assess_tokens(
             completion.tokens[name] = part
     variance = _summed(parallel, moments(estimate.returns))
     errors = _summed(parallel, moments(estimate.returns - values))
-    sums = _summed(parallel, torch.stack([kl.sum(), -old_logps.sum(), -penalty.sum()]).double())
-    mean_kl, entropy, non_score = (sums / len(table.total)).tolist()
+    totals = torch.stack([kl.sum(), -old_logps.sum(), -penalty.sum(), advantages.abs().sum()])
+    *means, magnitude = _summed(parallel, totals.double()).tolist()
+    mean_kl, entropy, non_score = (mean / len(table.total) for mean in means)
     metrics = {
         "objective/kl": mean_kl,
         "objective/entropy": entropy,
@@ -117,9 +116,9 @@ def assess_tokens(
         "objective/rlhf_reward": non_score + float(scores.mean()),
         "val/num_eos_tokens": float(table.ended.sum()),
         "kl_coef": controller.value,
+        "advantage_abs_mean": magnitude / float(table.lengths.sum()),
     }
-    explained = float(explained_variance(variance, errors))
-    if explained == explained:
+    if (explained := float(explained_variance(variance, errors))) == explained:
         metrics["val/explained_variance"] = explained
     controller.update(mean_kl, len(table.total))
     return metrics

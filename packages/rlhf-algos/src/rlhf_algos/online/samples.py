@@ -1,14 +1,18 @@
-"""Sampled completions in the run folder, with what they were rewarded."""
+"""Sampled completions in the run folder, with what they were rewarded; completions of the start."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf_algos.online.rollouts import Completion, StepTable
-from rlhf_data import RunFolder
+import torch
 
-__all__ = ["keep_samples", "sample_row"]
+from rlhf_algos.engine.start_distance import MAX_TOKENS
+from rlhf_algos.online.rollouts import Completion, StepTable
+from rlhf_data import RunFolder, TokenSequence
+from rlhf_infer import SamplingParams, TransformersEngine
+
+__all__ = ["keep_samples", "stage_rows", "start_completions"]
 
 _SHOWN = 4
 """Completions of a step that `samples.jsonl` gets."""
@@ -19,13 +23,57 @@ def keep_samples(
 ) -> None:
     """Write the first completions of a step."""
     rows = [
-        sample_row(each, table, tokenizer) | {"advantage": float(each.tokens["advantages"].mean())}
+        _row(each, table, tokenizer) | {"advantage": float(each.tokens["advantages"].mean())}
         for each in completions[:_SHOWN]
     ]
     run.append_samples([{"step": step, **row} for row in rows])
 
 
-def sample_row(completion: Completion, table: StepTable, tokenizer: Any) -> dict[str, Any]:
+@torch.no_grad()
+def stage_rows(trainer: Any, *, seed: int) -> list[dict[str, Any]]:
+    """Completions of a trainer's first held-out prompts, else of its first training prompts, with rewards.
+
+    They are drawn as `evaluate` draws.  Every process must call it.
+
+    Args:
+        trainer: an `OnlineTrainer`; nothing of it is changed.
+        seed: of the sampling.
+
+    Raises:
+        UserError: a reward function failed.
+    """
+    if not trainer.config.stage_samples:
+        return []
+    source = trainer.eval_examples if len(trainer.eval_examples) else trainer.examples
+    prompts = [source[i] for i in range(min(len(source), trainer.config.stage_samples))]
+    remembered = trainer.rewards.state()
+    trainer.prepare()
+    was_training = trainer.scorer.training
+    trainer.scorer.eval()
+    rollouts = trainer.sample(prompts, 1, seed=seed, temperature=trainer.config.eval_temperature)
+    completions, table = trainer.score(prompts, rollouts, 1)
+    trainer.scorer.train(was_training)
+    trainer.rewards.load_state(remembered)
+    return [{"step": trainer.step, **_row(each, table, trainer.tokenizer)} for each in completions]
+
+
+def start_completions(trainer: Any, count: int, *, seed: int) -> list[TokenSequence]:
+    """Prompts and completions (scored) of the first `count` held-out prompts, at temperature 1.
+
+    Args:
+        trainer: an `OnlineTrainer` whose model is neither wrapped nor sharded yet.
+        count: of prompts.
+        seed: of the sampling.
+    """
+    prompts = [trainer.eval_examples[i].prompt_ids for i in range(min(len(trainer.eval_examples), count))]
+    config = trainer.config
+    params = SamplingParams(min(MAX_TOKENS, config.max_completion_length), 1.0, seed)
+    engine = TransformersEngine(trainer.model, trainer.tokenizer, max_batch_tokens=config.max_kv_tokens)
+    drawn = [rollout for (rollout,) in engine.generate(prompts, 1, params)]
+    return [TokenSequence((*each.prompt_ids, *each.completion_ids), len(each.prompt_ids)) for each in drawn]
+
+
+def _row(completion: Completion, table: StepTable, tokenizer: Any) -> dict[str, Any]:
     """One completion as it is kept: prompt, completion, why it ended, its reward."""
     return {
         "prompt": tokenizer.decode(completion.rollout.prompt_ids),

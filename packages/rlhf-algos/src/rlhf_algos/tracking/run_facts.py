@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import resource
+import sys
 import time
 from collections.abc import Iterable
 
-__all__ = ["Clock", "versions"]
+import torch
+
+__all__ = ["MACHINE_KEYS", "Clock", "pace", "peak_memory_gb", "versions"]
+
+MACHINE_KEYS = ("step_time", "samples_per_second", "peak_memory_gb")
+"""Metrics of every step that tell of the machine, not of the training: `pace` gives them."""
 
 
 class Clock:
@@ -38,3 +45,24 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in packages},
     }
+
+
+def pace(started: float, samples: int, *, device: torch.device) -> dict[str, float]:
+    """The metrics of `MACHINE_KEYS`: what a step took.
+
+    Args:
+        started: `time.perf_counter()` at its start.
+        samples: how many examples, or sampled completions, all processes worked on in it.
+        device: that this process trains on.
+    """
+    seconds = time.perf_counter() - started
+    values = (seconds, samples / seconds, peak_memory_gb(device))
+    return dict(zip(MACHINE_KEYS, values, strict=True))
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """The most memory this process has held so far, in GB (10⁹ bytes): of its GPU, without one resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024) / 1e9

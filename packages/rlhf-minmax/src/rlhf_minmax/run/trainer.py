@@ -19,6 +19,7 @@ from rlhf_algos import (
     TrainingEvents,
     check_evaluations,
     load_weights,
+    pace,
 )
 from rlhf_algos.process_group import barrier, is_main_process, rank, world_size
 from rlhf_data import QARecord, RunFolder, UserError, json_hash
@@ -201,7 +202,8 @@ class MinMaxTrainer:
             "grad_norm": metrics.get("policy/grad_norm", metrics.get("monitor/grad_norm")),
             "num_tokens": self.num_tokens,
         }
-        return head | metrics | spent | {"step_time": time.perf_counter() - started}
+        answers, model = len(batch) * self.config.game.num_generations, self.pipeline.players.policy.model
+        return head | metrics | spent | pace(started, answers, device=model.device)
 
     def _keep_samples(self) -> None:
         """Write what the players say of the first held-out stories at this step."""

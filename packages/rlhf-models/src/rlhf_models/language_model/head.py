@@ -33,6 +33,7 @@ class TokenLogps:
         correct: (M,) bool, whether the target is the first of the likeliest tokens; None if not asked.
         mean_logits: (M,) fp32, mean over the vocabulary of the model's logits; None if not asked.
         router_loss: scalar, load-balancing loss of the routers over the stream; None if not asked.
+        distributions: (M, V) fp32, log π of every token in the place of each target; None if not asked.
     """
 
     logps: torch.Tensor
@@ -40,6 +41,7 @@ class TokenLogps:
     correct: torch.Tensor | None = None
     mean_logits: torch.Tensor | None = None
     router_loss: torch.Tensor | None = None
+    distributions: torch.Tensor | None = None
 
 
 _FIELDS = ("logps", "entropy", "correct", "mean_logits")

@@ -216,3 +216,19 @@ def score_hidden(
         with_entropy=with_entropy,
         with_stats=with_stats,
     )
+
+
+def token_distributions(model: Any, batch: PackedBatch) -> TokenLogps:
+    """Log π of the whole vocabulary in the place of every target token of a packed batch, without gradients.
+
+    All (M, V) values exist together: give batches with few targets.
+
+    Args:
+        model: a transformers causal LM, or a PeftModel around one.
+        batch: the packed batch, on the model's device.
+    """
+    with torch.no_grad():
+        hidden = hidden_states(model, batch)[batch.score_positions]
+        distributions = lm_logits(model, hidden).log_softmax(-1)
+    logps = distributions.gather(1, batch.score_targets[:, None])[:, 0]
+    return TokenLogps(logps, distributions=distributions)

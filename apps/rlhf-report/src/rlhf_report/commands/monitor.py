@@ -1,0 +1,60 @@
+"""`rlhf-report monitor`: runs as they go on, in the terminal and as a local page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from rlhf_report.failures import explained
+
+_PLOTS = ("all", "reward", "loss", "kl", "lengths", "learning", "time", "memory")
+
+
+@click.command("monitor")
+@click.argument("runs", nargs=-1, metavar="[RUN...]", type=click.Path(path_type=Path))
+@click.option(
+    "--log-dir",
+    type=click.Path(path_type=Path),
+    default=Path("outputs"),
+    show_default=True,
+    help="Without RUN: show the newest runs in here.",
+)
+@click.option("--plot", type=click.Choice(_PLOTS), default="all", show_default=True, help="Metrics to show.")
+@click.option("--once", is_flag=True, help="Show them once and end; so it is without a terminal too.")
+@click.option("--interval", default=5.0, type=click.FloatRange(0.1), show_default=True, help="Seconds.")
+@click.option(
+    "--serve",
+    "port",
+    type=click.IntRange(0, 65535),
+    help="Port of a page on 127.0.0.1; 0 takes a free one.",
+)
+@click.option(
+    "--output", type=click.Path(file_okay=False, path_type=Path), help="Folder for the curves as PNG."
+)
+@click.option(
+    "--alert-command",
+    metavar="COMMAND",
+    help="Run for every new alert; RLHF_RUN, RLHF_RULE, RLHF_STEP and RLHF_TEXT are in its environment.",
+)
+@explained
+def command(
+    runs: tuple[Path, ...],
+    log_dir: Path,
+    plot: str,
+    once: bool,
+    interval: float,
+    port: int | None,
+    output: Path | None,
+    alert_command: str | None,
+) -> None:
+    """Follow runs: where they stand, how their metrics go, what looks wrong.
+
+    RUN is a run folder, going on or finished; a folder in which TRL saves checkpoints; or a log:
+    metrics.jsonl, verl's JSON lines, a trainer_state.json. With a terminal, --serve or --alert-command it
+    follows until all runs are finished, or until Ctrl-C.
+    """
+    from rlhf_report.watch.follow import Options, follow
+
+    options = Options(plot, interval, port, output, alert_command, once=once)
+    follow(runs, log_dir, options)

@@ -1,0 +1,88 @@
+"""`rlhf-report samples`: what models wrote to the same prompts, side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from rlhf_report.failures import explained
+
+_SELECTIONS = ("stratified", "random", "best", "worst", "disagree")
+_FORMATS = ("md", "jsonl", "csv", "html")
+
+
+@click.command("samples")
+@click.argument("sources", nargs=-1, required=True, metavar="[NAME=]SOURCE...")
+@click.option("--per-model", default=20, type=click.IntRange(1), show_default=True, help="Prompts to show.")
+@click.option(
+    "--select",
+    "how",
+    type=click.Choice(_SELECTIONS),
+    default="stratified",
+    show_default=True,
+    help="stratified: over quantiles of the last model's score; best, worst: by the mean score; disagree: "
+    "where the models' scores differ most.",
+)
+@click.option(
+    "--score", metavar="COLUMN", help="Column of the score.  [default: score, reward or reward_score]"
+)
+@click.option("--seed", default=0, show_default=True, help="Of the draw.")
+@click.option(
+    "--format",
+    "formats",
+    default=",".join(_FORMATS),
+    show_default=True,
+    metavar="LIST",
+    help="Files to write: md, jsonl, csv, html, with commas between.",
+)
+@click.option(
+    "--out-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("samples"),
+    show_default=True,
+    help="Where samples.md and the others go.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace files that are there.")
+@explained
+def command(
+    sources: tuple[str, ...],
+    per_model: int,
+    how: str,
+    score: str | None,
+    seed: int,
+    formats: str,
+    out_dir: Path,
+    overwrite: bool,
+) -> None:
+    """Show what models wrote to the same prompts, side by side.
+
+    SOURCE is a run folder (its completions from the start and the end of training), the folder of an
+    evaluation, or a file of rows with a prompt and a completion, such as `rlhf-serve generate` writes.
+    """
+    from rlhf_data import UserError, atomic_write_text, ensure_writable_folder
+    from rlhf_eval.samples.export import FORMATS
+    from rlhf_eval.samples.select import select
+    from rlhf_eval.samples.sources import matched, read_source
+
+    wanted = [each.strip() for each in formats.split(",") if each.strip()]
+    if unknown := [each for each in wanted if each not in FORMATS] or not wanted:
+        raise UserError(f"--format {formats!r}: {unknown} is not among {', '.join(_FORMATS)}")
+    paths = {name: out_dir / f"samples.{name}" for name in wanted}
+    if not overwrite and (there := [str(path) for path in paths.values() if path.exists()]):
+        raise UserError(f"{', '.join(there)} exists; choose another --out-dir, or give --overwrite")
+    models = {}
+    for source in sources:
+        for name, completions in read_source(source, score=score).items():
+            if name in models:
+                raise UserError(f"two models are called {name!r}; tell them apart with NAME=SOURCE")
+            models[name] = completions
+    cases = matched(models)
+    chosen = select(cases, how, per_model, seed=seed)  # pyright: ignore[reportArgumentType]
+    note = f"{len(chosen)} of the {len(cases)} prompts that {', '.join(models)} answered. "
+    note += f"Selected: {how}, seed {seed}."
+    ensure_writable_folder(out_dir)
+    for name, path in paths.items():
+        atomic_write_text(path, FORMATS[name](chosen, "Completions side by side", note))
+    click.echo(note)
+    click.echo("wrote " + ", ".join(str(path) for path in paths.values()))

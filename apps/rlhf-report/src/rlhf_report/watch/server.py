@@ -1,0 +1,86 @@
+"""A page on this machine's loopback address, and nothing else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from rlhf_data import UserError
+
+__all__ = ["PageServer", "serving"]
+
+_HOST = "127.0.0.1"
+_NAMES = ("127.0.0.1", "localhost")
+
+
+class PageServer(ThreadingHTTPServer):
+    """Answers GET / with the page that it holds.
+
+    Attributes:
+        page: the page, HTML.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, port: int) -> None:
+        super().__init__((_HOST, port), _Handler)
+        self.page = ""
+
+    @property
+    def address(self) -> str:
+        """What a browser opens."""
+        return f"http://{_HOST}:{self.server_address[1]}/"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: PageServer  # pyright: ignore[reportIncompatibleVariableOverride]
+    server_version, sys_version = "rlhf-report", ""
+    timeout = 10
+
+    def do_GET(self) -> None:
+        """The page; a request that names another host is one of a site that calls itself this machine."""
+        host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
+        if host not in _NAMES:
+            self.send_error(403)
+            return
+        if self.path.partition("?")[0] != "/":
+            self.send_error(404)
+            return
+        body = self.server.page.encode("utf-8")
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: requests are nobody's concern."""
+
+
+@contextmanager
+def serving(port: int) -> Iterator[PageServer]:
+    """A server in a thread of its own, for as long as the block runs.
+
+    Args:
+        port: 0 takes a free one.
+
+    Raises:
+        UserError: the port cannot be taken.
+    """
+    try:
+        server = PageServer(port)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"port {port} cannot be taken ({reason}); choose another with --serve") from error
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

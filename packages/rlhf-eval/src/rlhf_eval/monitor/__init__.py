@@ -1,0 +1,1 @@
+"""Runs as they go on: their logs, read while they are written, what looks wrong in them, a page."""
