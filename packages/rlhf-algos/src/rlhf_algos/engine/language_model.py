@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_algos.configs.online import GRPOConfig, OnlineConfig
-from rlhf_algos.configs.trainer import LanguageModelConfig
+from rlhf_algos.configs.trainer import LanguageModelConfig, PolicyConfig
 from rlhf_algos.engine.base_trainer import BaseTrainer
 from rlhf_algos.engine.loss_output import LossOutput
 from rlhf_algos.engine.start_distance import StartDistance, shortened
@@ -92,6 +92,8 @@ class LanguageModelTrainer(BaseTrainer[Example]):
     Raises:
         UserError: `router_aux_loss_coef` for a model without experts.
     """
+
+    config: PolicyConfig
 
     def __init__(
         self, model: Any, config: LanguageModelConfig | OnlineConfig, *options: Any, **more_options: Any
