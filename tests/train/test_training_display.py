@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -45,39 +46,42 @@ def test_other_steps_are_silent_unless_something_happens(tmp_path: Path) -> None
     ]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (("dpo", "--model=../nowhere"), "../nowhere"),
-        (("sft", "--model=nobody/has-this-model"), "nobody/has-this-model"),
-        (("grpo", "--reward=./nowhere"), "./nowhere"),
-        (("dpo", "--train-data=nowhere.jsonl"), "nowhere.jsonl"),
-        (("dpo", "--set=deepspeed=zero.json"), "zero.json"),
-        (("minmax", "--reward-model=./nowhere"), "./nowhere"),
-        (("minmax", "--train-data=nowhere.jsonl"), "nowhere.jsonl"),
-        (("rlhf", "--model=./nowhere", "--data=."), "./nowhere"),
-    ],
-)
-def test_what_is_not_there_is_said_before_torch_is_loaded(
-    tmp_path: Path, arguments: tuple[str, ...], named: str
-) -> None:
-    program = (
-        "import sys\nfrom rlhf_train.cli import main\n"
-        "try:\n    main(sys.argv[1:])\n"
-        "finally:\n    print('torch' in sys.modules, 'rlhf_minmax.game.forward_pass' in sys.modules)"
-    )
+MISSING = [
+    (("dpo", "--model=../nowhere"), "../nowhere"),
+    (("sft", "--model=nobody/has-this-model"), "nobody/has-this-model"),
+    (("grpo", "--reward=./nowhere"), "./nowhere"),
+    (("dpo", "--train-data=nowhere.jsonl"), "nowhere.jsonl"),
+    (("dpo", "--set=deepspeed=zero.json"), "zero.json"),
+    (("minmax", "--reward-model=./nowhere"), "./nowhere"),
+    (("minmax", "--train-data=nowhere.jsonl"), "nowhere.jsonl"),
+    (("rlhf", "--model=./nowhere", "--data=."), "./nowhere"),
+]
+CALLS = """
+import json, sys
+from click.testing import CliRunner
+from rlhf_train.cli import main
+for arguments in json.loads(sys.argv[1]):
+    done = CliRunner().invoke(main, arguments)
+    loaded = [name for name in ("torch", "rlhf_minmax.game.forward_pass") if name in sys.modules]
+    print(json.dumps([done.exit_code, done.stdout, done.stderr, loaded]))
+"""
+
+
+def test_what_is_not_there_is_said_before_torch_is_loaded(tmp_path: Path) -> None:
+    calls = json.dumps([arguments for arguments, _ in MISSING])
     done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
+        [sys.executable, "-c", CALLS, calls],
         cwd=tmp_path,
         env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")},
         capture_output=True,
         text=True,
-        check=False,
+        check=True,
     )
-    assert done.returncode == 2, done.stderr
-    assert named in done.stderr and done.stderr.startswith("Error: ")
-    assert done.stdout.startswith(f"rlhf-train {arguments[0]}: ")
-    assert done.stdout.splitlines()[-1] == "False False"
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    for (arguments, named), (code, stdout, stderr, loaded) in zip(MISSING, answers, strict=True):
+        assert code == 2 and loaded == [], (arguments, stderr)
+        assert named in stderr and stderr.startswith("Error: ")
+        assert stdout.startswith(f"rlhf-train {arguments[0]}: ")
     assert not list(tmp_path.glob("outputs"))
 
 
