@@ -101,7 +101,7 @@ def test_number_reward(completion: str, answer: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["<answer>", "answer ", "1 ", "1", "1,111", " ", "1/", "####", r"\boxed{", "- $", "{"]
+    "text", ["<answer>", "answer ", "1 ", "1", "1,111", " " * 10, "1/", "####", r"\boxed{", "- $", "{"]
 )
 def test_long_texts_take_linear_time(text: str) -> None:
     # With backtracking over all pairs of places these would take hours.
