@@ -1,0 +1,56 @@
+"""`rlhf-report errors`: what a reward model gets wrong on preference pairs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import click
+
+from rlhf_data import exit_cleanly
+
+
+@click.command("errors")
+@click.option(
+    "--reward-model",
+    "--reward",
+    "reward",
+    required=True,
+    metavar="MODEL",
+    help="Reward model or ensemble, or any reward that rlhf-train takes: a rule, code, a URL.",
+)
+@click.option("--data", required=True, metavar="FILE", help="Preference pairs that it was not trained on.")
+@click.option("--baseline-model", metavar="MODEL", help="Another reward, on the same pairs, to compare with.")
+@click.option(
+    "--samples", default=1000, show_default=True, type=click.IntRange(1), help="Pairs to take at most."
+)
+@click.option("--examples", default=20, show_default=True, type=click.IntRange(0), help="Cases of each kind.")
+@click.option(
+    "--slice", "slices", multiple=True, metavar="COLUMN", help="Column to show accuracy by; may be repeated."
+)
+@click.option(
+    "--columns", multiple=True, metavar="NAME=COLUMN", help="The file's name of prompt, chosen or rejected."
+)
+@click.option(
+    "--completions",
+    metavar="FILE",
+    help="Prompts with several completions, for the best of N under --held-out-reward.",
+)
+@click.option("--held-out-reward", metavar="MODEL", help="The reward that judges the best of N.")
+@click.option(
+    "--on-bad-row",
+    default="error",
+    show_default=True,
+    type=click.Choice(["error", "skip"]),
+    help="What to do.",
+)
+@click.option("--output-dir", metavar="DIR", help="Folder of the report; default outputs/errors-<time>.")
+def command(**options: Any) -> None:
+    """Say what a reward model gets wrong: calibration, length, slices, flips, and the cases to read."""
+    exit_cleanly(partial(_run, options), stopped="Stopped; nothing was written")
+
+
+def _run(options: dict[str, Any]) -> None:
+    from rlhf_report.reward_errors import report_errors
+
+    click.echo(report_errors(options))

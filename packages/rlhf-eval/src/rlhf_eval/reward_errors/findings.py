@@ -1,0 +1,221 @@
+"""What the figures of a reward model's errors say, in sentences, and the cases to read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rlhf_eval.reward_errors.scored_pairs import ScoredPairs, probability
+
+__all__ = ["ErrorFinding", "error_cases", "error_findings"]
+
+_LENGTH_BIAS, _LENGTH_ORDER = 0.1, 0.8
+_CALIBRATION, _FLIPS, _BLIND, _SLICE = 0.05, 0.05, 0.55, 0.1
+_LONG = 2.0
+"""An error counts as one of length where one completion is this many times as long as the other."""
+
+
+class ErrorFinding(NamedTuple):
+    """One thing that the figures show.
+
+    Attributes:
+        name: what it is about.
+        problem: whether something is wrong.
+        text: a sentence.
+    """
+
+    name: str
+    problem: bool
+    text: str
+
+
+def error_findings(results: Mapping[str, Any]) -> list[ErrorFinding]:
+    """Sentences about the figures of `analyse_errors`, what is wrong before what is not."""
+    found = [_accuracy(results), *_baseline(results), *_length(results), _calibration(results)]
+    found += [*_slices(results), *_disagreement(results), *_flips(results), *_labels(results)]
+    found += _best_of_n(results)
+    return sorted(found, key=lambda each: not each.problem)
+
+
+def error_cases(pairs: ScoredPairs, count: int) -> list[dict[str, Any]]:
+    """Errors to read: the most confident ones, the least confident, and those of very different lengths.
+
+    Each kind takes its cases in turn from the groups of the first column of `pairs.groups`, if there is one.
+
+    Args:
+        pairs: the scored pairs.
+        count: cases of each kind.
+    """
+    wrong = np.flatnonzero(pairs.correct < 1)
+    lengths = [(len(pairs.chosen[i]) + 1, len(pairs.rejected[i]) + 1) for i in wrong]
+    uneven = wrong[[max(pair) / min(pair) >= _LONG for pair in lengths]] if len(wrong) else wrong
+    kinds = {
+        "most confident": wrong[np.argsort(-pairs.confidence[wrong], kind="stable")],
+        "least confident": wrong[np.argsort(pairs.confidence[wrong], kind="stable")],
+        "very different lengths": uneven[np.argsort(-pairs.confidence[uneven], kind="stable")],
+    }
+    return [
+        {"kind": kind, **_case(pairs, int(i))}
+        for kind, rows in kinds.items()
+        for i in _in_turn(pairs, rows, count)
+    ]
+
+
+def _case(pairs: ScoredPairs, i: int) -> dict[str, Any]:
+    return {
+        "row": i,
+        "prompt": pairs.prompts[i],
+        "chosen": pairs.chosen[i],
+        "rejected": pairs.rejected[i],
+        "chosen_score": float(np.mean(pairs.chosen_scores[:, i])),
+        "rejected_score": float(np.mean(pairs.rejected_scores[:, i])),
+        "probability": float(probability(pairs.margins[i])),
+        "disagreement": float(pairs.disagreement[i]),
+        "groups": {name: values[i] for name, values in pairs.groups.items()},
+    }
+
+
+def _in_turn(pairs: ScoredPairs, rows: np.ndarray, count: int) -> Sequence[int]:
+    """The first `count` rows, taken from one group after the other."""
+    if not pairs.groups:
+        return rows[:count].tolist()
+    labels = next(iter(pairs.groups.values()))
+    queues: dict[str, list[int]] = {}
+    for i in rows.tolist():
+        queues.setdefault(str(labels[i]), []).append(i)
+    taken: list[int] = []
+    while len(taken) < count and any(queues.values()):
+        taken += [queue.pop(0) for queue in queues.values() if queue]
+    return taken[:count]
+
+
+def _share(value: Mapping[str, Any]) -> str:
+    return f"{value['estimate']:.1%} [{value['low']:.1%}, {value['high']:.1%}]"
+
+
+def _accuracy(results: Mapping[str, Any]) -> ErrorFinding:
+    accuracy = results["accuracy"]
+    text = f"It prefers what people preferred in {_share(accuracy)} of {results['pairs']:,} pairs"
+    if accuracy["low"] > 0.5:
+        return ErrorFinding("accuracy", False, f"{text}, more than a coin would.")
+    return ErrorFinding("accuracy", True, f"{text}, which is not told apart from a coin.")
+
+
+def _baseline(results: Mapping[str, Any]) -> list[ErrorFinding]:
+    if "baseline" not in results:
+        return []
+    change, theirs = results["baseline"]["difference"], results["baseline"]["accuracy"]
+    span = f"{100 * change['estimate']:+.1f} points [{100 * change['low']:+.1f}, {100 * change['high']:+.1f}]"
+    if change["low"] > 0:
+        text = f"It is more accurate than the baseline ({theirs['estimate']:.1%}): {span}."
+    elif change["high"] < 0:
+        text = f"It is less accurate than the baseline ({theirs['estimate']:.1%}): {span}."
+    else:
+        text = f"The pairs do not tell it apart from the baseline ({theirs['estimate']:.1%}): {span}."
+    return [ErrorFinding("baseline", change["high"] < 0, text)]
+
+
+def _length(results: Mapping[str, Any]) -> list[ErrorFinding]:
+    length = results["length"]
+    if "more_than_people" not in length:
+        return []
+    more, order = length["more_than_people"], length["spearman"]
+    model, people = (length[f"{who}_longer"]["estimate"] for who in ("model_prefers", "people_prefer"))
+    what = (
+        f"It prefers the longer completion in {model:.1%} of pairs, people in {people:.1%}; margins and "
+        f"differences of length have a rank correlation of {order:.2f}"
+    )
+    rest = f"with length taken out, its accuracy is {_share(length['controlled_accuracy'])}."
+    longer = more["low"] > 0 and more["estimate"] > _LENGTH_BIAS
+    shorter = more["high"] < 0 and more["estimate"] < -_LENGTH_BIAS
+    if longer or order > _LENGTH_ORDER:
+        return [ErrorFinding("length", True, f"It rewards length. {what}; {rest}")]
+    if shorter or order < -_LENGTH_ORDER:
+        return [ErrorFinding("length", True, f"It rewards brevity. {what}; {rest}")]
+    return [
+        ErrorFinding("length", False, f"No preference for length beyond people's is seen. {what}; {rest}")
+    ]
+
+
+def _calibration(results: Mapping[str, Any]) -> ErrorFinding:
+    found = results["calibration"]
+    error, temperature = found["debiased_error"], found["temperature"]
+    text = f"its calibration error is {error:.3f}, less what chance adds"
+    if error <= _CALIBRATION:
+        return ErrorFinding("calibration", False, f"It is about as often right as it is sure: {text}.")
+    how = "surer than it is right" if temperature > 1 else "less sure than it is right"
+    after = found["at_temperature"]["debiased_error"]
+    text = f"{text}; dividing its scores by {temperature:.2f} leaves {after:.3f}"
+    return ErrorFinding("calibration", True, f"It is {how}: {text}.")
+
+
+def _slices(results: Mapping[str, Any]) -> list[ErrorFinding]:
+    overall = results["accuracy"]["estimate"]
+    return [
+        ErrorFinding(
+            "slice",
+            True,
+            f"By {kind}, {label}: it is right in {_share(share)} of {share['rows']:,} pairs, against "
+            f"{overall:.1%} over all.",
+        )
+        for kind, shares in results["slices"].items()
+        for label, share in shares.items()
+        if share["high"] < overall - _SLICE
+    ]
+
+
+def _disagreement(results: Mapping[str, Any]) -> list[ErrorFinding]:
+    if "disagreement" not in results:
+        return []
+    area = results["disagreement"]["auroc_of_errors"]
+    first, last = (results["disagreement"]["quartiles"][i]["estimate"] for i in (0, -1))
+    text = (
+        f"AUROC {area:.2f} for its errors; accuracy is {first:.1%} where members agree most and {last:.1%} "
+        "where they agree least."
+    )
+    if area < _BLIND:
+        return [ErrorFinding("disagreement", True, f"The members' disagreement does not show errors: {text}")]
+    return [ErrorFinding("disagreement", False, f"The members disagree more where they are wrong: {text}")]
+
+
+def _flips(results: Mapping[str, Any]) -> list[ErrorFinding]:
+    return [
+        ErrorFinding(
+            "harmless change",
+            share["low"] > _FLIPS,
+            f"{name} flips {_share(share)} of {share['rows']:,} verdicts.",
+        )
+        for name, share in results.get("flips", {}).items()
+    ]
+
+
+def _labels(results: Mapping[str, Any]) -> list[ErrorFinding]:
+    count = len(results["confidence"]["label_noise_candidates"])
+    if not count:
+        return []
+    who = "every member is" if results["members"] > 1 else "the model is"
+    text = (
+        f"In {count:,} pairs {who} at least 90% sure of the completion that people did not prefer: some of "
+        "these labels may be wrong, read them. People disagree too, so an accuracy of 100% is not the goal."
+    )
+    return [ErrorFinding("labels", False, text)]
+
+
+def _best_of_n(results: Mapping[str, Any]) -> list[ErrorFinding]:
+    """Where the other reward falls while this one rises: the mark of over-optimisation."""
+    rows = results.get("best_of_n", [])
+    if len(rows) < 2:
+        return []
+    best, last = max(rows, key=lambda row: row["gold"]), rows[-1]
+    span = f"from {rows[0]['gold']:.3f} (one completion) to {last['gold']:.3f} (best of {last['n']:.0f})"
+    if last["gold"] < rows[0]["gold"]:
+        text = f"Choosing by it makes completions worse by the held-out reward, {span}."
+        return [ErrorFinding("best of n", True, text)]
+    if best["n"] < last["n"]:
+        text = (
+            f"By the held-out reward the best of {best['n']:.0f} is the best choice; beyond it falls, {span}."
+        )
+        return [ErrorFinding("best of n", True, text)]
+    return [ErrorFinding("best of n", False, f"The held-out reward rises with N, {span}.")]

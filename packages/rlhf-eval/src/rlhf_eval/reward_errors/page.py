@@ -1,0 +1,173 @@
+"""The report of a reward model's errors as a page, as text and as pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhf_eval.figures import BLUE, GREY, ORANGE, can_draw, make_panel, new_figure, save_png, styled
+from rlhf_eval.html import number, page, section, svg_figure, table, text, verbatim
+from rlhf_eval.reward_errors.findings import ErrorFinding
+from rlhf_eval.reward_errors.scored_pairs import ScoredPairs
+
+__all__ = ["draw_errors", "errors_page", "errors_text"]
+
+
+def errors_page(
+    results: Mapping[str, Any],
+    findings: Sequence[ErrorFinding],
+    cases: Sequence[Mapping[str, Any]],
+    pairs: ScoredPairs,
+    *,
+    model: str,
+    data: str,
+) -> str:
+    """One HTML file that loads nothing from outside.
+
+    Args:
+        results: of `analyse_errors`.
+        findings: of `error_findings`.
+        cases: of `error_cases`.
+        pairs: the scored pairs, for the figures; they are left out where matplotlib is missing.
+        model: name of the model.
+        data: name of the data.
+    """
+    accuracy = results["accuracy"]
+    body = (
+        f"<h1>What the reward model gets wrong</h1>\n<p>{text(model)} scored {results['pairs']:,} preference pairs "
+        f"of {text(data)}, on {results['prompts']:,} prompts. It prefers the completion that people preferred in "
+        f"{_percent(accuracy)} of them. Intervals are 95%, and take the prompts as independent.</p>\n"
+    )
+    marks = {True: '<span class="bad-text">problem</span>', False: '<span class="good-text">fine</span>'}
+    lines = "".join(f"<li>{marks[f.problem]}: {text(f.text)}</li>" for f in findings)
+    body += f'<ul class="findings">{lines}</ul>\n'
+    if can_draw():
+        panels = [
+            make_panel(
+                "Is it as often right as it is sure?", _SURE_CAPTION, lambda a: _draw_reliability(a, results)
+            ),
+            make_panel("How far apart are the scores?", _MARGIN_CAPTION, lambda a: _draw_margins(a, pairs)),
+            make_panel("Does it follow length?", _LENGTH_CAPTION, lambda a: _draw_length(a, pairs)),
+        ]
+        figures = "".join(
+            f"<div><h3>{text(p.title)}</h3>{svg_figure(p.svg, p.caption)}</div>" for p in panels
+        )
+        body += f'<div class="grid">{figures}</div>\n'
+    for kind, shares in {
+        "length of the chosen one": results["length"]["accuracy"],
+        **results["slices"],
+    }.items():
+        body += section(f"Accuracy by {kind}", _shares_table(shares))
+    if "flips" in results:
+        body += section("Verdicts that a harmless change flips", _shares_table(results["flips"]))
+    if results.get("best_of_n"):
+        rows = [
+            [
+                f"{row['n']:.0f}",
+                number(row["kl"], 2),
+                number(row["proxy"]),
+                number(row["gold"]),
+                f"{row['prompts']:.0f}",
+            ]
+            for row in results["best_of_n"]
+        ]
+        head = ["best of", "KL at most, nats", "this reward", "held-out reward", "prompts"]
+        body += section("The best of N by this reward, under another", table(head, rows, numeric=True))
+    return page("What the reward model gets wrong", body + _cases_html(cases))
+
+
+def errors_text(
+    findings: Sequence[ErrorFinding], cases: Sequence[Mapping[str, Any]], *, model: str, data: str
+) -> str:
+    """The findings and the cases as plain text."""
+    lines = [f"{model} on {data}", ""]
+    lines += [f"- {'PROBLEM: ' if found.problem else ''}{found.text}" for found in findings]
+    for count, case in enumerate(cases, start=1):
+        scores = f"chosen {case['chosen_score']:.3f}, rejected {case['rejected_score']:.3f}"
+        lines += ["", f"=== {count}. {case['kind']}, row {case['row']}: {scores}"]
+        for part in ("prompt", "chosen", "rejected"):
+            lines += [f"--- {part}", case[part]]
+    return "\n".join(lines) + "\n"
+
+
+def draw_errors(results: Mapping[str, Any], pairs: ScoredPairs, path: Path) -> None:
+    """Write the three figures of the page side by side as one PNG."""
+    with styled():
+        figure = new_figure(15, 4)
+        axes = figure.subplots(1, 3)
+        _draw_reliability(axes[0], results)
+        _draw_margins(axes[1], pairs)
+        _draw_length(axes[2], pairs)
+        for axis, title in zip(axes, ("confidence", "margins", "length"), strict=True):
+            axis.set_title(title)
+        save_png(figure, path)
+
+
+_SURE_CAPTION = "Share of right verdicts against the model's own probability; on the line the two agree."
+_MARGIN_CAPTION = "Score of the preferred completion minus that of the other; below 0 it is wrong."
+_LENGTH_CAPTION = (
+    "Margin against the difference of length; points along a rising line mean that longer is better."
+)
+
+
+def _draw_reliability(axes: Any, results: Mapping[str, Any]) -> None:
+    bins = results["calibration"]["bins"]
+    x, y = [row["confidence"] for row in bins], [row["estimate"] for row in bins]
+    errors = [[row["estimate"] - row["low"] for row in bins], [row["high"] - row["estimate"] for row in bins]]
+    axes.plot([0.5, 1], [0.5, 1], color=GREY, linewidth=1)
+    axes.errorbar(x, y, yerr=np.maximum(errors, 0), fmt="o", color=BLUE, markersize=4)
+    axes.set_xlabel("how sure it is")
+    axes.set_ylabel("share right")
+
+
+def _draw_margins(axes: Any, pairs: ScoredPairs) -> None:
+    low, high = np.quantile(pairs.margins, [0.005, 0.995])
+    edges = np.linspace(min(low, 0), max(high, 0) or 1e-9, 41)
+    parts = [pairs.margins[pairs.margins < 0], pairs.margins[pairs.margins >= 0]]
+    axes.hist(parts, bins=edges.tolist(), stacked=True, color=[ORANGE, BLUE])
+    axes.set_xlabel("margin")
+    axes.set_ylabel("pairs")
+
+
+def _draw_length(axes: Any, pairs: ScoredPairs) -> None:
+    rows = np.linspace(0, len(pairs) - 1, min(len(pairs), 1000)).astype(int)
+    axes.plot(pairs.length_difference[rows], pairs.margins[rows], ".", color=BLUE, markersize=3, alpha=0.5)
+    axes.axhline(0, color=GREY, linewidth=1)
+    axes.axvline(0, color=GREY, linewidth=1)
+    axes.set_xlabel("characters by which the preferred one is longer")
+    axes.set_ylabel("margin")
+
+
+def _percent(share: Mapping[str, Any]) -> str:
+    return f"{share['estimate']:.1%} [{share['low']:.1%}, {share['high']:.1%}]"
+
+
+def _shares_table(shares: Mapping[str, Mapping[str, Any]]) -> str:
+    rows = [
+        [
+            text(label),
+            f"{share['rows']:,}",
+            f"{share['estimate']:.1%}",
+            f"{share['low']:.1%}",
+            f"{share['high']:.1%}",
+        ]
+        for label, share in shares.items()
+    ]
+    return table(["", "pairs", "share", "from", "to"], rows, numeric=True)
+
+
+def _cases_html(cases: Sequence[Mapping[str, Any]]) -> str:
+    body = ""
+    for kind in dict.fromkeys(case["kind"] for case in cases):
+        cards = ""
+        for case in (each for each in cases if each["kind"] == kind):
+            cards += f'<div class="card">{verbatim(case["prompt"])}<div class="grid">'
+            for side, name in (("chosen", "people preferred"), ("rejected", "the model prefers")):
+                heading = f"{name}, score {number(case[f'{side}_score'])}"
+                cards += f"<div><h3>{text(heading)}</h3>{verbatim(case[side])}</div>"
+            cards += "</div></div>\n"
+        body += section(f"Errors to read: {kind}", cards)
+    return body

@@ -1,0 +1,110 @@
+"""`rlhf-report errors` on files: what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from rlhf_report.cli import main
+
+LENGTH = "def length(completions, **columns):\n    return [len(each) / 10 for each in completions]\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reward.py").write_text(LENGTH)
+    rows = [
+        {"prompt": f"q{i}", "chosen": "a" * (5 + i % 7), "rejected": "b" * (5 + i % 5), "source": "xy"[i % 2]}
+        for i in range(60)
+    ]
+    write_rows(tmp_path / "pairs.jsonl", rows)
+    return tmp_path
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["errors", *arguments])
+
+
+def report(*arguments: str) -> dict[str, Any]:
+    result = run("--reward", "reward.py:length", "--data", "pairs.jsonl", "--output-dir", "out", *arguments)
+    assert result.exit_code == 0, result.output
+    return json.loads(Path("out/errors.json").read_text())
+
+
+def test_a_reward_of_length_is_reported_as_one(folder):
+    results = report("--slice", "source", "--examples", "3")
+    rows = [json.loads(line) for line in Path("pairs.jsonl").read_text().splitlines()]
+    differences = [len(row["chosen"]) - len(row["rejected"]) for row in rows]
+    right = sum(0.5 if d == 0 else d > 0 for d in differences)
+    assert results["accuracy"]["estimate"] == right / 60
+    assert results["length"]["spearman"] == pytest.approx(1, abs=0.01)  # scores are fp32
+    assert {"length"} <= {found["name"] for found in results["findings"] if found["problem"]}
+    assert set(results["slices"]["source"]) == {"x", "y"}
+    assert set(results["flips"]) and all(each["rows"] == 60 for each in results["flips"].values())
+    cases = [json.loads(line) for line in (folder / "out" / "cases.jsonl").read_text().splitlines()]
+    assert all(case["chosen_score"] <= case["rejected_score"] for case in cases)
+    assert [case["kind"] for case in cases].count("most confident") == 3
+    page = (folder / "out" / "errors.html").read_text()
+    assert (folder / "out" / "error_analysis_plots.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_baseline_and_the_best_of_n(folder):
+    (folder / "other.py").write_text(
+        "def none(completions, **columns):\n    return [0.0] * len(completions)\n"
+    )
+    write_rows(folder / "many.jsonl", [{"prompt": "q", "completions": ["a", "aa", "aaa", "aaaa"]}])
+    results = report(
+        *("--baseline-model", "other.py:none"),
+        *("--completions", "many.jsonl", "--held-out-reward", "length:target=1"),
+    )
+    # The other reward ties everywhere: half of the pairs.
+    assert results["baseline"]["accuracy"]["estimate"] == 0.5
+    assert results["baseline"]["difference"]["estimate"] == pytest.approx(
+        results["accuracy"]["estimate"] - 0.5
+    )
+    assert [row["n"] for row in results["best_of_n"]] == [1, 2, 4]
+    gold = [row["gold"] for row in results["best_of_n"]]
+    assert gold == sorted(gold, reverse=True)  # the longest is the farthest from one character
+
+
+def test_texts_of_rows_cannot_change_the_page(folder):
+    evil = "<script>alert(1)</script>"
+    write_rows(folder / "pairs.jsonl", [{"prompt": evil, "chosen": "a", "rejected": evil}] * 12)
+    report()
+    page = (folder / "out" / "errors.html").read_text()
+    assert "<script>alert" not in page and "&lt;script&gt;alert" in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--data", "none.jsonl"], ["none.jsonl"]),
+        (["--data", "pairs.jsonl", "--slice", "color"], ["row 1", "color", "source"]),
+        (["--data", "pairs.jsonl", "--columns", "chosen"], ["NAME=COLUMN"]),
+        (["--data", "pairs.jsonl", "--held-out-reward", "length:target=1"], ["--completions"]),
+        (["--data", "pairs.jsonl", "--output-dir", "."], ["not empty"]),
+    ],
+)
+def test_bad_input_is_one_sentence_and_leaves_nothing(folder, arguments, parts):
+    before = sorted(folder.iterdir())
+    result = run("--reward", "reward.py:length", *arguments)
+    assert result.exit_code == 2
+    assert all(part in result.output for part in parts), result.output
+    assert "Traceback" not in result.output
+    assert sorted(folder.iterdir()) == before
+
+
+def test_an_unknown_reward_is_refused(folder):
+    result = run("--reward", "nobody/knows", "--data", "pairs.jsonl")
+    assert (result.exit_code, "Traceback" in result.output) == (2, False)
+    assert "nobody/knows" in result.output
