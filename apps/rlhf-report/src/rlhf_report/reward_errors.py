@@ -199,7 +199,8 @@ def _curve(
         with _progress(len(completions), f"scoring by {reward.name}") as done:
             flat = reward(prompts, completions, done=done).mean(0)
         scores.append([flat[start:end].tolist() for start, end in pairwise(ends)])
-    return best_of_n_curve(*scores, _COUNTS)
+    proxy, gold = scores
+    return best_of_n_curve(proxy, gold, _COUNTS)
 
 
 @contextmanager

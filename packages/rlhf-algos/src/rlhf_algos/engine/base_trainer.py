@@ -390,9 +390,7 @@ class BaseTrainer(TrainingMethod[Example]):
         return self._cut(own, lambda: examples[:1])
 
     def _cut(self, own: Sequence[Any], filler: Callable[[], Sequence[Any]]) -> Share:
-        return share_of_step(
-            own, filler, cut=self.micro_batches, num_loss_terms=self.num_loss_terms, parallel=self.parallel
-        )
+        return share_of_step(own, filler, self.micro_batches, self.num_loss_terms, self.parallel)
 
     def _total(self, number: int) -> int:
         if self.parallel.world_size == 1:

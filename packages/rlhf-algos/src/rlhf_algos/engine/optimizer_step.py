@@ -35,7 +35,6 @@ class Share(NamedTuple):
 def share_of_step(
     own: Sequence[Any],
     filler: Callable[[], Sequence[Any]],
-    *,
     cut: Callable[[Sequence[Any]], Iterable[tuple[PackedBatch, list[Any]]]],
     num_loss_terms: Callable[[PackedBatch, Sequence[Any]], int],
     parallel: Parallel,

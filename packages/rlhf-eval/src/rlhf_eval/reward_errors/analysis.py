@@ -128,7 +128,7 @@ def _best_of(proxy: np.ndarray, gold: np.ndarray, n: int) -> tuple[float, float]
 def _rate(values: np.ndarray, pairs: ScoredPairs, rows: np.ndarray | None = None) -> dict[str, Any]:
     """A share with its interval, over all rows or some of them."""
     keep = np.arange(len(pairs)) if rows is None else np.flatnonzero(rows)
-    found = proportion_interval(values[keep], [pairs.prompts[i] for i in keep], unit="prompt")
+    found = proportion_interval(values[keep], [pairs.prompts[int(i)] for i in keep], unit="prompt")
     return {**asdict(found), "rows": len(keep)}
 
 

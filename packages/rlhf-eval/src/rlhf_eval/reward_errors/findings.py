@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -123,10 +124,9 @@ def _length(results: Mapping[str, Any]) -> list[ErrorFinding]:
         return []
     more, order = length["more_than_people"], length["spearman"]
     model, people = (length[f"{who}_longer"]["estimate"] for who in ("model_prefers", "people_prefer"))
-    what = (
-        f"It prefers the longer completion in {model:.1%} of pairs, people in {people:.1%}; margins and "
-        f"differences of length have a rank correlation of {order:.2f}"
-    )
+    what = f"It prefers the longer completion in {model:.1%} of pairs, people in {people:.1%}"
+    if not math.isnan(order):
+        what += f"; margins and differences of length have a rank correlation of {order:.2f}"
     rest = f"with length taken out, its accuracy is {_share(length['controlled_accuracy'])}."
     longer = more["low"] > 0 and more["estimate"] > _LENGTH_BIAS
     shorter = more["high"] < 0 and more["estimate"] < -_LENGTH_BIAS

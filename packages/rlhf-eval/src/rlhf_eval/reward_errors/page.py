@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,25 +37,14 @@ def errors_page(
     """
     accuracy = results["accuracy"]
     body = (
-        f"<h1>What the reward model gets wrong</h1>\n<p>{text(model)} scored {results['pairs']:,} preference pairs "
-        f"of {text(data)}, on {results['prompts']:,} prompts. It prefers the completion that people preferred in "
+        f"<h1>What the reward model gets wrong</h1>\n<p>{text(model)} scored {results['pairs']:,} pairs of "
+        f"{text(data)}, on {results['prompts']:,} prompts. It prefers the completion people preferred in "
         f"{_percent(accuracy)} of them. Intervals are 95%, and take the prompts as independent.</p>\n"
     )
     marks = {True: '<span class="bad-text">problem</span>', False: '<span class="good-text">fine</span>'}
     lines = "".join(f"<li>{marks[f.problem]}: {text(f.text)}</li>" for f in findings)
     body += f'<ul class="findings">{lines}</ul>\n'
-    if can_draw():
-        panels = [
-            make_panel(
-                "Is it as often right as it is sure?", _SURE_CAPTION, lambda a: _draw_reliability(a, results)
-            ),
-            make_panel("How far apart are the scores?", _MARGIN_CAPTION, lambda a: _draw_margins(a, pairs)),
-            make_panel("Does it follow length?", _LENGTH_CAPTION, lambda a: _draw_length(a, pairs)),
-        ]
-        figures = "".join(
-            f"<div><h3>{text(p.title)}</h3>{svg_figure(p.svg, p.caption)}</div>" for p in panels
-        )
-        body += f'<div class="grid">{figures}</div>\n'
+    body += _figures(results, pairs) if can_draw() else ""
     for kind, shares in {
         "length of the chosen one": results["length"]["accuracy"],
         **results["slices"],
@@ -64,18 +53,7 @@ def errors_page(
     if "flips" in results:
         body += section("Verdicts that a harmless change flips", _shares_table(results["flips"]))
     if results.get("best_of_n"):
-        rows = [
-            [
-                f"{row['n']:.0f}",
-                number(row["kl"], 2),
-                number(row["proxy"]),
-                number(row["gold"]),
-                f"{row['prompts']:.0f}",
-            ]
-            for row in results["best_of_n"]
-        ]
-        head = ["best of", "KL at most, nats", "this reward", "held-out reward", "prompts"]
-        body += section("The best of N by this reward, under another", table(head, rows, numeric=True))
+        body += section("The best of N by this reward, under another", _best_of_n_table(results["best_of_n"]))
     return page("What the reward model gets wrong", body + _cases_html(cases))
 
 
@@ -171,3 +149,35 @@ def _cases_html(cases: Sequence[Mapping[str, Any]]) -> str:
             cards += "</div></div>\n"
         body += section(f"Errors to read: {kind}", cards)
     return body
+
+
+def _figures(results: Mapping[str, Any], pairs: ScoredPairs) -> str:
+    titles = (
+        "Is it as often right as it is sure?",
+        "How far apart are the scores?",
+        "Does it follow length?",
+    )
+    captions = (_SURE_CAPTION, _MARGIN_CAPTION, _LENGTH_CAPTION)
+    draws: tuple[Callable[[Any], None], ...] = (
+        lambda axes: _draw_reliability(axes, results),
+        lambda axes: _draw_margins(axes, pairs),
+        lambda axes: _draw_length(axes, pairs),
+    )
+    panels = [make_panel(*each) for each in zip(titles, captions, draws, strict=True)]
+    cells = "".join(f"<div><h3>{text(p.title)}</h3>{svg_figure(p.svg, p.caption)}</div>" for p in panels)
+    return f'<div class="grid">{cells}</div>\n'
+
+
+def _best_of_n_table(rows: Sequence[Mapping[str, float]]) -> str:
+    head = ["best of", "KL at most, nats", "this reward", "held-out reward", "prompts"]
+    cells = [
+        [
+            f"{row['n']:.0f}",
+            number(row["kl"], 2),
+            number(row["proxy"]),
+            number(row["gold"]),
+            f"{row['prompts']:.0f}",
+        ]
+        for row in rows
+    ]
+    return table(head, cells, numeric=True)
