@@ -54,7 +54,7 @@ def test_a_reward_of_length_is_reported_as_one(folder):
     cases = [json.loads(line) for line in (folder / "out" / "cases.jsonl").read_text().splitlines()]
     assert all(case["chosen_score"] <= case["rejected_score"] for case in cases)
     assert [case["kind"] for case in cases].count("most confident") == 3
-    page = (folder / "out" / "errors.html").read_text()
+    assert "It rewards length" in (folder / "out" / "errors.html").read_text()
     assert (folder / "out" / "error_analysis_plots.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -14,7 +14,8 @@ __all__ = ["ScoredPairs", "has_markup", "is_refusal", "probability"]
 
 _REFUSAL = re.compile(
     r"\b(i\s*(can(no|')t|am (not able|unable)|'m (not able|unable|sorry)|won't|will not)"
-    r"|i do not feel comfortable|i'm not going to|i (must|have to) decline|as an ai\b|i apologi[sz]e,? but|sorry,? (but )?i)",
+    r"|i do not feel comfortable|i'm not going to|i (must|have to) decline|as an ai\b"
+    r"|i apologi[sz]e,? but|sorry,? (but )?i)",
     re.IGNORECASE,
 )
 _MARKUP = re.compile(r"^\s*(#{1,6} |[-*•] |\d+[.)] |```)|\*\*[^*\n]+\*\*", re.MULTILINE)
