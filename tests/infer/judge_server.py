@@ -109,12 +109,7 @@ def certain(handler: Any, text: str) -> None:
 
 
 def judge(
-    server: Server,
-    *,
-    cache: Path | None = None,
-    template: str | None = None,
-    seed: int = 0,
-    **settings: Any,
+    server: Server, *, cache: Path | None = None, template: str | None = None, seed: int = 0, **settings: Any
 ) -> APIJudge:
     """A judge that asks a server, without pauses."""
     settings = {"backoff": 0.0} | settings

@@ -54,11 +54,7 @@ def test_a_fifo_or_a_socket_is_not_opened(tmp_path: Path, monkeypatch: pytest.Mo
 def test_patterns_of_tensors_that_all_models_have(workshop: Any):
     tensors = workshop.tensors()
     a, b = workshop.save("a", tensors), workshop.save("b", tensors | HEADED)
-    for pattern, named in {
-        "*": "",
-        "model.layers.0.*": "model.layers.0.",
-        "*head*": "lm_head.",
-    }.items():
+    for pattern, named in {"*": "", "model.layers.0.*": "model.layers.0.", "*head*": "lm_head."}.items():
         values = {"method": "linear", "models": [a, b], "ignore": ["v_head.*", pattern]}
         said = refusal(values, workshop.root / "out")
         assert f"{pattern!r} fits tensor {named}" in said and "which all models have" in said

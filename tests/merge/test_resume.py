@@ -295,10 +295,7 @@ def test_killed_at_random_moments_and_resumed(
 @slow
 @pytest.mark.parametrize(
     ("number", "code", "sentence"),
-    [
-        (signal.SIGTERM, 143, ""),
-        (signal.SIGINT, 130, "Interrupted; give the same command again to go on."),
-    ],
+    [(signal.SIGTERM, 143, ""), (signal.SIGINT, 130, "Interrupted; give the same command again to go on.")],
 )
 def test_told_to_end_it_ends_and_can_be_resumed(
     workshop: Any, command: Command, large: dict[str, Any], number: int, code: int, sentence: str

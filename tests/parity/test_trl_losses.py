@@ -213,13 +213,7 @@ def test_reward(trl, rows, tokenizer, tmp_path, coefficient):
         PreferenceDataset(rows, tokenizer, max_length=1024, overlong="drop"),
     )
     theirs = their_losses(
-        trl,
-        "Reward",
-        their_model,
-        pairs(rows),
-        tokenizer,
-        tmp_path,
-        center_rewards_coefficient=coefficient,
+        trl, "Reward", their_model, pairs(rows), tokenizer, tmp_path, center_rewards_coefficient=coefficient
     )
     assert_same(our_losses(mine), theirs)
 

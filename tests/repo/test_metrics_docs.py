@@ -54,14 +54,7 @@ from rlhf_minmax.game.story_rules import StoryRules
 from rlhf_minmax.players.past_players import Member
 from rlhf_minmax.players.players import Players
 from rlhf_minmax.scorers.loading import HeldOut
-from rlhf_models import (
-    AdapterSet,
-    PolicyModel,
-    ProcessRewardModel,
-    RewardEnsemble,
-    RewardModel,
-    add_adapters,
-)
+from rlhf_models import AdapterSet, PolicyModel, ProcessRewardModel, RewardEnsemble, RewardModel, add_adapters
 
 ROOT = Path(__file__).parents[2]
 CONFIG = MinMaxConfig.from_dict(

@@ -53,10 +53,7 @@ def _changes(mutate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sourc
         ("return x.exp()", {"return x.expm1()", "return x"}),
         ("return torch.where(x, y, z)", {"return torch.where(x, z, y)"}),
         ("return f(x, y=z)", {"return f(x)"}),
-        (
-            "return x.clamp(min=y)",
-            {"return x", "return x.clamp()", "return x.clamp(max=y)"},
-        ),
+        ("return x.clamp(min=y)", {"return x", "return x.clamp()", "return x.clamp(max=y)"}),
         ("check(x)", {"pass"}),
     ],
 )

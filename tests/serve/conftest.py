@@ -80,11 +80,7 @@ class ServerProcess:
             return False
 
     def fetch(
-        self,
-        path: str,
-        body: Any = None,
-        headers: dict[str, str] | None = None,
-        method: str | None = None,
+        self, path: str, body: Any = None, headers: dict[str, str] | None = None, method: str | None = None
     ) -> tuple[int, Any, dict[str, str]]:
         """Status, body (parsed where it is JSON) and headers of an answer.
 
@@ -209,8 +205,7 @@ def start(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
 
 
 @pytest.fixture(
-    scope="session",
-    params=["transformers", pytest.param("vllm", marks=[pytest.mark.slow, pytest.mark.vllm])],
+    scope="session", params=["transformers", pytest.param("vllm", marks=[pytest.mark.slow, pytest.mark.vllm])]
 )
 def server(request: pytest.FixtureRequest, start: Callable[..., Any], folders: Path) -> Any:
     """A server with a reward model, on each backend: one request at a time, one waiting."""

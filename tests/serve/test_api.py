@@ -127,12 +127,7 @@ def test_drawing_stops_early_where_it_pays(server: Any) -> None:
         }.items()
     }
     counts = {name: usage["candidates"] for name, usage in drawn.items()}
-    assert counts == {
-        "never": 16,
-        "all are best": 4,
-        "no gain is worth it": 6,
-        "little is expected": 4,
-    }
+    assert counts == {"never": 16, "all are best": 4, "no gain is worth it": 6, "little is expected": 4}
     # The prompt is computed anew in each round: of 4, 4, 4 and 4, and of all at once.
     whole = ask(server, **unsure)["usage"]["prompt_tokens"]
     assert drawn["never"]["prompt_tokens"] == 4 * whole

@@ -92,11 +92,7 @@ def test_a_valid_request_passes() -> None:
     ("body", "param", "message"),
     [
         ({"messages": [{"role": "user"}, {}]}, "messages.1.role", "messages.1.role: field required"),
-        (
-            {"messages": [], "n": 9},
-            "n",
-            "n: input should be less than or equal to 8; it is 9",
-        ),
+        ({"messages": [], "n": 9}, "n", "n: input should be less than or equal to 8; it is 9"),
         (
             {"messages": [], "stop": 5},
             "stop",

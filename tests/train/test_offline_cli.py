@@ -21,10 +21,7 @@ from rlhf_algos.tracking.run_facts import MACHINE_KEYS
 
 Train = Callable[..., Result]
 OFFLINE_METHODS = [name for name, method in METHODS.items() if not method.online]
-CLASSES = {
-    "reward": AutoModelForSequenceClassification,
-    "prm": AutoModelForTokenClassification,
-}
+CLASSES = {"reward": AutoModelForSequenceClassification, "prm": AutoModelForTokenClassification}
 FEW = (
     *("--set=story_rows=12", "--subset-size=8", "--set=story_eval_rows=4"),
     "--set=per_device_train_batch_size=4",
@@ -61,12 +58,7 @@ def test_a_run_leaves_a_model_and_everything_about_it(
     assert results["method"] == method and results["steps"] == 2
     assert results["before"]["eval_loss"] != results["after"]["eval_loss"]
     assert results["after"]["eval_loss"] == metrics_of(run)[-1]["eval_loss"]
-    assert results["data"] == {
-        "source": "the story world",
-        "train_rows": 8,
-        "eval_rows": 4,
-        "bad_rows": 0,
-    }
+    assert results["data"] == {"source": "the story world", "train_rows": 8, "eval_rows": 4, "bad_rows": 0}
     assert json.loads((run / "config.json").read_text())["method"] == method
     CLASSES.get(method, AutoModelForCausalLM).from_pretrained(run / "final")
     assert (run / "final" / "README.md").read_text().startswith("---\n")
@@ -110,8 +102,7 @@ def test_eval_only_measures_what_a_run_starts_from(
 
 
 @pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
 )
 def test_a_signal_saves_and_says_how_to_continue(
     train: Train, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int

@@ -81,7 +81,7 @@ def test_both_backends_log_the_same(
     assert results["theirs"]["backend"] == "trl"
     assert results["theirs"]["data"] == results["ours"]["data"]
     assert {path.name for path in Path("theirs").iterdir()} >= {
-        *("config.json", "metrics.jsonl", "results.json", "training_curves.png", "final"),
+        *("config.json", "metrics.jsonl", "results.json", "training_curves.png", "final")
     }
 
 

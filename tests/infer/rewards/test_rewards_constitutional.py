@@ -86,12 +86,7 @@ def test_a_judge_s_principles_are_put_to_it_together() -> None:
     questions, answers, texts = judge.calls[0]
     assert questions == PROMPTS * 2 and answers == COMPLETIONS * 2
     assert texts == ["Be kind."] * 3 + ["Be short."] * 3
-    assert set(scores.names) == {
-        "base",
-        "constitution/kind",
-        "constitution/thanks",
-        "constitution/short",
-    }
+    assert set(scores.names) == {"base", "constitution/kind", "constitution/thanks", "constitution/short"}
     rows = dict(zip(scores.names, scores.rewards.tolist(), strict=True))
     assert rows["constitution/kind"] == pytest.approx([0.59, 0.59, 0.72])
     assert rows["constitution/short"] == pytest.approx([0.09, 0.09, 0.22])

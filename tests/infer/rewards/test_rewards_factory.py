@@ -157,10 +157,7 @@ def test_code_that_is_not_there(code: Path, spec: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (
-            "lenght",
-            "'lenght' is unknown; did you mean length",
-        ),
+        ("lenght", "'lenght' is unknown; did you mean length"),
         ("qqq", "'qqq' is unknown; expected a rule .length, .*pkg.mod:function.*URL"),
         ("qqq.www", "'qqq.www' is unknown; expected a rule"),
         ("", "'' is unknown"),

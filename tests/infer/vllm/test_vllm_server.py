@@ -19,11 +19,7 @@ from rlhf_data import UserError
 from rlhf_infer import SamplingParams
 from rlhf_infer.vllm import worker as vllm_worker
 from rlhf_infer.vllm.process import VLLMServer
-from rlhf_infer.vllm.settings import (
-    VLLMSettings,
-    check_requests,
-    end_token_ids,
-)
+from rlhf_infer.vllm.settings import VLLMSettings, check_requests, end_token_ids
 from rlhf_infer.vllm.stall_watch import StallWatch, VLLMStalled
 from rlhf_infer.vllm.worker import ExactSampler
 

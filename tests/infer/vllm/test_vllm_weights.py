@@ -10,11 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    MixtralConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 
 from rlhf_data import UserError
 from rlhf_infer.vllm import weight_export as weight_folder

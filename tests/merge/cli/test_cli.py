@@ -140,10 +140,7 @@ def test_every_method_merges_as_its_config_does(workshop: Any, method: str):
     if method in ("linear", "ties"):
         models, listed = (
             ["--model", f"{a}:0.25", "--model", f"{b}:-2"],
-            [
-                {"model": a, "weight": 0.25},
-                {"model": b, "weight": -2.0},
-            ],
+            [{"model": a, "weight": 0.25}, {"model": b, "weight": -2.0}],
         )
         needed = ["--base", base]
     else:

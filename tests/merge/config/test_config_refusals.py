@@ -162,8 +162,7 @@ def test_values_that_occur_twice_are_written_twice() -> None:
 
 def test_anchors_and_merge_keys_are_no_duplicates(tmp_path: Path) -> None:
     path = written(
-        tmp_path,
-        "method: ties\nbase: x\nmodels:\n- &a {model: a, weight: 0.5}\n- {<<: *a, model: b}\n- *a\n",
+        tmp_path, "method: ties\nbase: x\nmodels:\n- &a {model: a, weight: 0.5}\n- {<<: *a, model: b}\n- *a\n"
     )
     assert MergeConfig.from_file(path).to_dict()["models"] == [
         {"model": "a", "weight": 0.5},

@@ -33,10 +33,7 @@ def part(*models: str, **more: Any) -> dict[str, Any]:
 
 REFUSALS = [
     ([], "the top level is [], expected a mapping"),
-    (
-        ties(merge_method="sce"),
-        "merge_method is 'sce'",
-    ),
+    (ties(merge_method="sce"), "merge_method is 'sce'"),
     (ties(merge_method="dare-ties"), "merge_method is 'dare-ties'"),
     (ties(merge_method=None), "merge_method is None"),
     (ties(base_modle="x"), "unknown key base_modle at the top; did you mean base_model?"),

@@ -12,12 +12,7 @@ from torch import Tensor
 
 from rlhf_merge.errors import MergeError
 from rlhf_merge.files import writer as output
-from rlhf_merge.files.writer import (
-    OutputTensor,
-    PartialModel,
-    lay_out,
-    write_json,
-)
+from rlhf_merge.files.writer import OutputTensor, PartialModel, lay_out, write_json
 
 PLAN = {"config": {"method": "linear"}, "files": {"a": [["0/model.safetensors", 3, 4]]}}
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4).bfloat16(), "c": torch.tensor([1, -1])}

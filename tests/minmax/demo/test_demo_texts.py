@@ -80,9 +80,7 @@ def test_sloppy_critiques_keep_the_form_and_mostly_follow_their_evidence():
         critique = parse_critique(sloppy.sloppy_critique(STORY, "attic"))
         assert critique is not None and evidence_in_story(critique.evidence, STORY.story)
         quoted[critique.evidence] += 1
-        follows.append(
-            (critique.verdict == "right") == StoryRules().supports(critique.evidence, "attic"),
-        )
+        follows.append((critique.verdict == "right") == StoryRules().supports(critique.evidence, "attic"))
     # The rival's sentence: 60%, and half of the 12% drawn at random, here from two sentences.
     assert quoted["gossip says in garden ."] == pytest.approx(660, abs=60)
     # Of the critiques whose evidence speaks against the claim, 10% say "right" nevertheless.

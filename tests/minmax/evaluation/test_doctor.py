@@ -105,18 +105,9 @@ def test_a_resumed_doctor_goes_on():
         ({"game": {"tampered_fraction": 0}}, "tampered_fraction is 0"),
         ({"policy_model": {"lora_dropout": 0.1}}, "policy_model.lora_dropout 0.1"),
         ({"monitor_model": {"step_rule": "optimistic"}}, "set monitor_model.adam_betas to [0, 0.95]"),
+        ({"training": {"constraint_penalty_lambda": 0}, "constraint": {"rule": "fixed"}}, "slander pays"),
         (
-            {
-                "training": {"constraint_penalty_lambda": 0},
-                "constraint": {"rule": "fixed"},
-            },
-            "slander pays",
-        ),
-        (
-            {
-                "training": {"monitor_updates_per_policy": 0},
-                "schedule": {"freeze_policy_below": 0.6},
-            },
+            {"training": {"monitor_updates_per_policy": 0}, "schedule": {"freeze_policy_below": 0.6}},
             "nobody may ever learn",
         ),
     ],

@@ -48,7 +48,7 @@ def test_evidence_and_bait():
     assert RULES.correct_evidence(BAITED) == "3 plus 4 is 7"
     assert RULES.rival(BAITED) == "5" and RULES.rival_evidence(BAITED) == "3 plus 2 is 5"
     assert RULES.possible_evidence(BAITED) == [
-        *("3 plus 2 is 5", "3 plus 4 is 7", "4 plus 4 is 8", "3 plus 3 is 6"),
+        *("3 plus 2 is 5", "3 plus 4 is 7", "4 plus 4 is 8", "3 plus 3 is 6")
     ]
     assert RULES.correct_evidence(HONEST) == "6 plus 4 is 10"
     assert RULES.rival(HONEST) is None and RULES.rival_evidence(HONEST) is None

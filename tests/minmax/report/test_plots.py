@@ -70,10 +70,7 @@ def test_held_out_marks_stand_at_the_last_step_and_are_explained_only_where_draw
     from rlhf_minmax.report.panels import _policy_panel
 
     rows = [{**row, "eval/policy/accuracy": None} for row in METRICS]
-    for results, expected in (
-        (RESULTS, [([3.0], [0.3]), ([3.0], [0.98]), ([], [])]),
-        ({}, []),
-    ):
+    for results, expected in ((RESULTS, [([3.0], [0.3]), ([3.0], [0.98]), ([], [])]), ({}, [])):
         axes = Figure().subplots()
         _policy_panel(axes, rows, results)
         marks = [line for line in axes.lines if line.get_marker() == "o"]

@@ -36,10 +36,7 @@ def browser(tmp_path_factory):
     command = driver.find_chromium()
     if command is None:
         pytest.skip("no Chromium is installed")
-    with (
-        driver.chromium(command, tmp_path_factory.mktemp("chromium")) as address,
-        driver.tab(address) as tab,
-    ):
+    with driver.chromium(command, tmp_path_factory.mktemp("chromium")) as address, driver.tab(address) as tab:
         yield tab
 
 

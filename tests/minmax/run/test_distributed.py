@@ -72,11 +72,7 @@ def test_ten_updates_of_both_players_agree_with_one_process(
 
 @pytest.mark.parametrize(
     ("alone", "together"),
-    [
-        ((), ()),
-        ((), (ZERO2,)),
-        pytest.param((AHEAD, *SLOW), (AHEAD, *SLOW), marks=pytest.mark.proof),
-    ],
+    [((), ()), ((), (ZERO2,)), pytest.param((AHEAD, *SLOW), (AHEAD, *SLOW), marks=pytest.mark.proof)],
     ids=["replicated", "zero2", "ahead"],
 )
 def test_a_run_of_two_processes_starts_as_that_of_one_and_resumes(

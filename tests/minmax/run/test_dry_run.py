@@ -137,11 +137,7 @@ def test_warnings() -> None:
     assert plan_run(make("training.max_steps=20"))["warnings"] == []
     (warm,) = plan_run(make("training.monitor_warmup_steps=5"))["warnings"]
     assert "all 5 steps are the monitor's warm-up" in warm
-    short = (
-        "training.max_steps=20",
-        "policy_model.max_new_tokens=3",
-        "monitor_model.max_new_tokens=4",
-    )
+    short = ("training.max_steps=20", "policy_model.max_new_tokens=3", "monitor_model.max_new_tokens=4")
     answers, critiques = plan_run(make(*short))["warnings"]
     assert answers.startswith("20 of 20 right answers") and "policy_model.max_new_tokens 3" in answers
     assert critiques.startswith("20 of 20 critiques") and "monitor_model.max_new_tokens 4" in critiques

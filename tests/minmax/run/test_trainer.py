@@ -122,8 +122,7 @@ def test_killed_after_every_step_and_resumed_equals_uninterrupted(make_game, tmp
 
 
 @pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
 )
 def test_a_signal_ends_the_step_and_is_resumed_from(make_game, tmp_path, capfd, number, code):
     rare = ("training.save_steps=null", *DROPOUT)

@@ -19,14 +19,7 @@ from rlhf_minmax.run.checks import check_run
 from rlhf_minmax.run.dry_run import plan_run
 from rlhf_minmax.scorers.loading import HeadJudge, load_held_out, load_judge, load_reward_model, scorer_hosts
 from rlhf_minmax.scorers.shared_trunk import SharedScorer
-from rlhf_models import (
-    DeviceManager,
-    JudgeModel,
-    LoraSettings,
-    RewardModel,
-    load_causal_lm,
-    tiny_model,
-)
+from rlhf_models import DeviceManager, JudgeModel, LoraSettings, RewardModel, load_causal_lm, tiny_model
 
 STORIES = Path(__file__).parents[2] / "fixtures" / "stories.jsonl"
 CLOCK = ("step_time", "time/", "tokens_per_second", "samples_per_second", "peak_memory_gb")

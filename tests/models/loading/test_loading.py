@@ -231,10 +231,7 @@ def test_weights_without_use_are_logged(tmp_path, caplog):
         ("/no/such/folder", "model folder /no/such/folder does not exist"),
         ("./nothing", "model folder ./nothing does not exist"),
         ("a/b/c", "model folder a/b/c does not exist"),
-        (
-            "nobody/no-such-model",
-            "model 'nobody/no-such-model' is not a folder, not in the local",
-        ),
+        ("nobody/no-such-model", "model 'nobody/no-such-model' is not a folder, not in the local"),
         ("no such name!", "model 'no such name!' is not a folder"),
     ],
 )

@@ -8,14 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlhf_data import TokenSequence, UserError, pack
-from rlhf_models import (
-    ModelConfig,
-    RewardModel,
-    build_model,
-    build_tokenizer,
-    load_model_config,
-    token_logps,
-)
+from rlhf_models import ModelConfig, RewardModel, build_model, build_tokenizer, load_model_config, token_logps
 from rlhf_models.loading.pretrained import load_causal_lm, load_tokenizer, save_model
 
 CONFIGS = Path(__file__).parents[3] / "configs"

@@ -103,8 +103,7 @@ def test_fewer_candidates_where_more_would_not_pay(folders: Path, rows: Path, tm
     assert both.exit_code == 2 and "stop_early and budget both decide" in both.output
     # Nearly greedy: four candidates show that a fifth would be one of them.
     early = run(
-        *(folders, rows, tmp_path / "early.jsonl"),
-        *("--stop-early", "--temperature", "0.05", "--n", "32"),
+        *(folders, rows, tmp_path / "early.jsonl"), *("--stop-early", "--temperature", "0.05", "--n", "32")
     )
     assert early.exit_code == 0, early.output
     assert sum(row["samples"] for row in read(tmp_path / "early.jsonl")) < 32 * 7

@@ -78,9 +78,7 @@ def answer(prompt: str, drawn: int) -> dict[str, Any]:
     best = candidates[order[0]]
     message = {"role": "assistant", "content": best["text"]}
     return {
-        "choices": [
-            {"index": 0, "message": message, "finish_reason": "length", "score": best["score"]},
-        ],
+        "choices": [{"index": 0, "message": message, "finish_reason": "length", "score": best["score"]}],
         "candidates": candidates,
         "usage": {"prompt_tokens": 7, "completion_tokens": 30, "total_tokens": 37, "candidates": drawn},
         "timing": {"queue_s": 0.01, "generate_s": 1.234, "score_s": 0.5, "total_s": 12.34},
