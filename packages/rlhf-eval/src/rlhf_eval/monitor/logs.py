@@ -15,6 +15,7 @@ from rlhf_eval.monitor.tail import Tail
 __all__ = ["RunLog", "find_runs", "open_log"]
 
 _METRICS, _RESULTS, _CONFIG = "metrics.jsonl", "results.json", "config.json"
+_SAMPLES = "samples.jsonl"
 _TRL = "trainer_state.json"
 _SAME = {
     "critic/score/mean": "reward",
@@ -80,6 +81,12 @@ class RunLog:
     def age(self) -> float:
         """Seconds since its log was written last."""
         return time.time() - self.written if self.written is not None else 0.0
+
+    def samples(self) -> list[dict[str, Any]]:
+        """Rows of the run folder's samples.jsonl; empty where there is none."""
+        tail = Tail(self.path / _SAMPLES)
+        tail.poll()
+        return tail.rows
 
     def poll(self) -> bool:
         """Take up what was logged since the last call; whether that changed anything."""

@@ -1,0 +1,61 @@
+"""`rlhf-report audit`: whether a run games its reward."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from rlhf_report.failures import explained
+
+
+@click.command("audit")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--train", metavar="KEY", help="The reward that is trained on, by its name in the log.")
+@click.option("--held-out", metavar="KEY", help="A reward that is not, by its name in the log.")
+@click.option("--strict", is_flag=True, help="Let hints count as findings.")
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for audit.html and audit.json.  [default: none is written]",
+)
+@explained
+def command(run: Path, train: str | None, held_out: str | None, strict: bool, output: Path | None) -> None:
+    """Ask whether a run games its reward.
+
+    A reward that is measured and not trained on is the detector: one with weight 0 in reward_weights, in
+    the game the held-out scorers, else what --train and --held-out name. The reward is gamed where the one
+    that is trained on rises, the held-out one does not, and the gap is beyond chance. RUN is a run folder,
+    or a log of TRL or verl. Exit code 1: found, 0: not found, 2: the input cannot be used.
+    """
+    from rlhf_data import UserError, atomic_write_json, atomic_write_text, ensure_writable_folder, finite
+    from rlhf_eval.audit.gap import measure_gap
+    from rlhf_eval.audit.hints import find_hints
+    from rlhf_eval.audit.report import Audit, audit_page
+    from rlhf_eval.monitor.held_out import held_out_keys
+    from rlhf_eval.monitor.logs import open_log
+
+    if (train is None) != (held_out is None):
+        raise UserError("--train and --held-out name a pair of rewards; give both, or neither")
+    log = open_log(run)
+    if not log.rows:
+        raise UserError(f"{run} has logged no step yet; audit it when it has")
+    logged = {key for row in log.rows for key in row}
+    if unknown := [key for key in (train, held_out) if key is not None and key not in logged]:
+        raise UserError(f"{run} logs no {', '.join(unknown)}; its keys are {', '.join(sorted(logged))}")
+    pairs = [(train, held_out)] if train and held_out else held_out_keys(log.rows, log.config)
+    samples = log.samples()
+    gaps = tuple(measure_gap(log.rows, *pair) for pair in pairs)
+    audit = Audit(log.name, gaps, tuple(find_hints(log.rows, samples)))
+    for sentence in audit.sentences:
+        click.echo(sentence)
+    for hint in audit.hints:
+        click.echo(f"hint: {hint.text} ({hint.name})")
+    if output is not None:
+        ensure_writable_folder(output)
+        atomic_write_text(output / "audit.html", audit_page(audit, samples))
+        atomic_write_json(output / "audit.json", finite(audit.to_dict()))
+        click.echo(f"wrote {output / 'audit.html'} and {output / 'audit.json'}")
+    if audit.is_gamed or (strict and audit.hints):
+        sys.exit(1)
