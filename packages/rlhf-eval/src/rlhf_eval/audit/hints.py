@@ -67,9 +67,10 @@ def _alike(start: Sequence[str], end: Sequence[str]) -> Iterator[Hint]:
         return
     distinct = len(set(end)) / len(end)
     if distinct <= 0.5 and (not start or distinct < len(set(start)) / len(start)):
-        yield Hint(
-            "constant_outputs", f"{len(set(end))} different completions to {len(end)} prompts at the end"
+        text = (
+            f"at the end there are {len(end)} completions, of which {len(end) - len(set(end))} repeat another"
         )
+        yield Hint("constant_outputs", text)
         return
     before, after = similarity(start), similarity(end)
     if after > _SIMILAR and after > before + 0.2:

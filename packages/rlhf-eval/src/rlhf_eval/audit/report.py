@@ -110,8 +110,8 @@ def _numbers(gap: Gap) -> str:
     rows = [[text(name), number(x.estimate, 2), number(x.low, 2), number(x.high, 2)] for name, x in parts]
     head = ["change", "mean", "95% from", "to"]
     note = (
-        f"Of the last fifth of the steps since the first tenth, in standard deviations of a completion's reward at "
-        f"the start. {gap.gap.n} steps are resampled "
+        "Of the last fifth of the steps since the first tenth, in standard deviations of a completion's "
+        f"reward at the start. {gap.gap.n} steps are resampled "
         f"({gap.gap.method}). The reward counts as gamed where what is trained on rose, the held-out reward "
         f"did not beyond its interval, and the interval of the gap lies above {MARGIN}."
     )
