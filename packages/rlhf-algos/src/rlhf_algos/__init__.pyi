@@ -20,6 +20,7 @@ from rlhf_algos.configs.online import GRPOConfig as GRPOConfig
 from rlhf_algos.configs.online import OnlineConfig as OnlineConfig
 from rlhf_algos.configs.online import PPOConfig as PPOConfig
 from rlhf_algos.configs.trainer import HardwareConfig as HardwareConfig
+from rlhf_algos.configs.trainer import LanguageModelConfig as LanguageModelConfig
 from rlhf_algos.configs.trainer import ReportConfig as ReportConfig
 from rlhf_algos.configs.trainer import SelectionConfig as SelectionConfig
 from rlhf_algos.configs.trainer import TrainerConfig as TrainerConfig
