@@ -6,6 +6,7 @@ Everything named `*_html` or returned from here is HTML; everything else is text
 from __future__ import annotations
 
 import base64
+import hashlib
 import html
 import math
 from collections.abc import Sequence
@@ -47,6 +48,12 @@ tbody th { font-weight: 500; }
 .tile.plain { border-color: var(--orange); } .tile.minmax { border-color: var(--blue); }
 .tile b { display: block; font-size: 2rem; line-height: 1.25; font-variant-numeric: tabular-nums; }
 .tile small { display: block; line-height: 1.4; }
+[aria-sort] { color: var(--ink); } th[role] { cursor: pointer; }
+[aria-sort="ascending"]::after { content: " ↑"; } [aria-sort="descending"]::after { content: " ↓"; }
+svg.plot { width: 100%; height: auto; display: block; } svg.narrow { display: none; }
+svg text { fill: var(--ink); font-size: 14px; } svg .tick { fill: var(--soft); font-size: 13px; }
+svg .name { font-weight: 600; } svg .rule { stroke: var(--line); } svg .estimate { fill: var(--blue); }
+svg .interval { stroke: var(--blue); stroke-width: 3; stroke-linecap: round; }
 figure { margin: 0; } figure img { width: 100%; height: auto; display: block; }
 figcaption { font-size: .85rem; }
 .note { border-left: 4px solid var(--blue); background: var(--panel); padding: 10px 16px;
@@ -78,6 +85,7 @@ pre { background: var(--panel); border: 1px solid var(--line); border-radius: 8p
 .swatch { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .5em; }
 summary { cursor: pointer; padding: 6px 0; color: var(--blue); }
 @media (max-width: 600px) {
+  svg.narrow { display: block; } svg.wide { display: none; }
   main { padding: 16px 14px 48px; } h1 { font-size: 1.45rem; }
   th, td { padding: 7px 5px; } td { font-size: .95rem; }
   .tiles { gap: 8px; } .tile { padding: 8px 10px; } .tile b { font-size: 1.45rem; }
@@ -88,6 +96,24 @@ summary { cursor: pointer; padding: 6px 0; color: var(--blue); }
 """
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+_SORT = """
+for (const head of document.querySelectorAll("thead th")) {
+  head.tabIndex = 0; head.setAttribute("role", "button"); head.title = "Sort by this column";
+  const value = row => row.cells[head.cellIndex].textContent.trim().replace(/\u2212/g, "-");
+  const numeric = text => parseFloat(text.replace(/^[^0-9.+-]+/, "").replace(/,/g, ""));
+  const sort = () => {
+    const down = head.getAttribute("aria-sort") === "ascending", body = head.closest("table").tBodies[0];
+    for (const other of head.parentNode.cells) other.removeAttribute("aria-sort");
+    head.setAttribute("aria-sort", down ? "descending" : "ascending");
+    const order = (a, b) => { const x = numeric(value(a)), y = numeric(value(b));
+      return isNaN(x) || isNaN(y) ? value(a).localeCompare(value(b)) : x - y; };
+    for (const row of [...body.rows].sort((a, b) => down ? order(b, a) : order(a, b))) body.append(row);
+  };
+  head.onclick = sort; head.onkeydown = event => { if (event.key === "Enter") sort(); };
+}
+"""
+"""Sorts a table by the column whose title is clicked; the page allows this script alone, by its hash."""
 
 
 def text(value: Any) -> str:
@@ -159,19 +185,24 @@ def svg_figure(svg: str, caption: str) -> str:
     )
 
 
-def page(title: str, body_html: str, *, refresh: int | None = None) -> str:
+def page(title: str, body_html: str, *, refresh: int | None = None, sortable: bool = False) -> str:
     """Return the whole document; its content security policy forbids loading anything from outside.
 
     Args:
         title: Of the document, text.
         body_html: What it shows.
         refresh: Seconds after which a browser asks for it again; None for never.
+        sortable: Whether a click on the title of a column sorts its table.
     """
     again = "" if refresh is None else f'<meta http-equiv="refresh" content="{refresh}">\n'
+    policy, script = _POLICY, ""
+    if sortable:
+        digest = base64.b64encode(hashlib.sha256(_SORT.encode("utf-8")).digest()).decode("ascii")
+        policy, script = f"{_POLICY}; script-src 'sha256-{digest}'", f"<script>{_SORT}</script>\n"
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         f'{again}<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n{body_html}</main>\n"
-        "</body>\n</html>\n"
+        f"{script}</body>\n</html>\n"
     )

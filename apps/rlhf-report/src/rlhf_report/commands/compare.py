@@ -1,0 +1,46 @@
+"""`rlhf-report compare`: which of several models is better, on the same prompts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from rlhf_data import exit_cleanly
+
+
+@click.command("compare")
+@click.argument("files", nargs=-1, required=True, metavar="[NAME=]FILE...")
+@click.option("--baseline", metavar="FILE", help="Outputs that the preferences of the files are against.")
+@click.option("--metric", metavar="NAME", help="Score to compare.  [default: the one that all files have]")
+@click.option("--slice", "slice_by", metavar="COLUMN", help="Report by the values of this column too.")
+@click.option(
+    "--cluster", metavar="COLUMN", help="Resample prompts together that share this, such as a document."
+)
+@click.option("--lower-is-better", is_flag=True, help="Less of the metric is better.")
+@click.option(
+    "--level", type=click.FloatRange(0, 1, min_open=True, max_open=True), default=0.95, show_default=True,
+    help="Of the intervals.",
+)  # fmt: skip
+@click.option(
+    "--cases", type=click.IntRange(min=0), default=4, show_default=True, help="Prompts shown won, and lost."
+)
+@click.option(
+    "--output-dir", metavar="DIR", default="comparison", show_default=True,
+    help="Where comparison.json, .txt and .html are written.",
+)  # fmt: skip
+def command(**options: Any) -> None:
+    """Compare models by the files of what they answered to the same prompts.
+
+    A file has a row with a score for each prompt: rows with prompt, completion and a number (score, reward,
+    correct, preference, ...), AlpacaEval annotations, samples of lm-eval --log_samples, or an inspect-ai log.
+    Rows are joined by their prompts. The page says what was compared on what, what came out, and whether that is
+    more than luck.
+    """
+
+    def job() -> None:
+        from rlhf_report.compare.run import run_compare
+
+        run_compare(options)
+
+    exit_cleanly(job)

@@ -1,0 +1,1 @@
+"""Models compared by files of what they answered: reading, statistics, words, page."""

@@ -1,0 +1,224 @@
+"""The page of a comparison: what came out, a plot of the intervals, tables, and cases side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf_eval.html import number, page, section, table, text, verbatim
+from rlhf_report.compare.table import PREFERENCE
+from rlhf_report.compare.words import (
+    amount,
+    is_rate,
+    label,
+    notes,
+    opening,
+    p_text,
+    percent,
+    points,
+    range_of,
+    verdict,
+)
+
+_LONGEST = 6000
+"""Characters of a text that is shown; the rest is in the file."""
+
+_CONTROLLED = (
+    "<p>What the win rate would be if both texts were equally long, and had as many headings, list items and "
+    "bold passages: a logistic model, refitted in every resample. A positive effect of length is a verdict that "
+    "likes longer texts (log-odds). Where one model always writes more, equal length is extrapolation, and the "
+    "interval is wide.</p>"
+)
+_PAIRS = (
+    "<p>Won, tied and lost count prompts; the win rate is their share, ties as half. A difference of the last "
+    "column, or more, is found four times in five with as many prompts.</p>"
+)
+_SLICES = "<p>Intervals of slices are not corrected for how many there are: read them as hints.</p>"
+
+
+def comparison_page(found: dict[str, Any], cases: Sequence[dict[str, Any]]) -> str:
+    """One HTML file that loads nothing from outside.
+
+    Args:
+        found: Of `compare`.
+        cases: Prompts with the texts of two models, each with `prompt`, `heading`, `won` and two `answers` of
+            `name`, `score` and `output`.
+    """
+    said = verdict(found)
+    body = f"<h1>{text(_title(found))}</h1>\n"
+    body += f"<p>{text(opening(found))} <strong>{text(said[0])}</strong></p>\n"
+    body += "".join(f"<p>{text(sentence)}</p>\n" for sentence in said[1:])
+    body += section(_plot_title(found), interval_plot(found) + _models(found))
+    if found["pairs"]:
+        body += section("Every pair", _pairs(found))
+    if any("controlled" in each for each in (*found["models"], *found["pairs"])):
+        body += section("At equal length and style", _controlled(found))
+    if found.get("slices"):
+        body += section(f"By {found['slice']}", _slices(found))
+    if cases:
+        body += section("Cases, the clearest first", "".join(_case(case) for case in cases))
+    computed = "".join(f"<p>{text(note)}</p>" for note in notes(found))
+    body += section("How it was computed", computed + _files(found))
+    return page(_title(found), body, sortable=True)
+
+
+def interval_plot(found: dict[str, Any]) -> str:
+    """Means with their intervals, best first: inline SVG in two widths, of which the page shows one."""
+    return "<figure>" + "".join(_plot(found, width) for width in (340, 960)) + "</figure>"
+
+
+def _plot(found: dict[str, Any], width: int) -> str:
+    means = [model["mean"] for model in found["models"]]
+    ends = [mean[key] for mean in means for key in ("low", "estimate", "high") if mean[key] is not None]
+    margin = 0.06 * (max(ends) - min(ends)) or 0.05 * max(abs(max(ends)), 1)
+    left, right = min(ends) - margin, max(ends) + margin
+    if is_rate(found):
+        left, right = max(left, 0.0), min(right, 1.0)
+
+    def x(value: float) -> str:
+        return f"{20 + (width - 40) * (value - left) / (right - left):.1f}"
+
+    row, top = 46, 8
+    bottom = top + row * len(means)
+    parts = []
+    for tick in _ticks(left, right, 4 if width < 600 else 8):
+        shown = text(amount(found, tick)) + "%" * is_rate(found)
+        parts.append(f'<line class="rule" x1="{x(tick)}" y1="{top}" x2="{x(tick)}" y2="{bottom}"/>')
+        parts.append(
+            f'<text class="tick" x="{x(tick)}" y="{bottom + 18}" text-anchor="middle">{shown}</text>'
+        )
+    longest = width // 17
+    for index, (model, mean) in enumerate(zip(found["models"], means, strict=True)):
+        y = top + row * index
+        name = model["name"] if len(model["name"]) <= longest else model["name"][: longest - 1] + "…"
+        value = text(f"{amount(found, mean['estimate'])} {range_of(found, mean)}")
+        parts.append(f'<text class="name" x="20" y="{y + 16}">{text(name)}</text>')
+        parts.append(f'<text class="tick" x="{width - 20}" y="{y + 16}" text-anchor="end">{value}</text>')
+        if mean["low"] is not None:
+            across = f'x1="{x(mean["low"])}" x2="{x(mean["high"])}" y1="{y + 31}" y2="{y + 31}"'
+            parts.append(f'<line class="interval" {across}/>')
+        parts.append(f'<circle class="estimate" cx="{x(mean["estimate"])}" cy="{y + 31}" r="5"/>')
+    kind, said = "narrow" if width < 600 else "wide", text(_plot_title(found))
+    size = f'viewBox="0 0 {width} {bottom + 28}"'
+    return f'<svg class="plot {kind}" role="img" aria-label="{said}" {size}>{"".join(parts)}</svg>'
+
+
+def _ticks(low: float, high: float, most: int) -> list[float]:
+    """Round numbers between two ends, equally far apart."""
+    steps = sorted(factor * 10.0**exponent for exponent in range(-12, 13) for factor in (1, 2, 5))
+    step = next((step for step in steps if (high - low) / step <= most), high - low)
+    first = int(-(-low // step))
+    return [round(k * step, 12) for k in range(first, int(high // step) + 1)]
+
+
+def _title(found: dict[str, Any]) -> str:
+    names = [model["name"] for model in found["models"]]
+    return " and ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} others"
+
+
+def _plot_title(found: dict[str, Any]) -> str:
+    what = "Win rate" if found["metric"] == PREFERENCE else f"Mean {found['metric']}"
+    better = ", less is better" if found["lower_is_better"] else ""
+    return f"{what} with {100 * found['level']:g}% intervals, best first{better}"
+
+
+def _models(found: dict[str, Any]) -> str:
+    head = ["model", label(found) + ", %" * is_rate(found), "interval", "standard error"]
+    head += ["characters"] * ("mean_characters" in found["models"][0])
+    rows = []
+    for model in found["models"]:
+        mean = model["mean"]
+        values = (
+            amount(found, mean["estimate"]),
+            range_of(found, mean),
+            amount(found, mean["standard_error"]),
+        )
+        rows.append([text(model["name"]), *map(text, values)])
+        if "mean_characters" in model:
+            rows[-1].append(number(model["mean_characters"], 0))
+    return table(head, rows, numeric=True)
+
+
+def _pairs(found: dict[str, Any]) -> str:
+    head = ["pair", f"difference{points(found).replace(' ', ', ')}", "interval", "p (Holm)", "sign test"]
+    head += ["won / tied / lost", "win rate, %", "would show"]
+    rows = []
+    for pair in found["pairs"]:
+        difference, sign_test = pair["difference"], pair["sign_test"]
+        cells = [
+            f"{pair['first']} − {pair['second']}",
+            amount(found, difference["estimate"], signed=True),
+            range_of(found, difference, signed=True),
+            p_text(pair["holm"]),
+            "–" if sign_test is None else p_text(sign_test),
+            f"{pair['wins']} / {pair['ties']} / {pair['losses']}",
+            percent(pair["win_rate"]),
+            amount(found, pair["detectable"]),
+        ]
+        rows.append([text(cell) for cell in cells])
+    return _PAIRS + table(head, rows, numeric=True)
+
+
+def _controlled(found: dict[str, Any]) -> str:
+    head = ["win rate, %", "as judged", "at equal length", "and style", "effect of length"]
+    models = [model for model in found["models"] if "controlled" in model]
+    pairs = [pair for pair in found["pairs"] if "controlled" in pair]
+    rows = [_controlled_row(model["name"], model["mean"], model["controlled"]) for model in models]
+    rows += [
+        _controlled_row(f"{pair['first']} over {pair['second']}", pair["win_rate"], pair["controlled"])
+        for pair in pairs
+    ]
+    alpaca = "; ".join(f"{model['name']} {percent(model['alpaca_eval'])}" for model in models)
+    said = f"By the model of AlpacaEval 2, without its difficulties of instructions: {alpaca}."
+    return _CONTROLLED + f"<p>{text(said)}</p>" * bool(models) + table(head, rows, numeric=True)
+
+
+def _controlled_row(name: str, plain: dict[str, Any], controlled: dict[str, Any]) -> list[str]:
+    effect = controlled["length_effect"]
+    shown = f"{number(effect['estimate'], 2)} [{number(effect['low'], 2)}, {number(effect['high'], 2)}]"
+    rates = (plain, controlled["length"], controlled["length_and_style"])
+    return [text(name), *(text(percent(rate)) for rate in rates), shown]
+
+
+def _slices(found: dict[str, Any]) -> str:
+    names = [model["name"] for model in found["models"]]
+    head = [str(found["slice"]), "prompts", *names]
+    differs = any("difference" in entry for entry in found["slices"])
+    head += [f"{names[0]} − {names[1]}"] if differs else []
+    rows = []
+    for entry in found["slices"]:
+        cells = [entry["slice"], f"{entry['prompts']:,}"]
+        cells += [amount(found, entry["means"][name]) for name in names]
+        if differs:
+            cells.append(_difference(found, entry.get("difference")))
+        rows.append([text(cell) for cell in cells])
+    return _SLICES * differs + table(head, rows, numeric=True)
+
+
+def _difference(found: dict[str, Any], interval: dict[str, Any] | None) -> str:
+    if interval is None:
+        return "–"
+    return f"{amount(found, interval['estimate'], signed=True)} {range_of(found, interval, signed=True)}"
+
+
+def _case(case: dict[str, Any]) -> str:
+    kinds = ("good", "bad") if case["won"] else ("bad", "good")
+    answers = ""
+    for answer, kind in zip(case["answers"], kinds, strict=True):
+        heading = ", ".join(part for part in (answer["name"], answer["score"]) if part)
+        answers += (
+            f'<div class="turn {kind}"><h4>{text(heading)}</h4>{verbatim(_cut(answer["output"]))}</div>'
+        )
+    prompt = f"<h3>{text(case['heading'])}</h3>{verbatim(_cut(case['prompt']))}"
+    return f'<div class="card">{prompt}<br><div class="grid">{answers}</div></div>\n'
+
+
+def _cut(found: str) -> str:
+    if len(found) <= _LONGEST:
+        return found
+    return f"{found[:_LONGEST]}\n[{len(found) - _LONGEST:,} further characters are in the file]"
+
+
+def _files(found: dict[str, Any]) -> str:
+    rows = [[text(file["name"]), text(file["file"]), f"{file['rows']:,}"] for file in found["files"]]
+    return table(["model", "file", "rows"], rows)

@@ -1,0 +1,152 @@
+"""Answers and their scores from files of many kinds, one at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlhf_data import UserError, read_rows, row_place
+
+_PROMPTS = ("prompt", "instruction", "question", "input", "messages")
+_OUTPUTS = ("completion", "output", "response", "output_2", "generation", "answer", "text")
+_METRICS = ("preference", "correct", "score", "reward", "accuracy", "acc", "acc_norm", "exact_match")
+"""Numbers that are scores wherever they appear; of several the first is compared."""
+
+_NO_METRICS = {"id", "index", "doc_id", "idx", "step", "epoch", "seed", "sample", "num_tokens", "length"}
+_GRADES = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}
+"""inspect-ai's correct, partially correct, incorrect, no answer."""
+
+
+class Answer(NamedTuple):
+    """One row of a file.
+
+    Attributes:
+        place: What an error calls the row.
+        prompt: Text that rows of other files are joined by.
+        output: What the model wrote; None where the file does not say.
+        baseline: What it was compared with in the same row; None where the file does not say.
+        scores: Numbers by name.
+        columns: The row, for slices and clusters.
+    """
+
+    place: str
+    prompt: str
+    output: str | None
+    baseline: str | None
+    scores: dict[str, float]
+    columns: Mapping[str, Any]
+
+
+def read_answers(path: str) -> Iterator[Answer]:
+    """The rows of a file: plain rows, AlpacaEval annotations, lm-eval samples, or an inspect-ai log.
+
+    Raises:
+        UserError: the file cannot be read, or a row has no prompt.
+    """
+    samples = _inspect_samples(Path(path))
+    if samples is not None:
+        for number, sample in enumerate(samples, 1):
+            yield _of_inspect(sample, f"{path}, sample {number}")
+        return
+    first_filter: Any = None
+    for number, row in read_rows(path):
+        place = row_place(path, number)
+        if "doc" in row and "arguments" in row:
+            first_filter = row.get("filter") if first_filter is None else first_filter
+            if row.get("filter") == first_filter:  # a further filter scores the same answer again
+                yield _of_lm_eval(row, place)
+        else:
+            yield _of_row(row, place)
+
+
+def default_metric(names: set[str]) -> str | None:
+    """The metric to compare, of those that every file has; None where that is not plain."""
+    known = [name for name in _METRICS if name in names]
+    return known[0] if known else min(names) if len(names) == 1 else None
+
+
+def _of_row(row: Mapping[str, Any], place: str) -> Answer:
+    prompt = next((row[key] for key in _PROMPTS if row.get(key) is not None), None)
+    if prompt is None:
+        raise UserError(f"{place}: no prompt; a row needs one of {', '.join(_PROMPTS)} to be joined by")
+    scores = {
+        key: float(value)
+        for key, value in row.items()
+        if isinstance(value, bool | int | float) and key not in _NO_METRICS and math.isfinite(value)
+    }
+    output = next((row[key] for key in _OUTPUTS if row.get(key) is not None), None)
+    baseline = row.get("output_1")
+    return Answer(place, _as_text(prompt), _text_or_none(output), _text_or_none(baseline), scores, row)
+
+
+def _of_lm_eval(row: Mapping[str, Any], place: str) -> Answer:
+    named = row.get("metrics")
+    names = named if isinstance(named, list) else [key for key in row if key in _METRICS]
+    scores = {name: float(row[name]) for name in names if isinstance(row.get(name), bool | int | float)}
+    output = row.get("filtered_resps") or row.get("resps")
+    while isinstance(output, list) and output:
+        output = output[0]
+    return Answer(place, _lm_eval_prompt(row), _text_or_none(output), None, scores, row)
+
+
+def _lm_eval_prompt(row: Mapping[str, Any]) -> str:
+    found = row["arguments"]
+    while isinstance(found, dict | list) and found:
+        found = next(iter(found.values())) if isinstance(found, dict) else found[0]
+    return found if isinstance(found, str) and found else _as_text(row["doc"])
+
+
+def _of_inspect(sample: Mapping[str, Any], place: str) -> Answer:
+    scores = {}
+    for name, score in (sample.get("scores") or {}).items():
+        value = score.get("value") if isinstance(score, dict) else score
+        value = _GRADES.get(value, value) if isinstance(value, str) else value
+        if isinstance(value, bool | int | float):
+            scores[name] = float(value)
+    if "input" not in sample:
+        raise UserError(f"{place}: no input; expected a sample of an inspect-ai log")
+    output = sample.get("output")
+    written = output.get("completion") if isinstance(output, dict) else output
+    columns = {**(sample.get("metadata") or {}), **sample}
+    return Answer(place, _as_text(sample["input"]), _text_or_none(written), None, scores, columns)
+
+
+def _inspect_samples(path: Path) -> Iterator[Mapping[str, Any]] | None:
+    """The samples of an inspect-ai log; None where the file is none."""
+    name = path.name.lower()
+    try:
+        if name.endswith(".eval"):
+            return _zipped_samples(path)
+        if name.endswith(".json"):
+            with path.open("rb") as file:
+                start = file.read(1000).lstrip()
+            if start.startswith(b"{") and b'"eval"' in start:
+                found = json.loads(path.read_bytes())
+                return iter(found.get("samples") or [])
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error})") from error
+    except ValueError as error:
+        raise UserError(f"{path}: no inspect-ai log ({error}); write it again") from error
+    return None
+
+
+def _zipped_samples(path: Path) -> Iterator[Mapping[str, Any]]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for name in sorted(archive.namelist()):
+                if name.startswith("samples/") and name.endswith(".json"):
+                    yield json.loads(archive.read(name))
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path}: no inspect-ai log ({error}); a .eval file is a zip of JSON") from error
+
+
+def _as_text(prompt: Any) -> str:
+    return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, ensure_ascii=False)
+
+
+def _text_or_none(value: Any) -> str | None:
+    return None if value is None else _as_text(value)

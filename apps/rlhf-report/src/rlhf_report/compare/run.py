@@ -1,0 +1,93 @@
+"""From the options of `rlhf-report compare` to its three files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhf_data import UserError, atomic_write_json, atomic_write_text, ensure_writable_folder
+from rlhf_report.compare.compute import compare
+from rlhf_report.compare.page import comparison_page
+from rlhf_report.compare.table import PREFERENCE, Options, Table, name_of, read_table, texts_of
+from rlhf_report.compare.words import amount, label, opening, text_report, verdict
+
+_JSON, _TEXT, _PAGE = "comparison.json", "comparison.txt", "comparison.html"
+
+
+def run_compare(given: dict[str, Any]) -> None:
+    """Read, compare, write, and say what came out.
+
+    Raises:
+        UserError: the files or options cannot be used; nothing is written then.
+    """
+    options = _options(given)
+    table = read_table(options)
+    if len(options.files) < 2 and table.metric != PREFERENCE:
+        raise UserError(
+            f"{options.files[0]} has no preferences, and nothing to compare it with; give two files"
+        )
+    found = compare(table, options)
+    cases = _cases(table, options, found)
+    folder = ensure_writable_folder(given["output_dir"])
+    atomic_write_json(folder / _JSON, found | {"cases": cases})
+    atomic_write_text(folder / _TEXT, text_report(found))
+    atomic_write_text(folder / _PAGE, comparison_page(found, cases))
+    print("\n".join([opening(found), *verdict(found)]))
+    print(f"The page: {folder / _PAGE}; the numbers: {_JSON}; the tables: {_TEXT}")
+
+
+def _options(given: dict[str, Any]) -> Options:
+    files, names = [], []
+    for entry in given["files"]:
+        name, equals, path = entry.partition("=")
+        named = equals and not Path(entry).exists()
+        files.append(path if named else entry)
+        names.append(name if named else name_of(entry))
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"two files are called {name}; tell them apart with NAME=FILE")
+    return Options(
+        files=tuple(files),
+        names=tuple(names),
+        baseline=given["baseline"],
+        metric=given["metric"],
+        slice=given["slice_by"],
+        cluster=given["cluster"],
+        lower_is_better=given["lower_is_better"],
+        level=given["level"],
+        cases=given["cases"],
+    )
+
+
+def _cases(table: Table, options: Options, found: dict[str, Any]) -> list[dict[str, Any]]:
+    """The prompts where the best model and the next, or the baseline, differ most, either way."""
+    best, *others = (options.names.index(model["name"]) for model in found["models"])
+    if table.texts is None or not options.cases or not (others or options.baseline):
+        return []
+    first = table.scores[:, best]
+    if others:
+        other, second = (options.names[others[0]], options.files[others[0]]), table.scores[:, others[0]]
+    else:
+        other, second = (name_of(str(options.baseline)), str(options.baseline)), 1 - first
+    sides = [(options.names[best], options.files[best]), other]
+    ranked = np.argsort(second - first, kind="stable").tolist()
+    won = [i for i in ranked[: options.cases] if first[i] > second[i]]
+    lost = [i for i in ranked[::-1][: options.cases] if first[i] < second[i]]
+    texts = texts_of([path for _, path in sides], [table.keys[i] for i in (*won, *lost)])
+    sign = -1 if options.lower_is_better else 1
+    cases = []
+    for i in (*won, *lost):
+        answers = [
+            {
+                "name": name,
+                "score": f"{label(found)} {amount(found, sign * float(score))}",
+                "output": texts[path, table.keys[i]][1],
+            }
+            for (name, path), score in zip(sides, (first[i], second[i]), strict=True)
+        ]
+        prompt = texts[sides[0][1], table.keys[i]][0]
+        heading = f"{sides[0][0]} {'wins' if i in won else 'loses'}"
+        cases.append({"prompt": prompt, "heading": heading, "won": i in won, "answers": answers})
+    return cases
