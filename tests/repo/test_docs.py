@@ -129,6 +129,15 @@ def test_merge_commands_use_options_that_exist(page: Path) -> None:
 
 
 @EACH_PAGE
+def test_report_commands_use_options_that_exist(page: Path) -> None:
+    from rlhf_report.cli import main
+
+    for verb, arguments in commands(page, "rlhf-report"):
+        command = main.get_command(click.Context(main), verb)
+        assert command is not None and command.make_context(verb, arguments).args == []
+
+
+@EACH_PAGE
 def test_config_examples_are_valid(page: Path, tmp_path: Path) -> None:
     for block in code_blocks(page, "yaml"):
         named = re.match(r"# (\w+)\.yaml", block)

@@ -38,7 +38,7 @@ table { border-collapse: collapse; width: 100%; }
 table.narrow { width: auto; } table.narrow .number { padding-left: 2.5em; }
 th, td { text-align: left; padding: 7px 10px; border-bottom: 1px solid var(--line); vertical-align: top; }
 thead th { color: var(--soft); font-size: .85rem; font-weight: 600; white-space: nowrap; }
-tbody th { font-weight: 500; }
+tbody th { font-weight: 500; min-width: 8.5em; }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .grid { display: grid; gap: 16px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); }
 .grid.small { grid-template-columns: repeat(auto-fill, minmax(min(100%, 300px), 1fr)); }
@@ -50,7 +50,7 @@ tbody th { font-weight: 500; }
 .tile small { display: block; line-height: 1.4; }
 [aria-sort] { color: var(--ink); } th[role] { cursor: pointer; }
 [aria-sort="ascending"]::after { content: " ↑"; } [aria-sort="descending"]::after { content: " ↓"; }
-svg.plot { width: 100%; height: auto; display: block; } svg.narrow { display: none; }
+svg.plot { width: 100%; height: auto; display: block; margin-bottom: 14px; } svg.narrow { display: none; }
 svg text { fill: var(--ink); font-size: 14px; } svg .tick { fill: var(--soft); font-size: 13px; }
 svg .name { font-weight: 600; } svg .rule { stroke: var(--line); } svg .estimate { fill: var(--blue); }
 svg .interval { stroke: var(--blue); stroke-width: 3; stroke-linecap: round; }

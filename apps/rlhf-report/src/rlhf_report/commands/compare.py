@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from rlhf_data import exit_cleanly
+from rlhf_report.failures import explained
 
 
 @click.command("compare")
@@ -29,18 +29,15 @@ from rlhf_data import exit_cleanly
     "--output-dir", metavar="DIR", default="comparison", show_default=True,
     help="Where comparison.json, .txt and .html are written.",
 )  # fmt: skip
+@explained
 def command(**options: Any) -> None:
     """Compare models by the files of what they answered to the same prompts.
 
     A file has a row with a score for each prompt: rows with prompt, completion and a number (score, reward,
     correct, preference, ...), AlpacaEval annotations, samples of lm-eval --log_samples, or an inspect-ai log.
-    Rows are joined by their prompts. The page says what was compared on what, what came out, and whether that is
-    more than luck.
+    Rows are joined by their prompts. The page says what was compared on what, what came out, and whether that
+    is more than luck.
     """
+    from rlhf_report.compare.run import run_compare
 
-    def job() -> None:
-        from rlhf_report.compare.run import run_compare
-
-        run_compare(options)
-
-    exit_cleanly(job)
+    run_compare(options)

@@ -13,6 +13,8 @@ from rlhf_eval import stats
 from rlhf_eval.stats import Interval
 from rlhf_report.compare.table import PREFERENCE, Options, Table
 
+_RESAMPLES = 10_000
+
 _FEWEST = 10
 """Prompts of a slice from which on it gets a difference."""
 
@@ -91,7 +93,7 @@ def _model(table: Table, options: Options, i: int) -> dict[str, Any]:
 def _pairs(table: Table, options: Options, order: list[int]) -> list[dict[str, Any]]:
     chosen = list(combinations(order, 2))
     # So many resamples that a difference beyond doubt is one after the correction for all pairs.
-    resamples = max(stats.RESAMPLES, 40 * len(chosen))
+    resamples = max(_RESAMPLES, 40 * len(chosen))
     found = []
     for i, j in chosen:
         first, second = table.scores[:, i], table.scores[:, j]

@@ -9,6 +9,7 @@ from rlhf_eval.html import number, page, section, table, text, verbatim
 from rlhf_report.compare.table import PREFERENCE
 from rlhf_report.compare.words import (
     amount,
+    error_of,
     is_rate,
     label,
     notes,
@@ -24,14 +25,14 @@ _LONGEST = 6000
 """Characters of a text that is shown; the rest is in the file."""
 
 _CONTROLLED = (
-    "<p>What the win rate would be if both texts were equally long, and had as many headings, list items and "
-    "bold passages: a logistic model, refitted in every resample. A positive effect of length is a verdict that "
-    "likes longer texts (log-odds). Where one model always writes more, equal length is extrapolation, and the "
-    "interval is wide.</p>"
+    "<p>What the win rate would be if both texts were equally long and had as many headings, list items and "
+    "bold passages: a logistic model, refitted in each resample. A positive effect of length is a verdict "
+    "that likes longer texts (log-odds). Where one model always writes more, equal length is extrapolation, "
+    "and the interval is wide.</p>"
 )
 _PAIRS = (
-    "<p>Won, tied and lost count prompts; the win rate is their share, ties as half. A difference of the last "
-    "column, or more, is found four times in five with as many prompts.</p>"
+    "<p>Won, tied and lost count prompts; the win rate is their share, ties as half. A difference of the "
+    "last column, or more, is found four times in five with as many prompts.</p>"
 )
 _SLICES = "<p>Intervals of slices are not corrected for how many there are: read them as hints.</p>"
 
@@ -82,7 +83,7 @@ def _plot(found: dict[str, Any], width: int) -> str:
     bottom = top + row * len(means)
     parts = []
     for tick in _ticks(left, right, 4 if width < 600 else 8):
-        shown = text(amount(found, tick)) + "%" * is_rate(found)
+        shown = text(amount(found, tick).removesuffix(".0")) + "%" * is_rate(found)
         parts.append(f'<line class="rule" x1="{x(tick)}" y1="{top}" x2="{x(tick)}" y2="{bottom}"/>')
         parts.append(
             f'<text class="tick" x="{x(tick)}" y="{bottom + 18}" text-anchor="middle">{shown}</text>'
@@ -128,11 +129,7 @@ def _models(found: dict[str, Any]) -> str:
     rows = []
     for model in found["models"]:
         mean = model["mean"]
-        values = (
-            amount(found, mean["estimate"]),
-            range_of(found, mean),
-            amount(found, mean["standard_error"]),
-        )
+        values = (amount(found, mean["estimate"]), range_of(found, mean), error_of(found, mean))
         rows.append([text(model["name"]), *map(text, values)])
         if "mean_characters" in model:
             rows[-1].append(number(model["mean_characters"], 0))

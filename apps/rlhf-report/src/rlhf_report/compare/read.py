@@ -69,6 +69,11 @@ def default_metric(names: set[str]) -> str | None:
     return known[0] if known else min(names) if len(names) == 1 else None
 
 
+def encodable(text: str) -> str:
+    """Text that can be written as UTF-8: lone surrogates, which JSON can hold, become backslash escapes."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def _of_row(row: Mapping[str, Any], place: str) -> Answer:
     prompt = next((row[key] for key in _PROMPTS if row.get(key) is not None), None)
     if prompt is None:

@@ -10,8 +10,9 @@ import numpy as np
 from rlhf_data import UserError, atomic_write_json, atomic_write_text, ensure_writable_folder
 from rlhf_report.compare.compute import compare
 from rlhf_report.compare.page import comparison_page
+from rlhf_report.compare.read import encodable
 from rlhf_report.compare.table import PREFERENCE, Options, Table, name_of, read_table, texts_of
-from rlhf_report.compare.words import amount, label, opening, text_report, verdict
+from rlhf_report.compare.words import amount, is_rate, label, opening, text_report, verdict
 
 _JSON, _TEXT, _PAGE = "comparison.json", "comparison.txt", "comparison.html"
 
@@ -24,7 +25,7 @@ def run_compare(given: dict[str, Any]) -> None:
     """
     options = _options(given)
     table = read_table(options)
-    if len(options.files) < 2 and table.metric != PREFERENCE:
+    if len(options.files) == 1 and table.metric != PREFERENCE:
         raise UserError(
             f"{options.files[0]} has no preferences, and nothing to compare it with; give two files"
         )
@@ -44,7 +45,7 @@ def _options(given: dict[str, Any]) -> Options:
         name, equals, path = entry.partition("=")
         named = equals and not Path(entry).exists()
         files.append(path if named else entry)
-        names.append(name if named else name_of(entry))
+        names.append(encodable(name if named else name_of(entry)))
     for name in names:
         if names.count(name) > 1:
             raise UserError(f"two files are called {name}; tell them apart with NAME=FILE")
@@ -77,12 +78,14 @@ def _cases(table: Table, options: Options, found: dict[str, Any]) -> list[dict[s
     lost = [i for i in ranked[::-1][: options.cases] if first[i] < second[i]]
     texts = texts_of([path for _, path in sides], [table.keys[i] for i in (*won, *lost)])
     sign = -1 if options.lower_is_better else 1
+    preferred = table.metric == PREFERENCE
+    shown, unit = ("win probability", "%") if preferred else (label(found), "%" * is_rate(found))
     cases = []
     for i in (*won, *lost):
         answers = [
             {
                 "name": name,
-                "score": f"{label(found)} {amount(found, sign * float(score))}",
+                "score": f"{shown} {amount(found, sign * float(score))}{unit}",
                 "output": texts[path, table.keys[i]][1],
             }
             for (name, path), score in zip(sides, (first[i], second[i]), strict=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from rlhf_data import UserError
 from rlhf_eval.stats import style_counts
-from rlhf_report.compare.read import Answer, default_metric, read_answers
+from rlhf_report.compare.read import Answer, default_metric, encodable, read_answers
 
 PREFERENCE = "preference"
 
@@ -103,6 +103,10 @@ def read_table(options: Options) -> Table:
     if not keys:
         shown = " and ".join(options.files[:2]) + " and others" * (len(options.files) > 2)
         raise UserError(f"no prompt is in all of {shown}; files are joined by the text of their prompts")
+    groups = {labels[key][1] for key in keys} if options.cluster else keys
+    if len(groups) < 2:
+        unit = options.cluster or "prompt"
+        raise UserError(f"all that the files share is one {unit}; an interval needs two at the least")
     cells = np.array([[column.totals[key] for column in columns] for key in keys])
     count = cells[:, :, :1]
     means = cells[:, :, 1:] / count
@@ -139,7 +143,7 @@ def texts_of(files: Sequence[str], wanted: Sequence[bytes]) -> dict[tuple[str, b
         for answer in read_answers(path):
             key = key_of(answer.prompt)
             if key in left and (path, key) not in found:
-                found[path, key] = (answer.prompt, answer.output or "")
+                found[path, key] = (encodable(answer.prompt), encodable(answer.output or ""))
     return found
 
 
@@ -203,7 +207,7 @@ def _label(answer: Answer, name: str | None) -> str:
     found = answer.columns.get(name)
     if found is None:
         raise UserError(f"{answer.place}: no column {name!r}; the first file's rows need it")
-    return str(found)
+    return encodable(str(found))
 
 
 def _as_probability(scores: np.ndarray, files: Sequence[str]) -> np.ndarray:

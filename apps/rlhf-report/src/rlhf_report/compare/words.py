@@ -29,6 +29,12 @@ def amount(found: dict[str, Any], value: float | None, *, signed: bool = False) 
     return (shown if signed else shown.removeprefix("+")).replace("-", "−")
 
 
+def error_of(found: dict[str, Any], interval: dict[str, Any]) -> str:
+    """A standard error, with a digit more than the estimate."""
+    error = interval["standard_error"]
+    return f"{100 * error:.2f}" if is_rate(found) and error is not None else amount(found, error)
+
+
 def points(found: dict[str, Any]) -> str:
     """The unit of a difference, with a space before it; nothing for scores."""
     return " points" if is_rate(found) else ""
@@ -65,10 +71,12 @@ def verdict(found: dict[str, Any]) -> list[str]:
     if not pairs:
         return [_single(found)]
     decisive = [pair for pair in pairs if pair["holm"] < alpha]
-    undecided = [pair for pair in pairs if pair["holm"] >= alpha]
-    if not decisive:
+    alike = [pair for pair in pairs if pair["difference"]["low"] is None]
+    undecided = [pair for pair in pairs if pair["holm"] >= alpha and pair not in alike]
+    if undecided and not decisive and not alike:
         return [_no_ranking(pairs), _detectable(found, undecided)]
     sentences = [_better(found, pair) for pair in decisive[:_NAMED]]
+    sentences += [_constant(found, pair) for pair in alike[:_NAMED]]
     if len(decisive) > _NAMED:
         sentences.append(f"So are {len(decisive) - _NAMED} further differences; the table has them.")
     if undecided:
@@ -104,7 +112,7 @@ def text_report(found: dict[str, Any]) -> str:
     """The whole as plain text."""
     lines = [opening(found), *verdict(found), ""]
     unit = "%" * is_rate(found)
-    rows = [("model", label(found), "interval")]
+    rows: list[tuple[str, ...]] = [("model", label(found), "interval")]
     for model in found["models"]:
         mean = model["mean"]
         rows.append((model["name"], amount(found, mean["estimate"]) + unit, range_of(found, mean)))
@@ -164,14 +172,18 @@ def _single(found: dict[str, Any]) -> str:
     return f"{said} The interval includes 50%: neither is shown to be better."
 
 
+def _constant(found: dict[str, Any], pair: dict[str, Any]) -> str:
+    by = f"{amount(found, pair['difference']['estimate'])}{points(found)}"
+    return f"{pair['first']} and {pair['second']} differ by {by} on every prompt."
+
+
 def _no_ranking(pairs: Sequence[dict[str, Any]]) -> str:
-    ends = [(pair["difference"]["low"] or 0, pair["difference"]["high"] or 0) for pair in pairs]
-    outside = sum(low > 0 or high < 0 for low, high in ends)
+    outside = sum(pair["difference"]["low"] > 0 or pair["difference"]["high"] < 0 for pair in pairs)
     if not outside:
         one, many = "The interval of the difference includes zero", "All pairwise intervals include zero"
         return f"{one if len(pairs) == 1 else many}: the ranking is not decisive."
     return (
-        f"{outside} of {len(pairs)} intervals exclude zero, but after correction for so many comparisons none is "
+        f"{outside} of {len(pairs)} intervals exclude zero, but after correction for so many none is "
         "decisive, and nor is the ranking."
     )
 
@@ -179,8 +191,8 @@ def _no_ranking(pairs: Sequence[dict[str, Any]]) -> str:
 def _detectable(found: dict[str, Any], undecided: Sequence[dict[str, Any]]) -> str:
     largest = max(pair["detectable"] for pair in undecided)
     return (
-        f"With as many prompts a difference of {amount(found, largest)}{points(found)} would be found four times "
-        "in five."
+        f"With as many prompts a difference of {amount(found, largest)}{points(found)} would be found four "
+        "times in five."
     )
 
 

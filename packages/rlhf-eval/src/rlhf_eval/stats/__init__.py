@@ -32,7 +32,7 @@ from rlhf_eval.stats.fronts import (
     hypervolume,
     pareto_front,
 )
-from rlhf_eval.stats.interval import RESAMPLES, Interval
+from rlhf_eval.stats.interval import Interval
 from rlhf_eval.stats.judges import (
     cohen_kappa,
     corrected_rate,
@@ -61,7 +61,6 @@ from rlhf_eval.stats.win_rates import (
 )
 
 __all__ = [
-    "RESAMPLES",
     "ControlledWinRate",
     "Interval",
     "JudgeOrder",
