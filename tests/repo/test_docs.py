@@ -132,7 +132,7 @@ def test_merge_commands_use_options_that_exist(page: Path) -> None:
 def test_report_commands_use_options_that_exist(page: Path) -> None:
     from rlhf_report.cli import main
 
-    for verb, arguments in commands(page, "rlhf-report"):
+    for verb, arguments in commands(page, r"^(?:uv run )?rlhf-report"):
         command = main.get_command(click.Context(main), verb)
         assert command is not None and command.make_context(verb, arguments).args == []
 
