@@ -50,7 +50,7 @@ def test_the_new_method_of_the_example_trains(tmp_path: Path, tiny_model_folder:
     settings = METHODS["rank"].resolve({"model_name_or_path": str(tiny_model_folder), **chosen})
     results = TrainingJob("rank", settings, RunFolder.create(tmp_path / "run", job="rank")).train()
     assert results["after"]["eval_loss"] < results["before"]["eval_loss"]
-    assert set(results["after"]) == {"eval_loss", "eval_accuracy"}
+    assert set(results["after"]) == {"eval_loss", "eval_accuracy", "eval_ref_kl"}
     assert json.loads((tmp_path / "run" / "config.json").read_text())["margin"] == 2.0
 
 
