@@ -43,6 +43,15 @@ def test_a_rate_is_corrected_by_hand() -> None:
         corrected_rate([True], [not each for each in labels], labels)
 
 
+def test_the_interval_of_lang_and_reiczigel_by_hand() -> None:
+    # q = .5 of 100, sensitivity (8 + 1)/12 = .75, specificity (18 + 1)/22 = .8636: θ = .3636/.6136 = .59259.
+    # Shift 2 · 3.8415 · (.59259 · .015625 − .40741 · .0053531) = .05438; standard error
+    # √(.25/103.84 + .35117 · .015625 + .16598 · .0053531) / .6136 = .15273; ends .64698 ∓ 1.96 · .15273.
+    gold = [True] * 8 + [False] * 2, [True] * 2 + [False] * 18
+    found = corrected_rate([True, False] * 50, [*gold[0], *gold[1]], [True] * 10 + [False] * 20)
+    assert (found.low, found.high) == pytest.approx((0.34764, 0.94631), abs=1e-5)
+
+
 def test_predictions_take_out_their_own_bias_and_narrow_the_interval() -> None:
     rng = np.random.default_rng(1)
     labels = rng.normal(2, 1, 5000)

@@ -110,7 +110,7 @@ def corrected_rate(
     shift = 2 * z * z * (adjusted * of_hits - (1 - adjusted) * of_rejections)
     spread = q * (1 - q) / size + adjusted**2 * of_hits + (1 - adjusted) ** 2 * of_rejections
     error = math.sqrt(spread) / (sensitivity + specificity - 1)
-    low, high = (min(max(adjusted + shift + side * z * error, 0.0), 1.0) for side in (-1, 1))
+    low, high = (min(max(float(adjusted + shift + side * z * error), 0.0), 1.0) for side in (-1, 1))
     estimate = min(max(float(estimate), 0.0), 1.0)
     return Interval(estimate, low, high, level, "Lang-Reiczigel", "row", n, error)
 
