@@ -6,21 +6,16 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import click
+from rlhf_data import exit_cleanly
 
 __all__ = ["explained"]
 
 
-def explained(run: Callable[..., Any]) -> Callable[..., Any]:
+def explained(run: Callable[..., None]) -> Callable[..., None]:
     """A command's function that ends with the sentence of a `UserError`, without a traceback."""
 
     @functools.wraps(run)
-    def wrapped(*arguments: Any, **options: Any) -> Any:
-        from rlhf_data import UserError
-
-        try:
-            return run(*arguments, **options)
-        except UserError as error:
-            raise click.UsageError(str(error), ctx=None) from error
+    def wrapped(*arguments: Any, **options: Any) -> None:
+        exit_cleanly(functools.partial(run, *arguments, **options))
 
     return wrapped

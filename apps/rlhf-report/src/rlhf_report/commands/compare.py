@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from rlhf_data import exit_cleanly
+from rlhf_report.failures import explained
 
 
 @click.command("compare")
@@ -29,6 +29,7 @@ from rlhf_data import exit_cleanly
     "--output-dir", metavar="DIR", default="comparison", show_default=True,
     help="Where comparison.json, .txt and .html are written.",
 )  # fmt: skip
+@explained
 def command(**options: Any) -> None:
     """Compare models by the files of what they answered to the same prompts.
 
@@ -37,10 +38,6 @@ def command(**options: Any) -> None:
     Rows are joined by their prompts. The page says what was compared on what, what came out, and whether that
     is more than luck.
     """
+    from rlhf_report.compare.run import run_compare
 
-    def job() -> None:
-        from rlhf_report.compare.run import run_compare
-
-        run_compare(options)
-
-    exit_cleanly(job)
+    run_compare(options)

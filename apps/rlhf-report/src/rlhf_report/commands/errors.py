@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import click
 
-from rlhf_data import exit_cleanly
+from rlhf_report.failures import explained
 
 
 @click.command("errors")
@@ -45,12 +44,9 @@ from rlhf_data import exit_cleanly
     help="What to do.",
 )
 @click.option("--output-dir", metavar="DIR", help="Folder of the report; default outputs/errors-<time>.")
+@explained
 def command(**options: Any) -> None:
     """Say what a reward model gets wrong: calibration, length, slices, flips, and the cases to read."""
-    exit_cleanly(partial(_run, options), stopped="Stopped; nothing was written")
-
-
-def _run(options: dict[str, Any]) -> None:
     from rlhf_report.reward_errors import report_errors
 
     click.echo(report_errors(options))
