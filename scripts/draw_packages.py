@@ -86,14 +86,10 @@ def _arrow(start: tuple[int, int], height: int, end: tuple[int, int]) -> str:
     if x2 == x1 + WIDTH + GAP and y1 == y2:
         return f'<path marker-end="url(#tip)" d="M{x1 + WIDTH},{y1 + 24} L{x2},{y2 + 24}"/>'
     if y1 == y2:  # over the boxes between them
-        ends, over = (x1 + WIDTH * 3 // 4, x2 + WIDTH // 4), y1 - ARC
-        return f'<path marker-end="url(#tip)" d="M{ends[0]},{y1} C{ends[0]},{over} {ends[1]},{over} {ends[1]},{y2}"/>'
-    ends = x1 + WIDTH / 2, y1 + height, x2 + WIDTH / 2, y2
-    middle = y2 - 30
-    return (
-        f'<path marker-end="url(#tip)" d="M{ends[0]},{ends[1]} C{ends[0]},{middle} {ends[2]},{middle} '
-        f'{ends[2]},{ends[3]}"/>'
-    )
+        x1, x2, over = x1 + WIDTH * 3 // 4, x2 + WIDTH // 4, y1 - ARC
+        return f'<path marker-end="url(#tip)" d="M{x1},{y1} C{x1},{over} {x2},{over} {x2},{y2}"/>'
+    x1, y1, x2, over = x1 + WIDTH // 2, y1 + height, x2 + WIDTH // 2, y2 - 30
+    return f'<path marker-end="url(#tip)" d="M{x1},{y1} C{x1},{over} {x2},{over} {x2},{y2}"/>'
 
 
 if __name__ == "__main__":
