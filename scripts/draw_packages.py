@@ -19,8 +19,11 @@ WIDTH, GAP, LINE, HEAD, MARGIN, ARC = 172, 26, 17, 46, 20, 36
 _STYLE = """
 text { font: 12px system-ui, sans-serif; fill: #1c2430; } .name { font-weight: 600; font-size: 14px; }
 .soft { fill: #5a6472; font-size: 11px; } rect { fill: #fff; stroke: #0072b2; stroke-width: 1.5; }
-rect.app { stroke: #d55e00; } rect.alone { stroke: #666; } path { fill: none; stroke: #9aa4b2; stroke-width: 1.5; }
-@media (prefers-color-scheme: dark) { text { fill: #e6e9ee; } .soft { fill: #a3abb8; } rect { fill: #1a2029; } }
+rect.app { stroke: #d55e00; } rect.alone { stroke: #666; }
+path { fill: none; stroke: #9aa4b2; stroke-width: 1.5; }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6e9ee; } .soft { fill: #a3abb8; } rect { fill: #1a2029; }
+}
 """
 
 
