@@ -323,7 +323,7 @@ def main() -> None:
             make_models(folder, options.shape, pairs)
             (folder / "task.json").write_text(json.dumps(task))
             for backend in options.backends:
-                found = measure(backend, folder, task, options)
+                found = {"commit": results["commit"]} | measure(backend, folder, task, options)
                 results["backends"] = [
                     *(each for each in results["backends"] if each["backend"] != backend),
                     found,
