@@ -65,7 +65,7 @@ def test_a_baseline_and_the_best_of_n(folder):
     write_rows(folder / "many.jsonl", [{"prompt": "q", "completions": ["a", "aa", "aaa", "aaaa"]}])
     results = report(
         *("--baseline-model", "other.py:none"),
-        *("--completions", "many.jsonl", "--held-out-reward", "length:target=1"),
+        *("--completions", "many.jsonl", "--held-out-reward", "length:target=1,unit=characters"),
     )
     # The other reward ties everywhere: half of the pairs.
     assert results["baseline"]["accuracy"]["estimate"] == 0.5
@@ -108,3 +108,9 @@ def test_an_unknown_reward_is_refused(folder):
     result = run("--reward", "nobody/knows", "--data", "pairs.jsonl")
     assert (result.exit_code, "Traceback" in result.output) == (2, False)
     assert "nobody/knows" in result.output
+
+
+def test_a_rule_that_counts_tokens_is_refused_for_texts(folder):
+    result = run("--reward", "length:target=200", "--data", "pairs.jsonl", "--output-dir", "out")
+    assert (result.exit_code, "Traceback" in result.output) == (2, False)
+    assert "completion_ids" in result.output or "tokens" in result.output

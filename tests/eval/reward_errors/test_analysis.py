@@ -108,6 +108,11 @@ def test_a_slice_that_is_worse_and_a_baseline_that_is_better():
     assert {"slice", "baseline"} <= problems(pairs, baseline=made(np.full(ROWS, 1.0)))
 
 
+def test_a_constant_reward_is_half_sure_and_half_right():
+    found = analyse_errors(made(np.zeros(200)))["calibration"]
+    assert (found["ece"], found["debiased_error"], found["brier"]) == (0, 0, 0)
+
+
 def test_flips_are_counted_against_the_same_rows():
     pairs = made(np.array([1.0, 1.0, -1.0, 1.0] * 50))
     rows = list(range(100))

@@ -66,6 +66,7 @@ def load_scorer(spec: str) -> Scorer:
         import torch
 
         from rlhf_infer import RewardFunctionFactory, RewardFunctions
+        from rlhf_infer.rewards.conventions import Samples
         from rlhf_infer.rewards.models import EnsembleReward, ModelReward
     except ImportError as error:
         raise UserError(
@@ -83,7 +84,7 @@ def load_scorer(spec: str) -> Scorer:
     rewards = RewardFunctions([function])
 
     def call(prompts: Sequence[Text], completions: Sequence[Text]) -> np.ndarray:
-        scores = rewards(prompts, completions, completion_ids=[[] for _ in prompts], columns={})
+        scores = rewards.score(Samples(prompts, completions, None, {}))
         return scores.total[None].numpy()
 
     tokenizer = function.model.tokenizer if isinstance(function, ModelReward) else None

@@ -66,8 +66,8 @@ def command(
     from rlhf_eval.samples.sources import matched, read_source
 
     wanted = [each.strip() for each in formats.split(",") if each.strip()]
-    if unknown := [each for each in wanted if each not in FORMATS] or not wanted:
-        raise UserError(f"--format {formats!r}: {unknown} is not among {', '.join(_FORMATS)}")
+    if not wanted or any(each not in FORMATS for each in wanted):
+        raise UserError(f"--format {formats!r}: expected some of {', '.join(_FORMATS)}, with commas between")
     paths = {name: out_dir / f"samples.{name}" for name in wanted}
     if not overwrite and (there := [str(path) for path in paths.values() if path.exists()]):
         raise UserError(f"{', '.join(there)} exists; choose another --out-dir, or give --overwrite")

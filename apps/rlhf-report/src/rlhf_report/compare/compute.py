@@ -112,7 +112,10 @@ def _pairs(table: Table, options: Options, order: list[int]) -> list[dict[str, A
             "second": options.names[j],
             "difference": interval_values(difference),
             "sign_test": None if table.clusters else stats.sign_test(firmly, np.zeros(len(firmly))),
-            "detectable": stats.detectable_difference(error, 1, level=options.level),
+            "detectable": max(
+                stats.detectable_difference(error, 1, level=options.level),
+                (difference.high - difference.low) / 2,  # wider than the normal's where rows are few or alike
+            ),
             "wins": int((verdicts == 1).sum()),
             "ties": int((verdicts == 0.5).sum()),
             "losses": int((verdicts == 0).sum()),

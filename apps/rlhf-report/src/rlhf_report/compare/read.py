@@ -78,14 +78,25 @@ def _of_row(row: Mapping[str, Any], place: str) -> Answer:
     prompt = next((row[key] for key in _PROMPTS if row.get(key) is not None), None)
     if prompt is None:
         raise UserError(f"{place}: no prompt; a row needs one of {', '.join(_PROMPTS)} to be joined by")
-    scores = {
-        key: float(value)
-        for key, value in row.items()
-        if isinstance(value, bool | int | float) and key not in _NO_METRICS and math.isfinite(value)
-    }
+    texts = (*_NO_METRICS, *_PROMPTS, *_OUTPUTS)
+    numbers = {key: _number(value) for key, value in row.items() if key not in texts}
+    scores = {key: number for key, number in numbers.items() if number is not None}
     output = next((row[key] for key in _OUTPUTS if row.get(key) is not None), None)
     baseline = row.get("output_1")
     return Answer(place, _as_text(prompt), _text_or_none(output), _text_or_none(baseline), scores, row)
+
+
+def _number(value: Any) -> float | None:
+    """A finite number, also one written as text, as every cell of a CSV file is; None for anything else."""
+    if isinstance(value, str):
+        value = {"true": True, "false": False}.get(value.strip().lower(), value)
+    if not isinstance(value, bool | int | float | str):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _of_lm_eval(row: Mapping[str, Any], place: str) -> Answer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,15 @@ def run_compare(given: dict[str, Any]) -> None:
 
 
 def _options(given: dict[str, Any]) -> Options:
+    if math.isnan(given["level"]):
+        raise UserError("--level nan: expected a number between 0 and 1, such as 0.95")
     files, names = [], []
     for entry in given["files"]:
         name, equals, path = entry.partition("=")
         named = equals and not Path(entry).exists()
         files.append(path if named else entry)
+        if named and not name:
+            raise UserError(f"{entry}: there is no name before the =; expected NAME=FILE")
         names.append(encodable(name if named else name_of(entry)))
     for name in names:
         if names.count(name) > 1:

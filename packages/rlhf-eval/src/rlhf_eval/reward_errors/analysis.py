@@ -164,8 +164,7 @@ def _calibration(pairs: ScoredPairs) -> dict[str, Any]:
 
 
 def _calibration_errors(margins: np.ndarray) -> dict[str, float]:
-    sure, right = probability(np.abs(margins)), margins > 0
-    rows = sure.tolist(), right.tolist()
+    rows = probability(np.abs(margins)), (np.sign(margins) + 1) / 2
     return {
         "nll": float(np.logaddexp(0, -margins).mean()),
         "brier": brier_score(*rows),

@@ -150,7 +150,13 @@ def _text_of(value: Sequence[Any]) -> str:
 def _completion(row: Mapping[str, Any], text: str, score: str | None, file: Path) -> Completion:
     names = (score,) if score else _SCORE
     value = next((row[name] for name in names if row.get(name) is not None), None)
-    if value is not None and (isinstance(value, bool | str) or not isinstance(value, int | float)):
-        raise UserError(f"{file}: the score {value!r} is no number; name another column with --score")
-    known = float(value) if value is not None and math.isfinite(value) else None
+    try:
+        if isinstance(value, bool):
+            raise ValueError
+        known = None if value is None else float(value)  # a cell of a CSV file is text
+    except (TypeError, ValueError, OverflowError):
+        raise UserError(
+            f"{file}: the score {str(value)[:80]!r} is not a number; name another column with --score"
+        ) from None
+    known = known if known is not None and math.isfinite(known) else None
     return Completion(text, known, {name: row[name] for name in _SHOWN if row.get(name) is not None})
