@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -58,7 +58,24 @@ def report_errors(options: Mapping[str, Any]) -> str:
     baseline = load_scorer(options["baseline_model"]) if options["baseline_model"] else None
     held_out = load_scorer(options["held_out_reward"]) if options["held_out_reward"] else None
     run = RunFolder.create(options["output_dir"], job="errors")
+    try:
+        return _write_report(options, run, scorer, baseline, held_out, records, groups, curve_rows)
+    except UserError:
+        with suppress(OSError):
+            run.path.rmdir()  # nothing is in it yet
+        raise
 
+
+def _write_report(
+    options: Mapping[str, Any],
+    run: RunFolder,
+    scorer: Scorer,
+    baseline: Scorer | None,
+    held_out: Scorer | None,
+    records: list[PreferenceRecord],
+    groups: dict[str, list[Any]],
+    curve_rows: list[tuple[Text, list[Text]]],
+) -> str:
     records = _as_read_by(scorer, records)
     pairs = _score(scorer, records, groups)
     theirs = _score(baseline, _as_read_by(baseline, records), groups) if baseline else None
