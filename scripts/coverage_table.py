@@ -119,7 +119,10 @@ def _strength(rng: np.random.Generator) -> Interval:
 
 def _corrected(rng: np.random.Generator) -> Interval:
     labels = rng.random(150) < 0.5
-    judge = lambda truth: np.where(truth, rng.random(len(truth)) < 0.85, rng.random(len(truth)) < 0.2)  # noqa: E731
+
+    def judge(truth: np.ndarray) -> np.ndarray:
+        return np.where(truth, rng.random(len(truth)) < 0.85, rng.random(len(truth)) < 0.2)
+
     return stats.corrected_rate(judge(rng.random(500) < 0.6), judge(labels), labels)
 
 

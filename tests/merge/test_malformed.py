@@ -134,6 +134,12 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lora = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": "../base"}
     lora |= {"rank_pattern": {"x": 3}, "alpha_pattern": {}, "use_dora": False, "fan_in_fan_out": False}
     (adapter / "adapter_config.json").write_text(json.dumps(lora))
+    write_configs(root)
+    return root
+
+
+def write_configs(root: Path) -> None:
+    """A merge in this toolkit's keys, and one in mergekit's."""
     ours = {"method": "ties", "base": "base", "models": [{"model": "tune", "weight": [0.2, 0.8]}, "adapter"]}
     ours |= {"density": {"mlp": 0.5, "*": 1}, "dtype": "bfloat16", "vocab": "union", "seed": 1}
     (root / "ours.json").write_text(json.dumps(ours))
@@ -141,7 +147,6 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = [{"model": "base", "layer_range": [0, 2]}, {"model": "tune", "layer_range": [0, 2]}]
     theirs["slices"] = [{"sources": source, "parameters": {"weight": [{"filter": "mlp", "value": 1}, 0.5]}}]
     (root / "theirs.yaml").write_text(json.dumps(theirs))
-    return root
 
 
 TARGETS = (

@@ -113,9 +113,7 @@ def _read(options: Mapping[str, Any]) -> tuple[list[PreferenceRecord], dict[str,
         for name in options["slices"]:
             if missing := next((i for i, row in enumerate(rows, start=1) if name not in row), None):
                 there = ", ".join(sorted(rows[missing - 1]))
-                raise UserError(
-                    f"{path}, row {missing}: there is no column {name} to slice by; it has {there}"
-                )
+                raise UserError(f"{path}, row {missing}: no column {name} for --slice; the row has {there}")
             groups[name] = [str(row[name]) for row in rows]
     return loaded.records, groups
 

@@ -49,7 +49,7 @@ def _options(given: dict[str, Any]) -> Options:
         named = equals and not Path(entry).exists()
         files.append(path if named else entry)
         if named and not name:
-            raise UserError(f"{entry}: there is no name before the =; expected NAME=FILE")
+            raise UserError(f"{entry}: the name before = is empty; expected NAME=FILE")
         names.append(encodable(name if named else name_of(entry)))
     for name in names:
         if names.count(name) > 1:

@@ -183,8 +183,8 @@ def _no_ranking(pairs: Sequence[dict[str, Any]]) -> str:
         one, many = "The interval of the difference includes zero", "All pairwise intervals include zero"
         return f"{one if len(pairs) == 1 else many}: the ranking is not decisive."
     return (
-        f"{outside} of {len(pairs)} intervals exclude zero, but after correction for so many none is "
-        "decisive, and nor is the ranking."
+        f"{outside} of {len(pairs)} intervals exclude zero, but no difference is significant after correction "
+        "for multiple comparisons: the ranking is not decisive."
     )
 
 

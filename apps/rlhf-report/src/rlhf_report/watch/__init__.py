@@ -1,1 +1,1 @@
-"""`rlhf-report monitor`: the terminal, the local page, the command that is told of alerts."""
+"""`rlhf-report monitor`: the terminal view, the local page, the alert command."""

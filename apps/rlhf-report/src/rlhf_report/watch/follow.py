@@ -50,11 +50,11 @@ def follow(sources: Sequence[Path], log_dir: Path, options: Options) -> None:
         options: how.
 
     Raises:
-        UserError: there is no log, or the page, the figures or the command cannot be had.
+        UserError: no log was found, or the page, the figures or the alert command cannot be started.
     """
     paths = list(sources) or find_runs(log_dir)
     if not paths:
-        raise UserError(f"there is no run in {log_dir}; name one, or another folder with --log-dir")
+        raise UserError(f"found no run in {log_dir}; name a run, or another folder with --log-dir")
     watch = _Watch([open_log(path) for path in paths], options)
     console = Console()
     terminal = console.is_terminal and not options.once
@@ -76,7 +76,7 @@ def follow(sources: Sequence[Path], log_dir: Path, options: Options) -> None:
 
 
 class _Watch:
-    """Runs with their summaries, and what was told of them already."""
+    """Runs with their summaries, and the alerts already reported."""
 
     def __init__(self, logs: Sequence[RunLog], options: Options) -> None:
         self.options, self.command = options, _command(options.alert_command)
@@ -110,7 +110,7 @@ class _Watch:
             self._draw(output)
 
     def _tell(self) -> None:
-        """Run the command for alerts that were not there before; one that comes back is told again."""
+        """Run the command for new alerts; an alert that went away and comes back counts as new."""
         now = {(str(log.path), alert.rule): alert for log, summary in self.runs for alert in summary.alerts}
         for (run, rule), alert in now.items():
             if self.command is None or (run, rule) in self._told:
