@@ -183,7 +183,7 @@ def _no_ranking(pairs: Sequence[dict[str, Any]]) -> str:
         one, many = "The interval of the difference includes zero", "All pairwise intervals include zero"
         return f"{one if len(pairs) == 1 else many}: the ranking is not decisive."
     return (
-        f"{outside} of {len(pairs)} intervals exclude zero, but no difference is significant after correction "
+        f"{outside} of {len(pairs)} intervals exclude zero, but no difference is significant when corrected "
         "for multiple comparisons: the ranking is not decisive."
     )
 
