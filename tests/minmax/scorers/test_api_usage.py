@@ -67,9 +67,7 @@ def test_a_judge_that_processes_share_is_found(
 
 
 @pytest.mark.slow
-def test_a_run_tells_what_it_asked(
-    server: Any, make_config: Any, demo_cache: Path, tmp_path: Path, no_figures: None
-) -> None:
+def test_a_run_tells_what_it_asked(server: Any, make_config: Any, demo_cache: Path, tmp_path: Path) -> None:
     settings = ("kind=api", f"base_url={server.url}", "api_key_env=null", "cache=false")
     config = make_config(
         "baseline=false",
