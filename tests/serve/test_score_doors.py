@@ -79,11 +79,11 @@ def test_our_own_url_gives_the_reward_of_the_path(start: Callable[..., Any], cha
     server = start("--reward-model", str(chat_reward))
     answers = [[{"role": "assistant", "content": text}] for text in ("the shed", "the garden .")]
     totals = []
-    for line in (str(chat_reward), server.url + "/get_reward"):
+    for line in (str(chat_reward), server.url + "/get_reward", server.url + "/get_reward/"):
         rewards = RewardFunctions([RewardFunctionFactory.from_spec(line)])
         found = rewards([MESSAGES] * 2, answers, completion_ids=[[1], [1]], columns={})
         totals.append(found.total.tolist())
-    assert totals[0] == pytest.approx(totals[1], abs=1e-4)
+    assert totals[0] == pytest.approx(totals[1], abs=1e-4) and totals[1] == totals[2]
     server.stop()
 
 

@@ -244,6 +244,8 @@ def test_a_run_stands_for_its_model_and_a_reward_model_is_no_language_model(
     for dry in ([], ["--dry-run"]):
         message = train_refused("dpo", "--model=rm", *rows, *dry)
         assert "rm/final is a reward model" in message, message
+    (tmp_path / "rows.jsonl").write_text("not read before the model is refused")
+    assert "rm/final is a reward model" in train_refused("dpo", "--model=rm", *rows)
 
 
 def test_folders_in_use_and_runs_of_others_are_left_alone(train: Train, tiny_model_folder: Path) -> None:

@@ -116,6 +116,18 @@ def test_a_dry_run_shows_what_the_model_reads(
     assert shown.exit_code == 0, (shown.output, shown.exception)
     for part in (r"where is mary ?\n |=> garden", "|=> kitchen", "1e-06, linear", "output folder", "mine"):
         assert part in shown.stdout, part
+    turns = [("user", "Q"), ("assistant", "one"), ("user", "R"), ("assistant", "two")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    Path("chat.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    only = ("--model", str(tiny_model_folder), "--train-data", "chat.jsonl", "--set=eval_fraction=0")
+    only += ("--set=assistant_only_loss=true", "--dry-run")
+    template = "--set=chat_template_path=template.jinja"
+    Path("template.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    learned = CliRunner().invoke(main, ["sft", *only, template], env={"COLUMNS": "200"})
+    assert "Q |=> one <=| R |=> two" in learned.stdout, learned.output
     online = CliRunner().invoke(
         main, ["grpo", *arguments, "--reward=length:target=4"], env={"COLUMNS": "200"}
     )

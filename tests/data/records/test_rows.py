@@ -183,6 +183,18 @@ def test_a_question_about_something_else_is_no_prompt():
         _parse("prompt", {"question": " ", "answer": "b"})
 
 
+def test_the_prompt_of_a_pair_and_of_a_conversation():
+    pair = {"chosen": _TALK + " yes", "rejected": _TALK + " no"}
+    [record] = _parse("prompt", pair)
+    assert (record.prompt, dict(record.columns)) == (_TALK, pair)
+    [record] = _parse("prompt", {"messages": [_USER, _YES]})
+    assert record.prompt == [_USER]
+    [record] = _parse("prompt", {"messages": [_USER]})
+    assert record.prompt == [_USER]
+    with pytest.raises(UserError, match="nothing stands before the completion"):
+        _parse("prompt", {"chosen": "yes", "rejected": "no"})
+
+
 @pytest.mark.skipif(not _GSM8K.exists(), reason="the shared GSM8K rows are not there")
 def test_rows_of_gsm8k_are_prompts():
     rows = load_records(str(_GSM8K), "prompt")

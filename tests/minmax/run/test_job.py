@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 import rlhf_minmax.run.minmax_job
 from rlhf_data import RunFolder, UserError
 from rlhf_minmax import Events, MinMaxJob
+from rlhf_models import DeviceManager
 
 CLOCK = ("step_time", "time/", "tokens_per_second", "samples_per_second", "peak_memory_gb")
 BLOCK = {
@@ -233,8 +234,11 @@ def test_evaluation_alone(tmp_path, make_config, demo_cache, whole):
     (run.path / "evaluation.json").unlink()
 
 
-def test_two_full_models_play_a_whole_run(tmp_path, make_config, demo_cache, no_figures):
+def test_two_full_models_play_a_whole_run(tmp_path, make_config, demo_cache, no_figures, monkeypatch):
+    given_back = []
+    monkeypatch.setattr(DeviceManager, "clear_memory", lambda self: given_back.append(self))
     full = ("policy_model.use_lora=false", "monitor_model.use_lora=false", "training.max_steps=2")
     job_in(tmp_path, make_config(*full), demo_cache).play()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "final" / "monitor")
     assert model.config.vocab_size > 256
+    assert len(given_back) == 2  # what building took, and the plain baseline

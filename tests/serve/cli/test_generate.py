@@ -49,6 +49,18 @@ def test_every_row_gets_its_best_completion(folders: Path, rows: Path, tmp_path:
         assert row["completion"] == row["candidates"][0]["text"]
 
 
+def test_preference_rows_are_prompts_too(folders: Path, tmp_path: Path) -> None:
+    talk = "\n\nHuman: where is mary ?\n\nAssistant:"
+    row = {"chosen": f"{talk} garden", "rejected": f"{talk} kitchen"}
+    rows, output = tmp_path / "hh.jsonl", tmp_path / "out.jsonl"
+    rows.write_text(json.dumps(row) + "\n")
+    assert run(folders, rows, output).exit_code == 0
+    [found] = read(output)
+    assert (found["prompt"], found["chosen"]) == (talk, row["chosen"])
+    again = run(folders, rows, output)
+    assert again.exit_code == 0 and "all 1 rows already" in again.stderr
+
+
 def test_an_interrupted_run_goes_on_where_it_was(
     folders: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,9 +143,9 @@ def test_stop_texts_are_left_out(folders: Path, rows: Path, tmp_path: Path) -> N
     ("text", "says"),
     [
         ("", "no rows"),
-        ('{"text": "x"}\n', "row 1: prompt is 'None'; expected a text"),
-        ('{"prompt": "a"}\n{"prompt": ""}\n', "row 2: prompt is ''"),
-        ('{"prompt": 3}\n', "row 1: prompt is '3'"),
+        ('{"text": "x"}\n', "line 1, field prompt: missing"),
+        ('{"prompt": "a"}\n{"prompt": ""}\n', "line 2, field prompt: empty"),
+        ('{"prompt": 3}\n', "line 1, field prompt: expected a text, got 3"),
         ("not json\n", "line 1"),
     ],
 )

@@ -43,7 +43,7 @@ from rlhf_algos.jobs.dry_run import plan_training as plan_training
 from rlhf_algos.jobs.methods import METHODS as METHODS
 from rlhf_algos.jobs.methods import Method as Method
 from rlhf_algos.jobs.model_card import write_model_card as write_model_card
-from rlhf_algos.jobs.models import check_machine as check_machine
+from rlhf_algos.jobs.models import check_start as check_start
 from rlhf_algos.jobs.models import job_device as job_device
 from rlhf_algos.jobs.models import longest_sequence as longest_sequence
 from rlhf_algos.jobs.models import lora_settings as lora_settings

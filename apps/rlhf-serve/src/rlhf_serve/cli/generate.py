@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_data import UserError, atomic_write_json, read_rows
+from rlhf_data import PromptRecord, UserError, atomic_write_json, read_rows, record_rows
 from rlhf_infer import (
     AdaptiveComputeAllocator,
     BestOfNSampler,
@@ -64,20 +64,16 @@ def generate(settings: BatchSettings) -> None:
 
 
 def _rows(settings: BatchSettings) -> list[dict[str, Any]]:
-    """The rows of the input, each with a prompt."""
-    rows = []
-    for number, row in read_rows(settings.input_path):
-        prompt = row.get("prompt")
-        messages = (
-            isinstance(prompt, list) and bool(prompt) and all(isinstance(each, dict) for each in prompt)
-        )
-        if not (isinstance(prompt, str) and prompt) and not messages:
-            raise UserError(
-                f"{settings.input_path}, row {number}: prompt is {str(prompt)[:60]!r}; expected a text, or "
-                "messages with role and content"
-            )
-        rows.append(row)
-    return rows
+    """The rows of the input, each with a prompt: its own, or what stands before its completions."""
+    rows = list(read_rows(settings.input_path))
+    found = []
+    for (_, row), records in zip(rows, record_rows(rows, settings.input_path, "prompt"), strict=True):
+        if isinstance(records, UserError):
+            raise records
+        [record] = records
+        assert isinstance(record, PromptRecord)
+        found.append(row | {"prompt": record.prompt})
+    return found
 
 
 class _Output:

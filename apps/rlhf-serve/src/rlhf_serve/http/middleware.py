@@ -82,6 +82,7 @@ class Observed:
         """Run the app within."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
+        scope["path"] = scope["path"].rstrip("/") or "/"  # clients add one to the URL they are given
         record = _new_record(scope)
         status: int | None = None
         ended = False

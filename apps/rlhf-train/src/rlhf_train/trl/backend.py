@@ -30,7 +30,7 @@ from rlhf_algos import (
     DPOConfig,
     SFTConfig,
     TrainerConfig,
-    check_machine,
+    check_start,
     choose_precision,
     finish_run,
     job_device,
@@ -193,7 +193,7 @@ class TRLJob(Job):
         return results
 
     def _prepare(self) -> tuple[Any, Rows, Any, Recorder]:
-        check_machine(self.config)
+        check_start(self.method, self.config)
         rows = load_rows(self.method, self.config)
         recorder = Recorder(self.run, self.on_report)
         with tempfile.TemporaryDirectory(prefix="rlhf-trl-") as folder:  # TRL loads the reference from it

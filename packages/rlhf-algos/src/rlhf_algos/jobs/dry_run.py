@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from rlhf_algos.jobs.chat_setup import set_chat_format
 from rlhf_algos.jobs.config import JobConfig, OnlineJobConfig
 from rlhf_algos.jobs.data import Rows, build_sets, demonstrated, load_rows, with_skipped
 from rlhf_algos.jobs.methods import METHODS, Method
-from rlhf_algos.jobs.models import check_machine, job_device, longest_sequence, lora_settings
+from rlhf_algos.jobs.models import check_start, job_device, longest_sequence, lora_settings
 from rlhf_algos.jobs.online import check_parts
 from rlhf_algos.jobs.tiny_models import (
     CHAT_TEMPLATE,
@@ -38,7 +39,6 @@ from rlhf_models import (
     apply_lora,
     build_model,
     build_tokenizer,
-    check_language_model,
     check_tokenizer_fits,
     check_weights,
     format_bytes,
@@ -75,13 +75,14 @@ def plan_training(name: str, config: JobConfig) -> dict[str, Any]:
         config: the job's settings.
 
     Returns:
-        `rows`, pairs of label and text; the last are the first example, `|=>` where its completion begins.
+        `rows`, pairs of label and text; the last are the first example, what is learned of it
+        between `|=>` and `<=|` (or its end).
 
     Raises:
         UserError: data, model or settings cannot be used.
     """
     method = METHODS[name]
-    check_machine(config)
+    check_start(method, config)
     if isinstance(config, OnlineJobConfig):
         check_parts(config)
     rows = load_rows(method, config)
@@ -132,8 +133,6 @@ def _shape(method: Method, config: JobConfig, records: Sequence[Any]) -> tuple[A
         shape, tokenizer = load_config(base), load_adapter_tokenizer(name, base)
     elif name:
         shape = load_config(name)
-        if method.model == "policy":
-            check_language_model(name)
         check_weights(name)
         tokenizer = load_tokenizer(name)
         check_tokenizer_fits(shape, tokenizer)
@@ -231,8 +230,11 @@ def _example_rows(config: JobConfig, example: Any, tokenizer: Any) -> list[tuple
         rewards = ("rewards", ", ".join(config.reward) or "the reward model of the stage before")
         return [*rows, rewards, ("first prompt", text(example.prompt_ids))]
     for number, sequence in enumerate(_sequences(example), start=1):
-        ids, start = sequence.input_ids, sequence.score_from
-        rows.append((f"first row, sequence {number}", f"{text(ids[:start])} |=> {text(ids[start:])}"))
+        learned = set(sequence.scored())
+        spans = groupby(range(len(sequence.input_ids)), key=learned.__contains__)
+        parts = [(is_learned, text([sequence.input_ids[i] for i in span])) for is_learned, span in spans]
+        marked = "".join(f" |=> {part} <=| " if is_learned else part for is_learned, part in parts)
+        rows.append((f"first row, sequence {number}", marked.strip().removesuffix(" <=|")))
     return rows
 
 

@@ -26,6 +26,7 @@ from rlhf_models import (
     apply_lora,
     build_model,
     build_tokenizer,
+    check_language_model,
     check_tokenizer_fits,
     context_length,
     is_language_adapter,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from rlhf_algos.jobs.methods import Method
 
 __all__ = [
-    "check_machine",
+    "check_start",
     "job_device",
     "longest_sequence",
     "start_model",
@@ -56,14 +57,18 @@ def job_device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def check_machine(config: JobConfig) -> None:
-    """Refuse settings that need another machine or more processes, before anything is loaded.
+def check_start(method: Method, config: JobConfig) -> None:
+    """Refuse what needs another machine, more processes or another model, before rows or weights are read.
 
     Raises:
-        UserError: see `rlhf_algos.engine.parallel.check_hardware`; quantisation without bitsandbytes.
+        UserError: see `rlhf_algos.engine.parallel.check_hardware`; quantisation without bitsandbytes; a
+            reward model where a language model is trained.
     """
     check_hardware(config, job_device(), _dtype(config), world_size=world_size())
     quantization_config(config.load_in_8bit, config.load_in_4bit)
+    name = config.model_name_or_path
+    if name and method.model == "policy" and not is_language_adapter(name):
+        check_language_model(name)
 
 
 def longest_sequence(model_config: Any, max_length: int | None) -> int | None:

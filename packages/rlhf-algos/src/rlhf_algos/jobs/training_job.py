@@ -16,7 +16,7 @@ from rlhf_algos.engine.stage_samples import sample_stage
 from rlhf_algos.jobs.config import JobConfig, OnlineJobConfig
 from rlhf_algos.jobs.data import Rows, build_sets, demonstrated, load_rows, with_skipped
 from rlhf_algos.jobs.methods import METHODS, Method
-from rlhf_algos.jobs.models import check_machine, longest_sequence, start_model
+from rlhf_algos.jobs.models import check_start, longest_sequence, start_model
 from rlhf_algos.jobs.online import PREFLIGHT, load_rewards, online_parts, tell_findings
 from rlhf_algos.jobs.results import finish_run
 from rlhf_algos.jobs.tiny_models import few_threads_for_a_small_model
@@ -113,7 +113,7 @@ class TrainingJob(Job):
             UserError: data, model or settings cannot be used.
         """
         config, method = self.config, self.method
-        check_machine(config)
+        check_start(method, config)
         rows = load_rows(method, config)
         online = config if isinstance(config, OnlineJobConfig) else None
         rewards = load_rewards(online) if online else None

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from rlhf_data.errors import UserError
 from rlhf_data.records.encode import Builder, RowDropped
 from rlhf_data.records.kind import Record, RecordKind, register
 from rlhf_data.records.row import TEMPLATE_COLUMNS, Row
-from rlhf_data.records.transcripts import Text
+from rlhf_data.records.transcripts import Text, is_empty
 
 _CONTEXT = ("story", "context", "passage", "choices")
 """Columns without which a question is no whole prompt."""
@@ -38,17 +39,36 @@ class PromptExample(NamedTuple):
 
 
 def _parse(row: Row) -> tuple[Record, ...]:
-    """`prompt` and any other columns; GSM8K's question is a prompt, verl's right answer becomes a column."""
+    """`prompt` and any other columns; GSM8K's question is a prompt, verl's right answer becomes a column.
+
+    Without `prompt`, that of `chosen` and `rejected`, or `messages` up to the assistant's last turn.
+    """
     asks = row.has("question", "answer") and not any(map(row.has, _CONTEXT))
     if asks and "prompt" not in row.columns and not row.has("prompt"):
         row = replace(row, columns={**row.columns, "prompt": "question"})
-    prompt = row.said("prompt")
+    prompt = _prompt(row)
     taken = {row.name("prompt"), *TEMPLATE_COLUMNS}
     others = {name: value for name, value in row.values.items() if name not in taken}
     judged = others.get("reward_model")
     if isinstance(judged, Mapping) and judged.get("ground_truth") is not None and not row.has("answer"):
         others["answer"] = judged["ground_truth"]
     return (PromptRecord(prompt, others, **row.common()),)
+
+
+def _prompt(row: Row) -> Text:
+    """The prompt: its own column, what a pair shares, or a conversation up to the assistant's last turn."""
+    if row.has("prompt") or "prompt" in row.columns:
+        return row.said("prompt")
+    if row.has("chosen", "rejected"):
+        prompt = row.pair()[0]
+    elif row.has("messages"):
+        messages = row.messages()[0]
+        prompt = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+    else:
+        raise row.missing("prompt")
+    if is_empty(prompt):
+        raise UserError(f"{row.where}: nothing stands before the completion; expected a prompt to complete")
+    return prompt
 
 
 class PromptBuilder(Builder):
@@ -70,4 +90,13 @@ class PromptBuilder(Builder):
         return PromptExample(record.prompt, tuple(ids), dict(record.columns))
 
 
-register(RecordKind("prompt", (PromptRecord,), ("prompt",), _parse, PromptBuilder, (PromptExample,)))
+register(
+    RecordKind(
+        "prompt",
+        (PromptRecord,),
+        ("prompt", "chosen", "rejected", "messages"),
+        _parse,
+        PromptBuilder,
+        (PromptExample,),
+    )
+)

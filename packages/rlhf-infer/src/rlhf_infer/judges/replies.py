@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 _THOUGHT_END = "</think>"
+_BOX = re.compile(r"\\boxed\s*\{([^{}]*)\}")
 _LABEL = re.compile(r"[A-Za-z][A-Za-z ()'’]*(?:[:=]|\bis\b)\s*")
 _STATED = re.compile(
-    r"(?P<number>[0-9]{1,3}(?:\.[0-9]{1,6})?|\.[0-9]{1,6})\s*"
+    r"(?P<number>0,[0-9]{1,6}|[0-9]{1,3}(?:\.[0-9]{1,6})?|\.[0-9]{1,6})\s*"
     r"(?:(?P<percent>%|per ?cent\b)|(?:/|out of)\s*(?P<of>100|10|1)(?![0-9.]))?"
 )
 
@@ -38,16 +39,16 @@ def yes_or_no(choice: Any) -> float | None:
 def stated_probability(choice: Any) -> float | None:
     """The probability that a reply states.
 
-    `85`, `85%`, `85/100`, `8.5 out of 10` and `0.85` are the same, with or without emphasis, a label such as
-    `Probability:` and a thought before. A number above 1 without a sign is in per cent, and so is `1`, as it
-    is a whole number that was asked for; one with a decimal point up to 1 is a probability. A sentence counts
-    where it holds one number, and that with a sign: `I am 85% sure.`
+    `85`, `85%`, `85/100`, `8.5 out of 10`, `0.85` and `0,85` are the same, with or without emphasis or a box,
+    a label such as `Probability:` and a thought before. A number above 1 without a sign is in per cent, and
+    so is `1`, as it is a whole number that was asked for; one with a decimal point up to 1 is a probability.
+    A sentence counts where it holds one number, and that with a sign: `I am 85% sure.`
 
     Returns:
         In [0, 1]; None where the reply does not say one.
     """
     text = choice["message"]["content"].rpartition(_THOUGHT_END)[2]
-    text = re.sub(r"[*_`$\\\"']", "", text).strip().removesuffix(".")
+    text = re.sub(r"[*_`$\\\"']", "", _BOX.sub(r"\1", text)).strip().removesuffix(".")
     bare = _LABEL.sub("", text, count=1) if _LABEL.match(text) else text
     if match := _STATED.fullmatch(bare.strip()):
         return _probability(match)
@@ -62,11 +63,11 @@ def stated_probability(choice: Any) -> float | None:
 
 
 def _probability(match: re.Match[str]) -> float | None:
-    number = float(match["number"])
+    number = float(match["number"].replace(",", "."))
     if match["of"]:
         value = number / float(match["of"])
     else:
-        is_share = "." in match["number"] and number <= 1 and not match["percent"]
+        is_share = not match["number"].isdigit() and number <= 1 and not match["percent"]
         value = number if is_share else number / 100
     return value if value <= 1 else None
 

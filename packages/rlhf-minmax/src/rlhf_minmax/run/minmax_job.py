@@ -113,6 +113,7 @@ class MinMaxJob:
         plain = None
         if pipeline.players.plain is not None:
             plain = self._play_plain(game, stories, clock, resume=resume, samples=samples)
+            devices.clear_memory()
         trainer = self._trainer(game, stories, self.run, adversary=True, resume=resume)
         trainer.train()
         self._say_how_it_ended(trainer)
@@ -198,6 +199,7 @@ class MinMaxJob:
         game = build_game(
             self.config, stories, devices, self.events, self.cache_folder, rebuild=self.rebuild_demo
         )
+        devices.clear_memory()
         clock.lap("demo")
         return game
 
