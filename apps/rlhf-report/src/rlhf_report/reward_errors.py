@@ -30,7 +30,7 @@ from rlhf_eval.reward_errors.analysis import analyse_errors, best_of_n_curve
 from rlhf_eval.reward_errors.findings import error_cases, error_findings
 from rlhf_eval.reward_errors.page import draw_errors, errors_page, errors_text
 from rlhf_eval.reward_errors.scored_pairs import ScoredPairs
-from rlhf_report.scoring import Scorer, as_text, load_scorer
+from rlhf_eval.scoring import Scorer, as_text, load_scorer
 
 __all__ = ["report_errors"]
 

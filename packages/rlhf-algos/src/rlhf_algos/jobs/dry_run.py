@@ -75,8 +75,7 @@ def plan_training(name: str, config: JobConfig) -> dict[str, Any]:
         config: the job's settings.
 
     Returns:
-        `rows`, pairs of label and text; the last are the first example, what is learned of it
-        between `|=>` and `<=|` (or its end).
+        `rows`, pairs of label and text; the last are the first example, what is learned of it after `|=>`.
 
     Raises:
         UserError: data, model or settings cannot be used.

@@ -107,13 +107,12 @@ class MinMaxJob:
         game = self._build(stories, devices, clock)
         game, check, before = self._preflight(game, stories, clock, to_play=True)
         self._check_best_metric(before)
-        pipeline = game.pipeline
-        shown = stories.held_out[:_NUM_SAMPLES]
+        pipeline, shown = game.pipeline, stories.held_out[:_NUM_SAMPLES]
         samples = sample_exchanges(pipeline, shown, pipeline.players.policy, "start")
         plain = None
         if pipeline.players.plain is not None:
             plain = self._play_plain(game, stories, clock, resume=resume, samples=samples)
-            devices.clear_memory()
+        devices.clear_memory()
         trainer = self._trainer(game, stories, self.run, adversary=True, resume=resume)
         trainer.train()
         self._say_how_it_ended(trainer)

@@ -37,6 +37,8 @@ API_OPTIONS: dict[str, Any] = {
     "max_tokens": int,
     "max_tokens_name": str,
     "extra_body": json.loads,
+    "prompt_price": float,
+    "completion_price": float,
 }
 """Options of `judge:` in a line, and what a text is turned into."""
 _LOCAL = {"dtype", "device"}

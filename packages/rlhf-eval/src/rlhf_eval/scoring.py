@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,13 +20,11 @@ class Scorer:
 
     Args:
         name: what was given on the command line.
-        call: gives (K, B) scores of B prompts and completions.
+        call: gives (K, B) scores of samples with B completions (`rlhf_infer`'s `Samples`).
         reads_chat: whether its tokenizer has a chat template.
     """
 
-    def __init__(
-        self, name: str, call: Callable[[Sequence[Text], Sequence[Text]], np.ndarray], *, reads_chat: bool
-    ) -> None:
+    def __init__(self, name: str, call: Callable[[Any], np.ndarray], *, reads_chat: bool) -> None:
         self.name, self.reads_chat = name, reads_chat
         self._call = call
 
@@ -35,6 +33,8 @@ class Scorer:
         prompts: Sequence[Text],
         completions: Sequence[Text],
         *,
+        completion_ids: Sequence[Sequence[int]] | None = None,
+        columns: Mapping[str, Sequence[Any]] | None = None,
         done: Callable[[int], None] | None = None,
     ) -> np.ndarray:
         """(K, n) scores.
@@ -42,17 +42,22 @@ class Scorer:
         Args:
             prompts: n prompts.
             completions: n completions.
-            done: told after each batch how many completions it had.
+            completion_ids: their token ids, for rules that count tokens; None where they are not known.
+            columns: n values for each further column of the rows, such as `answer`.
+            done: called after each batch with the number of its completions.
 
         Raises:
             UserError: a completion cannot be scored.
         """
+        from rlhf_infer.rewards.conventions import Samples
+
+        samples = Samples(prompts, completions, completion_ids, columns or {})
         parts = []
         for start in range(0, len(prompts), _BATCH):
-            rows = slice(start, start + _BATCH)
-            parts.append(self._call(prompts[rows], completions[rows]))
+            rows = range(start, min(start + _BATCH, len(prompts)))
+            parts.append(self._call(samples.part(rows)))
             if done is not None:
-                done(parts[-1].shape[1])
+                done(len(rows))
         return np.concatenate(parts, axis=1)
 
 
@@ -66,7 +71,6 @@ def load_scorer(spec: str) -> Scorer:
         import torch
 
         from rlhf_infer import RewardFunctionFactory, RewardFunctions
-        from rlhf_infer.rewards.conventions import Samples
         from rlhf_infer.rewards.models import EnsembleReward, ModelReward
     except ImportError as error:
         raise UserError(
@@ -78,17 +82,16 @@ def load_scorer(spec: str) -> Scorer:
         ensemble, budget = function.ensemble, function.max_tokens
         return Scorer(
             spec,
-            lambda prompts, completions: ensemble.scores(prompts, completions, max_tokens=budget).numpy(),
+            lambda batch: ensemble.scores(batch.prompts, batch.completions, max_tokens=budget).numpy(),
             reads_chat=bool(ensemble.tokenizer.chat_template),
         )
     rewards = RewardFunctions([function])
-
-    def call(prompts: Sequence[Text], completions: Sequence[Text]) -> np.ndarray:
-        scores = rewards.score(Samples(prompts, completions, None, {}))
-        return scores.total[None].numpy()
-
     tokenizer = function.model.tokenizer if isinstance(function, ModelReward) else None
-    return Scorer(spec, call, reads_chat=bool(tokenizer is not None and tokenizer.chat_template))
+    return Scorer(
+        spec,
+        lambda batch: rewards.score(batch).total[None].numpy(),
+        reads_chat=bool(tokenizer is not None and tokenizer.chat_template),
+    )
 
 
 def as_text(text: Text) -> str:

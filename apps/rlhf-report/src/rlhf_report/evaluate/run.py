@@ -1,0 +1,361 @@
+"""From the options of `rlhf-report evaluate` to its report."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from rlhf_data import (
+    PreferenceRecord,
+    PromptRecord,
+    RunFolder,
+    UserError,
+    absolute_path,
+    atomic_write_json,
+    atomic_write_text,
+    finite,
+    load_records,
+)
+from rlhf_eval import stats
+from rlhf_eval.evaluation.evaluator import EvalConfig, Place, RLHFEvaluator
+from rlhf_eval.evaluation.findings import evaluation_findings
+from rlhf_eval.evaluation.measures import (
+    as_json,
+    judge_agreement,
+    measure_against,
+    measure_policy,
+    trade_off,
+)
+from rlhf_eval.evaluation.page import draw_figures, evaluation_page, evaluation_text
+from rlhf_eval.evaluation.pair_judges import PairJudge, load_judge, read_env_file
+from rlhf_eval.evaluation.prompt_sets import load_prompts
+from rlhf_eval.figures import can_draw
+from rlhf_eval.scoring import Scorer, as_text, load_scorer
+from rlhf_report.evaluate.adversarial import Provocation, facts_of
+from rlhf_report.evaluate.sources import Source, check_sources, completions_of, load_policy, parse_source
+
+__all__ = ["run_evaluate"]
+
+_CASES = 8
+"""Prompts whose completions the page shows."""
+_NOT_COMPARED = ("output_dir", "env_file", "gen_batch_size")
+"""Options that change no number."""
+
+
+def run_evaluate(given: dict[str, Any]) -> str:
+    """Evaluate, write the report, and return what to print.
+
+    Raises:
+        UserError: an option, a model, the data, a reward, a judge or the folder cannot be used.
+    """
+    if given["env_file"]:
+        for name, value in read_env_file(given["env_file"]).items():
+            os.environ.setdefault(name, value)
+    sources = [parse_source(each) for each in given["models"]]
+    reference = parse_source(given["reference"]) if given["reference"] else None
+    _check_options(given, reference)
+    check_sources(sources, reference)
+    prompts = load_prompts(given["prompts"], given["num_prompts"], on_bad_row=given["on_bad_row"])
+    pairs, labels = (_pairs(given[key], given["on_bad_row"]) for key in ("pairs", "judge_labels"))
+    run = _folder(given)
+    rewards = {
+        "reward_model": load_scorer(given["reward_model"]) if given["reward_model"] else None,
+        "held_out_reward": load_scorer(given["held_out_reward"]) if given["held_out_reward"] else None,
+    }
+    judges = [load_judge(line, cache_folder=run.path / "judge-cache") for line in given["judges"]]
+    for judge in judges:
+        if [each.name for each in judges].count(judge.name) > 1:
+            raise UserError(
+                f"two judges are called {judge.name}; tell them apart with name=... in their lines"
+            )
+        if judge.is_remote:
+            judge.probe()
+    evaluation = _Evaluation(given, run, prompts, rewards, judges)
+    evaluators = evaluation.evaluate(sources, reference, pairs)
+    return evaluation.report(evaluators, reference, pairs, labels)
+
+
+class _Evaluation:
+    """One evaluation of several models.
+
+    Args:
+        given: the options.
+        run: its folder.
+        prompts: what is answered.
+        rewards: by the name of `RLHFEvaluator`'s argument.
+        judges: of pairs.
+    """
+
+    def __init__(
+        self,
+        given: Mapping[str, Any],
+        run: RunFolder,
+        prompts: list[PromptRecord],
+        rewards: Mapping[str, Scorer | None],
+        judges: Sequence[PairJudge],
+    ) -> None:
+        self.given, self.run, self.prompts = given, run, prompts
+        self.rewards, self.judges = rewards, judges
+        self.config = EvalConfig(
+            max_new_tokens=given["max_new_tokens"],
+            temperature=given["temperature"],
+            num_samples=given["samples"],
+            seed=given["seed"],
+            gen_batch_size=given["gen_batch_size"],
+        )
+        self.provocation = Provocation() if given["adversarial"] else None
+        self.accuracies: list[dict[str, Any]] = []
+
+    def evaluate(
+        self, sources: Sequence[Source], reference: Source | None, pairs: Sequence[PreferenceRecord]
+    ) -> list[RLHFEvaluator]:
+        """Let each model write, score and compare it; of models at most two are held at a time."""
+        first = self._evaluator(reference, None) if reference else None
+        evaluators = [first] if first else []
+        for source in sources:
+            evaluator = self._evaluator(source, first)
+            if evaluator.policy is not None and evaluator.reference is not None:
+                evaluator.kl()
+            self._accuracy(evaluator, pairs)
+            evaluators.append(evaluator)
+            evaluator.release()
+            gc.collect()
+        if first:
+            first.release()
+        return evaluators
+
+    def report(
+        self,
+        evaluators: Sequence[RLHFEvaluator],
+        reference: Source | None,
+        pairs: Sequence[PreferenceRecord],
+        labels: Sequence[PreferenceRecord],
+    ) -> str:
+        """Ask the judges, compute the numbers, write everything; what to print."""
+        first = evaluators[0] if reference else None
+        others = [each for each in evaluators if each is not first]
+        self._say_prices(others, first)
+        results = self._results(evaluators, first, others, labels)
+        results["reward_accuracy"] = self.accuracies
+        findings = evaluation_findings(results)
+        results["findings"] = findings
+        scores = {
+            each.name: found.mean(0) for each in evaluators if (found := each.scores("reward")) is not None
+        }
+        folder = self.run.path
+        self._write_completions(evaluators)
+        atomic_write_json(folder / "results.json", finite(results))
+        atomic_write_text(folder / "evaluation.txt", evaluation_text(results, findings) + "\n")
+        cases = self._cases(
+            evaluators, self.prompts, _spread(scores, len(self.prompts), self.config.num_samples)
+        )
+        atomic_write_text(folder / "evaluation.html", evaluation_page(results, findings, scores, cases))
+        if can_draw():
+            draw_figures(results, scores, folder)
+        return f"{evaluation_text(results, findings)}\n\n{folder / 'evaluation.html'}"
+
+    def _evaluator(self, source: Source, reference: RLHFEvaluator | None) -> RLHFEvaluator:
+        with_kl = (
+            self.given["kl"] and not source.is_file and (reference is None or reference.policy is not None)
+        )
+        policy = None if source.is_file else load_policy(source, self.given["dtype"])
+        options: dict[str, Any] = {
+            "reward_model": self.rewards["reward_model"],
+            "held_out_reward": self.rewards["held_out_reward"],
+            "config": self.config,
+        }
+        place = Place(source.name, self.run.path / "state" / source.name.replace("/", "_"), _progress)
+        evaluator = RLHFEvaluator(
+            policy, reference if with_kl else None, prompts=self.prompts, place=place, **options
+        )
+        if source.is_file:
+            evaluator.with_completions(completions_of(source, self.prompts, self.config.num_samples))
+        evaluator.completions()
+        if self.provocation is not None and not source.is_file:
+            self.provocation.ask(policy, place, self.config, options)
+        for kind in evaluator.rewards:
+            evaluator.scores(kind)
+        return evaluator
+
+    def _accuracy(self, evaluator: RLHFEvaluator, pairs: Sequence[PreferenceRecord]) -> None:
+        if not pairs:
+            return
+        for by, right in evaluator.reward_accuracy(pairs).items():
+            own = by == "implicit"
+            if own or all(row["by"] != by for row in self.accuracies):  # a reward is the same for every model
+                accuracy = as_json(stats.proportion_interval(right, unit="pair"))
+                name = evaluator.name if own else str(self.given["reward_model" if by == "reward" else by])
+                self.accuracies.append({"name": name, "by": by, "pairs": len(pairs), "accuracy": accuracy})
+
+    def _say_prices(self, others: Sequence[RLHFEvaluator], first: RLHFEvaluator | None) -> None:
+        count = self.given["winrate_prompts"]
+        for judge in self.judges:
+            if judge.is_remote and first is not None:
+                questions = [as_text(record.prompt) for record in self.prompts[:count]]
+                step = self.config.num_samples
+                theirs = [each.text for each in first.completions()[::step]][:count]
+                for each in others:
+                    ours = [written.text for written in each.completions()[::step]][:count]
+                    price = judge.price(questions, ours, theirs)
+                    click.echo(f"{judge.name} on {each.name}: at most {price}", err=True)
+
+    def _results(
+        self,
+        evaluators: Sequence[RLHFEvaluator],
+        first: RLHFEvaluator | None,
+        others: Sequence[RLHFEvaluator],
+        labels: Sequence[PreferenceRecord],
+    ) -> dict[str, Any]:
+        models = [measure_policy(each) for each in evaluators]
+        comparisons, agreement = [], []
+        for each in others if first else []:
+            assert first is not None
+            count = self.given["winrate_prompts"]
+            comparisons.append(measure_against(each, first, self.judges, first=count, labels=labels))
+            verdicts = {
+                judge.name: found
+                for judge in self.judges
+                if (found := each.win_rate(first, judge=judge, first=count)) is not None
+            }
+            agreement += judge_agreement(verdicts)
+        reference = models[0] if first else None
+        names = {"reward": self.given["reward_model"], "held_out_reward": self.given["held_out_reward"]}
+        return {
+            "prompts": self.given["prompts"],
+            "num_prompts": len(self.prompts),
+            "reference": first.name if first else None,
+            "config": self.config.to_dict(),
+            "reward_names": names,
+            "models": models,
+            "comparisons": comparisons,
+            "agreement": agreement,
+            "trade_off": trade_off(models[1:] if first else models, reference),
+            "adversarial": self.provocation and self.provocation.results(),
+            "usage": {judge.name: judge.usage for judge in self.judges if judge.usage is not None},
+            "notes": self._notes(),
+        }
+
+    def _cases(
+        self, evaluators: Sequence[RLHFEvaluator], prompts: Sequence[PromptRecord], shown: Sequence[int]
+    ) -> list[dict[str, Any]]:
+        return [
+            {
+                "prompt": as_text(prompts[i].prompt),
+                "answers": [_answer(evaluator, i) for evaluator in evaluators],
+            }
+            for i in shown
+        ]
+
+    def _write_completions(self, evaluators: Sequence[RLHFEvaluator]) -> None:
+        """All models' in one file, and each model's in a file of its own, for `compare` and `samples`."""
+        every = []
+        for evaluator in evaluators:
+            rows = [json.dumps(finite(row), ensure_ascii=False) for row in _rows(evaluator)]
+            every += rows
+            path = self.run.path / "completions" / f"{evaluator.name.replace('/', '_')}.jsonl"
+            path.parent.mkdir(exist_ok=True)
+            atomic_write_text(path, "".join(f"{row}\n" for row in rows))
+        atomic_write_text(self.run.path / "completions.jsonl", "".join(f"{row}\n" for row in every))
+
+    def _notes(self) -> list[str]:
+        notes = [
+            "Intervals are 95%, over prompts: completions of one prompt are resampled together.",
+            "Prompts are spread evenly over their file; each model drew with the same seed.",
+        ]
+        if self.config.temperature != 1:
+            notes.append(
+                "The KL is that of the models at temperature 1 along completions drawn at another; k1 and k3 "
+                "would be biased there and are left out."
+            )
+        if self.given["reward_model"] and self.given["reward_model"] in [judge.line for judge in self.judges]:
+            notes.append(
+                "The judge is the reward itself: where models were trained on it, it is not independent."
+            )
+        return notes
+
+
+def _answer(evaluator: RLHFEvaluator, prompt: int) -> dict[str, Any]:
+    place = prompt * evaluator.config.num_samples
+    text = evaluator.completions()[place].text
+    return {"name": evaluator.name, "text": text, "facts": facts_of(evaluator, place)}
+
+
+def _rows(evaluator: RLHFEvaluator) -> Iterator[dict[str, Any]]:
+    scores = {kind: evaluator.scores(kind) for kind in evaluator.rewards}
+    divergences = evaluator.kl() if evaluator.reference is not None else None
+    for place, written in enumerate(evaluator.completions()):
+        prompt = evaluator.prompts[evaluator.clusters[place]]
+        row = {"prompt": as_text(prompt.prompt), "model": evaluator.name, "completion": written.text}
+        row |= {kind: float(found[:, place].mean()) for kind, found in scores.items() if found is not None}
+        if divergences is not None:
+            row["kl"] = float(divergences["kl"][place])
+        if written.ids is not None:
+            row |= {"length": len(written.ids), "finish_reason": "length" if written.truncated else "stop"}
+        yield row
+
+
+def _spread(scores: Mapping[str, np.ndarray], prompts: int, samples: int) -> list[int]:
+    """Prompts to show: over the quantiles of the last model's reward, so that failures are among them."""
+    count = min(_CASES, prompts)
+    if not scores:
+        return [int(i) for i in np.linspace(0, prompts - 1, count)]
+    order = np.argsort(list(scores.values())[-1][::samples], kind="stable")
+    return [int(order[int(i)]) for i in np.linspace(0, prompts - 1, count)]
+
+
+def _check_options(given: Mapping[str, Any], reference: Source | None) -> None:
+    if given["judges"] and reference is None:
+        raise UserError("--judge compares with --reference; give both")
+    if given["judge_labels"] and not given["judges"]:
+        raise UserError("--judge-labels corrects what a judge says; give --judge too")
+
+
+def _pairs(path: str | None, on_bad_row: Any) -> list[PreferenceRecord]:
+    return [] if path is None else load_records(path, "preference", on_bad_row=on_bad_row).records
+
+
+def _folder(given: Mapping[str, Any]) -> RunFolder:
+    """The folder of this evaluation; one with the same options goes on where it was.
+
+    Raises:
+        UserError: it is not empty and of another evaluation.
+    """
+    options = {key: value for key, value in given.items() if key not in _NOT_COMPARED}
+    for key in ("prompts", "pairs", "judge_labels"):
+        options[key] = options[key] and absolute_path(options[key])
+    options = json.loads(json.dumps(options))
+    path = Path(given["output_dir"]) if given["output_dir"] else None
+    known = path is not None and (path / "config.json").is_file()
+    run = RunFolder.create(path, job="evaluate", resume=known)
+    if known:
+        before = run.read_config()
+        if before.get("job") != "evaluate":
+            raise UserError(f"{run.path} is not the folder of an evaluation; give another --output-dir")
+        changed = sorted(key for key in options if before.get(key) != options[key])
+        if changed:
+            raise UserError(
+                f"{run.path} holds an evaluation with another {changed[0].replace('_', '-')}; give the same "
+                "options to go on with it, or another --output-dir"
+            )
+        click.echo(f"going on with {run.path}", err=True)
+    else:
+        run.write_config({"job": "evaluate", **options})
+    return run
+
+
+@contextmanager
+def _progress(total: int, what: str) -> Iterator[Callable[[int], None]]:
+    if not total:
+        yield lambda count: None
+        return
+    with click.progressbar(length=total, label=what, file=sys.stderr, show_eta=True) as bar:
+        yield bar.update

@@ -1,0 +1,112 @@
+"""What is evaluated: models that write, and files of completions that others wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_data import PromptRecord, UserError, model_folder
+from rlhf_eval.evaluation.evaluator import Written
+from rlhf_eval.scoring import as_text
+from rlhf_report.compare.read import read_answers
+from rlhf_report.compare.table import key_of
+
+__all__ = ["Source", "check_sources", "completions_of", "load_policy", "parse_source"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model or a file of completions.
+
+    Args:
+        name: what the report calls it.
+        path: of it, or a name on the hub.
+        is_file: whether it is a file of completions.
+    """
+
+    name: str
+    path: str
+    is_file: bool
+
+
+def parse_source(given: str) -> Source:
+    """A source from `[NAME=]PATH`.
+
+    Raises:
+        UserError: the name is empty, or the folder of a run holds no model or several.
+    """
+    name, equals, rest = given.partition("=")
+    named = bool(equals) and not Path(given).exists()
+    if named and not (name and rest):
+        raise UserError(f"--model {given}: expected NAME=PATH")
+    path = rest if named else given
+    if Path(path).is_file():
+        return Source(name if named else Path(path).name.split(".")[0], path, is_file=True)
+    return Source(name if named else Path(path).name or path, model_folder(path), is_file=False)
+
+
+def check_sources(sources: Sequence[Source], reference: Source | None) -> None:
+    """Refuse what cannot be evaluated, before anything is loaded.
+
+    Raises:
+        UserError: two sources have one name, or a model cannot be found or cannot write.
+    """
+    every = [*sources, *([reference] if reference else [])]
+    for source in every:
+        if [each.name for each in every].count(source.name) > 1:
+            raise UserError(f"two models are called {source.name}; tell them apart with NAME=PATH")
+        if source.is_file:
+            continue
+        from rlhf_models import adapter_base, check_language_model, check_weights, is_adapter
+
+        base = adapter_base(source.path) if is_adapter(source.path) else source.path
+        check_language_model(base)
+        check_weights(base)
+
+
+def load_policy(source: Source, dtype: str) -> Any:
+    """The model of a source with its tokenizer, on the GPU where there is one.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+    import torch
+
+    from rlhf_models import PolicyModel, is_adapter, load_causal_lm, load_tokenizer
+
+    options: dict[str, Any] = {"dtype": dtype, "device": "cuda" if torch.cuda.is_available() else "cpu"}
+    if is_adapter(source.path):
+        return PolicyModel.from_pretrained(source.path, **options)
+    return PolicyModel(load_causal_lm(source.path, **options), load_tokenizer(source.path))
+
+
+def completions_of(source: Source, prompts: Sequence[PromptRecord], count: int) -> list[list[Written]]:
+    """`count` completions of each prompt from a file, which are found by the prompt's text.
+
+    Raises:
+        UserError: a row has no completion, or a prompt has too few.
+    """
+    found: dict[bytes, list[Written]] = {}
+    for answer in read_answers(source.path):
+        if answer.output is None:
+            raise UserError(f"{answer.place}: no completion; expected what the model wrote")
+        found.setdefault(key_of(answer.prompt), []).append(Written(answer.output))
+    groups = []
+    for record in prompts:
+        keys = (key_of(as_text(record.prompt)), key_of(_as_json(record)))
+        group = next((found[key] for key in keys if key in found), [])
+        if len(group) < count:
+            raise UserError(
+                f"{source.path} has {len(group)} completions of {record.where or 'a prompt'}, {count} are "
+                "needed; evaluate on the prompts that it answers, or take another --samples"
+            )
+        groups.append(group[:count])
+    return groups
+
+
+def _as_json(record: PromptRecord) -> str:
+    import json
+
+    return json.dumps(record.prompt, sort_keys=True, ensure_ascii=False)

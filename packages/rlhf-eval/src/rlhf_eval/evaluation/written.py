@@ -1,0 +1,106 @@
+"""What an evaluation is made of: its settings, its place, completions, and how rewards read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from rlhf_data import BaseConfig, PromptRecord, Text, as_messages
+from rlhf_eval.scoring import as_text
+
+__all__ = ["EvalConfig", "Place", "Progress", "Written", "as_read", "no_progress", "row_of", "written_of"]
+
+Progress = Callable[[int, str], AbstractContextManager[Callable[[int], None]]]
+"""Given how much there is to do and what, a context whose value is called with what has been done."""
+
+
+class EvalConfig(BaseConfig):
+    """How completions are drawn and measured."""
+
+    max_new_tokens: int = Field(default=256, ge=1)
+    """Longest completion, in tokens."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Of sampling; 0 takes the most likely token. The KL of completions is unbiased at 1."""
+    num_samples: int = Field(default=1, ge=1)
+    """Completions of each prompt."""
+    seed: int = 0
+    """Of sampling."""
+    gen_batch_size: int = Field(default=16, ge=1)
+    """Prompts whose completions are drawn at a time."""
+    max_tokens_per_batch: int = Field(default=16_384, ge=1)
+    """Tokens of a forward pass that scores."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """One completion.
+
+    Args:
+        text: what was written, without an end token.
+        ids: its token ids; None where it comes from a file.
+        truncated: whether it was cut at its longest; None where that is not known.
+    """
+
+    text: str
+    ids: list[int] | None = None
+    truncated: bool | None = None
+
+
+@contextmanager
+def no_progress(total: int, what: str) -> Iterator[Callable[[int], None]]:
+    """Says nothing."""
+    del total, what
+    yield lambda count: None
+
+
+@dataclass(frozen=True)
+class Place:
+    """What an evaluation is called, and where it is kept.
+
+    Args:
+        name: what errors and progress call the policy.
+        folder: where completions and numbers are kept as they are made; an evaluation that was interrupted
+            goes on from it. None keeps them in memory.
+        progress: is shown what is being done.
+    """
+
+    name: str = "policy"
+    folder: Path | None = None
+    progress: Progress = no_progress
+
+
+def as_read(reads_chat: bool, prompt: Text, completion: Text) -> tuple[Text, Text]:
+    """Prompt and completion as a reward reads them: both messages, or both texts.
+
+    Args:
+        reads_chat: whether the reward's tokenizer has a chat template; transcripts become messages for it.
+        prompt: of the row.
+        completion: of the row, or of a policy.
+    """
+    if reads_chat:
+        record: Any = as_messages(PromptRecord(prompt))
+        if not isinstance(record.prompt, str):
+            said = (
+                [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+            )
+            return record.prompt, said
+    if isinstance(prompt, str):
+        return prompt, as_text(completion) if isinstance(completion, list) else completion
+    turns = "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in prompt)
+    said_last = completion if isinstance(completion, str) else completion[-1].get("content") or ""
+    return f"{turns}\nassistant:", said_last
+
+
+def row_of(written: Written) -> dict[str, Any]:
+    """A completion as JSON values."""
+    return {"text": written.text, "ids": written.ids, "truncated": written.truncated}
+
+
+def written_of(row: Mapping[str, Any]) -> Written:
+    """The completion of such a row."""
+    return Written(row["text"], row.get("ids"), row.get("truncated"))
