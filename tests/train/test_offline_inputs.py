@@ -257,6 +257,7 @@ def test_folders_in_use_and_runs_of_others_are_left_alone(train: Train, tiny_mod
         (["sft", "--resume=run"], "holds a finished run"),
         (["dpo", "--resume=run"], "is of a run of sft"),
         (["sft", "--resume=run", "--set=seed=3"], "--set cannot be combined with --resume"),
+        (["sft", "--resume=run", "--eval-only", "--max-steps=9"], "--eval-only"),
         (["dpo", "--config=run/config.json"], "is of a run of sft"),
     ):
         result = train(*arguments)

@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from rlhf_data.errors import UserError
+from rlhf_data.runs.model_folders import model_folder
 from rlhf_data.runs.paths import absolute_path, relocated
 
 _ALIASES = {
@@ -50,6 +51,8 @@ _LISTED = 20
 _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 LocalPath = Annotated[str, AfterValidator(absolute_path)]
 """A file or folder, which becomes an absolute path where it is there, or another name, as on the hub."""
+ModelPath = Annotated[str, AfterValidator(absolute_path), AfterValidator(model_folder)]
+"""A model's folder, the folder of a run, which stands for the model that it left, or a name on the hub."""
 
 
 class BaseConfig(BaseModel):

@@ -40,6 +40,10 @@ def run_training(method: str, options: dict[str, Any]) -> None:
         UserError: options, settings, model or data cannot be used.
     """
     if options["resume"] is not None:
+        if options["eval_only"] and _given_length(options):
+            raise UserError(
+                "--max-steps and --epochs extend a training, and --eval-only trains nothing; leave one out"
+            )
         run = resumed_run(options, method, _CHANGES_A_RUN)
         where = str(run.path / "config.json")
         values = of_method(method, run.read_config(), where)

@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from rlhf_algos.configs.online import OnlineConfig
 from rlhf_algos.configs.trainer import TrainerConfig
-from rlhf_data import BaseConfig, LocalPath, model_folder
+from rlhf_data import BaseConfig, LocalPath, ModelPath
 
 __all__ = [
     "TASK_REWARDS",
@@ -33,7 +33,7 @@ class StartModelConfig(BaseConfig):
 
     model_config = ConfigDict(serialize_by_alias=True)
 
-    model_name_or_path: LocalPath | None = None
+    model_name_or_path: ModelPath | None = None
     """Model folder, or a name on the Hugging Face hub."""
     scratch: LocalPath | None = Field(default=None, alias="model_config")
     """YAML or JSON file with the shape of a model that starts from random weights."""
@@ -48,11 +48,6 @@ class StartModelConfig(BaseConfig):
     """Jinja file (.jinja, .j2), or a tokenizer (folder or hub name) with a template; null keeps it."""
     eos_token: str | None = None
     """Token that ends a text and a turn, such as `<|im_end|>`; it is saved with the model.  Null keeps it."""
-
-    @field_validator("model_name_or_path")
-    @classmethod
-    def _model_of_a_run(cls, name: str | None) -> str | None:
-        return name and model_folder(name)
 
     @model_validator(mode="after")
     def _one_model(self) -> Self:

@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rlhf_data import BaseConfig, LocalPath, QADatasetConfig, StoryWorldConfig, SumWorldConfig
+from rlhf_data import BaseConfig, LocalPath, ModelPath, QADatasetConfig, StoryWorldConfig, SumWorldConfig
 from rlhf_minmax.config.constraints import ConstraintConfig, ConstraintsConfig, GuardConfig
 from rlhf_minmax.config.schedule import PoolConfig, ScheduleConfig
 from rlhf_minmax.config.scorers import HeldOutConfig, JudgeConfig, RewardModelConfig
@@ -40,8 +40,8 @@ def _check_template(template: str | None, fields: tuple[str, ...], *, name: str 
 class PlayerConfig(BaseConfig):
     """One player: its model, how it is trained and how it samples."""
 
-    model_name: LocalPath | None = None
-    """Folder or hub name of a causal language model; null takes the demonstration's base."""
+    model_name: ModelPath | None = None
+    """Folder, run or hub name of a causal language model; null takes the demonstration's base."""
     load_in_8bit: bool = False
     """Quantise the frozen weights to 8 bits; needs use_lora."""
     load_in_4bit: bool = False

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
-from rlhf_data import BaseConfig, LocalPath, absolute_path
+from rlhf_data import BaseConfig, ModelPath, absolute_path, model_folder
 from rlhf_infer import APISettings
 from rlhf_infer.judges.settings import JUDGE_TEMPLATE, checked_template
 
@@ -22,8 +22,8 @@ _FIELDS_OF = {
 class RewardModelConfig(BaseConfig):
     """The reward model: a sequence classifier with one label."""
 
-    model_name: LocalPath | None = None
-    """Folder or hub name; null builds one from the training rows."""
+    model_name: ModelPath | None = None
+    """Folder, run or hub name; null builds one from the training rows."""
     load_in_8bit: bool = False
     """Quantise its weights to 8 bits."""
     share_backbone: bool | None = None
@@ -41,7 +41,7 @@ class JudgeConfig(APISettings):
     kind: Literal["head", "prompted", "rule", "api"] = "head"
     """`head`: classifier; `prompted`: model asked yes or no; `rule`: reads the verdict; `api`: a server."""
     model_name: str | None = None
-    """Folder or hub name, or the name at the API; null builds a `head` from the training rows."""
+    """Folder, run or hub name, or the name at the API; null builds a `head` from the training rows."""
     load_in_8bit: bool = False
     """Quantise its weights to 8 bits."""
     share_backbone: bool | None = None
@@ -58,7 +58,7 @@ class JudgeConfig(APISettings):
     @field_validator("model_name")
     @classmethod
     def _absolute_path(cls, name: str | None, info: ValidationInfo) -> str | None:
-        return absolute_path(name) if name and info.data.get("kind") != "api" else name
+        return model_folder(absolute_path(name)) if name and info.data.get("kind") != "api" else name
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -92,7 +92,7 @@ def write_minmax_report(run_folder: RunFolder, path: str | Path) -> None:
     metrics, config = run_metrics(run_folder), run_folder.read_config()
     usage = results.get("api_usage")
     parts = [
-        _header(run_folder.path.name, results),
+        _header(run_folder.path.name, results, config),
         section("What the doctor said", _findings(results.get("findings"))),
         section("Start, plain RLHF and MinMax", _headline(results)),
         section("Training", sections.training(metrics, results)),
@@ -117,9 +117,51 @@ def _read_samples(path: Path) -> list[dict[str, Any]]:
     return [row for _, row in read_rows(path)]
 
 
-def _header(name: str, results: dict[str, Any]) -> str:
+def _header(name: str, results: dict[str, Any], config: dict[str, Any]) -> str:
     tiles = "".join(_tile(title, kind, results.get(block)) for block, title, kind in _BLOCKS)
-    return f'<h1>MinMax RLHF</h1>\n<p class="soft">Run {text(name)}</p>\n<div class="tiles">{tiles}</div>\n'
+    told = "".join(f"<p>{text(paragraph)}</p>\n" for paragraph in _opening(results, config))
+    title = f'<h1>MinMax RLHF</h1>\n<p class="soft">Run {text(name)}</p>\n'
+    return f'{title}{told}<div class="tiles">{tiles}</div>\n'
+
+
+def _opening(results: dict[str, Any], config: dict[str, Any]) -> list[str]:
+    """What was done on what, and what came out, for somebody who was not there."""
+    data = config.get("data") or {}
+    rows = (
+        f"questions of {Path(data['train_data']).name}"
+        if data.get("train_data")
+        else _WORLDS[str(data.get("world", "stories"))]
+    )
+    done = (
+        f"A language model, the policy, answers {rows}. It is paid by a reward model, which can be fooled. "
+        "Plain RLHF trains it on that reward alone. MinMax trains a second model beside it, the monitor, "
+        "which criticises each answer; a judge reads the critique and says how likely the answer is to be "
+        "true, and the policy is paid for that too, while a multiplier λ grows as long as too many answers "
+        "are not true."
+    )
+    measured = (
+        "True accuracy is the share of held-out questions that are answered rightly. The hack rate is the "
+        "share answered with the bait, the wrong answer that the reward model likes, where there is one."
+    )
+    accuracies = [
+        f"{(results.get(block) or {})['policy/accuracy']:.2f} {where}"
+        for block, where in _WHERE.items()
+        if isinstance((results.get(block) or {}).get("policy/accuracy"), int | float)
+    ]
+    if not accuracies:
+        return [done, measured]
+    return [done, f"{measured} True accuracy was {_listed(accuracies)}."]
+
+
+def _listed(parts: Sequence[str]) -> str:
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
+
+
+_WORLDS = {
+    "stories": "questions about short stories in which things move and gossip misleads",
+    "sums": "questions about short stories with sums",
+}
+_WHERE = {"before": "at the start", "plain": "after plain RLHF", "after": "after MinMax"}
 
 
 def _tile(title: str, kind: str, block: dict[str, Any] | None) -> str:

@@ -1,0 +1,31 @@
+"""`rlhf-report minmax`: the report of a game, written again from its run folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from rlhf_report.failures import explained
+
+
+@click.command("minmax")
+@click.argument("run", metavar="RUN")
+@click.option("--output-dir", metavar="DIR", help="Where the report goes; default is the run's folder.")
+@explained
+def command(run: str, output_dir: str | None) -> None:
+    """Write the page and the figure of a finished MinMax run again, from its files alone."""
+    from rlhf_data import RunFolder, UserError, ensure_writable_folder
+
+    try:
+        from rlhf_minmax import minmax_figure, write_minmax_report
+        from rlhf_minmax.report.page import run_metrics
+    except ImportError as error:
+        raise UserError(
+            f'this report needs more than is installed ({error}); run pip install "rlhf-report[minmax]"'
+        ) from error
+    folder = RunFolder.open(run)
+    place = folder.path if output_dir is None else ensure_writable_folder(Path(output_dir))
+    write_minmax_report(folder, place / "report.html")
+    minmax_figure(run_metrics(folder), folder.read_results() or {}, place / "minmax.png")
+    click.echo(f"{place / 'report.html'}")
