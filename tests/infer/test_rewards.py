@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import importlib
+import inspect
 import math
 import os
+import pkgutil
 import threading
 from typing import Any
 
@@ -14,7 +17,9 @@ import pytest
 import torch
 
 from rlhf_data import UserError
-from rlhf_infer.rewards import RewardFunctions, RewardScores
+from rlhf_infer import rewards
+from rlhf_infer.rewards import RewardFunctionFactory, RewardFunctions, RewardScores
+from rlhf_infer.rewards.spec_parser import _Named
 
 PROMPTS: list[Any] = ["p0 ", "p1 ", "p2 "]
 COMPLETIONS: list[Any] = ["a", "bb", "ccc"]
@@ -352,3 +357,25 @@ def test_waiting_for_another_function_inside_the_loop_is_refused_rather_than_nev
 
     with pytest.raises(UserError, match="without `await`"):
         score(outer)
+
+
+def test_a_column_may_be_called_self() -> None:
+    columns: dict[str, Any] = {**COLUMNS, "self": ["x", "y", "z"]}
+
+    def seen(completions: Any, **columns: Any) -> list[float]:
+        return [float(value == "y") for value in columns["self"]]
+
+    rules = [RewardFunctionFactory.from_spec(line) for line in ("length:maximum=2", "non_empty")]
+    assert score(_Named(seen), *rules, columns=columns).rewards[0].tolist() == [0.0, 1.0, 0.0]
+
+
+def test_no_reward_of_ours_takes_self_by_name() -> None:
+    found = {}
+    for module in pkgutil.walk_packages(rewards.__path__, "rlhf_infer.rewards."):
+        for each in vars(importlib.import_module(module.name)).values():
+            if isinstance(each, type) and each.__module__ == module.name and "__call__" in vars(each):
+                first, *_, last = inspect.signature(each.__call__).parameters.values()
+                if last.kind is inspect.Parameter.VAR_KEYWORD:
+                    found[each.__name__] = first.kind
+    assert {"RemoteReward", "_Named"} <= set(found) and len(found) >= 10
+    assert set(found.values()) == {inspect.Parameter.POSITIONAL_ONLY}, found

@@ -42,7 +42,9 @@ class ModelReward:
     ) -> None:
         self.model, self.name, self.max_tokens = model.eval(), name, max_tokens
 
-    def __call__(self, prompts: Sequence[Text], completions: Sequence[Text], **columns: Any) -> list[float]:
+    def __call__(
+        self, /, prompts: Sequence[Text], completions: Sequence[Text], **columns: Any
+    ) -> list[float]:
         """Scores of B completions.
 
         Raises:
@@ -93,6 +95,7 @@ class EnsembleReward:
 
     def __call__(
         self,
+        /,
         prompts: Sequence[Text],
         completions: Sequence[Text],
         *,

@@ -98,6 +98,7 @@ class NormalisedReward:
 
     def __call__(
         self,
+        /,
         prompts: Sequence[Text],
         completions: Sequence[Text],
         completion_ids: Sequence[Sequence[int]] | None = None,

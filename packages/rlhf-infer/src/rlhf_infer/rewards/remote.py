@@ -91,7 +91,7 @@ class RemoteReward:
         self.protocol: Protocol = protocol
 
     async def __call__(
-        self, prompts: Sequence[Text], completions: Sequence[Text], **columns: Any
+        self, /, prompts: Sequence[Text], completions: Sequence[Text], **columns: Any
     ) -> list[float | None]:
         """Rewards of B completions.
 

@@ -64,6 +64,7 @@ class LengthReward:
 
     def __call__(
         self,
+        /,
         completions: Sequence[Text],
         completion_ids: Sequence[Sequence[int]] | None = None,
         **columns: Any,
@@ -114,6 +115,7 @@ class RepetitionReward:
 
     def __call__(
         self,
+        /,
         completions: Sequence[Text],
         completion_ids: Sequence[Sequence[int]] | None = None,
         **columns: Any,
@@ -159,7 +161,7 @@ class FormatReward:
         pattern = FORMATS[preset] if self.pattern is None else self.pattern
         object.__setattr__(self, "_compiled", compiled("reward format", pattern, re.DOTALL))
 
-    def __call__(self, completions: Sequence[Text], **columns: Any) -> list[float]:
+    def __call__(self, /, completions: Sequence[Text], **columns: Any) -> list[float]:
         """Rewards 0 or 1."""
         del columns
         texts = [text_of(completion).strip() for completion in completions]
@@ -176,7 +178,7 @@ class NonEmptyReward:
 
     name: str = "non_empty"
 
-    def __call__(self, completions: Sequence[Text], **columns: Any) -> list[float]:
+    def __call__(self, /, completions: Sequence[Text], **columns: Any) -> list[float]:
         """Rewards 0 or 1."""
         del columns
         return [float(not is_empty(text_of(completion))) for completion in completions]

@@ -139,7 +139,7 @@ class _Named:
         self.__wrapped__ = function
         self.name = function_name(function)
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
+    def __call__(self, /, *args: Any, **options: Any) -> Any:
         return self.__wrapped__(*args, **options)
 
 

@@ -50,7 +50,9 @@ class ProcessReward:
         self.model, self.name, self.max_tokens = model.eval(), name, max_tokens
         self.aggregate: StepAggregate = aggregate
 
-    def __call__(self, prompts: Sequence[Text], completions: Sequence[Text], **columns: Any) -> list[float]:
+    def __call__(
+        self, /, prompts: Sequence[Text], completions: Sequence[Text], **columns: Any
+    ) -> list[float]:
         """Scores of B completions.
 
         Raises:

@@ -60,7 +60,7 @@ class NumberReward:
             if not 0 <= tolerance < math.inf:
                 raise UserError(f"reward number: tolerance is {tolerance}; expected a number >= 0")
 
-    def __call__(self, completions: Sequence[Text], **columns: Any) -> list[float | None]:
+    def __call__(self, /, completions: Sequence[Text], **columns: Any) -> list[float | None]:
         """Rewards 0 or 1; None where there is no right answer or the column `verifiable` is false."""
         return _judged(self.name, self.column, completions, columns, self._is_right)
 
@@ -123,7 +123,7 @@ class ChoiceReward:
     def __post_init__(self) -> None:
         check_read("choice", self.read)
 
-    def __call__(self, completions: Sequence[Text], **columns: Any) -> list[float | None]:
+    def __call__(self, /, completions: Sequence[Text], **columns: Any) -> list[float | None]:
         """Rewards 0 or 1; None where there is no right answer or the column `verifiable` is false."""
         return _judged(self.name, self.column, completions, columns, self._is_right)
 
@@ -173,7 +173,7 @@ class ExactReward:
     def __post_init__(self) -> None:
         check_read("exact", self.read)
 
-    def __call__(self, completions: Sequence[Text], **columns: Any) -> list[float | None]:
+    def __call__(self, /, completions: Sequence[Text], **columns: Any) -> list[float | None]:
         """Rewards 0 or 1; None where there is no right answer or the column `verifiable` is false."""
         return _judged(self.name, self.column, completions, columns, self._is_right)
 

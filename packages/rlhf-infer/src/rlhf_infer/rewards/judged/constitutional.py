@@ -167,6 +167,7 @@ class ConstitutionalRewardWrapper:
 
     def __call__(
         self,
+        /,
         prompts: Sequence[Text],
         completions: Sequence[Text],
         completion_ids: Sequence[Sequence[int]] | None = None,
@@ -202,7 +203,7 @@ class _PatternScore:
     found: float
     absent: float
 
-    def __call__(self, completions: Sequence[Text], **columns: Any) -> list[float]:
+    def __call__(self, /, completions: Sequence[Text], **columns: Any) -> list[float]:
         del columns
         texts = map(text_of, completions)
         return [self.found if self.expression.search(text) else self.absent for text in texts]
@@ -218,7 +219,7 @@ class _JudgedScores:
         self.row_weights = [principle.weight for principle in principles]
 
     def __call__(
-        self, prompts: Sequence[Text], completions: Sequence[Text], **columns: Any
+        self, /, prompts: Sequence[Text], completions: Sequence[Text], **columns: Any
     ) -> Mapping[str, list[float]]:
         del columns
         pairs = [(text_of(p), text_of(c)) for p, c in zip(prompts, completions, strict=True)]

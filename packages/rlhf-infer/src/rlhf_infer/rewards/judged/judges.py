@@ -59,7 +59,7 @@ class JudgeReward:
         self.judge, self.critiques, self.name = judge, critiques, name
 
     def __call__(
-        self, prompts: Sequence[Text], completions: Sequence[Text], **columns: Any
+        self, /, prompts: Sequence[Text], completions: Sequence[Text], **columns: Any
     ) -> list[float | None]:
         """Scores of B completions.
 
@@ -93,6 +93,7 @@ class APIJudgeReward(JudgeReward):
 
     async def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
+        /,
         prompts: Sequence[Text],
         completions: Sequence[Text],
         *,

@@ -85,6 +85,7 @@ class MathReward:
 
     def __call__(
         self,
+        /,
         completions: Sequence[Text],
         *,
         log_metric: Callable[[str, float], None] | None = None,
