@@ -30,6 +30,7 @@ def scaled(folder: Path, seed: int, **changes: Any) -> tuple[str, Tensor]:
     folder.mkdir()
     tensors = {"layers.0.w": numbers, "layers.0.w_scale_inv": scale, "norm": torch.ones(2).bfloat16()}
     tensors |= {name: value for name, value in changes.items() if name in tensors}
+    tensors = {name: value for name, value in tensors.items() if value is not None}
     save_file(tensors, folder / "model.safetensors")
     quantisation = {"quant_method": "fp8", "weight_block_size": BLOCK, "fmt": "e4m3"}
     quantisation |= changes.get("config", {})
@@ -81,6 +82,7 @@ def test_unscaled_numbers_are_read_as_they_are(tmp_path: Path, dtype: torch.dtyp
     [
         ({"layers.0.w_scale_inv": torch.ones(2, 3)}, "'layers.0.w_scale_inv' has shape [2, 3]"),
         ({"layers.0.w": torch.ones(10, 8)}, "torch.float32"),
+        ({"layers.0.w_scale_inv": None}, "'layers.0.w' is an FP8 matrix without 'layers.0.w_scale_inv'"),
         ({"config": {"weight_block_size": "x"}}, "is damaged"),
         ({"config": {"quant_method": "fbgemm_fp8"}}, "dequantize"),
     ],

@@ -32,7 +32,7 @@ def dequantised(
         The tensors without the scales; None where the checkpoint is quantised in another way.
 
     Raises:
-        MergeError: scales do not fit their weight.
+        MergeError: scales do not fit their weight, or an FP8 matrix has none.
     """
     block = config.get("weight_block_size")
     if config.get("quant_method") != "fp8" or not block:
@@ -44,6 +44,11 @@ def dequantised(
             continue
         scale = tensors.get(name + _SCALE)
         if scale is None:
+            if tensor.dtype in FLOAT8 and len(tensor.shape) == 2:
+                raise MergeError(
+                    f"{where}: {name!r} is an FP8 matrix without {name + _SCALE!r}, the scales of its blocks "
+                    "that quantization_config of config.json announces; copy the model anew."
+                )
             result[name] = tensor
             continue
         expected = tuple(
