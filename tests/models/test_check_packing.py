@@ -9,7 +9,9 @@ from transformers import (
     FalconH1Config,
     JambaConfig,
     Lfm2Config,
+    MistralConfig,
     MixtralConfig,
+    OlmoeConfig,
     Qwen3NextConfig,
 )
 
@@ -64,6 +66,22 @@ def test_such_a_model_is_refused_when_it_is_loaded(tmp_path: Any) -> None:
     make(REFUSED["FalconH1"]()).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"FalconH1ForCausalLM.*tokens of another"):
         load_causal_lm(tmp_path)
+
+
+@pytest.mark.parametrize("window", [16, 64])
+def test_a_window_that_the_plain_forward_ignores_is_refused(window: int) -> None:
+    # OLMoE hands its config's window to the attention function, and makes a mask without one.
+    model = make(OlmoeConfig(**SHAPE, **EXPERTS))
+    check_packing(prepare_for_packing(model))
+    model.config.sliding_window = window
+    with pytest.raises(UserError, match="OlmoeForCausalLM cannot score packed streams: its outputs differ"):
+        check_packing(prepare_for_packing(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [4, 16, 64, 4096])
+def test_windows_that_both_honour_are_accepted(window: int, dtype: torch.dtype) -> None:
+    check_packing(prepare_for_packing(make(MistralConfig(**SHAPE, sliding_window=window), dtype)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -18,6 +18,8 @@ from rlhf_models.language_model.router_loss import router_loss
 
 _PART = 8
 """Tokens of each part of the tree that `check_packing` scores: convolutions beside attention span about 4."""
+_WINDOW = 64
+"""Longest sliding window that the parts grow to, so that a text, two parts, goes beyond it."""
 _EXACT, _ROUGH = 1e-3, 0.05
 """Share of the largest output by which a part may differ in the mean, in fp32 and in lower precision."""
 _CHANGED = 1e-4
@@ -72,14 +74,14 @@ def check_packing(model: Any) -> None:
 
     Nor may what is computed for one text change with another's tokens, which shows what layers carry from
     token to token beside their attention, however little it is. The parts of the tree are longer than the
-    windows of the convolutions that some have.
+    windows of the convolutions that some have, and texts longer than a sliding window of up to 64 tokens.
 
     Raises:
         UserError: either is not so, or the model has a sliding window that it keeps to itself.
     """
     lm = causal_lm(model)
     config = lm.config.get_text_config()
-    size = max(1, min(_PART, (getattr(config, "max_position_embeddings", None) or _PART) // 2))
+    size = _part_size(config)
     stem, left, right, other = (torch.arange(4 * size) % config.vocab_size).view(4, size).tolist()
     texts = [stem + left, stem + right, other]
     (batch,) = pack([TokenSequence(ids, len(ids)) for ids in texts])
@@ -121,6 +123,12 @@ def check_packing(model: Any) -> None:
             f"{float(error):.2g} with the tokens of another, so its layers carry more than attention from "
             "token to token; take another architecture"
         )
+
+
+def _part_size(config: Any) -> int:
+    """Tokens of a part of the tree: as many as a small sliding window has, as far as two fit the context."""
+    size = max(_PART, min(getattr(config, "sliding_window", None) or 0, _WINDOW))
+    return max(1, min(size, (getattr(config, "max_position_embeddings", None) or 2 * size) // 2))
 
 
 def _check_window(config: Any, windows: Collection[int | None]) -> None:
