@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
 from torch import nn
 
 from rlhf_algos.tracking.debug import (
@@ -15,6 +18,7 @@ from rlhf_algos.tracking.debug import (
     Sampler,
     decoder_layers,
     nonfinite_message,
+    prompt_text,
 )
 from rlhf_data import RunFolder, TokenSequence, pack
 from rlhf_models import token_logps
@@ -150,6 +154,28 @@ def test_samples_are_greedy_and_change_nothing(tmp_path, tiny_llama, byte_tokeni
         ids = torch.cat([ids, tiny_llama.eval()(ids).logits[:, -1:].argmax(-1)], dim=1)
     continued = byte_tokenizer.decode(ids[0, len(prompts[0]) :], skip_special_tokens=True)
     assert rows[0]["completion"] == continued and rows[0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("ids", "text"),
+    [
+        ([1, 10, 11], "ab"),
+        ([1, 2, 10, 2, 11], "</s>a</s>b"),  # other special tokens are the chat template's
+        ([1, 10, 1, 11], "<s>a<s>b"),  # and so is a start token that opens every turn
+        ([10, 1], "a<s>"),
+        ([1], ""),
+        ([], ""),
+    ],
+)
+def test_prompts_are_shown_without_their_start_token(ids, text):
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(WordLevel({"<s>": 1, "</s>": 2, "a": 10, "b": 11}))
+    backend.decoder = Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    assert prompt_text(tokenizer, tuple(ids)) == text
+    tokenizer.bos_token = None
+    assert prompt_text(tokenizer, [10, 11]) == "ab"
 
 
 def test_sample_prompts_are_distinct_and_fit(tmp_path, tiny_llama, byte_tokenizer):

@@ -9,6 +9,7 @@ import torch
 
 from rlhf_algos.engine.start_distance import MAX_TOKENS
 from rlhf_algos.online.rollouts import Completion, StepTable
+from rlhf_algos.tracking.debug import prompt_text
 from rlhf_data import RunFolder, TokenSequence
 from rlhf_infer import SamplingParams, TransformersEngine
 
@@ -76,7 +77,7 @@ def start_completions(trainer: Any, count: int, *, seed: int) -> list[TokenSeque
 def _row(completion: Completion, table: StepTable, tokenizer: Any) -> dict[str, Any]:
     """One completion as it is kept: prompt, completion, why it ended, its reward."""
     return {
-        "prompt": tokenizer.decode(completion.rollout.prompt_ids),
+        "prompt": prompt_text(tokenizer, completion.rollout.prompt_ids),
         "completion": tokenizer.decode(completion.rollout.completion_ids, skip_special_tokens=True),
         "finish_reason": completion.rollout.finish_reason,
         "reward": float(table.total[completion.index]),

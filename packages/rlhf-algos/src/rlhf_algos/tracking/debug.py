@@ -201,12 +201,21 @@ class Sampler:
         return [
             {
                 "step": step,
-                "prompt": self.tokenizer.decode(rollout.prompt_ids),
+                "prompt": prompt_text(self.tokenizer, rollout.prompt_ids),
                 "completion": self.tokenizer.decode(rollout.completion_ids, skip_special_tokens=True),
                 "finish_reason": rollout.finish_reason,
             }
             for (rollout,) in drawn
         ]
+
+
+def prompt_text(tokenizer: Any, ids: Sequence[int]) -> str:
+    """A prompt as its samples show it: without the start token, with the special tokens of a chat template.
+
+    A start token that comes again is one of the template's, which opens every turn with it.
+    """
+    start, *rest = ids or (None,)
+    return tokenizer.decode(rest if start == tokenizer.bos_token_id and start not in rest else list(ids))
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
