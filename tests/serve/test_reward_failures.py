@@ -23,6 +23,7 @@ class Scorer:
     def __init__(self) -> None:
         self.go, self.asked = threading.Event(), threading.Semaphore(0)
         self.bodies: list[Any] = []
+        self.reward: float | None = 1.0
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -31,7 +32,7 @@ class Scorer:
                 outer.bodies.append(body)
                 outer.asked.release()
                 outer.go.wait()
-                answer = json.dumps({"rewards": [1.0] * len(body["query"])}).encode()
+                answer = json.dumps({"rewards": [outer.reward] * len(body["query"])}).encode()
                 self.send_response(200)
                 self.send_header("content-length", str(len(answer)))
                 self.end_headers()
@@ -170,4 +171,83 @@ def test_columns_for_checked_answers(start: Callable[..., Any]) -> None:
     asked = {"query": ["2+2=4", "2+2=5"], "prompts": ["2+2=", "2+2="], "labels": ["4", "4"]}
     assert server.fetch("/get_reward", asked)[1]["rewards"] == [1.0, 0.0]
     assert server.fetch("/v1/completions", PLAIN)[0] == 200  # nothing is scored
+    server.stop()
+
+
+SOME = """
+def some(completions, keep, **columns):
+    return [float(len(text)) if keep[0] in text else None for text in completions]
+"""
+
+
+def test_what_nothing_could_score_comes_last_and_nothing_at_all_is_a_bad_gateway(
+    start: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(SOME)
+    server = start("--reward-model", f"{tmp_path / 'mine.py'}:some")
+    drawn = {**SCORED, "best_of": 8, "n": 8, "seed": 1}
+    status, body, _ = server.fetch("/v1/completions", drawn | {"reward_columns": {"keep": ""}})
+    texts = [choice["text"] for choice in body["choices"]]
+    letter = max("".join(texts), key=lambda each: sum(each in text for text in texts) % 8)
+    status, body, _ = server.fetch("/v1/completions", drawn | {"reward_columns": {"keep": letter}})
+    scores = [choice["score"] for choice in body["choices"]]
+    count = sum(letter in text for text in texts)
+    assert status == 200 and 0 < count < 8
+    assert scores == [*sorted((len(t) for t in texts if letter in t), reverse=True), *[None] * (8 - count)]
+
+    asked = {"text_1": "a", "text_2": ["x", "yy"], "reward_columns": {"keep": ["y", "y"]}}
+    status, body, _ = server.fetch("/v1/score", asked)
+    assert [(row["score"], row["scores"]) for row in body["data"]] == [
+        (None, {"some": None}),
+        (2, {"some": 2}),
+    ]
+
+    none = {"reward_columns": {"keep": "€"}}
+    for path, body in (
+        ("/v1/completions", SCORED | none),
+        ("/v1/completions", SCORED | none | {"stream": True}),
+        ("/v1/score", asked | {"reward_columns": {"keep": ["€", "€"]}}),
+        ("/get_reward", {"prompts": ["a"], "completions": ["b"], "columns": {"keep": ["€"]}}),
+    ):
+        status, answer, _ = server.fetch(path, body)
+        told = json.dumps(answer)
+        assert status == 502 and "reward_failed" in told and "server_error" in told, told
+        assert "some" not in told and "None" not in told
+    assert "all say None" in server.log.read_text()
+    server.stop()
+
+
+def test_a_trainer_gets_a_number_for_what_a_judge_left_out(start: Callable[..., Any], tmp_path: Path) -> None:
+    lines = [SOME, "some.may_leave_out, some.name = True, 'some'"]
+    (tmp_path / "mine.py").write_text("\n".join(lines))
+    server = start("--reward-model", f"{tmp_path / 'mine.py'}:some")
+    asked = {"prompts": ["a"] * 3, "completions": ["x", "xyy", "xy"], "columns": {"keep": ["y"] * 3}}
+    status, body, _ = server.fetch("/get_reward", asked)
+    # The mean of 3 and 2 in place of the first.
+    assert status == 200 and body["rewards"] == [2.5, 3.0, 2.0]
+    assert body["extra_logs"] == {"some": [None, 3.0, 2.0]}
+    server.stop()
+
+
+def test_a_remote_reward_that_answers_null_is_a_bad_gateway(
+    start: Callable[..., Any], scorer: Scorer
+) -> None:
+    scorer.reward = None
+    scorer.go.set()
+    server = start("--reward-model", scorer.url)
+    for path, asked in (("/v1/completions", SCORED), ("/v1/score", {"text_1": "a", "text_2": "b"})):
+        status, body, _ = server.fetch(path, asked)
+        assert status == 502 and body["error"]["code"] == "reward_failed"
+    server.stop()
+
+
+def test_a_right_answer_that_a_request_leaves_out_is_its_own_mistake(start: Callable[..., Any]) -> None:
+    server = start("--reward-model", "number")
+    asked = {"text_1": "2+2=", "text_2": "4", "reward_columns": {"answer": [None]}}
+    for path, body in (
+        ("/v1/score", asked),
+        ("/v1/completions", SCORED | {"reward_columns": {"answer": None}}),
+    ):
+        status, answer, _ = server.fetch(path, body)
+        assert status == 400 and answer["error"]["param"] == "reward_columns"
     server.stop()

@@ -249,3 +249,39 @@ def test_a_scorer_that_fails_is_named(engine: TransformersEngine) -> None:
 
     with pytest.raises(UserError, match="reward function broken"):
         sampler(engine, broken).sample(["so"])
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_what_nothing_could_score_comes_last_and_is_tried_once(
+    engine: TransformersEngine, rounds: bool
+) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def total(text: str) -> int:
+        return sum(map(ord, text))
+
+    def even(prompts: list[str], completions: list[str]) -> list[float | None]:
+        asked.extend(zip(prompts, completions, strict=True))
+        return [float(total(text)) if total(text) % 2 == 0 else None for text in completions]
+
+    # As of a judge, whose None training replaces by the mean of the others.
+    even.may_leave_out = True  # pyright: ignore[reportFunctionMemberAccess]
+    rule = ConfidenceBasedStopping(min_samples=2, batch=3, probability=0.0) if rounds else None
+    for selected in sampler(engine, even, adaptive=rule).sample(PROMPTS[:2]):
+        ranked = selected.top(8)
+        known = [each.score for each in ranked if each.score is not None]
+        assert 0 < len(known) < 8 and known == sorted(known, reverse=True)
+        for each in ranked[: len(known)]:
+            assert each.scores == {"even": each.score} and each.score == total(each.text)
+        for each in ranked[len(known) :]:
+            assert total(each.text) % 2 == 1 and (each.score, each.scores) == (None, {})
+    assert len(asked) == len(set(asked))
+
+
+def test_a_prompt_of_which_nothing_was_scored_is_refused(engine: TransformersEngine) -> None:
+    def some_prompts(prompts: list[str], completions: list[str]) -> list[float | None]:
+        return [None if prompt == "so" else 1.0 for prompt in prompts]
+
+    with pytest.raises(UserError, match=r"any of the 8 candidates of the prompt .*'so'"):
+        sampler(engine, some_prompts).sample(PROMPTS)
+    sampler(engine, some_prompts).sample(PROMPTS[:3])

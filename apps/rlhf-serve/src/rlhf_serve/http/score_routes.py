@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from rlhf_data import Message, Text
+from rlhf_data import Message, Text, UserError
 from rlhf_serve.errors import invalid_request
 from rlhf_serve.http.limits import Admission
 from rlhf_serve.http.streaming import ClientLeft, attended, within
@@ -51,7 +51,8 @@ def add_scoring(app: FastAPI, served: Served, settings: ServeSettings, door: Adm
         if body.model is not None:
             served.check_model(body.model)
         try:
-            found = await _scores(service, settings, door, request, partial(_score_batch, body, service))
+            batch = partial(_score_batch, body, service)
+            found = await _scores(service, settings, door, request, batch, fill_in=False)
         except ClientLeft:
             return Response(status_code=499)
         data = [
@@ -65,7 +66,9 @@ def add_scoring(app: FastAPI, served: Served, settings: ServeSettings, door: Adm
     async def get_reward(body: RewardRequest, request: Request) -> Response:
         """Rewards as OpenRLHF's trainers ask for them, and `rlhf-train --reward URL`."""
         try:
-            found = await _scores(service, settings, door, request, partial(_reward_batch, body, service))
+            batch = partial(_reward_batch, body, service)
+            # Who trains needs a number for each completion, as training in this process does.
+            found = await _scores(service, settings, door, request, batch, fill_in=True)
         except ClientLeft:
             return Response(status_code=499)
         return JSONResponse({"rewards": found.total, "scores": found.total, "extra_logs": found.by_name})
@@ -77,8 +80,14 @@ async def _scores(
     door: Admission,
     request: Request,
     make_batch: Callable[[], Batch],
+    *,
+    fill_in: bool,
 ) -> Scores:
-    """Scores of what `make_batch` reads from the request, which it does in a thread."""
+    """Scores of what `make_batch` reads from the request, which it does in a thread.
+
+    Raises:
+        APIError: there is no reward, too much to score, or nothing is scored.
+    """
     scoring = service.scoring
     if scoring is None:
         raise invalid_request("this server has no reward; start it with --reward-model")
@@ -93,10 +102,14 @@ async def _scores(
                     f"there are {len(batch.completions)} texts to score; expected 1 to {settings.max_scored}"
                 )
             scoring.check_columns(batch.columns)
-            return await scoring.score(batch.prompts, batch.completions, batch.columns)
+            found = await scoring.score(batch.prompts, batch.completions, batch.columns, fill_in=fill_in)
+            if all(total is None for total in found.total):
+                message = f"no reward function is applicable, all say None ({', '.join(found.by_name)})"
+                raise scoring.nothing_scored(message) from UserError(message)
+            return found
 
     found = await attended(request.receive, work())
-    record.rewards = found.total
+    record.rewards = [total for total in found.total if total is not None]
     return found
 
 

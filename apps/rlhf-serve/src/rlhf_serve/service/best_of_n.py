@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_data import Message, Text
+from rlhf_data import Message, Text, UserError
 from rlhf_infer import (
     BestOfNSearch,
     Candidate,
@@ -148,7 +148,8 @@ class BestOfNService:
             on_token: told of tokens as they come.
 
         Raises:
-            UserError: a reward function cannot score one of them, or the backend cannot draw them.
+            APIError: a reward function cannot score one of them, or none of them has a score.
+            UserError: the backend cannot draw them.
         """
         rules = SearchRules(
             order.candidates,
@@ -163,7 +164,11 @@ class BestOfNService:
             await self._draw(order, search, count, timing, on_token)
             if order.scored and self.scoring is not None:
                 await self._score(self.scoring, search, order, timing)
-        return Outcome(order, search.selected())
+        try:
+            return Outcome(order, search.selected())
+        except UserError as error:
+            assert self.scoring is not None
+            raise self.scoring.nothing_scored(str(error)) from error
 
     async def run_all(self, orders: Sequence[Order], timing: Timing) -> list[Outcome]:
         """The outcomes of several orders, worked on at the same time."""

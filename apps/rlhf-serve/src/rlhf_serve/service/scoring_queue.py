@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,11 +30,11 @@ class Scores:
     """What reward functions say of some completions.
 
     Args:
-        total: weighted sum of each completion.
+        total: weighted sum of each completion; None where no function is applicable.
         by_name: each function's values; None where it is not applicable.
     """
 
-    total: list[float]
+    total: list[float | None]
     by_name: dict[str, list[float | None]]
 
 
@@ -94,6 +96,8 @@ class Scoring:
         prompts: Sequence[Text],
         completions: Sequence[Text],
         columns: Mapping[str, Sequence[Any]] | None = None,
+        *,
+        fill_in: bool = False,
     ) -> Scores:
         """Scores of B completions.
 
@@ -101,10 +105,11 @@ class Scoring:
             prompts: B texts or messages.
             completions: B texts or messages.
             columns: B values for each further column.
+            fill_in: whether completions without a score get the mean of others, see `RewardFunctions`.
 
         Raises:
-            APIError: 400, a model or a rule cannot score one of them; 502, a reward function failed; what
-                happened is the error's cause.
+            APIError: 400, a model or a rule cannot score one of them; 502, a reward function failed, or with
+                `fill_in` scored nothing; what happened is the error's cause.
         """
         ids = None
         if self._reads_tokens:
@@ -116,14 +121,17 @@ class Scoring:
         found = await together([*works, *(self._wait_for(source, samples) for source in self._awaited)])
         rows: Rows = {name: row for part in found for name, row in part.items()}
         try:
-            scores = self.rewards.combined([rows[name] for name in self.rewards.names], samples)
+            ordered = [rows[name] for name in self.rewards.names]
+            scores = self.rewards.combined(ordered, samples, fill_in=fill_in)
         except UserError as error:
-            raise invalid_request(str(error)) from error
-        by_name = {
-            name: [None if value != value else value for value in row.tolist()]
-            for name, row in zip(scores.names, scores.rewards, strict=True)
-        }
-        return Scores(scores.total.tolist(), by_name)
+            raise self.nothing_scored(str(error)) from error
+        by_name = {name: _known(row.tolist()) for name, row in zip(scores.names, scores.rewards, strict=True)}
+        return Scores(_known(scores.total.tolist()), by_name)
+
+    def nothing_scored(self, message: str) -> APIError:
+        """The error where all rewards say None: a client may know the message if its columns decide that."""
+        checkers = [hasattr(function, "required_columns") for function in self.rewards.functions]
+        return invalid_request(message, "reward_columns") if all(checkers) else reward_failed()
 
     def close(self) -> None:
         """End the threads; what waits is given up."""
@@ -150,13 +158,18 @@ def _told(error: Exception, sources: Iterable[Source]) -> APIError:
 
     Anything else is the server's own affair.
     """
-    known = all(
-        computes_with_torch(source.function) or type(source.function).__module__.startswith(_OWN)
-        for source in sources
-    )
+    known = all(computes_with_torch(source.function) or _is_own(source.function) for source in sources)
     if known and isinstance(error, UserError) and not isinstance(error, ScorerUnavailable):
         return invalid_request(str(error))
     return reward_failed()
+
+
+def _is_own(function: Any) -> bool:
+    return type(inspect.unwrap(function)).__module__.startswith(_OWN)
+
+
+def _known(values: Sequence[float]) -> list[float | None]:
+    return [None if math.isnan(value) else value for value in values]
 
 
 def _needs(sources: Iterable[Source]) -> dict[str, tuple[str, ...]]:

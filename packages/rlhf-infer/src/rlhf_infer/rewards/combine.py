@@ -37,7 +37,8 @@ class RewardScores:
     Args:
         names: F names, all different.
         rewards: (F, B) fp32 on the CPU, not weighted; NaN where a function is not applicable.
-        total: (B,) fp32, the weighted sum over the functions that are applicable.
+        total: (B,) fp32, the weighted sum over the functions that are applicable; NaN where none is and
+            nothing is filled in.
         metrics: what functions logged with `log_metric`, the mean of each.
         extras: what functions logged with `log_extra`, B values each.
     """
@@ -154,6 +155,7 @@ class RewardFunctions:
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
         step: int = 0,
+        fill_in: bool = True,
     ) -> RewardScores:
         """Score B completions.
 
@@ -163,17 +165,19 @@ class RewardFunctions:
             completion_ids: B lists of token ids.
             columns: B values for each further column of the data.
             step: optimizer steps done, which functions see as `trainer_state.global_step`.
+            fill_in: see `combined`.
 
         Raises:
             UserError: a function raises, or returns a wrong type, a wrong number of rewards, or one that is
-                not finite in fp32; no function is applicable to a completion. Function and sample are named.
+                not finite in fp32; with `fill_in` also, no function is applicable to a completion. Function
+                and sample are named.
             ScorerUnavailable: a scorer behind HTTP gave no rewards.
             ValueError: arguments of different lengths.
         """
         samples = Samples(prompts, completions, completion_ids, columns, step)
-        return self.score(samples)
+        return self.score(samples, fill_in=fill_in)
 
-    def score(self, samples: Samples) -> RewardScores:
+    def score(self, samples: Samples, *, fill_in: bool = True) -> RewardScores:
         """See `__call__`."""
         _check_lengths(samples)
         metrics: dict[str, list[float]] = {}
@@ -186,25 +190,32 @@ class RewardFunctions:
         rows: list[list[float]] = []
         for source, result in zip(self.sources, self._results(samples), strict=True):
             rows += source.checked(result, samples)
-        scores = self.combined(rows, samples)
+        scores = self.combined(rows, samples, fill_in=fill_in)
         means = {name: math.fsum(values) / len(values) for name, values in metrics.items()}
         return replace(scores, metrics={**means, **scores.metrics}, extras=extras)
 
-    def combined(self, rows: Sequence[Sequence[float]], samples: Samples) -> RewardScores:
+    def combined(
+        self, rows: Sequence[Sequence[float]], samples: Samples, *, fill_in: bool = True
+    ) -> RewardScores:
         """The scores from what the functions gave.
 
         Args:
             rows: F lists of B rewards in the order of `names`, NaN where one is not applicable.
             samples: the B samples that were scored.
+            fill_in: whether completions that no function scored get the mean of others, as training needs;
+                otherwise their total is NaN.
 
         Raises:
-            UserError: no function is applicable to one of them.
+            UserError: with `fill_in`, no function is applicable to one of them.
         """
         rewards = torch.tensor(rows, dtype=torch.float32).view(len(self.names), len(samples.completions))
         total = (torch.tensor(self.weights)[:, None] * rewards.nan_to_num(0.0)).sum(0)
         metrics = {}
         if (unscored := rewards.isnan().all(0)).any():
-            self._fill_in(total, unscored, samples)
+            if fill_in:
+                self._fill_in(total, unscored, samples)
+            else:
+                total[unscored] = math.nan
             metrics["unscored"] = float(unscored.float().mean())
         return RewardScores(self.names, rewards, total, metrics)
 

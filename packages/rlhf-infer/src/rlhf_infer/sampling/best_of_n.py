@@ -82,7 +82,7 @@ class BestOfNSampler:
 
         Raises:
             UserError: a budget without an allocator, columns of another length, a prompt that does not fit
-                the model, or a reward function that failed.
+                the model, a reward function that failed, or a prompt none of whose candidates was scored.
         """
         if budget is not None and not isinstance(self.adaptive, AdaptiveComputeAllocator):
             raise UserError(
@@ -139,6 +139,7 @@ class BestOfNSampler:
             [searches[i].completion(each) for i, each in new],
             completion_ids=[each.rollout.completion_ids for _, each in new],
             columns={name: [values[i] for i, _ in new] for name, values in columns.items()},
+            fill_in=False,
         )
         totals, rows = scored.total.tolist(), scored.rewards.tolist()
         start = 0

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
-from rlhf_data import Text
+from rlhf_data import Text, UserError
 from rlhf_infer.engines.protocol import Rollout, SamplingParams
 from rlhf_infer.engines.stop_strings import completion_text
+from rlhf_infer.rewards.checks import shown
 from rlhf_infer.sampling.candidates import Candidate, Extract, SamplingCost, Selected, Selection, select
 from rlhf_infer.sampling.confidence_stopping import ConfidenceBasedStopping
 
@@ -66,6 +67,7 @@ class BestOfNSearch:
         self.candidates: list[Candidate] = []
         self._rounds = 0
         self._scored_tokens: int | None = None
+        self._given: set[int] = set()  # places of what `give_scores` took, also where nothing scored it
         self._first: dict[tuple[int, ...], int] = {}  # where each distinct completion came first
 
     @property
@@ -96,9 +98,8 @@ class BestOfNSearch:
         self._score_repeats()
 
     def unscored(self) -> list[Candidate]:
-        """The distinct completions without a score."""
-        found = [self.candidates[place] for place in self._first.values()]
-        return [candidate for candidate in found if candidate.score is None]
+        """The distinct completions that have not been scored, or tried to."""
+        return [self.candidates[place] for place in self._first.values() if place not in self._given]
 
     def completion(self, candidate: Candidate) -> Text:
         """A completion as reward functions read it: a text, or after messages the assistant's message."""
@@ -107,14 +108,14 @@ class BestOfNSearch:
     def give_scores(
         self,
         candidates: Sequence[Candidate],
-        totals: Sequence[float],
+        totals: Sequence[float | None],
         by_name: Mapping[str, Sequence[float | None]],
     ) -> None:
         """Take scores, also for the repeats of what was scored.
 
         Args:
             candidates: B of those that `unscored` gave.
-            totals: (B,) the weighted sums.
+            totals: (B,) the weighted sums; None or NaN where nothing scored a candidate.
             by_name: (B,) of each reward function, not weighted; None or NaN where it is not applicable.
         """
         tokens = sum(len(candidate.rollout.completion_ids) for candidate in candidates)
@@ -122,8 +123,10 @@ class BestOfNSearch:
             self._scored_tokens = (self._scored_tokens or 0) + len(self.prompt_ids) + tokens
         for i, (candidate, total) in enumerate(zip(candidates, totals, strict=True)):
             own = ((name, values[i]) for name, values in by_name.items())
-            scores = {name: x for name, x in own if x is not None and not math.isnan(x)}
-            self.candidates[candidate.index] = replace(candidate, score=total, scores=scores)
+            scores = {name: x for name, x in own if _is_known(x)}
+            score = total if _is_known(total) else None
+            self.candidates[candidate.index] = replace(candidate, score=score, scores=scores)
+            self._given.add(candidate.index)
         self._score_repeats()
 
     def _score_repeats(self) -> None:
@@ -133,8 +136,17 @@ class BestOfNSearch:
                 self.candidates[place] = replace(candidate, score=original.score, scores=original.scores)
 
     def selected(self) -> Selected:
-        """The candidates drawn so far and their order."""
+        """The candidates drawn so far and their order.
+
+        Raises:
+            UserError: they were to be scored, and none of them has a score.
+        """
         drawn = len(self.candidates)
+        if self._given and all(score is None for score in self.scores):
+            raise UserError(
+                f"no reward function is applicable to any of the {drawn} candidates of the prompt "
+                f"{shown(self.prompt)}, all say None; add one that is, or leave such prompts out"
+            )
         cost = SamplingCost(
             samples=drawn,
             prompt_tokens=self._rounds * len(self.prompt_ids),
@@ -144,6 +156,10 @@ class BestOfNSearch:
         )
         ranking = select(self.candidates, self.rules.selection)
         return Selected(self.prompt, tuple(self.candidates), ranking, cost)
+
+
+def _is_known(value: float | None) -> TypeGuard[float]:
+    return value is not None and not math.isnan(value)
 
 
 def as_completion(prompt: Text, text: str) -> Text:
