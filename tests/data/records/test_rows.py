@@ -186,7 +186,7 @@ def test_a_question_about_something_else_is_no_prompt():
 def test_the_prompt_of_a_pair_and_of_a_conversation():
     pair = {"chosen": _TALK + " yes", "rejected": _TALK + " no"}
     [record] = _parse("prompt", pair)
-    assert (record.prompt, dict(record.columns)) == (_TALK, pair)
+    assert (record.prompt, dict(record.columns)) == (_TALK, {"chosen": " yes", "rejected": " no"})
     [record] = _parse("prompt", {"messages": [_USER, _YES]})
     assert record.prompt == [_USER]
     [record] = _parse("prompt", {"messages": [_USER]})

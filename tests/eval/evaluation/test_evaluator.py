@@ -201,8 +201,10 @@ def test_implicit_rewards_are_log_ratios(policies):
     evaluator = RLHFEvaluator(policies[0], policies[1], LENGTH, PROMPTS, config=CONFIG)
     right = evaluator.reward_accuracy(pairs)
     assert right["reward"].tolist() == [0.0]  # "kitchen" is one character longer than "garden"
-    back = RLHFEvaluator(policies[1], policies[0], None, PROMPTS, config=CONFIG).reward_accuracy(pairs)
-    assert right["implicit"][0] == 1 - back["implicit"][0]  # the opposite ratio
+    own = evaluator.implicit_accuracy(pairs)
+    back = RLHFEvaluator(policies[1], policies[0], None, PROMPTS, config=CONFIG).implicit_accuracy(pairs)
+    assert own is not None and back is not None and own[0] == 1 - back[0]  # the opposite ratio
+    assert RLHFEvaluator(policies[0], prompts=PROMPTS).implicit_accuracy(pairs) is None
 
 
 def test_what_nothing_beats():

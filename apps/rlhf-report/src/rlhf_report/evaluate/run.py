@@ -80,6 +80,7 @@ def run_evaluate(given: dict[str, Any]) -> str:
         if judge.is_remote:
             judge.probe()
     evaluation = _Evaluation(given, run, prompts, rewards, judges)
+    evaluation.measure_rewards(pairs)
     evaluators = evaluation.evaluate(sources, reference, pairs)
     return evaluation.report(evaluators, reference, pairs, labels)
 
@@ -125,7 +126,8 @@ class _Evaluation:
             evaluator = self._evaluator(source, first)
             if evaluator.policy is not None and evaluator.reference is not None:
                 evaluator.kl()
-            self._accuracy(evaluator, pairs)
+            if pairs and (right := evaluator.implicit_accuracy(pairs)) is not None:
+                self._note_accuracy(evaluator.name, "implicit", right)
             evaluators.append(evaluator)
             evaluator.release()
             gc.collect()
@@ -186,15 +188,19 @@ class _Evaluation:
             evaluator.scores(kind)
         return evaluator
 
-    def _accuracy(self, evaluator: RLHFEvaluator, pairs: Sequence[PreferenceRecord]) -> None:
+    def measure_rewards(self, pairs: Sequence[PreferenceRecord]) -> None:
+        """The accuracy of the rewards, which fails where they cannot score, before any model writes."""
         if not pairs:
             return
-        for by, right in evaluator.reward_accuracy(pairs).items():
-            own = by == "implicit"
-            if own or all(row["by"] != by for row in self.accuracies):  # a reward is the same for every model
-                accuracy = as_json(stats.proportion_interval(right, unit="pair"))
-                name = evaluator.name if own else str(self.given["reward_model" if by == "reward" else by])
-                self.accuracies.append({"name": name, "by": by, "pairs": len(pairs), "accuracy": accuracy})
+        rewards: dict[str, Any] = dict(self.rewards)
+        found = RLHFEvaluator(None, **rewards).reward_accuracy(pairs)
+        for kind, right in found.items():
+            option = "reward_model" if kind == "reward" else kind
+            self._note_accuracy(str(self.given[option]), kind, right)
+
+    def _note_accuracy(self, name: str, by: str, right: np.ndarray) -> None:
+        accuracy = as_json(stats.proportion_interval(right, unit="pair"))
+        self.accuracies.append({"name": name, "by": by, "pairs": len(right), "accuracy": accuracy})
 
     def _say_prices(self, others: Sequence[RLHFEvaluator], first: RLHFEvaluator | None) -> None:
         count = self.given["winrate_prompts"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf_algos.engine.batching import epoch_order
 from rlhf_algos.online.preflight import Finding, ReferenceRewards, preflight, repeated_prompts
 from rlhf_data import PromptExample
 from rlhf_infer import RewardScores
+from rlhf_models import context_length
 
 if TYPE_CHECKING:
     from rlhf_algos.online.base import OnlineTrainer
@@ -80,17 +81,29 @@ def _references(trainer: OnlineTrainer, prompts: Sequence[PromptExample]) -> Ref
         (at, next((p.columns[name] for name in names if isinstance(p.columns.get(name), str)), None))
         for at, p in enumerate(prompts)
     ]
-    answered = [(at, text) for at, text in found if text]
-    if len(answered) < 2:
+    known = {at: trainer.tokenizer.encode(text, add_special_tokens=False) for at, text in found if text}
+    groups = _fitting(trainer, prompts, known)
+    if len(groups) < 2:
         return None
-    groups = [at for at, _ in answered]
     own = [prompts[at] for at in groups]
-    texts = [_as_completion(prompts[at], text) for at, text in answered]
-    ids = [trainer.tokenizer.encode(text, add_special_tokens=False) for _, text in answered]
+    texts = [_as_completion(prompts[at], str(found[at][1])) for at in groups]
+    ids = [known[at] for at in groups]
     turned = [texts[-1], *texts[:-1]], [ids[-1], *ids[:-1]]
     return ReferenceRewards(
         groups, _rewards(trainer, own, texts, ids).total, _rewards(trainer, own, *turned).total
     )
+
+
+def _fitting(
+    trainer: OnlineTrainer, prompts: Sequence[PromptExample], ids: Mapping[int, Sequence[int]]
+) -> list[int]:
+    """The prompts after which the longest of their answers still fits the model's context."""
+    limit = context_length(trainer.model.config)
+    if limit is None:
+        return list(ids)
+    alone = [at for at, answer in ids.items() if len(prompts[at].prompt_ids) + len(answer) <= limit]
+    longest = max((len(ids[at]) for at in alone), default=0)
+    return [at for at in alone if len(prompts[at].prompt_ids) + longest <= limit]
 
 
 def _as_completion(prompt: PromptExample, text: str) -> Any:

@@ -46,21 +46,28 @@ def _parse(row: Row) -> tuple[Record, ...]:
     asks = row.has("question", "answer") and not any(map(row.has, _CONTEXT))
     if asks and "prompt" not in row.columns and not row.has("prompt"):
         row = replace(row, columns={**row.columns, "prompt": "question"})
-    prompt = _prompt(row)
+    prompt, completions = _split(row)
     taken = {row.name("prompt"), *TEMPLATE_COLUMNS}
-    others = {name: value for name, value in row.values.items() if name not in taken}
+    others = {name: value for name, value in row.values.items() if name not in taken} | completions
     judged = others.get("reward_model")
     if isinstance(judged, Mapping) and judged.get("ground_truth") is not None and not row.has("answer"):
         others["answer"] = judged["ground_truth"]
     return (PromptRecord(prompt, others, **row.common()),)
 
 
-def _prompt(row: Row) -> Text:
-    """The prompt: its own column, what a pair shares, or a conversation up to the assistant's last turn."""
+def _split(row: Row) -> tuple[Text, dict[str, Any]]:
+    """The prompt: its own column, what a pair shares, or a conversation up to the assistant's last turn.
+
+    Of a pair, the columns of its completions too, without the prompt that stood in them.
+    """
     if row.has("prompt") or "prompt" in row.columns:
-        return row.said("prompt")
+        return row.said("prompt"), {}
+    completions: dict[str, Any] = {}
     if row.has("chosen", "rejected"):
-        prompt = row.pair()[0]
+        prompt, *both = row.pair()
+        completions = {
+            str(row.name(name)): text for name, text in zip(("chosen", "rejected"), both, strict=True)
+        }
     elif row.has("messages"):
         messages = row.messages()[0]
         prompt = messages[:-1] if messages[-1]["role"] == "assistant" else messages
@@ -68,7 +75,7 @@ def _prompt(row: Row) -> Text:
         raise row.missing("prompt")
     if is_empty(prompt):
         raise UserError(f"{row.where}: nothing stands before the completion; expected a prompt to complete")
-    return prompt
+    return prompt, completions
 
 
 class PromptBuilder(Builder):

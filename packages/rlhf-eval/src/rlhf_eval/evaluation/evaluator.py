@@ -195,31 +195,42 @@ class RLHFEvaluator:
         return Verdicts(ahead, behind)
 
     def reward_accuracy(self, pairs: Sequence[PreferenceRecord]) -> dict[str, np.ndarray]:
-        """Which pairs are ranked as people rank them: (n,) 1, 0, or ½ for a tie.
+        """Which pairs the rewards rank as people rank them: (n,) 1, 0, or ½ for a tie, by reward.
 
         Args:
             pairs: held-out preferences.
 
-        Returns:
-            By the rewards that there are; and, with a policy and a reference, `implicit`: by
-            log π(y | x) − log π_ref(y | x), DPO's reward (Rafailov et al. 2023,
-            https://arxiv.org/abs/2305.18290, equation 5) up to β.
-
         Raises:
             UserError: a pair cannot be scored.
         """
-        margins = {}
+        found = {}
         for kind, scorer in self.rewards.items():
             if scorer is not None:
-                found = [
-                    as_read(scorer.reads_chat, pair.prompt, text) for pair in pairs for text in _both(pair)
+                both = [
+                    as_read(scorer.reads_chat, pair.prompt, text)
+                    for pair in pairs
+                    for text in (pair.chosen, pair.rejected)
                 ]
-                scores = scorer([prompt for prompt, _ in found], [text for _, text in found]).mean(0)
-                margins[kind] = scores[0::2] - scores[1::2]
+                scores = scorer([prompt for prompt, _ in both], [text for _, text in both]).mean(0)
+                found[kind] = (1 + np.sign(scores[0::2] - scores[1::2])) / 2
+        return found
+
+    def implicit_accuracy(self, pairs: Sequence[PreferenceRecord]) -> np.ndarray | None:
+        """The same by log π(y | x) − log π_ref(y | x), its implicit reward; None without a reference.
+
+        It is DPO's reward up to β and what depends on the prompt alone (Rafailov et al. 2023,
+        https://arxiv.org/abs/2305.18290, equation 5).
+
+        Args:
+            pairs: held-out preferences.
+
+        Raises:
+            UserError: the tokenizers differ, or a pair cannot be encoded.
+        """
         reference = None if self.reference is None else self.reference.policy
-        if self.policy is not None and reference is not None:
-            margins["implicit"] = self._implicit_margins(reference, pairs)
-        return {name: (1 + np.sign(values)) / 2 for name, values in margins.items()}
+        if self.policy is None or reference is None:
+            return None
+        return (1 + np.sign(self._implicit_margins(reference, pairs))) / 2
 
     def evaluate(self) -> dict[str, Any]:
         """Every number about this policy and, where there is a reference, about both; JSON values."""
@@ -359,10 +370,6 @@ class RLHFEvaluator:
                 ratios.append(logps.numpy())
         advantage = ratios[0] - ratios[1]
         return advantage[0::2] - advantage[1::2]
-
-
-def _both(pair: PreferenceRecord) -> tuple[Text, Text]:
-    return pair.chosen, pair.rejected
 
 
 def _file_name(text: str) -> str:
