@@ -45,6 +45,10 @@ def _paired(rng: np.random.Generator) -> Interval:
     )
 
 
+def _few(rng: np.random.Generator) -> Interval:
+    return stats.paired_difference(rng.normal(0.3, 1, 3), rng.normal(0, 1, 3))
+
+
 def _clustered(rng: np.random.Generator) -> Interval:
     sizes = rng.integers(1, 6, 60)
     prompts = np.repeat(np.arange(60), sizes)
@@ -166,6 +170,7 @@ _IMPROVED = 0.5 * (1 + math.erf(0.5 / 2))
 CASES = (
     Case("mean, 60 prompts of 1 to 5 rows", 0.2, _clustered),
     Case("paired difference, skewed scores of 50 prompts", 0.3, _paired),
+    Case("paired difference, 3 prompts", 0.3, _few),
     Case("paired difference, verdicts: 2% gains, 2% losses of 100", 0.0, _verdicts(100, 0.02, 0.02)),
     Case("paired difference, verdicts: 10% gains, 5% losses of 200", 0.05, _verdicts(200, 0.1, 0.05)),
     Case("two-sample difference, 60 and 80 rows", 0.5, _two_samples),

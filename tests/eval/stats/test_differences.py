@@ -124,7 +124,20 @@ def test_non_inferiority_is_about_the_lower_end() -> None:
         non_inferior(found, -0.1)
 
 
+@pytest.mark.parametrize("units", [2, 3, 7])
+def test_few_units_get_student_s_interval(units: int) -> None:
+    values = np.random.default_rng(units).normal(0.5, 1, (units, 2))
+    found = paired_difference(values[:, 0], values[:, 1])
+    expected = oracle.ttest_rel(values[:, 0], values[:, 1])
+    low, high = expected.confidence_interval(0.95)
+    assert (found.low, found.high) == pytest.approx((low, high), rel=0.01)
+    assert found.p_value == pytest.approx(expected.pvalue, rel=0.02)
+    assert found.method == "Student's t"
+
+
 def test_the_t_quantile_is_scipy_s() -> None:
+    for degrees in (1, 2):
+        assert t_quantile(0.975, degrees) == pytest.approx(oracle.t.ppf(0.975, degrees), rel=1e-9)
     for degrees in (3, 4, 9, 30):
         assert t_quantile(0.975, degrees) == pytest.approx(oracle.t.ppf(0.975, degrees), rel=0.01)
     assert t_quantile(0.9, 1e9) == pytest.approx(NormalDist().inv_cdf(0.9))

@@ -95,7 +95,9 @@ def load_scorer(spec: str) -> Scorer:
 
 
 def as_text(text: Text) -> str:
-    """A text as it is; messages with their roles, one below the other."""
+    """A text as it is, also a user's only message; other messages with their roles, one below the other."""
     if isinstance(text, str):
         return text
+    if len(text) == 1 and text[0].get("role") == "user" and isinstance(text[0].get("content"), str):
+        return text[0]["content"]
     return "\n\n".join(f"{message['role']}: {message.get('content') or ''}" for message in text)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlhf_data import UserError, read_rows, row_place
+from rlhf_eval.scoring import as_text
 
 _PROMPTS = ("prompt", "instruction", "question", "input", "messages")
 _OUTPUTS = ("completion", "output", "response", "output_2", "generation", "answer", "text")
@@ -161,6 +162,8 @@ def _zipped_samples(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _as_text(prompt: Any) -> str:
+    if isinstance(prompt, list) and prompt and all(isinstance(e, dict) and "role" in e for e in prompt):
+        return as_text(prompt)  # so that messages and plain texts that say the same are joined
     return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, ensure_ascii=False)
 
 

@@ -13,7 +13,7 @@ from rlhf_report.compare.compute import compare
 from rlhf_report.compare.page import comparison_page
 from rlhf_report.compare.read import encodable
 from rlhf_report.compare.table import PREFERENCE, Options, Table, name_of, read_table, texts_of
-from rlhf_report.compare.words import amount, is_rate, label, opening, text_report, verdict
+from rlhf_report.compare.words import amount, is_rate, label, left_out, opening, text_report, verdict
 
 _JSON, _TEXT, _PAGE = "comparison.json", "comparison.txt", "comparison.html"
 
@@ -36,7 +36,7 @@ def run_compare(given: dict[str, Any]) -> None:
     atomic_write_json(folder / _JSON, found | {"cases": cases})
     atomic_write_text(folder / _TEXT, text_report(found))
     atomic_write_text(folder / _PAGE, comparison_page(found, cases))
-    print("\n".join([opening(found), *verdict(found)]))
+    print("\n".join([opening(found), *verdict(found), *left_out(found)]))
     print(f"The page: {folder / _PAGE}; the numbers: {_JSON}; the tables: {_TEXT}")
 
 

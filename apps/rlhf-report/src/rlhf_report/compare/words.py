@@ -86,8 +86,8 @@ def verdict(found: dict[str, Any]) -> list[str]:
     return sentences
 
 
-def notes(found: dict[str, Any]) -> list[str]:
-    """What could not be joined, and how the numbers came about."""
+def left_out(found: dict[str, Any]) -> list[str]:
+    """What could not be joined."""
     said = []
     for file in found["files"]:
         lost = []
@@ -97,6 +97,12 @@ def notes(found: dict[str, Any]) -> list[str]:
             lost.append(f"{file['rows_without_metric']:,} rows without {found['metric']}")
         if lost:
             said.append(f"Left out of {file['name']}: {' and '.join(lost)}.")
+    return said
+
+
+def notes(found: dict[str, Any]) -> list[str]:
+    """What could not be joined, and how the numbers came about."""
+    said = left_out(found)
     mean, level = found["models"][0]["mean"], 100 * found["level"]
     said.append(f"Intervals hold {level:g}%. Of the means: {mean['method']}, {mean['n']:,} {mean['unit']}s.")
     if found["pairs"]:

@@ -95,8 +95,7 @@ def completions_of(source: Source, prompts: Sequence[PromptRecord], count: int) 
         found.setdefault(key_of(answer.prompt), []).append(Written(answer.output))
     groups = []
     for record in prompts:
-        keys = (key_of(as_text(record.prompt)), key_of(_as_json(record)))
-        group = next((found[key] for key in keys if key in found), [])
+        group = found.get(key_of(as_text(record.prompt)), [])
         if len(group) < count:
             raise UserError(
                 f"{source.path} has {len(group)} completions of {record.where or 'a prompt'}, {count} are "
@@ -104,9 +103,3 @@ def completions_of(source: Source, prompts: Sequence[PromptRecord], count: int) 
             )
         groups.append(group[:count])
     return groups
-
-
-def _as_json(record: PromptRecord) -> str:
-    import json
-
-    return json.dumps(record.prompt, sort_keys=True, ensure_ascii=False)

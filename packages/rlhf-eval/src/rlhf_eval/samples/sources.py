@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data import UserError, read_rows
+from rlhf_eval.scoring import as_text
 
 __all__ = ["Case", "Completion", "matched", "read_source"]
 
@@ -142,8 +143,8 @@ def _first(row: Mapping[str, Any], names: Iterable[str]) -> str | None:
 
 def _text_of(value: Sequence[Any]) -> str:
     """Messages as text; of a list of completions the first."""
-    if all(isinstance(each, Mapping) and "content" in each for each in value):
-        return "\n\n".join(f"{each.get('role', '')}: {each['content']}" for each in value)
+    if all(isinstance(each, dict) and "role" in each for each in value):
+        return as_text(list(value))
     return str(value[0])
 
 

@@ -15,6 +15,7 @@ from rlhf_eval.stats.interval import (
     check_level,
     normal_quantile,
     percentile_t,
+    t_quantile,
 )
 
 Clusters = Sequence[Hashable] | np.ndarray | None
@@ -23,6 +24,7 @@ VERDICTS = (0, 0.5, 1)
 
 _METHOD = "studentised bootstrap"
 _NO_SPREAD = "no spread seen"
+_FEW_UNITS = 8
 
 
 def mean_interval(
@@ -36,6 +38,7 @@ def mean_interval(
 ) -> Interval:
     """Mean of the rows, with the interval of the studentised bootstrap over their clusters.
 
+    Fewer than 8 units have too few different resamples; they get Student's interval, exact for normal units.
     `p_value` is of a mean of zero. Where all units agree there is no interval to compute, and its ends are
     NaN.
 
@@ -57,6 +60,15 @@ def mean_interval(
     mean, error = sample.mean()
     if not error > 0:  # nan too: fewer than two units
         return Interval(mean, math.nan, math.nan, level, _NO_SPREAD, unit, sample.units, error)
+    if sample.units < _FEW_UNITS:
+        degrees = sample.units - 1
+
+        def ends(at: float) -> tuple[float, float]:
+            half = t_quantile((1 + at) / 2, degrees) * error
+            return mean - half, mean + half
+
+        p_value = _level_that_touches_zero(ends)
+        return Interval(mean, *ends(level), level, "Student's t", unit, sample.units, error, p_value)
     low, high, p_value = percentile_t(mean, error, sample.resampled(resamples, rng), level)
     return Interval(mean, low, high, level, _METHOD, unit, sample.units, error, p_value)
 

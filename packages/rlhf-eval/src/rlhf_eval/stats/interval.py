@@ -52,7 +52,14 @@ def normal_quantile(probability: float) -> float:
 
 
 def t_quantile(probability: float, degrees: float) -> float:
-    """The quantile of Student's t, within 1% from 3 degrees on (Abramowitz & Stegun 1964, 26.7.5)."""
+    """The quantile of Student's t: exact for 1 and 2 degrees, then within 1%.
+
+    Abramowitz & Stegun 1964, "Handbook of mathematical functions", 26.7.3, 26.7.4 and 26.7.5.
+    """
+    if degrees == 1:
+        return math.tan(math.pi * (probability - 0.5))
+    if degrees == 2:
+        return (2 * probability - 1) / math.sqrt(2 * probability * (1 - probability))
     z = normal_quantile(probability)
     terms = (
         (z**3 + z) / 4,
