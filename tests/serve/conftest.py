@@ -173,6 +173,21 @@ def folders(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Pa
 
 
 @pytest.fixture(scope="session")
+def sentencepiece_like() -> Any:
+    """A vocabulary with blanks as ▁ and bytes as <0x..>, as Llama 2 has."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = ["<s>", "</s>", "▁the", "the", "▁", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.fixture(scope="session")
 def start(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
     """Starts servers of the tiny models; those still running at the end are ended."""
     servers: list[Any] = []

@@ -58,6 +58,48 @@ def test_tokens_of_ends_and_of_stop_texts_belong_to_no_piece(texts: Texts, byte_
     assert spelled(texts, [byte_tokenizer.eos_token_id]) == []
 
 
+def rows_of(texts: Texts, ids: list[int], **params: Any) -> list[int]:
+    return [row.token for piece in spelled(texts, ids, **params) for row in piece.rows]
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_an_unfinished_character_has_its_bytes_and_not_what_comes_behind(
+    byte_tokenizer: Any, sentencepiece_like: Any, fallback: bool
+) -> None:
+    # In a vocabulary with byte fallback each lost byte is replaced, in a byte-level one all of a character.
+    tokenizer = sentencepiece_like if fallback else byte_tokenizer
+    texts, end = Texts(tokenizer), tokenizer.eos_token_id
+    first, behind = ([2], [3]) if fallback else [tokenizer(word)["input_ids"] for word in ("ab", "the")]
+    lama = tokenizer("🦙", add_special_tokens=False)["input_ids"][-4:]
+    for count in (1, 2, 3):
+        ids = [*first, *lama[:count]]
+        assert rows_of(texts, [*ids, end]) == rows_of(texts, ids) == ids
+        assert rows_of(texts, [*ids, *behind]) == [*ids, *behind]
+        # The stop text's first token lets go of the bytes before it, and is not among them.
+        assert rows_of(texts, [*ids, *behind], stop=("the",), min_new_tokens=count + len(first)) == ids
+        if not fallback:
+            assert rows_of(texts, [*ids, *lama, *behind]) == [*ids, *lama, *behind]
+            assert rows_of(texts, [*ids, *lama, *behind], stop=("🦙",)) == ids
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_rows_are_the_bytes_of_any_tokens_but_special_ones(
+    texts: Texts, byte_tokenizer: Any, seed: int
+) -> None:
+    rng = random.Random(seed)
+    special = [0, 1, 2]
+    assert texts.token_bytes.special == set(special)
+    # Letters and loose bytes of characters, with special tokens anywhere.
+    loose = byte_tokenizer("a b☃🦙")["input_ids"]
+    ids = [rng.choice(special) if rng.random() < 0.15 else rng.choice(loose) for _ in range(30)]
+    pieces = spelled(texts, ids)
+    assert "".join(piece.text for piece in pieces) == texts.decode(ids)
+    assert [row.token for piece in pieces for row in piece.rows] == [i for i in ids if i not in special]
+    for piece in pieces:
+        spelling = b"".join(texts.token_bytes.of(row.token) for row in piece.rows)
+        assert spelling.decode(errors="replace") == piece.text
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_what_streams_is_what_comes_whole(texts: Texts, byte_tokenizer: Any, seed: int) -> None:
     rng = random.Random(seed)

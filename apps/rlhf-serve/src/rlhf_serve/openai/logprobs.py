@@ -39,7 +39,8 @@ class Piece:
 class Unfolding:
     """A completion piece by piece, as its tokens come.
 
-    Tokens are told with the piece that their text is in; those of the end and of a stop text belong to none.
+    Tokens are told with the piece that their text is in; those of a stop text belong to none, nor do special
+    tokens, such as the end, which the text leaves out.
 
     Args:
         texts: decodes.
@@ -48,6 +49,7 @@ class Unfolding:
 
     def __init__(self, texts: Texts, params: SamplingParams) -> None:
         self._growing = GrowingText(texts, params.stop, params.min_new_tokens)
+        self._special = texts.token_bytes.special
         self._rows: list[tuple[int, float, Sequence[tuple[int, float]]]] = []
         self._told = 0
 
@@ -65,7 +67,8 @@ class Unfolding:
             return None
         first, self._told = self._told, self._growing.sent_tokens
         starts = [0, *self._growing.ends]
-        return Piece(text, [TokenRow(*self._rows[i], starts[i]) for i in range(first, self._told)])
+        places = (i for i in range(first, self._told) if self._rows[i][0] not in self._special)
+        return Piece(text, [TokenRow(*self._rows[i], starts[i]) for i in places])
 
 
 def unfolded(texts: Texts, params: SamplingParams, rollout: Rollout) -> Iterator[Piece]:

@@ -19,7 +19,9 @@ class TokenBytes:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._special = frozenset(tokenizer.all_special_ids)
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self.special = frozenset(tokenizer.all_special_ids) | {i for i, each in added.items() if each.special}
+        """Tokens that decoding leaves out of a text."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
         decoder = {} if backend is None else json.loads(backend.to_str()).get("decoder") or {}
         parts = decoder.get("decoders", [decoder])
@@ -31,7 +33,7 @@ class TokenBytes:
         piece = self._tokenizer.convert_ids_to_tokens(token)
         if piece is None:  # an id beside the vocabulary
             return b""
-        if token in self._special:
+        if token in self.special:
             return piece.encode()
         if self._byte_level and all(character in _BYTES for character in piece):
             return bytes(_BYTES[character] for character in piece)

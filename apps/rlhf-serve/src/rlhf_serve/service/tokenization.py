@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import copy
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from rlhf_data import Encoder, Message, Text, UserError
@@ -118,34 +119,50 @@ class GrowingText:
         self._start, self._read = 0, 0
         self._text, self._sent = "", 0
         self.ends: list[int] = []
-        """Characters of the text after each token; it grows with the last token of a character only."""
+        """Characters of the text after each token; they grow with a character's last token, whether or not it
+        finishes the character, and never with a special token."""
 
     def add(self, token: int) -> str:
         """The text that is certain now and was not before."""
         self._ids.append(token)
-        known = self._texts.decode(self._ids[self._start : self._read])
-        text = self._texts.decode(self._ids[self._start :])
+        self.ends.append(len(self._text))
+        known, text = self._decoded(self._read), self._decoded(len(self._ids))
         if len(text) > len(known) and not text.endswith(_BROKEN):
-            self._text += text[len(known) :]
+            self._take(known, text)
             self._start, self._read = self._read, len(self._ids)
         if self._stops and len(self._ids) <= self._min_tokens:
             self._unstopped = len(self._texts.decode(self._ids).rstrip(_BROKEN))
-        self.ends.append(len(self._text))
         return self._send(self._certain())
 
     def rest(self) -> str:
         """What is left when the completion has ended."""
-        known = self._texts.decode(self._ids[self._start : self._read])
-        self._text += self._texts.decode(self._ids[self._start :])[len(known) :]
+        self._take(self._decoded(self._read), self._decoded(len(self._ids)))
         self._start = self._read = len(self._ids)
-        if self.ends:
-            self.ends[-1] = len(self._text)
         return self._send(self._end(len(self._text)))
 
     @property
     def sent_tokens(self) -> int:
         """The first tokens that all of the text handed out comes from: no end, and nothing of a stop text."""
         return bisect.bisect_left(self.ends, self._sent) + 1 if self._sent else 0
+
+    def _decoded(self, end: int) -> str:
+        return self._texts.decode(self._ids[self._start : end])
+
+    def _take(self, known: str, text: str) -> None:
+        """Add what `text` has behind `known`, and say how much of it comes after each of the tokens not read.
+
+        Bytes of a character that is never finished are replaced in the text; the last of them ends that.
+        """
+        lasts = {}
+        for place in range(self._read, len(self._ids)):
+            if self._ids[place] not in self._texts.token_bytes.special:
+                so_far = text if place + 1 == len(self._ids) else self._decoded(place + 1)
+                if text.startswith(so_far):  # else a later token finishes its last character
+                    lasts[len(so_far)] = place
+        for length, place in lasts.items():
+            self.ends[place] = len(self._text) - len(known) + length
+        self.ends[self._read :] = accumulate(self.ends[self._read :], max)
+        self._text += text[len(known) :]
 
     def _send(self, end: int) -> str:
         piece = self._text[self._sent : max(end, self._sent)]
