@@ -7,10 +7,12 @@ import contextlib
 import datetime
 import email.utils
 import ipaddress
+import logging
 import math
 import os
 import random
 import threading
+import time
 import urllib.parse
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
@@ -32,6 +34,10 @@ _SHOWN = 300
 _LARGEST_ANSWER = 64 * 2**20
 """Bytes of an answer of a scorer or judge beyond which it is not read on."""
 
+_SAID_FROM_S, _SAID_EVERY_S = 3.0, 10.0
+"""Pauses that are said, and seconds between what is said."""
+_last_said = -math.inf
+_LOG = logging.getLogger(__name__)
 _JITTER = random.Random()
 """Of pauses; not seeded, or the processes of a training would come back together."""
 _Value = TypeVar("_Value")
@@ -128,8 +134,18 @@ class RetryPolicy:
                     f"{self.deadline_s:g} for one request)",
                 )
                 break
+            _say_waiting(failure, pause)
             await asyncio.sleep(pause)
         raise failure
+
+
+def _say_waiting(failure: Unavailable, pause: float) -> None:
+    """Tell who waits what for, once in a while: many requests may wait at a time."""
+    global _last_said
+    now = time.monotonic()
+    if pause >= _SAID_FROM_S and now - _last_said >= _SAID_EVERY_S:
+        _last_said = now
+        _LOG.warning("%s; the next try is in %.0f s (tries so far: %d)", failure, pause, failure.tries)
 
 
 class TokenBucket:
