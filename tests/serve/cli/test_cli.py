@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import socket
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,33 @@ def test_what_is_refused(arguments: list[str], says: str, tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     assert says in refused(*arguments)
     assert list(tmp_path.iterdir()) == []
+
+
+def without_torch(*arguments: str) -> tuple[int, str]:
+    """Exit status and error stream of the command where torch cannot be imported."""
+    code = "import sys; sys.modules['torch'] = None; from rlhf_serve.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "missing"),
+    [
+        (["--model", "/nope"], "/nope"),
+        (["--model", ".", "--reward-model", "./none"], "./none"),
+        (["generate", "--input", "none.jsonl", "--output", "o", "--model", "."], "none.jsonl"),
+        (["generate", "--input", ".", "--output", "o", "--model", "/nope"], "/nope"),
+    ],
+)
+def test_paths_that_are_missing_are_told_before_torch_is_loaded(arguments: list[str], missing: str) -> None:
+    status, said = without_torch(*arguments)
+    assert status == 2 and f" {missing} does not exist" in said and len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", [[], ["generate", "--input", ".", "--output", "o"]])
+def test_the_first_line_comes_before_torch_is_loaded(command: list[str]) -> None:
+    status, said = without_torch(*command, "--model", ".")
+    assert status == 1 and said.startswith("loading torch")
 
 
 def test_a_port_that_is_taken_is_told_before_a_model_is_loaded() -> None:

@@ -14,6 +14,7 @@ from rlhf_data import exit_cleanly
 _BACKENDS = ("auto", "transformers", "vllm")
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _ANSWERS = ("text", "marked", "number")
+_LOADING = "loading torch and transformers, which takes some seconds"
 
 Decorator = Callable[[Any], Any]
 
@@ -91,10 +92,16 @@ def _serve(context: click.Context, **options: Any) -> None:
         return
 
     def job() -> None:
+        from rlhf_serve.cli.display import Display
+        from rlhf_serve.cli.inputs import check_inputs
         from rlhf_serve.cli.options import settings_of
+
+        settings = settings_of(options)
+        check_inputs(settings)
+        Display().say(_LOADING)
         from rlhf_serve.cli.serve import serve
 
-        serve(settings_of(options))
+        serve(settings)
 
     exit_cleanly(job)
 
@@ -107,10 +114,16 @@ def _generate(**options: Any) -> None:
     """
 
     def job() -> None:
-        from rlhf_serve.cli.generate import generate
+        from rlhf_serve.cli.display import Display
+        from rlhf_serve.cli.inputs import check_inputs
         from rlhf_serve.cli.options import batch_settings_of
 
-        generate(batch_settings_of(options))
+        settings = batch_settings_of(options)
+        check_inputs(settings)
+        Display().say(_LOADING)
+        from rlhf_serve.cli.generate import generate
+
+        generate(settings)
 
     exit_cleanly(job)
 
