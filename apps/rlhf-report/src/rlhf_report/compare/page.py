@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from rlhf_eval.html import number, page, section, table, text, verbatim
+from rlhf_report.compare.plot import interval_plot
 from rlhf_report.compare.table import PREFERENCE
 from rlhf_report.compare.words import (
     amount,
@@ -49,7 +51,7 @@ def comparison_page(found: dict[str, Any], cases: Sequence[dict[str, Any]]) -> s
     body = f"<h1>{text(_title(found))}</h1>\n"
     body += f"<p>{text(opening(found))} <strong>{text(said[0])}</strong></p>\n"
     body += "".join(f"<p>{text(sentence)}</p>\n" for sentence in said[1:])
-    body += section(_plot_title(found), interval_plot(found) + _models(found))
+    body += section(_plot_title(found), _plot(found) + _models(found))
     if found["pairs"]:
         body += section("Every pair", _pairs(found))
     if any("controlled" in each for each in (*found["models"], *found["pairs"])):
@@ -63,58 +65,14 @@ def comparison_page(found: dict[str, Any], cases: Sequence[dict[str, Any]]) -> s
     return page(_title(found), body, sortable=True)
 
 
-def interval_plot(found: dict[str, Any]) -> str:
-    """Means with their intervals, best first: inline SVG in two widths, of which the page shows one."""
-    return "<figure>" + "".join(_plot(found, width) for width in (340, 960)) + "</figure>"
-
-
-def _plot(found: dict[str, Any], width: int) -> str:
-    means = [model["mean"] for model in found["models"]]
-    ends = [mean[key] for mean in means for key in ("low", "estimate", "high") if mean[key] is not None]
-    margin = 0.06 * (max(ends) - min(ends)) or 0.05 * max(abs(max(ends)), 1)
-    left, right = min(ends) - margin, max(ends) + margin
-    if is_rate(found):
-        left, right = max(left, 0.0), min(right, 1.0)
-
-    def x(value: float) -> str:
-        return f"{20 + (width - 40) * (value - left) / (right - left):.1f}"
-
-    row, top = 46, 8
-    bottom = top + row * len(means)
-    parts = []
-    for tick in _ticks(left, right, 4 if width < 600 else 8):
-        shown = text(amount(found, tick).removesuffix(".0")) + "%" * is_rate(found)
-        parts.append(f'<line class="rule" x1="{x(tick)}" y1="{top}" x2="{x(tick)}" y2="{bottom}"/>')
-        parts.append(
-            f'<text class="tick" x="{x(tick)}" y="{bottom + 18}" text-anchor="middle">{shown}</text>'
-        )
-    longest = width // 17
-    for index, (model, mean) in enumerate(zip(found["models"], means, strict=True)):
-        y = top + row * index
-        name = model["name"] if len(model["name"]) <= longest else model["name"][: longest - 1] + "…"
-        value = text(f"{amount(found, mean['estimate'])} {range_of(found, mean)}")
-        parts.append(f'<text class="name" x="20" y="{y + 16}">{text(name)}</text>')
-        parts.append(f'<text class="tick" x="{width - 20}" y="{y + 16}" text-anchor="end">{value}</text>')
-        if mean["low"] is not None:
-            across = f'x1="{x(mean["low"])}" x2="{x(mean["high"])}" y1="{y + 31}" y2="{y + 31}"'
-            parts.append(f'<line class="interval" {across}/>')
-        parts.append(f'<circle class="estimate" cx="{x(mean["estimate"])}" cy="{y + 31}" r="5"/>')
-    kind, said = "narrow" if width < 600 else "wide", text(_plot_title(found))
-    size = f'viewBox="0 0 {width} {bottom + 28}"'
-    return f'<svg class="plot {kind}" role="img" aria-label="{said}" {size}>{"".join(parts)}</svg>'
-
-
-def _ticks(low: float, high: float, most: int) -> list[float]:
-    """Round numbers between two ends, equally far apart."""
-    steps = sorted(factor * 10.0**exponent for exponent in range(-12, 13) for factor in (1, 2, 5))
-    step = next((step for step in steps if (high - low) / step <= most), high - low)
-    first = int(-(-low // step))
-    return [round(k * step, 12) for k in range(first, int(high // step) + 1)]
-
-
 def _title(found: dict[str, Any]) -> str:
     names = [model["name"] for model in found["models"]]
     return " and ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} others"
+
+
+def _plot(found: dict[str, Any]) -> str:
+    rows = [(model["name"], model["mean"]) for model in found["models"]]
+    return interval_plot(_plot_title(found), rows, partial(amount, found), rate=is_rate(found))
 
 
 def _plot_title(found: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from rlhf_report.compare.read import encodable
 from rlhf_report.compare.table import PREFERENCE, Options, Table, name_of, read_table, texts_of
 from rlhf_report.compare.words import amount, is_rate, label, left_out, opening, text_report, verdict
 
+_CASES = 4
 _JSON, _TEXT, _PAGE = "comparison.json", "comparison.txt", "comparison.html"
 
 
@@ -43,6 +44,8 @@ def run_compare(given: dict[str, Any]) -> None:
 def _options(given: dict[str, Any]) -> Options:
     if math.isnan(given["level"]):
         raise UserError("--level nan: expected a number between 0 and 1, such as 0.95")
+    if given["threshold"] is not None:
+        raise UserError("--threshold is for training runs, and these are files of answers; leave it out")
     files, names = [], []
     for entry in given["files"]:
         name, equals, path = entry.partition("=")
@@ -63,7 +66,7 @@ def _options(given: dict[str, Any]) -> Options:
         cluster=given["cluster"],
         lower_is_better=given["lower_is_better"],
         level=given["level"],
-        cases=given["cases"],
+        cases=_CASES if given["cases"] is None else given["cases"],
     )
 
 

@@ -62,7 +62,7 @@ def opening(found: dict[str, Any]) -> str:
     against = f" against {name_of(found['baseline'])}" if found["baseline"] else ""
     where = f"{found['prompts']:,} prompts" + " that all files have" * (len(names) > 1)
     unit = "" if found["unit"] == "prompt" else f" Prompts of one {found['unit']} are resampled together."
-    return f"{_listed(names)}, compared by {what}{against} on {where}.{unit}"
+    return f"{listed(names)}, compared by {what}{against} on {where}.{unit}"
 
 
 def verdict(found: dict[str, Any]) -> list[str]:
@@ -74,7 +74,7 @@ def verdict(found: dict[str, Any]) -> list[str]:
     alike = [pair for pair in pairs if pair["difference"]["low"] is None]
     undecided = [pair for pair in pairs if pair["holm"] >= alpha and pair not in alike]
     if undecided and not decisive and not alike:
-        return [_no_ranking(pairs), _detectable(found, undecided)]
+        return [no_ranking(pairs), _detectable(found, undecided)]
     sentences = [_better(found, pair) for pair in decisive[:_NAMED]]
     sentences += [_constant(found, pair) for pair in alike[:_NAMED]]
     if len(decisive) > _NAMED:
@@ -122,18 +122,18 @@ def text_report(found: dict[str, Any]) -> str:
     for model in found["models"]:
         mean = model["mean"]
         rows.append((model["name"], amount(found, mean["estimate"]) + unit, range_of(found, mean)))
-    lines += _columns(rows)
+    lines += columns(rows)
     controlled = [model for model in found["models"] if "controlled" in model]
     if controlled:
         rows = [("win rate, %", "at equal length", "and style", "AlpacaEval 2's model")]
         for model in controlled:
             rates = (model["controlled"]["length"], model["controlled"]["length_and_style"])
             rows.append((model["name"], *map(percent, rates), percent(model["alpaca_eval"])))
-        lines += ["", *_columns(rows)]
+        lines += ["", *columns(rows)]
     if found["pairs"]:
         rows = [("pair", "difference", "interval", "p (Holm)", "won/tied/lost", "detectable")]
         rows += [_pair_cells(found, pair) for pair in found["pairs"]]
-        lines += ["", *_columns(rows)]
+        lines += ["", *columns(rows)]
     if found.get("slices"):
         lines.append("")
     for entry in found.get("slices", ()):
@@ -183,7 +183,8 @@ def _constant(found: dict[str, Any], pair: dict[str, Any]) -> str:
     return f"{pair['first']} and {pair['second']} differ by {by} on every prompt."
 
 
-def _no_ranking(pairs: Sequence[dict[str, Any]]) -> str:
+def no_ranking(pairs: Sequence[dict[str, Any]]) -> str:
+    """That no difference is significant: the sentence for pairs of which none is."""
     outside = sum(pair["difference"]["low"] > 0 or pair["difference"]["high"] < 0 for pair in pairs)
     if not outside:
         one, many = "The interval of the difference includes zero", "All pairwise intervals include zero"
@@ -202,10 +203,12 @@ def _detectable(found: dict[str, Any], undecided: Sequence[dict[str, Any]]) -> s
     )
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Names as a sentence has them: a, b and c."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table in plain text."""
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

@@ -1,0 +1,88 @@
+"""The page of a comparison of runs: what came out, intervals, curves, a table of each kind of measure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf_eval.figures import Panel
+from rlhf_eval.html import breakable, page, section, svg_figure, table, text
+from rlhf_report.compare.plot import interval_plot
+from rlhf_report.compare_runs.words import (
+    Table,
+    amount,
+    definitions,
+    opening,
+    pair_cells,
+    tables,
+    verdict,
+)
+
+__all__ = ["runs_page"]
+
+
+def runs_page(found: dict[str, Any], said: Sequence[str], panels: Sequence[Panel]) -> str:
+    """One HTML file that loads nothing from outside.
+
+    Args:
+        found: Of `compare_runs`.
+        said: Cautions.
+        panels: Curves.
+    """
+    names = [group["name"] for group in found["groups"]]
+    title = " and ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} others"
+    came_out = verdict(found)
+    body = f"<h1>{text(title)}</h1>\n"
+    body += f"<p>{text(opening(found))} <strong>{text(came_out[0])}</strong></p>\n"
+    body += "".join(f"<p>{text(sentence)}</p>\n" for sentence in came_out[1:])
+    if said:
+        body += f'<ul class="findings">{"".join(f"<li>{text(each)}</li>" for each in said)}</ul>\n'
+    if found["comparable"]:
+        body += _plot(found)
+    figures = "".join(f"<div>{svg_figure(each.svg, each.caption)}</div>" for each in panels)
+    body += section("All runs", f'<div class="grid">{figures}</div>')
+    body += "".join(section(each[0], _table(names, each)) for each in tables(found))
+    if found["pairs"]:
+        head = ["pair", "difference", "interval", "p (Holm)", "probability of improvement"]
+        cells = [[text(cell) for cell in pair_cells(pair)] for pair in found["pairs"]]
+        body += section("Every pair", table(head, cells, numeric=True))
+    body += section("Every run", _runs(found))
+    body += section("How it was computed", "".join(f"<p>{text(each)}</p>" for each in definitions(found)))
+    return page(title, body, sortable=True)
+
+
+def _plot(found: dict[str, Any]) -> str:
+    rows = [
+        (group["name"], {"estimate": final["value"], "low": final["low"], "high": final["high"]})
+        for group in found["groups"]
+        if (final := group["measures"]["final"])["value"] is not None
+    ]
+    several = any(row["low"] is not None for _, row in rows)
+    over = f", interquartile mean over seeds with its {100 * found['level']:g}% interval" if several else ""
+    title = f"{found['metric']} at the end{over}, best first"
+    return section(title, interval_plot(title, rows, amount))
+
+
+def _table(names: Sequence[str], found: Table) -> str:
+    rows = [
+        [breakable(name) + (f' <small class="soft">{text(hint)}</small>' if hint else ""), *map(text, cells)]
+        for name, hint, cells in found[1]
+    ]
+    return table(["measure", *names], rows, numeric=True)
+
+
+def _runs(found: dict[str, Any]) -> str:
+    head = ["run", "group", "steps", "state", "at the end", "at equal KL", "converged at", "folder or log"]
+    rows = []
+    for run in found["runs"]:
+        measures = run["measures"]
+        cells = [
+            run["name"],
+            run["group"],
+            f"{run['step']:,}",
+            {True: "unfinished", False: "finished", None: "–"}[run["unfinished"]],
+            *(amount(measures[key]) for key in ("final", "at_matched_kl", "convergence_step")),
+            run["path"],
+        ]
+        rows.append([text(cell) for cell in cells])
+    return table(head, rows)

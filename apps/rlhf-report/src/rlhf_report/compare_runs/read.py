@@ -1,0 +1,231 @@
+"""The logs of runs as curves, whoever wrote them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rlhf_data import UserError
+from rlhf_eval.monitor.logs import RunLog, open_log
+from rlhf_eval.run_comparison.measures import final_mean
+from rlhf_eval.run_comparison.runs import Curve, RunCurves
+from rlhf_report.compare.read import encodable
+from rlhf_report.compare_runs.find import FoundRun
+
+__all__ = ["HELD_OUT", "Run", "choose_kl", "choose_metric", "curves_of", "is_loss", "read_runs"]
+
+HELD_OUT = ("eval_", "eval/", "val-core/")
+"""What names of measurements on held-out rows begin with: ours and TRL's, the game's, verl's."""
+_STATE = "trainer_state.json"
+_TIMING = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "eval_num_tokens")
+_METRICS = ("reward", "eval_reward", "rewards/accuracies", "eval_accuracy", "loss")
+_KL = ("eval_ref_kl", "eval_kl", "kl", "objective/kl", "policy/kl")
+_ENTROPY = ("entropy", "policy/entropy_avg", "policy/entropy")
+_OF_RUN = ("seed", "run_folder", "output_dir", "report_to", "logging_steps", "save_steps", "save_total_limit")
+"""Settings in which the seeds of one experiment may differ."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run with its log.
+
+    Attributes:
+        log: What it logged.
+        group: Name of its group.
+        name: Its own, unlike that of any other.
+        results: Of results.json; empty where it is not there.
+    """
+
+    log: RunLog
+    group: str
+    name: str
+    results: dict[str, Any]
+
+    @property
+    def unfinished(self) -> bool | None:
+        """Whether it still goes on or was stopped; None for verl's logs, which do not say."""
+        return None if self.is_verl else not self.log.finished
+
+    @property
+    def is_verl(self) -> bool:
+        """Whether it is a log without a run folder."""
+        return self.log.path.is_file() and self.log.path.name != _STATE
+
+    @property
+    def method(self) -> str | None:
+        """Of its settings; None where they do not say."""
+        return _known_method(self.log.config)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What seeds of one experiment have in common; empty where it is not known."""
+        return {key: value for key, value in self.log.config.items() if key not in _OF_RUN}
+
+    def series(self, key: str) -> list[tuple[float, float]]:
+        """Finite values of a metric, each after its step."""
+        return [(row["step"], value) for row in self.log.rows if (value := _number(row.get(key))) is not None]
+
+    def keys(self) -> set[str]:
+        """Metrics with a number in them."""
+        return {key for row in self.log.rows for key, value in row.items() if _number(value) is not None}
+
+
+def read_runs(found: Sequence[FoundRun]) -> list[Run]:
+    """Read all logs.
+
+    Raises:
+        UserError: one cannot be read, or none has a row.
+    """
+    runs: list[Run] = []
+    for each in found:
+        log = open_log(each.path)
+        group = encodable(each.group or _method(log))
+        taken = {run.name for run in runs}
+        name = next(name for name in _names(each.path, group) if name not in taken)
+        runs.append(Run(log, group, name, _results(each.path)))
+    if not any(run.log.rows for run in runs):
+        raise UserError(
+            f"{found[0].path} and the other runs have logged nothing yet; wait for their first step"
+        )
+    return runs
+
+
+def choose_metric(runs: Sequence[Run], wanted: str | None) -> str:
+    """The metric to compare by: the one asked for, or the first of the usual ones that all runs have.
+
+    Raises:
+        UserError: no run has it, or none is in all.
+    """
+    keys = [run.keys() for run in runs if run.log.rows]
+    if wanted is not None:
+        if not any(wanted in each for each in keys):
+            known = ", ".join(key for key in _METRICS if any(key in each for each in keys)) or "no usual one"
+            raise UserError(f"no run logs {wanted!r}; they have {known}: name another with --metric")
+        return wanted
+    common = set.intersection(*keys)
+    metric = next((key for key in _METRICS if key in common), None)
+    if metric is None:
+        shared = ", ".join(sorted(common - {"step", "epoch"})[:12]) or "none"
+        raise UserError(f"the runs share none of {', '.join(_METRICS)}, but {shared}; name one with --metric")
+    return metric
+
+
+def is_loss(metric: str) -> bool:
+    """Whether less of it is better, and only runs of one method can be compared by it."""
+    return metric.split("/")[-1].endswith("loss")
+
+
+def choose_kl(runs: Sequence[Run]) -> str | None:
+    """The KL that most runs log, the better estimate before others; None where no two log the same."""
+    keys = [run.keys() for run in runs]
+    counts = [sum(key in each for each in keys) for key in _KL]
+    return _KL[counts.index(max(counts))] if max(counts) > 1 else None
+
+
+def curves_of(run: Run, metric: str, kl: str | None) -> RunCurves:
+    """What is measured of a run."""
+    seconds = _seconds(run)
+    return RunCurves(
+        metric=Curve.of(run.series(metric)),
+        held_out=metric.startswith(HELD_OUT),
+        loss=Curve.of(run.series("loss")),
+        kl=Curve.of(run.series(kl) if kl else ()),
+        tokens=Curve.of(_tokens(run)),
+        seconds=Curve.of(seconds),
+        facts={key: value for key, value in _facts(run, seconds).items() if value is not None},
+    )
+
+
+def _facts(run: Run, seconds: list[tuple[float, float]]) -> dict[str, float | None]:
+    rows, tokens = run.log.rows, _tokens(run)
+    last = rows[-1] if rows else {}
+    speeds = _values(rows, "samples_per_second")
+    memory, times = _values(rows, "peak_memory_gb"), _values(rows, "step_time")
+    entropy = next((values for key in _ENTROPY if (values := _values(rows, key))), [])
+    wall = run.results.get("wall_time")
+    facts = {
+        "step_time": median(times) if times else None,
+        "tokens_per_second": tokens[-1][1] / seconds[-1][1]
+        if tokens and seconds and seconds[-1][1]
+        else None,
+        "samples_per_second": median(speeds) if speeds else _number(last.get("train_samples_per_second")),
+        "peak_memory_gb": max(memory, default=None),
+        "wall_time": _number(wall.get("total") if isinstance(wall, dict) else last.get("train_runtime")),
+        "entropy": final_mean(entropy) if entropy else None,
+    }
+    held_out = [key for key in sorted(run.keys()) if key.startswith(HELD_OUT) and key not in _TIMING]
+    return facts | {key: run.series(key)[-1][1] for key in held_out}
+
+
+def _tokens(run: Run) -> list[tuple[float, float]]:
+    """Tokens so far; verl logs those of each step."""
+    if counted := run.series("num_tokens"):
+        return counted
+    return _summed(run.series("perf/total_num_tokens"))
+
+
+def _seconds(run: Run) -> list[tuple[float, float]]:
+    """Seconds of all steps so far, evaluation left out."""
+    return _summed(run.series("step_time"))
+
+
+def _summed(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Running sum of what each step took; steps that were not logged count as the next one that was."""
+    total, found = 0.0, []
+    for (before, _), (step, value) in pairwise([(0.0, 0.0), *points]):
+        total += (step - before) * value
+        found.append((step, total))
+    return found
+
+
+def _values(rows: Iterable[dict[str, Any]], key: str) -> list[float]:
+    return [value for row in rows if (value := _number(row.get(key))) is not None]
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _method(log: RunLog) -> str:
+    """Name of the method where the settings say it, else of the run."""
+    if method := _known_method(log.config):
+        return method
+    path = log.path.resolve()
+    return path.stem if path.is_file() and path.name != _STATE else _folder(path).name
+
+
+def _known_method(config: dict[str, Any]) -> str | None:
+    method = config.get("method")
+    if isinstance(method, str):
+        return method
+    return "minmax" if "policy_model" in config and "monitor_model" in config else None
+
+
+def _folder(path: Path) -> Path:
+    """The folder of a run, which is not the one of a checkpoint in it."""
+    folder = path if path.is_dir() else path.parent
+    return folder.parent if folder.name.startswith("checkpoint-") else folder
+
+
+def _names(path: Path, group: str) -> Iterable[str]:
+    """What a run may be called, the shortest first."""
+    whole = path.resolve()
+    own = encodable(whole.stem if path.is_file() and path.name != _STATE else _folder(whole).name)
+    yield own if own.startswith(group) else f"{group}/{own}"
+    yield encodable(str(path))
+
+
+def _results(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((path / "results.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

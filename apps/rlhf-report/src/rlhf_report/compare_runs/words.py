@@ -1,0 +1,289 @@
+"""What a comparison of runs says, in sentences and as a text file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+
+from rlhf_eval.run_comparison.measures import FRACTION, HOLD, WINDOW
+from rlhf_report.compare.words import columns, listed, no_ranking, p_text
+from rlhf_report.compare_runs.read import Run, is_loss
+
+__all__ = ["Table", "amount", "cautions", "definitions", "opening", "tables", "text_report", "verdict"]
+
+Table = tuple[str, list[tuple[str, str, list[str]]]]
+"""Title, and rows of name, explanation and a cell for each group."""
+
+_NO_ORDER = (
+    "Losses of different methods are different quantities: no ranking follows from them. Name a metric that "
+    "all runs log with --metric, or compare what the models write with rlhf-report evaluate."
+)
+_NAMED = 4
+_FEW = 5
+
+
+def amount(value: float | None) -> str:
+    """A number with four significant digits, thousands apart; – for what is not known."""
+    if value is None:
+        return "–"
+    shown = f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:,.4g}"
+    return shown.replace("-", "−")
+
+
+def opening(found: dict[str, Any]) -> str:
+    """What was compared by what: one sentence."""
+    names = [f"{group['name']} ({_count(group['runs'], 'run')})" for group in found["groups"]]
+    less = ", less is better" if found["lower_is_better"] and found["comparable"] else ""
+    return f"{listed(names)}, compared by {found['metric']} at the end of training{less}."
+
+
+def verdict(found: dict[str, Any]) -> list[str]:
+    """What came out."""
+    single = [group["name"] for group in found["groups"] if group["measures"]["final"]["known"] == 1]
+    said = [*_pairs_said(found)] if found["comparable"] else [_NO_ORDER]
+    if not said:
+        said.append(_order(found))
+    if single and found["comparable"]:
+        ranked = [group for group in found["groups"] if group["measures"]["final"]["known"]]
+        whose = "One seed each" if len(single) == len(ranked) else f"One seed, as of {listed(single)},"
+        said.append(f"{whose} says nothing about luck: another seed of the same method may end elsewhere.")
+    lacking = [run["name"] for run in found["runs"] if run["measures"]["final"] is None]
+    if lacking:
+        said.append(f"Without {found['metric']} in the log: {listed(lacking)}.")
+    unfinished = [run for run in found["runs"] if run["unfinished"]]
+    if unfinished:
+        where = [f"{run['name']} ({_reached(run)})" for run in unfinished]
+        said.append(f"Unfinished, and read as far as they went: {listed(where)}.")
+    return said
+
+
+def cautions(found: dict[str, Any], runs: Sequence[Run]) -> list[str]:
+    """What a reader of these numbers should know about these runs."""
+    said = []
+    groups = {group["name"]: [run for run in runs if run.group == group["name"]] for group in found["groups"]}
+    steps = {name: max((row["step"] for run in own for row in run.log.rows[-1:]), default=0)
+             for name, own in groups.items()}  # fmt: skip
+    if len(set(steps.values())) > 1:
+        shown = "; ".join(f"{name} {count:,}" for name, count in steps.items())
+        said.append(f"They did not train equally long (steps: {shown}): compare at equal tokens or seconds.")
+    for name, own in groups.items():
+        if differing := _differing(own):
+            said.append(
+                f"The runs of {name} differ in more than the seed ({', '.join(differing[:_NAMED])}): if they "
+                "are no seeds of one experiment, name them apart with NAME=RUN."
+            )
+        seeds = [run.log.config["seed"] for run in own if "seed" in run.log.config]
+        if len(set(seeds)) < len(seeds):
+            said.append(f"Runs of {name} have the same seed: their spread says too little about luck.")
+    if found["comparable"] and is_loss(found["metric"]) and None in {run.method for run in runs}:
+        said.append(
+            "Not all logs say their method: if they differ, so do their losses, and no ranking follows."
+        )
+    few = [group["name"] for group in found["groups"] if 1 < group["measures"]["final"]["known"] < _FEW]
+    if few:
+        allowed = "; those of the differences allow for it" * bool(found["pairs"])
+        said.append(
+            f"Fewer than {_FEW} seeds ({listed(few)}): intervals of the interquartile means are too "
+            f"narrow{allowed}."
+        )
+    for run in found["runs"]:
+        if run["rows_left_out"]:
+            said.append(
+                f"Of {run['name']}'s log about {run['rows_left_out']:,} rows were left out: it is long."
+            )
+    return said
+
+
+def definitions(found: dict[str, Any]) -> list[str]:
+    """How the numbers came about."""
+    metric, held_out = found["metric"], found["metric"] in found["held_out"]
+    curve = "is not smoothed" if held_out else f"is a running mean over {WINDOW} logged steps"
+    said = [
+        f"The end is the mean over the last tenth of a run's values of {metric}. Everywhere else {metric} "
+        f"{curve}.",
+        _converged(found, "two evaluations in a row" if held_out else f"{HOLD} logged steps in a row"),
+        f"Variances are of what a running median over {WINDOW} logged steps leaves, over the second half of "
+        "a run: what is learned is taken out, noise and jumps stay. Losses of different methods have "
+        "different scales. Oscillation is the distance that the curve travels for each unit it gets "
+        "ahead; 1 is straight.",
+        "Seconds are those of the steps, without evaluation; tokens are what each log counts as trained on.",
+    ]
+    if found["matched_kl"] is not None:
+        said.append(
+            f"At equal KL is the value of {metric} where {found['kl']} first reaches "
+            f"{amount(found['matched_kl'])}, the most that all runs reached. Between logged steps it lies on "
+            "a straight line, which begins with a KL of 0 at the start."
+        )
+    if found["pairs"]:
+        said.append(
+            f"Of several seeds: interquartile means with {100 * found['level']:g}% intervals by the "
+            "stratified bootstrap over seeds (Agarwal et al. 2021, rliable). Differences are of means, by "
+            "the studentised bootstrap over seeds; p-values are corrected for the number of pairs by Holm's "
+            "method, and decide. The interval of a probability of improvement is too sure of itself with "
+            "few seeds."
+        )
+    return said
+
+
+def _converged(found: dict[str, Any], hold: str) -> str:
+    if found["threshold"] is None and not found["comparable"]:
+        return "Without one quantity for all runs there is no threshold to reach, and nothing at equal KL."
+    if found["threshold"] is None:
+        return "No run ended better than it began, so there is no threshold to reach."
+    side = "below" if found["lower_is_better"] else "above"
+    origin = f"the start plus {FRACTION:g} of the way to the best end of a run"
+    return (
+        f"A run has converged at the first step from which {found['metric']} stays at or {side} "
+        f"{amount(found['threshold'])} for {hold}; that value is "
+        f"{'the one given' if found['threshold_given'] else origin}."
+    )
+
+
+def tables(found: dict[str, Any]) -> list[Table]:
+    """Every measure of every group: title, and rows of name, explanation and cells."""
+    metric, at = found["metric"], found["matched_kl"]
+    kl = "" if at is None else f"at {found['kl']} {amount(at)}"
+    there = "" if found["threshold"] is None else f" to {metric} {amount(found['threshold'])}"
+    layout = {
+        "Quality": [
+            ("final", f"{metric} at the end", ""),
+            ("gain", "better than at the start by", ""),
+            ("at_matched_kl", f"{metric} at equal KL", kl),
+            ("final_kl", "KL at the end", found["kl"] or ""),
+            ("entropy", "entropy at the end", "nats per token"),
+        ],
+        "Convergence": [
+            (f"convergence_{unit}", f"{name}{there}", "") for unit, name in
+            (("step", "steps"), ("tokens", "tokens"), ("seconds", "seconds"))
+        ],
+        "Stability": [
+            ("loss_variance", "variance of the loss", "detrended"),
+            ("metric_variance", f"variance of {metric}", "detrended"),
+            ("oscillation", f"oscillation of {metric}", "1 is straight"),
+        ],
+        "Efficiency": [
+            ("steps", "steps", ""),
+            ("tokens", "tokens", ""),
+            ("step_time", "seconds a step", "median"),
+            ("tokens_per_second", "tokens a second", ""),
+            ("samples_per_second", "samples a second", "median"),
+            ("peak_memory_gb", "peak memory, GB", ""),
+            ("wall_time", "whole time, seconds", "with evaluation"),
+        ],
+        "Held out, at the last evaluation": [
+            (name, name, "") for name in found["held_out"] if name != found["kl"]
+        ],
+    }  # fmt: skip
+    made = []
+    for title, rows in layout.items():
+        kept = [row for row in rows if row[0] != "metric_variance" or metric != "loss"]
+        if kept:
+            made.append((title, [(name, hint, _cells(found, key)) for key, name, hint in kept]))
+    return made
+
+
+def text_report(found: dict[str, Any], said: Sequence[str]) -> str:
+    """The whole as plain text.
+
+    Args:
+        found: Of `compare_runs`.
+        said: Cautions.
+    """
+    lines = [opening(found), *verdict(found), *said]
+    names = [group["name"] for group in found["groups"]]
+    for title, rows in tables(found):
+        body = [(f"{name} ({hint})" if hint else name, *cells) for name, hint, cells in rows]
+        lines += ["", *columns([(title, *names), *body])]
+    if found["pairs"]:
+        head = ("pair", "difference", "interval", "p (Holm)", "P(improvement)")
+        lines += ["", *columns([head, *(pair_cells(pair) for pair in found["pairs"])])]
+    return "\n".join([*lines, "", *definitions(found)]) + "\n"
+
+
+def pair_cells(pair: dict[str, Any]) -> tuple[str, ...]:
+    """A pair as cells of a table."""
+    difference, better = pair["difference"], pair["probability_of_improvement"]
+    return (
+        f"{pair['first']} − {pair['second']}",
+        amount(difference["estimate"]),
+        _range(difference) or "–",
+        p_text(pair["holm"]),
+        f"{amount(better['estimate'])} {_range(better)}",
+    )
+
+
+def _cells(found: dict[str, Any], key: str) -> list[str]:
+    cells = []
+    for group in found["groups"]:
+        value = group["measures"].get(key)
+        arrives = key.startswith("convergence_") and found["threshold"] is not None
+        if value is None or value["value"] is None:
+            never = arrives and key.endswith("_step") and group["measures"]["final"]["known"]
+            cells.append("not reached" if never else "–")
+            continue
+        part = f" ({value['known']} of {value['runs']})" if value["known"] < value["runs"] else ""
+        spread = value["low"] is not None and value["low"] < value["high"]
+        interval = f" {_range(value)}" if spread else ""
+        cells.append(amount(value["value"]) + interval + part)
+    return cells
+
+
+def _pairs_said(found: dict[str, Any]) -> list[str]:
+    pairs, alpha = found["pairs"], 1 - found["level"]
+    alike = [pair for pair in pairs if pair["difference"]["low"] is None]
+    judged = [pair for pair in pairs if pair not in alike]
+    decisive = [pair for pair in judged if pair["holm"] < alpha]
+    said = [_better(found, pair) for pair in decisive[:_NAMED]]
+    if len(decisive) > _NAMED:
+        said.append(f"So are {len(decisive) - _NAMED} further differences; the table has them.")
+    if judged and not decisive:
+        said.append(no_ranking(judged))
+    elif len(decisive) < len(judged):
+        open_ = [f"{pair['first']} and {pair['second']}" for pair in judged if pair not in decisive]
+        more = f"; and {len(open_) - _NAMED} further pairs" * (len(open_) > _NAMED)
+        said.append(f"Not decided: {'; '.join(open_[:_NAMED])}{more}.")
+    for pair in alike[:_NAMED]:
+        by = amount(pair["difference"]["estimate"])
+        names = f"{pair['first']} and {pair['second']}"
+        said.append(f"{names} differ by {by}, and the seeds of each not at all: no spread to judge it by.")
+    return said
+
+
+def _better(found: dict[str, Any], pair: dict[str, Any]) -> str:
+    difference, p_value = pair["difference"], p_text(pair["holm"])
+    equals = "" if p_value.startswith("<") else "= "
+    corrected = f" after correction for {len(found['pairs'])} comparisons" * (len(found["pairs"]) > 1)
+    by = f"{amount(difference['estimate'])} {_range(difference)}"
+    return f"{pair['first']} is better than {pair['second']} by {by}, p {equals}{p_value}{corrected}."
+
+
+def _order(found: dict[str, Any]) -> str:
+    ends = [
+        f"{group['name']} {amount(final)}"
+        for group in found["groups"]
+        if (final := group["measures"]["final"]["value"]) is not None
+    ]
+    first = "the lowest" if found["lower_is_better"] else "the highest"
+    return f"{found['metric']} at the end{f', {first} first' * (len(ends) > 1)}: {', '.join(ends)}."
+
+
+def _reached(run: dict[str, Any]) -> str:
+    of = f" of {run['total_steps']:,}" if run["total_steps"] else ""
+    return f"step {run['step']:,}{of}" if run["step"] else "no step yet"
+
+
+def _differing(runs: Sequence[Run]) -> list[str]:
+    """Settings in which the runs of a group differ."""
+    known = [run.settings for run in runs if run.settings]
+    return sorted(
+        {key for a, b in combinations(known, 2) for key in a.keys() | b if a.get(key) != b.get(key)}
+    )
+
+
+def _range(interval: dict[str, Any]) -> str:
+    return "" if interval["low"] is None else f"[{amount(interval['low'])}, {amount(interval['high'])}]"
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'s' * (number != 1)}"

@@ -1,0 +1,1 @@
+"""Training runs side by side: stability, convergence, efficiency, quality, on numpy alone."""

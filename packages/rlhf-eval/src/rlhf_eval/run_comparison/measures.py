@@ -1,0 +1,155 @@
+"""What is measured of one curve: how noisy it is, when it arrives, what it is worth at a given KL.
+
+A curve is a flat sequence of logged values; windows count logged values, whatever the steps between them.
+What a curve does not define is NaN.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+__all__ = [
+    "FRACTION",
+    "HOLD",
+    "WINDOW",
+    "at_kl",
+    "convergence_threshold",
+    "detrended_variance",
+    "final_mean",
+    "first_held",
+    "oscillation",
+    "running_mean",
+    "running_median",
+]
+
+WINDOW = 11
+"""Logged values of the running mean and the running median."""
+HOLD = 5
+"""Logged values for which a threshold must be held."""
+FRACTION = 0.9
+"""Of the way from the start to the best final value, where a run counts as converged."""
+_FINAL = 10
+"""The last tenth of a curve is its end."""
+
+
+def running_mean(values: ArrayLike, window: int = WINDOW) -> np.ndarray:
+    """Mean of each value and its neighbours, as many on either side, fewer towards both ends.
+
+    A curve that rises in a straight line stays what it is, at its ends too.
+
+    Args:
+        values: (n,) finite numbers.
+        window: Odd number of values that are averaged, at most.
+
+    Returns:
+        (n,)
+    """
+    return np.array([part.mean() for part in _windows(values, window)])
+
+
+def running_median(values: ArrayLike, window: int = WINDOW) -> np.ndarray:
+    """Median of each value and its neighbours, of the same windows as `running_mean`; (n,)."""
+    return np.array([np.median(part) for part in _windows(values, window)])
+
+
+def detrended_variance(values: ArrayLike, window: int = WINDOW) -> float:
+    """Variance of what a running median leaves of a curve, over its second half.
+
+    The median follows learning and leaves noise and jumps, so that a curve is not called unstable because it
+    falls. NaN for fewer values than the window has.
+
+    Args:
+        values: (n,) finite numbers.
+        window: Of the running median.
+    """
+    found = np.asarray(values, dtype=float)
+    if len(found) < window:
+        return math.nan
+    rest = found - running_median(found, window)
+    return float(rest[len(rest) // 2 :].var())
+
+
+def oscillation(smoothed: ArrayLike) -> float:
+    """How far a curve travels for each unit that it gets ahead: Σ|Δr| / |r_end − r_start|.
+
+    1 for a curve that only rises, or only falls; NaN for one that ends where it began.
+
+    Args:
+        smoothed: (n,) the curve, noise taken out.
+    """
+    found = np.asarray(smoothed, dtype=float)
+    ahead = abs(found[-1] - found[0]) if len(found) else 0.0
+    return float(np.abs(np.diff(found)).sum() / ahead) if ahead > 0 else math.nan
+
+
+def final_mean(values: ArrayLike) -> float:
+    """Mean of the last tenth of a curve, of one value at the least; NaN for an empty one."""
+    found = np.asarray(values, dtype=float)
+    return float(found[-math.ceil(len(found) / _FINAL) :].mean()) if len(found) else math.nan
+
+
+def convergence_threshold(starts: ArrayLike, finals: ArrayLike, fraction: float = FRACTION) -> float:
+    """The value from which a run counts as converged: start + fraction · (best final − start).
+
+    The start is the mean over all runs that are compared, the best final value the highest of any: one
+    threshold for all. NaN where no run ends above the start.
+
+    Args:
+        starts: (runs,) values at the start.
+        finals: (runs,) values at the end, more is better.
+        fraction: Of the way.
+    """
+    start, best = float(np.asarray(starts).mean()), float(np.asarray(finals).max())
+    return start + fraction * (best - start) if best > start else math.nan
+
+
+def first_held(smoothed: ArrayLike, threshold: float, hold: int = HOLD) -> int | None:
+    """Index of the first value from which on `hold` values in a row are at or above a threshold.
+
+    Args:
+        smoothed: (n,) the curve, noise taken out.
+        threshold: What is to be reached; NaN is never reached.
+        hold: Values in a row; a curve that ends before is not there yet.
+
+    Returns:
+        The index; None where there is no such value.
+    """
+    above = np.asarray(smoothed, dtype=float) >= threshold
+    if len(above) < hold:
+        return None
+    held = np.lib.stride_tricks.sliding_window_view(above, hold).all(axis=1)
+    return int(held.argmax()) if held.any() else None
+
+
+def at_kl(kls: ArrayLike, values: ArrayLike, at: float) -> float:
+    """A curve's value where its KL first reaches `at`, linear between the points on either side.
+
+    Comparing rewards at equal KL is comparing what each unit of distance from the start bought (Gao et al.
+    2022, "Scaling laws for reward model overoptimization", section 3, https://arxiv.org/abs/2210.10760).
+
+    Args:
+        kls: (n,) KL to the start, in the order of training.
+        values: (n,) what was reached there.
+        at: The KL.
+
+    Returns:
+        The value; the first one where the curve begins beyond `at`, NaN where it never gets there.
+    """
+    x, y = np.asarray(kls, dtype=float), np.asarray(values, dtype=float)
+    beyond = np.flatnonzero(x >= at)
+    if not len(beyond):
+        return math.nan
+    i = int(beyond[0])
+    if i == 0:
+        return float(y[0])
+    share = (at - x[i - 1]) / (x[i] - x[i - 1])
+    return float(y[i - 1] + share * (y[i] - y[i - 1]))
+
+
+def _windows(values: ArrayLike, window: int) -> list[np.ndarray]:
+    found = np.asarray(values, dtype=float)
+    halves = [min(window // 2, i, len(found) - 1 - i) for i in range(len(found))]
+    return [found[i - half : i + half + 1] for i, half in enumerate(halves)]
