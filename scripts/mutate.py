@@ -4,8 +4,7 @@
 A mutant that no test notices is a survivor.  Survivors are allowed only where `docs/decisions.md` lists them
 with the reason why they are equivalent; one that is not listed, or a listed one that is noticed, is an error.
 
-Each mutant runs in a fork of this process, which has torch and pytest loaded already, with the changed module
-put in place of the real one by an import hook: nothing is written.
+Each mutant runs in a fork of this process, the changed module in place of the real one by an import hook.
 """
 
 from __future__ import annotations

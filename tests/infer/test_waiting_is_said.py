@@ -6,14 +6,14 @@ import asyncio
 
 import pytest
 
-from rlhf_infer import http_client
-from rlhf_infer.http_client import RetryPolicy, Unavailable
+from rlhf_infer import retry_policy
+from rlhf_infer.retry_policy import RetryPolicy, Unavailable
 
 
 def test_long_pauses_are_said_once_in_a_while(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(http_client, "_last_said", float("-inf"))
+    monkeypatch.setattr(retry_policy, "_last_said", float("-inf"))
     pauses = []
 
     async def no_sleep(seconds: float) -> None:
@@ -22,7 +22,7 @@ def test_long_pauses_are_said_once_in_a_while(
     async def refused(before: int) -> None:
         raise Unavailable("Connection refused", retry_after_s=0.1 if before == 0 else 5.0)
 
-    monkeypatch.setattr("rlhf_infer.http_client.asyncio.sleep", no_sleep)
+    monkeypatch.setattr("rlhf_infer.retry_policy.asyncio.sleep", no_sleep)
     with pytest.raises(Unavailable):
         asyncio.run(RetryPolicy(retries=3, backoff_s=0.0).run(refused))
     assert pauses == [0.1, 5.0, 5.0]  # the first is too short to tell, the last comes too soon after

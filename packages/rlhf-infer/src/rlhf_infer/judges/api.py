@@ -18,10 +18,11 @@ import torch
 
 from rlhf_data import UserError, json_hash
 from rlhf_infer import async_loop
-from rlhf_infer.http_client import HTTPClient, Refused, RetryPolicy, ScorerUnavailable, Unavailable
+from rlhf_infer.http_client import HTTPClient, Refused, ScorerUnavailable
 from rlhf_infer.judges.cache import JudgeCache
 from rlhf_infer.judges.replies import reading, said, stated_probability, yes_or_no
 from rlhf_infer.judges.settings import APISettings, checked_template, fill
+from rlhf_infer.retry_policy import RetryPolicy, Unavailable
 
 _LOG = logging.getLogger(__name__)
 _TOP_LOGPROBS = 20

@@ -10,14 +10,8 @@ from typing import Any, Literal, Unpack, get_args
 
 from rlhf_data import Text, UserError
 from rlhf_infer import async_loop
-from rlhf_infer.http_client import (
-    HTTPClient,
-    Refused,
-    RetryOptions,
-    RetryPolicy,
-    ScorerUnavailable,
-    Unavailable,
-)
+from rlhf_infer.http_client import HTTPClient, Refused, ScorerUnavailable
+from rlhf_infer.retry_policy import RetryOptions, RetryPolicy, Unavailable
 from rlhf_infer.rewards.texts import text_of
 
 Protocol = Literal["auto", "openrlhf", "columns"]

@@ -12,7 +12,8 @@ import httpx
 
 from rlhf_data import UserError
 from rlhf_infer import async_loop
-from rlhf_infer.http_client import HTTPClient, Unavailable
+from rlhf_infer.http_client import HTTPClient
+from rlhf_infer.retry_policy import Unavailable
 
 HEALTH_TIMEOUT_S = 10.0
 """How long a server may take to say that it is well."""

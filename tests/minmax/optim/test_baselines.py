@@ -1,0 +1,182 @@
+"""Baselines and critics of the players, the KL's multiplier, and gates."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_data import TokenSequence, pack
+from rlhf_infer import Rollout
+from rlhf_minmax.config.run import MinMaxConfig
+from rlhf_minmax.optim.dual_ppo import DualPPOOptimizer
+from rlhf_minmax.optim.player import PlayerOptimizer, sequence_advantages
+from rlhf_models import PolicyModel
+
+
+class Recorder:
+    """Takes the place of a player's optimizer and notes what it is given."""
+
+    kl_multiplier = 0.0
+
+    def __init__(self):
+        self.calls = []
+
+    def update(self, rollouts, advantages, *, updates):
+        self.rollouts, self.advantages, self.updates = rollouts, advantages, updates
+        self.calls.append(([r.completion_ids for r in rollouts], updates))
+        return {"num_tokens": 10, "updates": updates, "kl_start": 0.25}
+
+
+def recorded(make_game, *overrides):
+    pipeline, stories = make_game(*overrides)
+    optimizer: Any = DualPPOOptimizer(pipeline, pipeline.config)
+    optimizer.monitor, optimizer.policy = Recorder(), Recorder()
+    return optimizer, stories
+
+
+# Rewards 1, 3 | 5, 7, 9. group: -1, 1 | -2, 0, 2. leave_one_out: 1 - 3, 3 - 1 | 5 - 8, 7 - 7, 9 - 6.
+# batch, mean 5: -4, -2, 0, 2, 4. Each over its deviation, of n - 1: √(10/4), √(26/4), √(40/4).
+@pytest.mark.parametrize(
+    ("baseline", "centred", "variance"),
+    [
+        ("group", [-1, 1, -2, 0, 2], 2.5),
+        ("leave_one_out", [-2, 2, -3, 0, 3], 6.5),
+        ("batch", [-4, -2, 0, 2, 4], 10.0),
+        ("critic", [1, 3, 5, 7, 9], 1.0),
+    ],
+)
+def test_baselines_by_hand(baseline, centred, variance):
+    rewards, groups = torch.tensor([1.0, 3.0, 5.0, 7.0, 9.0]), torch.tensor([0, 0, 1, 1, 1])
+    expected = torch.tensor(centred) / variance**0.5
+    torch.testing.assert_close(sequence_advantages(rewards, groups, baseline), expected)
+
+
+@pytest.fixture
+def make_player(tiny_llama, byte_tokenizer):
+    """Makes a `PlayerOptimizer` of a fresh tiny model, from settings of the player."""
+
+    def make(**settings):
+        fields = {"policy_model": settings, "game": {"target_kl": 100.0}}
+        config = MinMaxConfig.from_dict(fields)
+        reference = copy.deepcopy(tiny_llama).requires_grad_(False)
+        player = PolicyModel(copy.deepcopy(tiny_llama), byte_tokenizer, reference=reference)
+        return PlayerOptimizer(player, config.policy_model, config, learning_rate=3e-3)
+
+    return make
+
+
+def logps(player, completions):
+    """Log-probs of the tokens of completions of one prompt, a list for each."""
+    sequences = [TokenSequence([5, 6, *tokens], 2) for tokens in completions]
+    (batch,) = pack(sequences)
+    with torch.no_grad():
+        found = player.logps(batch).logps
+    members = batch.sequence_ids[batch.score_sequence].tolist()
+    rows = [[] for _ in completions]
+    for member, logp in zip(members, found.tolist(), strict=True):
+        rows[member].append(logp)
+    return rows
+
+
+COMPLETIONS = [[7, 8], [9], [10, 11, 12], [9, 8]]
+
+
+@pytest.mark.parametrize("baseline", ["leave_one_out", "batch", "critic"])
+def test_a_rewarded_completion_gets_likelier_under_every_baseline(make_player, baseline):
+    optimizer = make_player(baseline=baseline)
+    before = logps(optimizer.player, COMPLETIONS)
+    rewards = torch.tensor([3.0, 0.0, -3.0, 0.0])
+    for _ in range(4):
+        rows = logps(optimizer.player, COMPLETIONS)
+        rollouts = [Rollout([5, 6], t, own, "stop") for t, own in zip(COMPLETIONS, rows, strict=True)]
+        advantages = sequence_advantages(rewards, torch.zeros(4, dtype=torch.long), baseline)
+        optimizer.update(rollouts, advantages, updates=2)
+    after = logps(optimizer.player, COMPLETIONS)
+    gain = [sum(now) - sum(then) for now, then in zip(after, before, strict=True)]
+    assert gain[0] > 0 > gain[2]
+    assert gain[0] > max(gain[1:])
+
+
+def test_advantages_over_a_critic_by_hand(make_player, monkeypatch):
+    optimizer = make_player(baseline="critic", lam=0.5)
+    monkeypatch.setattr(optimizer.stepper, "scores", lambda _: (None, torch.tensor([1.0, 2.0, 0.0])))
+    rollouts = [Rollout([5, 6], tokens, [0.0] * len(tokens), "stop") for tokens in ([7, 8], [9])]
+    (part,) = optimizer._prepare(rollouts, torch.tensor([3.0, -1.0]))
+    # δ = 2 - 1, 3 - 2 | -1 - 0: A = 1 + 0.5, 1 | -1, of mean 0.5 and variance 3.5 / 2; returns are A + V.
+    expected = torch.tensor([1.0, 0.5, -1.5]) / 1.75**0.5
+    torch.testing.assert_close(part.advantages, expected)
+    torch.testing.assert_close(part.returns, torch.tensor([2.5, 3.0, -1.0]))
+
+
+def test_a_critic_learns_what_completions_are_worth(make_player):
+    optimizer = make_player(baseline="critic", vf_coef=1.0)
+    rows = logps(optimizer.player, COMPLETIONS)
+    rollouts = [Rollout([5, 6], t, own, "stop") for t, own in zip(COMPLETIONS, rows, strict=True)]
+    losses = [optimizer.update(rollouts, torch.full((4,), 2.0), updates=1)["value_loss"] for _ in range(40)]
+    assert losses[-1] < 0.2 * losses[0]
+    assert all(later < earlier for earlier, later in zip(losses[::10], losses[10::10], strict=False))
+    assert "value_loss" not in make_player().update(rollouts, torch.ones(4), updates=1)
+
+
+def test_the_kl_constraint_adds_to_the_weight_of_the_kl(make_player):
+    weights, kls = [], []
+    for beta, multiplier in ((0.1, 0.4), (0.5, 0.0), (0.1, 0.0)):
+        optimizer = make_player(beta=beta)
+        optimizer.kl_multiplier = multiplier
+        rows = logps(optimizer.player, COMPLETIONS)
+        rollouts = [Rollout([5, 6], t, own, "stop") for t, own in zip(COMPLETIONS, rows, strict=True)]
+        metrics = optimizer.update(rollouts, torch.tensor([3.0, 0.0, -3.0, 0.0]), updates=8)
+        assert metrics["kl_start"] == pytest.approx(0, abs=1e-6)
+        weights.append([parameter.detach().clone() for parameter in optimizer.parameters])
+        kls.append(metrics["kl"])
+    for mine, its in zip(weights[0], weights[1], strict=True):
+        torch.testing.assert_close(mine, its, rtol=0, atol=1e-6)
+    assert 0 < kls[0] < 0.9 * kls[2]
+
+
+@pytest.mark.parametrize("refresh", ["reuse", "resample"])
+def test_the_monitors_updates_may_get_fresh_critiques_each(make_game, refresh):
+    optimizer, stories = recorded(
+        make_game, f"schedule.monitor_refresh={refresh}", "training.monitor_updates_per_policy=3"
+    )
+    output = optimizer.pipeline.forward_pass(stories.train[:4], seed=0)
+    metrics = optimizer.monitor_step(output, seed=7)
+    drawn = [completions for completions, _ in optimizer.monitor.calls]
+    own = [each.rollout.completion_ids for each in output.critiques]
+    assert drawn[0] == own
+    assert metrics["monitor/updates"] == 3
+    if refresh == "reuse":
+        assert [updates for _, updates in optimizer.monitor.calls] == [3]
+        assert metrics["monitor/num_tokens"] == 10
+        return
+    assert [updates for _, updates in optimizer.monitor.calls] == [1, 1, 1]
+    assert metrics["monitor/num_tokens"] == 30
+    assert len(drawn[1]) == len(own) and drawn[1] != own and drawn[2] not in (own, drawn[1])
+    again, _ = recorded(
+        make_game, "schedule.monitor_refresh=resample", "training.monitor_updates_per_policy=3"
+    )
+    again.monitor_step(output, seed=7)
+    assert [completions for completions, _ in again.monitor.calls] == drawn
+
+
+@pytest.mark.parametrize(
+    ("gate", "accuracy", "frozen"),
+    [
+        ("schedule.freeze_policy_below=0.9", 0.5, "policy"),
+        ("schedule.freeze_monitor_above=0.8", 1.0, "monitor"),
+    ],
+)
+def test_a_gate_leaves_its_players_weights_alone(make_game, gate, accuracy, frozen):
+    pipeline, stories = make_game(gate, "schedule.smoothing=0.001")
+    optimizer = DualPPOOptimizer(pipeline, pipeline.config)
+    optimizer.balanced_accuracy = accuracy  # the newest hardly counts
+    players = {"policy": pipeline.players.policy, "monitor": pipeline.players.monitor}
+    before = {name: [p.detach().clone() for p in each.parameters()] for name, each in players.items()}
+    metrics = optimizer.step(pipeline.forward_pass(stories.train[:4], seed=0), seed=0)
+    for name, each in players.items():
+        still = all(torch.equal(a, b) for a, b in zip(before[name], each.parameters(), strict=True))
+        assert still == (name == frozen)
+        assert (f"{name}/updates" in metrics) == (name != frozen)
+    # λ moves all the same.
+    assert optimizer.dual.updates == 1
