@@ -35,6 +35,15 @@ def test_without_a_terminal_it_shows_them_once(run: RunFolder) -> None:
     assert "reward" not in CliRunner().invoke(main, ["monitor", "outputs/mine", "--plot", "time"]).output
 
 
+def test_a_value_that_is_gone_and_rows_without_steps_are_said(run: RunFolder) -> None:
+    run.append_metrics({"step": 21, "reward": None, "loss": 0.25})
+    shown = CliRunner().invoke(main, ["monitor"], env={"COLUMNS": "100"}).output
+    [line] = [line for line in shown.splitlines() if "reward" in line and "▁" in line]
+    assert "–" in line and "1 " not in line.partition("reward")[2]
+    Path("log.jsonl").write_text('{"loss": 1.0}\n')
+    assert "no step, by which" in CliRunner().invoke(main, ["monitor", "log.jsonl"]).output
+
+
 def test_figures_are_written(run: RunFolder) -> None:
     shown = CliRunner().invoke(main, ["monitor", "outputs/mine", "--output", "png", "--once"])
     assert shown.exit_code == 0, shown.output

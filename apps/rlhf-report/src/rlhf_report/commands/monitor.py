@@ -8,6 +8,7 @@ import click
 
 from rlhf_report.failures import explained
 
+_SHORTEST = 0.1
 _PLOTS = ("all", "reward", "loss", "kl", "lengths", "learning", "time", "memory")
 
 
@@ -22,7 +23,7 @@ _PLOTS = ("all", "reward", "loss", "kl", "lengths", "learning", "time", "memory"
 )
 @click.option("--plot", type=click.Choice(_PLOTS), default="all", show_default=True, help="Metrics to show.")
 @click.option("--once", is_flag=True, help="Show them once and end; so it is without a terminal too.")
-@click.option("--interval", default=5.0, type=click.FloatRange(0.1), show_default=True, help="Seconds.")
+@click.option("--interval", default=5.0, type=float, show_default=True, help="Seconds.")
 @click.option(
     "--serve",
     "port",
@@ -54,7 +55,10 @@ def command(
     metrics.jsonl, verl's JSON lines, a trainer_state.json. With a terminal, --serve or --alert-command it
     follows until all runs are finished, or until Ctrl-C.
     """
+    from rlhf_data import UserError
     from rlhf_report.watch.follow import Options, follow
 
+    if not interval >= _SHORTEST:
+        raise UserError(f"--interval {interval}: expected {_SHORTEST:g} seconds or more")
     options = Options(plot, interval, port, output, alert_command, once=once)
     follow(runs, log_dir, options)

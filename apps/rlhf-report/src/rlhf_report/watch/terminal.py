@@ -31,6 +31,8 @@ def _panel(log: RunLog, summary: Summary, plot: str) -> Panel:
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for key in shown_keys(log.rows, plot)[:_MOST]:
         points = pairs(log.rows, "step", key)
-        last = f"{points[-1][1]:.4g}" if points else ""
+        newest = next((row["step"] for row in reversed(log.rows) if key in row), None)
+        # A metric that was logged last without a finite value has none, whatever it was before.
+        last = f"{points[-1][1]:.4g}" if points and points[-1][0] == newest else "–"
         table.add_row(Text(key), Text(sparkline(points), style="blue"), Text(last))
     return Panel(Group(*lines, table), title=Text(summary.name), title_align="left")

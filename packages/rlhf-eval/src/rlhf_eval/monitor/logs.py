@@ -68,6 +68,11 @@ class RunLog:
         return self._rows
 
     @property
+    def unnumbered(self) -> bool:
+        """Whether its log has rows and none of them a step."""
+        return bool(self._tail and self._tail.rows) and not self._rows
+
+    @property
     def skipped(self) -> int:
         """Rows that were left out because there are too many, about."""
         return self._tail.skipped if self._tail else 0

@@ -50,6 +50,7 @@ class Summary:
         finished: whether it is over.
         alerts: what looks wrong.
         skipped: rows of the log that were left out.
+        unnumbered: whether there are rows and none of them has a step.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Summary:
     finished: bool
     alerts: tuple[Alert, ...]
     skipped: int
+    unnumbered: bool = False
 
     @property
     def seconds_left(self) -> float | None:
@@ -70,6 +72,8 @@ class Summary:
     @property
     def text(self) -> str:
         """One sentence: step, pace, what is left, whether anything looks wrong."""
+        if self.unnumbered:
+            return "its rows have no step, by which they could be shown; log one as `step`"
         of = f" of {self.total_steps:,}" if self.total_steps and not self.finished else ""
         parts = [f"step {self.step:,}{of}" if self.step else "no step yet"]
         if self.seconds_per_step is not None:
@@ -96,6 +100,7 @@ def summarise(log: RunLog) -> Summary:
         log.finished,
         tuple(alerts),
         log.skipped,
+        log.unnumbered,
     )
 
 
