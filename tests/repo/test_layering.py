@@ -32,6 +32,7 @@ VIOLATIONS = [
     ("infer", "rlhf_infer/planted.py", "import click"),
     ("eval", "rlhf_eval/planted.py", "import click"),
     ("eval-stats", "rlhf_eval/stats/planted.py", "import scipy"),
+    ("eval-stats", "rlhf_eval/run_comparison/planted.py", "import scipy"),
     ("algos", "rlhf_algos/planted.py", "import click"),
     ("minmax", "rlhf_minmax/planted.py", "import click"),
     ("algos-pure", "rlhf_algos/losses/planted.py", "import rlhf_models"),
