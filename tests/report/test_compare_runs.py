@@ -171,6 +171,17 @@ def test_a_threshold_can_be_given(compare: Compare) -> None:
     assert measures(found, "b")["convergence_tokens"]["value"] == pytest.approx(1000, abs=100)
 
 
+def test_steps_that_were_not_logged_count(compare: Compare) -> None:
+    memory = {10: 3.0, 20: 5.0, 30: 4.0, 40: 4.0}
+    log = [row | {"peak_memory_gb": memory[row["step"]]} for row in rows(1.0) if row["step"] in memory]
+    write("one", log, method="a")
+    write("two", rows(0.5), method="b")
+    _, found = compare("one", "two")
+    sparse = measures(found, "a")
+    # 40 steps of half a second and 4,000 tokens, of which every tenth is in the log.
+    assert sparse["tokens_per_second"]["value"] == 200 and sparse["peak_memory_gb"]["value"] == 5
+
+
 def test_logs_of_trl_and_verl_are_read(compare: Compare) -> None:
     for step in (20, 40):
         folder = Path(f"trl-run/checkpoint-{step}")

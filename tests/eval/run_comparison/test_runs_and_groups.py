@@ -87,6 +87,10 @@ def test_rewards_are_compared_at_the_kl_that_all_reached() -> None:
     assert measure_run(near, threshold=math.nan, kl=at)["at_matched_kl"] == pytest.approx(1)
     assert measure_run(far, threshold=math.nan, kl=at)["at_matched_kl"] == pytest.approx(0.5)
     assert measure_run(run(line), threshold=math.nan, kl=at)["at_matched_kl"] is None
+    # First measured at step 20, where the KL is .8 and the line at 1/2. From (0, 1/40), its first value,
+    # it is at .4 half way: (1/40 + 1/2)/2.
+    late = run(line, kl=Curve(STEPS[19::20], np.array([0.8, 0.9])))
+    assert measure_run(late, threshold=math.nan, kl=at)["at_matched_kl"] == pytest.approx(0.525 / 2)
 
 
 def test_planted_noise_and_slowness_are_seen() -> None:
