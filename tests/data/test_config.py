@@ -3,7 +3,7 @@ from typing import Literal
 import pytest
 from pydantic import Field, ValidationError, model_validator
 
-from rlhf_data import BaseConfig, UserError, apply_overrides, load_config_file
+from rlhf_data import BaseConfig, LocalPath, ModelPath, UserError, apply_overrides, load_config_file
 
 
 class _Training(BaseConfig):
@@ -151,3 +151,20 @@ def test_missing_and_empty_config_file(tmp_path):
         load_config_file(tmp_path / "folder.json")
     (tmp_path / "empty.yaml").write_text("", encoding="utf-8")
     assert load_config_file(tmp_path / "empty.yaml") == {}
+
+
+def test_paths_of_files_and_models_are_known(tmp_path, monkeypatch):
+    class Named(BaseConfig):
+        data: LocalPath | None = None
+        model: ModelPath | None = None
+        word: str | None = None
+
+    assert Named.path_keys() == ["data", "model"]
+    run = tmp_path / "run"
+    (run / "final").mkdir(parents=True)
+    (run / "config.json").write_text('{"method": "sft"}')
+    (run / "final" / "config.json").write_text('{"model_type": "llama"}')
+    monkeypatch.chdir(tmp_path)
+    found = Named(data="run", model="run", word="run")
+    assert (found.data, found.model, found.word) == (str(run), str(run / "final"), "run")
+    assert Named(model="owner/name").model == "owner/name"

@@ -79,15 +79,16 @@ class BaseConfig(BaseModel):
 
     @classmethod
     def path_keys(cls) -> list[str]:
-        """Keys whose value is a `LocalPath`."""
-        fields = cls.model_fields.items()
+        """Keys whose value is a `LocalPath` or a `ModelPath`."""
         return [
-            field.alias or name for name, field in fields if LocalPath in typing.get_args(field.annotation)
+            field.alias or name
+            for name, field in cls.model_fields.items()
+            if {LocalPath, ModelPath} & set(typing.get_args(field.annotation))
         ]
 
     @classmethod
     def with_absolute_paths(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Plain values, not yet checked, with every `LocalPath` absolute."""
+        """Plain values, not yet checked, with every path absolute."""
         keys = cls.path_keys()
         return {k: absolute_path(v) if k in keys and isinstance(v, str) else v for k, v in values.items()}
 

@@ -134,13 +134,13 @@ def _opening(results: dict[str, Any], config: dict[str, Any]) -> list[str]:
     )
     done = (
         f"A language model, the policy, answers {rows}. It is paid by a reward model, which can be fooled. "
-        "Plain RLHF trains it on that reward alone. MinMax trains a second model beside it, the monitor, "
-        "which criticises each answer; a judge reads the critique and says how likely the answer is to be "
+        "Plain RLHF is the policy trained on that reward alone. MinMax trains a second model beside it: the "
+        "monitor criticises each answer, a judge reads the critique and says how likely the answer is to be "
         "true, and the policy is paid for that too, while a multiplier λ grows as long as too many answers "
         "are not true."
     )
     measured = (
-        "True accuracy is the share of held-out questions that are answered rightly. The hack rate is the "
+        "True accuracy is the share of held-out questions that are answered correctly. The hack rate is the "
         "share answered with the bait, the wrong answer that the reward model likes, where there is one."
     )
     accuracies = [
