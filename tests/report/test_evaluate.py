@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from rlhf_eval.evaluation.pair_judges import read_env_file
+from rlhf_models import build_tiny_llama, train_byte_tokenizer
 from rlhf_report.cli import main
 
 LENGTH = "def length(completions, **columns):\n    return [len(each) / 10 for each in completions]\n"
@@ -107,6 +108,53 @@ def test_files_are_compared_and_hostile_names_stay_text(folder: Path) -> None:
         ],
     )
     assert per_model.exit_code == 0, per_model.output
+
+
+def test_surrogates_are_written_as_escapes(folder: Path) -> None:
+    rows = [{"prompt": p, "completion": f"\ud800 {p}"} for p in PROMPTS]  # JSON can hold half a pair
+    write(folder / "half.jsonl", rows)
+    found = results("--model", "half.jsonl", *FILES[2:])
+    assert found["written_elsewhere"] == ["short", "half"]
+    assert "\\ud800" in Path("out/completions/half.jsonl").read_text()
+    assert "come from files" in Path("out/evaluation.txt").read_text()
+
+
+def test_what_cannot_work_is_said_before_a_model_is_loaded(
+    folder: Path, tiny_model_folder: Path, byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = folder / "other"
+    build_tiny_llama(310, hidden_size=32).save_pretrained(other)
+    train_byte_tokenizer(["something else entirely"], vocab_size=290).save_pretrained(other)
+    loaded: list[str] = []
+    monkeypatch.setattr("rlhf_report.evaluate.run.load_policy", lambda source, dtype: loaded.append(source))
+    model = ("--model", f"mine={tiny_model_folder}")
+    write(folder / "few.jsonl", [{"prompt": PROMPTS[0], "completion": "x"}])
+    write(folder / "chat.jsonl", [{"prompt": [{"role": "user", "content": f"q{i}"}]} for i in range(3)])
+    write(folder / "wide.jsonl", [{"prompt": "where " * 600}, {"prompt": "a"}])
+    for arguments, part in (
+        ((*model, "--reference", str(other)), "tokenizer"),
+        ((*model, "--model", "few.jsonl"), "0 completions"),
+        ((*model, "--prompts", "chat.jsonl"), "chat template"),
+        ((*model, "--prompts", "wide.jsonl"), "--on-bad-row skip"),
+        ((*model, "--prompts", "wide.jsonl", "--on-bad-row", "skip"), "fewer than two"),
+    ):
+        found = run(*arguments, "--output-dir", "out")
+        assert found.exit_code == 2 and part in found.output, found.output
+    assert not loaded and not Path("out").exists()
+
+
+def test_with_few_prompts_nothing_can_be_shown(folder: Path) -> None:
+    said = run(*FILES, "--judge", "reward.py:length", "--winrate-prompts", "2", "--output-dir", "out")
+    assert said.exit_code == 0 and "so few prompts" in said.output and "100% would" not in said.output
+
+
+def test_rows_that_are_left_out_are_counted(folder: Path) -> None:
+    pairs = [{"prompt": "q", "chosen": "aa", "rejected": "b"}] * 2 + [
+        {"prompt": "q", "chosen": "a", "rejected": "a"}
+    ]
+    write(folder / "pairs.jsonl", pairs)
+    found = results(*FILES, "--pairs", "pairs.jsonl", "--on-bad-row", "skip")
+    assert any("1 rows of pairs.jsonl" in note for note in found["notes"])
 
 
 def test_a_judge_behind_an_api_is_asked_in_both_orders(folder: Path, fake: Any) -> None:

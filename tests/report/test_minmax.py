@@ -37,6 +37,11 @@ def test_the_report_begins_with_what_was_done_and_what_came_out(run: RunFolder, 
 
 
 def test_what_is_no_finished_game_is_refused(run: RunFolder, tmp_path: Path) -> None:
+    other = RunFolder.create(tmp_path / "evaluated")
+    other.write_config({"job": "evaluate"})
+    other.write_results({"findings": ["one"]})
+    result = CliRunner().invoke(main, ["minmax", str(other.path)])
+    assert (result.exit_code, "Traceback" in result.output) == (2, False)
     (run.path / "results.json").unlink()
     for place in (run.path, tmp_path / "nowhere"):
         result = CliRunner().invoke(main, ["minmax", str(place)])

@@ -74,6 +74,15 @@ def test_the_kl_is_the_enumerated_one(policies):
     assert all(each.tokens == 2 and each.kl > 0 for each in found.values())
 
 
+def test_texts_go_on_after_their_prompts(policies):
+    tokenizer = policies[0].tokenizer
+    evaluator = RLHFEvaluator(policies[0], prompts=PROMPTS, config=CONFIG)
+    for prompt, written in zip(PROMPTS, evaluator.completions()[::2], strict=True):
+        assert written.ids is not None
+        whole = tokenizer.decode([*tokenizer(prompt)["input_ids"], *written.ids], skip_special_tokens=True)
+        assert prompt + written.text == whole
+
+
 def test_a_policy_is_at_no_distance_from_itself(policies):
     evaluator = RLHFEvaluator(policies[0], policies[0], LENGTH, PROMPTS, config=CONFIG)
     found = evaluator.evaluate()

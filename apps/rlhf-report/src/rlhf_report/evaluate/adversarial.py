@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from rlhf_data import PromptRecord, UserError
 from rlhf_eval.evaluation.evaluator import EvalConfig, Place, RLHFEvaluator
 from rlhf_eval.evaluation.prompt_sets import adversarial_prompts
 from rlhf_eval.evaluation.texts import is_refusal
+from rlhf_eval.evaluation.written import prompt_ids
 
 __all__ = ["Provocation", "facts_of"]
 
@@ -24,8 +26,7 @@ class Provocation:
         assert place.folder is not None
         place = replace(place, folder=place.folder / "adversarial")
         options = options | {"config": config.model_copy(update={"num_samples": 1}), "place": place}
-        asked = RLHFEvaluator(policy, prompts=[each.record for each in self.prompts], **options)
-        kept = [self.prompts[i] for i in asked.fitting()]
+        kept = [each for each in self.prompts if _fits(policy, each.record, config.max_new_tokens)]
         provoked = RLHFEvaluator(policy, prompts=[each.record for each in kept], **options)
         written = provoked.completions()
         facts = [facts_of(provoked, place) for place in range(len(kept))]
@@ -55,6 +56,14 @@ class Provocation:
             cases.append({"prompt": each.prompt, "answers": said})
         left_out = len(self.prompts) - len(common)
         return {"wanted": wanted, "refusals": refusals, "left_out": left_out, "cases": cases}
+
+
+def _fits(policy: Any, record: PromptRecord, max_new_tokens: int) -> bool:
+    try:
+        prompt_ids(policy.tokenizer, policy.model, record, max_new_tokens)
+    except UserError:
+        return False
+    return True
 
 
 def facts_of(evaluator: RLHFEvaluator, place: int) -> list[str]:

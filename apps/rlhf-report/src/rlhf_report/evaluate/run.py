@@ -26,7 +26,7 @@ from rlhf_data import (
     load_records,
 )
 from rlhf_eval import stats
-from rlhf_eval.evaluation.evaluator import EvalConfig, Place, RLHFEvaluator
+from rlhf_eval.evaluation.evaluator import EvalConfig, Place, RLHFEvaluator, Written
 from rlhf_eval.evaluation.findings import evaluation_findings
 from rlhf_eval.evaluation.measures import (
     as_json,
@@ -41,7 +41,14 @@ from rlhf_eval.evaluation.prompt_sets import load_prompts
 from rlhf_eval.figures import can_draw
 from rlhf_eval.scoring import Scorer, as_text, load_scorer
 from rlhf_report.evaluate.adversarial import Provocation, facts_of
-from rlhf_report.evaluate.sources import Source, check_sources, completions_of, load_policy, parse_source
+from rlhf_report.evaluate.sources import (
+    Source,
+    check_sources,
+    completions_of,
+    fitting,
+    load_policy,
+    parse_source,
+)
 
 __all__ = ["run_evaluate"]
 
@@ -65,7 +72,18 @@ def run_evaluate(given: dict[str, Any]) -> str:
     _check_options(given, reference)
     check_sources(sources, reference)
     prompts = load_prompts(given["prompts"], given["num_prompts"], on_bad_row=given["on_bad_row"])
-    pairs, labels = (_pairs(given[key], given["on_bad_row"]) for key in ("pairs", "judge_labels"))
+    (pairs, skipped), (labels, _) = (
+        _pairs(given[key], given["on_bad_row"]) for key in ("pairs", "judge_labels")
+    )
+    every = [*([reference] if reference else []), *sources]
+    with_kl = given["kl"] and reference is not None and not reference.is_file
+    skip = given["on_bad_row"] == "skip"
+    kept = fitting(every, prompts, given["max_new_tokens"], one_tokenizer=with_kl, skip=skip)
+    if len(kept) < 2:
+        raise UserError(f"{given['prompts']}: fewer than two prompts fit every model; give shorter ones")
+    written = {each.name: completions_of(each, kept, given["samples"]) for each in every if each.is_file}
+    notes = [f"{len(prompts) - len(kept)} prompts fit not every model and were left out."] * (kept != prompts)
+    notes += [f"{skipped} rows of {given['pairs']} could not be read and were left out."] * bool(skipped)
     run = _folder(given)
     rewards = {
         "reward_model": load_scorer(given["reward_model"]) if given["reward_model"] else None,
@@ -79,7 +97,8 @@ def run_evaluate(given: dict[str, Any]) -> str:
             )
         if judge.is_remote:
             judge.probe()
-    evaluation = _Evaluation(given, run, prompts, rewards, judges)
+    evaluation = _Evaluation(given, run, kept, rewards, judges)
+    evaluation.written, evaluation.notes = written, notes
     evaluation.measure_rewards(pairs)
     evaluators = evaluation.evaluate(sources, reference, pairs)
     return evaluation.report(evaluators, reference, pairs, labels)
@@ -115,6 +134,8 @@ class _Evaluation:
         )
         self.provocation = Provocation() if given["adversarial"] else None
         self.accuracies: list[dict[str, Any]] = []
+        self.written: dict[str, list[list[Written]]] = {}
+        self.notes: list[str] = []
 
     def evaluate(
         self, sources: Sequence[Source], reference: Source | None, pairs: Sequence[PreferenceRecord]
@@ -180,7 +201,7 @@ class _Evaluation:
             policy, reference if with_kl else None, prompts=self.prompts, place=place, **options
         )
         if source.is_file:
-            evaluator.with_completions(completions_of(source, self.prompts, self.config.num_samples))
+            evaluator.with_completions(self.written[source.name])
         evaluator.completions()
         if self.provocation is not None and not source.is_file:
             self.provocation.ask(policy, place, self.config, options)
@@ -238,6 +259,7 @@ class _Evaluation:
         return {
             "prompts": self.given["prompts"],
             "num_prompts": len(self.prompts),
+            "written_elsewhere": list(self.written),
             "reference": first.name if first else None,
             "config": self.config.to_dict(),
             "reward_names": names,
@@ -274,6 +296,7 @@ class _Evaluation:
 
     def _notes(self) -> list[str]:
         notes = [
+            *self.notes,
             "Intervals are 95%, over prompts: completions of one prompt are resampled together.",
             "Prompts are spread evenly over their file; each model drew with the same seed.",
         ]
@@ -325,8 +348,12 @@ def _check_options(given: Mapping[str, Any], reference: Source | None) -> None:
         raise UserError("--judge-labels corrects what a judge says; give --judge too")
 
 
-def _pairs(path: str | None, on_bad_row: Any) -> list[PreferenceRecord]:
-    return [] if path is None else load_records(path, "preference", on_bad_row=on_bad_row).records
+def _pairs(path: str | None, on_bad_row: Any) -> tuple[list[PreferenceRecord], int]:
+    """The pairs of a file, and how many of its rows were left out."""
+    if path is None:
+        return [], 0
+    loaded = load_records(path, "preference", on_bad_row=on_bad_row)
+    return loaded.records, len(loaded.skipped)
 
 
 def _folder(given: Mapping[str, Any]) -> RunFolder:

@@ -10,10 +10,10 @@ from typing import Any
 from rlhf_data import PromptRecord, UserError, model_folder
 from rlhf_eval.evaluation.evaluator import Written
 from rlhf_eval.scoring import as_text
-from rlhf_report.compare.read import read_answers
+from rlhf_report.compare.read import encodable, read_answers
 from rlhf_report.compare.table import key_of
 
-__all__ = ["Source", "check_sources", "completions_of", "load_policy", "parse_source"]
+__all__ = ["Source", "check_sources", "completions_of", "fitting", "load_policy", "parse_source"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,51 @@ def check_sources(sources: Sequence[Source], reference: Source | None) -> None:
         check_weights(base)
 
 
+def fitting(
+    sources: Sequence[Source],
+    prompts: Sequence[PromptRecord],
+    max_new_tokens: int,
+    *,
+    one_tokenizer: bool,
+    skip: bool,
+) -> list[PromptRecord]:
+    """The prompts that every model can read and complete; weights are not loaded.
+
+    Args:
+        sources: models, and files, which are left aside; the first is the reference.
+        prompts: what is to be answered.
+        max_new_tokens: the longest completion.
+        one_tokenizer: whether all models need the first one's, for the KL.
+        skip: leave out prompts that do not fit, in place of refusing them.
+
+    Raises:
+        UserError: a prompt does not fit, or the tokenizers differ.
+    """
+    from rlhf_eval.evaluation.divergence import check_same_tokens
+    from rlhf_eval.evaluation.written import prompt_ids
+    from rlhf_models import adapter_base, is_adapter, load_adapter_tokenizer, load_config, load_tokenizer
+
+    first, kept = None, list(prompts)
+    for source in (each for each in sources if not each.is_file):
+        base = adapter_base(source.path) if is_adapter(source.path) else None
+        tokenizer = load_adapter_tokenizer(source.path, base) if base else load_tokenizer(source.path)
+        shape = load_config(base or source.path)
+        first = first or (source.name, tokenizer)
+        if one_tokenizer:
+            check_same_tokens(tokenizer, first[1], (source.name, first[0]))
+        fits = []
+        for record in kept:
+            try:
+                prompt_ids(tokenizer, shape, record, max_new_tokens)
+            except UserError as error:
+                if not skip:
+                    raise UserError(f"{error}; or leave such prompts out with --on-bad-row skip") from error
+                continue
+            fits.append(record)
+        kept = fits
+    return kept
+
+
 def load_policy(source: Source, dtype: str) -> Any:
     """The model of a source with its tokenizer, on the GPU where there is one.
 
@@ -92,7 +137,7 @@ def completions_of(source: Source, prompts: Sequence[PromptRecord], count: int) 
     for answer in read_answers(source.path):
         if answer.output is None:
             raise UserError(f"{answer.place}: no completion; expected what the model wrote")
-        found.setdefault(key_of(answer.prompt), []).append(Written(answer.output))
+        found.setdefault(key_of(answer.prompt), []).append(Written(encodable(answer.output)))
     groups = []
     for record in prompts:
         group = found.get(key_of(as_text(record.prompt)), [])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from rlhf_data import PreferenceRecord, PromptRecord, Text, UserError, as_messages
 from rlhf_eval.evaluation.ledger import Ledger
 from rlhf_eval.evaluation.pair_judges import PairJudge, Verdicts
-from rlhf_eval.evaluation.written import EvalConfig, Place, Written, as_read, row_of, written_of
+from rlhf_eval.evaluation.written import EvalConfig, Place, Written, as_read, prompt_ids, row_of, written_of
 from rlhf_eval.scoring import Scorer, as_text
 
 if TYPE_CHECKING:
@@ -270,32 +270,16 @@ class RLHFEvaluator:
                 for i, group in zip(part, rollouts, strict=True):
                     for j, rollout in enumerate(group):
                         written = rollout.completion_ids
-                        text = tokenizer.decode(written, skip_special_tokens=True)
+                        text = _continuation(tokenizer, ids[i], written)
                         rows[f"{i}/{j}"] = row_of(Written(text, written, rollout.finish_reason == "length"))
                 ledger.add(rows)
                 done(len(part))
 
-    def fitting(self) -> list[int]:
-        """The numbers of the prompts that fit the policy's context together with their completions."""
-        found = []
-        for index in range(len(self.prompts)):
-            with suppress(UserError):
-                self._prompt_ids(index)
-                found.append(index)
-        return found
-
     def _prompt_ids(self, index: int) -> list[int]:
-        from rlhf_data import Encoder
-        from rlhf_models import check_prompt_fits
-
-        tokenizer, record = self.policy.tokenizer, self.prompts[index]
-        read: Any = as_messages(record) if tokenizer.chat_template else record
-        ids = Encoder(tokenizer).prompt(read.prompt, read.template)
-        where = record.where or f"prompt {index + 1}"
-        check_prompt_fits(
-            self.policy.model, len(ids) + self.config.max_new_tokens, f"{where}, with its completion,"
-        )
-        return ids
+        record = self.prompts[index]
+        if not record.where:
+            record = replace(record, where=f"prompt {index + 1}")
+        return prompt_ids(self.policy.tokenizer, self.policy.model, record, self.config.max_new_tokens)
 
     def _score(self, scorer: Scorer, keys: Sequence[str]) -> np.ndarray:
         rows = self.completions()
@@ -370,6 +354,19 @@ class RLHFEvaluator:
                 ratios.append(logps.numpy())
         advantage = ratios[0] - ratios[1]
         return advantage[0::2] - advantage[1::2]
+
+
+def _continuation(tokenizer: Any, prompt: list[int], completion: list[int]) -> str:
+    """The text of a completion as it goes on after its prompt, with the space that it may begin with.
+
+    Decoded alone it may lose that space, or get one, as many tokenizers treat the start of a text apart.
+    """
+    before, whole = (
+        tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, [*prompt, *completion])
+    )
+    if whole.startswith(before):
+        return whole[len(before) :]
+    return tokenizer.decode(completion, skip_special_tokens=True)
 
 
 def _file_name(text: str) -> str:

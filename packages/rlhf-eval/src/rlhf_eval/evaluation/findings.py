@@ -41,7 +41,7 @@ def interval_text(interval: Mapping[str, Any], *, signed: bool = False) -> str:
     sign = "+" if signed else ""
     low, high = interval["low"], interval["high"]
     ends = "" if low is None or high is None else f" [{low:{sign}.3g}, {high:{sign}.3g}]"
-    return f"{interval['estimate']:{sign}.3g}{ends}"
+    return f"{interval['estimate']:{sign}.3g}{ends}".replace("-", "−")
 
 
 def _comparison(found: Mapping[str, Any]) -> Iterator[str]:
@@ -64,6 +64,8 @@ def _judged(name: str, other: str, judge: str, verdicts: Mapping[str, Any]) -> I
     said = f"{name} wins {percent_text(rate)} of {verdicts['prompts']} prompts against {other} by {judge}"
     if _side({key: _less(rate[key]) for key in ("estimate", "low", "high")}):
         yield f"{said}."
+    elif verdicts["detectable"] >= 1:
+        yield f"{said}: not decided, and with so few prompts no win rate would be."
     else:
         yield (
             f"{said}: not decided. A win rate of {verdicts['detectable']:.0%} would be found four times in "

@@ -93,13 +93,19 @@ def _title(results: Mapping[str, Any]) -> str:
 
 
 def _opening(results: Mapping[str, Any]) -> str:
-    names = [model["name"] for model in results["models"]]
+    elsewhere = results["written_elsewhere"]
+    names = [model["name"] for model in results["models"] if model["name"] not in elsewhere]
     samples = results["config"]["num_samples"]
     each = f"{samples} completions each" if samples > 1 else "one completion each"
-    warmth = results["config"]["temperature"]
-    prompts = f"{results['num_prompts']:,} prompts of {Path(results['prompts']).name}"
-    longest = f"at most {results['config']['max_new_tokens']} tokens"
-    return f"{', '.join(names)} answered {prompts}, {each}, at temperature {warmth:g} with {longest}."
+    prompts = f"{results['num_prompts']:,} prompts of {Path(results['prompts']).name}, {each}"
+    drawn = (
+        f"at temperature {results['config']['temperature']:g} with at most "
+        f"{results['config']['max_new_tokens']} tokens"
+    )
+    said = [f"{', '.join(names)} answered {prompts}, {drawn}."] if names else []
+    if elsewhere:
+        said.append(f"Of {', '.join(elsewhere)} the completions come from files, to {prompts}.")
+    return " ".join(said)
 
 
 def _win_rates(results: Mapping[str, Any]) -> str:
@@ -113,10 +119,11 @@ def _win_rates(results: Mapping[str, Any]) -> str:
     rows = []
     for each in results["comparisons"]:
         for judge, found in each["judges"].items():
-            cells = [text(each["name"]), text(judge), f"{found['prompts']:,}"]
+            cells = [text(each["name"]), f'<span class="key">{text(judge)}</span>', f"{found['prompts']:,}"]
             for key in ("win_rate", "length_controlled", "first_wins", "consistency", "corrected"):
                 cells.append(text(percent_text(found[key])) if key in found else "–")
-            cells.append(f"{found['detectable']:.0%}" if "detectable" in found else "–")
+            shows = found.get("detectable", 1.0)
+            cells.append(f"{shows:.0%}" if shows < 1 else "–")
             rows.append(cells)
     agreed = [
         f"<p>{text(each['first'])} and {text(each['second'])} agree beyond chance by Cohen's kappa "
@@ -168,7 +175,10 @@ def _kl(results: Mapping[str, Any]) -> str:
         front = ", ".join(trade["front"])
         said += f"<p>{text(front)}: nothing has more reward at no more KL.</p>"
         if trade["hypervolume"] is not None:
-            said += f"<p>Area over the reference's reward: {number(trade['hypervolume'])}.</p>"
+            said += (
+                "<p>Area between these points and the reference's reward, up to the largest KL "
+                f"(hypervolume): {number(trade['hypervolume'])}, in nats times reward.</p>"
+            )
     return said
 
 

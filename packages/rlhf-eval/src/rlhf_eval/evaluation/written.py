@@ -10,10 +10,20 @@ from typing import Any
 
 from pydantic import Field
 
-from rlhf_data import BaseConfig, PromptRecord, Text, as_messages
+from rlhf_data import BaseConfig, Encoder, PromptRecord, Text, UserError, as_messages
 from rlhf_eval.scoring import as_text
 
-__all__ = ["EvalConfig", "Place", "Progress", "Written", "as_read", "no_progress", "row_of", "written_of"]
+__all__ = [
+    "EvalConfig",
+    "Place",
+    "Progress",
+    "Written",
+    "as_read",
+    "no_progress",
+    "prompt_ids",
+    "row_of",
+    "written_of",
+]
 
 Progress = Callable[[int, str], AbstractContextManager[Callable[[int], None]]]
 """Given how much there is to do and what, a context whose value is called with what has been done."""
@@ -94,6 +104,31 @@ def as_read(reads_chat: bool, prompt: Text, completion: Text) -> tuple[Text, Tex
     turns = "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in prompt)
     said_last = completion if isinstance(completion, str) else completion[-1].get("content") or ""
     return f"{turns}\nassistant:", said_last
+
+
+def prompt_ids(tokenizer: Any, model: Any, record: PromptRecord, max_new_tokens: int) -> list[int]:
+    """Token ids of a prompt as a model reads it: in its chat template, where it has one.
+
+    Args:
+        tokenizer: of the model.
+        model: the model, or its config, whose context must hold the prompt and its completion.
+        record: the prompt.
+        max_new_tokens: the longest completion.
+
+    Raises:
+        UserError: it does not fit, or is messages and there is no chat template.
+    """
+    from rlhf_models import check_prompt_fits
+
+    read: Any = as_messages(record) if tokenizer.chat_template else record
+    if not isinstance(read.prompt, str) and not tokenizer.chat_template:
+        raise UserError(
+            f"{record.where}: the prompt is messages, and a model has no chat template to read them by; give "
+            "prompts as plain texts"
+        )
+    ids = Encoder(tokenizer).prompt(read.prompt, read.template)
+    check_prompt_fits(model, len(ids) + max_new_tokens, f"{record.where}, with its completion,")
+    return ids
 
 
 def row_of(written: Written) -> dict[str, Any]:

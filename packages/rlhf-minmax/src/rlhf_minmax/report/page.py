@@ -88,6 +88,8 @@ def write_minmax_report(run_folder: RunFolder, path: str | Path) -> None:
             f"run folder {run_folder.path} has no results.json, so the run is not finished; "
             "finish it with --resume before reporting on it"
         )
+    if {"method", "job"} & run_folder.read_config().keys():  # which the game does not write
+        raise UserError(f"{run_folder.path} is no run of rlhf-train minmax; name the folder of a game")
     samples = _read_samples(run_folder.path / "samples.jsonl")
     metrics, config = run_metrics(run_folder), run_folder.read_config()
     usage = results.get("api_usage")
