@@ -15,6 +15,7 @@ _BACKENDS = ("auto", "transformers", "vllm")
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _ANSWERS = ("text", "marked", "number")
 _LOADING = "loading torch and transformers, which takes some seconds"
+_BUILDING = "; without --model the first start also builds a demonstration, which takes minutes"
 
 Decorator = Callable[[Any], Any]
 
@@ -98,7 +99,7 @@ def _serve(context: click.Context, **options: Any) -> None:
 
         settings = settings_of(options)
         check_inputs(settings)
-        Display().say(_LOADING)
+        Display().say(_LOADING + ("" if settings.model else _BUILDING))
         from rlhf_serve.cli.serve import serve
 
         serve(settings)
