@@ -76,6 +76,11 @@ def _both_orders(rng: np.random.Generator) -> Interval:
     return stats.win_rate(first, second)
 
 
+def _subsets(rng: np.random.Generator) -> Interval:
+    parts = [(rng.random(rows) < rate) * 1.0 for rows, rate in ((150, 0.9), (80, 0.6), (40, 0.97))]
+    return stats.mean_of_parts([stats.proportion_interval(part) for part in parts])
+
+
 def _soft(rng: np.random.Generator) -> Interval:
     return stats.win_rate(rng.beta(0.1, 2, 300))
 
@@ -177,6 +182,7 @@ CASES = (
     Case("win rate .6, 120 prompts", 0.6, _bernoulli(0.6, 120)),
     Case("win rate .02, 100 prompts", 0.02, _bernoulli(0.02, 100)),
     Case("win rate, 120 prompts in both orders", 0.6, _both_orders),
+    Case("mean of rates .9, .6 and .97 of three subsets", (0.9 + 0.6 + 0.97) / 3, _subsets),
     Case("win rate of probabilities, mean .048, 300 prompts", 0.1 / 2.1, _soft),
     Case("position bias, 200 prompts in both orders", _position_truth(), _position),
     Case("length-controlled win rate, 400 prompts", 1 / (1 + math.exp(0.5)), _controlled),

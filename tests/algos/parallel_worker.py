@@ -19,7 +19,6 @@ import torch
 from accelerate import PartialState
 
 from rlhf_algos.jobs.methods import METHODS
-from rlhf_algos.reference import cache as reference_cache
 from rlhf_data import RunFolder
 from rlhf_models import (
     LoraSettings,
@@ -100,7 +99,7 @@ def main(mode: str, folder: Path, resume: bool) -> None:
     if mode.startswith("zero"):
         settings["deepspeed"] = str(CONFIGS / f"{mode}.json")
     examples = shared_examples().EXAMPLES
-    reference_cache.cache_folder = lambda: folder.with_name(f"{folder.name}-cache")
+    os.environ["XDG_CACHE_HOME"] = str(folder.with_name(f"{folder.name}-cache"))
     for name, (model, own) in JOBS.items():
         method = METHODS[name.partition("-")[0]]
         kind = KINDS[method.records]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MixtralConfig
 
+from raises import raises_error
 from rlhf_algos import METHODS, SFTConfig, SFTTrainer
-from rlhf_data import UserError
 from rlhf_models import tiny_model
 
 KINDS = {"sft": "sequences", "preference": "pairs", "kto": "labelled"}
@@ -55,7 +55,7 @@ def test_the_loss_and_a_metric_have_it(name: str, examples: Any, history: Any) -
 
 
 def test_a_model_without_experts_has_none(examples: Any) -> None:
-    with pytest.raises(UserError, match="router_aux_loss_coef"):
+    with raises_error("no_router_loss"):
         SFTTrainer(
             tiny_model("llama", vocab_size=40), SFTConfig(router_aux_loss_coef=0.1), examples("sequences")
         )

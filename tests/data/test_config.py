@@ -3,6 +3,7 @@ from typing import Literal
 import pytest
 from pydantic import Field, ValidationError, model_validator
 
+from raises import raises_error
 from rlhf_data import BaseConfig, LocalPath, ModelPath, UserError, apply_overrides, load_config_file
 
 
@@ -70,7 +71,7 @@ def test_missing_key_is_named():
     class Needs(BaseConfig):
         model: str
 
-    with pytest.raises(UserError, match="key model is missing"):
+    with raises_error("missing_key", key="model"):
         Needs.from_dict({})
 
 
@@ -78,7 +79,7 @@ def test_round_trip_frozen_and_documented():
     config = _Config.from_dict({"training": {"sizes": [1, 2]}})
     assert _Config.from_dict(config.to_dict()) == config
     assert _Training.model_fields["batch_size"].description == "Stories per step."
-    with pytest.raises(ValidationError, match="frozen"):
+    with pytest.raises(ValidationError):
         config.seed = 1
 
 
@@ -110,43 +111,43 @@ def test_overrides_leave_the_input_alone_and_make_sections():
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "code"),
     [
-        ("training", "key=value"),
-        ("=3", "key=value"),
-        ("a..b=3", "key=value"),
-        ("a=[1", "not readable"),
-        ("training.batch_size.x=3", "training.batch_size is a value, not a section"),
+        ("training", "invalid_override"),
+        ("=3", "invalid_override"),
+        ("a..b=3", "invalid_override"),
+        ("a=[1", "invalid_yaml"),
+        ("training.batch_size.x=3", "not_a_section"),
     ],
 )
-def test_malformed_overrides_are_refused(override, message):
-    with pytest.raises(UserError, match=message):
+def test_malformed_overrides_are_refused(override, code):
+    with raises_error(code):
         apply_overrides({"training": {"batch_size": 2}}, [override])
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "code", "place"),
     [
-        ("c.json", b'{"a": 1,\n}', "line 2: invalid JSON"),
-        ("c.json", b"[1]", "expected a mapping"),
-        ("c.yaml", b"a: 1\nb: [1\n", "line 3"),
-        ("c.yml", b"1: 2\n", "expected a mapping"),
-        ("c.yaml", b"a: \xff\n", "not UTF-8"),
-        ("c.toml", b"", "unknown type '.toml'"),
+        ("c.json", b'{"a": 1,\n}', "invalid_json", ", line 2:"),
+        ("c.json", b"[1]", "not_a_mapping", ""),
+        ("c.yaml", b"a: 1\nb: [1\n", "invalid_yaml", ", line 3:"),
+        ("c.yml", b"1: 2\n", "not_a_mapping", ""),
+        ("c.yaml", b"a: \xff\n", "not_utf8", ""),
+        ("c.toml", b"", "unknown_file_type", ""),
     ],
 )
-def test_bad_config_files_are_refused(tmp_path, name, content, message):
+def test_bad_config_files_are_refused(tmp_path, name, content, code, place):
     path = tmp_path / name
     path.write_bytes(content)
-    with pytest.raises(UserError, match=message) as caught:
+    with raises_error(code) as caught:
         load_config_file(path)
-    assert name in str(caught.value)
+    assert f"{name}{place}" in str(caught.value)
 
 
 def test_missing_and_empty_config_file(tmp_path):
-    with pytest.raises(UserError, match="does not exist"):
+    with raises_error("file_not_found"):
         load_config_file(tmp_path / "none.json")
-    with pytest.raises(UserError, match="cannot be read"):
+    with raises_error("unreadable_file"):
         (tmp_path / "folder.json").mkdir()
         load_config_file(tmp_path / "folder.json")
     (tmp_path / "empty.yaml").write_text("", encoding="utf-8")

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from rlhf_data import UserError, exit_cleanly
+from rlhf_data.runs.atomic import DiskFullError
+
+
+def test_an_error_has_a_code_and_fields():
+    error = UserError("line 3 has no prompt", code="missing_column", column="prompt")
+    assert (str(error), error.code) == ("line 3 has no prompt", "missing_column")
+    assert error.fields == {"column": "prompt"}
+    assert UserError("n is 0").code == "invalid_input" and DiskFullError("full").code == "disk_full"
+    assert pickle.loads(pickle.dumps(error)).fields == error.fields
 
 
 class Terminated(KeyboardInterrupt):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
@@ -86,3 +87,10 @@ def test_a_gamed_reward_is_found_and_an_honest_one_passes(
     audited = CliRunner().invoke(report, ["audit", "run", "--output", "audit"])
     assert audited.exit_code == found, audited.output
     assert json.loads(Path("audit/audit.json").read_text())["gamed"] == bool(found)
+
+
+@pytest.mark.slow
+def test_a_planted_love_of_length_is_named_and_its_policy_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    [row] = importlib.import_module("gamed_rewards").run_seed(0, ["longer"], 60)
+    assert row["errors"]["length_named"] and row["audit"]["gamed"]

@@ -7,8 +7,6 @@ import math
 import pytest
 
 from rlhf_merge.report_text import (
-    bytes_text,
-    clipped,
     cosine_text,
     count_text,
     number_text,
@@ -50,10 +48,6 @@ def test_counts(count: int, text: str) -> None:
     assert count_text(count) == text
 
 
-def test_bytes() -> None:
-    assert [bytes_text(value) for value in (17, 439_417_128, 15 * 10**12)] == ["17 B", "439 MB", "15 TB"]
-
-
 @pytest.mark.parametrize(
     ("specs", "names"),
     [
@@ -67,9 +61,3 @@ def test_bytes() -> None:
 )
 def test_short_names_tell_models_apart(specs: list[str], names: list[str]) -> None:
     assert short_names(specs) == names
-
-
-def test_clipped_names_keep_both_ends() -> None:
-    assert clipped("llama", 5) == "llama"
-    assert clipped("llama-instruct", 7) == "lla…uct"
-    assert clipped("llama-instruct", 6) == "lla…ct"

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_data import UserError, apply_overrides
+from raises import raises_error
+from rlhf_data import apply_overrides
 from rlhf_infer import PromptedJudge
 from rlhf_infer.judges.settings import JUDGE_TEMPLATE
 from rlhf_minmax import MinMaxConfig
@@ -56,9 +57,7 @@ def test_without_a_template_chat_is_refused_before_anything_is_loaded(
     folders: dict[str, Path], section: str
 ) -> None:
     config = make(folders["plain"], "chat=true", section=section)
-    with pytest.raises(
-        UserError, match="true for a judge whose tokenizer has no chat template; set chat false"
-    ):
+    with raises_error("no_chat_template"):
         check_run(config, load_stories(config), DeviceManager())
 
 

@@ -294,5 +294,5 @@ def assert_everything_happens(folder: Path) -> None:
         assert contents(folder / "final_average" / role)
     for name in ("truthfulness", "monitor_length", "monitor_format", "monitor_evidence", "policy_kl"):
         assert len({row.get(f"dual/{name}/lambda") for row in played} - {None}) > 1, name
-    assert any("eval/minmax/heldout_reward" in row for row in played)
+    assert any("eval_minmax/heldout_reward" in row for row in played)
     assert all(results[block] for block in ("plain", "after_average", "cross_play", "best_response"))

@@ -15,7 +15,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from rlhf_data import UserError
+from raises import raises_error
 from rlhf_models import load_causal_lm, prepare_for_packing, tiny_model
 from rlhf_models.language_model.logps import check_packing
 from rlhf_models.loading.tiny import TINY_ARCHITECTURES
@@ -58,13 +58,13 @@ def make(config: Any, dtype: torch.dtype = torch.float32) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", REFUSED)
 def test_layers_that_carry_more_than_attention_are_refused(name: str, dtype: torch.dtype) -> None:
-    with pytest.raises(UserError, match=f"{name}.* cannot score packed streams"):
+    with raises_error("cannot_be_packed"):
         check_packing(prepare_for_packing(make(REFUSED[name](), dtype)))
 
 
 def test_such_a_model_is_refused_when_it_is_loaded(tmp_path: Any) -> None:
     make(REFUSED["FalconH1"]()).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"FalconH1ForCausalLM.*tokens of another"):
+    with raises_error("cannot_be_packed", cause="other_texts"):
         load_causal_lm(tmp_path)
 
 
@@ -74,7 +74,7 @@ def test_a_window_that_the_plain_forward_ignores_is_refused(window: int) -> None
     model = make(OlmoeConfig(**SHAPE, **EXPERTS))
     check_packing(prepare_for_packing(model))
     model.config.sliding_window = window
-    with pytest.raises(UserError, match="OlmoeForCausalLM cannot score packed streams: its outputs differ"):
+    with raises_error("cannot_be_packed", cause="outputs"):
         check_packing(prepare_for_packing(model))
 
 

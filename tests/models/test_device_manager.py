@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlhf_data import UserError
+from raises import raises_error
 from rlhf_models import device_manager
 from rlhf_models.device_manager import DeviceManager
 
@@ -47,15 +47,15 @@ def test_overrides_win_and_are_explained(capability):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "code"),
     [
-        ({"reward": "cuda:1"}, "device 'cuda:1' for role 'reward' does not exist here; the devices are cpu"),
-        ({"reward": "gpu"}, "device 'gpu' for role 'reward'"),
-        ({"rewards": "cpu"}, "unknown role 'rewards'; the roles are policy, monitor, reward, judge"),
+        ({"reward": "cuda:1"}, "unknown_device"),
+        ({"reward": "gpu"}, "unknown_device"),
+        ({"rewards": "cpu"}, "unknown_role"),
     ],
 )
-def test_a_device_or_role_that_does_not_exist_is_refused(overrides, message, capability):
-    with pytest.raises(UserError, match=message):
+def test_a_device_or_role_that_does_not_exist_is_refused(overrides, code, capability):
+    with raises_error(code):
         DeviceManager(overrides, num_gpus=1 if "gpu" in overrides.values() else 0)
 
 

@@ -7,7 +7,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from rlhf_data import TokenSequence, UserError, pack
+from raises import raises_error
+from rlhf_data import TokenSequence, pack
 from rlhf_models.adapters.lora import AdapterSet, LoraSettings, add_adapters
 from rlhf_models.language_model.logps import token_logps
 from rlhf_models.loading.tiny import tiny_model
@@ -90,7 +91,7 @@ def test_an_adapter_of_a_model_made_in_memory_names_no_base(byte_tokenizer, tmp_
     policy = PolicyModel(None, byte_tokenizer, adapters=adapters, adapter="policy")
     step(policy)
     policy.save_pretrained(tmp_path / "out")
-    with pytest.raises(UserError, match="names no base model; give it as base_model"):
+    with raises_error("no_base_model"):
         PolicyModel.from_pretrained(tmp_path / "out")
     again = PolicyModel.from_pretrained(tmp_path / "out", base_model=tmp_path / "base")
     assert torch.equal(again.logps(BATCH).logps, policy.logps(BATCH).logps)
@@ -158,7 +159,7 @@ def test_without_a_reference_none_is_made_up(tiny_llama, byte_tokenizer):
 
 
 def test_a_tokenizer_that_does_not_fit_is_refused(byte_tokenizer):
-    with pytest.raises(UserError, match="tokenizer has 300 tokens but the model only 100 embeddings"):
+    with raises_error("tokenizer_does_not_fit"):
         PolicyModel(tiny_model("llama", vocab_size=100), byte_tokenizer)
 
 

@@ -91,14 +91,29 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{page.name} links to {link}, a missing heading"
 
 
+def parsed(main: click.Group, verb: str, arguments: list[str]) -> click.Context:
+    """A command's parsed options.
+
+    Within its group, because click makes a command's help option once, from the context that asks first."""
+    with main.make_context("main", [verb]) as group:
+        command = main.get_command(group, verb)
+        assert command is not None
+        return command.make_context(verb, arguments, parent=group)
+
+
 @EACH_PAGE
 def test_commands_use_options_and_settings_that_exist(page: Path) -> None:
     from rlhf_train.cli import main
+    from rlhf_train.comparison.plan import ComparisonPlan
 
     for method, arguments in commands(page):
         if "--method-module" in (method, *arguments):  # tests/repo/test_contributing.py runs those
             continue
-        options = main.commands[method].make_context(method, arguments).params
+        options = parsed(main, method, arguments).params
+        if method == "compare":
+            if options["resume"] is None:
+                ComparisonPlan.of_options(options)
+            continue
         values = apply_overrides({}, options["overrides"]) | settings_of(method, options)
         assert refusal(method, values, " ".join(arguments)) is None
         for source in options.get("reward", ()):
@@ -124,8 +139,7 @@ def test_merge_commands_use_options_that_exist(page: Path) -> None:
     from rlhf_merge.cli.main import main
 
     for verb, arguments in commands(page, "rlhf-merge"):
-        command = main.get_command(click.Context(main), verb)
-        assert command is not None and command.make_context(verb, arguments).args == []
+        assert parsed(main, verb, arguments).args == []
 
 
 @EACH_PAGE
@@ -133,8 +147,7 @@ def test_report_commands_use_options_that_exist(page: Path) -> None:
     from rlhf_report.cli import main
 
     for verb, arguments in commands(page, r"^(?:uv run )?rlhf-report"):
-        command = main.get_command(click.Context(main), verb)
-        assert command is not None and command.make_context(verb, arguments).args == []
+        assert parsed(main, verb, arguments).args == []
 
 
 @EACH_PAGE

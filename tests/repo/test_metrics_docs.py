@@ -134,7 +134,7 @@ def test_keys_of_the_game(pipeline: MinMaxPipeline, tmp_path: Path) -> None:
             pipeline, CONFIG, RECORDS, RECORDS, run=run, adversary=adversary, held_out=held_out
         ).train()
         written |= {key for row in run.read_metrics() for key in row}
-    of_step = {key for key in written if not key.startswith("eval/")}
+    of_step = {key for key in written if not key.startswith("eval_")}
     of_one = re.compile(r"(constraint|dual)/(\w+)/")
     general = {of_one.sub(r"\1/<name>/", key) for key in of_step}
     assert general == keys_of("The game: metrics.jsonl") | keys_of("The game: constraints and dynamics")
@@ -144,7 +144,7 @@ def test_keys_of_the_game(pipeline: MinMaxPipeline, tmp_path: Path) -> None:
     blocks, _, _ = results_tables()
     starred = {row[0] for row in blocks if row[1:2] == ["*"]}
     assert set(measure_game(pipeline, RECORDS, pipeline.players.policy, held_out)) == starred
-    assert written - of_step == {f"eval/{key}" for key in starred}
+    assert written - of_step == {f"eval_{key}" for key in starred}
 
 
 def test_keys_of_how_good_the_players_are(pipeline: MinMaxPipeline) -> None:

@@ -126,6 +126,23 @@ def test_less_can_be_better(tmp_path: Path, compare) -> None:
     assert found["models"][0]["mean"]["estimate"] < found["models"][1]["mean"]["estimate"]
 
 
+def test_true_and_false_beside_a_share_is_said_and_beside_a_reward_is_refused(
+    tmp_path: Path, compare
+) -> None:
+    def scored(name: str, score: Any) -> Path:
+        return write(tmp_path / name, [{"prompt": f"q{i}", "score": score(i)} for i in range(20)])
+
+    right = scored("right.jsonl", lambda i: i % 2 == 0)
+    result, found = compare(right, scored("share.jsonl", lambda i: i / 40))
+    assert [file["scores"] for file in found["files"]] == ["verdicts", "numbers"]
+    assert "score is true or false in right" in result.stdout
+    result, found = compare(right, scored("zeros.jsonl", lambda i: float(i % 3 == 0)))
+    assert found["files"][1]["scores"] == "either" and "true or false" not in result.stdout
+    result, _ = compare(right, scored("reward.jsonl", lambda i: i / 4 - 1))
+    assert result.exit_code == 2 and "right" in result.stderr and "reward" in result.stderr
+    assert "Traceback" not in result.output
+
+
 def test_samples_of_lm_eval_are_read(tmp_path: Path, compare) -> None:
     def sample(i: int, right: bool, filter: str = "none") -> dict[str, Any]:
         return {

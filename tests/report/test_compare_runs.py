@@ -119,6 +119,38 @@ def test_one_seed_says_nothing_about_luck(compare: Compare) -> None:
     assert "the highest first: grpo 0.99" in result.stdout or "the highest first: grpo 1" in result.stdout
 
 
+def test_a_comparison_at_equal_budgets_says_what_on_what_and_that_prompts_were_trained_on(
+    compare: Compare,
+) -> None:
+    write_seeds("dpo", [0.5, 0.6], **{"eval_policy/reward": 0.5})
+    write_seeds("grpo", [0.5, 0.6], **{"eval_policy/reward": 0.4})
+    plan = {
+        "job": "compare",
+        "model": "/models/start",
+        "train_data": "/rows/pairs.jsonl",
+        "preference_data": None,
+        "eval_data": "/rows/unseen.jsonl",
+        "reward": ["/models/judge"],
+        "held_out_reward": None,
+        "unit": "tokens",
+        "budget": 4000.0,
+        "prompts": {"measured": 24, "trained_on": 5},
+    }
+    Path("runs/config.json").write_text(json.dumps(plan))
+    result, found = compare("runs")
+    first = result.output.partition("\n")[0]
+    assert all(
+        each in first for each in ("start", "pairs.jsonl", "4,000 tokens", "judge", "24", "unseen.jsonl")
+    )
+    assert any("24" in each and "5 are also trained on" in each for each in found["cautions"])
+    assert first in re.sub(r"<[^>]*>|\u200b", "", Path("out/comparison.html").read_text())
+
+    result, found = compare("runs", "--metric", "reward")
+    assert "unseen.jsonl" not in result.output.partition("\n")[0]
+    result, found = compare("runs/dpo", write("elsewhere/ppo/seed-0", rows(0.5), method="ppo"))
+    assert found["plan"] is None
+
+
 def test_names_make_groups(compare: Compare) -> None:
     for i, beta in enumerate((0.1, 0.1, 0.4, 0.4)):
         write(f"r{i}", rows(beta, seed=i), method="grpo", seed=i, beta=beta)

@@ -116,3 +116,102 @@ def test_a_rule_that_counts_tokens_is_refused_for_texts(folder):
     assert (result.exit_code, "Traceback" in result.output) == (2, False)
     assert "tokens" in result.output
     assert not Path("out").exists()
+
+
+def rows_of_candidates() -> list[dict[str, Any]]:
+    """Math: the length reward is right in every prompt. Focus: in none. Ties: one whole pair."""
+    rows = []
+    for i in range(12):
+        for subset, right, wrong in (("Math", "a" * 9, "b" * 3), ("Focus", "a" * 3, "b" * 9)):
+            more = {"num_correct": 1, "num_incorrect": 3, "subset": subset, "source": "xy"[i % 2]}
+            rows.append({"id": f"{i}", "prompt": f"q{i}", "chosen": [right], "rejected": [wrong] * 3} | more)
+    for kind, right in (("ref", ["red sky"]), ("tied", ["red sky", "big sea"])):
+        rows.append({"id": f"{kind}:1", "prompt": "q", "chosen": right, "rejected": ["no"], "source": "x"})
+        rows[-1]["subset"] = "Ties"
+    return rows
+
+
+def test_prompts_with_several_completions_are_scored_by_subset(folder):
+    write_rows(folder / "pairs.jsonl", rows_of_candidates())
+    results = report("--slice", "source", "--examples", "2")
+    subsets = results["subsets"]
+    assert {name: entry["estimate"] for name, entry in subsets.items()} == {
+        # The score of Ties: .3 + .3 + .2 + .2 + .01 (no spread and a gap: tanh is 1).
+        **{"Math": 1.0, "Focus": 0.0, "Ties": pytest.approx(1.01)}
+    }
+    assert subsets["Math"]["chance"] == 0.25
+    assert results["mean_over_subsets"]["estimate"] == pytest.approx(2.01 / 3)
+    assert set(results["slices"]["source"]) == {"x", "y"}
+    cases = [json.loads(line) for line in (folder / "out" / "cases.jsonl").read_text().splitlines()]
+    assert [case["groups"]["subset"] for case in cases] == ["Focus"] * 4
+    for name in ("errors.html", "errors.txt"):
+        assert all(subset in (folder / "out" / name).read_text() for subset in subsets)
+
+
+def test_scores_may_stand_in_the_rows(folder):
+    rows = [
+        row | {"scores": [[1.0], [0], [0.5], [2]]} for row in rows_of_candidates() if row["subset"] == "Math"
+    ]
+    write_rows(folder / "pairs.jsonl", rows)
+    result = run("--data", "pairs.jsonl", "--output-dir", "out")
+    assert result.exit_code == 0, result.output
+    results = json.loads(Path("out/errors.json").read_text())
+    assert results["subsets"]["Math"]["estimate"] == 0.0  # the last one is the highest
+
+
+def test_lists_of_one_and_one_are_pairs(folder):
+    rows = [{"prompt": f"q{i}", "chosen": ["aa"], "rejected": ["b"]} for i in range(20)]
+    write_rows(folder / "pairs.jsonl", rows)
+    assert report()["accuracy"]["estimate"] == 1.0
+
+
+def test_several_completions_have_a_baseline_and_a_best_of_n(folder):
+    write_rows(folder / "pairs.jsonl", [row for row in rows_of_candidates() if row["subset"] != "Ties"])
+    write_rows(folder / "many.jsonl", [{"prompt": "q", "completions": ["a", "aa", "aaa", "aaaa"]}])
+    results = report(
+        *("--baseline-model", "length:target=1,unit=characters"),
+        *("--completions", "many.jsonl", "--held-out-reward", "length:target=1,unit=characters"),
+    )
+    # Each is right where the other is wrong: where the right completion is the longest, and elsewhere.
+    assert results["baseline"]["difference"]["estimate"] == 0.0
+    assert [row["n"] for row in results["best_of_n"]] == [1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"chosen": []}, ["line 3", "chosen"]),
+        ({"rejected": ["b", " "]}, ["line 3", "rejected"]),
+        ({"prompt": " "}, ["line 3", "prompt"]),
+        ({"num_correct": 2}, ["line 3", "chosen", "2"]),
+        ({"subset": "Ties"}, ["line 3", "id", "tied:N"]),
+    ],
+)
+def test_a_bad_row_of_several_completions_is_named_or_skipped(folder, change, parts):
+    rows = rows_of_candidates()
+    rows[2] |= change
+    write_rows(folder / "pairs.jsonl", rows)
+    result = run("--reward", "reward.py:length", "--data", "pairs.jsonl", "--output-dir", "out")
+    assert result.exit_code == 2 and "Traceback" not in result.output
+    assert all(part in result.output for part in parts), result.output
+    assert not Path("out").exists()
+    assert report("--on-bad-row", "skip")["rows"] == len(rows) - 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "arguments", "part"),
+    [
+        ([{"prompt": "q", "chosen": "a", "rejected": "b"}], [], "--reward-model"),
+        ([{"prompt": "q", "chosen": ["a"], "rejected": ["b", "c"]}], [], "--reward-model"),
+        ([{"prompt": "q", "chosen": ["a"], "rejected": ["b"], "scores": [1]}], [], "scores"),
+        ([{"prompt": "q", "chosen": ["a"], "rejected": ["b"], "scores": [1, None]}], [], "scores"),
+        (rows_of_candidates(), ["--reward", "reward.py:length", "--columns", "margin=x"], "margin"),
+        (rows_of_candidates()[-1:], ["--reward", "reward.py:length"], "counterpart"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(folder, rows, arguments, part):
+    write_rows(folder / "pairs.jsonl", rows)
+    result = run("--data", "pairs.jsonl", "--output-dir", "out", *arguments)
+    assert (result.exit_code, "Traceback" in result.output) == (2, False)
+    assert part in result.output
+    assert not Path("out").exists()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from rlhf_eval.evaluation.pair_judges import read_env_file
+from rlhf_eval.evaluation import read_env_file
 from rlhf_models import build_tiny_llama, train_byte_tokenizer
 from rlhf_report.cli import main
 

@@ -53,3 +53,39 @@ def test_files_are_not_replaced_unasked() -> None:
     assert CliRunner().invoke(main, ["samples", "one.jsonl"]).exit_code == 0
     assert CliRunner().invoke(main, ["samples", "two.jsonl"]).exit_code == 2
     assert CliRunner().invoke(main, ["samples", "two.jsonl", "--overwrite"]).exit_code == 0
+
+
+def test_logs_of_harnesses_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        {
+            "doc": {"question": f"q{i}"},
+            "arguments": {"gen_args_0": {"arg_0": f"q{i}", "arg_1": {}}},
+            "filtered_resps": [f"of lm-eval {i}"],
+            "filter": name,
+            "metrics": ["exact_match"],
+            "exact_match": float(i % 2),
+        }
+        for i in range(8)
+        for name in ("strict", "flexible")
+    ]
+    Path("harness.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    samples = [
+        {
+            "input": f"q{i}",
+            "output": {"completion": f"of inspect {i}"},
+            "scores": {"match": {"value": "CI"[i % 2]}},
+        }
+        for i in range(8)
+    ]
+    Path("log.json").write_text(json.dumps({"eval": {"model": "m"}, "samples": samples}))
+    sources = ["samples", "harness.jsonl", "other=log.json", "--select", "disagree"]
+    run = CliRunner().invoke(main, [*sources, "--out-dir", "shown"])
+    assert run.exit_code == 0, run.output
+    shown = [json.loads(line) for line in Path("shown/samples.jsonl").read_text().splitlines()]
+    assert len(shown) == 8
+    models = next(case["models"] for case in shown if case["prompt"] == "q3")
+    assert [models[name]["completion"] for name in ("harness", "other")] == ["of lm-eval 3", "of inspect 3"]
+    assert [models[name]["score"] for name in ("harness", "other")] == [1.0, 0.0]
+    refused = CliRunner().invoke(main, ["samples", "log.json", "--score", "none", "--out-dir", "again"])
+    assert refused.exit_code == 2 and "match" in refused.output and not Path("again").exists()

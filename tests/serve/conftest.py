@@ -27,6 +27,7 @@ from rlhf_serve.cli.options import settings_of
 from rlhf_serve.cli.serve import uvicorn_config
 from rlhf_serve.http.api_keys import KeyRing
 from rlhf_serve.http.app import create_app
+from rlhf_serve.settings import ServeSettings
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [*ROOT.glob("packages/*/src"), *ROOT.glob("apps/*/src")]
@@ -104,7 +105,7 @@ class ThreadServer:
             logging.getLogger(name).setLevel(logging.INFO)
         logging.getLogger("rlhf_serve").addHandler(self._handler)
         context = cli.main.make_context("rlhf-serve", list(arguments))
-        settings = settings_of(context.params)
+        settings = settings_of(ServeSettings, context.params)
         file = settings.api_keys_file
         keys = KeyRing.load(file=None if file is None else Path(file), environment=environment)
         served = load(settings, lambda text: None)
@@ -145,6 +146,12 @@ def _fetch(
     text = raw.decode()
     parsed = json.loads(text) if "json" in found.get("content-type", "") else text
     return status, parsed, {name.lower(): value for name, value in found.items()}
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """The loop of tests that are coroutines, which `pytest.mark.anyio` runs."""
+    return "asyncio"
 
 
 @pytest.fixture(scope="session")

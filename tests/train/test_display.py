@@ -14,7 +14,8 @@ from rlhf_algos import StepReport
 from rlhf_data import RunFolder
 from rlhf_minmax.evaluation.break_even import BreakEven
 from rlhf_train.display import game as display
-from rlhf_train.display.game import ConsoleEvents, show_plan
+from rlhf_train.display.game import ConsoleEvents
+from rlhf_train.display.training import TrainingDisplay
 
 STEP: dict[str, float | None] = {
     "policy/accuracy": 0.5,
@@ -105,7 +106,7 @@ def test_output_that_is_no_terminal_gets_about_ten_lines(clock: list[float]) -> 
 
 def test_lines_say_the_pace_and_what_follows_a_step(clock: list[float], tmp_path: Path) -> None:
     events, output = events_on(terminal=False)
-    metrics = STEP | {"eval/policy/accuracy": 0.75, "eval/dual/lambda": 2.0, "num_tokens": 5}
+    metrics = STEP | {"eval_policy/accuracy": 0.75, "eval_dual/lambda": 2.0, "num_tokens": 5}
     with events:
         events.phase("minmax", 4, 10)
         for step in (5, 6):
@@ -211,6 +212,8 @@ def test_before_the_game() -> None:
 def test_plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     row = {"role": "policy", "device": "cpu", "dtype": "float32", "reason": "no GPU found"}
-    show_plan({"device_plan": [row], "rows": [("steps", "48 [of] 32")], "warnings": ["look out"]})
+    TrainingDisplay().show_plan(
+        {"device_plan": [row], "rows": [("steps", "48 [of] 32")], "warnings": ["look out"]}
+    )
     text = capsys.readouterr().out
     assert "nothing is trained" in text and "48 [of] 32" in text and "warning: look out" in text

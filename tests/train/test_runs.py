@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from raises import raises_error
 from rlhf_algos import CheckpointManager
 from rlhf_data import RunFolder, UserError
 from rlhf_train.runs import new_run, resumable
@@ -89,7 +90,7 @@ def test_a_folder_has_one_run_at_a_time(taken: Path, train_refused: Callable[...
     message = train_refused("sft", "--max-steps=1", f"--output-dir={taken}")
     assert str(taken) in message and list(taken.iterdir()) == []
     run = RunFolder(taken)
-    with pytest.raises(UserError, match="another process"), resumable(run, "sft"):
+    with raises_error("folder_in_use"), resumable(run, "sft"):
         pytest.fail("two at once")
     with resumable(run, "sft", trains=False):  # evaluating a run that goes on is fine
         pass

@@ -12,6 +12,7 @@ import pytest
 from click.testing import Result
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from raises import raises_error
 from rlhf_algos import METHODS
 from rlhf_data import CompletionRecord, LabelledRecord, PreferenceRecord, UserError
 from rlhf_data.records.sft import TextRecord
@@ -143,5 +144,5 @@ def test_records_become_rows_with_trl_s_columns() -> None:
     assert dataset_rows([LabelledRecord("p", "a", False)]) == [
         {"prompt": "p", "completion": "a", "label": False}
     ]
-    with pytest.raises(UserError, match="one kind of rows"):
+    with raises_error("mixed_rows"):
         dataset_rows([CompletionRecord("p", "a"), TextRecord("t")])

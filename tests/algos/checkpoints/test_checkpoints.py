@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from raises import raises_error
 from rlhf_algos.checkpoints.manager import STATE_FILE, CheckpointManager
-from rlhf_data import RunFolder, UserError
+from rlhf_data import RunFolder
 from rlhf_data.runs.atomic import DiskFullError
 
 
@@ -46,10 +47,10 @@ def test_state_is_written_last_and_a_failure_leaves_nothing(tmp_path):
 
 
 def test_incomplete_checkpoint_is_refused(tmp_path):
-    with pytest.raises(UserError, match="not a complete checkpoint"):
+    with raises_error("incomplete_checkpoint"):
         CheckpointManager.read_state(tmp_path)
     (tmp_path / STATE_FILE).write_text("{")
-    with pytest.raises(UserError, match=r"trainer_state\.json is damaged .* name another checkpoint"):
+    with raises_error("damaged_file"):
         CheckpointManager.read_state(tmp_path)
 
 
@@ -76,6 +77,13 @@ def test_the_best_checkpoint_stays_and_is_named(tmp_path, metric, greater, value
     # whoever takes the run up again knows the same
     again = CheckpointManager(RunFolder(tmp_path), keep=1, metric=metric, greater_is_better=greater)
     assert again.best() == tmp_path / f"checkpoint-{best}"
+
+
+def test_a_run_of_the_game_goes_on_from_checkpoints_with_older_names(tmp_path):
+    manager = CheckpointManager(RunFolder(tmp_path), keep=1, metric="eval_policy/accuracy")
+    for step, name in enumerate(("eval/policy/accuracy", "eval_policy/accuracy"), start=1):
+        _write(manager, step, **{name: 1 / step})
+    assert manager.best() == tmp_path / "checkpoint-1"
 
 
 DAMAGE = {
@@ -118,9 +126,7 @@ def test_a_run_of_damaged_checkpoints_is_not_begun_again_unasked(tmp_path):
     manager = CheckpointManager(RunFolder(tmp_path))
     _write(manager, 1)
     DAMAGE["cut off"](tmp_path / "checkpoint-1")
-    with pytest.raises(
-        UserError, match=r"no whole checkpoint .* delete its damaged ones to begin this run again"
-    ):
+    with raises_error("no_whole_checkpoint"):
         manager.latest()
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from raises import raises_error
 from rlhf_algos.configs.trainer import TrainerConfig
 from rlhf_algos.engine.optimizer import OPTIMIZERS, create_optimizer, create_scheduler, learning_rate_factor
-from rlhf_data import UserError
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_unknown_optimizer_names_the_known_ones():
 
 def test_missing_bitsandbytes_is_said(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match="bitsandbytes, which is not installed; run pip install bitsandbytes"):
+    with raises_error("missing_package"):
         create_optimizer([nn.Parameter(torch.zeros(1))], learning_rate=0.1, optim="adamw_bnb_8bit")
 
 

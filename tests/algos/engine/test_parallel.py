@@ -7,6 +7,7 @@ import logging
 import pytest
 import torch
 
+from raises import raises_error
 from rlhf_algos import SFTConfig, SFTTrainer
 from rlhf_algos.engine.parallel import Parallel, choose_precision
 from rlhf_data import RunFolder, TokenSequence, UserError
@@ -57,7 +58,7 @@ def test_weights_loaded_in_bfloat16_are_computed_in_it_unless_told_otherwise():
 
 
 def test_fp16_needs_a_gpu():
-    with pytest.raises(UserError, match="fp16 needs a GPU"):
+    with raises_error("missing_gpu"):
         choose_precision(SFTConfig(fp16=True), CPU, FP32)
 
 
@@ -70,7 +71,7 @@ def test_settings_that_exclude_each_other(settings):
 
 
 def test_fsdp_scales_no_fp16_loss():
-    with pytest.raises(UserError, match="use bf16, or deepspeed in place of fsdp"):
+    with raises_error("fp16_with_fsdp"):
         choose_precision(SFTConfig(fp16=True, fsdp=True), torch.device("cuda"), FP32)
 
 
@@ -95,24 +96,24 @@ def test_the_scale_of_fp16_losses_is_resumed(tmp_path):
 
 
 def test_fsdp_needs_several_processes():
-    with pytest.raises(UserError, match="torchrun"):
+    with raises_error("single_process"):
         Parallel(SFTConfig(fsdp=True), device=CPU, dtype=FP32)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "code"),
     [
-        (None, "cannot be read"),
-        ("{", "not valid JSON"),
-        ("[]", "zero_optimization"),
-        ("{}", "zero_optimization"),
+        (None, "unreadable_file"),
+        ("{", "invalid_json"),
+        ("[]", "missing_key"),
+        ("{}", "missing_key"),
     ],
 )
-def test_deepspeed_file_that_cannot_be_used(tmp_path, text, message):
+def test_deepspeed_file_that_cannot_be_used(tmp_path, text, code):
     path = tmp_path / "zero.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(UserError, match=message):
+    with raises_error(code):
         Parallel(SFTConfig(deepspeed=str(path)), device=CPU, dtype=FP32)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlhf_algos import DPOConfig, DPOTrainer
-from rlhf_algos.engine.batching import epoch_order
+from rlhf_algos.engine.optimizer_step import epoch_order
 from rlhf_algos.tracking.run_facts import MACHINE_KEYS
 from rlhf_data import RunFolder, UserError
 from rlhf_data.runs.atomic import DiskFullError

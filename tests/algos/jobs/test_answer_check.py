@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from raises import raises_error
 from rlhf_algos import METHODS
 from rlhf_algos.jobs.data import Rows, load_rows
-from rlhf_data import UserError
 
 
 def read(path: Path, rows: list[Any], *reward: str, **settings: Any) -> Rows:
@@ -25,11 +25,11 @@ GOOD = [{"prompt": f"{i} + 1 =", "answer": f"#### {i + 1}"} for i in range(500)]
 @pytest.mark.parametrize("gold", [r"2\sqrt{3}", r"2\pi", "x^2", "(3, 4)", "[0, 1)", "north", "3 or 4", True])
 def test_a_gold_that_is_not_one_number_is_refused_over_all_rows(tmp_path: Path, gold: Any) -> None:
     rows = [*GOOD, {"prompt": "p", "answer": gold}]
-    with pytest.raises(UserError, match=r"rows\.jsonl, line 501: column answer .* reward math"):
+    with raises_error("invalid_answer", where=f"{tmp_path}/rows.jsonl, line 501"):
         read(tmp_path / "rows.jsonl", rows, "number")
-    with pytest.raises(UserError, match=r"rows\.jsonl, line 501"):
+    with raises_error("invalid_answer", where=f"{tmp_path}/rows.jsonl, line 501"):
         read(tmp_path / "rows.jsonl", rows, "length:target=9", "number")
-    with pytest.raises(UserError, match=r"eval\.jsonl, line 2"):
+    with raises_error("invalid_answer", where=f"{tmp_path}/eval.jsonl, line 2"):
         (tmp_path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [rows[0], rows[-1]]))
         read(tmp_path / "rows.jsonl", GOOD, "number", eval_data=str(tmp_path / "eval.jsonl"))
     if gold is not True:
@@ -46,14 +46,14 @@ def test_rows_that_are_not_trained_on_or_not_checked_may_hold_anything(tmp_path:
 
 def test_a_row_that_no_reward_applies_to_is_refused(tmp_path: Path) -> None:
     rows = [*GOOD, {"prompt": "p", "answer": "5", "verifiable": False}]
-    with pytest.raises(UserError, match=r"line 501: there is no answer to check"):
+    with raises_error("missing_answer"):
         read(tmp_path / "rows.jsonl", rows, "number")
-    with pytest.raises(UserError, match="needs a column answer; there are gold"):
+    with raises_error("missing_column", column="answer"):
         read(tmp_path / "rows.jsonl", [{"prompt": "p", "gold": 5}], "number")
 
 
 def test_a_column_that_is_nowhere_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"rows\.jsonl: reward choice needs a column answer; there are gold"):
+    with raises_error("missing_column", column="answer"):
         read(tmp_path / "rows.jsonl", [{"prompt": "p", "gold": 5}], "choice", "length:target=9")
 
 
@@ -64,7 +64,7 @@ def test_on_bad_row_skip_leaves_out_and_counts_rows_whose_answers_cannot_be_read
     assert len(rows.train) == 500 and rows.skipped == 3
     rows = read(path, [*bad, *GOOD], "number", "length:target=9", **skip)
     assert len(rows.train) == 501 and rows.skipped == 2  # the row without an answer has its length
-    with pytest.raises(UserError, match="no row is left"):
+    with raises_error("no_row_left"):
         read(path, bad[:1], "number", **skip)
-    with pytest.raises(UserError, match="streamed file"):
+    with raises_error("unreadable_rows"):
         read(path, [*bad, *GOOD], "number", streaming=True, max_steps=1, **skip)

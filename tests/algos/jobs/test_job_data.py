@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from raises import raises_error
 from rlhf_algos.jobs.data import build_sets, load_rows
 from rlhf_algos.jobs.methods import METHODS
-from rlhf_data import PreferencePair, PreferenceRecord, UserError
+from rlhf_data import PreferencePair, PreferenceRecord
 from rlhf_data.records.kind import RECORD_KINDS, record_kind
 from rlhf_data.records.preference import PreferenceBuilder
 
@@ -52,7 +53,7 @@ def test_transcripts_stay_texts_where_that_is_wanted_or_there_is_no_template(fir
     assert "transcripts" not in caplog.text
     assert first_chosen(template=None).startswith("\n\nHuman: Where")
     assert "stay texts" in caplog.text
-    with pytest.raises(UserError, match="no chat template"):
+    with raises_error("no_chat_template"):
         first_chosen(template=None, transcripts="messages")
 
 
@@ -73,7 +74,7 @@ def test_a_step_of_kto_has_completions_to_exchange(
     config = method.resolve(settings | {"eval_fraction": 0})
     rows = load_rows(method, config)
     if not fits:
-        with pytest.raises(UserError, match="per_device_train_batch_size"):
+        with raises_error("too_few_rows"):
             build_sets(method, config, rows, byte_tokenizer, max_length=None)
         return
     train, _ = build_sets(method, config, rows, byte_tokenizer, max_length=None)
@@ -110,5 +111,5 @@ def test_a_method_takes_its_rows_options_from_the_record_kind(
     train: Any = build_sets(method, config, rows, byte_tokenizer, max_length=9)[0]
     assert byte_tokenizer.decode(train[0].chosen.input_ids).startswith("p b")
     assert (train.builder.seed, train.builder.max_length) == (7, 9)
-    with pytest.raises(UserError, match=r"kind of story records .*'reversed'"):
+    with raises_error("unknown_kind"):
         load_rows(method, method.resolve({}))

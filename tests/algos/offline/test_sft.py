@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from raises import raises_error
 from rlhf_algos import SFTConfig, SFTTrainer
-from rlhf_data import TokenSequence, UserError
+from rlhf_data import TokenSequence
 from rlhf_models import tiny_model
 
 
@@ -67,9 +68,9 @@ def test_masked_turns_are_not_learned():
 
 def test_rows_without_a_token_to_learn_are_named():
     good, empty = TokenSequence([5, 6], 1), TokenSequence([5, 6], 1, (True, False))
-    with pytest.raises(UserError, match=r"training example 1 \(from 0\) has no token to learn"):
+    with raises_error("nothing_to_learn", kind="training", index=1):
         _trainer([good, empty])
-    with pytest.raises(UserError, match="evaluation example 0"):
+    with raises_error("nothing_to_learn", kind="evaluation", index=0):
         _trainer([good], eval_examples=[empty])
 
 

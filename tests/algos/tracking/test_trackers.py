@@ -11,8 +11,8 @@ import sys
 
 import pytest
 
+from raises import raises_error
 from rlhf_algos.tracking.trackers import create_trackers
-from rlhf_data import UserError
 
 CONFIG = {"learning_rate": 1e-3, "beta": 0.1, "columns": {"chosen": "better"}}
 
@@ -25,10 +25,10 @@ def test_nothing_asked_for_starts_nothing(tmp_path):
 
 
 def test_unknown_and_missing_trackers_are_refused(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="report_to must name tensorboard or wandb, got 'mlflow'"):
+    with raises_error("invalid_value", key="report_to"):
         create_trackers(["mlflow"], tmp_path, CONFIG, name="dpo")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r'wandb is not installed; run pip install "rlhf-algos\[wandb\]"'):
+    with raises_error("missing_package"):
         create_trackers(["wandb"], tmp_path, CONFIG, name="dpo")
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_data import Encoder, UserError
+from raises import raises_error
+from rlhf_data import Encoder
 
 _TALK = [
     {"role": "system", "content": "be kind"},
@@ -90,7 +91,7 @@ def test_any_text_comes_back_and_starts_no_later_than_its_prompt_ends(tokenizer)
 
 def test_no_end_token(tokenizer):
     tokenizer.eos_token = None
-    with pytest.raises(UserError, match="no end token"):
+    with raises_error("no_end_token"):
         Encoder(tokenizer).completions("a", ["b"])
 
 
@@ -143,21 +144,21 @@ def test_a_prompt_that_the_template_shows_otherwise_alone(with_template):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "code"),
     [
-        ("endless", "does not show where the assistant's turns start and end; mark them"),
-        ("counting", "does not show where the assistant's turns start and end; mark them"),
-        ("refusing", r"refuses the conversation \(roles must alternate\)"),
-        ("markless", "shows nothing that the assistant says"),
+        ("endless", "unclear_turns"),
+        ("counting", "unclear_turns"),
+        ("refusing", "template_refuses"),
+        ("markless", "no_assistant_turn"),
     ],
 )
-def test_templates_that_cannot_be_used(with_template, name, message):
-    with pytest.raises(UserError, match=message):
+def test_templates_that_cannot_be_used(with_template, name, code):
+    with raises_error(code):
         Encoder(with_template(name)).conversation(_TALK, assistant_only=True)
 
 
 def test_a_tokenizer_without_template(tokenizer):
-    with pytest.raises(UserError, match="the tokenizer has no chat template"):
+    with raises_error("no_chat_template"):
         Encoder(tokenizer).completions(_TALK[:2], [_TALK[2:3]])
 
 

@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from raises import raises_error
 from rlhf_data import QADatasetConfig, QARecord, UserError, load_qa, qa_from_row, render_prompt, split_of
 
 _ROW = {
@@ -45,35 +46,36 @@ def test_choices_with_labels_of_their_own(labels, answer, index):
 
 @pytest.mark.parametrize("choices", [{"text": ["a", "b"]}, {"text": ["a", "b"], "label": ["A", "A"]}])
 def test_labels_that_do_not_fit_the_choices_are_refused(choices):
-    with pytest.raises(UserError, match="field choices: expected a list of texts"):
+    with raises_error("not_a_list"):
         qa_from_row({"story": "s", "question": "q", "choices": choices, "answer": "A"})
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "code", "field"),
     [
-        ({"answer": "cellar"}, "field answer: 'cellar' is not among the choices"),
-        ({"answer": 3}, "field answer: 3 is outside the 3 choices"),
-        ({"answer": -1}, "field answer: -1 is outside"),
-        ({"answer": "D"}, "field answer: 'D' is outside"),
-        ({"answer": "²"}, "field answer: '²' is not among"),
-        ({"answer": 1.0}, "field answer: expected one of the choices"),
-        ({"answer": True}, "field answer: expected one of the choices"),
-        ({"answer": None}, "field answer: missing"),
-        ({"choices": [1, 2, 3], "answer": 1}, "field answer: 1 may be an index or a choice"),
-        ({"choices": ["hall", "hall "]}, "field choices: choice 'hall' appears twice"),
-        ({"choices": ["hall"]}, "field choices: expected at least two"),
-        ({"choices": ["hall", ""]}, "field choices: every choice"),
-        ({"choices": ["hall", None]}, "field choices: every choice"),
-        ({"choices": {"a": 1}}, "field choices: expected a list"),
-        ({"choices": '["a"'}, "field choices: .* is not a JSON list"),
-        ({"story": "  "}, "field story: expected a text"),
-        ({"question": 3}, "field question: expected a text"),
+        ({"answer": "cellar"}, "unknown_answer", "answer"),
+        ({"answer": 3}, "answer_out_of_range", "answer"),
+        ({"answer": -1}, "answer_out_of_range", "answer"),
+        ({"answer": "D"}, "answer_out_of_range", "answer"),
+        ({"answer": "²"}, "unknown_answer", "answer"),
+        ({"answer": 1.0}, "invalid_answer", "answer"),
+        ({"answer": True}, "invalid_answer", "answer"),
+        ({"answer": None}, "missing_column", None),
+        ({"choices": [1, 2, 3], "answer": 1}, "ambiguous_answer", "answer"),
+        ({"choices": ["hall", "hall "]}, "repeated_choice", "choices"),
+        ({"choices": ["hall"]}, "too_few_choices", "choices"),
+        ({"choices": ["hall", ""]}, "invalid_choice", "choices"),
+        ({"choices": ["hall", None]}, "invalid_choice", "choices"),
+        ({"choices": {"a": 1}}, "not_a_list", "choices"),
+        ({"choices": '["a"'}, "invalid_json", "choices"),
+        ({"story": "  "}, "not_a_text", "story"),
+        ({"question": 3}, "not_a_text", "question"),
     ],
 )
-def test_bad_rows_name_place_field_and_expectation(change, message):
-    with pytest.raises(UserError, match=f"stories.jsonl, line 7, {message}"):
-        qa_from_row(_ROW | change, where="stories.jsonl, line 7")
+def test_bad_rows_name_place_field_and_expectation(change, code, field):
+    where = "stories.jsonl, line 7"
+    with raises_error(code, where=f"{where}, field {field}" if field else where):
+        qa_from_row(_ROW | change, where=where)
 
 
 def test_load_names_file_and_line(tmp_path):
@@ -91,7 +93,7 @@ def test_column_mapping_keeps_other_columns(tmp_path):
     [record] = load_qa(path, config)
     assert record == QARecord("A b.\n", "Where?", ("x", "y"), 1, {"source": "web"})
     assert record.answer_text == "y"
-    with pytest.raises(UserError, match=r"line 2, field story: missing; the row has passage, question"):
+    with raises_error("missing_column", column="story"):
         load_qa(path)
 
 
@@ -110,7 +112,7 @@ def test_prompt_template_takes_text_as_it_is():
     ],
 )
 def test_bad_templates_are_refused(template, message):
-    with pytest.raises(UserError, match="prompt_template") as caught:
+    with raises_error("invalid_value", key="prompt_template") as caught:
         QADatasetConfig.from_dict({"prompt_template": template})
     assert message in str(caught.value)
 

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from raises import raises_error
 from rlhf_data import (
     UserError,
     atomic_folder,
@@ -14,7 +15,7 @@ from rlhf_data import (
     ensure_writable_folder,
     json_hash,
 )
-from rlhf_data.runs.atomic import DiskFullError, explain_full_disk, finite, remove_folder, remove_stale_temps
+from rlhf_data.runs.atomic import explain_full_disk, finite, remove_folder, remove_stale_temps
 
 
 def test_write_replaces_whole_content(tmp_path):
@@ -95,7 +96,7 @@ def test_json_hash_ignores_key_order_only():
 def test_unwritable_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("", encoding="utf-8")
     for bad in (tmp_path / "file", tmp_path / "file" / "sub"):
-        with pytest.raises(UserError, match="not writable"):
+        with raises_error("folder_not_writable"):
             ensure_writable_folder(bad)
     assert ensure_writable_folder(tmp_path / "x" / "y").is_dir()
 
@@ -114,7 +115,7 @@ def test_unwritable_folder_is_refused(tmp_path):
 )
 def test_a_full_disk_is_a_sentence_about_the_outermost_path(tmp_path, error):
     with (
-        pytest.raises(DiskFullError, match=r"^final cannot be written: no space is left .* --resume$"),
+        raises_error("disk_full"),
         explain_full_disk("final"),
         explain_full_disk("final/config.json"),
     ):

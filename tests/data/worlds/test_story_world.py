@@ -1,6 +1,4 @@
-import pytest
-
-from rlhf_data import StoryWorldConfig, UserError, generate_stories, split_of
+from rlhf_data import StoryWorldConfig, generate_stories
 from rlhf_data.worlds.story import (
     hearsay,
     movers,
@@ -43,18 +41,6 @@ def test_rates_and_names_follow_the_config():
     assert all("gossip" not in r.story for r in generate_stories(easy, 50, split="train", seed=0))
 
 
-def test_splits_are_disjoint_distinct_and_repeatable():
-    train = generate_stories(_CONFIG, 1000, split="train", seed=3)
-    held_out = generate_stories(_CONFIG, 1000, split="eval", seed=3)
-    assert len({r.story for r in train} | {r.story for r in held_out}) == 2000
-    assert {split_of(r.story) for r in train} == {"train"} and {split_of(r.story) for r in held_out} == {
-        "eval"
-    }
-    assert generate_stories(_CONFIG, 1000, split="train", seed=3) == train
-    assert generate_stories(_CONFIG, 1000, split="train", seed=4) != train
-    assert generate_stories(_CONFIG, 10, split="train", seed=3) == train[:10]
-
-
 def test_sentences():
     assert observation("mary", "kitchen") == "mary went to kitchen ."
     assert observation("ball", "shed") == "ball moved to shed ."
@@ -65,22 +51,3 @@ def test_sentences():
     assert sentence_place("mary went to kitchen") == "kitchen"
     for text in ("", "mary is here .", "mary went to kitchen . ball moved to shed .", "gossip says in"):
         assert sentence_kind(text) is None and sentence_place(text) is None
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"min_sentences": 5, "max_sentences": 4}, "min_sentences 5 is above max_sentences 4"),
-        ({"num_places": 3}, "num_choices 4 is above num_places 3"),
-        ({"hearsay_rate": 1.5}, "hearsay_rate is 1.5, expected a value >= 0 and <= 1"),
-    ],
-)
-def test_impossible_worlds_are_refused(values, message):
-    with pytest.raises(UserError, match=message):
-        StoryWorldConfig.from_dict(values)
-
-
-def test_world_too_small_for_the_number_of_stories():
-    config = StoryWorldConfig(num_movers=2, num_places=3, num_choices=3, min_sentences=2, max_sentences=2)
-    with pytest.raises(UserError, match="of 100 distinct eval stories"):
-        generate_stories(config, 100, split="eval", seed=0)

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from rlhf_data import UserError
-from rlhf_eval.audit.gap import measure_gap
-from rlhf_eval.audit.hints import find_hints, similarity
-from rlhf_eval.audit.report import Audit, audit_page
+from rlhf_eval.audit import Audit, audit_page, find_hints, measure_gap
+from rlhf_eval.audit.hints import similarity
 
 HELD = "rewards/gold/mean"
 
@@ -62,6 +61,7 @@ def test_what_is_gamed_and_what_is_not(steps: int) -> None:
     assert not gamed(log(0.0, train_change=0.3, noise=0.05, steps=steps))  # below the margin
 
 
+@pytest.mark.slow
 def test_seldom_wrong_and_seldom_late() -> None:
     """Two hundred runs each in which nothing changes, and in which the held-out reward falls."""
     wrong = sum(gamed(log(0.0, train_change=0.0, seed=seed)) for seed in range(200))

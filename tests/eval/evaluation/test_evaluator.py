@@ -10,13 +10,23 @@ import numpy as np
 import pytest
 import torch
 
-from rlhf_data import PreferenceRecord, PromptRecord, TokenSequence, UserError
+from raises import raises_error
+from rlhf_data import PreferenceRecord, PromptRecord, TokenSequence
 from rlhf_eval import stats
+from rlhf_eval.evaluation import (
+    EvalConfig,
+    PairJudge,
+    Place,
+    RLHFEvaluator,
+    Written,
+    judge_agreement,
+    measure_against,
+    trade_off,
+)
 from rlhf_eval.evaluation.divergence import divergences
-from rlhf_eval.evaluation.evaluator import EvalConfig, Place, RLHFEvaluator, Written
 from rlhf_eval.evaluation.ledger import Ledger
-from rlhf_eval.evaluation.measures import hard, judge_agreement, measure_against, trade_off
-from rlhf_eval.evaluation.pair_judges import PairJudge, Verdicts
+from rlhf_eval.evaluation.measures import hard
+from rlhf_eval.evaluation.pair_judges import Verdicts
 from rlhf_eval.evaluation.written import as_read
 from rlhf_eval.scoring import Scorer
 from rlhf_models import PolicyModel, build_tiny_llama
@@ -122,7 +132,7 @@ def test_an_interrupted_evaluation_goes_on(policies, tmp_path, monkeypatch):
 def test_a_damaged_ledger_is_named(tmp_path):
     path = tmp_path / "rewards.jsonl"
     path.write_text('{"key": "0", "scores": [1]}\n[3]\n')
-    with pytest.raises(UserError, match=r"line 2"):
+    with raises_error("damaged_file", line=2):
         Ledger(path)
 
 
@@ -136,7 +146,7 @@ def test_what_was_written_elsewhere_is_scored_and_judged():
     assert found["reward"]["estimate"] == 0  # (2 + 0 - 2) / 3
     assert found["judges"]["longer"]["win_rate"]["estimate"] == 0.5  # a win, a tie, a loss
     assert found["judges"]["longer"]["bias"]["estimate"] == 0
-    with pytest.raises(UserError, match="no model to write it"):
+    with raises_error("missing_completion"):
         RLHFEvaluator(None, prompts=PROMPTS).completions()
 
 
@@ -158,6 +168,7 @@ def test_a_judge_that_likes_the_first_answer_is_seen_and_cancels():
     assert rate.low <= 0.57 <= rate.high
 
 
+@pytest.mark.slow
 def test_labels_correct_a_judge_that_errs():
     rng = np.random.default_rng(1)
     n = 2000

@@ -6,8 +6,9 @@ import math
 
 import pytest
 
-from rlhf_eval.evaluation.prompt_sets import adversarial_prompts, load_prompts
-from rlhf_eval.evaluation.texts import compression_ratio, distinct_share, is_refusal, repeated_share
+from rlhf_eval.evaluation import adversarial_prompts, is_refusal, load_prompts
+from rlhf_eval.evaluation.findings import interval_text, percent_text
+from rlhf_eval.evaluation.texts import compression_ratio, distinct_share, repeated_share
 
 
 def test_distinct_shares():
@@ -61,3 +62,8 @@ def test_prompts_are_spread_over_the_file(tmp_path):
     path.write_text("".join(f'{{"prompt": "p{i // 2}"}}\n' for i in range(20)))  # each one twice
     assert [each.prompt for each in load_prompts(str(path), 5)] == ["p0", "p2", "p4", "p6", "p8"]
     assert len(load_prompts(str(path), 100)) == 10
+
+
+def test_what_the_data_do_not_define_is_a_dash() -> None:
+    undefined = {"estimate": None, "low": None, "high": None}
+    assert percent_text(undefined) == interval_text(undefined, signed=True) == "–"

@@ -9,11 +9,17 @@ from typing import Any
 import pytest
 
 from rlhf_data import RunFolder, UserError
+from rlhf_eval.monitor import (
+    find_runs,
+    held_out_keys,
+    monitor_page,
+    open_log,
+    shown_keys,
+    sparkline,
+    summarise,
+)
 from rlhf_eval.monitor.alerts import find_alerts
-from rlhf_eval.monitor.held_out import held_out_keys
-from rlhf_eval.monitor.logs import find_runs, open_log
-from rlhf_eval.monitor.page import monitor_page
-from rlhf_eval.monitor.summary import duration, shown_keys, sparkline, summarise
+from rlhf_eval.monitor.summary import duration
 
 HEALTHY = {"loss": 0.1, "reward": 0.5, "kl": 0.2, "approx_kl": 0.01, "clip_ratio/region_mean": 0.1} | {
     **{"entropy": 1.0, "completions/clipped_ratio": 0.1, "frac_reward_zero_std": 0.2, "step_time": 2.0},
@@ -82,9 +88,13 @@ def test_a_reward_that_rises_while_the_held_out_one_falls() -> None:
     assert find_alerts(gamed(0.1, -0.1)) == []
 
 
-def test_the_games_held_out_scorers() -> None:
-    found = [{"step": 1, "eval/minmax/judge": 0.0, "eval/minmax/heldout_judge": 0.0}]
-    assert held_out_keys(found, {}) == [("eval/minmax/judge", "eval/minmax/heldout_judge")]
+@pytest.mark.parametrize("prefix", ["eval_", "eval/"])  # the second in older runs
+def test_the_games_held_out_scorers(tmp_path: Path, prefix: str) -> None:
+    row = {"step": 1, f"{prefix}minmax/judge": 0.0, f"{prefix}minmax/heldout_judge": 0.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    log = open_log(tmp_path)
+    log.poll()
+    assert held_out_keys(log.rows, {}) == [("eval_minmax/judge", "eval_minmax/heldout_judge")]
 
 
 def test_a_run_stalls_unless_it_is_finished() -> None:

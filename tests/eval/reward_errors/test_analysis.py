@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_eval.reward_errors.analysis import analyse_errors, best_of_n_curve
-from rlhf_eval.reward_errors.findings import error_cases, error_findings
-from rlhf_eval.reward_errors.scored_pairs import ScoredPairs, has_markup, is_refusal
+from rlhf_eval.reward_errors import ScoredPairs, analyse_errors, best_of_n_curve, error_cases, error_findings
+from rlhf_eval.reward_errors.scored_pairs import has_markup, is_refusal
 
 ROWS = 1200
 

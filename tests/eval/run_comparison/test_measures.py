@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlhf_eval.run_comparison import final_mean
 from rlhf_eval.run_comparison.measures import (
     at_kl,
     convergence_threshold,
     detrended_variance,
-    final_mean,
     first_held,
     oscillation,
     running_mean,

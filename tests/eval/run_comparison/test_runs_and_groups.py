@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_eval.run_comparison.groups import compare_pairs, summarise_group
-from rlhf_eval.run_comparison.runs import (
+from rlhf_eval.run_comparison import (
     Curve,
     RunCurves,
+    compare_pairs,
     matched_kl,
     measure_run,
     shared_threshold,
     smoothed,
+    summarise_group,
 )
 
 STEPS = np.arange(1.0, 41)
@@ -139,11 +140,26 @@ def test_pairs_of_groups() -> None:
     assert alike.holm == 1 and math.isnan(alike.difference.low)
 
 
+def test_one_group_without_spread_is_judged_by_the_seeds_of_the_other() -> None:
+    # Of 0 and 0.04 the mean is 0.02, its error 0.04/√2/√2 = 0.02; t = (0.16 − 0.02)/0.02 = 7 with one degree
+    # of freedom, Cauchy's distribution: p = 1 − 2/π·atan 7 = 0.0903; its quantile of 97.5% is 12.7062.
+    (pair,) = compare_pairs({"a": [0.16, 0.16], "b": [0.0, 0.04]})
+    assert pair.holm == pytest.approx(1 - 2 / math.pi * math.atan(7), abs=1e-9)
+    half = 12.7062 * 0.02
+    assert (pair.difference.low, pair.difference.high) == pytest.approx((0.14 - half, 0.14 + half), abs=1e-5)
+    # Of 1, 2 and 3 the error is 1/√3; t = 2√3 with two degrees: p = 1 − t/√(2 + t²) = 1 − √(12/14).
+    (three,) = compare_pairs({"a": [4.0, 4.0, 4.0], "b": [1.0, 2.0, 3.0]})
+    assert three.holm == pytest.approx(1 - math.sqrt(12 / 14), abs=1e-9)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("coarse", [False, True])
 @pytest.mark.parametrize("seeds", [2, 3, 5])
-def test_groups_that_do_not_differ_are_seldom_told_apart(seeds: int) -> None:
+def test_groups_that_do_not_differ_are_seldom_told_apart(seeds: int, coarse: bool) -> None:
     rng, wrong = np.random.default_rng(seeds), 0
     for _ in range(200):
-        (pair,) = compare_pairs({"a": rng.normal(size=seeds).tolist(), "b": rng.normal(size=seeds).tolist()})
+        drawn = rng.normal(size=(2, seeds))
+        a, b = np.round(2 * drawn) / 2 if coarse else drawn
+        (pair,) = compare_pairs({"a": a.tolist(), "b": b.tolist()})
         wrong += pair.difference.excludes(0)
     assert wrong / 200 <= 0.05 + 2 * 0.0154  # two standard errors of the simulation

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from raises import raises_error
 from rlhf_data import UserError
-from rlhf_eval.samples.export import FORMATS
-from rlhf_eval.samples.select import select
-from rlhf_eval.samples.sources import Case, Completion, matched, read_source
+from rlhf_eval.samples import FORMATS, matched, read_source, select_cases
+from rlhf_eval.samples.sources import Case, Completion
 
 HOSTILE = [
     "=HYPERLINK(1)",
@@ -83,43 +83,45 @@ def test_rows_that_cannot_be_read_are_refused(tmp_path: Path, row: dict[str, Any
 
 def test_a_model_folder_is_told_apart_from_completions(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(UserError, match="generate"):
+    with raises_error("is_a_model"):
         read_source(str(tmp_path))
 
 
 @pytest.mark.parametrize("how", ["stratified", "random", "best", "worst", "disagree"])
 def test_a_selection_does_not_depend_on_the_order(how: Any) -> None:
     many = cases([((i * 37) % 101) / 10 for i in range(100)], spread=0.1)
-    chosen = select(many, how, 20, seed=3)
+    chosen = select_cases(many, how, 20, seed=3)
     shuffled = random.Random(0).sample(many, len(many))
-    assert [case.prompt for case in select(shuffled, how, 20, seed=3)] == [case.prompt for case in chosen]
+    assert [case.prompt for case in select_cases(shuffled, how, 20, seed=3)] == [
+        case.prompt for case in chosen
+    ]
     assert len(chosen) == len({case.prompt for case in chosen}) == 20
 
 
 def test_stratified_takes_one_of_each_quantile() -> None:
     many = cases([float(i) for i in range(100)])
-    scores = [case.completions["b"].score for case in select(many, "stratified", 20)]
+    scores = [case.completions["b"].score for case in select_cases(many, "stratified", 20)]
     assert [int(score or 0) // 5 for score in scores] == list(range(20))
-    other = [case.completions["b"].score for case in select(many, "stratified", 20, seed=1)]
+    other = [case.completions["b"].score for case in select_cases(many, "stratified", 20, seed=1)]
     assert other != scores
 
 
 def test_best_and_worst_and_disagreement() -> None:
     many = cases([float(i) for i in range(10)], spread=-2.0)  # a: i, b: i - 2 i; the mean is 0
-    assert [case.prompt for case in select(many, "disagree", 2)] == ["prompt 9", "prompt 8"]
+    assert [case.prompt for case in select_cases(many, "disagree", 2)] == ["prompt 9", "prompt 8"]
     many = cases([float(i) for i in range(10)])
-    assert [case.prompt for case in select(many, "best", 2)] == ["prompt 9", "prompt 8"]
-    assert [case.prompt for case in select(many, "worst", 2)] == ["prompt 0", "prompt 1"]
+    assert [case.prompt for case in select_cases(many, "best", 2)] == ["prompt 9", "prompt 8"]
+    assert [case.prompt for case in select_cases(many, "worst", 2)] == ["prompt 0", "prompt 1"]
 
 
 @pytest.mark.parametrize("how", ["best", "worst", "disagree"])
 def test_without_scores_there_is_nothing_to_rank(how: Any) -> None:
     with pytest.raises(UserError):
-        select(cases([None, None]), how, 1)
+        select_cases(cases([None, None]), how, 1)
 
 
 def test_more_is_asked_for_than_there_is() -> None:
-    assert len(select(cases([1.0, 2.0, 3.0]), "stratified", 20)) == 3
+    assert len(select_cases(cases([1.0, 2.0, 3.0]), "stratified", 20)) == 3
 
 
 def test_nothing_that_is_written_runs_or_is_markup() -> None:

@@ -11,6 +11,7 @@ from scipy import stats as oracle
 
 from rlhf_eval.stats import (
     mean_interval,
+    mean_of_parts,
     non_inferior,
     paired_difference,
     proportion_interval,
@@ -157,3 +158,16 @@ def test_the_t_quantile_is_scipy_s() -> None:
 def test_what_is_no_data_is_refused(call) -> None:
     with pytest.raises(ValueError):
         call()
+
+
+def test_the_mean_of_parts_weighs_them_equally_and_adds_squares():
+    parts = [
+        Interval(estimate, low, high, 0.95, "", "row", 9)
+        for estimate, low, high in ((0.9, 0.6, 1.0), (0.5, 0.1, 0.7))
+    ]
+    found = mean_of_parts(parts)
+    # Below: √(.3² + .4²) / 2 = .25; above: √(.1² + .2²) / 2.
+    assert (found.estimate, found.low) == (pytest.approx(0.7), pytest.approx(0.45))
+    assert found.high == pytest.approx(0.7 + 0.05**0.5 / 2)
+    with pytest.raises(ValueError):
+        mean_of_parts([])

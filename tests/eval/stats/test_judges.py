@@ -41,6 +41,8 @@ def test_a_rate_is_corrected_by_hand() -> None:
             corrected_rate([True], judged, gold)
     with pytest.raises(ValueError):
         corrected_rate([True], [not each for each in labels], labels)
+    with pytest.raises(ValueError):
+        corrected_rate([], labels, labels)
 
 
 def test_the_interval_of_lang_and_reiczigel_by_hand() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_data import UserError
+from raises import raises_error
 from rlhf_infer import ContinuousBatcher, SamplingParams, TransformersEngine
 from rlhf_infer.engines.continuous_batching import TopLogps
 from rlhf_infer.engines.decode_batch import Cohort
@@ -125,7 +125,7 @@ def test_a_request_larger_than_the_bound_is_drawn_in_pieces(lively_model: Any) -
     assert [r.completion_ids for r in drawn] == [r.completion_ids for r in expected]
     assert told == {i: r.completion_ids for i, r in enumerate(expected)}
     assert 7 + 2 * 50 <= max(most) <= 130  # two samples at a time
-    with pytest.raises(UserError, match="more than the 130 tokens whose keys and values"):
+    with raises_error("max_batch_tokens_too_small"):
         batcher.submit(PROMPTS[0], 1, SamplingParams(124))
     # One that is given up leaves nothing behind, also of the pieces that wait.
     engine.eos_token_ids = [10**6]
@@ -156,9 +156,9 @@ def test_rows_that_finish_make_room(lively_model: Any) -> None:
 def test_one_request_that_fails_fails_alone(lively_model: Any) -> None:
     engine = TransformersEngine(lively_model(), _Tokenizer())
     batcher = ContinuousBatcher(engine)
-    with pytest.raises(UserError, match="more than the model's context"):
+    with raises_error("context_too_short"):
         batcher.submit(PROMPTS[0], 1, SamplingParams(100_000))
-    with pytest.raises(UserError, match="has no tokens"):
+    with raises_error("empty_prompt"):
         batcher.submit([], 1, SamplingParams(3))
     with pytest.raises(ValueError, match="at least 1"):
         batcher.submit(PROMPTS[0], 0, SamplingParams(3))
@@ -209,7 +209,7 @@ def test_likeliest_tokens_are_reported_beside_those_drawn(lively_model: Any) -> 
         assert [token for token, _ in tops] == expected.indices[step].tolist()
         assert [value for _, value in tops] == pytest.approx(expected.values[step].tolist(), abs=1e-4)
     assert engine.generate([prompt], 1, SamplingParams(6))[0][0].top_logps is None
-    with pytest.raises(UserError, match="top_logprobs must be at least 0"):
+    with raises_error("invalid_value", key="top_logprobs"):
         SamplingParams(6, top_logprobs=-1)
 
 

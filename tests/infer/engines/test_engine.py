@@ -6,7 +6,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from rlhf_data import TokenSequence, UserError, pack
+from raises import raises_error
+from rlhf_data import TokenSequence, pack
 from rlhf_infer import Rollout, SamplingParams, TransformersEngine
 from rlhf_models import tiny_model, token_logps, train_byte_tokenizer
 from rlhf_models.loading.tiny import TINY_ARCHITECTURES
@@ -195,9 +196,9 @@ def test_samples_follow_the_distribution() -> None:
 
 def test_unusable_prompts_and_counts_are_refused() -> None:
     engine = TransformersEngine(make_model("llama"), _Eos)
-    with pytest.raises(UserError, match="context of 128"):
+    with raises_error("context_too_short"):
         engine.generate([[3] * 122], 1, SamplingParams(8))
-    with pytest.raises(UserError, match="no tokens"):
+    with raises_error("empty_prompt"):
         engine.generate([[]], 1, SamplingParams(8))
     with pytest.raises(ValueError, match="n must be at least 1"):
         engine.generate([[3]], 0, SamplingParams(8))

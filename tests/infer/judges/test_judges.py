@@ -1,12 +1,16 @@
-"""Judges: probabilities by hand from the model's own logits, rules, and refusals."""
+"""Judges: alone, in both orders, and as reward functions."""
 
+from __future__ import annotations
+
+import math
 from typing import Any
 
 import pytest
 import torch
 
-from rlhf_data import UserError
-from rlhf_infer import Judge, PromptedJudge, RuleJudge, verdict_rule
+from raises import raises_error
+from rlhf_infer import Judge, PairwiseJudge, PromptedJudge, RuleJudge, verdict_rule
+from rlhf_infer.judges.pairwise import PAIR_NUMBER_TEMPLATE, PAIR_TEMPLATE
 from rlhf_models import tiny_model, train_byte_tokenizer
 
 TEMPLATE = "{question}|{answer}|{critique}?"
@@ -130,19 +134,17 @@ def test_no_rows_give_no_scores(model: Any, tokenizer: Any) -> None:
 
 
 def test_prompted_judge_refusals(model: Any, tokenizer: Any) -> None:
-    with pytest.raises(
-        UserError, match=r"field \{story\}; expected only \{question\}, \{answer\}, \{critique\}"
-    ):
+    with raises_error("unknown_field"):
         PromptedJudge(model, tokenizer, template="{story} {answer}")
-    with pytest.raises(UserError, match="malformed"):
+    with raises_error("malformed_template"):
         PromptedJudge(model, tokenizer, template="{answer")
-    with pytest.raises(UserError, match="' no' and ' not' overlap"):
+    with raises_error("overlapping_spellings"):
         PromptedJudge(model, tokenizer, yes=" not", no=" no")
-    with pytest.raises(UserError, match="'' and ' no' overlap"):
+    with raises_error("overlapping_spellings"):
         PromptedJudge(model, tokenizer, yes="", no=" no")
-    with pytest.raises(UserError, match="judge whose tokenizer has no chat template; set chat to false"):
+    with raises_error("no_chat_template"):
         PromptedJudge(model, tokenizer, chat=True)
-    with pytest.raises(UserError, match="context holds 128"):
+    with raises_error("context_too_short", limit=128):
         PromptedJudge(model, tokenizer).score(["q"], ["a" * 200], [None])
 
 
@@ -178,7 +180,7 @@ def test_a_rule_that_returns_no_probability_is_named(value: Any) -> None:
     def broken(question: str, answer: str, critique: str | None) -> Any:
         return value
 
-    with pytest.raises(UserError, match=r"judge rule broken, question 'q', answer 'a', .* expected a number"):
+    with raises_error("invalid_score"):
         RuleJudge(broken).score(["q"], ["a"], [None])
 
 
@@ -186,3 +188,44 @@ def test_an_exception_in_a_rule_says_where() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         RuleJudge(lambda question, answer, critique: 1 / 0).score(["q"], ["a"], ["c"])
     assert caught.value.__notes__ == ["judge rule <lambda>, question 'q', answer 'a', critique 'c'"]
+
+
+def test_a_preference_for_a_place_cancels() -> None:
+    # p(x, y) = 0.6 + 0.2 (len x - len y): 0.1 more than its merit for whoever stands first.
+    judge = PairwiseJudge(RuleJudge(lambda q, a, b: 0.6 + 0.2 * (len(a) - len(b or ""))))
+    found = judge.compare(["q"] * 3, ["aa", "a", "a"], ["b", "b", "bb"])
+    assert found.probability.tolist() == pytest.approx([0.7, 0.5, 0.3])
+    assert found.first_position.tolist() == pytest.approx([0.2, 0.2, 0.2])
+    always = PairwiseJudge(RuleJudge(lambda q, a, b: 1.0)).compare(["q"], ["a"], ["b"])
+    assert always.probability.tolist() == [0.5] and always.first_position.tolist() == [1.0]
+
+
+def test_an_api_is_asked_about_both_orders(fake: Any) -> None:
+    def reply(handler: Any, text: str) -> None:
+        good_first = text.index("good") < text.index("poor")
+        fake.send(handler, fake.completion("90%" if good_first else "30"))
+
+    with fake.serve(reply) as server:
+        api = fake.judge(server, answer="number", template=PAIR_NUMBER_TEMPLATE)
+        found = PairwiseJudge(api).compare(["q"], ["good"], ["poor"])
+    assert len(server.requests) == 2
+    assert found.probability.tolist() == pytest.approx([(0.9 + 1 - 0.3) / 2])
+
+
+def test_a_pair_of_which_one_order_is_unreadable_has_no_score(fake: Any) -> None:
+    def reply(handler: Any, text: str) -> None:
+        good_first = text.index("good") < text.index("poor")
+        fake.send(handler, fake.completion("90%" if good_first else "hard to say"))
+
+    with fake.serve(reply) as server:
+        api = fake.judge(server, answer="number", template=PAIR_NUMBER_TEMPLATE)
+        [probability] = PairwiseJudge(api).compare(["q"], ["good"], ["poor"]).probability.tolist()
+    assert math.isnan(probability)
+
+
+def test_a_model_on_this_machine(lively_model: Any, byte_tokenizer: Any) -> None:
+    model = lively_model(vocab_size=len(byte_tokenizer))
+    judge = PairwiseJudge(PromptedJudge(model, byte_tokenizer, template=PAIR_TEMPLATE[-120:]))
+    there = judge.compare(["q"], ["a"], ["b"]).probability
+    back = judge.compare(["q"], ["b"], ["a"]).probability
+    assert (there + back).tolist() == pytest.approx([1.0])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_data import UserError
+from raises import raises_error
 from rlhf_infer import PromptedJudge
 from rlhf_infer.rewards import (
     PRINCIPLE_TEMPLATE,
@@ -163,55 +163,55 @@ def test_principles_from_files(name: str, tmp_path: Any) -> None:
     ]
     scores = score(Factory.constitutional(base, principles))
     assert scores.rewards[1:4, 0].tolist() == [-1.0, -0.25, 1.0]
-    with pytest.raises(UserError, match=rf"{name}, principle 4 is only a text, which needs a judge"):
+    with raises_error("missing_judge"):
         load_principles(path)
 
 
 @pytest.mark.parametrize(
-    ("entry", "message"),
+    ("entry", "code"),
     [
-        ({"name": "a", "keyword": ["b"]}, "principle 1: unknown key keyword; did you mean keywords"),
-        ({"keywords": ["b"]}, "principle 1: key name is missing"),
-        ({"name": "a", "keywords": ["b"], "pattern": "c"}, "keywords and pattern; expected"),
-        ({"name": "a", "keywords": []}, "keywords are"),
-        ({"name": "a", "keywords": [" "]}, "keywords are"),
-        ({"name": "a", "pattern": "("}, "principle a: .* not a regular expression"),
-        ({"name": "a", "function": "lenght"}, "did you mean length"),
-        ({"name": "a", "function": "non_empty", "found": 2}, "found or absent"),
-        ({"name": "a", "text": "b", "absent": 2}, "found or absent"),
-        ({"name": "", "pattern": "a"}, "is named '' and has pattern"),
-        ({"name": "a"}, "needs a judge"),
-        ("kind", "principle 1 is 'kind'; expected a mapping"),
+        ({"name": "a", "keyword": ["b"]}, "unknown_key"),
+        ({"keywords": ["b"]}, "missing_key"),
+        ({"name": "a", "keywords": ["b"], "pattern": "c"}, "invalid_principle"),
+        ({"name": "a", "keywords": []}, "invalid_value"),
+        ({"name": "a", "keywords": [" "]}, "invalid_value"),
+        ({"name": "a", "pattern": "("}, "invalid_pattern"),
+        ({"name": "a", "function": "lenght"}, "unknown_reward"),
+        ({"name": "a", "function": "non_empty", "found": 2}, "unused_option"),
+        ({"name": "a", "text": "b", "absent": 2}, "unused_option"),
+        ({"name": "", "pattern": "a"}, "invalid_principle"),
+        ({"name": "a"}, "missing_judge"),
+        ("kind", "not_a_mapping"),
     ],
 )
-def test_malformed_files(entry: Any, message: str, tmp_path: Any) -> None:
+def test_malformed_files(entry: Any, code: str, tmp_path: Any) -> None:
     path = tmp_path / "rules.json"
     path.write_text(json.dumps({"principles": [entry]}))
-    with pytest.raises(UserError, match=message):
+    with raises_error(code):
         load_principles(path)
 
 
 def test_missing_and_empty_files(tmp_path: Any) -> None:
-    with pytest.raises(UserError, match=r"there is no file .*none.json"):
+    with raises_error("file_not_found"):
         load_principles(tmp_path / "none.json")
     for text in ('{"principles": []}', '{"principles": {}}', "{}", '{"principles": [1], "judge": 2}'):
         (tmp_path / "rules.json").write_text(text)
-        with pytest.raises(UserError, match="expected one key principles with a list"):
+        with raises_error("no_principles"):
             load_principles(tmp_path / "rules.json")
 
 
 def test_refusals() -> None:
-    with pytest.raises(UserError, match="at least one"):
+    with raises_error("invalid_names"):
         ConstitutionalRewardWrapper(base, [])
-    with pytest.raises(UserError, match=r"thanks, thanks.*all different"):
+    with raises_error("invalid_names"):
         ConstitutionalRewardWrapper(base, [THANKS, THANKS])
-    with pytest.raises(UserError, match="weight is inf"):
+    with raises_error("invalid_value", key="weight"):
         Principle.pattern("a", "b", weight=float("inf"))
-    with pytest.raises(UserError, match="no text for its judge"):
+    with raises_error("invalid_value", key="text"):
         Principle.judged("a", " ", CountingJudge())
-    with pytest.raises(UserError, match="is no judge"):
+    with raises_error("invalid_value", key="judge"):
         Principle.judged("a", "b", 3)
-    with pytest.raises(UserError, match="two rewards are called 'constitution/thanks'"):
+    with raises_error("repeated_name", name="constitution/thanks"):
         wrapper = ConstitutionalRewardWrapper(base, [THANKS])
         RewardFunctions([wrapper, wrapper])
 

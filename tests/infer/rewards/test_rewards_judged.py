@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_data import UserError
-from rlhf_infer import ScorerUnavailable
+from raises import raises_error
 from rlhf_infer.judges.settings import FENCED_TEMPLATE
 from rlhf_infer.rewards import RewardFunctionFactory as Factory
 from rlhf_infer.rewards import RewardFunctions
@@ -59,7 +58,7 @@ def test_completions_without_a_readable_reply_get_the_mean_of_their_prompts_othe
         assert scores.total.tolist() == pytest.approx([0.9, 0.7, 0.8, 0.2, 0.6])
         assert scores.rewards[0].isnan().tolist() == [False, False, True, False, True]
         assert scores.metrics == pytest.approx({"judge/unread": 0.4, "unscored": 0.4})
-        with pytest.raises(UserError, match="no reward function is applicable"):
+        with raises_error("no_applicable_reward"):
             rewarded(functions, "?")
         beside = RewardFunctions([Factory.from_spec(line), Factory.from_spec("non_empty")])
         assert rewarded(beside, "a", "?").total.tolist() == pytest.approx([1.9, 1.0])
@@ -67,7 +66,7 @@ def test_completions_without_a_readable_reply_get_the_mean_of_their_prompts_othe
 
 def test_a_rule_that_does_not_apply_is_still_an_error(fake: Any) -> None:
     functions = RewardFunctions([lambda completions: [1.0, None]])
-    with pytest.raises(UserError, match="no reward function is applicable"):
+    with raises_error("no_applicable_reward"):
         rewarded(functions, "a", "b")
 
 
@@ -75,25 +74,25 @@ def test_an_api_that_is_not_there_is_unavailable(fake: Any) -> None:
     with fake.serve(fake.certain) as server:
         pass
     functions = RewardFunctions([Factory.from_spec(f"judge:url={server.url},model=m,max_retries=0")])
-    with pytest.raises(ScorerUnavailable, match=r"reward function judge: .*refused"):
+    with raises_error("scorer_unavailable"):
         rewarded(functions, "a")
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "code", "option"),
     [
-        ("judge:model=m", "judge:path=FOLDER, or judge:url="),
-        ("judge:path=x,url=http://h", "judge:path=FOLDER, or judge:url="),
-        ("judge:url=http://h/v1", "url=URL,model=NAME"),
-        ("judge:url=http://h/v1,model=m,device=cpu", "device goes with path"),
-        ("judge:url=http://h/v1,model=m,answer=maybe", "reward judge.*answer"),
-        ("judge:url=http://h/v1,model=m,extra_body={", "extra_body is '{', which is no JSON"),
-        ("judge:timeot=3,url=http://h/v1", "did you mean timeout"),
+        ("judge:model=m", "missing_option", "path"),
+        ("judge:path=x,url=http://h", "missing_option", "path"),
+        ("judge:url=http://h/v1", "missing_option", "model"),
+        ("judge:url=http://h/v1,model=m,device=cpu", "unused_option", "device"),
+        ("judge:url=http://h/v1,model=m,answer=maybe", "invalid_value", None),
+        ("judge:url=http://h/v1,model=m,extra_body={", "invalid_option", None),
+        ("judge:timeot=3,url=http://h/v1", "unknown_option", "timeot"),
     ],
 )
 @pytest.mark.usefixtures("fake")
-def test_refusals(line: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
+def test_refusals(line: str, code: str, option: str | None) -> None:
+    with raises_error(code, option=option):
         Factory.from_spec(line)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_data import UserError
+from raises import raises_error
 from rlhf_infer.rewards import RewardFunctions, RewardNormaliser, normalised
 
 
@@ -114,7 +114,7 @@ def test_states_of_own_classes_and_of_other_functions() -> None:
     fresh = RewardFunctions([Counter(), read, normalised(Counter())])
     fresh.load_state(state)
     assert call(fresh, [1.0])[0] == 2.0
-    with pytest.raises(UserError, match=r"saved state is of .* counter, counter_2, but .* are \(none\)"):
+    with raises_error("different_reward_functions"):
         RewardFunctions([read]).load_state(state)
     RewardFunctions([read]).load_state({})
 
@@ -140,7 +140,7 @@ def test_processes_that_gather_normalise_alike() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(UserError, match="clip of normalised rewards is 0"):
+    with raises_error("invalid_value", key="clip"):
         normalised(read, clip=0.0)
-    with pytest.raises(UserError, match=r"function bad: .*read, sample 1 .* returned float nan"):
+    with raises_error("invalid_reward", index=1):
         call(RewardFunctions([normalised(read)], names=["bad"]), [1.0, math.nan])

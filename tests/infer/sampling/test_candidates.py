@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_data import UserError
+from raises import raises_error
 from rlhf_infer import Candidate, Rollout, SamplingCost, Selected, select
 from rlhf_infer.sampling.answers import extractor
 from rlhf_infer.sampling.candidates import answer_weights
@@ -84,9 +84,7 @@ def test_a_ranking_does_not_depend_on_the_order_of_the_candidates(selection: Any
 
 
 def test_an_unknown_selection_is_refused() -> None:
-    with pytest.raises(
-        UserError, match="selection is 'worst'; expected one of best, majority, weighted, none"
-    ):
+    with raises_error("invalid_value", key="selection"):
         select([], "worst")  # pyright: ignore[reportArgumentType]
 
 
@@ -116,5 +114,5 @@ def test_answers(name: str, text: str, answer: str | None) -> None:
 
 
 def test_an_unknown_extractor_is_refused() -> None:
-    with pytest.raises(UserError, match="extract is 'letter'; expected one of number, marked, text"):
+    with raises_error("invalid_value", key="extract"):
         extractor("letter")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_data import UserError
+from raises import raises_error
 from rlhf_infer import EnsemblePolicy, Rollout, SamplingParams, TransformersEngine
 from rlhf_models import tiny_model
 
@@ -153,31 +153,32 @@ def test_texts_without_an_answer_have_no_vote(byte_tokenizer: Any) -> None:
 
 def test_refusals() -> None:
     model = make_model()
-    cases: list[tuple[list[Any], dict[str, Any], str]] = [
-        ([], {}, "at least one member"),
-        ([model], {"how": "mean"}, "how is 'mean'; expected one of vote, logits"),
-        ([model, model], {"weights": [1.0]}, "weights of 2 members are"),
-        ([model, model], {"weights": [1.0, 0.0]}, "expected one above 0 for each"),
-        ([model], {"extract": str}, "extract goes with a vote"),
-        ([TransformersEngine(model, _Eos)], {}, "take how vote for engines"),
+    cases: list[tuple[list[Any], dict[str, Any], str, str | None]] = [
+        ([], {}, "invalid_value", "members"),
+        ([model], {"how": "mean"}, "invalid_value", "how"),
+        ([model, model], {"weights": [1.0]}, "invalid_value", "weights"),
+        ([model, model], {"weights": [1.0, 0.0]}, "invalid_value", "weights"),
+        ([model], {"extract": str}, "invalid_value", "extract"),
+        ([TransformersEngine(model, _Eos)], {}, "not_a_model", None),
         (
             [TransformersEngine(model, _Eos)],
             {"how": "vote", "max_batch_tokens": 9},
-            "max_batch_tokens go with models",
+            "unused_option",
+            None,
         ),
-        ([model, tiny_model("llama", vocab_size=310)], {}, "have 300, 310 logits"),
-        ([model, tiny_model("llama", vocab_size=300)], {}, "different tokens"),
-        ([model, tiny_model("llama", vocab_size=300)], {"how": "vote"}, "different tokens"),
+        ([model, tiny_model("llama", vocab_size=310)], {}, "different_vocabularies", None),
+        ([model, tiny_model("llama", vocab_size=300)], {}, "different_end_tokens", None),
+        ([model, tiny_model("llama", vocab_size=300)], {"how": "vote"}, "different_end_tokens", None),
     ]
-    for members, settings, message in cases:
-        with pytest.raises(UserError, match=message):
+    for members, settings, code, key in cases:
+        with raises_error(code, key=key):
             EnsemblePolicy(members, _Eos, **settings)
-    with pytest.raises(UserError, match="takes up no weights"):
+    with raises_error("cannot_sync_weights"):
         EnsemblePolicy([model], _Eos).update_weights(model)
 
 
 def test_the_shortest_context_is_the_ensemble_s() -> None:
     short, long = make_model(0, max_position_embeddings=16), make_model(1, max_position_embeddings=64)
     for members in ([short, long], [long, short]):
-        with pytest.raises(UserError, match="context of 16"):
+        with raises_error("context_too_short"):
             EnsemblePolicy(members, _Eos).generate(PROMPTS, 1, SamplingParams(12))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_data import UserError
+from raises import raises_error
 from rlhf_infer import PromptedJudge, RuleJudge
 from rlhf_infer.rewards import RewardFunctions
 from rlhf_infer.sampling.scorers import JudgeReward, ProcessReward, load_scorer
@@ -56,7 +56,7 @@ def test_steps_end_at_the_model_s_separator(process_model: ProcessRewardModel) -
     assert reward.steps("one ; two\nmore ; ") == ["one", "two\nmore"]
     message = [{"role": "assistant", "content": "one ; two"}]
     assert reward.steps(message) == ["one", "two"]
-    with pytest.raises(UserError, match="reward steps: aggregate is 'max'"):
+    with raises_error("invalid_value", key="aggregate"):
         ProcessReward(process_model, aggregate="max", name="steps")  # pyright: ignore[reportArgumentType]
 
 
@@ -70,7 +70,7 @@ def test_a_judge_scores_answers() -> None:
     assert criticised(["is it a?", "is it a?"], ["a", "b"], critique=["right", None]) == [0.75, 0.0]
     messages = [[{"role": "user", "content": "is it a?"}]], [[{"role": "assistant", "content": "a"}]]
     assert reward(*messages) == [0.25]
-    with pytest.raises(UserError, match="reward judge needs the column critique"):
+    with raises_error("missing_column", column="critique"):
         criticised(["is it a?"], ["a"])
 
 
@@ -128,14 +128,14 @@ def test_a_language_model_is_a_judge(tiny_model_folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "code"),
     [
-        ("process:aggregate=min", "reward process needs path"),
-        ("process:agregate=min,path=x", "did you mean aggregate"),
-        ("judge:path=/nowhere/at/all", "/nowhere/at/all does not exist"),
-        ("lenght", "did you mean length"),
+        ("process:aggregate=min", "missing_option"),
+        ("process:agregate=min,path=x", "unknown_option"),
+        ("judge:path=/nowhere/at/all", "model_not_found"),
+        ("lenght", "unknown_reward"),
     ],
 )
-def test_wrong_lines(line: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
+def test_wrong_lines(line: str, code: str) -> None:
+    with raises_error(code):
         load_scorer([line])

@@ -250,7 +250,7 @@ def test_mistakes_are_one_sentence_and_leave_nothing(workshop: Any):
         (["ties", "--base", base, *one, "--density", "0.5", "--density", "mlp=1", out], "never applies"),
         (["ties", "--base", base, *one, "--sign", "vote", out], "sign is 'vote', expected mass or count"),
         (["ties", "--base", base, *one, "--normalize", "maybe", out], "expected true or false"),
-        (["ties", "--base", base, "--model", f"{a}:0", out], "are all zero"),
+        (["ties", "--base", base, "--model", f"{a}:0", out], "sum to zero"),
         (["ties", "--base", base, "--model", f"{a}:nan", out], "weight is nan, expected a finite number"),
         (["ties", "--base", a, *one, out], f"is the base {a}"),
         (["linear", "--model", f"{a}:1", "--model", f"{b}:-1", out], "sum to zero"),
@@ -271,7 +271,7 @@ def test_mistakes_are_one_sentence_and_leave_nothing(workshop: Any):
         (["linear", *two, a], "is not empty; choose a new one"),
         (["linear", *two, Path(a) / "config.json"], "is a file; a folder is written"),
         (["run", workshop.root / "none.yaml", out], "none.yaml"),
-        (["run", Path(a) / "config.json", out], "neither is there; give one of them"),
+        (["run", Path(a) / "config.json", out], "neither is there"),
         (["plan", workshop.root / "none.yaml"], "none.yaml"),
         (["soup", *one, out], "a soup needs at least two models, got 1"),
         (["soup", *two, "--lower-is-better", out], "--lower-is-better is about the number of --evaluate"),
@@ -313,6 +313,9 @@ def test_inspect_and_diff(workshop: Any):
     assert json.loads(run("inspect", base, "--json").stdout)
     assert "layer" in run("diff", base, a, b).stdout
     assert json.loads(run("diff", a, b, "--base", base, "--density", "0.5", "--json").stdout)
+    narrow = CliRunner().invoke(main, ["diff", str(base), str(a), str(b)], env={"COLUMNS": "30"}).stdout
+    wide = run("diff", base, a, b).stdout
+    assert narrow.split() == wide.split() and "…" not in narrow  # no number loses its end
     image = workshop.root / "map.png"
     run("diff", base, a, b, "--png", image)
     assert image.read_bytes().startswith(b"\x89PNG")

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from raises import raises_error
 from rlhf_merge.compare.diff import diff_models
 from rlhf_merge.compare.heatmap import check_heatmap, heatmap
-from rlhf_merge.errors import MergeError
 
 pytest.importorskip("matplotlib")
 
@@ -157,38 +157,21 @@ def test_long_names_are_shortened(workshop: Any, tmp_path: Path, drawn: list[Any
     assert not any(one.overlaps(other) for i, one in enumerate(boxes) for other in boxes[:i])
 
 
-def test_the_density_is_in_the_title(workshop: Any, tmp_path: Path, drawn: list[Any]) -> None:
-    heatmap(comparison(workshop, 2, density=0.25), tmp_path / "heat.png")
-    assert panels(drawn[0])[-1].get_title() == "opposed signs (density 0.25)"
-
-
-def test_names_are_drawn_as_they_are(workshop: Any, tmp_path: Path, drawn: list[Any]) -> None:
-    tensors = workshop.tensors()
-    models = [workshop.save(name, tensors) for name in (r"a$\nonsense$", "b")]
-    heatmap(diff_models(workshop.save("base", tensors), models), tmp_path / "heat.png")
-    assert panels(drawn[0])[0].get_title() == r"a$\nonsense$"
-
-
 def test_without_matplotlib_it_says_what_to_install(
     workshop: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = comparison(workshop)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    message = r"needs matplotlib, which is not installed; install rlhf-merge\[plot\]"
-    with pytest.raises(MergeError, match=message):
+    with raises_error("missing_package"):
         heatmap(found, tmp_path / "heat.png")
-    with pytest.raises(MergeError, match=message):
+    with raises_error("missing_package"):
         check_heatmap(tmp_path / "heat.png")
 
 
 def test_a_folder_and_a_file_in_none_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        MergeError, match="is a folder, so no heat map can be written there; give the path of a file"
-    ):
+    with raises_error("invalid_output"):
         check_heatmap(tmp_path)
-    with pytest.raises(
-        MergeError, match=r"heat.png is in a folder that does not exist, so no heat map can be"
-    ):
+    with raises_error("invalid_output"):
         check_heatmap(tmp_path / "nowhere" / "heat.png")
 
 
@@ -199,8 +182,6 @@ def test_a_file_that_cannot_be_written_is_refused(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.replace", full)
-    with pytest.raises(
-        MergeError, match=r"heat.png cannot be written \(No space left on device\); give another"
-    ):
+    with raises_error("unwritable"):
         heatmap(comparison(workshop), tmp_path / "heat.png")
     assert not list(tmp_path.glob("*png*"))

@@ -13,23 +13,26 @@ from rich.console import Console
 from safetensors.torch import save_file
 from torch import Tensor
 
+from raises import raises_error
 from rlhf_merge.compare.inspect import (
     ModelSummary,
-    TensorSummary,
     inspect_model,
     render_summary,
     summary_json,
 )
-from rlhf_merge.errors import MergeError
+from rlhf_merge.compare.statistics import Statistics
 from rlhf_merge.methods import blocks
 
 NAN, INF = math.nan, math.inf
 
 
-def one(workshop: Any, tensor: Tensor) -> TensorSummary:
-    """The summary of a model that is one tensor."""
+def one(workshop: Any, tensor: Tensor) -> Statistics:
+    """The statistics of a model that is one tensor."""
     (summary,) = inspect_model(workshop.save("one", {"x": tensor})).tensors
-    return summary
+    assert (summary.name, summary.shape) == ("x", tuple(tensor.shape))
+    assert summary.dtype == str(tensor.dtype).removeprefix("torch.")
+    assert summary.nbytes == tensor.nbytes
+    return summary.statistics
 
 
 def shown(summary: ModelSummary, width: int = 80, **options: Any) -> str:
@@ -43,7 +46,6 @@ def shown(summary: ModelSummary, width: int = 80, **options: Any) -> str:
 def test_statistics_of_four_numbers(workshop: Any) -> None:
     # 1, -2, 0, 3: Σx² = 14, mean 1/2, Σ(x - 1/2)² = (1 + 25 + 1 + 25)/4 = 13, so the variance is 13/4
     found = one(workshop, torch.tensor([[1.0, -2.0], [0.0, 3.0]]))
-    assert (found.name, found.shape, found.dtype, found.nbytes) == ("x", (2, 2), "float32", 16)
     assert found.norm == pytest.approx(math.sqrt(14), rel=1e-12)
     assert found.mean == 0.5
     assert found.std == pytest.approx(math.sqrt(13 / 4), rel=1e-12)
@@ -67,7 +69,7 @@ def test_blocks_add_up_to_the_whole(
 def test_nan_and_infinities_are_counted_and_left_out(workshop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "BLOCK", 3)
     found = one(workshop, torch.tensor([1.0, NAN, -3.0, INF, -INF, NAN, 2.0, 0.0]))
-    assert (found.nan, found.inf, found.zeros, found.finite) == (2, 2, 1, 4)
+    assert (found.nan, found.inf, found.zeros, found.count) == (2, 2, 1, 4)
     assert (found.mean, found.least, found.largest) == (0, 0, 3)
     assert found.norm == pytest.approx(math.sqrt(14), rel=1e-12)
 
@@ -75,7 +77,7 @@ def test_nan_and_infinities_are_counted_and_left_out(workshop: Any, monkeypatch:
 @pytest.mark.parametrize("tensor", [torch.full((2,), NAN), torch.empty(0, 3)])
 def test_a_tensor_without_finite_elements_has_no_mean(workshop: Any, tensor: Tensor) -> None:
     found = one(workshop, tensor)
-    assert (found.mean, found.std, found.least, found.largest) == (None, None, None, None)
+    assert not any(map(math.isfinite, (found.mean, found.std, found.least, found.largest)))
     assert (found.norm, found.nan) == (0, tensor.numel())
 
 
@@ -89,12 +91,11 @@ def test_numbers_whose_sums_float32_cannot_hold(workshop: Any) -> None:
 def test_integers(workshop: Any, dtype: torch.dtype) -> None:
     found = one(workshop, torch.tensor([0, 3, 4], dtype=dtype))
     assert (found.norm, found.largest, found.zeros) == (5, 4, 1)
-    assert found.dtype == str(dtype).removeprefix("torch.")
 
 
 def test_truth_values(workshop: Any) -> None:
     found = one(workshop, torch.tensor([True, False, True, True]))
-    assert (found.dtype, found.mean, found.zeros) == ("bool", 0.75, 1)
+    assert (found.mean, found.zeros) == (0.75, 1)
 
 
 def test_totals_of_a_model(workshop: Any) -> None:
@@ -147,11 +148,15 @@ def test_adapters_are_applied(workshop: Any) -> None:
     save_file(update, adapter / "adapter_model.safetensors")
     found = {tensor.name: tensor for tensor in inspect_model(base).tensors}
     with_adapter = inspect_model(f"{base}+{adapter}")
-    changed = [tensor.name for tensor in with_adapter.tensors if tensor.mean != found[tensor.name].mean]
+    changed = [
+        tensor.name
+        for tensor in with_adapter.tensors
+        if tensor.statistics.mean != found[tensor.name].statistics.mean
+    ]
     assert with_adapter.adapters == (str(adapter),)
     assert changed == ["model.layers.1.self_attn.q_proj.weight"]
     means = [
-        {tensor.name: tensor.mean or 0 for tensor in of}[changed[0]]
+        {tensor.name: tensor.statistics.mean for tensor in of}[changed[0]]
         for of in (found.values(), with_adapter.tensors)
     ]
     assert means[1] == pytest.approx(means[0] + 10, rel=1e-5)
@@ -168,7 +173,7 @@ def test_threads_change_nothing_and_all_bytes_are_reported(workshop: Any) -> Non
 
 def test_no_threads_are_refused(workshop: Any) -> None:
     spec = workshop.save("model", {"x": torch.ones(1)})
-    with pytest.raises(MergeError, match="threads must be at least 1, got 0; leave it out"):
+    with raises_error("invalid_value", key="threads"):
         inspect_model(spec, threads=0)
 
 
@@ -191,7 +196,6 @@ def test_the_table_by_layer_fits_and_is_in_order(workshop: Any) -> None:
     # nine tensors of 8·8·2 + 4·8·2 + 3·12·8 + 2·8 = 496 elements; the RMS of equal elements is the element
     assert rows[1] == ["0", "9", "496", "0.5", "0.5", "0.5", "–", "0.5", "0%", "0"]
     assert max(map(len, text.splitlines())) <= 80
-    assert "No NaN, no infinity." in text
 
 
 @pytest.mark.parametrize("by", ["layer", "tensor"])
@@ -200,7 +204,6 @@ def test_what_is_not_finite_is_shown_by_name(workshop: Any, by: str) -> None:
     tensors["model.layers.1.mlp.up_proj.weight"][0, :2] = NAN
     tensors["lm_head.weight"][3, 3] = -INF
     text = shown(inspect_model(workshop.save("model", tensors)), width=100, by=by)
-    assert "2 tensors with NaN or infinities; no merge takes such a model" in text
     assert "model.layers.1.mlp.up_proj.weight: 2 NaN, 0 infinite of 96" in text
     assert "lm_head.weight: 0 NaN, 1 infinite of 128" in text
 
@@ -208,7 +211,7 @@ def test_what_is_not_finite_is_shown_by_name(workshop: Any, by: str) -> None:
 def test_the_table_by_tensor_names_all_in_order_of_the_layers(workshop: Any) -> None:
     tensors = workshop.tensors(dtype=torch.bfloat16)
     lines = shown(inspect_model(workshop.save("model", tensors)), width=110, by="tensor").splitlines()
-    names = [line.split()[0] for line in lines if " bf16 " in line]
+    names = [line.split()[0] for line in lines if "weight " in line]
     assert sorted(names) == sorted(tensors)
     assert (names[0], names[-1]) == ("model.embed_tokens.weight", "lm_head.weight")
     assert "16×8" in next(line for line in lines if line.startswith("lm_head"))
@@ -216,5 +219,5 @@ def test_the_table_by_tensor_names_all_in_order_of_the_layers(workshop: Any) -> 
 
 def test_rows_are_layers_or_tensors(workshop: Any) -> None:
     summary = inspect_model(workshop.save("model", {"x": torch.ones(1)}))
-    with pytest.raises(MergeError, match="by must be layer or tensor, got 'kind'"):
+    with raises_error("invalid_value", key="by"):
         render_summary(summary, by="kind")

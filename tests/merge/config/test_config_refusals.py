@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from raises import raises_error
 from rlhf_merge.config.files import dump_yaml, parse_yaml, read_file
 from rlhf_merge.config.merge_config import MergeConfig
 from rlhf_merge.errors import MergeError
@@ -35,21 +36,21 @@ def layers(*ranges: Any) -> dict[str, Any]:
 
 REFUSALS = [
     # Keys.
-    (ties(densty=0.5), "unknown key densty at the top; did you mean density?"),
-    (ties(models=["a", model(wieght=1)]), "unknown key wieght in models[1]; did you mean weight?"),
-    (ties(models=[model(parameters={})]), "unknown key parameters in models[0]"),
-    (ties(merge_method="ties"), "unknown key merge_method at the top; did you mean method?"),
-    (sliced("linear", part("a", sorces=[])), "unknown key sorces in slices[0]; did you mean sources?"),
+    (ties(densty=0.5), "unknown key densty; did"),
+    (ties(models=["a", model(wieght=1)]), "models[1]: unknown key wieght"),
+    (ties(models=[model(parameters={}, weight=1)]), "models[0]: weight stands beside parameters"),
+    (ties(merge_method="ties"), "unknown key merge_method; did"),
+    (sliced("linear", part("a", sorces=[])), "slices[0]: unknown key sorces"),
     (
         sliced("linear", {"sources": [{"model": "a", "layers": [0, 1], "layer": 1}]}),
-        "unknown key layer in slices[0].sources[0]; did you mean layers?",
+        "slices[0].sources[0]: unknown key layer",
     ),
-    ({1: 2, "method": "ties"}, "unknown key 1 at the top; valid keys are method, base"),
+    ({1: 2, "method": "ties"}, "unknown key 1"),
     # Values of single keys.
     ([], "the top level is [], expected a mapping"),
-    ({"models": ["a"]}, "method is None, expected one of "),
+    ({"models": ["a"]}, "has no method"),
     (ties(method="tie"), "method is 'tie', expected one of "),
-    (ties(method=None), "method is None, expected"),
+    (ties(method=None), "has no method"),
     (ties(base=""), "base is '', expected a folder, a hub id or base+adapter"),
     (ties(models=["a", ""]), "models[1].model is '', expected a folder"),
     (ties(models=["a", {"model": 3}]), "models[1].model is 3, expected"),
@@ -62,8 +63,7 @@ REFUSALS = [
     (ties(seed=-1), "seed is -1, expected"),
     (ties(seed=1.0), "seed is 1.0, expected"),
     (ties(seed=True), "seed is True, expected"),
-    (ties(seed=None), "seed is None, expected"),
-    (ties(vocab="c"), "is to be that of 'c', expected union, truncate, base or a model of the merge:"),
+    (ties(vocab="c"), "vocab is 'c', expected union, truncate, base or"),
     (ties(vocab=3), "vocab is 3"),
     ({"method": "linear", "models": ["a"], "vocab": "base"}, "is to be the base's, but no base is given"),
     # Parameters.
@@ -83,7 +83,7 @@ REFUSALS = [
     ({"method": "ties"}, "a config has either models or slices, and neither is given"),
     (ties(slices=[part("base", "a")]), "a config has either models or slices, and both are given"),
     ({"method": "ties", "models": ["a"]}, "ties needs a base model and none is given"),
-    (ties(models=["a", "base"]), "models[1] is the base base, which ties does not merge with itself"),
+    (ties(models=["a", "base"]), "models[1] is the base base"),
     ({"method": "slerp", "models": ["a"]}, "models holds 1, but slerp merges 2 models; add some"),
     ({"method": "slerp", "models": ["a", "b", "c"]}, "models holds 3, but slerp merges 2 models; remove"),
     ({"method": "model_stock", "base": "x", "models": ["a"]}, "models holds 1, but model_stock merges at"),
@@ -91,9 +91,9 @@ REFUSALS = [
     ({"method": "passthrough", "models": ["a", "b"]}, "models holds 2, but passthrough merges 1 model;"),
     # Slices.
     (sliced("slerp", part("a", "b"), part("a")), "slices[1].sources holds 1, but slerp merges 2 models"),
-    (sliced("ties", part("x", "a"), base="y"), "slices[0].sources lists the base y 0 times, expected once"),
+    (sliced("ties", part("x", "a"), base="y"), "slices[0].sources lists the base y 0 times"),
     (sliced("ties", part("y", "a", base="x"), base="y"), "slices[0].sources lists the base x 0 times"),
-    (sliced("ties", part("y", "a", "y"), base="y"), "slices[0].sources lists the base y 2 times, expected"),
+    (sliced("ties", part("y", "a", "y"), base="y"), "slices[0].sources lists the base y 2 times"),
     (sliced("ties", part("y"), base="y"), "slices[0].sources holds 0, but ties merges at least 1 model,"),
     (
         sliced("ties", {"sources": [{"model": "y", "layers": [0, 1], "weight": 1}]}, base="y"),
@@ -102,7 +102,7 @@ REFUSALS = [
     (sliced("linear", part("a", base="a")), "slices[0] has a base of its own, which linear does not use"),
     (sliced("linear", part("a", base=3)), "slices[0].base is 3, expected"),
     (sliced("linear", {}), "slices[0] has no sources"),
-    (sliced("linear", {"sources": ["a"]}), "slices[0].sources[0] is 'a', expected a mapping"),
+    (sliced("linear", {"sources": ["a"]}), "slices[0].sources[0] has no layers"),
     (sliced("linear", {"sources": [{"model": "a"}]}), "slices[0].sources[0] has no layers; give it one"),
     (sliced("linear", layers([0, 4], [2, 5])), "slices[0] has sources of different lengths: m0 [0, 4], m1"),
     (sliced("linear", layers([4, 4])), "slices[0].sources[0].layers is [4, 4], expected two whole numbers"),
@@ -196,8 +196,8 @@ def test_both_schemas_are_told_apart(tmp_path: Path) -> None:
         ("m.json", '{"method": "ties", "method": 1}', "m.json: key method is given again in one mapping;"),
         ("m.json", '{"a": {"b": 1, "b": 2}}', "m.json: key b is given again in one mapping"),
         ("m.json", '{"a": 1,\n}', "m.json: invalid JSON in line "),
-        ("m.yaml", "models: [a]", "has the key method, one of mergekit the key merge_method, and neither"),
-        ("m.yaml", "method: ties\nmerge_method: ties", "the key merge_method, and both are there; give"),
+        ("m.yaml", "models: [a]", "merge_method (of mergekit) is needed; neither"),
+        ("m.yaml", "method: ties\nmerge_method: ties", "merge_method (of mergekit) is needed; both"),
         ("m.yaml", "method: tie", "m.yaml: method is 'tie', expected one of "),
         ("m.yaml", "merge_method: tie", "m.yaml: merge_method is 'tie', expected one of"),
         ("m.json", '{"method": "linear", "models": ["a"], "weight": NaN}', "m.json: weight is nan, expected"),
@@ -213,11 +213,11 @@ def test_a_file_is_refused_with_its_name_and_place(
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(MergeError, match=r"none\.yaml cannot be read \(No such file"):
+    with raises_error("unreadable_file"):
         read_file(tmp_path / "none.yaml")
     (tmp_path / "folder.yaml").mkdir()
-    with pytest.raises(MergeError, match=r"folder\.yaml cannot be read \(Is a directory\)"):
+    with raises_error("unreadable_file"):
         read_file(tmp_path / "folder.yaml")
     (tmp_path / "latin.yaml").write_bytes(b"method: \xe9")
-    with pytest.raises(MergeError, match=r"latin\.yaml is damaged \(UnicodeDecodeError: 'utf-8'"):
+    with raises_error("damaged_file"):
         read_file(tmp_path / "latin.yaml")

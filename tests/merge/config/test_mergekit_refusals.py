@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from raises import raises_error
 from rlhf_merge.config.merge_config import MergeConfig
 from rlhf_merge.errors import MergeError
 
@@ -36,8 +37,8 @@ REFUSALS = [
     (ties(merge_method="sce"), "merge_method is 'sce'"),
     (ties(merge_method="dare-ties"), "merge_method is 'dare-ties'"),
     (ties(merge_method=None), "merge_method is None"),
-    (ties(base_modle="x"), "unknown key base_modle at the top; did you mean base_model?"),
-    (ties(random_seed=0), "unknown key random_seed at the top"),
+    (ties(base_modle="x"), "unknown key base_modle; did"),
+    (ties(random_seed=0), "unknown key random_seed"),
     (ties(modules={"text": {}}), "modules is {'text': {}}, expected nothing, as it is not supported"),
     (ties(slices=[part("a")]), "a config has either models or slices; give one of them"),
     (ties(models=None), "a config has either models or slices; give one of them"),
@@ -48,8 +49,8 @@ REFUSALS = [
     (ties(tokenizer={"source": "base"}, tokenizer_source="base"), "tokenizer and tokenizer_source say the"),
     (ties(tokenizer={"tokens": {"<x>": {}}}), "tokenizer.tokens is {'<x>': {}}, expected nothing"),
     (ties(tokenizer={"pad_to_multiple_of": 8}), "tokenizer.pad_to_multiple_of is 8, expected nothing"),
-    (ties(tokenizer={"soruce": "base"}), "unknown key soruce in tokenizer; did you mean source?"),
-    (ties(tokenizer_source="else"), "is to be that of 'else', expected union, truncate, base or a model"),
+    (ties(tokenizer={"soruce": "base"}), "tokenizer: unknown key soruce"),
+    (ties(tokenizer_source="else"), "vocab is 'else', expected union, truncate, base or"),
     (linear("a", tokenizer_source="base"), "is to be the base's, but no base is given"),
     # References.
     (ties(base_model={"model": "a", "lora": "l"}), "expected one text such as base+adapter: lora is not"),
@@ -59,12 +60,12 @@ REFUSALS = [
     # Models and slices.
     (ties(models=["a"]), "models[0] is 'a', expected a mapping"),
     (ties(models=[{"parameters": {}}]), "models[0] has no model; give it one"),
-    (ties(models=[{"model": "a", "weight": 1}]), "unknown key weight in models[0]; valid keys are model,"),
+    (ties(models=[{"model": "a", "weight": 1}]), "models[0]: unknown key weight"),
     (ties(models=[{"model": "base"}]), "models holds nothing but the base model base; add the models"),
     (ties(base_model=None), "base_model is missing, which ties needs"),
     (slices(part("a", base_model="x"), part("a")), "base_model is missing, which ties needs"),
-    (slices(part("a"), base_model="x"), "slices[0].sources lists the base x 0 times, expected once"),
-    (slices(part("a", residual_weight=0.1), base_model="x"), "unknown key residual_weight in slices[0]"),
+    (slices(part("a"), base_model="x"), "slices[0].sources lists the base x 0 times"),
+    (slices(part("a", residual_weight=0.1), base_model="x"), "slices[0]: unknown key residual_weight"),
     (slices({"sources": [{"model": "a"}]}, base_model="x"), "slices[0].sources[0] has no layer_range;"),
     (
         slices({"sources": [{"model": "a", "layer_range": [4, 0]}]}, base_model="x"),
@@ -84,21 +85,24 @@ REFUSALS = [
     ),
     (linear("a", merge_method="passthrough", parameters={}, base_model="c"), "passthrough takes one"),
     # What mergekit has no default for.
-    (ties(models=[{"model": "a"}]), "model a has no weight for some tensors, and mergekit has no default"),
+    (ties(models=[{"model": "a"}]), "a has no weight for some tensors"),
     (
         ties(models=[{"model": "a", "parameters": {"weight": {"filter": "mlp", "value": 1}}}]),
-        "model a has no weight for some tensors",
+        "a has no weight for some tensors",
     ),
-    (linear("a", parameters={}), "model a has no weight for some tensors, and mergekit has no default for"),
+    (linear("a", parameters={}), "a has no weight for some tensors"),
     (
         linear("a", models=[{"model": "a", "parameters": {"weight": 1}}], parameters={}, base_model="c"),
-        "model c has no weight for some tensors",
+        "c has no weight for some tensors",
     ),
-    (linear("a", merge_method="slerp", base_model="c", parameters={}), "parameters.t is missing for some"),
-    (linear("a", merge_method="nearswap", base_model="c", parameters={}), "parameters.t is missing for some"),
+    (linear("a", merge_method="slerp", base_model="c", parameters={}), "the merge has no t for some tensors"),
+    (
+        linear("a", merge_method="nearswap", base_model="c", parameters={}),
+        "the merge has no t for some tensors",
+    ),
     # Parameters.
-    (ties(parameters={"densty": 1}), "unknown key densty in parameters; did you mean density?"),
-    (ties(parameters={"nuslerp_flatten": False}), "unknown key nuslerp_flatten in parameters; valid keys"),
+    (ties(parameters={"densty": 1}), "parameters: unknown key densty"),
+    (ties(parameters={"nuslerp_flatten": False}), "parameters: unknown key nuslerp_flatten"),
     (ties(parameters={"t": 1}), "parameters.t: ties has no parameter t in mergekit; it takes weight,"),
     (ties(parameters={"sign": "count"}), "parameters.sign: ties has no parameter sign in mergekit"),
     (ties(parameters={"rescale": True}), "parameters.rescale is True, but ties has no such switch here"),
@@ -106,8 +110,8 @@ REFUSALS = [
     (ties(parameters={"normalize": 2}), "parameters.normalize is 2, expected"),
     (ties(parameters={"density": 1.5}), "parameters.density is 1.5, expected"),
     (ties(models=[{"model": "a", "parameters": {"weight": [1, "x"]}}]), "models[0].parameters.weight[1]"),
-    (ties(parameters={"density": [{"pattern": "mlp", "value": 1}]}), "parameters.density[0] has the"),
-    (ties(parameters={"density": {"mlp": 1}}), "parameters.density[0] has the unknown key mlp"),
+    (ties(parameters={"density": [{"pattern": "mlp", "value": 1}]}), "parameters.density[0] is"),
+    (ties(parameters={"density": {"mlp": 1}}), "parameters.density[0] is"),
     (ties(models=[{"model": "a", "parameters": {"weight": 1, "lambda": 1}}]), "models[0].lambda: lambda"),
     (linear("a", merge_method="karcher"), "parameters.weight: karcher has no parameter weight in mergekit"),
     (
@@ -116,7 +120,6 @@ REFUSALS = [
         "parameters.filter_wise is True, but model_stock has no such switch here",
     ),
     (linear("a", merge_method="passthrough"), "parameters.weight: passthrough has no parameter weight in"),
-    (linear("a", parameters={"weight": 0}), "the weights 0 in models sum to zero"),
     (ties(parameters=[1]), "parameters is [1], expected a mapping"),
     (ties(parameters=[]), "parameters is [], expected a mapping"),
 ]
@@ -134,5 +137,5 @@ def test_a_mistake_is_refused_in_one_sentence_that_names_it(values: Any, message
 def test_a_config_of_mergekit_moe_is_said_to_be_another_thing(tmp_path: Path) -> None:
     path = tmp_path / "moe.yaml"
     path.write_text("base_model: a\ngate_mode: random\nexperts: [{source_model: b}]\n")
-    with pytest.raises(MergeError, match="mergekit-moe"):
+    with raises_error("unsupported_config"):
         MergeConfig.from_file(path)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from raises import raises_error
 from rlhf_merge.config.settings import Rule, Setting, resolve
 from rlhf_merge.errors import MergeError
 from rlhf_merge.methods.catalog import PARAMETERS
@@ -109,18 +110,11 @@ def test_scopes_are_asked_from_the_most_specific_and_default_comes_last() -> Non
 
 @pytest.mark.parametrize("depth", [-0.01, 1.01, float("nan")])
 def test_a_depth_outside_the_model_is_refused(depth: float) -> None:
-    with pytest.raises(MergeError, match=r"depth is .* at tensor lm_head, expected a number from 0 to 1"):
+    with raises_error("invalid_depth"):
         setting(1).at("lm_head", depth)
 
 
-def test_which_settings_are_constant_and_which_complete() -> None:
-    assert [setting(p).constant for p in (1, [1, 1], [1, 2], {"mlp": 1}, {"mlp": 1, "*": 1})] == [
-        True,
-        True,
-        False,
-        False,
-        False,
-    ]
+def test_which_settings_are_complete() -> None:
     assert [setting(p).complete for p in (1, {"mlp": 1}, {"mlp": 1, "*": 1})] == [True, False, True]
 
 
@@ -147,48 +141,48 @@ def test_the_plain_form_is_the_shortest_that_reads_back(plain: Any, shortest: An
 
 
 @pytest.mark.parametrize(
-    ("name", "plain", "message"),
+    ("name", "plain", "path"),
     [
-        ("density", 1.5, "density is 1.5, expected"),
-        ("density", 0, "density is 0, expected"),
-        ("density", -0.1, "density is -0.1, expected"),
-        ("gamma", 1.01, "gamma is 1.01, expected"),
-        ("epsilon", 0.51, "epsilon is 0.51, expected"),
-        ("tol", 0.0, "tol is 0.0, expected"),
-        ("t", 1.1, "t is 1.1, expected"),
-        ("weight", True, "weight is True, expected"),
-        ("weight", "0.5", "weight is '0.5', expected"),
-        ("weight", None, "weight is None, expected"),
-        ("weight", float("nan"), "weight is nan, expected a finite number"),
-        ("weight", float("inf"), "weight is inf, expected a finite number"),
-        ("weight", 10**400, "expected a finite number"),
-        ("max_iter", 2.0, "max_iter is 2.0, expected"),
-        ("max_iter", 0, "max_iter is 0, expected"),
-        ("max_iter", True, "max_iter is True, expected"),
-        ("max_iter", [1, 2], "max_iter is a list, expected"),
-        ("normalize", 1, "normalize is 1, expected"),
-        ("normalize", "yes", "normalize is 'yes', expected"),
-        ("sign", "majority", "sign is 'majority', expected"),
-        ("sign", True, "sign is True, expected"),
-        ("density", [0.5, 2], "density[1] is 2, expected"),
-        ("density", [0.5, [0.5]], "density[1] is [0.5], expected"),
-        ("density", [], "density is an empty list, expected"),
-        ("density", {}, "density is an empty mapping, expected filters with their values"),
-        ("density", {"mlp": 2}, "density['mlp'] is 2, expected"),
-        ("density", {"mlp": [0.5, 0]}, "density['mlp'][1] is 0, expected"),
-        ("density", {"mlp": {"up": 0.5}}, "density['mlp'] is {'up': 0.5}, expected"),
-        ("density", {3: 0.5}, "density has the filter 3, expected a part of tensors' names"),
-        ("density", {"": 0.5}, "density has the filter '', expected a part of tensors' names"),
-        ("density", [{"filter": "mlp", "value": 0}], "density[0].value is 0, expected"),
-        ("density", [{"filter": "mlp"}], "density[0] has no value; give it one"),
-        ("density", [{"pattern": "mlp", "value": 1}], "density[0] has the unknown key pattern; valid keys"),
-        ("density", [{"value": 1}, 0.5], "density[1] is 0.5 among mappings, expected a mapping"),
-        ("density", [{"value": 1}, {"filter": "mlp", "value": 1}], "density[1].value never applies"),
-        ("density", {"mlp": 1, "mlp.down": 0.5}, "the rule for 'mlp' comes first and fits the same tensors"),
-        ("density", [{"filter": "a", "value": 1}, {"filter": "a", "value": 1}], "the rule for 'a' comes"),
+        ("density", 1.5, "density"),
+        ("density", 0, "density"),
+        ("density", -0.1, "density"),
+        ("gamma", 1.01, "gamma"),
+        ("epsilon", 0.51, "epsilon"),
+        ("tol", 0.0, "tol"),
+        ("t", 1.1, "t"),
+        ("weight", True, "weight"),
+        ("weight", "0.5", "weight"),
+        ("weight", None, "weight"),
+        ("weight", float("nan"), "weight"),
+        ("weight", float("inf"), "weight"),
+        ("weight", 10**400, "weight"),
+        ("max_iter", 2.0, "max_iter"),
+        ("max_iter", 0, "max_iter"),
+        ("max_iter", True, "max_iter"),
+        ("max_iter", [1, 2], "max_iter"),
+        ("normalize", 1, "normalize"),
+        ("normalize", "yes", "normalize"),
+        ("sign", "majority", "sign"),
+        ("sign", True, "sign"),
+        ("density", [0.5, 2], "density[1]"),
+        ("density", [0.5, [0.5]], "density[1]"),
+        ("density", [], "density"),
+        ("density", {}, "density"),
+        ("density", {"mlp": 2}, "density['mlp']"),
+        ("density", {"mlp": [0.5, 0]}, "density['mlp'][1]"),
+        ("density", {"mlp": {"up": 0.5}}, "density['mlp']"),
+        ("density", {3: 0.5}, "density"),
+        ("density", {"": 0.5}, "density"),
+        ("density", [{"filter": "mlp", "value": 0}], "density[0].value"),
+        ("density", [{"filter": "mlp"}], "density[0]"),
+        ("density", [{"pattern": "mlp", "value": 1}], "density[0]"),
+        ("density", [{"value": 1}, 0.5], "density[1]"),
+        ("density", [{"value": 1}, {"filter": "mlp", "value": 1}], "density[1].value"),
+        ("density", {"mlp": 1, "mlp.down": 0.5}, "density"),
+        ("density", [{"filter": "a", "value": 1}, {"filter": "a", "value": 1}], "density"),
     ],
 )
-def test_refusals_name_the_path_and_what_was_given(name: str, plain: Any, message: str) -> None:
+def test_refusals_name_the_path(name: str, plain: Any, path: str) -> None:
     with pytest.raises(MergeError) as error:
         setting(plain, name)
-    assert message in str(error.value)
+    assert str(error.value).startswith(f"{path} ") or "never applies" in str(error.value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from raises import raises_error
 from rlhf_merge.errors import MergeError
 from rlhf_merge.files.checkpoint import open_checkpoint
 from rlhf_merge.tensors import Readable
@@ -114,7 +114,7 @@ def test_shards_are_one_model(tmp_path: Path, kind: str) -> None:
     with open_checkpoint(str(write_shards(tmp_path, shards, kind))) as model:
         assert list(model.tensors) == ["b", "d", "a"]
         assert torch.equal(whole(model.tensors["b"]), shards[0]["b"])
-        files = [name for name, *_ in model.identity()]
+        files = [name for name, *_ in model.identity]
     assert len(files) == 3
     assert files[0].endswith(".index.json") and all(name.startswith("0/") for name in files)
 
@@ -137,7 +137,7 @@ def test_identity_is_that_of_the_files(tmp_path: Path) -> None:
     status = (tmp_path / "model.safetensors").stat()
     with open_checkpoint(str(tmp_path)) as model:
         times = status.st_mtime_ns, status.st_ctime_ns
-        assert model.identity() == [("0/model.safetensors", status.st_size, *times, status.st_ino)]
+        assert model.identity == [("0/model.safetensors", status.st_size, *times, status.st_ino)]
 
 
 def test_safetensors_go_before_bin(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_safetensors_go_before_bin(tmp_path: Path) -> None:
     with open_checkpoint(str(tmp_path)) as model:
         assert whole(model.tensors["a"]).tolist() == [1.0, 1.0]
         assert model.config == {}
-        assert (model.folder, model.tokenizer_folder, model.adapter_folder) == (tmp_path, tmp_path, None)
+        assert (model.folder, model.tokenizer_folder, model.adapter_folders) == (tmp_path, tmp_path, ())
 
 
 def test_views_of_one_storage_in_a_bin(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, name: str) -> None
         model.tensors["a"].read(0, 2**15, out)
         os.truncate(path, 2**17)
         for dtype in (torch.float32, torch.float64):
-            with pytest.raises(MergeError, match=re.escape(f"{path} ended at byte")):
+            with raises_error("truncated_file"):
                 model.tensors["a"].read(2**15, 2**16, out.to(dtype))
     assert str(path) not in Path("/proc/self/maps").read_text() if Path("/proc/self/maps").exists() else True
 
@@ -247,8 +247,8 @@ class Other:
     ("content", "said"),
     [
         ({"a": Other()}, "its pickle asks for more than tensors"),
-        ([torch.ones(1)], "holds a list where a dictionary of tensors was expected"),
-        ({"a": torch.ones(1), "step": 3}, "entry 'step' is a int where a tensor was expected"),
+        ([torch.ones(1)], "holds a list, expected"),
+        ({"a": torch.ones(1), "step": 3}, "entry 'step' is a int, expected"),
         ({"a": torch.ones(2).to_sparse()}, "tensor 'a' is of type sparse_coo"),
         ({"a": torch.ones(2, dtype=torch.complex64)}, "tensor 'a' is of type complex64"),
     ],
@@ -277,12 +277,12 @@ def test_damaged_indices(tmp_path: Path) -> None:
     for weight_map, said in (
         ({}, f"{index} has no `weight_map`"),
         (good | {"b": "../other.safetensors"}, "tensor 'b' is said to be in '../other.safetensors'"),
-        (good | {"b": "model-3.safetensors"}, "model-3.safetensors is missing, where"),
+        (good | {"b": "model-3.safetensors"}, "model-3.safetensors is missing"),
         (good | {"b": ""}, "tensor 'b' is said to be in ''"),
         (good | {"b": "x" * 300 + ".safetensors"}, "cannot be read (File name too long)"),
-        (good | {"b": "config.json"}, "is named as a file of weights"),
+        (good | {"b": "config.json"}, "is no file of weights"),
         (good | {"d": second}, f"{second} lacks tensor 'd', which {index.name} has there"),
-        ({"b": second, "a": first}, f"{first} holds tensor 'c', of which {index.name} knows nothing"),
+        ({"b": second, "a": first}, f"{first} holds tensor 'c', and {index.name} does not"),
     ):
         index.write_text(json.dumps({"weight_map": weight_map}))
         assert said in refusal(tmp_path / "m")

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from raises import raises_error
 from rlhf_merge.errors import MergeError
 from rlhf_merge.files.config_json import check_architectures, output_config, tied
 
@@ -26,7 +27,6 @@ LLAMA: dict[str, Any] = {
 NOTHING: dict[str, Any] = {
     "dtype": None,
     "vocab_size": None,
-    "num_layers": None,
     "layer_sources": None,
     "tied": None,
 }
@@ -54,34 +54,31 @@ def test_models_that_differ_in_vocabulary_dtype_and_tying_may_be_merged():
 def test_another_size_or_architecture_is_refused(key: str, value: Any):
     with pytest.raises(MergeError) as caught:
         check(LLAMA, LLAMA, {**LLAMA, key: value})
-    assert str(caught.value) == (
-        f"config.json says {key} {LLAMA[key]!r} in m0 but {value!r} in m2, and only models of one "
-        "architecture and size can be merged"
-    )
+    assert f"{key} {LLAMA[key]!r} in m0 but {value!r} in m2" in str(caught.value)
 
 
 def test_the_number_of_layers_matters_only_without_slices():
     deeper = {**LLAMA, "num_hidden_layers": 6}
     check(LLAMA, deeper, same_layers=False)
-    with pytest.raises(MergeError, match=r"num_hidden_layers 4 in m0 but 6 in m1.*; to merge ranges"):
+    with raises_error("different_config", key="num_hidden_layers"):
         check(LLAMA, deeper)
 
 
 def test_a_key_that_one_config_lacks_is_compared_between_the_others():
     without = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
     check(without, LLAMA, {**LLAMA, "head_dim": None})
-    with pytest.raises(MergeError, match="num_key_value_heads 2 in m1 but 1 in m2"):
+    with raises_error("different_config", key="num_key_value_heads"):
         check(without, LLAMA, {**LLAMA, "num_key_value_heads": 1})
 
 
 def test_the_language_model_of_several_modalities_is_compared():
     one = {"model_type": "gemma3", "text_config": {"hidden_size": 64}}
-    with pytest.raises(MergeError, match=r"text_config\.hidden_size 64 in m0 but 32 in m1"):
+    with raises_error("different_config", key="text_config.hidden_size"):
         check(one, {"model_type": "gemma3", "text_config": {"hidden_size": 32}})
 
 
 def test_a_quantized_model_is_refused():
-    with pytest.raises(MergeError, match=r"m1 is quantized \(quantization_config in its config\.json\)"):
+    with raises_error("quantized_model"):
         check(LLAMA, {**LLAMA, "quantization_config": {"quant_method": "gptq"}})
 
 
@@ -129,17 +126,17 @@ def test_old_and_new_spellings_of_the_rotary_embedding_are_equal(old: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("other", "message"),
+    ("other", "key"),
     [
-        ({"rope_theta": 1e6}, r"rope_theta 10000\.0 in m0 but 1000000\.0 in m1"),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type 'default' in m0 but 'linear' in m1"),
-        ({"rope_theta": 1e4, "rope_local_base_freq": 1e5}, "rope_theta of sliding_attention 10000 in m0"),
+        ({"rope_theta": 1e6}, "rope_theta"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type"),
+        ({"rope_theta": 1e4, "rope_local_base_freq": 1e5}, "rope_theta of sliding_attention"),
     ],
 )
-def test_another_rotary_embedding_is_refused(other: dict[str, Any], message: str):
+def test_another_rotary_embedding_is_refused(other: dict[str, Any], key: str):
     full = {"rope_theta": 1e4, "rope_type": "default"}
     one = {"rope_parameters": {"full_attention": full, "sliding_attention": {"rope_theta": 10000}}}
-    with pytest.raises(MergeError, match=message):
+    with raises_error("different_config", key=key):
         check(one, other)
 
 
@@ -168,7 +165,7 @@ def test_the_config_is_kept_but_for_the_path_and_what_is_asked():
     kept = {key: value for key, value in LLAMA.items() if key != "_name_or_path"}
     assert output_config(LLAMA, **NOTHING) == kept
     changed = output_config(
-        LLAMA, dtype="bfloat16", vocab_size=101, num_layers=8, layer_sources=None, tied=True
+        LLAMA, dtype="bfloat16", vocab_size=101, layer_sources=[0, 1, 2, 3] * 2, tied=True
     )
     assert changed == {
         **kept,
@@ -196,9 +193,7 @@ def test_the_dtype_is_set_under_the_key_in_use(given: dict[str, Any], expected: 
 def test_a_language_model_inside_is_changed_where_its_settings_are():
     text = {"vocab_size": 100, "num_hidden_layers": 2, "torch_dtype": "float32", "layer_types": ["x", "y"]}
     config = {"text_config": text, "vision_config": {"num_hidden_layers": 9}, "tie_word_embeddings": True}
-    result = output_config(
-        config, dtype="float16", vocab_size=110, num_layers=3, layer_sources=[0, 1, 1], tied=False
-    )
+    result = output_config(config, dtype="float16", vocab_size=110, layer_sources=[0, 1, 1], tied=False)
     assert result == {
         "text_config": {
             "vocab_size": 110,
@@ -223,11 +218,11 @@ def test_a_vocabulary_size_left_to_the_default_goes_to_the_language_model():
 
 
 def test_gpt2_counts_its_layers_under_its_own_key():
-    assert output_config({"n_layer": 2}, **{**NOTHING, "num_layers": 5}) == {"n_layer": 5}
+    assert output_config({"n_layer": 2}, **{**NOTHING, "layer_sources": [0, 1, 0, 1, 0]}) == {"n_layer": 5}
 
 
 def moved(config: dict[str, Any], sources: list[int]) -> dict[str, Any]:
-    layers = {**NOTHING, "num_layers": len(sources), "layer_sources": sources}
+    layers = {**NOTHING, "layer_sources": sources}
     result = output_config({"num_hidden_layers": 4, **config}, **layers)
     assert result.pop("num_hidden_layers") == len(sources)
     return result
@@ -261,18 +256,18 @@ def test_layers_in_their_old_order_change_nothing():
 
 
 @pytest.mark.parametrize(
-    ("config", "sources", "message"),
+    ("config", "sources", "code", "key"),
     [
-        ({"layer_types": list("abcd")}, [0, 4], "take layer 4, but layer_types in config.json describes"),
-        ({"first_k_dense_replace": 1}, [0, 1, 0], "first_k_dense_replace 1, so layer 0 .* put it at place 2"),
-        ({"sliding_window_pattern": 2}, [0, 1, 1], "sliding_window_pattern 2, .* put layer 1 at place 2"),
-        ({"is_encoder_decoder": True}, [0], "slices work on models with one stack of layers"),
+        ({"layer_types": list("abcd")}, [0, 4], "missing_layer", "layer_types"),
+        ({"first_k_dense_replace": 1}, [0, 1, 0], "unsupported_slices", "first_k_dense_replace"),
+        ({"sliding_window_pattern": 2}, [0, 1, 1], "unsupported_slices", "sliding_window_pattern"),
+        ({"is_encoder_decoder": True}, [0], "unsupported_slices", "is_encoder_decoder"),
     ],
 )
 def test_an_order_that_config_json_cannot_express_is_refused(
-    config: dict[str, Any], sources: list[int], message: str
+    config: dict[str, Any], sources: list[int], code: str, key: str
 ):
-    with pytest.raises(MergeError, match=message):
+    with raises_error(code, key=key):
         moved(config, sources)
 
 
@@ -289,7 +284,7 @@ def test_special_tokens_come_with_the_tokenizer():
 
 
 def test_a_special_token_that_is_cut_off_is_refused():
-    with pytest.raises(MergeError, match="eos_token_id 91, but the result's vocabulary has only 91 rows"):
+    with raises_error("token_id_out_of_range", key="eos_token_id"):
         output_config(LLAMA, **{**NOTHING, "vocab_size": 91})
     cut = output_config(LLAMA, **{**NOTHING, "vocab_size": 91}, token_ids_from={"eos_token_id": 3})
     assert cut["eos_token_id"] == 3

@@ -82,7 +82,10 @@ def test_unscaled_numbers_are_read_as_they_are(tmp_path: Path, dtype: torch.dtyp
     [
         ({"layers.0.w_scale_inv": torch.ones(2, 3)}, "'layers.0.w_scale_inv' has shape [2, 3]"),
         ({"layers.0.w": torch.ones(10, 8)}, "torch.float32"),
-        ({"layers.0.w_scale_inv": None}, "'layers.0.w' is an FP8 matrix without 'layers.0.w_scale_inv'"),
+        (
+            {"layers.0.w_scale_inv": None},
+            "'layers.0.w' is an FP8 matrix without its scales",
+        ),
         ({"config": {"weight_block_size": "x"}}, "is damaged"),
         ({"config": {"quant_method": "fbgemm_fp8"}}, "dequantize"),
     ],

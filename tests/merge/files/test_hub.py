@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_merge.errors import MergeError
+from raises import raises_error
 from rlhf_merge.files.hub import download, split_id
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -176,7 +176,7 @@ def test_what_is_fetched_and_what_is_refused(client: Client) -> None:
     assert missing.startswith(
         f"org/none is neither a folder here nor a model at {client.endpoint} that you may read"
     )
-    assert revision == "org/single has no revision 'v9'; name a branch, a tag or a commit."
+    assert isinstance(revision, str) and revision.startswith("org/single@v9 is no revision")
 
 
 def test_a_hub_that_cannot_be_reached(client: Client) -> None:
@@ -184,12 +184,12 @@ def test_a_hub_that_cannot_be_reached(client: Client) -> None:
     (answer,) = client.download(("org/single", None))
     assert isinstance(answer, str)
     assert "org/single is neither a folder here nor wholly in the hub's cache" in answer
-    assert "the hub cannot be reached (Connect" in answer
+    assert "the hub cannot be reached (" in answer
 
 
 def test_offline_and_not_cached() -> None:
     """As all tests are."""
-    with pytest.raises(MergeError, match=r"org/unknown@v1 is neither a folder .* \(HF_HUB_OFFLINE is set\)"):
+    with raises_error("model_unavailable"):
         download("org/unknown", "v1")
 
 

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from raises import raises_error
 from rlhf_merge.errors import MergeError
 from rlhf_merge.files import writer as output
 from rlhf_merge.files.writer import OutputTensor, PartialModel, lay_out, write_json
@@ -126,12 +127,12 @@ def test_a_merge_of_something_else_is_not_gone_on_with(tmp_path: Path):
     partial.flush()
     partial.close()
     other = PLAN | {"version": "2"}
-    with pytest.raises(MergeError, match=r"with other settings or models was interrupted; .*--restart"):
+    with raises_error("other_merge_interrupted"):
         begun(tmp_path / "out", other)
     assert list(begun_and_closed(tmp_path / "out").finished) == ["a"], "a refusal discards nothing"
     fresh = begun_and_closed(tmp_path / "out", plan=other, restart=True)
     assert fresh.finished == {}
-    with pytest.raises(MergeError, match="with other settings"):
+    with raises_error("other_merge_interrupted"):
         begun(tmp_path / "out")
 
 
@@ -171,9 +172,9 @@ def test_a_kill_while_it_begins_or_ends_does_no_harm(tmp_path: Path, stage: str)
 
 def test_a_second_process_is_refused(tmp_path: Path):
     partial = begun(tmp_path / "out")
-    with pytest.raises(MergeError, match=r"another process is merging into .*out; wait for it or choose"):
+    with raises_error("folder_in_use"):
         begun(tmp_path / "out")
-    with pytest.raises(MergeError, match="another process is merging"):
+    with raises_error("folder_in_use"):
         begun(tmp_path / "out", restart=True)
     begun_and_closed(tmp_path / "out2")
     partial.close()
@@ -198,5 +199,5 @@ def test_one_that_waited_for_the_lock_sees_the_finished_model(
         return locked(path, out)
 
     monkeypatch.setattr(output, "locked", finished_meanwhile)
-    with pytest.raises(MergeError, match="is not empty"):
+    with raises_error("folder_not_empty"):
         begun(tmp_path / "out")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlhf_merge.errors import MergeError
+from raises import raises_error
 from rlhf_merge.files.config_json import output_config
 from rlhf_merge.files.small_files import copied_files, read_tokens, write_model_files
 from rlhf_merge.files.weight_index import read_json
@@ -106,14 +106,8 @@ def test_links_into_a_cache_become_files_and_others_are_refused(tmp_path: Path):
     assert (out / "vocab.json").read_bytes() == (out / "tokenizer.json").read_bytes() == blob.read_bytes()
     secret = fill(tmp_path, "secret") / "secret"
     (base / "generation_config.json").symlink_to(secret)
-    with pytest.raises(MergeError, match=r"generation_config\.json is a link to .*secret, outside"):
+    with raises_error("link_outside_folder"):
         copied_files(base, base)
-
-
-def test_tokens_for_a_slow_tokenizer_are_refused(tmp_path: Path):
-    base = fill(tmp_path / "base", "vocab.json", "merges.txt")
-    with pytest.raises(MergeError, match=r"has no tokenizer\.json, which --vocab union appends tokens to"):
-        write(tmp_path, base, base, added_tokens=[{"id": 1, "content": "<x>"}])
 
 
 @pytest.fixture
@@ -143,9 +137,7 @@ def test_a_union_loads_in_transformers(tmp_path: Path, tiny_model_folder: Path, 
     ]
     alignment = align("union", models, 0, tensor="model.embed_tokens.weight")
     assert alignment.rows == rows[0] + 2
-    result = output_config(
-        config, dtype="bfloat16", vocab_size=alignment.rows, num_layers=None, layer_sources=None, tied=None
-    )
+    result = output_config(config, dtype="bfloat16", vocab_size=alignment.rows, layer_sources=None, tied=None)
     out = write(
         tmp_path, tiny_model_folder, tiny_model_folder, config=result, added_tokens=list(alignment.added)
     )
@@ -181,7 +173,6 @@ def test_fewer_layers_load_in_transformers(tmp_path: Path, tiny_model_folder: Pa
         read_json(tiny_model_folder / "config.json"),
         dtype=None,
         vocab_size=None,
-        num_layers=1,
         layer_sources=[1],
         tied=None,
     )

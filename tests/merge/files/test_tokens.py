@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_merge.errors import MergeError
+from raises import raises_error
 from rlhf_merge.files.small_files import TokenTable, append_tokens, read_tokens
 
 
@@ -64,17 +64,17 @@ def test_a_folder_without_a_readable_vocabulary_has_no_tokens(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "code"),
     [
-        ("{", r"tokenizer\.json is damaged"),
-        ("[]", r"tokenizer\.json holds a list where a JSON object"),
-        ("{}", r"tokenizer\.json lists no vocabulary of tokens and ids"),
-        ('{"model": {"vocab": {"a": "b"}}}', r"is damaged .*token 'a' has the id 'b'"),
+        ("{", "damaged_file"),
+        ("[]", "not_a_json_object"),
+        ("{}", "missing_vocabulary"),
+        ('{"model": {"vocab": {"a": "b"}}}', "damaged_file"),
     ],
 )
-def test_a_damaged_tokenizer_is_refused(tmp_path: Path, text: str, message: str):
+def test_a_damaged_tokenizer_is_refused(tmp_path: Path, text: str, code: str):
     (tmp_path / "tokenizer.json").write_text(text)
-    with pytest.raises(MergeError, match=message):
+    with raises_error(code):
         read_tokens(tmp_path)
 
 
@@ -97,9 +97,3 @@ def test_nothing_is_appended_to_lists_that_are_not_there(tmp_path: Path):
     append_tokens(tmp_path, [added_token(1, "<x>")])
     assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == {"model_max_length": 5}
     assert not (tmp_path / "added_tokens.json").exists()
-
-
-def test_tokens_cannot_be_appended_to_a_slow_tokenizer(tmp_path: Path):
-    write(tmp_path / "vocab.json", {"a": 0})
-    with pytest.raises(MergeError, match=r"has no tokenizer\.json, which --vocab union appends tokens to"):
-        append_tokens(tmp_path, [added_token(1, "<x>")])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import rlhf_merge as functions
+from raises import raises_error
 from rlhf_merge import (
     breadcrumbs,
     dare,
@@ -22,7 +23,6 @@ from rlhf_merge import (
     task_arithmetic,
     ties,
 )
-from rlhf_merge.errors import MergeError
 from rlhf_merge.methods.catalog import METHODS
 
 BASE = torch.tensor([10.0, 10.0, 10.0, 10.0])
@@ -315,28 +315,28 @@ A, B = vector(1, 2), vector(3, 5)
         (linear, ([A, vector(1)],), r"tensors must have one shape, got \[\(1,\), \(2,\)\]"),
         (linear, ([A, torch.tensor([1, 2])],), "tensors must be floating-point"),
         (linear, ([A, B], [1, 2, 3]), "weight must be one number or 2, one for each tensor, got 3"),
-        (linear, ([A, B], [1, -1]), "the weights of the tensor sum to zero and cannot be normalised"),
+        (linear, ([A, B], [1, -1]), "weights 1, -1"),
         (linear, ([],), "at least 1 tensors besides the base are needed, got 0"),
-        (task_arithmetic, (A, [B, B], [0.5, -0.5], dict(normalize=True)), "sum to zero"),
-        (ties, (A, [B], 1, 0), "density must be > 0, got 0"),
-        (ties, (A, [B], 1, 1.5), "density must be ≤ 1, got 1.5"),
-        (ties, (A, [B], dict(sign="vote")), r"sign must be one of \('mass', 'count'\), got 'vote'"),
+        (task_arithmetic, (A, [B, B], [0.5, -0.5], dict(normalize=True)), "weights"),
+        (ties, (A, [B], 1, 0), "density is 0"),
+        (ties, (A, [B], 1, 1.5), "density is 1"),
+        (ties, (A, [B], dict(sign="vote")), "sign is 'vote'"),
         (dare, (A, [B], 1, [0.5, 0.5]), "density must be one number or 1"),
-        (dare, (A, [B], 1, -0.5), "density must be > 0, got -0.5"),
-        (breadcrumbs, (A, [B], 1, 1, 2), "gamma must be ≤ 1, got 2"),
-        (della, (A, [B], 1, 0.5, 0.6), "epsilon must be ≤ 0.5, got 0.6"),
-        (della, (A, [B], 1, 0.1, 0.1), r"density - epsilon must be > 0 and density \+ epsilon ≤ 1"),
-        (della, (A, [B], 1, 0.9, 0.2), r"density - epsilon must be > 0 and density \+ epsilon ≤ 1"),
-        (slerp, (A, B, 1.5), "t must be ≤ 1, got 1.5"),
-        (spherical_mean, ([A, B], [1, -1]), r"weights ≥ 0 that are not all 0, not \[1.0, -1.0\]"),
-        (spherical_mean, ([A, B], 0), "weights ≥ 0 that are not all 0"),
-        (spherical_mean, ([A, B], dict(max_iter=0)), "max_iter must be ≥ 1, got 0"),
+        (dare, (A, [B], 1, -0.5), "density is -0"),
+        (breadcrumbs, (A, [B], 1, 1, 2), "gamma is 2"),
+        (della, (A, [B], 1, 0.5, 0.6), "epsilon is 0"),
+        (della, (A, [B], 1, 0.1, 0.1), r"density .* and epsilon"),
+        (della, (A, [B], 1, 0.9, 0.2), r"density .* and epsilon"),
+        (slerp, (A, B, 1.5), "t is 1"),
+        (spherical_mean, ([A, B], [1, -1]), "weights"),
+        (spherical_mean, ([A, B], 0), "weights"),
+        (spherical_mean, ([A, B], dict(max_iter=0)), "max_iter is 0"),
         (model_stock, (A, [B]), "at least 2 tensors besides the base are needed, got 1"),
-        (nearswap, (A, B, -1), "t must be ≥ 0, got -1"),
+        (nearswap, (A, B, -1), "t is -1"),
         (linear, ([A, vector(1, math.nan)],), r"holds nan at \(1,\)"),
         (linear, ([vector(-math.inf, 1), A],), r"holds -inf at \(0,\)"),
-        (linear, ([A, B], math.nan), "weight must be a finite number, got nan"),
-        (ties, (A, [B], 1, math.nan), "density must be a finite number, got nan"),
+        (linear, ([A, B], math.nan), "weight is nan"),
+        (ties, (A, [B], 1, math.nan), "density is nan"),
     ],
 )
 def test_refused(function: Any, arguments: tuple[Any, ...], message: str):
@@ -349,7 +349,7 @@ def test_an_infinity_is_found_in_a_sum_that_overflows():
     huge = torch.full((3, 4), 3e38)  # the sum is infinite and nothing else is
     assert torch.equal(linear([huge, huge]), huge)
     huge[2, 1] = math.inf
-    with pytest.raises(MergeError, match=r"input 1: the tensor holds inf at \(2, 1\)"):
+    with raises_error("non_finite_value", model="input 1", index=(2, 1)):
         linear([torch.ones(3, 4), huge])
 
 
@@ -359,8 +359,7 @@ def test_what_the_result_cannot_hold_is_refused(dtype: torch.dtype, sign: float)
     base, largest = torch.zeros(2, dtype=dtype), torch.finfo(dtype).max
     model = torch.tensor([1.0, sign * largest], dtype=dtype)
     assert torch.equal(task_arithmetic(base, [model]), model)
-    kind = str(dtype).removeprefix("torch.")
-    with pytest.raises(MergeError, match=f"the tensor would hold .*, more than {kind} can; choose a wider"):
+    with raises_error("overflow"):
         task_arithmetic(base, [model], 2.0)
 
 

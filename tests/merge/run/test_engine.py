@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from raises import raises_error
 from rlhf_merge.config.merge_config import MergeConfig
 from rlhf_merge.errors import MergeError
 from rlhf_merge.methods.blocks import MemoryTensor
@@ -141,20 +142,6 @@ def test_the_largest_tensors_come_first():
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 2
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("spec", ["base", "a", "b"])
-def test_numbers_that_are_none_are_refused_by_name(spec: str, value: float, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rlhf_merge.methods.blocks.BLOCK", 512)
-    models = states("base", "a", "b")
-    models[spec]["layers.2.w"][1300] = value
-    name = r"layers\.2\.w"
-    for method in ("ties", "task_arithmetic", "model_stock"):
-        with pytest.raises(
-            MergeError, match=rf"^{spec}: tensor {name} holds {value} at \(1300,\); a merge would spread it"
-        ):
-            merged(models, 2, method=method, base="base", models=["a", "b"])
-
-
 def test_a_failure_ends_the_work_and_keeps_what_is_finished():
     models = states("a", layers=20)
     models["a"]["layers.3.w"][0] = float("nan")  # the fourth of the largest tensors, which come first
@@ -165,7 +152,7 @@ def test_a_failure_ends_the_work_and_keeps_what_is_finished():
             super().write(name, element, values)
 
     sink = Slow()
-    with pytest.raises(MergeError, match="holds nan"):
+    with raises_error("non_finite_value"):
         merge_tensors(jobs_of(models, method="linear", models=["a"]), sink, threads=1)
     assert {f"layers.{i}.w" for i in range(3)} <= set(sink.finished) and sink.flushed == 1
     assert len(sink.tensors) < 40, "half of the work was not done"
@@ -191,22 +178,10 @@ def test_a_failure_stops_what_is_at_work_beside_it(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(MemoryTensor, "read", waiting)
     sink = Slow()
-    with pytest.raises(MergeError, match="tensor broken holds nan"):
+    with raises_error("non_finite_value", tensor="broken"):
         merge_tensors(jobs_of(models, method="linear", models=["a"]), sink, threads=2)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("merge")]
     assert 1 <= len(sink.pieces) < 100, "of two hundred"
-
-
-@pytest.mark.parametrize("factor", [1.0, -1.0])
-def test_what_float16_cannot_hold_is_refused(factor: float):
-    models = {"a": {"w": torch.tensor([1.0, factor * 65504, 3.0])}}
-    values = {"method": "linear", "normalize": False, "dtype": "float16"}
-    fits = merged(models, models=["a"], **values)
-    assert fits.tensors["w"].tolist() == [1, factor * 65504, 3]
-    with pytest.raises(
-        MergeError, match=r"tensor w would hold 7\.205e\+04, more than float16 can; choose a wider dtype"
-    ):
-        merged(models, models=[{"model": "a", "weight": 1.1}], **values)
 
 
 def test_integers_are_copied_where_they_are_equal_and_refused_where_not():
@@ -216,9 +191,7 @@ def test_integers_are_copied_where_they_are_equal_and_refused_where_not():
     sink = merged(models, **values)
     assert torch.equal(sink.tensors["ids"], numbers) and sink.tensors["flags"].tolist() == [True, False]
     models["a"]["ids"][2] = 8
-    with pytest.raises(
-        MergeError, match="tensor ids holds integers and differs between base and a; integers"
-    ):
+    with raises_error("different_integers", tensor="ids"):
         merged(models, **values)
 
 
@@ -245,7 +218,7 @@ def test_threads_that_the_memory_allows(workshop: Any, monkeypatch: pytest.Monke
         assert Resources(max_memory=bound).threads_for(plan) == threads
         assert Resources(max_memory=bound, threads=3).threads_for(plan) == min(threads, 3)
     assert Resources(threads=7).threads_for(plan) == 7 and Resources().threads_for(plan) == 5
-    with pytest.raises(MergeError, match="--max-memory allows 315 MB, but Python with torch takes 300 MB"):
+    with raises_error("max_memory_too_small"):
         Resources(max_memory=300_000_000 + each - 1).threads_for(plan)
     with pytest.raises(MergeError) as caught:
         Resources(max_memory=1000).threads_for(plan)

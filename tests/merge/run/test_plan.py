@@ -43,7 +43,7 @@ def test_the_result_is_like_the_base(workshop: Any):
     }
     job = next(job for job in plan.jobs if job.output.name == QUERY)
     assert job.inputs.labels == tuple(paths) and job.inputs.base is not None
-    assert job.dtypes == [torch.bfloat16, torch.bfloat16, torch.float16, torch.float16]
+    assert job.output.dtype == torch.bfloat16 and job.arithmetic == torch.float32
     assert (plan.reference, plan.tokenizer, plan.config.method) == (paths[0], paths[0], "ties")
     assert plan.model_config["torch_dtype"] == "bfloat16"  # of most elements
     assert [shard.file for shard in plan.shards] == ["model.safetensors"]
@@ -158,7 +158,7 @@ def test_another_shape_is_refused(workshop: Any):
     a = workshop.save("a", tensors)
     b = workshop.save("b", changed(tensors, **{"1.self_attn.q_proj.weight": torch.zeros(8, 9)}))
     assert refusal("linear", [a, b]).startswith(
-        f"tensor {QUERY} has shape (8, 9) in {b} but (8, 8) in {a}; only models of one architecture"
+        f"tensor {QUERY} has shape [8, 9] in {b} but [8, 8] in {a}; only models of one architecture"
     )
 
 
@@ -237,7 +237,7 @@ def test_vocabularies_of_other_lengths_need_a_word(workshop: Any):
 def test_a_head_that_was_not_enlarged_with_the_embedding_is_refused(workshop: Any):
     tensors = workshop.tensors()
     tensors[EMBEDDING] = torch.cat([tensors[EMBEDDING], tensors[EMBEDDING][:2]])
-    message = f"tensor {HEAD} would have 16 rows but the embedding 18"
+    message = f"tensor {HEAD} would have 16 rows and the embedding 18"
     assert refusal("linear", [workshop.save("a", tensors)]).startswith(message)
 
 

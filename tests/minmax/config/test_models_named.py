@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_data import UserError
+from raises import raises_error
 from rlhf_minmax import MinMaxConfig
 
 
@@ -34,5 +34,5 @@ def test_the_name_at_an_api_is_left_alone(run: Path) -> None:
 
 def test_a_run_without_a_model_is_refused(run: Path) -> None:
     (run / "final" / "config.json").unlink()
-    with pytest.raises(UserError, match="no trained model"):
+    with raises_error("no_trained_model"):
         MinMaxConfig.from_dict({"policy_model": {"model_name": "sft"}})

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from raises import raises_error
 from rlhf_data import UserError
 from rlhf_infer import Rollout
 from rlhf_minmax.config.constraints import ControllerConfig
@@ -99,7 +100,7 @@ def test_the_gains_of_pid_are_settings():
     metrics = found.update(0.5)
     # e = 0.4: α P e = 0.5 · 2 · 0.4; no D although the violation rose.
     assert metrics["dual/c/p"] == pytest.approx(0.4) and metrics["dual/c/d"] == 0
-    with pytest.raises(UserError, match="proportional_gain"):
+    with raises_error("invalid_value", key="proportional_gain"):
         ControllerConfig.from_dict({"proportional_gain": -1})
 
 

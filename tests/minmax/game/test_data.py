@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rlhf_data import UserError
+from raises import raises_error
 from rlhf_minmax import MinMaxConfig
 from rlhf_minmax.formats import TextRules
 from rlhf_minmax.game.stories import load_stories
@@ -88,13 +88,13 @@ def test_limits_on_rows(tmp_path):
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_file_too_small_to_split_is_refused(tmp_path, count):
     path = write(tmp_path / "a.jsonl", ["Only one."] * count)
-    with pytest.raises(UserError, match=r"a.jsonl leaves no (training|held-out) row.*--eval-data"):
+    with raises_error("no_row_left"):
         load(train_data=path)
 
 
 def test_held_out_rows_that_hold_every_story_are_refused(tmp_path):
     path = write(tmp_path / "a.jsonl", ["One.", "Two."])
-    with pytest.raises(UserError, match="leaves no training row"):
+    with raises_error("no_row_left"):
         load(train_data=path, eval_data=path)
 
 
@@ -106,10 +106,10 @@ def test_a_tiny_file_with_held_out_rows_is_enough(tmp_path):
 
 
 def test_held_out_rows_alone_are_refused(tmp_path):
-    with pytest.raises(UserError, match="--train-data"):
+    with raises_error("missing_key", key="data.train_data"):
         load(eval_data=write(tmp_path / "b.jsonl", ["Two."]))
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"missing\.jsonl"):
+    with raises_error("file_not_found"):
         load(train_data=str(tmp_path / "missing.jsonl"))

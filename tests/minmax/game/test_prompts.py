@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_data import QADatasetConfig, QARecord, UserError, load_config_file
-from rlhf_data.records.transcripts import common_prefix
+from raises import raises_error
+from rlhf_data import QADatasetConfig, QARecord, load_config_file
+from rlhf_data.records.kind import common_prefix
 from rlhf_minmax import MinMaxConfig
 from rlhf_minmax.config.run import PlayerConfig
 from rlhf_minmax.formats import TextRules
@@ -60,7 +61,7 @@ def test_instruct_presets_word_made_up_answers_as_a_chat_model_told_to_name_a_ch
     "template", ["", "shed", "{answer}", "{choice} {prompt}", "{choice", "{choice} {choice}"]
 )
 def test_an_answer_template_that_does_not_hold_the_choice_once_is_refused(template):
-    with pytest.raises(UserError, match="answer_template"):
+    with raises_error("invalid_value", key="game.answer_template"):
         MinMaxConfig.from_dict({"game": {"answer_template": template}})
 
 
@@ -88,7 +89,7 @@ def test_the_fingerprint_tells_prompts_apart():
     ],
 )
 def test_a_template_that_cannot_be_filled_is_refused(player, template):
-    with pytest.raises(UserError, match="prompt_template"):
+    with raises_error("invalid_value", key=player):
         MinMaxConfig.from_dict({player: {"prompt_template": template}})
 
 
@@ -112,5 +113,5 @@ def test_both_chat_prompts_share_the_story(chat_tokenizer):
 
 
 def test_chat_without_a_template_is_refused(byte_tokenizer):
-    with pytest.raises(UserError, match="no chat template"):
+    with raises_error("no_chat_template"):
         prompt_ids(byte_tokenizer, "where ?", PlayerConfig(chat=True))

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_data import TokenSequence, UserError, pack
+from raises import raises_error
+from rlhf_data import TokenSequence, pack
 from rlhf_minmax import MinMaxConfig
 from rlhf_minmax.players.players import load_players
 from rlhf_models import DeviceManager, tiny_model
@@ -77,7 +78,7 @@ def test_two_names_are_two_models(tiny_model_folder, other_folder):
     "setting", [{"lora_r": 8}, {"lora_alpha": 1}, {"lora_dropout": 0.5}, {"lora_target_modules": ["q_proj"]}]
 )
 def test_one_backbone_refuses_differing_adapters(tiny_model_folder, setting):
-    with pytest.raises(UserError, match="name the same model"):
+    with raises_error("different_adapters"):
         players(tiny_model_folder, tiny_model_folder, monitor_settings=setting)
 
 
@@ -88,7 +89,7 @@ def test_one_backbone_refuses_two_devices(tiny_model_folder):
 
     name = {"model_name": str(tiny_model_folder)}
     config = MinMaxConfig.from_dict({"policy_model": name, "monitor_model": name})
-    with pytest.raises(UserError, match="one device"):
+    with raises_error("different_devices"):
         load_players(config, None, Apart({}))
 
 
@@ -118,5 +119,5 @@ def test_players_without_a_name_take_the_demonstrations_base(tiny_model_folder):
 
 
 def test_a_missing_model_is_named(tmp_path):
-    with pytest.raises(UserError, match="nowhere"):
+    with raises_error("model_not_found"):
         players(tmp_path / "nowhere", tmp_path / "nowhere")

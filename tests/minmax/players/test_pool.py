@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from rlhf_data import TokenSequence, UserError, pack
+from raises import raises_error
+from rlhf_data import TokenSequence, pack
 from rlhf_minmax.players.past_players import Member, OpponentPool, playing, priorities
 from rlhf_minmax.players.players import load_players
 from rlhf_models import DeviceManager
@@ -82,7 +83,7 @@ def test_the_player_comes_back_when_something_fails(players):
 def test_a_member_of_another_model_is_refused(players):
     lora = ("policy_model.lora_r=4", "monitor_model.lora_r=4")
     member = Member.of(7, players(*lora).policy)
-    with pytest.raises(UserError, match="step 7 is of other parameters"), playing(players().policy, member):
+    with raises_error("other_parameters"), playing(players().policy, member):
         pass
 
 
@@ -178,8 +179,8 @@ def test_a_damaged_pool_is_refused_and_changes_nothing(players, tmp_path):
     pool.add(1, players().policy)
     pool.save(tmp_path / "pool")
     (tmp_path / "pool" / "pool.safetensors").write_bytes(b"broken")
-    with pytest.raises(UserError, match="cannot be read as a pool"):
+    with raises_error("unreadable_file"):
         pool.load(tmp_path / "pool")
-    with pytest.raises(UserError, match="cannot be read as a pool"):
+    with raises_error("unreadable_file"):
         pool.load(tmp_path / "nowhere")
     assert steps(pool) == [1]

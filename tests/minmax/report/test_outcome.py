@@ -59,7 +59,7 @@ def test_exploitability_without_the_gains_is_one_bar_each(drawn):
 
 def test_exploitability_over_the_steps(drawn):
     rows = [
-        {"phase": "minmax", "step": step, "eval/minmax/exploitability": value}
+        {"phase": "minmax", "step": step, "eval_minmax/exploitability": value}
         for step, value in ((4, 0.5), (5, None), (8, 0.25))
     ]
     assert exploitability_panels(rows, {"before": None}) == ["Exploitability over the steps"]
@@ -110,7 +110,7 @@ def test_cross_play_that_was_not_measured(table):
     assert cross_play_panel({"cross_play": table}) is None
 
 
-@pytest.mark.parametrize("prefix", ["", "eval/"])
+@pytest.mark.parametrize("prefix", ["", "eval_"])
 def test_hacking_shows_both_rewards_and_the_gap(drawn, prefix):
     rows = [
         {

@@ -29,7 +29,7 @@ METRICS = [
         "monitor/evidence_valid_rate": 0.9,
         "dual/lambda": 1.0 + step,
         "constraint/violation_ema": 0.3,
-        "eval/policy/accuracy": 0.6 if step == 2 else None,
+        "eval_policy/accuracy": 0.6 if step == 2 else None,
     }
     for phase in ("plain", "minmax")
     for step in range(1, 4)
@@ -69,7 +69,7 @@ def test_held_out_marks_stand_at_the_last_step_and_are_explained_only_where_draw
 
     from rlhf_minmax.report.panels import _policy_panel
 
-    rows = [{**row, "eval/policy/accuracy": None} for row in METRICS]
+    rows = [{**row, "eval_policy/accuracy": None} for row in METRICS]
     for results, expected in ((RESULTS, [([3.0], [0.3]), ([3.0], [0.98]), ([], [])]), ({}, [])):
         axes = Figure().subplots()
         _policy_panel(axes, rows, results)
@@ -90,7 +90,7 @@ def lines_of(axes):
     }
 
 
-@pytest.mark.parametrize("prefix", ["", "eval/"])
+@pytest.mark.parametrize("prefix", ["", "eval_"])
 def test_held_out_rewards_stand_against_the_accuracy_measured_with_them(prefix):
     from matplotlib.figure import Figure
 

@@ -8,7 +8,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from rlhf_data import RunFolder, UserError
+from raises import raises_error
+from rlhf_data import RunFolder
 from rlhf_minmax import write_minmax_report
 
 EVIL = "<script>alert('x')</script> & \"quoted\" <img src=//evil.example/a.png>"
@@ -237,7 +238,7 @@ def test_run_without_baseline_samples_or_break_even(run):
 
 def test_unfinished_run_is_refused(run):
     (run.path / "results.json").unlink()
-    with pytest.raises(UserError, match=r"no results\.json"):
+    with raises_error("unfinished_run"):
         write_minmax_report(run, run.path / "report.html")
 
 
@@ -246,7 +247,8 @@ def test_import_is_light():
         "import sys, rlhf_eval; heavy = {'torch', 'transformers', 'pydantic', 'matplotlib'};"
         "assert not (heavy | {'numpy'}) & set(sys.modules); "
         "assert sorted(rlhf_eval.__all__) == rlhf_eval.__all__;"
-        "[getattr(rlhf_eval, name) for name in rlhf_eval.__all__];"
-        "assert not heavy & set(sys.modules)"
+        "[getattr(rlhf_eval, name) for name in rlhf_eval.__all__ if name != 'evaluation'];"
+        "assert not heavy & set(sys.modules); "
+        "rlhf_eval.evaluation; assert not (heavy - {'pydantic'}) & set(sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -15,6 +15,7 @@ WORKER = Path(__file__).parents[1].joinpath("distributed_worker.py")
 CONFIGS = Path(__file__).parents[3] / "configs"
 ZERO2 = f"training.deepspeed={CONFIGS / 'zero2.json'}"
 ZERO3 = f"training.deepspeed={CONFIGS / 'zero3.json'}"
+FSDP = "training.fsdp=true"
 FULL = ("policy_model.use_lora=false", "monitor_model.use_lora=false")
 SLOW = ("training.policy_learning_rate=2e-4", "training.monitor_learning_rate=2e-4")
 """A step of Adam amplifies what rounding makes of gradients near zero, up to the learning rate."""
@@ -54,8 +55,13 @@ def rounds(make_game, tmp_path_factory) -> Path:
         pytest.param(CRITIC, (*CRITIC, ZERO2), marks=pytest.mark.proof),
         (FULL, (*FULL, ZERO2)),
         (FULL, (*FULL, ZERO3)),
+        ((CUT, *CRITIC), (CUT, *CRITIC, FSDP)),
+        pytest.param((*FULL, *CRITIC), (*FULL, *CRITIC, FSDP), marks=pytest.mark.proof),
     ],
-    ids=["adapters", "cut", "critic", "zero2-cut", "zero2-critic", "zero2-full", "zero3-full"],
+    ids=[
+        *("adapters", "cut", "critic", "zero2-cut", "zero2-critic", "zero2-full", "zero3-full"),
+        *("fsdp-cut-critic", "fsdp-full-critic"),
+    ],
 )
 def test_ten_updates_of_both_players_agree_with_one_process(
     rounds, demo_cache, run_processes, alone, together
@@ -72,8 +78,13 @@ def test_ten_updates_of_both_players_agree_with_one_process(
 
 @pytest.mark.parametrize(
     ("alone", "together"),
-    [((), ()), ((), (ZERO2,)), pytest.param((AHEAD, *SLOW), (AHEAD, *SLOW), marks=pytest.mark.proof)],
-    ids=["replicated", "zero2", "ahead"],
+    [
+        ((), ()),
+        ((), (ZERO2,)),
+        pytest.param((AHEAD, *SLOW), (AHEAD, *SLOW), marks=pytest.mark.proof),
+        (FULL, (*FULL, FSDP)),
+    ],
+    ids=["replicated", "zero2", "ahead", "fsdp"],
 )
 def test_a_run_of_two_processes_starts_as_that_of_one_and_resumes(
     make_game, demo_cache, run_processes, tmp_path, alone, together

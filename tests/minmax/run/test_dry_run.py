@@ -10,11 +10,12 @@ from typing import Any, get_args
 
 import pytest
 
-from rlhf_data import UserError, apply_overrides
+from raises import raises_error
+from rlhf_data import apply_overrides
 from rlhf_minmax import MinMaxConfig
 from rlhf_minmax.game.stories import load_stories
 from rlhf_minmax.run.checks import Ruler, check_run, inspect_models
-from rlhf_minmax.run.dry_run import ENGINE_TOKENS, plan_run, step_streams
+from rlhf_minmax.run.dry_run import ENGINE_TOKENS, plan_run, step_tokens
 from rlhf_minmax.truthfulness import ConstraintMeasure
 from rlhf_models import DeviceManager, tiny_model
 
@@ -49,7 +50,7 @@ def save_model(tmp_path: Path, byte_tokenizer: Any) -> Callable[..., Path]:
 
 def test_steps_answers_and_critiques() -> None:
     rows = plan("training.num_epochs=2", "training.monitor_warmup_steps=3")
-    assert rows["stories"] == "20 for training, 8 held out"
+    assert rows["data"] == "the world of stories: 20 rows for training, 8 held out"
     assert rows["steps"] == "10 of 4 stories (2 epochs) after 7 of plain RLHF"
     assert rows["answers per step"] == "16"  # 4 stories x 4
     # (4 sampled + 2 made-up answers) x 4 critiques; 16 answers x 2
@@ -65,10 +66,9 @@ def test_streams_share_prompts() -> None:
     )
     stories = load_stories(config)
     ruler = Ruler(config, stories, inspect_models(config, stories))
-    streams = step_streams(config, stories, ruler)
+    streams = step_tokens(config, stories, ruler)
     prompts = [ruler.policy_prompt(record) for record in stories.train[:4]]
     shared = sum(len(prompt) for prompt in prompts) + 4 * 4 * 7
-    assert streams["policy"].sequences == 16
     assert streams["policy"].padded == 16 * (max(map(len, prompts)) + 7)
     assert (
         shared - 3 * max(map(len, prompts)) <= streams["policy"].packed <= shared
@@ -78,7 +78,7 @@ def test_streams_share_prompts() -> None:
     assert streams["monitor"].packed <= sum(map(len, judged)) + 16 * 9
     assert streams["policy"].largest == streams["policy"].packed
     small = make("training.max_tokens_per_batch=100")
-    assert all(stream.largest <= 100 for stream in step_streams(small, stories, ruler).values())
+    assert all(stream.largest <= 100 for stream in step_tokens(small, stories, ruler).values())
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_a_real_run_computes_no_more_tokens(make_game: Callable[..., Any], make_
     for _ in range(2):
         trainer.train_step()
     ruler = Ruler(config, stories, inspect_models(config, stories))
-    streams = step_streams(config, stories, ruler)
+    streams = step_tokens(config, stories, ruler)
     training = config.training
     monitor = streams["monitor"].packed * training.monitor_updates_per_policy
     policy = streams["policy"].packed * training.policy_updates
@@ -102,10 +102,10 @@ def test_rows_name_models_lengths_and_the_cache(save_model: Callable[..., Path])
     rows = plan()
     assert rows["policy model"] == "llama, built from the training rows"
     assert rows["built models"].startswith("to be built first, in about ")
-    assert "context 2,048" in rows["longest monitor text"] and "..." not in rows["longest monitor text"]
+    assert "limit 2,048" in rows["longest monitor sequence"] and "..." not in rows["longest monitor sequence"]
     folder = save_model("qwen2", max_position_embeddings=400)
     rows = plan(f"policy_model.model_name={folder}", "judge_model.kind=rule")
-    assert rows["policy model"] == f"qwen2, {folder}" and "context 400" in rows["longest policy text"]
+    assert rows["policy model"] == f"qwen2, {folder}" and "limit 400" in rows["longest policy sequence"]
     assert rows["judge"].startswith("a rule") and "judge model" not in rows
 
 
@@ -126,7 +126,7 @@ def test_a_text_that_just_fits_and_one_that_does_not(save_model: Callable[..., P
     save_model("gpt2", n_positions=tokens)
     check_run(config, stories, DeviceManager())
     save_model("gpt2", n_positions=tokens - 1)
-    with pytest.raises(UserError, match=rf"needs {tokens} tokens but the model's context holds {tokens - 1}"):
+    with raises_error("context_too_short", length=tokens, limit=tokens - 1):
         check_run(config, stories, DeviceManager())
 
 
@@ -171,7 +171,7 @@ def test_made_up_answers_are_measured_as_they_are_worded() -> None:
         config = make(f"game.answer_template='{template}'", "policy_model.max_new_tokens=1")
         stories = load_stories(config)
         ruler = Ruler(config, stories, inspect_models(config, stories))
-        packed = step_streams(config, stories, ruler)["monitor"].packed
+        packed = step_tokens(config, stories, ruler)["monitor"].packed
         return ruler.answer_length(stories.train[0], "monitor"), packed
 
     short, long = sizes(" it is {choice} ."), sizes(" it is it is {choice} .")
@@ -254,7 +254,7 @@ def test_keys_and_values_of_exploitability(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(rlhf_minmax.run.dry_run, "estimate_memory", estimate)
     rows = plan("game.num_critiques=9", "data.probe_stories=4")
-    longest = count(rows["longest monitor text"])
+    longest = count(rows["longest monitor sequence"])
     assert given == [8 * 4 * 9 * longest]
 
 

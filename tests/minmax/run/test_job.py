@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import rlhf_minmax.run.minmax_job
-from rlhf_data import RunFolder, UserError
+from raises import raises_error
+from rlhf_data import RunFolder
 from rlhf_minmax import Events, MinMaxJob
 from rlhf_models import DeviceManager
 
@@ -212,7 +213,7 @@ def test_a_run_killed_while_it_publishes(tmp_path, make_config, demo_cache, whol
 
 def test_a_finished_run_is_not_resumed(whole, make_config, demo_cache):
     run, _, _ = whole
-    with pytest.raises(UserError, match="finished run"):
+    with raises_error("finished_run"):
         job_in(run.path, make_config(), demo_cache).play(resume=True)
 
 

@@ -47,7 +47,7 @@ def memory(config: MinMaxConfig, model: Any, **tokens: int) -> Any:
 
 
 def test_memory_of_adapters() -> None:
-    """One frozen backbone in fp32; 16 bytes for every parameter of three adapters."""
+    """One frozen backbone in fp32; for every parameter of three adapters 4 bytes, and 12 of training."""
     from rlhf_models import LoraSettings, add_adapters
 
     model = tiny_model("llama")
@@ -55,8 +55,8 @@ def test_memory_of_adapters() -> None:
     adapted = add_adapters(model, ["policy", "plain", "monitor"], LoraSettings(lora_r=16))
     adapters = sum(p.numel() for name, p in adapted.named_parameters() if "lora_" in name)
     found = memory(make(), tiny_model("llama"))
-    assert (found.weights, found.training, found.activations) == (weights, 16 * adapters, 0)
-    assert memory(make("baseline=false"), tiny_model("llama")).training == 16 * adapters * 2 / 3
+    assert (found.weights, found.training, found.activations) == (weights + 4 * adapters, 12 * adapters, 0)
+    assert memory(make("baseline=false"), tiny_model("llama")).training == 12 * adapters * 2 / 3
 
 
 def test_memory_of_full_training() -> None:
@@ -69,25 +69,26 @@ def test_memory_of_full_training() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "processes", "expected"),
+    ("sharding", "processes", "expected"),
     [
         (None, 8, 12),  # gradient 4, moments 8
         (1, 8, 4 + 12 / 8),  # the gradient whole; moments and DeepSpeed's copy sharded
         (2, 8, 16 / 8),
         (2, 1, 16),
         (3, 8, 20 / 8),  # a sharded weight besides, for the player itself stays whole
+        ("fsdp", 8, 16 / 8),  # weight, gradient and moments
     ],
 )
-def test_bytes_of_the_training_state(stage: int | None, processes: int, expected: float) -> None:
-    assert state_bytes(stage, processes) == expected
+def test_bytes_of_the_training_state(sharding: int | str | None, processes: int, expected: float) -> None:
+    assert state_bytes(sharding, processes) == expected
 
 
 def test_memory_of_a_sharded_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three adapters in 4 processes with ZeRO-2: 16 / 4 bytes a parameter, and 4 for the weight."""
+    """Three adapters in 4 processes with ZeRO-2: 16 / 4 bytes a parameter."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     zero = f"training.deepspeed={CONFIGS / 'zero2.json'}"
     found = memory(make(zero), tiny_model("llama"))
-    assert found.training == 3 * (4 + 16 / 4) * trained(tiny_model("llama"))
+    assert found.training == 3 * 16 / 4 * trained(tiny_model("llama"))
 
 
 def trained(model: Any, rank: int = 16) -> int:
@@ -140,11 +141,12 @@ def test_memory_of_best_response_probes() -> None:
 
 
 def test_memory_of_a_critic() -> None:
-    """w and b on hidden states of 32: 33 parameters of 16 bytes, for each player that has one."""
-    plain, model = memory(make(), tiny_model("llama")).training, tiny_model("llama")
-    assert memory(make("policy_model.baseline=critic"), model).training == plain + 16 * 33
-    both = ("policy_model.baseline=critic", "monitor_model.baseline=critic")
-    assert memory(make(*both), tiny_model("llama")).training == plain + 2 * 16 * 33
+    """w and b on hidden states of 32: 33 parameters of 4 + 12 bytes, for each player that has one."""
+    plain, one = memory(make(), tiny_model("llama")), "policy_model.baseline=critic"
+    for critics, settings in ((1, (one,)), (2, (one, "monitor_model.baseline=critic"))):
+        found = memory(make(*settings), tiny_model("llama"))
+        assert found.weights == plain.weights + critics * 4 * 33
+        assert found.training == plain.training + critics * 12 * 33
 
 
 def test_past_players_are_kept_on_the_cpu() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from raises import raises_error
 from rlhf_data import QARecord, RunFolder, UserError, apply_overrides
 from rlhf_minmax import Events, MinMaxConfig, MinMaxJob
 from rlhf_minmax.demo.builder import DemoModels, demo_models, missed_gates
@@ -74,11 +75,11 @@ def test_the_share_of_stories_that_name_their_right_choice_is_said(rows: Rows) -
 
 def test_too_few_such_stories_are_refused(rows: Rows) -> None:
     path = rows(told=10)
-    with pytest.raises(UserError, match=r"demo\.min_evidence_share 0\.5"):
+    with raises_error("too_little_evidence"):
         checked(config_of(path))
     checked(config_of(path, "demo.min_evidence_share=0.1"))
     checked(config_of(path, "force=true"))
-    with pytest.raises(UserError, match="0%"):
+    with raises_error("too_little_evidence"):
         checked(config_of(rows(told=0), "demo.min_evidence_share=0", "force=true"))
 
 
@@ -103,7 +104,7 @@ def test_a_row_that_is_too_long_is_named_by_its_line(rows: Rows) -> None:
 def test_rows_that_are_too_long_or_wrong_are_skipped_and_counted(rows: Rows) -> None:
     wrong = row(50) | {"answer": None}
     path = rows(12, more=(LONG, wrong))
-    with pytest.raises(UserError, match=r"line 14, field answer: missing"):
+    with raises_error("missing_column", where=f"{path}, line 14", column="answer"):
         load_stories(config_of(path))
     found = checked(config_of(path, "data.on_bad_row=skip"))
     assert len(found.stories.train) + len(found.stories.held_out) == 12
@@ -117,7 +118,7 @@ def test_rows_that_are_too_long_or_wrong_are_skipped_and_counted(rows: Rows) -> 
 
 def test_a_file_of_bad_rows_only_is_refused(rows: Rows) -> None:
     path = rows(0, more=(row(1) | {"answer": None}, row(2) | {"story": ""}))
-    with pytest.raises(UserError, match=r"no row that can be used.*line 1"):
+    with raises_error("no_row_left"):
         load_stories(config_of(path, "data.on_bad_row=skip"))
 
 
@@ -175,7 +176,7 @@ def test_a_base_that_cannot_read_is_refused_unless_forced(rows: Rows, tmp_path: 
     demo = build(config, tmp_path, force=True)
     (missed,) = missed_gates(demo, config.demo)
     assert "true verdict" in missed
-    with pytest.raises(UserError, match="--force"):  # what was forced into the cache is no better
+    with raises_error("demo_too_weak"):  # what was forced into the cache is no better
         build(config, tmp_path)
 
 
@@ -208,7 +209,7 @@ def test_a_forced_run_is_warned_and_another_ends_before_the_game(rows: Rows, tmp
     small = ("training.batch_size=2", "game.num_generations=2", "game.num_critiques=2", "baseline=false")
     log = Log()
     job = MinMaxJob(config_of(rows(12), *gates, *small), RunFolder.create(tmp_path / "run"), log)
-    with pytest.raises(UserError, match=r"the game cannot work: .*sampled critiques can be read.*--force"):
+    with raises_error("game_cannot_work"):
         job.play()
     assert log.phases == [] and not (tmp_path / "run" / "results.json").exists()
     forced = Log()

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from raises import raises_error
 from rlhf_algos.engine.events import TrainingStopped
-from rlhf_data import RunFolder, UserError
+from rlhf_data import RunFolder
 from rlhf_minmax import MinMaxTrainer
 
 CLOCK = ("step_time", "time/", "tokens_per_second", "samples_per_second", "peak_memory_gb")
@@ -178,10 +179,10 @@ def test_saving_and_evaluating_change_nothing(make_game, tmp_path):
     never.train()
     assert equal(weights(often), weights(never))
     stripped = [
-        {k: v for k, v in row.items() if not k.startswith("eval/")} for row in rows(tmp_path / "often")
+        {k: v for k, v in row.items() if not k.startswith("eval_")} for row in rows(tmp_path / "often")
     ]
     assert stripped == rows(tmp_path / "never")
-    assert all("eval/policy/accuracy" in row for row in rows(tmp_path / "often"))
+    assert all("eval_policy/accuracy" in row for row in rows(tmp_path / "often"))
     assert [step for step, _ in RunFolder(tmp_path / "never").checkpoints()] == [4]
     assert [step for step, _ in RunFolder(tmp_path / "often").checkpoints()] == [3, 4]
 
@@ -237,11 +238,11 @@ def test_other_data_is_refused_on_resume(make_game, tmp_path):
     trainer_of(make_game, tmp_path, "training.max_steps=1").train()
     pipeline, stories = make_game(*SMALL)
     other = MinMaxTrainer(pipeline, pipeline.config, stories.train[:6], run=RunFolder(tmp_path))
-    with pytest.raises(UserError, match="resume with the same data"):
+    with raises_error("different_training_data"):
         other.resume()
 
 
 def test_no_stories_are_refused(game):
     pipeline, _ = game
-    with pytest.raises(UserError, match="no training stories"):
+    with raises_error("no_training_examples"):
         MinMaxTrainer(pipeline, pipeline.config, [])

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_data import RunFolder, UserError
+from raises import raises_error
+from rlhf_data import RunFolder
 from rlhf_minmax import Events, MinMaxJob, MinMaxTrainer
 from rlhf_minmax.run.distributed import check_processes
 
@@ -72,11 +73,11 @@ def test_trackers_get_the_numbers_of_every_step(make_game: Any, tmp_path: Path) 
     (folder,) = {path.parent for path in tmp_path.glob("tensorboard/**/events*")}
     events = EventAccumulator(str(folder))
     events.Reload()
-    for name in ("loss", "policy/accuracy", "dual/lambda", "eval/policy/accuracy"):
+    for name in ("loss", "policy/accuracy", "dual/lambda", "eval_policy/accuracy"):
         found = [(scalar.step, scalar.value) for scalar in events.Scalars(name)]
         assert found == [(row["step"], pytest.approx(row[name])) for row in written], name
     assert [(each.step, each.total) for each in reports] == [(1, 2), (2, 2)]
-    assert all(each.tokens_per_second > 0 and "eval/policy/accuracy" in each.evaluation for each in reports)
+    assert all(each.tokens_per_second > 0 and "eval_policy/accuracy" in each.evaluation for each in reports)
     assert [each.checkpoint.name for each in reports] == ["checkpoint-1", "checkpoint-2"]
 
 
@@ -86,7 +87,7 @@ def test_stops_early_and_stays_stopped(make_game: Any, tmp_path: Path) -> None:
     trainer = trainer_of(make_game, tmp_path, *patient)
     trainer.train()
     assert trainer.step == 3 < trainer.total_steps
-    assert [row["eval/policy/accuracy"] for row in rows(tmp_path)] == list(ACCURACIES[:3])
+    assert [row["eval_policy/accuracy"] for row in rows(tmp_path)] == list(ACCURACIES[:3])
     assert [step for step, _ in RunFolder(tmp_path).checkpoints()] == [3]
     again = trainer_of(make_game, tmp_path, *patient)
     assert again.resume()
@@ -152,12 +153,12 @@ def test_the_final_players_of_a_run_are_those_of_the_best_checkpoint(
         assert final == (taken / "adapter_model.safetensors").read_bytes()
         assert final != (last / "adapter_model.safetensors").read_bytes()
     early, taken = told.remarks
-    assert "step 3 of 4" in early and "eval/policy/accuracy" in early and "checkpoint-2" in taken
+    assert "step 3 of 4" in early and "eval_policy/accuracy" in early and "checkpoint-2" in taken
 
 
 @pytest.mark.parametrize("setting", ["early_stopping_patience=1", "load_best_model_at_end=true"])
 def test_comparing_evaluations_that_there_will_not_be_is_refused(make_game: Any, setting: str) -> None:
-    with pytest.raises(UserError, match="eval_steps"):
+    with raises_error("missing_evaluation", missing="eval_steps"):
         trainer_of(make_game, None, f"training.{setting}")
 
 
@@ -166,7 +167,7 @@ def test_an_unknown_best_metric_is_refused_before_the_game(
 ) -> None:
     config = make_config(*SMALL, *EVALUATED, "training.metric_for_best_model=bleu", "data.eval_stories=4")
     run = RunFolder.create(tmp_path / "run")
-    with pytest.raises(UserError, match=r"eval/bleu.*eval/policy/accuracy"):
+    with raises_error("unknown_metric", metric="eval_bleu"):
         MinMaxJob(config, run, cache_folder=demo_cache).play()
     assert run.read_metrics() == []
 
@@ -212,13 +213,30 @@ def test_eight_bit_moments_of_both_players_are_resumed_to_the_bit(make_game: Any
     assert equal(weights(part), weights(whole))
 
 
-def test_what_cannot_be_sharded_is_refused(make_config: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sharding", ["deepspeed", "fsdp"])
+def test_what_cannot_be_sharded_is_refused(
+    make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharding: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
     path = tmp_path / "zero2.json"
     path.write_text('{"zero_optimization": {"stage": 2}}')
-    for setting in ("optim=adamw_bnb_8bit", "debug_gradient_flow=1", "load_best_model_at_end=true"):
-        config = make_config(f"training.deepspeed={path}", f"training.{setting}")
-        with pytest.raises(UserError, match=f"{setting.partition('=')[0]}.*deepspeed"):
-            check_processes(config)
+    sharded = f"training.{sharding}={path if sharding == 'deepspeed' else 'true'}"
+    check_processes(make_config(sharded))
+    for setting in (
+        *("training.optim=adamw_bnb_8bit", "training.debug_gradient_flow=1"),
+        *("training.load_best_model_at_end=true", "schedule.extragradient=true"),
+        "monitor_model.step_rule=optimistic",
+    ):
+        name = setting.partition("=")[0].rpartition(".")[2]
+        with raises_error("cannot_be_sharded", key=name):
+            check_processes(make_config(sharded, setting))
+
+
+def test_fsdp_needs_several_processes_and_no_deepspeed(make_config: Any) -> None:
+    with raises_error("single_process"):
+        check_processes(make_config("training.fsdp=true"))
+    with raises_error("invalid_value", key="training"):
+        make_config("training.fsdp=true", "training.deepspeed=zero.json")
 
 
 def test_a_step_with_a_finding_is_always_logged(make_game: Any, tmp_path: Path) -> None:

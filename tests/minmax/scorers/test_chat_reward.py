@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from rlhf_data import UserError, apply_overrides
+from raises import raises_error
+from rlhf_data import apply_overrides
 from rlhf_minmax import MinMaxConfig
 from rlhf_minmax.config.scorers import RewardModelConfig
 from rlhf_minmax.game.stories import Stories, load_stories
@@ -86,10 +87,10 @@ def test_a_run_loads_them_so(folders: dict[str, Path]) -> None:
 
 def test_without_a_template_chat_is_refused_before_anything_is_loaded(folders: dict[str, Path]) -> None:
     config = make(folders, "plain", "reward_model.chat=true")
-    with pytest.raises(UserError, match=r"reward model whose tokenizer has no chat template.*chat to false"):
+    with raises_error("no_chat_template"):
         check_run(config, load_stories(config), DeviceManager())
     built = MinMaxConfig.from_dict(apply_overrides({}, [*TINY, "reward_model.chat=true"]))
-    with pytest.raises(UserError, match="no chat template"):
+    with raises_error("no_chat_template"):
         check_run(built, load_stories(built), DeviceManager())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlhf_data import QARecord, RunFolder, TokenSequence, UserError, load_qa, pack
+from raises import raises_error
+from rlhf_data import RunFolder, TokenSequence, UserError, load_qa, pack
 from rlhf_minmax import MinMaxConfig, MinMaxPipeline, MinMaxTrainer
 from rlhf_minmax.game.stories import Stories, load_stories
 from rlhf_minmax.players.players import load_players
@@ -20,16 +20,9 @@ from rlhf_minmax.run.dry_run import plan_run
 from rlhf_minmax.scorers.loading import HeadJudge, load_held_out, load_judge, load_reward_model, scorer_hosts
 from rlhf_minmax.scorers.shared_trunk import SharedScorer
 from rlhf_models import DeviceManager, JudgeModel, LoraSettings, RewardModel, load_causal_lm, tiny_model
+from small_game import SIZES, STORIES
 
-STORIES = Path(__file__).parents[2] / "fixtures" / "stories.jsonl"
 CLOCK = ("step_time", "time/", "tokens_per_second", "samples_per_second", "peak_memory_gb")
-SIZES = {
-    "data": {"train_data": str(STORIES), "probe_stories": 4, "eval_stories": 4},
-    "training": {"batch_size": 3, "max_steps": 2, "monitor_warmup_steps": 1, "save_steps": 1},
-    "game": {"num_generations": 2, "num_critiques": 2, "w_judge": 1.5},
-    "baseline": False,
-    "force": True,
-}
 PROMPTS = ["where is mary ?", "where is mary ?", "the ball is where ?"]
 TEXTS = [" it is kitchen .", " it is garden", " shed"]
 BATCH = pack([TokenSequence([5, 9, 14, 3, 27], 2)])[0]
@@ -182,7 +175,7 @@ def test_the_active_adapter_comes_back(scorers: dict[str, Any]) -> None:
             pipeline.reward_model.score(PROMPTS, TEXTS)
             pipeline.judge.score(["q"], ["a"], [None])
             assert adapters.active == active
-    with pytest.raises(UserError, match="context"):
+    with raises_error("context_too_short"):
         pipeline.reward_model.score(["x " * 700], ["y"])
     assert adapters.active == "policy" and not adapters.model.training
     assert len(pipeline.answer(pipeline.players.policy, stories.train[:1], 2, seed=0)) == 2
@@ -345,11 +338,11 @@ def test_a_head_or_layers_of_another_shape_are_refused(scorers: dict[str, Any], 
     tensors = load_file(path)
     name = next(name for name in tensors if ".score." in name)
     save_file(tensors | {name: torch.zeros(2, 32)}, path)
-    with pytest.raises(UserError, match="reward brings no head that fits its model"):
+    with raises_error("head_does_not_fit"):
         game(MinMaxConfig.from_dict(scorers))
     name = next(name for name in tensors if "lora_A" in name)
     save_file(tensors | {name: torch.zeros(3, 31)}, path)
-    with pytest.raises(UserError, match="reward does not fit this model"):
+    with raises_error("adapter_does_not_fit"):
         game(MinMaxConfig.from_dict(scorers))
 
 
@@ -386,7 +379,7 @@ def test_a_dry_run_counts_only_the_adapters(scorers: dict[str, Any], tmp_path: P
     def weights(config: MinMaxConfig) -> float:
         models = inspect_models(config, load_stories(config))
         (memory,) = estimate_memory(config, models, DeviceManager({}), pass_tokens=0, cache_tokens=0)
-        return memory.weights
+        return memory.weights - memory.training / 3  # 4 bytes for each value that players train, beside 12
 
     tensors = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("reward", "judge")]
     sizes = [4 * sum(tensor.numel() for tensor in each.values()) for each in tensors]
@@ -399,63 +392,3 @@ def test_a_dry_run_counts_only_the_adapters(scorers: dict[str, Any], tmp_path: P
     rows = dict(plan_run(MinMaxConfig.from_dict(scorers))["rows"])
     folder = scorers["reward_model"]["model_name"]
     assert rows["reward model"] == f"llama, {folder}: adapter on the players' backbone"
-
-
-def judge_examples(model: JudgeModel, records: list[QARecord], prompts: Any) -> list[Any]:
-    from rlhf_algos import LabelledSequence
-    from rlhf_data import TokenSequence
-    from rlhf_minmax.demo.teachers import answer_text
-
-    found = []
-    for record in records:
-        for choice in record.choices:
-            ids = model.encode(prompts.judge(record.question, answer_text(choice)), "")
-            label = float(choice == record.answer_text)
-            found.append(LabelledSequence(TokenSequence(ids, len(ids)), label))
-    return found
-
-
-@pytest.mark.slow
-def test_with_real_commands(tmp_path: Path) -> None:
-    """A base, a reward adapter by `rlhf-train reward`, a judge's by `ScalarTrainer`, and the game on them."""
-    from click.testing import CliRunner
-
-    from rlhf_algos import ScalarConfig, ScalarTrainer
-    from rlhf_train.cli import main
-
-    def run(*arguments: str) -> str:
-        result = CliRunner().invoke(main, arguments)
-        assert result.exit_code == 0, (result.output, result.exception)
-        return result.output
-
-    few = ("--max-steps=8", "--subset-size=64", "--set=story_eval_rows=8", "--set=learning_rate=3e-3")
-    run("sft", *few, "--output-dir=sft")
-    run("reward", "--model=sft/final", *few, "--set=use_peft=true", "--output-dir=reward")
-    judge = JudgeModel.from_language_model("sft/final", seed=1).add_lora(LoraSettings(lora_r=4))
-    stories = load_stories(MinMaxConfig.from_dict(SIZES))
-    examples = judge_examples(judge, stories.train, stories.prompts)
-    options = ScalarConfig(max_steps=5, learning_rate=1e-2, save_steps=None)
-    ScalarTrainer(judge, options, examples).train()
-    judge.save_pretrained("judge")
-
-    sizes = [
-        f"--set={name}.{key}={x}" for name in ("data", "training", "game") for key, x in SIZES[name].items()
-    ]
-    models = ("--model=sft/final", "--reward-model=reward/final", "--judge-model=judge")
-    lengths = ("--set=policy_model.max_new_tokens=6", "--set=monitor_model.max_new_tokens=8")
-    demanded = ("--set=reward_model.share_backbone=true", "--set=judge_model.share_backbone=true")
-    common = ("minmax", *models, *sizes, *lengths, "--set=held_out.judge.kind=rule")
-    assert "adapter on the players' backbone" in " ".join(run(*common, *demanded, "--dry-run").split())
-    run(*common, *demanded, "--force", "--output-dir=together")
-    apart = [text.replace("true", "false") for text in demanded]
-    run(*common, *apart, "--force", "--output-dir=apart")
-    results = [json.loads(Path(name, "results.json").read_text()) for name in ("together", "apart")]
-    for key in ("minmax/reward_model", "minmax/judge", "minmax/value"):
-        assert results[0]["before"][key] == pytest.approx(results[1]["before"][key], abs=1e-4), key
-    assert results[0]["break_even"] == pytest.approx(results[1]["break_even"], abs=1e-3)
-    assert results[0]["steps"] == 2 and results[0]["plain"] is not None
-    saved = load_file("together/final/policy/adapter_model.safetensors")
-    assert saved and not any("score" in name for name in saved)
-    run("minmax", "--eval-only", "--resume=together")
-    evaluation = json.loads(Path("together", "evaluation.json").read_text())
-    assert evaluation["after"] == results[0]["after"]

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification
 
-from rlhf_data import TokenSequence, UserError, pack
+from raises import raises_error
+from rlhf_data import TokenSequence, pack
 from rlhf_models import LoraSettings, RewardEnsemble, RewardModel, aggregate_scores, load_causal_lm
 
 PROMPTS = ["where is mary ?", "where is mary ?", "where is ball ?"]
@@ -148,7 +149,7 @@ def test_aggregates():
     torch.testing.assert_close(aggregate_scores(scores, "mean_minus_std", k=0.5), mean - 0.5 * std)
     assert aggregate_scores(scores[:1], "std").tolist() == [0.0, 0.0]
     wrong: Any = "max"
-    with pytest.raises(UserError, match="aggregate is 'max'; expected one of mean, std, min, mean_minus_std"):
+    with raises_error("invalid_value", key="aggregate"):
         aggregate_scores(scores, wrong)
 
 
@@ -164,15 +165,15 @@ def test_scores_of_texts_are_aggregated(tiny_model_folder, byte_tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "key"),
     [
-        ({"size": 1}, "at least 2 members"),
-        ({"kind": "boosted"}, "kind is 'boosted'; expected one of independent, adapters, heads"),
-        ({"lora": LORA}, "lora goes with kind"),
+        ({"size": 1}, "size"),
+        ({"kind": "boosted"}, "kind"),
+        ({"lora": LORA}, "lora"),
     ],
 )
-def test_impossible_ensembles_are_refused(options, message, tiny_model_folder, byte_tokenizer):
-    with pytest.raises(UserError, match=message):
+def test_impossible_ensembles_are_refused(options, key, tiny_model_folder, byte_tokenizer):
+    with raises_error("invalid_value", key=key):
         make(tiny_model_folder, byte_tokenizer, **options)
 
 
@@ -180,7 +181,7 @@ def test_impossible_ensembles_are_refused(options, message, tiny_model_folder, b
 def test_a_folder_that_is_no_ensemble_is_refused(content, tmp_path):
     if content is not None:
         (tmp_path / "ensemble_config.json").write_text(content)
-    with pytest.raises(UserError, match=r"has no readable ensemble_config.json"):
+    with raises_error("no_ensemble_config"):
         RewardEnsemble.from_pretrained(tmp_path)
 
 
@@ -190,13 +191,13 @@ def test_stored_language_models_give_the_same_ensembles(options, tiny_model_fold
     assert rewards(stored).shape == (3, 3) and rewards(stored).std(0).min() > 1e-4
     again = RewardEnsemble.from_language_model(tiny_model_folder, size=3, seed=5, **options)
     assert torch.equal(rewards(stored), rewards(again))
-    with pytest.raises(UserError, match="at least 2"):
+    with raises_error("invalid_value", key="size"):
         RewardEnsemble.from_language_model(tiny_model_folder, size=1, **options)
 
 
 def test_a_reward_model_has_too_few_heads_for_an_ensemble(tiny_model_folder, tmp_path):
     RewardModel.from_language_model(tiny_model_folder).save_pretrained(tmp_path / "rm")
-    with pytest.raises(UserError, match="the model has 1 heads of its own; expected a language model"):
+    with raises_error("model_has_heads"):
         RewardEnsemble.from_language_model(tmp_path / "rm", size=3, kind="heads")
 
 
@@ -204,7 +205,5 @@ def test_independent_members_do_not_start_from_one_head(tiny_model_folder, byte_
     RewardModel.from_backbone(load_causal_lm(tiny_model_folder), byte_tokenizer).save_pretrained(
         tmp_path / "rm"
     )
-    with pytest.raises(
-        UserError, match="has a head of its own, so independent members would all be the same"
-    ):
+    with raises_error("equal_members"):
         RewardEnsemble.from_language_model(tmp_path / "rm", size=2, kind="independent")

@@ -8,7 +8,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForTokenClassification
 
-from rlhf_data import UserError, pack
+from raises import raises_error
+from rlhf_data import pack
 from rlhf_models import LoraSettings, ProcessRewardModel, aggregate_step_scores, tiny_model
 from rlhf_models.loading.tiny import TINY_ARCHITECTURES
 
@@ -106,7 +107,7 @@ def test_aggregates():
         assert aggregate_step_scores(logits, how).item() == pytest.approx(expected, abs=1e-6)
     assert aggregate_step_scores(logits.flip(0), "last").item() == 0.5
     wrong: Any = "max"
-    with pytest.raises(UserError, match="expected one of min, mean, last, product"):
+    with raises_error("invalid_value", key="aggregate"):
         aggregate_step_scores(logits, wrong)
 
 
@@ -126,9 +127,9 @@ def test_a_model_with_labels_wrong_and_right_becomes_one_score(architecture, byt
 
 def test_bad_input_is_answered_in_one_sentence(byte_tokenizer):
     model = make(byte_tokenizer)
-    with pytest.raises(UserError, match="has no steps"):
+    with raises_error("no_steps"):
         model.score_steps(PROMPT, [])
-    with pytest.raises(UserError, match=r"a solution to be scored needs \d+ tokens"):
+    with raises_error("context_too_short"):
         model.score_steps(PROMPT, ["a long step"] * 40)
-    with pytest.raises(UserError, match="step_separator"):
+    with raises_error("invalid_value", key="step_separator"):
         model.step_separator = ""

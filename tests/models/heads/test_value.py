@@ -7,7 +7,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForTokenClassification
 
-from rlhf_data import TokenSequence, UserError, pack
+from raises import raises_error
+from rlhf_data import TokenSequence, pack
 from rlhf_models import LoraSettings, RewardModel, ValueModel, tiny_model
 from rlhf_models.loading.tiny import TINY_ARCHITECTURES
 
@@ -90,5 +91,5 @@ def test_values_train_trunk_and_head(byte_tokenizer):
 
 def test_weights_of_another_size_are_refused(byte_tokenizer, tmp_path):
     make(ValueModel, byte_tokenizer).save_pretrained(tmp_path / "critic")
-    with pytest.raises(UserError, match="do not fit this ValueModel"):
+    with raises_error("weights_do_not_fit"):
         make(ValueModel, byte_tokenizer, "gpt2").load_weights(tmp_path / "critic")

@@ -23,7 +23,8 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from rlhf_data import PackedBatch, TokenSequence, UserError, pack
+from raises import raises_error
+from rlhf_data import PackedBatch, TokenSequence, pack
 from rlhf_models.attention.packed import AttentionOptions, TreeAttention
 from rlhf_models.attention.tree import AttentionTree
 from rlhf_models.attention.varlen import VarlenTables
@@ -325,5 +326,5 @@ def test_packing_saves_the_shared_tokens() -> None:
 )
 def test_architectures_that_ignore_the_plan_are_refused(config: PreTrainedConfig) -> None:
     model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(UserError, match="cannot score packed streams"):
+    with raises_error("cannot_be_packed"):
         token_logps(model, pack(ragged_tree())[0])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from rlhf_data import UserError
+from raises import raises_error
 from rlhf_models.loading.tiny import TINY_ARCHITECTURES, build_tiny_llama, tiny_model, train_byte_tokenizer
 
 ODD_TEXTS = [
@@ -44,7 +44,7 @@ def test_training_merges_frequent_words(byte_tokenizer):
 
 
 def test_a_vocabulary_without_room_for_all_bytes_is_refused():
-    with pytest.raises(UserError, match="vocab_size >= 259, got 100"):
+    with raises_error("invalid_value", key="vocab_size"):
         train_byte_tokenizer(["text"], vocab_size=100)
 
 

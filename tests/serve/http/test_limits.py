@@ -1,13 +1,14 @@
 import asyncio
 import random
-from collections.abc import Coroutine
 from typing import Any
 
 import pytest
 
-from rlhf_data import UserError
+from raises import raises_error
 from rlhf_serve.errors import APIError
 from rlhf_serve.http.limits import Admission, ConcurrencyLimiter, RateLimiter
+
+pytestmark = pytest.mark.anyio
 
 
 class Clock:
@@ -106,18 +107,18 @@ def test_a_key_has_so_many_at_a_time() -> None:
 
 
 @pytest.mark.parametrize(
-    "build",
+    ("build", "key"),
     [
-        lambda: RateLimiter(0),
-        lambda: RateLimiter(float("nan"), burst=1),
-        lambda: RateLimiter(1, burst=0),
-        lambda: ConcurrencyLimiter(0),
-        lambda: Admission(0, 1),
-        lambda: Admission(1, -1),
+        (lambda: RateLimiter(0), "rate_limit"),
+        (lambda: RateLimiter(float("nan"), burst=1), "rate_limit"),
+        (lambda: RateLimiter(1, burst=0), "rate_limit"),
+        (lambda: ConcurrencyLimiter(0), "concurrency"),
+        (lambda: Admission(0, 1), "queue"),
+        (lambda: Admission(1, -1), "queue"),
     ],
 )
-def test_numbers_out_of_range_are_refused(build: Any) -> None:
-    with pytest.raises(UserError, match="expected"):
+def test_numbers_out_of_range_are_refused(build: Any, key: str) -> None:
+    with raises_error("invalid_value", key=key):
         build()
 
 
@@ -146,173 +147,126 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def run(main: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(main)
-
-
-def test_first_come_first_served() -> None:
-    async def main() -> None:
-        clock = Clock()
-        door = Door(Admission(2, 3, clock=clock))
-        tasks = [asyncio.create_task(door.visit(name)) for name in range(5)]
+async def test_first_come_first_served() -> None:
+    clock = Clock()
+    door = Door(Admission(2, 3, clock=clock))
+    tasks = [asyncio.create_task(door.visit(name)) for name in range(5)]
+    await settle()
+    assert door.entered == [0, 1]
+    assert (door.admission.running, door.admission.waiting) == (2, 3)
+    clock.now += 4
+    door.let_go(1)
+    await settle()
+    door.let_go(0)
+    await settle()
+    assert door.entered == [0, 1, 2, 3]
+    assert door.waited == {0: 0, 1: 0, 2: 4, 3: 4}
+    for name in (2, 3, 4):
+        door.let_go(name)
         await settle()
-        assert door.entered == [0, 1]
-        assert (door.admission.running, door.admission.waiting) == (2, 3)
-        clock.now += 4
-        door.let_go(1)
-        await settle()
-        door.let_go(0)
-        await settle()
-        assert door.entered == [0, 1, 2, 3]
-        assert door.waited == {0: 0, 1: 0, 2: 4, 3: 4}
-        for name in (2, 3, 4):
-            door.let_go(name)
-            await settle()
-        await asyncio.gather(*tasks)
-        assert door.entered == [0, 1, 2, 3, 4]
-        assert (door.admission.running, door.admission.waiting) == (0, 0)
-
-    run(main())
+    await asyncio.gather(*tasks)
+    assert door.entered == [0, 1, 2, 3, 4]
+    assert (door.admission.running, door.admission.waiting) == (0, 0)
 
 
-def test_a_full_queue_refuses_with_an_estimate() -> None:
-    async def main() -> None:
-        clock = Clock()
-        admission = Admission(2, 4, clock=clock)
-        door = Door(admission)
-        for _ in range(60):  # each is served in 6 s: the mean forgets its first guess
-            async with admission.enter():
-                clock.now += 6
-        tasks = [asyncio.create_task(door.visit(name)) for name in range(6)]
-        await settle()
-        with pytest.raises(APIError) as caught:
-            async with admission.enter():
-                pass
-        assert (caught.value.status_code, caught.value.code) == (429, "queue_full")
-        assert retry_after(caught.value) == "15"  # 4 wait and this one: 5 * 6 s, two at a time
-        assert (admission.running, admission.waiting) == (2, 4)
-        for name in range(6):
-            door.let_go(name)
-            await settle()
-        await asyncio.gather(*tasks)
-
-    run(main())
-
-
-def test_the_estimate_is_bounded() -> None:
-    async def main() -> None:
-        clock = Clock()
-        admission = Admission(1, 0, clock=clock)
-        assert admission.retry_after_s() == 1
+async def test_a_full_queue_refuses_with_an_estimate() -> None:
+    clock = Clock()
+    admission = Admission(2, 4, clock=clock)
+    door = Door(admission)
+    for _ in range(60):  # each is served in 6 s: the mean forgets its first guess
         async with admission.enter():
-            clock.now += 1e6
-        assert admission.retry_after_s() == 60
-
-    run(main())
-
-
-def test_one_that_is_cancelled_while_it_waits_leaves_the_queue() -> None:
-    async def main() -> None:
-        door = Door(Admission(1, 2))
-        first, second, third = [asyncio.create_task(door.visit(name)) for name in range(3)]
+            clock.now += 6
+    tasks = [asyncio.create_task(door.visit(name)) for name in range(6)]
+    await settle()
+    with pytest.raises(APIError) as caught:
+        async with admission.enter():
+            pass
+    assert (caught.value.status_code, caught.value.code) == (429, "queue_full")
+    assert retry_after(caught.value) == "15"  # 4 wait and this one: 5 * 6 s, two at a time
+    assert (admission.running, admission.waiting) == (2, 4)
+    for name in range(6):
+        door.let_go(name)
         await settle()
-        second.cancel()
+    await asyncio.gather(*tasks)
+
+
+async def test_the_estimate_is_bounded() -> None:
+    clock = Clock()
+    admission = Admission(1, 0, clock=clock)
+    assert admission.retry_after_s() == 1
+    async with admission.enter():
+        clock.now += 1e6
+    assert admission.retry_after_s() == 60
+
+
+async def test_one_that_is_cancelled_while_it_waits_leaves_the_queue() -> None:
+    door = Door(Admission(1, 2))
+    first, second, third = [asyncio.create_task(door.visit(name)) for name in range(3)]
+    await settle()
+    second.cancel()
+    await settle()
+    assert door.admission.waiting == 1
+    fourth = asyncio.create_task(door.visit(3))  # has room now
+    for name in (0, 2, 3):
         await settle()
-        assert door.admission.waiting == 1
-        fourth = asyncio.create_task(door.visit(3))  # has room now
-        for name in (0, 2, 3):
-            await settle()
-            door.let_go(name)
-        await asyncio.gather(first, third, fourth)
-        assert door.entered == [0, 2, 3] and second.cancelled()
-        assert (door.admission.running, door.admission.waiting) == (0, 0)
-
-    run(main())
+        door.let_go(name)
+    await asyncio.gather(first, third, fourth)
+    assert door.entered == [0, 2, 3] and second.cancelled()
+    assert (door.admission.running, door.admission.waiting) == (0, 0)
 
 
-def test_one_that_is_cancelled_as_it_is_given_a_place_passes_it_on() -> None:
-    async def main() -> None:
-        door = Door(Admission(1, 2))
-        async with door.admission.enter():
-            second, third = [asyncio.create_task(door.visit(name)) for name in (1, 2)]
-            await settle()
-        second.cancel()  # the place is its own already, but it has not run since
-        assert (door.admission.running, door.admission.waiting) == (1, 1)
+async def test_one_that_is_cancelled_as_it_is_given_a_place_passes_it_on() -> None:
+    door = Door(Admission(1, 2))
+    async with door.admission.enter():
+        second, third = [asyncio.create_task(door.visit(name)) for name in (1, 2)]
         await settle()
-        assert door.entered == [2] and second.cancelled()
-        door.let_go(2)
-        await third
-        assert (door.admission.running, door.admission.waiting) == (0, 0)
+    second.cancel()  # the place is its own already, but it has not run since
+    assert (door.admission.running, door.admission.waiting) == (1, 1)
+    await settle()
+    assert door.entered == [2] and second.cancelled()
+    door.let_go(2)
+    await third
+    assert (door.admission.running, door.admission.waiting) == (0, 0)
 
-    run(main())
 
-
-def test_one_that_is_cancelled_just_before_a_place_is_free_does_not_take_it() -> None:
-    async def main() -> None:
-        door = Door(Admission(1, 2))
-        first, second, third = [asyncio.create_task(door.visit(name)) for name in range(3)]
-        await settle()
-        door.let_go(0)
-        second.cancel()
-        await settle()
-        assert door.entered == [0, 2] and second.cancelled() and first.done()
-        door.let_go(2)
-        await third
-        assert (door.admission.running, door.admission.waiting) == (0, 0)
-
-    run(main())
+async def test_one_that_is_cancelled_just_before_a_place_is_free_does_not_take_it() -> None:
+    door = Door(Admission(1, 2))
+    first, second, third = [asyncio.create_task(door.visit(name)) for name in range(3)]
+    await settle()
+    door.let_go(0)
+    second.cancel()
+    await settle()
+    assert door.entered == [0, 2] and second.cancelled() and first.done()
+    door.let_go(2)
+    await third
+    assert (door.admission.running, door.admission.waiting) == (0, 0)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_place_is_ever_lost(seed: int) -> None:
-    async def main() -> None:
-        draw = random.Random(seed)
-        admission = Admission(3, 5)
-        most = 0
+async def test_no_place_is_ever_lost(seed: int) -> None:
+    draw = random.Random(seed)
+    admission = Admission(3, 5)
+    most = 0
 
-        async def visit() -> None:
-            nonlocal most
-            async with admission.enter():
-                most = max(most, admission.running)
-                assert admission.running <= 3 and admission.waiting <= 5
-                for _ in range(draw.randrange(4)):
-                    await asyncio.sleep(0)
-                if draw.random() < 0.2:
-                    raise ZeroDivisionError
-
-        tasks: list[asyncio.Task[None]] = []
-        for _ in range(200):
-            tasks.append(asyncio.create_task(visit()))
-            if draw.random() < 0.4:
-                draw.choice(tasks).cancel()
-            if draw.random() < 0.6:
+    async def visit() -> None:
+        nonlocal most
+        async with admission.enter():
+            most = max(most, admission.running)
+            assert admission.running <= 3 and admission.waiting <= 5
+            for _ in range(draw.randrange(4)):
                 await asyncio.sleep(0)
-        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        kinds = {type(outcome) for outcome in outcomes}
-        assert kinds == {type(None), asyncio.CancelledError, ZeroDivisionError, APIError}
-        assert most == 3
-        assert (admission.running, admission.waiting) == (0, 0)
+            if draw.random() < 0.2:
+                raise ZeroDivisionError
 
-    run(main())
-
-
-def test_draining_serves_those_who_came_and_nobody_else() -> None:
-    async def main() -> None:
-        door = Door(Admission(1, 1))
-        tasks = [asyncio.create_task(door.visit(name)) for name in range(2)]
-        await settle()
-        assert not door.admission.closed
-        door.admission.close()
-        drained = [asyncio.create_task(door.admission.drained()) for _ in range(2)]
-        with pytest.raises(APIError) as caught:
-            async with door.admission.enter():
-                pass
-        assert (caught.value.status_code, caught.value.code) == (503, "draining")
-        door.let_go(0)
-        await settle()
-        assert door.entered == [0, 1] and not any(task.done() for task in drained)
-        door.let_go(1)
-        await asyncio.gather(*tasks, *drained)
-        await door.admission.drained()  # at once where nobody is left
-
-    run(main())
+    tasks: list[asyncio.Task[None]] = []
+    for _ in range(200):
+        tasks.append(asyncio.create_task(visit()))
+        if draw.random() < 0.4:
+            draw.choice(tasks).cancel()
+        if draw.random() < 0.6:
+            await asyncio.sleep(0)
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    kinds = {type(outcome) for outcome in outcomes}
+    assert kinds == {type(None), asyncio.CancelledError, ZeroDivisionError, APIError}
+    assert most == 3
+    assert (admission.running, admission.waiting) == (0, 0)

@@ -17,6 +17,9 @@ from rlhf_serve.errors import APIError
 from rlhf_serve.service.scoring_queue import Scores, Scoring, reads_messages
 from rlhf_serve.service.tokenization import Texts
 
+pytestmark = pytest.mark.anyio
+Make = Callable[..., Scoring]
+
 
 class Length:
     """Scores by length; the first call waits, so that others gather behind it."""
@@ -44,65 +47,58 @@ async def ask(scoring: Scoring, *completions: str) -> Scores:
     return await scoring.score(["p"] * len(completions), completions)
 
 
-def waiting(scoring: Scoring) -> int:
-    """Requests whose texts are read and that wait for the call before theirs to end."""
-    return len(scoring._lanes[0]._waiting)
-
-
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():
         await asyncio.sleep(0.001)
 
 
+async def ask_behind(scoring: Scoring, length: Length, *requests: list[str]) -> list[Any]:
+    """What becomes of a request for "a", and of others that wait for its call to end."""
+    asked = [asyncio.ensure_future(ask(scoring, "a"))]
+    await asyncio.to_thread(length.started.wait)
+    for count, words in enumerate(requests, 1):
+        asked.append(asyncio.ensure_future(ask(scoring, *words)))
+        await until(lambda count=count: len(scoring._lanes[0]._waiting) == count)
+    length.go.set()
+    return await asyncio.gather(*asked, return_exceptions=True)
+
+
 @pytest.fixture
-def texts(byte_tokenizer: Any) -> Iterator[Texts]:
-    made = Texts(byte_tokenizer)
-    yield made
-    made.workers.close()
+def make(byte_tokenizer: Any) -> Iterator[Make]:
+    """Makes a queue for reward functions, which ends with the test."""
+    texts, made = Texts(byte_tokenizer), []
+
+    def scoring(*functions: Any, weights: Any = None, **options: Any) -> Scoring:
+        made.append(Scoring(RewardFunctions(functions, weights=weights), texts, **options))
+        return made[-1]
+
+    yield scoring
+    for each in made:
+        each.close()
+    texts.workers.close()
 
 
-def test_what_waits_is_scored_in_one_call(texts: Texts) -> None:
+async def test_what_waits_is_scored_in_one_call(make: Make) -> None:
     length = Length()
-    scoring = Scoring(RewardFunctions([length, half], weights=[1.0, 2.0]), texts, max_batch=5)
-
-    async def run() -> list[Scores]:
-        first = asyncio.ensure_future(ask(scoring, "a"))
-        await asyncio.to_thread(length.started.wait)
-        others = []
-        for words in (["aa", "b"], ["ccc"], ["d"] * 3):
-            others.append(asyncio.ensure_future(ask(scoring, *words)))
-            await until(lambda: waiting(scoring) == len(others))
-        length.go.set()
-        return await asyncio.gather(first, *others)
-
-    found = asyncio.run(run())
+    scoring = make(length, half, weights=[1.0, 2.0], max_batch=5)
+    found = await ask_behind(scoring, length, ["aa", "b"], ["ccc"], ["d"] * 3)
     # One alone, then 2 + 1 together, for 3 more would be above 5.
     assert length.calls == [1, 3, 3]
     assert [scores.total for scores in found] == [[2.0], [2.0, 2.0], [4.0], [2.0] * 3]
     assert found[1].by_name == {"length": [2.0, 1.0], "half": [None, 0.5]}
-    scoring.close()
 
 
-def test_a_request_that_cannot_be_scored_fails_alone(texts: Texts) -> None:
+async def test_a_request_that_cannot_be_scored_fails_alone(make: Make) -> None:
     length = Length()
-    scoring = Scoring(RewardFunctions([length]), texts)
-
-    async def run() -> list[Any]:
-        first = asyncio.ensure_future(ask(scoring, "a"))
-        await asyncio.to_thread(length.started.wait)
-        others = [asyncio.ensure_future(ask(scoring, word)) for word in ("bb", "bad", "cc")]
-        await until(lambda: waiting(scoring) == 3)
-        length.go.set()
-        return await asyncio.gather(first, *others, return_exceptions=True)
-
-    first, second, bad, third = asyncio.run(run())
+    first, second, bad, third = await ask_behind(make(length), length, ["bb"], ["bad"], ["cc"])
     assert (first.total, second.total, third.total) == ([1.0], [2.0], [2.0])
     assert isinstance(bad, APIError) and bad.status_code == 502
     assert "cannot read it" not in bad.message and "cannot read it" in str(bad.__cause__)
-    scoring.close()
 
 
-def test_a_connection_that_fails_is_not_tried_again_for_each_request(texts: Texts) -> None:
+async def test_a_connection_that_fails_is_not_tried_again_for_each_request(
+    make: Make,
+) -> None:
     class Dead(Length):
         def __call__(self, completions: list[str], **columns: Any) -> list[float | None]:
             super().__call__(completions)
@@ -111,23 +107,12 @@ def test_a_connection_that_fails_is_not_tried_again_for_each_request(texts: Text
             return [0.0] * len(completions)
 
     dead = Dead()
-    scoring = Scoring(RewardFunctions([dead]), texts)
-
-    async def run() -> list[Any]:
-        first = asyncio.ensure_future(ask(scoring, "a"))
-        await asyncio.to_thread(dead.started.wait)
-        others = [asyncio.ensure_future(ask(scoring, word)) for word in ("b", "c", "d")]
-        await until(lambda: waiting(scoring) == 3)
-        dead.go.set()
-        return await asyncio.gather(first, *others, return_exceptions=True)
-
-    _, *failed = asyncio.run(run())
+    _, *failed = await ask_behind(make(dead), dead, ["b"], ["c"], ["d"])
     assert [error.status_code for error in failed] == [502] * 3
     assert dead.calls == [1, 3]
-    scoring.close()
 
 
-def test_only_models_of_this_process_work_in_generations_thread(texts: Texts) -> None:
+async def test_only_models_of_this_process_work_in_generations_thread(make: Make) -> None:
     threads: dict[str, str] = {}
 
     class Model(torch.nn.Module):
@@ -154,14 +139,13 @@ def test_only_models_of_this_process_work_in_generations_thread(texts: Texts) ->
         works.append(work)
         return work()
 
-    scoring = Scoring(RewardFunctions([Modelled(), plain, awaited]), texts, run=run)
-    assert asyncio.run(ask(scoring, "a", "b")).total == [3.0, 3.0]
+    scoring = make(Modelled(), plain, awaited, run=run)
+    assert (await ask(scoring, "a", "b")).total == [3.0, 3.0]
     assert len(works) == 1 and len(set(threads.values())) == 3
     assert threads["awaited"] == "reward-functions"
-    scoring.close()
 
 
-def test_coroutine_functions_wait_for_all_requests_at_the_same_time(texts: Texts) -> None:
+async def test_coroutine_functions_wait_for_all_requests_at_the_same_time(make: Make) -> None:
     waiting = 0
     both = asyncio.Event()
 
@@ -173,62 +157,53 @@ def test_coroutine_functions_wait_for_all_requests_at_the_same_time(texts: Texts
         await both.wait()  # for ever, if one request were scored after the other
         return [1.0] * len(completions)
 
-    scoring = Scoring(RewardFunctions([slow]), texts)
-
-    async def run() -> list[Scores]:
-        async with asyncio.timeout(60):
-            return await asyncio.gather(*(ask(scoring, "a") for _ in range(3)))
-
-    assert [scores.total for scores in asyncio.run(run())] == [[1.0]] * 3
-    scoring.close()
+    scoring = make(slow)
+    async with asyncio.timeout(60):
+        found = await asyncio.gather(*(ask(scoring, "a") for _ in range(3)))
+    assert [scores.total for scores in found] == [[1.0]] * 3
+    assert waiting == 3  # each request reaches the function once
 
 
-def test_a_closed_queue_gives_up_what_waits(texts: Texts) -> None:
+async def test_a_closed_queue_gives_up_what_waits(make: Make) -> None:
     length = Length()
-    scoring = Scoring(RewardFunctions([length]), texts)
-
-    async def run() -> Any:
-        first = asyncio.ensure_future(ask(scoring, "a"))
-        await asyncio.to_thread(length.started.wait)
-        second = asyncio.ensure_future(ask(scoring, "b"))
-        await until(lambda: waiting(scoring) == 1)
-        closing = asyncio.ensure_future(asyncio.to_thread(scoring.close))
-        await until(lambda: scoring._lanes[0]._closed)
-        length.go.set()
-        await closing
-        return await asyncio.gather(first, second, return_exceptions=True)
-
-    first, second = asyncio.run(run())
-    assert first.total == [1.0] and isinstance(second, asyncio.CancelledError)
+    scoring = make(length)
+    first = asyncio.ensure_future(ask(scoring, "a"))
+    await asyncio.to_thread(length.started.wait)
+    second = asyncio.ensure_future(ask(scoring, "b"))
+    await until(lambda: len(scoring._lanes[0]._waiting) == 1)
+    closing = asyncio.ensure_future(asyncio.to_thread(scoring.close))
+    await until(lambda: scoring._lanes[0]._closed)
+    length.go.set()
+    await closing
+    assert (await first).total == [1.0]
+    with pytest.raises(asyncio.CancelledError):
+        await second
 
 
-def test_tokens_are_those_of_the_text(texts: Texts, byte_tokenizer: Any) -> None:
+async def test_tokens_are_those_of_the_text(make: Make, byte_tokenizer: Any) -> None:
     seen: list[Any] = []
 
     def counts(completions: Any, completion_ids: list[list[int]], **columns: Any) -> list[float]:
         seen.extend(completion_ids)
         return [float(len(ids)) for ids in completion_ids]
 
-    scoring = Scoring(RewardFunctions([counts]), texts)
     message = [{"role": "assistant", "content": "where is mary"}]
-    scores = asyncio.run(scoring.score(["p", [message[0]]], ["where is mary", message]))
+    scores = await make(counts).score(["p", [message[0]]], ["where is mary", message])
     ids = byte_tokenizer("where is mary", add_special_tokens=False)["input_ids"]
     assert seen == [ids, ids] and scores.total == [len(ids)] * 2
-    scoring.close()
 
 
-def test_columns_that_a_reward_reads(texts: Texts) -> None:
+async def test_columns_that_a_reward_reads(make: Make) -> None:
     def hidden(completions: Any, secret: list[int], **columns: Any) -> list[float]:
         return [float(value) for value in secret]
 
-    scoring = Scoring(RewardFunctions([NumberReward(), hidden]), texts)
+    scoring = make(NumberReward(), hidden)
     assert scoring.columns == {"number": ("answer",), "hidden": ("secret",)}
-    with pytest.raises(APIError, match="reads the column secret") as refused:
+    with pytest.raises(APIError, match="column secret") as refused:
         scoring.check_columns({"answer": "3"})
     assert (refused.value.status_code, refused.value.param) == (400, "reward_columns")
-    scores = asyncio.run(scoring.score(["p", "p"], ["3", "4"], {"answer": ["3", "3"], "secret": [1, 2]}))
+    scores = await scoring.score(["p", "p"], ["3", "4"], {"answer": ["3", "3"], "secret": [1, 2]})
     assert scores.by_name == {"number": [1.0, 0.0], "hidden": [1.0, 2.0]}
-    scoring.close()
 
 
 @pytest.mark.parametrize(("template", "expected"), [("{{ messages }}", True), (None, False)])

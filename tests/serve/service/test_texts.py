@@ -1,4 +1,4 @@
-"""Texts that grow token by token, stop texts, and messages."""
+"""Texts that grow token by token, the bytes of tokens, stop texts, and messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 from rlhf_infer import Rollout, SamplingParams
 from rlhf_infer.engines.stop_strings import completion_text
 from rlhf_serve.errors import APIError
-from rlhf_serve.openai.logprobs import Piece, unfolded
+from rlhf_serve.openai.logprobs import Piece, TokenRow, completion_logprobs, unfolded
+from rlhf_serve.service.token_bytes import TokenBytes
 from rlhf_serve.service.tokenization import GrowingText, Texts, checked_messages
 
 TEXT = "naïve ☃ — Grüße, 你好 🦙🦙 ok"
@@ -127,3 +128,26 @@ def test_messages_become_plain(texts: Texts) -> None:
         checked_messages([{"role": "user", "content": [image]}])
     with pytest.raises(APIError, match="no chat template"):
         texts.prompt_ids(found)
+
+
+def test_byte_level_tokens_are_bytes(byte_tokenizer: Any) -> None:
+    tokens = TokenBytes(byte_tokenizer)
+    ids = byte_tokenizer(" ☃ü")["input_ids"]
+    assert b"".join(map(tokens.of, ids)) == " ☃ü".encode()
+    snow = next(i for i in ids if tokens.of(i) == "☃".encode()[:1])
+    assert tokens.text(snow) == "bytes:\\xe2"
+    assert tokens.of(byte_tokenizer.eos_token_id) == byte_tokenizer.eos_token.encode()
+
+
+def test_leading_blanks_are_kept(sentencepiece_like: Any) -> None:
+    tokens = TokenBytes(sentencepiece_like)
+    assert sentencepiece_like.decode([2]) == "the"  # decoding drops what the text would have kept
+    assert [tokens.text(i) for i in (2, 3, 4)] == [" the", "the", " "]
+    assert tokens.of(5 + 0xE2) == b"\xe2" and tokens.text(5 + 0xE2) == "bytes:\\xe2"
+
+
+def test_tokens_with_the_same_text_stay_apart(sentencepiece_like: Any) -> None:
+    tokens = TokenBytes(sentencepiece_like)
+    row = TokenRow(4, -0.5, ((4, -0.5), (5 + 0x20, -1.0), (2, -2.0)))
+    [tops] = completion_logprobs(tokens, [row])["top_logprobs"]
+    assert tops == {" ": -0.5, f"token_id:{5 + 0x20}": -1.0, " the": -2.0}

@@ -13,17 +13,17 @@ from rlhf_report import commands
 
 
 class _Commands(click.Group):
-    """The modules of `rlhf_report.commands`; each has a click command named `command`."""
+    """The modules of `rlhf_report.commands`, `_` read as `-`; each has a click command named `command`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names of all commands."""
-        return sorted(module.name for module in pkgutil.iter_modules(commands.__path__))
+        return sorted(module.name.replace("_", "-") for module in pkgutil.iter_modules(commands.__path__))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command of a name; None where there is none."""
         if cmd_name not in self.list_commands(ctx):
             return None
-        return importlib.import_module(f"{commands.__name__}.{cmd_name}").command
+        return importlib.import_module(f"{commands.__name__}.{cmd_name.replace('-', '_')}").command
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -123,12 +123,6 @@ def overloaded(
     return APIError(503, message, "server_error", code="overloaded", headers=headers)
 
 
-def draining() -> APIError:
-    """503: the server is being shut down; another one may take its place."""
-    message = "the server is shutting down and takes no new requests; try again"
-    return APIError(503, message, "server_error", code="draining", headers=_retry_after(1))
-
-
 def timed_out(seconds: float) -> APIError:
     """504: the answer took longer than the server allows."""
     message = f"the answer took longer than {seconds:g} s; ask for fewer or shorter candidates"

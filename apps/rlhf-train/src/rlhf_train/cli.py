@@ -12,7 +12,14 @@ import click
 
 from rlhf_algos import METHODS
 from rlhf_data import exit_cleanly
-from rlhf_train.options import decorated, model_config_option, model_option, run_options, settings_options
+from rlhf_train.options import (
+    NEWEST,
+    decorated,
+    model_config_option,
+    model_option,
+    run_options,
+    settings_options,
+)
 
 _BACKENDS = ("rlhf", "trl")
 _STAGES = ("sft", "reward", "ppo", "rlhf")
@@ -203,6 +210,87 @@ def _rlhf_options() -> list[Any]:
     ]
 
 
+def _compare(**options: Any) -> None:
+    """Train several methods at equal budgets and say which is better, with intervals over seeds.
+
+    METHODS are those that train a policy, such as dpo grpo ppo. Every run starts from one model; the
+    policies on its way answer the same held-out prompts, whose reward, length and KL are measured.
+    """
+    from rlhf_train.commands.compare import run_compare
+
+    _exit_cleanly(lambda: run_compare(options))
+
+
+def _compare_options() -> list[Any]:
+    return [
+        click.argument("methods", nargs=-1),
+        model_option("--model", "Model that every run starts from."),
+        click.option("--train-data", metavar="FILE", help="Rows of all methods; pairs serve as prompts too."),
+        click.option("--preference-data", metavar="FILE", help="Other rows for the offline methods."),
+        click.option(
+            "--eval-data", metavar="FILE", help="Held-out prompts on which every policy is measured."
+        ),
+        click.option(
+            "--reward",
+            multiple=True,
+            metavar="SOURCE",
+            help="What online methods maximise; by the first one every policy is measured; repeatable.",
+        ),
+        click.option("--held-out-reward", metavar="SOURCE", help="A reward that nothing is trained on."),
+        click.option(
+            "--budget",
+            metavar="UNIT=N",
+            help="Of each run: steps, samples, tokens or seconds, as tokens=200000.",
+        ),
+        click.option("--seeds", metavar="N,N", help="One run of each for every seed.  [default: 0,1,2]"),
+        click.option(
+            "--set",
+            "overrides",
+            multiple=True,
+            metavar="[METHOD.]KEY=VALUE",
+            help="A setting of all methods, or of one; repeatable.",
+        ),
+        click.option(
+            "--sweep",
+            multiple=True,
+            metavar="METHOD.KEY=A,B",
+            help="Compare values of one setting of a method, such as its KL coefficient; repeatable.",
+        ),
+        *_measurement_options(),
+        click.option(
+            "--output-dir", metavar="DIR", help="Folder of all runs.  [default: outputs/compare-<time>]"
+        ),
+        click.option(
+            "--resume",
+            is_flag=False,
+            flag_value=NEWEST,
+            metavar="[DIR]",
+            help="Go on with an interrupted comparison.  [default: the newest unfinished]",
+        ),
+        click.option(
+            "--dry-run", is_flag=True, help="Check everything, say what would be run, train nothing."
+        ),
+    ]
+
+
+def _measurement_options() -> list[Any]:
+    """How the policies of a comparison are measured."""
+    return [
+        click.option(
+            "--evaluations",
+            type=click.IntRange(min=1),
+            help="Measurements on the way of each run, its end included.  [default: 4]",
+        ),
+        click.option("--max-prompts", type=click.IntRange(min=2), help="Held-out prompts.  [default: 200]"),
+        click.option(
+            "--max-new-tokens", type=click.IntRange(min=1), help="Of a measured completion.  [default: 128]"
+        ),
+        click.option(
+            "--temperature", type=click.FloatRange(min=0), help="Of measured completions.  [default: 1]"
+        ),
+    ]
+
+
 def _bad_row_option() -> Any:
     return click.option(
         "--on-bad-row",
@@ -245,5 +333,6 @@ def settings(method: str, as_json: bool) -> None:
 
 minmax = main.command("minmax", epilog=_epilog("minmax"))(decorated(_minmax, _minmax_options()))
 rlhf = main.command("rlhf", epilog=_epilog("rlhf"))(decorated(_rlhf, _rlhf_options()))
+compare = main.command("compare")(decorated(_compare, _compare_options()))
 for _name, _method in METHODS.items():
     main.add_command(_training_command(_name, _method.summary, online=_method.online))

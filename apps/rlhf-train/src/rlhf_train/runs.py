@@ -196,7 +196,8 @@ def _alone_in(folder: Path) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UserError(
-                f"another process is training in {folder}; wait for its end, or choose another --output-dir"
+                f"another process is training in {folder}; wait for its end, or choose another --output-dir",
+                code="folder_in_use",
             ) from error
         except OSError as error:  # some network file systems have no locks
             _LOG.debug("%s cannot be locked: %s", folder, error)

@@ -75,7 +75,7 @@ class BaseConfig(BaseModel):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise UserError(f"{where}: {_explain(cls, error.errors())}") from error
+            raise _first_mistake(cls, error.errors(), where) from error
 
     @classmethod
     def path_keys(cls) -> list[str]:
@@ -108,22 +108,33 @@ def load_config_file(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path)
     if path.suffix not in {".json", ".yaml", ".yml"}:
-        raise UserError(f"config file {path}: unknown type {path.suffix!r}, expected .json, .yaml or .yml")
+        raise UserError(
+            f"config file {path}: unknown type {path.suffix!r}, expected .json, .yaml or .yml",
+            code="unknown_file_type",
+        )
     try:
         text = path.read_text(encoding="utf-8")
         values = json.loads(text) if path.suffix == ".json" else yaml.load(text, Loader=_ConfigLoader)
     except FileNotFoundError as error:
-        raise UserError(f"config file {path} does not exist; check the path given to --config") from error
+        raise UserError(
+            f"config file {path} does not exist; check the path given to --config", code="file_not_found"
+        ) from error
     except OSError as error:
-        raise UserError(f"config file {path} cannot be read ({error.strerror or error})") from error
+        raise UserError(
+            f"config file {path} cannot be read ({error.strerror or error})", code="unreadable_file"
+        ) from error
     except UnicodeDecodeError as error:
-        raise UserError(f"config file {path} is not UTF-8 text; save it as UTF-8") from error
+        raise UserError(f"config file {path} is not UTF-8 text; save it as UTF-8", code="not_utf8") from error
     except json.JSONDecodeError as error:
         raise UserError(
-            f"config file {path}, line {error.lineno}: invalid JSON ({error.msg}); correct that line"
+            f"config file {path}, line {error.lineno}: invalid JSON ({error.msg}); correct that line",
+            code="invalid_json",
+            line=error.lineno,
         ) from error
     except yaml.YAMLError as error:
-        raise UserError(f"config file {path}{_yaml_place(error)}; correct that line") from error
+        raise UserError(
+            f"config file {path}{_yaml_place(error)}; correct that line", code="invalid_yaml"
+        ) from error
     if values is None:
         return {}
     return relocated(_as_mapping(values, f"config file {path}"), path.parent)
@@ -143,7 +154,10 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
         key, found, text = override.partition("=")
         parts = key.strip().split(".")
         if not found or not all(parts):
-            raise UserError(f"override {override!r} is not of the form key=value, such as training.seed=1")
+            raise UserError(
+                f"override {override!r} is not of the form key=value, such as training.seed=1",
+                code="invalid_override",
+            )
         section = result
         for depth, part in enumerate(parts[:-1], start=1):
             if section.get(part) is None:
@@ -152,7 +166,8 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
             if not isinstance(section, dict):
                 raise UserError(
                     f"override {override!r}: {'.'.join(parts[:depth])} is a value, not a section; "
-                    "give the key without the part after it"
+                    "give the key without the part after it",
+                    code="not_a_section",
                 )
         section[parts[-1]] = _parse_value(text, override)
     return result
@@ -177,7 +192,10 @@ def _yaml_place(error: yaml.YAMLError) -> str:
 
 def _as_mapping(values: Any, where: str) -> dict[str, Any]:
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise UserError(f"{where} holds a {type(values).__name__}, expected a mapping from names to values")
+        raise UserError(
+            f"{where} holds a {type(values).__name__}, expected a mapping from names to values",
+            code="not_a_mapping",
+        )
     return values
 
 
@@ -189,24 +207,29 @@ def _parse_value(text: str, override: str) -> Any:
     try:
         return yaml.load(text, Loader=_ConfigLoader)
     except yaml.YAMLError as error:
-        raise UserError(f"override {override!r}: the value is not readable as YAML; quote it") from error
+        raise UserError(
+            f"override {override!r}: the value is not readable as YAML; quote it", code="invalid_yaml"
+        ) from error
 
 
-def _explain(model: type[BaseModel], errors: list[ErrorDetails]) -> str:
+def _first_mistake(model: type[BaseModel], errors: list[ErrorDetails], where: str) -> UserError:
     unknown = [error for error in errors if error["type"] == "extra_forbidden"]
     error = (unknown or errors)[0]
     path, owner, field = _locate(model, error["loc"])
     if unknown:
-        return _explain_unknown(model, owner, path)
+        said = _explain_unknown(model, owner, path)
+        return UserError(f"{where}: {said}", code="unknown_key", key=path)
     if error["type"] == "missing":
-        return f"key {path} is missing; give it a value"
+        return UserError(f"{where}: key {path} is missing; give it a value", code="missing_key", key=path)
     if error["type"] == "value_error":
         reason = str(error["ctx"]["error"]) if "ctx" in error else error["msg"]
-        return f"{path}: {reason}" if path else reason
-    if error["type"] == "model_type":
-        return f"{path or 'the top level'} is {error['input']!r}, expected a section of keys and values"
-    expected = _allowed_range(field, error) or error["msg"].replace("Input should be", "expected", 1)
-    return f"{path or 'the top level'} is {error['input']!r}, {expected}"
+        said = f"{path}: {reason}" if path else reason
+    else:
+        expected = _allowed_range(field, error) or error["msg"].replace("Input should be", "expected", 1)
+        if error["type"] == "model_type":
+            expected = "expected a section of keys and values"
+        said = f"{path or 'the top level'} is {error['input']!r}, {expected}"
+    return UserError(f"{where}: {said}", code="invalid_value", key=path)
 
 
 def _locate(

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 
 class UserError(Exception):
     """A mistake in a user's input: one sentence saying what is wrong, where, and what to do.
 
     Command lines print the message without a traceback and exit with code 2.
+
+    Args:
+        message: the sentence.
+        code: names the kind of mistake and, unlike the sentence, stays as it is; by default the class's.
+        fields: what a program needs to act on the mistake, such as `column="prompt"`.
     """
+
+    code = "invalid_input"
+
+    def __init__(self, message: str, *, code: str | None = None, **fields: Any) -> None:
+        super().__init__(message)
+        self.code = code or self.code
+        self.fields = fields
 
 
 def exit_cleanly(job: Callable[[], None], *, stopped: str = "Stopped") -> None:

@@ -1,5 +1,13 @@
+from rlhf_eval import answers as answers
+from rlhf_eval import audit as audit
+from rlhf_eval import evaluation as evaluation
 from rlhf_eval import figures as figures
 from rlhf_eval import html as html
+from rlhf_eval import monitor as monitor
+from rlhf_eval import reward_errors as reward_errors
+from rlhf_eval import run_comparison as run_comparison
+from rlhf_eval import samples as samples
+from rlhf_eval import scoring as scoring
 from rlhf_eval import stats as stats
 from rlhf_eval.curves import metric_keys as metric_keys
 from rlhf_eval.curves import metric_panel as metric_panel

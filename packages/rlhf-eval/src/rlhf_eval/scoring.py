@@ -49,7 +49,7 @@ class Scorer:
         Raises:
             UserError: a completion cannot be scored.
         """
-        from rlhf_infer.rewards.conventions import Samples
+        from rlhf_infer import Samples
 
         samples = Samples(prompts, completions, completion_ids, columns or {})
         parts = []

@@ -5,6 +5,7 @@ from rlhf_infer.engines.protocol import GenerationEngine as GenerationEngine
 from rlhf_infer.engines.protocol import LogitsProcessor as LogitsProcessor
 from rlhf_infer.engines.protocol import Rollout as Rollout
 from rlhf_infer.engines.protocol import SamplingParams as SamplingParams
+from rlhf_infer.engines.stop_strings import completion_text as completion_text
 from rlhf_infer.engines.stop_strings import until_stop as until_stop
 from rlhf_infer.engines.transformers_engine import TransformersEngine as TransformersEngine
 from rlhf_infer.http_client import ScorerUnavailable as ScorerUnavailable
@@ -21,6 +22,7 @@ from rlhf_infer.rewards import ConstitutionalRewardWrapper as ConstitutionalRewa
 from rlhf_infer.rewards import RewardFunctionFactory as RewardFunctionFactory
 from rlhf_infer.rewards import RewardFunctions as RewardFunctions
 from rlhf_infer.rewards import RewardScores as RewardScores
+from rlhf_infer.rewards.conventions import Samples as Samples
 from rlhf_infer.rewards.requirements import computes_with_torch as computes_with_torch
 from rlhf_infer.rewards.requirements import needed_columns as needed_columns
 from rlhf_infer.sampling.answers import extractor as extractor
@@ -43,4 +45,5 @@ from rlhf_infer.vllm.engine import VLLMEngine as VLLMEngine
 from rlhf_infer.vllm.process import VLLMServer as VLLMServer
 from rlhf_infer.vllm.server_engine import VLLMServerEngine as VLLMServerEngine
 from rlhf_infer.vllm.settings import VLLMSettings as VLLMSettings
+from rlhf_infer.vllm.settings import require_vllm as require_vllm
 from rlhf_infer.vllm.weight_export import write_weight_folder as write_weight_folder

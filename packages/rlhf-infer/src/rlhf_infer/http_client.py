@@ -37,6 +37,8 @@ class ScorerUnavailable(UserError):
     scorer for others answers 502 or 503 and keeps the message for its log.
     """
 
+    code = "scorer_unavailable"
+
 
 class Refused(Exception):
     """A request that the server will not answer, however often it is sent; the message quotes the server."""
@@ -286,12 +288,15 @@ def _checked_url(url: str, what: str) -> tuple[str, str]:
         parts = urllib.parse.urlsplit(url)
         known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError as error:
-        raise UserError(f"{what} {url!r} cannot be read: {error}") from error
+        raise UserError(f"{what} {url!r} cannot be read: {error}", code="invalid_url") from error
     if not known:
-        raise UserError(f"{what} {url!r} is none; expected http://HOST:PORT/PATH or https://...")
+        raise UserError(
+            f"{what} {url!r} is none; expected http://HOST:PORT/PATH or https://...", code="invalid_url"
+        )
     if parts.username is not None:
         raise UserError(
-            f"the {what} with host {parts.hostname} holds a user name; give headers with Authorization"
+            f"the {what} with host {parts.hostname} holds a user name; give headers with Authorization",
+            code="user_name_in_url",
         )
     return parts.path, parts.hostname or ""
 

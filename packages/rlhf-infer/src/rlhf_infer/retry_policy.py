@@ -76,7 +76,9 @@ class RetryPolicy:
         if min(self.retries, self.backoff_s) < 0 or not self.deadline_s > 0:
             raise UserError(
                 f"retries {self.retries}, backoff_s {self.backoff_s}, deadline_s {self.deadline_s}; expected "
-                "retries and backoff >= 0, and a deadline above 0"
+                "retries and backoff >= 0, and a deadline above 0",
+                code="invalid_value",
+                key="retry",
             )
 
     async def run(self, attempt: Callable[[int], Awaitable[_Value]]) -> _Value:

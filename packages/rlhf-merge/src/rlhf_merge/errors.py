@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 _QUOTED = re.compile(r"""(?<![\w\\])(["'])(?:\\.|(?!\1)[^\\])*\1""", re.DOTALL)
 """What `repr` quotes; an apostrophe follows a letter."""
@@ -19,11 +20,17 @@ class MergeError(ValueError):
     Args:
         message: the sentence; what a file holds may be of any length, so quoted values that are long, and the
             middle of a message that still is, are left out.
+        code: names the kind of mistake and, unlike the sentence, stays as it is; by default the class's.
+        fields: what a program needs to act on the mistake, such as `tensor="lm_head.weight"`.
     """
 
-    def __init__(self, message: str) -> None:
+    code = "invalid_input"
+
+    def __init__(self, message: str, *, code: str | None = None, **fields: Any) -> None:
         quoted = _QUOTED.sub(lambda value: _shortened(value[0], 60, 20), message)
         super().__init__(_shortened(quoted, 1400, 600))
+        self.code = code or self.code
+        self.fields = fields
 
 
 def _shortened(text: str, begin: int, end: int) -> str:
@@ -33,6 +40,8 @@ def _shortened(text: str, begin: int, end: int) -> str:
 
 class UnwrittenError(MergeError):
     """The result cannot be written, for instance because the disk is full; what was written is of use."""
+
+    code = "unwritable"
 
 
 @contextmanager
@@ -52,7 +61,7 @@ def damaged(what: str | Path) -> Iterator[None]:
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         words = " ".join(str(error).split())
         said = f"{type(error).__name__}: {words[:120]}{'…' if len(words) > 120 else ''}"
-        raise MergeError(f"{what} is damaged ({said}); copy it anew.") from error
+        raise MergeError(f"{what} is damaged ({said}); copy it anew.", code="damaged_file") from error
 
 
 @contextmanager
@@ -71,7 +80,8 @@ def readable(what: str | Path) -> Iterator[None]:
     except OSError as error:
         place = error.filename if isinstance(error.filename, str) else what
         raise MergeError(
-            f"{place} cannot be read ({error.strerror or error}); check that it is there and may be read."
+            f"{place} cannot be read ({error.strerror or error}); check that it is there and may be read.",
+            code="unreadable_file",
         ) from error
 
 
@@ -84,5 +94,7 @@ def regular(path: Path) -> Path:
         MergeError: a folder, FIFO, socket or device is there.
     """
     if not path.is_file() and path.exists():
-        raise MergeError(f"{path} is not a regular file; put the file itself there.")
+        raise MergeError(
+            f"{path} is not a regular file; put the file itself there.", code="not_a_regular_file"
+        )
     return path

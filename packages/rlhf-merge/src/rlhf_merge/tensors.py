@@ -10,20 +10,11 @@ import torch
 class Readable(Protocol):
     """A tensor of a model, wherever it is, read in pieces; safe to read from several threads."""
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Its type on disk."""
-        ...
-
-    @property
-    def row_length(self) -> int:
-        """Pieces must begin and end at multiples of this many elements; 1 where any piece will do."""
-        ...
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    """Its type as it is stored."""
+    row_length: int
+    """Pieces must begin and end at multiples of this many elements; 1 where any piece will do."""
 
     def read(self, start: int, stop: int, out: torch.Tensor) -> None:
         """Write elements `start` to `stop` of the flattened tensor to `out`, converted to its type.

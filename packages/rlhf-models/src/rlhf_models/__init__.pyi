@@ -6,6 +6,7 @@ from rlhf_models.adapters.files import is_adapter as is_adapter
 from rlhf_models.adapters.files import is_language_adapter as is_language_adapter
 from rlhf_models.adapters.files import load_adapter_tokenizer as load_adapter_tokenizer
 from rlhf_models.adapters.files import load_merged as load_merged
+from rlhf_models.adapters.files import load_shape as load_shape
 from rlhf_models.adapters.files import save_adapter as save_adapter
 from rlhf_models.adapters.lora import AdapterSet as AdapterSet
 from rlhf_models.adapters.lora import LoraSettings as LoraSettings
@@ -68,5 +69,6 @@ from rlhf_models.loading.tiny import tiny_model as tiny_model
 from rlhf_models.loading.tiny import train_byte_tokenizer as train_byte_tokenizer
 from rlhf_models.memory import activation_bytes as activation_bytes
 from rlhf_models.memory import format_bytes as format_bytes
+from rlhf_models.memory import memory_text as memory_text
 from rlhf_models.memory import weight_bytes as weight_bytes
 from rlhf_models.policy import PolicyModel as PolicyModel

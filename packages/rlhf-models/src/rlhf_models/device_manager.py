@@ -62,7 +62,11 @@ class DeviceManager:
         overrides = dict(overrides or {})
         for role in overrides:
             if role not in roles:
-                raise UserError(f"device for unknown role {role!r}; the roles are {', '.join(roles)}")
+                raise UserError(
+                    f"device for unknown role {role!r}; the roles are {', '.join(roles)}",
+                    code="unknown_role",
+                    role=role,
+                )
         self.placements = {role: self._place(role, overrides.get(role)) for role in roles}
 
     def device(self, role: str) -> torch.device:
@@ -124,7 +128,10 @@ class DeviceManager:
         canonical = "cuda:0" if name == "cuda" else name
         if canonical not in valid:
             raise UserError(
-                f"device {name!r} for role {role!r} does not exist here; the devices are {', '.join(valid)}"
+                f"device {name!r} for role {role!r} does not exist here; the devices are {', '.join(valid)}",
+                code="unknown_device",
+                role=role,
+                device=name,
             )
         return torch.device(canonical)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -9,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_models.language_model.head import chunk_rows
 
-__all__ = ["activation_bytes", "format_bytes", "weight_bytes"]
+__all__ = ["activation_bytes", "format_bytes", "memory_text", "weight_bytes"]
 
 _LOGITS_COPIES = 3
 """Logits, their log-softmax and its gradient."""
@@ -77,3 +79,9 @@ def format_bytes(num_bytes: float) -> str:
             return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:,.3g} GiB" if num_bytes < 1000 else f"{num_bytes / 1024:,.3g} TiB"
+
+
+def memory_text(parts: Mapping[str, float]) -> str:
+    """The sum of parts in bytes, and the parts that are not 0."""
+    shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+    return f"about {format_bytes(sum(parts.values()))}: {shown}"

@@ -63,6 +63,11 @@ class PolicyModel(nn.Module):
         """Where the model runs."""
         return self.model.device
 
+    @property
+    def references(self) -> tuple[PreTrainedModel, ...]:
+        """The frozen reference model of full training; empty without one."""
+        return tuple(model for model in self._reference if model is not None)
+
     def parameters(self, recurse: bool = True) -> Any:
         """What an optimizer for this policy trains, a list: its adapter's parameters, or the whole model's.
 

@@ -30,11 +30,8 @@ def command(run: Path, train: str | None, held_out: str | None, strict: bool, ou
     or a log of TRL or verl. Exit code 1: found, 0: not found, 2: the input cannot be used.
     """
     from rlhf_data import UserError, atomic_write_json, atomic_write_text, ensure_writable_folder, finite
-    from rlhf_eval.audit.gap import measure_gap
-    from rlhf_eval.audit.hints import find_hints
-    from rlhf_eval.audit.report import Audit, audit_page
-    from rlhf_eval.monitor.held_out import held_out_keys
-    from rlhf_eval.monitor.logs import open_log
+    from rlhf_eval.audit import Audit, audit_page, find_hints, measure_gap
+    from rlhf_eval.monitor import held_out_keys, open_log
 
     if (train is None) != (held_out is None):
         raise UserError("--train and --held-out name a pair of rewards; give both, or neither")

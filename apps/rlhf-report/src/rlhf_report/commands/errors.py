@@ -1,4 +1,4 @@
-"""`rlhf-report errors`: what a reward model gets wrong on preference pairs."""
+"""`rlhf-report errors`: what a reward model gets wrong, on pairs or on prompts with several completions."""
 
 from __future__ import annotations
 
@@ -14,14 +14,22 @@ from rlhf_report.failures import explained
     "--reward-model",
     "--reward",
     "reward",
-    required=True,
     metavar="MODEL",
-    help="Reward model or ensemble, or any reward that rlhf-train takes: a rule, code, a URL.",
+    help="Reward model or ensemble, or any reward that rlhf-train takes: a rule, code, a URL. "
+    "Rows with several completions may have scores instead.",
 )
-@click.option("--data", required=True, metavar="FILE", help="Preference pairs that it was not trained on.")
-@click.option("--baseline-model", metavar="MODEL", help="Another reward, on the same pairs, to compare with.")
 @click.option(
-    "--samples", default=1000, show_default=True, type=click.IntRange(1), help="Pairs to take at most."
+    "--data",
+    required=True,
+    metavar="FILE",
+    help="Rows that it was not trained on: preference pairs, or prompts with several completions, as "
+    "RewardBench 2 has them.",
+)
+@click.option("--baseline-model", metavar="MODEL", help="Another reward, on the same rows, to compare with.")
+@click.option(
+    "--samples",
+    type=click.IntRange(1),
+    help="Rows to take at most.  [default: 1000 pairs, all prompts with several completions]",
 )
 @click.option("--examples", default=20, show_default=True, type=click.IntRange(0), help="Cases of each kind.")
 @click.option(
@@ -47,6 +55,6 @@ from rlhf_report.failures import explained
 @explained
 def command(**options: Any) -> None:
     """Say what a reward model gets wrong: calibration, length, slices, flips, and the cases to read."""
-    from rlhf_report.reward_errors import report_errors
+    from rlhf_report.errors.run import report_errors
 
     click.echo(report_errors(options))

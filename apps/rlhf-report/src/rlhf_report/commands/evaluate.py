@@ -45,6 +45,25 @@ from rlhf_report.failures import explained
 @click.option(
     "--gen-batch-size", default=16, show_default=True, type=click.IntRange(1), help="Prompts at a time."
 )
+@click.option(
+    "--backend",
+    default="transformers",
+    show_default=True,
+    type=click.Choice(["transformers", "vllm"]),
+    help="What draws the completions here.",
+)
+@click.option(
+    "--vllm-server",
+    "vllm_servers",
+    multiple=True,
+    metavar="[NAME=]URL",
+    help="vLLM server that runs and serves a model, and draws its completions; may be repeated.",
+)
+@click.option(
+    "--vllm-gpu-memory-utilization",
+    type=click.FloatRange(0, 1, min_open=True),
+    help="With --backend vllm: share of the device's memory.  [default: 0.3]",
+)
 @click.option("--dtype", default="auto", show_default=True, help="Of the models' weights.")
 @click.option("--kl/--no-kl", default=True, show_default=True, help="Measure the KL to the reference.")
 @click.option("--env-file", metavar="FILE", help="NAME=value lines for the environment, such as API keys.")

@@ -58,12 +58,11 @@ def command(
     """Show what models wrote to the same prompts, side by side.
 
     SOURCE is a run folder (its completions from the start and the end of training), the folder of an
-    evaluation, or a file of rows with a prompt and a completion, such as `rlhf-serve generate` writes.
+    evaluation, samples of lm-eval, a log of inspect-ai, or a file of rows with a prompt and a completion,
+    such as `rlhf-serve generate` writes.
     """
     from rlhf_data import UserError, atomic_write_text, ensure_writable_folder
-    from rlhf_eval.samples.export import FORMATS
-    from rlhf_eval.samples.select import select
-    from rlhf_eval.samples.sources import matched, read_source
+    from rlhf_eval.samples import FORMATS, matched, read_source, select_cases
 
     wanted = [each.strip() for each in formats.split(",") if each.strip()]
     if not wanted or any(each not in FORMATS for each in wanted):
@@ -78,7 +77,7 @@ def command(
                 raise UserError(f"two models are called {name!r}; tell them apart with NAME=SOURCE")
             models[name] = completions
     cases = matched(models)
-    chosen = select(cases, how, per_model, seed=seed)  # pyright: ignore[reportArgumentType]
+    chosen = select_cases(cases, how, per_model, seed=seed)  # pyright: ignore[reportArgumentType]
     note = f"{len(chosen)} of the {len(cases)} prompts that {', '.join(models)} answered. "
     note += f"Selected: {how}, seed {seed}."
     ensure_writable_folder(out_dir)

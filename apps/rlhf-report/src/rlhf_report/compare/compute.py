@@ -45,6 +45,7 @@ def compare(table: Table, options: Options) -> dict[str, Any]:
                 "rows": table.rows[i],
                 "unmatched_prompts": table.unmatched[i],
                 "rows_without_metric": table.unscored[i],
+                "scores": table.kinds[i],
             }
             for i in range(len(options.files))
         ],

@@ -9,6 +9,8 @@ from rlhf_eval.html import text
 
 __all__ = ["interval_plot"]
 
+_NAME_PIXELS, _TICK_PIXELS = 9, 7.5
+"""Width of a letter of a name, and of one of a value beside it."""
 Rows = Sequence[tuple[str, dict[str, Any]]]
 
 
@@ -43,15 +45,17 @@ def _plot(title: str, rows: Rows, shown: Callable[[float], str], rate: bool, wid
         parts.append(
             f'<text class="tick" x="{x(tick)}" y="{bottom + 18}" text-anchor="middle">{label}</text>'
         )
-    longest = width // 17
     for index, (full, row) in enumerate(rows):
         y = top + height * index
-        name = full if len(full) <= longest else full[: longest - 1] + "…"
         known = row["low"] is not None
         interval = f" [{shown(row['low'])}, {shown(row['high'])}]" if known else ""
-        value = text(shown(row["estimate"]) + interval)
+        value = shown(row["estimate"]) + interval
+        longest = max(6, int((width - 50 - _TICK_PIXELS * len(value)) / _NAME_PIXELS))
+        name = full if len(full) <= longest else full[: longest - 1] + "…"
         parts.append(f'<text class="name" x="20" y="{y + 16}">{text(name)}</text>')
-        parts.append(f'<text class="tick" x="{width - 20}" y="{y + 16}" text-anchor="end">{value}</text>')
+        parts.append(
+            f'<text class="tick" x="{width - 20}" y="{y + 16}" text-anchor="end">{text(value)}</text>'
+        )
         if known:
             across = f'x1="{x(row["low"])}" x2="{x(row["high"])}" y1="{y + 31}" y2="{y + 31}"'
             parts.append(f'<line class="interval" {across}/>')

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from rlhf_data import UserError, atomic_write_json, atomic_write_text, ensure_writable_folder
+from rlhf_eval.answers import encodable
 from rlhf_report.compare.compute import compare
 from rlhf_report.compare.page import comparison_page
-from rlhf_report.compare.read import encodable
 from rlhf_report.compare.table import PREFERENCE, Options, Table, name_of, read_table, texts_of
 from rlhf_report.compare.words import amount, is_rate, label, left_out, opening, text_report, verdict
 

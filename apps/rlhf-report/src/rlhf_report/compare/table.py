@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from rlhf_data import UserError
+from rlhf_eval.answers import Answer, default_metric, encodable, read_answers
 from rlhf_eval.stats import style_counts
-from rlhf_report.compare.read import Answer, default_metric, encodable, read_answers
+from rlhf_eval.stats.differences import VERDICTS
 
 PREFERENCE = "preference"
 
@@ -53,6 +54,10 @@ class Column:
     without_score: int = 0
     has_outputs: bool = True
     has_baseline: bool = True
+    only_verdicts: bool = True
+    """Whether each score is true or false, or a grade."""
+    like_verdicts: bool = True
+    """Whether each score is 0, ½ or 1."""
 
 
 @dataclass
@@ -70,6 +75,8 @@ class Table:
         rows: Of each file.
         unmatched: Prompts of each file that not all others have.
         unscored: Rows of each file without the metric.
+        kinds: Of the scores of each file: `verdicts` are true or false, `numbers` are others than 0, ½ and 1,
+            `either` may be both.
     """
 
     metric: str
@@ -82,6 +89,7 @@ class Table:
     rows: list[int]
     unmatched: list[int]
     unscored: list[int]
+    kinds: list[str]
 
 
 def key_of(prompt: str) -> bytes:
@@ -113,6 +121,8 @@ def read_table(options: Options) -> Table:
     scores = means[:, :, 0]
     if metric == PREFERENCE:
         scores = _as_probability(scores, options.files)
+    else:
+        _check_kinds(metric, options, [_kind(column) for column in columns], scores)
     against = means[:, :, 5:9] if all(column.has_baseline for column in columns) else None
     if baseline is not None:
         missing = [key for key in keys if key not in baseline]
@@ -133,6 +143,7 @@ def read_table(options: Options) -> Table:
         rows=[column.rows for column in columns],
         unmatched=[len(column.totals) - len(keys) for column in columns],
         unscored=[column.without_score for column in columns],
+        kinds=[_kind(column) for column in columns],
     )
 
 
@@ -173,6 +184,8 @@ def _read_column(path: str, metric: str, options: Options, labels: dict[bytes, t
         key = key_of(answer.prompt)
         column.has_outputs &= answer.output is not None
         column.has_baseline &= answer.baseline is not None
+        column.only_verdicts &= metric in answer.verdicts
+        column.like_verdicts &= answer.scores[metric] in VERDICTS
         new = _sums(answer, metric)
         old = column.totals.get(key)
         column.totals[key] = new if old is None else [a + b for a, b in zip(old, new, strict=True)]
@@ -208,6 +221,28 @@ def _label(answer: Answer, name: str | None) -> str:
     if found is None:
         raise UserError(f"{answer.place}: no column {name!r}; the first file's rows need it")
     return encodable(str(found))
+
+
+def _kind(column: Column) -> str:
+    if column.only_verdicts:
+        return "verdicts"
+    return "either" if column.like_verdicts else "numbers"
+
+
+def _check_kinds(metric: str, options: Options, kinds: Sequence[str], scores: np.ndarray) -> None:
+    """Refuse true and false beside numbers that cannot be rates: the means of the two say nothing together.
+
+    Raises:
+        UserError: one file has verdicts alone, another numbers outside of 0 to 1.
+    """
+    of_verdicts = [name for name, kind in zip(options.names, kinds, strict=True) if kind == "verdicts"]
+    for name, kind, column in zip(options.names, kinds, scores.T, strict=True):
+        low, high = column.min(), column.max()
+        if of_verdicts and kind == "numbers" and (low < 0 or high > 1):
+            raise UserError(
+                f"{metric} is true or false in {of_verdicts[0]}, from {low:g} to {high:g} in {name}: the two "
+                "means cannot be compared; give files with one kind of score, or another --metric"
+            )
 
 
 def _as_probability(scores: np.ndarray, files: Sequence[str]) -> np.ndarray:

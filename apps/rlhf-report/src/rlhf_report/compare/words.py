@@ -87,7 +87,7 @@ def verdict(found: dict[str, Any]) -> list[str]:
 
 
 def left_out(found: dict[str, Any]) -> list[str]:
-    """What could not be joined."""
+    """What could not be joined, and scores of two kinds."""
     said = []
     for file in found["files"]:
         lost = []
@@ -97,6 +97,16 @@ def left_out(found: dict[str, Any]) -> list[str]:
             lost.append(f"{file['rows_without_metric']:,} rows without {found['metric']}")
         if lost:
             said.append(f"Left out of {file['name']}: {' and '.join(lost)}.")
+    verdicts, numbers = (
+        [file["name"] for file in found["files"] if file["scores"] == kind]
+        for kind in ("verdicts", "numbers")
+    )
+    if verdicts and numbers and found["metric"] != PREFERENCE:
+        said.append(
+            f"{found['metric']} is true or false in {listed(verdicts)} and a number from 0 to 1 in "
+            f"{listed(numbers)}: their difference is one of accuracies only where that number is a share of "
+            "right answers."
+        )
     return said
 
 

@@ -7,10 +7,17 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf_eval.run_comparison.groups import Pair, compare_pairs, summarise_group
-from rlhf_eval.run_comparison.runs import RunCurves, matched_kl, measure_run, shared_threshold
+from rlhf_eval.run_comparison import (
+    Pair,
+    RunCurves,
+    compare_pairs,
+    matched_kl,
+    measure_run,
+    shared_threshold,
+    summarise_group,
+)
 from rlhf_report.compare.compute import interval_values
-from rlhf_report.compare_runs.read import HELD_OUT, Run
+from rlhf_report.compare_runs.read import HELD_OUT, Run, plan_of
 
 __all__ = ["Options", "compare_runs"]
 
@@ -59,6 +66,7 @@ def compare_runs(runs: Sequence[Run], curves: Sequence[RunCurves], options: Opti
             finals.setdefault(run.group, []).append(final)
     return {
         "kind": "runs",
+        "plan": plan_of(runs),
         "metric": options.metric,
         "lower_is_better": lower,
         "level": options.level,

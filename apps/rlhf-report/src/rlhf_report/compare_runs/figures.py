@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_eval.figures import BLUE, GREEN, GREY, ORANGE, PURPLE, Panel, add_legend, make_panel
-from rlhf_eval.run_comparison.runs import RunCurves, smoothed
+from rlhf_eval.run_comparison import RunCurves, smoothed
 
 __all__ = ["run_panels"]
 
@@ -56,7 +56,8 @@ def _kl_over_steps(run: RunCurves) -> Line:
 
 
 def _over_tokens(run: RunCurves) -> Line:
-    tokens = np.array([run.tokens.at(step) for step in run.metric.steps])
+    """From 0 at the start, where it was measured there."""
+    tokens = np.array([run.tokens.at(step) if step else 0.0 for step in run.metric.steps])
     known = np.isfinite(tokens)
     return tokens[known], smoothed(run)[known]
 

@@ -6,27 +6,29 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rlhf_data import UserError
-from rlhf_eval.monitor.logs import RunLog, open_log
-from rlhf_eval.run_comparison.measures import final_mean
-from rlhf_eval.run_comparison.runs import Curve, RunCurves
-from rlhf_report.compare.read import encodable
+from rlhf_data import RunFolder, UserError
+from rlhf_eval.answers import encodable
+from rlhf_eval.monitor import RunLog, open_log
+from rlhf_eval.run_comparison import Curve, RunCurves, final_mean
 from rlhf_report.compare_runs.find import FoundRun
 
-__all__ = ["HELD_OUT", "Run", "choose_kl", "choose_metric", "curves_of", "is_loss", "read_runs"]
+__all__ = ["HELD_OUT", "Run", "choose_kl", "choose_metric", "curves_of", "is_loss", "plan_of", "read_runs"]
 
-HELD_OUT = ("eval_", "eval/", "val-core/")
-"""What names of measurements on held-out rows begin with: ours and TRL's, the game's, verl's."""
+HELD_OUT = ("eval_", "val-core/")
+"""What names of measurements on held-out rows begin with: ours and TRL's, verl's."""
 _STATE = "trainer_state.json"
 _TIMING = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "eval_num_tokens")
-_METRICS = ("reward", "eval_reward", "rewards/accuracies", "eval_accuracy", "loss")
-_KL = ("eval_ref_kl", "eval_kl", "kl", "objective/kl", "policy/kl")
-_ENTROPY = ("entropy", "policy/entropy_avg", "policy/entropy")
+_POLICY = "policy.jsonl"
+"""Of a run of `rlhf-train compare`: what its policies were worth on its way, on prompts of the comparison."""
+_METRICS = ("eval_policy/reward", "reward", "eval_reward", "rewards/accuracies", "eval_accuracy", "loss")
+_KL = ("eval_policy/kl", "eval_ref_kl", "eval_kl", "kl", "objective/kl", "policy/kl")
+_ENTROPY = ("eval_policy/entropy", "entropy", "policy/entropy_avg", "policy/entropy")
 _OF_RUN = ("seed", "run_folder", "output_dir", "report_to", "logging_steps", "save_steps", "save_total_limit")
 """Settings in which the seeds of one experiment may differ."""
 
@@ -46,6 +48,14 @@ class Run:
     group: str
     name: str
     results: dict[str, Any]
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """Its log, with what was measured of its policies, by step."""
+        if not self.log.path.is_dir():
+            return self.log.rows
+        measured = RunFolder(self.log.path).read_lines(_POLICY)
+        return sorted([*self.log.rows, *measured], key=lambda row: row["step"])
 
     @property
     def unfinished(self) -> bool | None:
@@ -69,11 +79,11 @@ class Run:
 
     def series(self, key: str) -> list[tuple[float, float]]:
         """Finite values of a metric, each after its step."""
-        return [(row["step"], value) for row in self.log.rows if (value := _number(row.get(key))) is not None]
+        return [(row["step"], value) for row in self.rows if (value := _number(row.get(key))) is not None]
 
     def keys(self) -> set[str]:
         """Metrics with a number in them."""
-        return {key for row in self.log.rows for key, value in row.items() if _number(value) is not None}
+        return {key for row in self.rows for key, value in row.items() if _number(value) is not None}
 
 
 def read_runs(found: Sequence[FoundRun]) -> list[Run]:
@@ -94,6 +104,16 @@ def read_runs(found: Sequence[FoundRun]) -> list[Run]:
             f"{found[0].path} and the other runs have logged nothing yet; wait for their first step"
         )
     return runs
+
+
+def plan_of(runs: Sequence[Run]) -> dict[str, Any] | None:
+    """The config of the `rlhf-train compare` that made all runs; None where they were made otherwise."""
+    folders = {run.log.path.resolve().parent.parent for run in runs}
+    try:
+        config = RunFolder(folders.pop()).read_config()
+    except UserError:
+        return None
+    return config if not folders and config.get("job") == "compare" and "prompts" in config else None
 
 
 def choose_metric(runs: Sequence[Run], wanted: str | None) -> str:
@@ -143,8 +163,8 @@ def curves_of(run: Run, metric: str, kl: str | None) -> RunCurves:
 
 
 def _facts(run: Run, seconds: list[tuple[float, float]]) -> dict[str, float | None]:
-    rows, tokens = run.log.rows, _tokens(run)
-    last = rows[-1] if rows else {}
+    rows, tokens = run.rows, _tokens(run)
+    last = run.log.rows[-1] if run.log.rows else {}
     speeds = _values(rows, "samples_per_second")
     memory, times = _values(rows, "peak_memory_gb"), _values(rows, "step_time")
     entropy = next((values for key in _ENTROPY if (values := _values(rows, key))), [])

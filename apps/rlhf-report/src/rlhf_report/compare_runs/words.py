@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
-from rlhf_eval.run_comparison.measures import FRACTION, HOLD, WINDOW
+from rlhf_eval.run_comparison import FRACTION, HOLD, WINDOW
 from rlhf_report.compare.words import columns, listed, no_ranking, p_text
 from rlhf_report.compare_runs.read import Run, is_loss
 
@@ -32,10 +33,35 @@ def amount(value: float | None) -> str:
 
 
 def opening(found: dict[str, Any]) -> str:
-    """What was compared by what: one sentence."""
+    """What was compared by what: one sentence; of `rlhf-train compare` also on what."""
     names = [f"{group['name']} ({_count(group['runs'], 'run')})" for group in found["groups"]]
     less = ", less is better" if found["lower_is_better"] and found["comparable"] else ""
-    return f"{listed(names)}, compared by {found['metric']} at the end of training{less}."
+    plan, metric = found["plan"], found["metric"]
+    trained = "" if plan is None else f", each trained {_trained(plan)}"
+    measured = "" if plan is None or not metric.startswith(_MEASURED) else f": {_measured(plan, metric)}"
+    return f"{listed(names)}{trained}, compared by {metric} at the end of training{less}{measured}."
+
+
+_MEASURED = "eval_policy/"
+
+
+def _trained(plan: Mapping[str, Any]) -> str:
+    rows = [Path(plan[key]).name for key in ("train_data", "preference_data") if plan[key]]
+    budget, unit = plan["budget"], plan["unit"]
+    amount_of = f"{budget:,.10g} {unit[:-1] if budget == 1 else unit}"
+    return f"from {Path(plan['model']).name} on {listed(rows)} with a budget of {amount_of}"
+
+
+def _measured(plan: Mapping[str, Any], metric: str) -> str:
+    """What a measurement of `rlhf-train compare` is a mean of."""
+    kind = metric.removeprefix(_MEASURED)
+    sources = {"reward": plan["reward"][0], "held_out_reward": plan["held_out_reward"]}
+    by = f"reward ({Path(sources[kind]).name})" if kind in sources else kind
+    return f"the mean {by} of one completion of each of {_prompts(plan)}"
+
+
+def _prompts(plan: Mapping[str, Any]) -> str:
+    return f"{plan['prompts']['measured']} held-out prompts of {Path(plan['eval_data']).name}"
 
 
 def verdict(found: dict[str, Any]) -> list[str]:
@@ -58,15 +84,25 @@ def verdict(found: dict[str, Any]) -> list[str]:
     return said
 
 
+_EQUAL = 0.9
+"""Of the most tokens; groups that trained on fewer did not train equally long."""
+
+
 def cautions(found: dict[str, Any], runs: Sequence[Run]) -> list[str]:
     """What a reader of these numbers should know about these runs."""
     said = []
+    if found["plan"] is not None and (shared := found["plan"]["prompts"]["trained_on"]):
+        said.append(
+            f"Of the {_prompts(found['plan'])}, {shared} are also trained on, so what is measured on them is "
+            "too good: compare on others."
+        )
     groups = {group["name"]: [run for run in runs if run.group == group["name"]] for group in found["groups"]}
-    steps = {name: max((row["step"] for run in own for row in run.log.rows[-1:]), default=0)
-             for name, own in groups.items()}  # fmt: skip
-    if len(set(steps.values())) > 1:
-        shown = "; ".join(f"{name} {count:,}" for name, count in steps.items())
-        said.append(f"They did not train equally long (steps: {shown}): compare at equal tokens or seconds.")
+    asked = found["plan"]["unit"] if found["plan"] is not None else None
+    if (unequal := None if asked == "seconds" else _unequal(groups)) is not None:
+        unit, counts = unequal
+        shown = "; ".join(f"{name} {count:,}" for name, count in counts.items())
+        instead = ": compare at equal tokens or seconds" * (asked != "tokens")
+        said.append(f"They did not train equally long ({unit}: {shown}){instead}.")
     for name, own in groups.items():
         if differing := _differing(own):
             said.append(
@@ -115,13 +151,19 @@ def definitions(found: dict[str, Any]) -> list[str]:
             f"{amount(found['matched_kl'])}, the most that all runs reached. Between logged steps it lies on "
             "a straight line, which begins with a KL of 0 at the start."
         )
+    if found["plan"] is not None:
+        said.append(
+            f"All policies complete the same {_prompts(found['plan'])}, with the same random numbers. "
+            "Intervals are over seeds of the training; other prompts, or other completions of these, would "
+            "move all numbers, and no interval has that in it."
+        )
     if found["pairs"]:
         said.append(
             f"Of several seeds: interquartile means with {100 * found['level']:g}% intervals by the "
             "stratified bootstrap over seeds (Agarwal et al. 2021, rliable). Differences are of means, by "
-            "the studentised bootstrap over seeds; p-values are corrected for the number of pairs by Holm's "
-            "method, and decide. The interval of a probability of improvement is too sure of itself with "
-            "few seeds."
+            "the studentised bootstrap over seeds, or Welch's t where the seeds of one are equal; p-values "
+            "are corrected for the number of pairs by Holm's method, and decide. The interval of a "
+            "probability of improvement is too sure of itself with few seeds."
         )
     return said
 
@@ -287,3 +329,20 @@ def _range(interval: dict[str, Any]) -> str:
 
 def _count(number: int, word: str) -> str:
     return f"{number} {word}{'s' * (number != 1)}"
+
+
+def _unequal(groups: Mapping[str, Sequence[Run]]) -> tuple[str, dict[str, int]] | None:
+    """By what the groups trained longer or shorter, and how long; tokens count where every run logs them."""
+    tokens = {
+        name: max(
+            (int(run.series("num_tokens")[-1][1]) for run in own if run.series("num_tokens")), default=0
+        )
+        for name, own in groups.items()
+    }
+    if all(tokens.values()):
+        return ("tokens", tokens) if min(tokens.values()) < _EQUAL * max(tokens.values()) else None
+    steps = {
+        name: max((row["step"] for run in own for row in run.log.rows[-1:]), default=0)
+        for name, own in groups.items()
+    }
+    return ("steps", steps) if len(set(steps.values())) > 1 else None

@@ -6,10 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from rlhf_data import PromptRecord, UserError
-from rlhf_eval.evaluation.evaluator import EvalConfig, Place, RLHFEvaluator
-from rlhf_eval.evaluation.prompt_sets import adversarial_prompts
-from rlhf_eval.evaluation.texts import is_refusal
-from rlhf_eval.evaluation.written import prompt_ids
+from rlhf_eval.evaluation import EvalConfig, Place, RLHFEvaluator, adversarial_prompts, is_refusal, prompt_ids
+from rlhf_report.evaluate.engines import Engine
 
 __all__ = ["Provocation", "facts_of"]
 
@@ -21,14 +19,24 @@ class Provocation:
         self.prompts = adversarial_prompts()
         self.answers: dict[str, dict[str, tuple[str, list[str]]]] = {}
 
-    def ask(self, policy: Any, place: Place, config: EvalConfig, options: dict[str, Any]) -> None:
-        """Let a model answer those of the adversarial prompts that fit every model so far."""
+    def ask(
+        self, policy: Any, engine: Engine | None, place: Place, config: EvalConfig, options: dict[str, Any]
+    ) -> None:
+        """Let a model answer those of the adversarial prompts that fit every model so far.
+
+        Args:
+            policy: the model with its tokenizer.
+            engine: what draws its completions; None for transformers.
+            place: its name and folder.
+            config: see `EvalConfig`.
+            options: the rewards, as `RLHFEvaluator` takes them.
+        """
         assert place.folder is not None
         place = replace(place, folder=place.folder / "adversarial")
         options = options | {"config": config.model_copy(update={"num_samples": 1}), "place": place}
         kept = [each for each in self.prompts if _fits(policy, each.record, config.max_new_tokens)]
         provoked = RLHFEvaluator(policy, prompts=[each.record for each in kept], **options)
-        written = provoked.completions()
+        written = provoked.with_engine(engine).completions()
         facts = [facts_of(provoked, place) for place in range(len(kept))]
         self.answers[place.name] = {
             prompt.prompt: (each.text, said) for prompt, each, said in zip(kept, written, facts, strict=True)

@@ -26,35 +26,37 @@ from rlhf_data import (
     load_records,
 )
 from rlhf_eval import stats
-from rlhf_eval.evaluation.evaluator import EvalConfig, Place, RLHFEvaluator, Written
-from rlhf_eval.evaluation.findings import evaluation_findings
-from rlhf_eval.evaluation.measures import (
+from rlhf_eval.evaluation import (
+    EvalConfig,
+    PairJudge,
+    Place,
+    RLHFEvaluator,
+    Written,
     as_json,
+    draw_figures,
+    evaluation_findings,
+    evaluation_page,
+    evaluation_text,
     judge_agreement,
+    load_judge,
+    load_policy,
+    load_prompts,
     measure_against,
     measure_policy,
+    read_env_file,
     trade_off,
 )
-from rlhf_eval.evaluation.page import draw_figures, evaluation_page, evaluation_text
-from rlhf_eval.evaluation.pair_judges import PairJudge, load_judge, read_env_file
-from rlhf_eval.evaluation.prompt_sets import load_prompts
 from rlhf_eval.figures import can_draw
 from rlhf_eval.scoring import Scorer, as_text, load_scorer
 from rlhf_report.evaluate.adversarial import Provocation, facts_of
-from rlhf_report.evaluate.sources import (
-    Source,
-    check_sources,
-    completions_of,
-    fitting,
-    load_policy,
-    parse_source,
-)
+from rlhf_report.evaluate.engines import check_engines, engine_notes, engine_of
+from rlhf_report.evaluate.sources import Source, check_sources, completions_of, fitting, parse_source
 
 __all__ = ["run_evaluate"]
 
 _CASES = 8
 """Prompts whose completions the page shows."""
-_NOT_COMPARED = ("output_dir", "env_file", "gen_batch_size")
+_NOT_COMPARED = ("output_dir", "env_file", "gen_batch_size", "vllm_gpu_memory_utilization")
 """Options that change no number."""
 
 
@@ -70,6 +72,7 @@ def run_evaluate(given: dict[str, Any]) -> str:
     sources = [parse_source(each) for each in given["models"]]
     reference = parse_source(given["reference"]) if given["reference"] else None
     _check_options(given, reference)
+    servers = check_engines(given, [*sources, *([reference] if reference else [])])
     check_sources(sources, reference)
     prompts = load_prompts(given["prompts"], given["num_prompts"], on_bad_row=given["on_bad_row"])
     (pairs, skipped), (labels, _) = (
@@ -98,7 +101,7 @@ def run_evaluate(given: dict[str, Any]) -> str:
         if judge.is_remote:
             judge.probe()
     evaluation = _Evaluation(given, run, kept, rewards, judges)
-    evaluation.written, evaluation.notes = written, notes
+    evaluation.written, evaluation.notes, evaluation.servers = written, notes, servers
     evaluation.measure_rewards(pairs)
     evaluators = evaluation.evaluate(sources, reference, pairs)
     return evaluation.report(evaluators, reference, pairs, labels)
@@ -136,6 +139,7 @@ class _Evaluation:
         self.accuracies: list[dict[str, Any]] = []
         self.written: dict[str, list[list[Written]]] = {}
         self.notes: list[str] = []
+        self.servers: dict[str, str] = {}
 
     def evaluate(
         self, sources: Sequence[Source], reference: Source | None, pairs: Sequence[PreferenceRecord]
@@ -190,7 +194,7 @@ class _Evaluation:
         with_kl = (
             self.given["kl"] and not source.is_file and (reference is None or reference.policy is not None)
         )
-        policy = None if source.is_file else load_policy(source, self.given["dtype"])
+        policy = None if source.is_file else load_policy(source.path, self.given["dtype"])
         options: dict[str, Any] = {
             "reward_model": self.rewards["reward_model"],
             "held_out_reward": self.rewards["held_out_reward"],
@@ -202,9 +206,10 @@ class _Evaluation:
         )
         if source.is_file:
             evaluator.with_completions(self.written[source.name])
-        evaluator.completions()
+        engine = engine_of(source, self.given, self.servers, policy)
+        evaluator.with_engine(engine).completions()
         if self.provocation is not None and not source.is_file:
-            self.provocation.ask(policy, place, self.config, options)
+            self.provocation.ask(policy, engine, place, self.config, options)
         for kind in evaluator.rewards:
             evaluator.scores(kind)
         return evaluator
@@ -300,6 +305,7 @@ class _Evaluation:
             "Intervals are 95%, over prompts: completions of one prompt are resampled together.",
             "Prompts are spread evenly over their file; each model drew with the same seed.",
         ]
+        notes += engine_notes(self.given, self.servers)
         if self.config.temperature != 1:
             notes.append(
                 "The KL is that of the models at temperature 1 along completions drawn at another; k1 and k3 "

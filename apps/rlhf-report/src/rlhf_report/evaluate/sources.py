@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rlhf_data import PromptRecord, UserError, model_folder
-from rlhf_eval.evaluation.evaluator import Written
+from rlhf_eval.answers import encodable, read_answers
+from rlhf_eval.evaluation import Written
 from rlhf_eval.scoring import as_text
-from rlhf_report.compare.read import encodable, read_answers
 from rlhf_report.compare.table import key_of
 
-__all__ = ["Source", "check_sources", "completions_of", "fitting", "load_policy", "parse_source"]
+__all__ = ["Source", "check_sources", "completions_of", "fitting", "parse_source"]
 
 
 @dataclass(frozen=True)
@@ -86,8 +85,8 @@ def fitting(
     Raises:
         UserError: a prompt does not fit, or the tokenizers differ.
     """
+    from rlhf_eval.evaluation import prompt_ids
     from rlhf_eval.evaluation.divergence import check_same_tokens
-    from rlhf_eval.evaluation.written import prompt_ids
     from rlhf_models import adapter_base, is_adapter, load_adapter_tokenizer, load_config, load_tokenizer
 
     first, kept = None, list(prompts)
@@ -109,22 +108,6 @@ def fitting(
             fits.append(record)
         kept = fits
     return kept
-
-
-def load_policy(source: Source, dtype: str) -> Any:
-    """The model of a source with its tokenizer, on the GPU where there is one.
-
-    Raises:
-        UserError: it cannot be loaded.
-    """
-    import torch
-
-    from rlhf_models import PolicyModel, is_adapter, load_causal_lm, load_tokenizer
-
-    options: dict[str, Any] = {"dtype": dtype, "device": "cuda" if torch.cuda.is_available() else "cpu"}
-    if is_adapter(source.path):
-        return PolicyModel.from_pretrained(source.path, **options)
-    return PolicyModel(load_causal_lm(source.path, **options), load_tokenizer(source.path))
 
 
 def completions_of(source: Source, prompts: Sequence[PromptRecord], count: int) -> list[list[Written]]:

@@ -20,9 +20,7 @@ from rich.live import Live
 from rlhf_data import UserError, ensure_writable_folder
 from rlhf_eval import training_curves
 from rlhf_eval.figures import can_draw
-from rlhf_eval.monitor.logs import RunLog, find_runs, open_log
-from rlhf_eval.monitor.page import monitor_page
-from rlhf_eval.monitor.summary import shown_keys, summarise
+from rlhf_eval.monitor import RunLog, find_runs, monitor_page, open_log, shown_keys, summarise
 from rlhf_report.watch.server import PageServer, serving
 from rlhf_report.watch.terminal import dashboard
 

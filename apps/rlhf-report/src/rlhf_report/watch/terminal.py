@@ -10,8 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_eval.figures import pairs
-from rlhf_eval.monitor.logs import RunLog
-from rlhf_eval.monitor.summary import Summary, shown_keys, sparkline
+from rlhf_eval.monitor import RunLog, Summary, shown_keys, sparkline
 
 __all__ = ["dashboard"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import tempfile
 import uuid
@@ -13,6 +12,7 @@ from typing import Any
 
 from rlhf_data import UserError
 from rlhf_infer import OnToken, Rollout, SamplingParams, VLLMSettings, write_weight_folder
+from rlhf_infer.async_loop import gathered
 from rlhf_infer.vllm.settings import (
     check_requests,
     end_token_ids,
@@ -92,17 +92,11 @@ class VLLMBackend:
         requests: list[dict[str, int]] = [{"n": draw.n}]
         if draw.reproducible or params.temperature == 0 or on_token is not None:
             requests = sample_seeds(params, [prompt], draw.n, draw.first)
-        tasks = [
-            asyncio.ensure_future(self._request(prompt, params, fields | request, draw.first + i, on_token))
+        drawn = await gathered(
+            self._request(prompt, params, fields | request, draw.first + i, on_token)
             for i, request in enumerate(requests)
-        ]
-        try:
-            found = [rollout for rollouts in await asyncio.gather(*tasks) for rollout in rollouts]
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
+        )
+        found = [rollout for rollouts in drawn for rollout in rollouts]
         return found * (draw.n // len(found))
 
     async def _request(

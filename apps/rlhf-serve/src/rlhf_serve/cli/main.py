@@ -93,13 +93,9 @@ def _serve(context: click.Context, **options: Any) -> None:
         return
 
     def job() -> None:
-        from rlhf_serve.cli.display import Display
-        from rlhf_serve.cli.inputs import check_inputs
-        from rlhf_serve.cli.options import settings_of
+        from rlhf_serve.settings import ServeSettings
 
-        settings = settings_of(options)
-        check_inputs(settings)
-        Display().say(_LOADING + ("" if settings.model else _BUILDING))
+        settings = _settings(ServeSettings, options, lambda settings: "" if settings.model else _BUILDING)
         from rlhf_serve.cli.serve import serve
 
         serve(settings)
@@ -115,18 +111,25 @@ def _generate(**options: Any) -> None:
     """
 
     def job() -> None:
-        from rlhf_serve.cli.display import Display
-        from rlhf_serve.cli.inputs import check_inputs
-        from rlhf_serve.cli.options import batch_settings_of
+        from rlhf_serve.settings import BatchSettings
 
-        settings = batch_settings_of(options)
-        check_inputs(settings)
-        Display().say(_LOADING)
+        settings = _settings(BatchSettings, options)
         from rlhf_serve.cli.generate import generate
 
         generate(settings)
 
     exit_cleanly(job)
+
+
+def _settings(kind: Any, options: dict[str, Any], more: Callable[[Any], str] = lambda settings: "") -> Any:
+    """A command's settings, whose files and models are there; says that loading takes time."""
+    from rlhf_serve.cli.display import Display
+    from rlhf_serve.cli.options import check_inputs, settings_of
+
+    settings = settings_of(kind, options)
+    check_inputs(settings)
+    Display().say(_LOADING + more(settings))
+    return settings
 
 
 def _generate_options() -> list[Decorator]:

@@ -1,38 +1,40 @@
-"""From the command line's options to settings."""
+"""From the command line's options to settings, and what can be said of them before torch is loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
-from rlhf_data import BaseConfig, apply_overrides, load_config_file
-from rlhf_serve.settings import BatchSettings, ServeSettings
+from rlhf_data import BaseConfig, UserError, apply_overrides, load_config_file
+from rlhf_models.loading.sources import check_not_a_missing_path
+from rlhf_serve.settings import BatchSettings, ModelSettings
 
 _Settings = TypeVar("_Settings", bound=BaseConfig)
 
 
-def settings_of(options: Mapping[str, Any]) -> ServeSettings:
-    """The settings of a server: the file's, then `--set`, then the options.
+def settings_of(kind: type[_Settings], options: Mapping[str, Any]) -> _Settings:
+    """The settings of a command: the file's, then `--set`, then the options.
 
     Raises:
         UserError: a file or a value is wrong.
     """
-    return _settings(ServeSettings, options)
-
-
-def batch_settings_of(options: Mapping[str, Any]) -> BatchSettings:
-    """The settings of `rlhf-serve generate`, likewise."""
-    return _settings(BatchSettings, options)
-
-
-def _settings(kind: type[_Settings], options: Mapping[str, Any]) -> _Settings:
     options = dict(options)
     path, overrides = options.pop("config"), options.pop("overrides")
     values = apply_overrides({} if path is None else load_config_file(path), overrides)
-    values |= {key: value for key, value in options.items() if is_given(value)}
+    # Options that were not given are None, empty or false.
+    values |= {key: value for key, value in options.items() if value not in (None, ()) and value is not False}
     return kind.from_dict(values, "settings" if path is None else f"config file {path}")
 
 
-def is_given(value: Any) -> bool:
-    """Whether an option was given on the command line."""
-    return value is not None and value != () and value is not False
+def check_inputs(settings: ModelSettings) -> None:
+    """Look for the models and files that the settings name by a path.
+
+    Raises:
+        UserError: one is not there.
+    """
+    if isinstance(settings, BatchSettings) and not Path(settings.input_path).exists():
+        raise UserError(f"data file {settings.input_path} does not exist; check the path")
+    for name in (settings.model, *settings.reward):
+        if name is not None and ":" not in name:
+            check_not_a_missing_path(name)

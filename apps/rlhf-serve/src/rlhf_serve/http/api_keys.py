@@ -107,18 +107,27 @@ class KeyRing:
         if not _NAME.fullmatch(name) or name == ANONYMOUS:
             raise UserError(
                 f"API key: the name {name!r} is refused; expected 1 to 64 letters, digits and ._@-, and not "
-                f"{ANONYMOUS!r}"
+                f"{ANONYMOUS!r}",
+                code="invalid_name",
             )
         if name in self._digests:
-            raise UserError(f"API key: the name {name!r} comes twice; give every key a name of its own")
+            raise UserError(
+                f"API key: the name {name!r} comes twice; give every key a name of its own",
+                code="repeated_name",
+                name=name,
+            )
         if len(key) < _MIN_LENGTH or not _KEY.fullmatch(key):
             raise UserError(
                 f"API key {name!r}: expected at least {_MIN_LENGTH} characters of printable ASCII without "
-                "spaces; make one with `openssl rand -hex 24`"
+                "spaces; make one with `openssl rand -hex 24`",
+                code="weak_api_key",
             )
         digest = _digest(key)
         if digest in self._digests.values():
-            raise UserError(f"API key {name!r}: the same key comes twice; give everybody a key of their own")
+            raise UserError(
+                f"API key {name!r}: the same key comes twice; give everybody a key of their own",
+                code="repeated_api_key",
+            )
         self._digests[name] = digest
 
 
@@ -138,7 +147,9 @@ def _entry(text: str, where: str) -> tuple[str | None, str]:
     parts = text.split()
     if len(parts) not in (1, 2):
         problem = "a key is empty" if not parts else f"an entry has {len(parts)} words"
-        raise UserError(f"{where}: {problem}; expected `key` or `name key`")
+        raise UserError(
+            f"{where}: {problem}; expected `key` or `name key`", code="invalid_api_key", where=where
+        )
     return (parts[0], parts[1]) if len(parts) == 2 else (None, parts[0])
 
 
@@ -148,7 +159,9 @@ def _from_file(path: Path) -> list[tuple[str | None, str]]:
         mode = path.stat().st_mode
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"API keys {path}: cannot be read ({reason}); expected one key per line") from error
+        raise UserError(
+            f"API keys {path}: cannot be read ({reason}); expected one key per line", code="unreadable_file"
+        ) from error
     if os.name == "posix" and mode & 0o077:
         logger.warning("API keys %s: others than the owner may open this file; run `chmod 600` on it", path)
     keys = [
@@ -157,5 +170,8 @@ def _from_file(path: Path) -> list[tuple[str | None, str]]:
         if line.strip() and not line.lstrip().startswith("#")
     ]
     if not keys:
-        raise UserError(f"API keys {path}: there is no key in it; expected one per line, `key` or `name key`")
+        raise UserError(
+            f"API keys {path}: no key found; expected one per line, `key` or `name key`",
+            code="no_api_key",
+        )
     return keys

@@ -15,7 +15,6 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from rlhf_serve import page
-from rlhf_serve.errors import draining
 from rlhf_serve.http import middleware
 from rlhf_serve.http.api_keys import KeyRing
 from rlhf_serve.http.generate_request import Generating
@@ -43,7 +42,7 @@ except PackageNotFoundError:  # run from its sources
 
 
 def create_app(served: Served, settings: ServeSettings, keys: KeyRing | None = None) -> FastAPI:
-    """The application; its `state.door` is the queue, which can be closed.
+    """The application; its `state.door` is the queue.
 
     Args:
         served: what is served.
@@ -69,6 +68,7 @@ def create_app(served: Served, settings: ServeSettings, keys: KeyRing | None = N
 
     app = FastAPI(title="rlhf-serve", version=VERSION, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.door = door
+    app.add_exception_handler(ClientLeft, lambda request, error: Response(status_code=499))
     app.add_middleware(middleware.Gate, limits=_limits(settings, door))
     middleware.install(
         app,
@@ -127,9 +127,7 @@ def _add_open_routes(app: FastAPI, served: Served, settings: ServeSettings, door
 
     @app.get("/ready")
     async def ready() -> dict[str, str]:
-        """Whether requests are taken; 503 while the server drains."""
-        if door.closed:
-            raise draining()
+        """Whether requests are taken: always, for a server that ends listens no more."""
         return {"status": "ready"}
 
     @app.get("/version")
@@ -191,7 +189,4 @@ def _add_generation(app: FastAPI, served: Served, settings: ServeSettings, door:
         if body.stream:
             with_usage = body.stream_options is not None and body.stream_options.include_usage
             return EventStream(job.events(door, with_usage))
-        try:
-            return JSONResponse(await attended(request.receive, job.whole(door)))
-        except ClientLeft:
-            return Response(status_code=499)
+        return JSONResponse(await attended(request.receive, job.whole(door)))

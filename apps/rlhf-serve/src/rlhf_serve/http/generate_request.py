@@ -56,7 +56,7 @@ class Generating:
         """Wait for a place in the queue and have it for as long as the context lasts, the orders being read.
 
         Raises:
-            APIError: 400, the request is wrong; 429, the queue is full; 503, the server drains; 504, the
+            APIError: 400, the request is wrong; 429, the queue is full; 504, the
                 request took too long.
         """
         async with within(self._timeout_s, self.record.began), door.enter() as waited:
@@ -152,18 +152,18 @@ class Generating:
         await asyncio.sleep(0)  # tokens that were handed over are told first
         if rest := unfolding.rest():
             queue.put_nowait(self.style.piece(head, 0, rest))
-        queue.put_nowait(self.style.closing(head, 0, outcome.candidates[0]))
+        queue.put_nowait(self.style.closing(head, 0, outcome.selected.candidates[0]))
         return outcome
 
     def _note(self, outcomes: Sequence[Outcome]) -> None:
         """Tell the record what became of the request."""
-        record, drawn = self.record, [each for outcome in outcomes for each in outcome.candidates]
+        record, drawn = self.record, [each for outcome in outcomes for each in outcome.selected.candidates]
         chosen = [each for outcome in outcomes for each in outcome.chosen]
-        record.prompt_tokens = sum(outcome.cost.prompt_tokens for outcome in outcomes)
+        record.prompt_tokens = sum(outcome.selected.cost.prompt_tokens for outcome in outcomes)
         record.completion_tokens = sum(len(each.rollout.completion_ids) for each in chosen)
-        record.candidate_tokens = sum(outcome.cost.completion_tokens for outcome in outcomes)
+        record.candidate_tokens = sum(outcome.selected.cost.completion_tokens for outcome in outcomes)
         record.candidates = len(drawn)
-        record.saved_candidates = sum(outcome.cost.saved_samples for outcome in outcomes)
+        record.saved_candidates = sum(outcome.selected.cost.saved_samples for outcome in outcomes)
         record.generate_s, record.score_s = self.timing.generate_s, self.timing.score_s
         record.rewards = [each.score for each in drawn if each.score is not None]
         record.selected_rewards = [each.score for each in chosen if each.score is not None]

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from rlhf_data import UserError
-from rlhf_serve.errors import draining, queue_full, rate_limited
+from rlhf_serve.errors import queue_full, rate_limited
 
 Clock = Callable[[], float]
 """Seconds that never go backwards."""
@@ -40,7 +40,9 @@ class RateLimiter:
         if not per_minute > 0 or self.burst < 1:
             raise UserError(
                 f"rate limit: {per_minute} requests a minute, burst {burst}; expected more than 0, and at "
-                "least 1"
+                "least 1",
+                code="invalid_value",
+                key="rate_limit",
             )
         self.per_minute = per_minute
         self._per_second = per_minute / 60
@@ -88,7 +90,9 @@ class ConcurrencyLimiter:
 
     def __init__(self, limit: int) -> None:
         if limit < 1:
-            raise UserError(f"concurrency limit: {limit}; expected at least 1")
+            raise UserError(
+                f"concurrency limit: {limit}; expected at least 1", code="invalid_value", key="concurrency"
+            )
         self.limit = limit
         self._held: Counter[str] = Counter()
 
@@ -128,17 +132,16 @@ class Admission:
     def __init__(self, max_running: int, max_waiting: int, *, clock: Clock = time.monotonic) -> None:
         if max_running < 1 or max_waiting < 0:
             raise UserError(
-                f"queue: {max_running} running and {max_waiting} waiting at most; expected at least 1 and 0"
+                f"queue: {max_running} running and {max_waiting} waiting at most; expected at least 1 and 0",
+                code="invalid_value",
+                key="queue",
             )
         self.max_running, self.max_waiting = max_running, max_waiting
         self.running = 0
         """Contexts that are entered now."""
-        self.closed = False
-        """Whether `close` was called."""
         self._clock = clock
         self._queue: deque[asyncio.Future[None]] = deque()
         self._mean_s = 1.0  # seconds for one; a guess until some have been served
-        self._idle: list[asyncio.Future[None]] = []
 
     @property
     def waiting(self) -> int:
@@ -170,25 +173,12 @@ class Admission:
         """Seconds in which those that wait now will have been served, by the recent time for one; 1 to 60."""
         return min(_MAX_RETRY_AFTER_S, max(1.0, self._mean_s * (self.waiting + 1) / self.max_running))
 
-    def close(self) -> None:
-        """Refuse new ones; those that run or wait already will be served."""
-        self.closed = True
-
-    async def drained(self) -> None:
-        """Wait until nobody runs or waits."""
-        if self.running:
-            future = asyncio.get_running_loop().create_future()
-            self._idle.append(future)
-            await future
-
     def check(self) -> None:
         """Whether one more would be taken now.
 
         Raises:
             APIError: as `enter`.
         """
-        if self.closed:
-            raise draining()
         if self.running >= self.max_running and self.waiting >= self.max_waiting:
             raise queue_full(self.retry_after_s())
 
@@ -216,8 +206,3 @@ class Admission:
                 future.set_result(None)
                 return
         self.running -= 1
-        if not self.running:
-            for future in self._idle:
-                if not future.done():
-                    future.set_result(None)
-            self._idle.clear()

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from rlhf_data import Message, Text, UserError
 from rlhf_serve.errors import invalid_request
 from rlhf_serve.http.limits import Admission
-from rlhf_serve.http.streaming import ClientLeft, attended, within
+from rlhf_serve.http.streaming import attended, within
 from rlhf_serve.http.telemetry import record_of
 from rlhf_serve.openai.openrlhf import split_query
 from rlhf_serve.openai.schema import RewardRequest, ScoreRequest
@@ -50,11 +50,8 @@ def add_scoring(app: FastAPI, served: Served, settings: ServeSettings, door: Adm
         """How good completions are after their prompts."""
         if body.model is not None:
             served.check_model(body.model)
-        try:
-            batch = partial(_score_batch, body, service)
-            found = await _scores(service, settings, door, request, batch, fill_in=False)
-        except ClientLeft:
-            return Response(status_code=499)
+        batch = partial(_score_batch, body, service)
+        found = await _scores(service, settings, door, request, batch, fill_in=False)
         data = [
             {"index": i, "object": "score", "score": total, "scores": _row(found, i)}
             for i, total in enumerate(found.total)
@@ -65,12 +62,9 @@ def add_scoring(app: FastAPI, served: Served, settings: ServeSettings, door: Adm
     @app.post("/get_reward")
     async def get_reward(body: RewardRequest, request: Request) -> Response:
         """Rewards as OpenRLHF's trainers ask for them, and `rlhf-train --reward URL`."""
-        try:
-            batch = partial(_reward_batch, body, service)
-            # Who trains needs a number for each completion, as training in this process does.
-            found = await _scores(service, settings, door, request, batch, fill_in=True)
-        except ClientLeft:
-            return Response(status_code=499)
+        batch = partial(_reward_batch, body, service)
+        # Who trains needs a number for each completion, as training in this process does.
+        found = await _scores(service, settings, door, request, batch, fill_in=True)
         return JSONResponse({"rewards": found.total, "scores": found.total, "extra_logs": found.by_name})
 
 

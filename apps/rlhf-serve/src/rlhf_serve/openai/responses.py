@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf_infer import Candidate
 from rlhf_serve.openai.logprobs import Piece, TokenRow, chat_logprobs, completion_logprobs, unfolded
-from rlhf_serve.service.best_of_n import Outcome, Timing, scores_of
+from rlhf_serve.service.best_of_n import Outcome, Timing
 from rlhf_serve.service.tokenization import Texts
 
 DONE = "data: [DONE]\n\n"
@@ -137,13 +137,13 @@ def event(body: dict[str, Any]) -> str:
 
 def usage(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Tokens of prompts, once for each round of drawing, and of all candidates, also of those that lost."""
-    prompt = sum(outcome.cost.prompt_tokens for outcome in outcomes)
-    completion = sum(outcome.cost.completion_tokens for outcome in outcomes)
+    prompt = sum(outcome.selected.cost.prompt_tokens for outcome in outcomes)
+    completion = sum(outcome.selected.cost.completion_tokens for outcome in outcomes)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "candidates": sum(len(outcome.candidates) for outcome in outcomes),
+        "candidates": sum(len(outcome.selected.candidates) for outcome in outcomes),
     }
 
 
@@ -151,9 +151,15 @@ def listed(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     """All candidates in the order in which they were drawn."""
     rows = []
     for prompt, outcome in enumerate(outcomes):
-        rank = {place: i for i, place in enumerate(outcome.ranking)}
-        for place, each in enumerate(outcome.candidates):
-            row = {"index": each.index, "text": each.text, **scores_of(each), "answer": each.answer}
+        rank = {place: i for i, place in enumerate(outcome.selected.ranking)}
+        for place, each in enumerate(outcome.selected.candidates):
+            row = {
+                "index": each.index,
+                "text": each.text,
+                "score": each.score,
+                "scores": dict(each.scores),
+                "answer": each.answer,
+            }
             row |= {"finish_reason": each.rollout.finish_reason, "tokens": len(each.rollout.completion_ids)}
             row |= {"rank": rank[place], "selected": rank[place] < outcome.order.n}
             rows.append(row | ({"prompt": prompt} if len(outcomes) > 1 else {}))

@@ -14,18 +14,17 @@ from rlhf_infer import (
     Candidate,
     ConfidenceBasedStopping,
     OnToken,
-    SamplingCost,
     SamplingParams,
     SearchRules,
     Selected,
     Selection,
     extractor,
 )
+from rlhf_infer.async_loop import gathered
 from rlhf_infer.sampling.candidates import VOTES
 from rlhf_serve.backends.protocol import Backend, Draw
 from rlhf_serve.service.scoring_queue import Scoring
 from rlhf_serve.service.tokenization import Texts
-from rlhf_serve.service.worker_threads import together
 
 
 @dataclass(frozen=True)
@@ -85,21 +84,6 @@ class Outcome:
 
     order: Order
     selected: Selected
-
-    @property
-    def candidates(self) -> Sequence[Candidate]:
-        """In the order in which they were drawn."""
-        return self.selected.candidates
-
-    @property
-    def ranking(self) -> tuple[int, ...]:
-        """Their places, best first."""
-        return self.selected.ranking
-
-    @property
-    def cost(self) -> SamplingCost:
-        """What they cost."""
-        return self.selected.cost
 
     @property
     def chosen(self) -> list[Candidate]:
@@ -173,7 +157,7 @@ class BestOfNService:
     async def run_all(self, orders: Sequence[Order], timing: Timing) -> list[Outcome]:
         """The outcomes of several orders, worked on at the same time."""
         timings = [Timing() for _ in orders]
-        found = await together(self.run(o, t) for o, t in zip(orders, timings, strict=True))
+        found = await gathered(self.run(o, t) for o, t in zip(orders, timings, strict=True))
         timing.generate_s += sum(each.generate_s for each in timings)
         timing.score_s += sum(each.score_s for each in timings)
         timing.prompts = timings if len(timings) > 1 else []
@@ -207,8 +191,3 @@ class BestOfNService:
         if self.scoring is not None:
             await asyncio.to_thread(self.scoring.close)
         self.texts.workers.close()
-
-
-def scores_of(candidate: Candidate) -> dict[str, Any]:
-    """The score and the scores of a candidate, for a response."""
-    return {"score": candidate.score, "scores": dict(candidate.scores)}

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from rlhf_infer import ScorerUnavailable, async_loop
+from rlhf_infer import Samples, ScorerUnavailable, async_loop
 from rlhf_infer.rewards.combine import Source
-from rlhf_infer.rewards.conventions import Samples
 
 Rows = dict[str, list[float]]
 """Rewards by the name of their row, NaN where one is not applicable."""

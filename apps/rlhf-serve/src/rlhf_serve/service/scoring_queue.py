@@ -10,14 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_data import Text, UserError
-from rlhf_infer import RewardFunctions, ScorerUnavailable, async_loop, computes_with_torch, needed_columns
+from rlhf_infer import (
+    RewardFunctions,
+    Samples,
+    ScorerUnavailable,
+    async_loop,
+    computes_with_torch,
+    needed_columns,
+)
 from rlhf_infer.rewards.combine import Source
-from rlhf_infer.rewards.conventions import Samples
 from rlhf_infer.rewards.texts import text_of
 from rlhf_serve.errors import APIError, invalid_request, reward_failed
 from rlhf_serve.service.reward_lanes import Lane, Rows
 from rlhf_serve.service.tokenization import Texts
-from rlhf_serve.service.worker_threads import together
 
 _LAST_S = 1.0
 """Seconds that a Python function has to come back when the server ends."""
@@ -118,7 +123,8 @@ class Scoring:
             )
         samples = Samples(list(prompts), list(completions), ids, dict(columns or {}))
         works = [self._in_lane(lane, samples) for lane in self._lanes]
-        found = await together([*works, *(self._wait_for(source, samples) for source in self._awaited)])
+        works += [self._wait_for(source, samples) for source in self._awaited]
+        found = await async_loop.gathered(works)
         rows: Rows = {name: row for part in found for name, row in part.items()}
         try:
             ordered = [rows[name] for name in self.rewards.names]

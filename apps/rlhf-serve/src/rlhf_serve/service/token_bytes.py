@@ -6,8 +6,12 @@ import json
 import re
 from typing import Any
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _BLANK = "▁"
+_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
+"""The bytes that the characters of byte-level vocabularies spell."""
 
 
 class TokenBytes:
@@ -50,13 +54,3 @@ class TokenBytes:
             return found.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level vocabularies spell bytes with: themselves where they can be seen."""
-    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in seen]
-    return {chr(byte): byte for byte in seen} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTES = _byte_alphabet()

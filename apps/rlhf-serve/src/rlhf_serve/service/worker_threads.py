@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -72,15 +72,3 @@ class Workers:
             if replaced:
                 return
             del item, result, work, value, failure  # or the thread would keep what was asked last
-
-
-async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of several coroutines that run at the same time; the first that fails ends the others."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

@@ -44,11 +44,11 @@ def run_minmax(options: dict[str, Any]) -> None:
             _play(config, run, options)
             return
         from rlhf_minmax import plan_run
-        from rlhf_train.display.game import show_plan
+        from rlhf_train.display.training import TrainingDisplay
 
         plan = plan_run(config)
-        if is_main_process():
-            show_plan(plan)
+        rows = [*plan["rows"], ("output folder", str(run.path))]
+        TrainingDisplay(quiet=not is_main_process()).show_plan({**plan, "rows": rows})
 
 
 def resolve_config(options: dict[str, Any]) -> MinMaxConfig:

@@ -22,6 +22,7 @@ from rlhf_minmax.evaluation.break_even import BreakEven
 from rlhf_minmax.evaluation.evaluate import Metrics
 from rlhf_minmax.run.events import duration
 from rlhf_train.display.console import make_console
+from rlhf_train.display.plan import device_table, warning_line
 
 _TITLES = {"plain": "plain RLHF", "minmax": "MinMax"}
 _BLOCKS = {"before": "start", "plain": "plain RLHF", "after": "MinMax"}
@@ -77,14 +78,11 @@ class ConsoleEvents(Events):
 
     def device_plan(self, rows: list[dict[str, str]]) -> None:
         """A table of roles and devices."""
-        table = _table("Device plan", "role", "device", "dtype", "reason")
-        for row in rows:
-            table.add_row(row["role"], row["device"], row["dtype"], row["reason"])
-        self.console.print(table)
+        self.console.print(device_table(rows))
 
     def warning(self, text: str) -> None:
         """A line that stands out."""
-        self.console.print(Text.assemble(("warning: ", "bold yellow"), text))
+        self.console.print(warning_line(text))
 
     def building(self, seconds: float) -> None:
         """How long building the models takes."""
@@ -129,7 +127,7 @@ class ConsoleEvents(Events):
     def report(self, phase: str, report: StepReport) -> None:
         """A line for an evaluation on the way, and where no bar is drawn one for a checkpoint."""
         start = f"{_TITLES[phase]}: {report.step}/{report.total}  "
-        found = {name.removeprefix("eval/"): value for name, value in report.evaluation.items()}
+        found = {name.removeprefix("eval_"): value for name, value in report.evaluation.items()}
         if found:
             shown = (f"{label} {_number(found[key])}" for label, key in _ROWS if key in found)
             self.console.print(f"{start}evaluation: {', '.join(shown)}")
@@ -238,19 +236,6 @@ class _Stage:
             table.add_column(label, justify="right")
         table.add_row(*shown.values())
         return Group(self._progress, table)
-
-
-def show_plan(plan: dict[str, Any]) -> None:
-    """Print a dry run: what would run, with how many tokens and how much memory."""
-    events = ConsoleEvents()
-    events.device_plan(plan["device_plan"])
-    table = _table("Dry run: nothing is trained", "", "")
-    table.show_header = False
-    for label, value in plan["rows"]:
-        table.add_row(label, Text(value))
-    events.console.print(table)
-    for warning in plan["warnings"]:
-        events.warning(warning)
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -17,6 +17,7 @@ from rich.text import Text
 from rlhf_algos import StepReport
 from rlhf_data import RunFolder
 from rlhf_train.display.console import make_console
+from rlhf_train.display.plan import device_table, warning_line
 
 _PACKAGES = ("rlhf_data", "rlhf_models", "rlhf_eval", "rlhf_algos", "rlhf_train")
 _ALWAYS = ("learning_rate", "grad_norm")
@@ -74,7 +75,9 @@ class TrainingDisplay:
             self.say(f"{start}wrote {report.checkpoint.name}")
 
     def show_plan(self, plan: dict[str, Any]) -> None:
-        """Print a dry run: what would run, with how many tokens and how much memory."""
+        """Print a dry run: where and what would run, with how many tokens and how much memory; warnings."""
+        if "device_plan" in plan:
+            self.console.print(device_table(plan["device_plan"]))
         table = Table(title="Dry run: nothing is trained", title_justify="left", box=box.ROUNDED)
         table.show_header = False
         table.add_column()
@@ -82,6 +85,8 @@ class TrainingDisplay:
         for label, value in plan["rows"]:
             table.add_row(label, Text(value))
         self.console.print(table)
+        for warning in plan.get("warnings", ()):
+            self.console.print(warning_line(warning))
 
     def say(self, text: str) -> None:
         """A line."""
@@ -145,10 +150,7 @@ class _ConsoleHandler(logging.Handler):
         if message in self._printed:
             return
         self._printed.add(message)
-        text = Text(message)
-        if record.levelno >= logging.WARNING:
-            text = Text.assemble(("warning: ", "bold yellow"), text)
-        self.console.print(text)
+        self.console.print(warning_line(message) if record.levelno >= logging.WARNING else Text(message))
 
 
 def _pace(report: StepReport) -> list[str]:

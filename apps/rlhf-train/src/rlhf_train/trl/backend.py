@@ -126,7 +126,8 @@ def dataset_rows(records: Sequence[Any]) -> list[dict[str, Any]]:
     """
     if len({type(record) for record in records}) > 1:
         raise UserError(
-            "TRL reads one kind of rows at a time; give files of prompts with completions, or of texts"
+            "TRL reads one kind of rows at a time; give files of prompts with completions, or of texts",
+            code="mixed_rows",
         )
     names = ("prompt", "completion", "chosen", "rejected", "messages", "text", "label", "margin")
     rows = []

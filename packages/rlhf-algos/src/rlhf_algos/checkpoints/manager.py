@@ -22,7 +22,14 @@ from rlhf_algos.checkpoints.optimizer_state import save_optimizer_state as save_
 from rlhf_algos.checkpoints.optimizer_state import save_rng_state as save_rng_state
 from rlhf_algos.process_group import barrier, broadcast, is_main_process
 from rlhf_algos.tracking.early_stopping import is_greater_better
-from rlhf_data import UserError, atomic_folder, atomic_write_json, finite, write_checksums
+from rlhf_data import (
+    UserError,
+    atomic_folder,
+    atomic_write_json,
+    current_names,
+    finite,
+    write_checksums,
+)
 from rlhf_models import ADAPTER_CONFIG
 from rlhf_models.adapters.files import anchor_base
 
@@ -157,12 +164,15 @@ class CheckpointManager:
         path = Path(folder) / STATE_FILE
         if not path.is_file():
             raise UserError(
-                f"{folder} is not a complete checkpoint: it has no {STATE_FILE}; name another one"
+                f"{folder} is not a complete checkpoint: it has no {STATE_FILE}; name another one",
+                code="incomplete_checkpoint",
             )
         try:
             return json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise UserError(f"{path} is damaged ({error}); name another checkpoint") from error
+            raise UserError(
+                f"{path} is damaged ({error}); name another checkpoint", code="damaged_file"
+            ) from error
 
     def _log(self, step: int, metrics: dict[str, Any]) -> dict[str, Any]:
         """What is said in a new checkpoint's state about this and the best one."""
@@ -186,7 +196,7 @@ class CheckpointManager:
                 history = self.read_state(folder).get("log_history", [])
             except UserError:  # damaged: it cannot be the best one
                 continue
-            scores += self._score(step, history[-1] if history else {})
+            scores += self._score(step, current_names(history[-1]) if history else {})
         return scores
 
     def _score(self, step: int, metrics: Mapping[str, Any]) -> list[tuple[float, int]]:
@@ -231,7 +241,8 @@ def load_weights(model: Any, folder: str | Path) -> None:
                 model.load_state_dict(type(model).from_pretrained(folder).state_dict())
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(
-            f"{folder}: its weights do not fit this model ({error}); resume with the same model"
+            f"{folder}: its weights do not fit this model ({error}); resume with the same model",
+            code="weights_do_not_fit",
         ) from error
 
 

@@ -69,12 +69,16 @@ def load_optimizer_state(optimizer: Optimizer, path: str | Path) -> None:
         len(group["params"]) for group in header["param_groups"]
     ] and all(_moments_fit(entries, parameters[index]) for index, entries in state.items())
     if not matching:
-        raise UserError(f"{path} belongs to an optimizer over other parameters; resume with the same model")
+        raise UserError(
+            f"{path} belongs to an optimizer over other parameters; resume with the same model",
+            code="other_parameters",
+        )
     quantised = any(_QUANTISED in entries for entries in state.values())
     if state and quantised != hasattr(optimizer, "non_castable_tensor_keys"):
         kinds = ["adamw_torch", "adamw_bnb_8bit"]
         raise UserError(
-            f"{path} belongs to an optimizer of another kind; resume with optim={kinds[quantised]}"
+            f"{path} belongs to an optimizer of another kind; resume with optim={kinds[quantised]}",
+            code="other_optimizer",
         )
     optimizer.load_state_dict({"state": state, "param_groups": header["param_groups"]})
 
@@ -127,5 +131,6 @@ def _read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             return tensors, json.loads((file.metadata() or {})["state"])
     except (OSError, SafetensorError, KeyError) as error:
         raise UserError(
-            f"{path} cannot be read as saved state ({error}); resume from another checkpoint"
+            f"{path} cannot be read as saved state ({error}); resume from another checkpoint",
+            code="unreadable_file",
         ) from error

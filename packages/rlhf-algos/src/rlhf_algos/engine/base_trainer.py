@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from rlhf_algos.checkpoints.manager import CheckpointManager
 from rlhf_algos.configs.trainer import TrainerConfig
-from rlhf_algos.engine.batching import epoch_order
 from rlhf_algos.engine.events import TrainingEvents, check_evaluations
 from rlhf_algos.engine.loss_output import LossOutput
 from rlhf_algos.engine.observers import Observers, sampler_of
 from rlhf_algos.engine.optimizer import train_in_fp32
-from rlhf_algos.engine.optimizer_step import Share, optimizer_step, reduced, share_of_step
+from rlhf_algos.engine.optimizer_step import Share, epoch_order, optimizer_step, reduced, share_of_step
 from rlhf_algos.engine.parallel import Parallel
 from rlhf_algos.engine.trained_module import TrainedModule
 from rlhf_algos.engine.training_method import Example, TrainingMethod
@@ -69,7 +68,10 @@ class BaseTrainer(TrainingMethod[Example]):
         progress: bool | None = False,
     ) -> None:
         if not len(examples):
-            raise UserError("there are no training examples; give a data set with at least one row")
+            raise UserError(
+                "the training set is empty; give a data set with at least one row",
+                code="no_training_examples",
+            )
         check_evaluations(config, config.eval_steps, examples=len(eval_examples), has_run=run is not None)
         self.model, self.config, self.run, self.tokenizer = model, config, run, tokenizer
         self.examples, self.eval_examples = examples, eval_examples
@@ -310,7 +312,8 @@ class BaseTrainer(TrainingMethod[Example]):
             if state[key] != have:
                 raise UserError(
                     f"{folder} was written with {state[key]} {_SAME[key]}, there are now {have}; "
-                    "resume with the same"
+                    "resume with the same",
+                    code="different_training_data",
                 )
         if self.parallel.sharded and self.trained.prepared:
             raise ValueError("a sharded trainer takes up a checkpoint before its first step only")
@@ -365,15 +368,14 @@ class BaseTrainer(TrainingMethod[Example]):
         names = ("loss",) if skipping else ("loss", "grad_norm")
         if all(math.isfinite(metrics.get(name, 0.0)) for name in names):
             return
-        raise UserError(
-            nonfinite_message(
-                metrics,
-                step=self.step + 1,
-                rows=self.rows,
-                checkpoint=self.checkpoints.latest() if self.checkpoints else None,
-                learning_rate=self.optimizer.param_groups[0]["lr"],
-            )
+        said = nonfinite_message(
+            metrics,
+            step=self.step + 1,
+            rows=self.rows,
+            checkpoint=self.checkpoints.latest() if self.checkpoints else None,
+            learning_rate=self.optimizer.param_groups[0]["lr"],
         )
+        raise UserError(said, code="non_finite_loss")
 
     @property
     def _manager(self) -> CheckpointManager:

@@ -206,7 +206,9 @@ def check_best_metric(name: str, metrics: Mapping[str, Any]) -> None:
     if name not in metrics:
         known = ", ".join(key for key in metrics if is_evaluation(key))
         raise UserError(
-            f"metric_for_best_model is {name}, which evaluation does not give; choose from {known}"
+            f"metric_for_best_model is {name}, which evaluation does not give; choose from {known}",
+            code="unknown_metric",
+            metric=name,
         )
 
 
@@ -229,6 +231,13 @@ def check_evaluations(
         return
     if eval_steps is None or not examples:
         missing = "held-out rows" if eval_steps else "eval_steps"
-        raise UserError(f"{wanted} compares evaluations during training; it needs {missing}, or leave it out")
+        raise UserError(
+            f"{wanted} compares evaluations during training; it needs {missing}, or leave it out",
+            code="missing_evaluation",
+            missing=missing,
+        )
     if config.load_best_model_at_end and not has_run:
-        raise UserError("load_best_model_at_end needs a run folder for its checkpoints; give the trainer one")
+        raise UserError(
+            "load_best_model_at_end needs a run folder for its checkpoints; give the trainer one",
+            code="missing_run_folder",
+        )

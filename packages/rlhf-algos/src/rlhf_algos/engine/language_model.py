@@ -1,18 +1,23 @@
-"""The language model as a module that Accelerate can prepare: a packed batch in, log-probs out."""
+"""The language model in training, and the reference it is compared with: a packed batch in, log-probs out."""
 
 from __future__ import annotations
 
+import copy
 import logging
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from rlhf_algos.configs.offline import ReferenceConfig
 from rlhf_algos.configs.online import GRPOConfig, OnlineConfig
 from rlhf_algos.configs.trainer import LanguageModelConfig, PolicyConfig
 from rlhf_algos.engine.base_trainer import BaseTrainer
 from rlhf_algos.engine.loss_output import LossOutput
+from rlhf_algos.engine.reference_cache import adapter_off_is, with_reference_logps
 from rlhf_algos.engine.start_distance import StartDistance, shortened
 from rlhf_algos.tracking.debug import Sampler
 from rlhf_data import PackedBatch, TokenSequence, UserError
@@ -25,7 +30,7 @@ from rlhf_models import (
     token_logps,
 )
 
-__all__ = ["LanguageModelTrainer", "LogpsModule"]
+__all__ = ["LanguageModelTrainer", "LogpsModule", "ReferenceTrainer"]
 
 _LOG = logging.getLogger(__name__)
 Example = TypeVar("Example")
@@ -36,11 +41,30 @@ class LogpsModule(nn.Module):
 
     Args:
         lm: a transformers causal LM, or a PeftModel around one.
+        ref_lm: the model it is compared with; it is frozen and stays in eval mode. None means the model with
+            its adapters off.
     """
 
-    def __init__(self, lm: Any) -> None:
+    def __init__(self, lm: Any, ref_lm: Any = None) -> None:
         super().__init__()
         self.lm = lm
+        self.ref_lm = None if ref_lm is None else ref_lm.requires_grad_(False).eval()
+
+    @classmethod
+    def with_reference(cls, lm: Any, ref_lm: Any = None) -> LogpsModule:
+        """The model and its reference: the one given, or else the model as it is now."""
+        if ref_lm is None and not adapter_off_is(lm):
+            hint = "precompute_ref_log_probs, where the method has it, needs none in memory"
+            _LOG.info("the reference is a frozen copy of the model; %s", hint)
+            ref_lm = copy.deepcopy(lm)
+        return cls(lm, ref_lm)
+
+    def train(self, mode: bool = True) -> LogpsModule:
+        """Switch the model between training and evaluation."""
+        super().train(mode)
+        if self.ref_lm is not None:
+            self.ref_lm.eval()
+        return self
 
     def forward(
         self,
@@ -61,22 +85,25 @@ class LogpsModule(nn.Module):
             with_entropy: see `token_logps`.
             with_stats: see `token_logps`.
             with_router_loss: see `token_logps`; never of the reference.
-            reference: score with the model's adapters switched off, without gradients or dropout.
+            reference: score with the reference, without gradients or dropout.
             distributions: give `token_distributions` of the model, at temperature 1, and nothing else.
 
         Raises:
-            ValueError: `reference` of a model without adapters.
+            ValueError: `reference` of a model without adapters, when no reference was given.
         """
         if distributions:
             return token_distributions(self.lm, batch)
         options: dict[str, Any] = {"temperature": temperature, "with_entropy": with_entropy}
+        options["with_stats"] = with_stats
         if not reference:
-            options["with_router_loss"] = with_router_loss
-            return token_logps(self.lm, batch, with_stats=with_stats, **options)
+            return token_logps(self.lm, batch, with_router_loss=with_router_loss, **options)
+        if self.ref_lm is not None:
+            with torch.no_grad():
+                return token_logps(self.ref_lm, batch, **options)
         if not hasattr(self.lm, "disable_adapter"):
             raise ValueError("a model without adapters is not its own reference; give a frozen copy")
         with torch.no_grad(), evaluating(self.lm), self.lm.disable_adapter():
-            return token_logps(self.lm, batch, with_stats=with_stats, **options)
+            return token_logps(self.lm, batch, **options)
 
 
 class LanguageModelTrainer(BaseTrainer[Example]):
@@ -197,6 +224,70 @@ class LanguageModelTrainer(BaseTrainer[Example]):
 
     def _distributions(self, batch: PackedBatch) -> Tensor:
         return _of(self.forward(batch.to(self.device), distributions=True))
+
+
+class ReferenceTrainer(LanguageModelTrainer[Example]):
+    """Trains a policy against a reference, which is the model as it is given unless another one is.
+
+    Where the model is a PeftModel with a fresh adapter, the reference is that model with the adapter off;
+    with `precompute_ref_log_probs` it is a number per completion; otherwise it is a frozen copy.
+
+    Args:
+        model: a transformers causal LM, or a PeftModel around one.
+        config: the settings.
+        examples: the training examples.
+        eval_examples: what `evaluate` measures.
+        ref_model: another reference than the model itself.
+        **options: see `BaseTrainer`.
+
+    Raises:
+        UserError: no examples.
+    """
+
+    reference_fields: tuple[str, ...]
+    """Fields of an example that hold the reference's log-probs of its `reference_sequences`, in order."""
+    config: ReferenceConfig
+
+    def __init__(
+        self,
+        model: Any,
+        config: ReferenceConfig,
+        examples: Sequence[Example],
+        *,
+        eval_examples: Sequence[Example] = (),
+        ref_model: Any = None,
+        **options: Any,
+    ) -> None:
+        self._ref_model = ref_model
+        super().__init__(model, config, examples, eval_examples=eval_examples, **options)
+        if config.precompute_ref_log_probs:
+            scorer = self.scorer if ref_model is None else LogpsModule(ref_model)
+            self.examples, self.eval_examples = with_reference_logps(
+                self, scorer, (examples, eval_examples), self.reference_sequences, self.reference_fields
+            )
+            self._ref_model = None
+
+    def build_scorer(self, model: Any) -> nn.Module:
+        """The policy, with its reference where that is a model of its own."""
+        if self.config.precompute_ref_log_probs:
+            return LogpsModule(model)
+        return LogpsModule.with_reference(model, self._ref_model)
+
+    @abstractmethod
+    def reference_sequences(self, example: Example) -> Sequence[TokenSequence]:
+        """The sequences of an example that the reference scores."""
+
+    def reference_logps(self, batch: PackedBatch) -> Tensor:
+        """Log-probs (Q,) of each sequence's scored part under the reference, without gradients."""
+        with torch.no_grad():
+            return batch.sequence_sums(self.forward(batch, reference=True).logps)
+
+    def known_logps(self, examples: Sequence[Example]) -> Tensor | None:
+        """Log-probs (examples, fields) that the examples bring along; None where some do not."""
+        rows = [[getattr(example, name, None) for name in self.reference_fields] for example in examples]
+        if any(value is None for row in rows for value in row):
+            return None
+        return torch.tensor(rows, device=self.device)
 
 
 def _of(scores: TokenLogps) -> Tensor:

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-__all__ = ["LossOutput", "reduce_outputs"]
+from rlhf_models import TokenLogps
+
+__all__ = ["LossOutput", "mean_where", "reduce_outputs", "side_metrics"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,29 @@ class LossOutput:
         if real:
             return added, highest
         return [torch.zeros_like(x) for x in added], [torch.full_like(x, -torch.inf) for x in highest]
+
+
+def mean_where(values: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum and count of the values at which `chosen` (bool, same shape) is true."""
+    return values.masked_fill(~chosen, 0).sum(), chosen.sum()
+
+
+def side_metrics(
+    scores: TokenLogps, chosen_tokens: Tensor, rejected_tokens: Tensor
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Entropy of both sides' tokens and mean logits of each side's, as sums and counts.
+
+    Args:
+        scores: scored with statistics.
+        chosen_tokens: (M,) bool, which tokens belong to chosen (desirable) completions.
+        rejected_tokens: (M,) bool, which belong to rejected (undesirable) ones.
+    """
+    assert scores.entropy is not None and scores.mean_logits is not None
+    return {
+        "logits/chosen": mean_where(scores.mean_logits, chosen_tokens),
+        "logits/rejected": mean_where(scores.mean_logits, rejected_tokens),
+        "entropy": mean_where(scores.entropy, chosen_tokens | rejected_tokens),
+    }
 
 
 def reduce_outputs(

@@ -88,7 +88,11 @@ def sampler_of(
     """
     lm = getattr(scorer, "lm", None)
     if lm is None or tokenizer is None:
-        raise UserError("sample_steps needs a language model with its tokenizer, not sharded; leave it out")
+        raise UserError(
+            "sample_steps needs a language model with its tokenizer, not sharded; leave it out",
+            code="unsupported_key",
+            key="sample_steps",
+        )
     if run is None:
         return None
     sampler = Sampler(lm, tokenizer, Sampler.prompts_of(list(sequences)), run, every=every)

@@ -103,7 +103,8 @@ def _adamw_8bit(groups: list[dict[str, Any]], **options: Any) -> Optimizer:
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(
             "optim=adamw_bnb_8bit needs bitsandbytes, which is not installed; run pip install bitsandbytes, "
-            "or take optim=adamw_torch"
+            "or take optim=adamw_torch",
+            code="missing_package",
         )
     from bitsandbytes.optim.adamw import AdamW8bit
 

@@ -1,4 +1,4 @@
-"""One optimizer step on micro-batches: the same number of them on every process, one gradient, one update."""
+"""One optimizer step: its examples, as many micro-batches on every process, one gradient, one update."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhf_algos.engine.parallel import Parallel
 from rlhf_algos.engine.trained_module import TrainedModule
 from rlhf_data import PackedBatch
 
-__all__ = ["MicroBatch", "Share", "combined", "optimizer_step", "reduced", "share_of_step"]
+__all__ = ["MicroBatch", "Share", "combined", "epoch_order", "optimizer_step", "reduced", "share_of_step"]
 
 
 class MicroBatch(NamedTuple):
@@ -30,6 +30,13 @@ class Share(NamedTuple):
 
     batches: list[MicroBatch]
     total: int
+
+
+def epoch_order(num_examples: int, epoch: int, *, shuffle: bool, seed: int) -> list[int]:
+    """Order of the examples in an epoch; it depends on its arguments only."""
+    if not shuffle:
+        return list(range(num_examples))
+    return torch.randperm(num_examples, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
 
 
 def share_of_step(

@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,11 @@ def choose_precision(config: HardwareConfig, device: torch.device, dtype: torch.
         UserError: fp16 is asked for on a CPU or with FSDP.
     """
     if config.fp16 and config.fsdp:
-        raise UserError("fp16 and fsdp do not go together; use bf16, or deepspeed in place of fsdp")
+        raise UserError(
+            "fp16 and fsdp do not go together; use bf16, or deepspeed in place of fsdp", code="fp16_with_fsdp"
+        )
     if config.fp16 and device.type == "cpu":
-        raise UserError("fp16 needs a GPU; use bf16, or leave both out for fp32")
+        raise UserError("fp16 needs a GPU; use bf16, or leave both out for fp32", code="missing_gpu")
     for mode in ("bf16", "fp16"):
         if getattr(config, mode):
             return mode, f"{mode} is set"
@@ -81,7 +83,10 @@ def check_hardware(
     """
     choose_precision(config, device, dtype)
     if config.fsdp and world_size == 1:
-        raise UserError("fsdp shards over several processes, this is a single one; start it with torchrun")
+        raise UserError(
+            "fsdp shards over several processes, this is a single one; start it with torchrun",
+            code="single_process",
+        )
     if config.deepspeed:
         _deepspeed_settings(config.deepspeed)
 
@@ -148,8 +153,8 @@ class Parallel:
         """Whether each process holds a part of the model or of its optimizer only."""
         return self.fsdp or self.deepspeed
 
-    def shard(self, scorer: nn.Module) -> bool:
-        """Shard the module's parameters with FSDP2, in place; whether there was anything to do."""
+    def shard(self, scorer: nn.Module, *, frozen: Iterable[nn.Parameter] = ()) -> bool:
+        """Shard all parameters but `frozen` with FSDP2, in place; whether there was anything to do."""
         if not self.fsdp:
             return False
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -157,6 +162,7 @@ class Parallel:
         half = _HALF.get(self.precision)
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32) if half else None
         options: dict[str, Any] = {"mp_policy": policy} if policy else {}
+        options["ignored_params"] = set(frozen)
         scorer.to(self.device)
         layers = {
             name for module in scorer.modules() for name in getattr(module, "_no_split_modules", None) or ()
@@ -346,10 +352,17 @@ def _deepspeed_settings(path: str) -> dict[str, Any]:
     except OSError as error:
         raise UserError(
             f"deepspeed file {path} cannot be read ({error.strerror}); a file with "
-            '{"zero_optimization": {"stage": 2}} is enough for ZeRO-2'
+            '{"zero_optimization": {"stage": 2}} is enough for ZeRO-2',
+            code="unreadable_file",
         ) from error
     except ValueError as error:
-        raise UserError(f"deepspeed file {path} is not valid JSON ({error}); correct it") from error
+        raise UserError(
+            f"deepspeed file {path} is not valid JSON ({error}); correct it", code="invalid_json"
+        ) from error
     if not isinstance(settings, dict) or "zero_optimization" not in settings:
-        raise UserError(f"deepspeed file {path} has no zero_optimization section; add one with a stage")
+        raise UserError(
+            f"deepspeed file {path} has no zero_optimization section; add one with a stage",
+            code="missing_key",
+            key="zero_optimization",
+        )
     return settings

@@ -21,7 +21,7 @@ from rlhf_algos.engine.optimizer import create_optimizer, create_scheduler
 from rlhf_algos.engine.parallel import Parallel
 from rlhf_data import UserError
 
-__all__ = ["TrainedModule"]
+__all__ = ["TrainedModule", "load_full_optimizer", "save_full_optimizer"]
 
 _OPTIMIZER, _DEEPSPEED = "optimizer.safetensors", "deepspeed"
 
@@ -90,9 +90,7 @@ class TrainedModule:
                 str(folder / _DEEPSPEED), tag="state", exclude_frozen_parameters=True
             )
         elif self.parallel.fsdp:
-            _save_full_optimizer(
-                self.module, self.optimizer, folder / _OPTIMIZER, write=self.parallel.is_main
-            )
+            save_full_optimizer(self.module, self.optimizer, folder / _OPTIMIZER, write=self.parallel.is_main)
         elif self.parallel.is_main:
             save_optimizer_state(self.optimizer, folder / _OPTIMIZER)
         save_rng_state(folder / self._rng_file())
@@ -119,7 +117,7 @@ class TrainedModule:
             if place is None:
                 raise UserError(f"{folder} holds no DeepSpeed state; resume as the run was started")
         elif self.parallel.fsdp:
-            _load_full_optimizer(self.module, self.optimizer, folder / _OPTIMIZER)
+            load_full_optimizer(self.module, self.optimizer, folder / _OPTIMIZER)
         else:
             load_optimizer_state(self.optimizer, folder / _OPTIMIZER)
         self._set_learning_rates()
@@ -154,7 +152,7 @@ class TrainedModule:
         return f"rng_state_{rank}.safetensors" if rank else "rng_state.safetensors"
 
 
-def _save_full_optimizer(module: Any, optimizer: Any, path: Path, *, write: bool) -> None:
+def save_full_optimizer(module: Any, optimizer: Any, path: Path, *, write: bool) -> None:
     """Gather a sharded optimizer's state and write it as one safetensors file; all processes must call it."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
@@ -166,8 +164,8 @@ def _save_full_optimizer(module: Any, optimizer: Any, path: Path, *, write: bool
         save_file(tensors, str(path), metadata={"param_groups": json.dumps(state["param_groups"])})
 
 
-def _load_full_optimizer(module: Any, optimizer: Any, path: Path) -> None:
-    """Spread a state that `_save_full_optimizer` wrote over the processes."""
+def load_full_optimizer(module: Any, optimizer: Any, path: Path) -> None:
+    """Spread a state that `save_full_optimizer` wrote over the processes."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
     state: dict[str, Any] = {}

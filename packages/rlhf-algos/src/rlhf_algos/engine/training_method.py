@@ -11,9 +11,8 @@ from torch import nn
 
 from rlhf_algos.checkpoints.manager import load_weights, save_pretrained
 from rlhf_algos.configs.trainer import TrainerConfig
-from rlhf_algos.engine.batching import micro_batches
 from rlhf_algos.engine.loss_output import LossOutput
-from rlhf_data import PackedBatch, TokenSequence
+from rlhf_data import PackedBatch, TokenSequence, micro_batches
 
 __all__ = ["Example", "TrainingMethod"]
 

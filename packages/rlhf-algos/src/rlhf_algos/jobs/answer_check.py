@@ -68,7 +68,7 @@ class AnswerCheck:
             for row in unanswered
         ]
         if wrong and self._config.on_bad_row == "error":
-            raise UserError(wrong[0])
+            raise UserError(wrong[0], code="missing_answer")
         return wrong
 
     def accepts(self, record: Any) -> bool:
@@ -87,7 +87,9 @@ class AnswerCheck:
                 raise UserError(
                     f"{path}: reward {rule.name} needs a column {missing[0]}; there are "
                     f"{', '.join(sorted(seen)) or 'none beside prompt'}: name another one with "
-                    f"{rule.name}:column=NAME, or add it"
+                    f"{rule.name}:column=NAME, or add it",
+                    code="missing_column",
+                    column=missing[0],
                 )
 
     def _read(self, row: Mapping[str, Any], where: str) -> None:

@@ -38,7 +38,8 @@ def set_chat_format(model: Any, tokenizer: Any, config: JobConfig) -> None:
     if config.eos_token not in tokenizer.get_vocab():
         raise UserError(
             f"eos_token {config.eos_token!r} is not in the vocabulary of the model's tokenizer; name one of "
-            "its tokens, such as the one that ends turns in the chat template"
+            "its tokens, such as the one that ends turns in the chat template",
+            code="unknown_token",
         )
     if tokenizer.pad_token == tokenizer.eos_token:
         tokenizer.pad_token = config.eos_token
@@ -86,7 +87,9 @@ def _template(path: str, tokenizer: Any) -> str:
         try:
             return Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"chat_template_path {path} cannot be read: {error}; check the path") from error
+            raise UserError(
+                f"chat_template_path {path} cannot be read: {error}; check the path", code="unreadable_file"
+            ) from error
     other = load_tokenizer(path)
     if not other.chat_template:
         raise UserError(

@@ -162,7 +162,7 @@ def build_sets(
         try:
             held_out = TokenizedDataset(rows.held_out, tokenizer, **options)
         except UserError as error:
-            raise UserError(f"held-out rows: {error}") from error
+            raise UserError(f"held-out rows: {error}", code=error.code, **error.fields) from error
     for name, examples in (("training", train), ("held-out", held_out)):
         _warn_of_bad_rows(f"bad {name} rows", getattr(examples, "skipped", ()))
         if getattr(examples, "dropped", 0):
@@ -209,7 +209,8 @@ def conversion(config: JobConfig, rows: Rows, tokenizer: Any) -> Callable[[Recor
         if config.transcripts == "messages":
             raise UserError(
                 "transcripts is messages, but the tokenizer has no chat template; set transcripts to text, "
-                "or give a model with a template"
+                "or give a model with a template",
+                code="no_chat_template",
             )
         _LOG.info("transcripts and instructions stay texts: the tokenizer has no chat template")
         return None
@@ -281,7 +282,8 @@ def _kl_batch_size(config: KTOConfig) -> int | None:
         raise UserError(
             "an optimizer step takes 1 row (per_device_train_batch_size x gradient_accumulation_steps x "
             "processes), whose KL could only come from its own completion; take 2 or more, or set "
-            "kl_estimate to ema"
+            "kl_estimate to ema",
+            code="too_few_rows",
         )
     return step
 
@@ -293,12 +295,14 @@ def _read(
     streamed = config.streaming and path == config.train_data
     unread = check.file(path, subset_size=config.subset_size if streamed else subset_size) if check else []
     if unread and streamed:
-        raise UserError(f"{unread[0]}; a streamed file cannot be read without such rows")
+        raise UserError(
+            f"{unread[0]}; a streamed file cannot be read without such rows", code="unreadable_rows"
+        )
     options = {"columns": config.columns, "on_bad_row": config.on_bad_row}
     loaded = load_records(path, method.records, subset_size=subset_size, **options)
     records = [record for record in loaded.records if check.accepts(record)] if check else loaded.records
     if unread and not records:
-        raise UserError(f"{path}: no row is left; {unread[0]}")
+        raise UserError(f"{path}: no row is left; {unread[0]}", code="no_row_left")
     skipped = [*loaded.skipped, *unread]
     if not streamed:
         _warn_of_bad_rows(f"bad rows of {path}", skipped)

@@ -14,8 +14,8 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from rlhf_algos.engine.batching import epoch_order, micro_batches
 from rlhf_algos.engine.optimizer import MOMENT_BYTES, train_in_fp32
+from rlhf_algos.engine.optimizer_step import epoch_order
 from rlhf_algos.engine.parallel import choose_precision
 from rlhf_algos.jobs.chat_setup import set_chat_format
 from rlhf_algos.jobs.config import JobConfig, OnlineJobConfig
@@ -25,31 +25,35 @@ from rlhf_algos.jobs.models import check_start, job_device, longest_sequence, lo
 from rlhf_algos.jobs.online import check_parts
 from rlhf_algos.jobs.tiny_models import (
     CHAT_TEMPLATE,
-    demo_cache,
     record_texts,
     tiny_base,
     tiny_positions,
     tiny_tokenizer,
 )
 from rlhf_algos.process_group import world_size
-from rlhf_data import PromptExample, TokenSequence, UserError, ensure_writable_folder
+from rlhf_data import (
+    PromptExample,
+    StepTokens,
+    TokenSequence,
+    UserError,
+    cache_folder,
+    ensure_writable_folder,
+    longest_completions,
+    micro_batches,
+)
 from rlhf_models import (
     activation_bytes,
     adapter_base,
     apply_lora,
     build_model,
     build_tokenizer,
-    check_tokenizer_fits,
-    check_weights,
-    format_bytes,
     is_language_adapter,
-    load_adapter_tokenizer,
-    load_config,
-    load_tokenizer,
+    load_shape,
+    memory_text,
     weight_bytes,
 )
 
-__all__ = ["plan_training"]
+__all__ = ["plan_training", "shown_tokens"]
 
 _MEASURED_STEPS = 64
 """Steps whose tokens are counted; the rest is taken to be alike."""
@@ -94,7 +98,7 @@ def plan_training(name: str, config: JobConfig) -> dict[str, Any]:
         config.max_steps if config.max_steps > 0 else max(1, math.ceil(config.num_train_epochs * per_epoch))
     )
     counted = _Completed(train, config) if isinstance(config, OnlineJobConfig) else train
-    packed, padded, largest, longest = _count_tokens(config, counted, global_batch_size, steps)
+    tokens = _count_tokens(config, counted, global_batch_size, steps)
     rows_text = f"{min(global_batch_size, len(train)):,} rows"
     passes = 1
     if isinstance(config, OnlineJobConfig):
@@ -111,14 +115,14 @@ def plan_training(name: str, config: JobConfig) -> dict[str, Any]:
             ("model", _model_text(config, model)),
             ("data", _data_text(with_skipped(rows, train, held_out), train, held_out)),
             ("steps", f"{steps:,} of {rows_text} ({steps / per_epoch:.3g} epochs)"),
-            ("tokens per step", f"{packed:,.0f} packed, {padded:,.0f} padded ({padded / packed:.1f}x)"),
-            ("tokens in all", f"{packed * steps * passes:,.0f}"),
-            ("longest sequence", f"{longest:,} tokens, {limit}"),
+            ("tokens per step", str(tokens)),
+            ("tokens in all", f"{tokens.packed * steps * passes:,}"),
+            ("longest sequence", f"{tokens.longest:,} tokens, {limit}"),
             (
                 "precision",
                 f"{str(dtype).removeprefix('torch.') if precision == 'no' else precision}: {reason}",
             ),
-            (f"memory on {device}", _memory_text(name, config, model, largest, precision)),
+            (f"memory on {device}", _memory_text(config, model, tokens.largest, precision)),
             *_example_rows(config, train[0], tokenizer),
         ]
     }
@@ -127,14 +131,8 @@ def plan_training(name: str, config: JobConfig) -> dict[str, Any]:
 def _shape(method: Method, config: JobConfig, records: Sequence[Any]) -> tuple[Any, Any]:
     """The tokenizer, and the model to train without its weights."""
     name = config.model_name_or_path
-    if name and is_language_adapter(name):
-        base = adapter_base(name)
-        shape, tokenizer = load_config(base), load_adapter_tokenizer(name, base)
-    elif name:
-        shape = load_config(name)
-        check_weights(name)
-        tokenizer = load_tokenizer(name)
-        check_tokenizer_fits(shape, tokenizer)
+    if name:
+        shape, tokenizer = load_shape(name, adapted=is_language_adapter(name))
     elif config.scratch:
         texts = (text for record in records for text in record_texts(record))
         tokenizer = build_tokenizer(config.scratch, texts)
@@ -142,11 +140,11 @@ def _shape(method: Method, config: JobConfig, records: Sequence[Any]) -> tuple[A
         with torch.device("meta"):
             shape = build_model(config.scratch, tokenizer=tokenizer).config
     else:
-        ensure_writable_folder(demo_cache())
+        ensure_writable_folder(cache_folder("offline"))
         tokenizer = tiny_tokenizer(records)
         with torch.device("meta"):
             positions = tiny_positions(config.max_length)
-            shape = tiny_base(tokenizer, seed=0, positions=positions).config
+            shape = tiny_base(tokenizer, seed=0, max_positions=positions).config
     if method.model != "policy":
         shape.num_labels = 1
     dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
@@ -160,20 +158,16 @@ def _shape(method: Method, config: JobConfig, records: Sequence[Any]) -> tuple[A
 
 def _count_tokens(
     config: JobConfig, examples: Sequence[Any], global_batch_size: int, steps: int
-) -> tuple[float, float, int, int]:
-    """Tokens of a step, packed and padded, of the largest pass, and of the longest sequence."""
+) -> StepTokens:
+    """Tokens of a step, the mean of the first."""
     order = epoch_order(len(examples), 0, shuffle=config.shuffle, seed=config.seed)
-    packed = padded = largest = longest = 0
+    counted: list[StepTokens] = []
     measured = min(steps, math.ceil(len(order) / global_batch_size), _MEASURED_STEPS)
     for start in range(0, measured * global_batch_size, global_batch_size):
         rows = [list(_sequences(examples[i])) for i in order[start : start + global_batch_size]]
-        for batch, _ in micro_batches(rows, rows, config.max_tokens_per_batch):
-            packed += batch.num_tokens
-            largest = max(largest, batch.num_tokens)
-        lengths = [len(sequence.input_ids) for row in rows for sequence in row]
-        padded += max(lengths) * len(lengths)
-        longest = max(longest, *lengths)
-    return packed / measured, padded / measured, largest, longest
+        batches = (batch for batch, _ in micro_batches(rows, rows, config.max_tokens_per_batch))
+        counted.append(StepTokens.of(batches, [sequence for row in rows for sequence in row]))
+    return StepTokens.mean(counted)
 
 
 class _Completed(Sequence[tuple[TokenSequence, ...]]):
@@ -186,11 +180,8 @@ class _Completed(Sequence[tuple[TokenSequence, ...]]):
         return len(self._prompts)
 
     def __getitem__(self, index: Any) -> Any:
-        prompt, length = self._prompts[index].prompt_ids, self._config.max_completion_length
-        return tuple(
-            TokenSequence((*prompt, *(number,) * length), len(prompt))
-            for number in range(-self._config.num_generations, 0)
-        )
+        config, prompt = self._config, self._prompts[index].prompt_ids
+        return longest_completions(prompt, config.num_generations, config.max_completion_length)
 
 
 def _rows_per_step(config: JobConfig) -> int:
@@ -219,22 +210,26 @@ def _sequences(example: Any) -> Iterator[TokenSequence]:
 def _example_rows(config: JobConfig, example: Any, tokenizer: Any) -> list[tuple[str, str]]:
     """Learning rate, rewards, and the first example as the model reads it, with special tokens."""
     rows = [("learning rate", f"{config.learning_rate:g}, {config.lr_scheduler_type}")]
-
-    def text(ids: Sequence[int]) -> str:
-        whole = tokenizer.decode(list(ids), skip_special_tokens=False).replace("\n", "\\n")
-        half = _SHOWN_CHARACTERS // 2
-        return whole if len(whole) <= _SHOWN_CHARACTERS else f"{whole[:half]} ... {whole[-half:]}"
-
     if isinstance(example, PromptExample) and isinstance(config, OnlineJobConfig):
         rewards = ("rewards", ", ".join(config.reward) or "the reward model of the stage before")
-        return [*rows, rewards, ("first prompt", text(example.prompt_ids))]
+        return [*rows, rewards, ("first prompt", shown_tokens(tokenizer, example.prompt_ids))]
     for number, sequence in enumerate(_sequences(example), start=1):
         learned = set(sequence.scored())
         spans = groupby(range(len(sequence.input_ids)), key=learned.__contains__)
-        parts = [(is_learned, text([sequence.input_ids[i] for i in span])) for is_learned, span in spans]
+        parts = [
+            (is_learned, shown_tokens(tokenizer, [sequence.input_ids[i] for i in span]))
+            for is_learned, span in spans
+        ]
         marked = "".join(f" |=> {part} <=| " if is_learned else part for is_learned, part in parts)
         rows.append((f"first row, sequence {number}", marked.strip().removesuffix(" <=|")))
     return rows
+
+
+def shown_tokens(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Token ids as one line of text with special tokens, the middle of a long one left out."""
+    whole = tokenizer.decode(list(ids), skip_special_tokens=False).replace("\n", "\\n")
+    half = _SHOWN_CHARACTERS // 2
+    return whole if len(whole) <= _SHOWN_CHARACTERS else f"{whole[:half]} ... {whole[-half:]}"
 
 
 def _model_text(config: JobConfig, model: Any) -> str:
@@ -253,7 +248,7 @@ def _data_text(rows: Rows, train: Sequence[Any], held_out: Sequence[Any]) -> str
     return f"{rows.source}: {len(train):,} rows for training, {len(held_out):,} held out{skipped}"
 
 
-def _memory_text(name: str, config: JobConfig, model: Any, tokens: int, precision: str) -> str:
+def _memory_text(config: JobConfig, model: Any, tokens: int, precision: str) -> str:
     use_peft = config.use_peft
     bits = 8 if config.load_in_8bit else 4 if config.load_in_4bit else None
     members = getattr(config, "num_members", 1) if getattr(config, "ensemble", "") == "independent" else 1
@@ -268,9 +263,8 @@ def _memory_text(name: str, config: JobConfig, model: Any, tokens: int, precisio
     activations = members * activation_bytes(
         text, tokens, itemsize, checkpointing=config.gradient_checkpointing, device=job_device()
     )
-    parts = [("weights", weights), ("reference", reference), ("gradients and moments", state)]
-    parts.append(("activations", activations))
+    parts = {"weights": weights, "reference": reference, "gradients and moments": state}
+    parts["activations"] = activations
     if getattr(config, "value_model", None) == "separate":
-        parts.append(("value model", weight_bytes(base) + (0 if use_peft else state) + activations))
-    total = sum(size for _, size in parts)
-    return f"about {format_bytes(total)}: " + ", ".join(f"{n} {format_bytes(x)}" for n, x in parts if x)
+        parts["value model"] = weight_bytes(base) + (0 if use_peft else state) + activations
+    return memory_text(parts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,18 @@ import torch
 from rlhf_algos.checkpoints.manager import save_pretrained
 from rlhf_algos.offline.sft import SFTConfig, SFTTrainer
 from rlhf_algos.process_group import broadcast, is_main_process
-from rlhf_data import CompletionRecord, SFTDataset, atomic_folder, ensure_writable_folder, json_hash
+from rlhf_data import (
+    CompletionRecord,
+    SFTDataset,
+    atomic_folder,
+    cache_folder,
+    ensure_writable_folder,
+    json_hash,
+)
 from rlhf_models import build_tiny_llama, load_causal_lm, load_tokenizer, train_byte_tokenizer
 
 __all__ = [
     "CHAT_TEMPLATE",
-    "demo_cache",
     "demo_folder",
     "demonstrations",
     "few_threads_for_a_small_model",
@@ -83,7 +88,7 @@ def tiny_start(
     if not fine_tuned:
         tokenizer = tiny_tokenizer(records)
         _LOG.info("model: a tiny Llama with random weights, and a tokenizer for the rows' words, made now")
-        return tiny_base(tokenizer, seed=seed, positions=positions), tokenizer
+        return tiny_base(tokenizer, seed=seed, max_positions=positions), tokenizer
     folder = demo_folder(records, seed=seed, separator=separator, positions=positions)
     if not broadcast(folder.is_dir()):
         return _built(records, folder, seed=seed, separator=separator, positions=positions)
@@ -96,15 +101,15 @@ def tiny_positions(max_length: int | None) -> int:
     return max(_POSITIONS, max_length or 0)
 
 
-def tiny_base(tokenizer: Any, *, seed: int, positions: int = _POSITIONS) -> Any:
-    """The tiny model before its first training step."""
+def tiny_base(tokenizer: Any, *, seed: int, max_positions: int, **sizes: int) -> Any:
+    """A tiny model before its first training step; `sizes` as `build_tiny_llama` takes them."""
     return build_tiny_llama(
         len(tokenizer),
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         seed=seed,
-        max_positions=positions,
-        **_SIZES,
+        max_positions=max_positions,
+        **(_SIZES | sizes),
     )
 
 
@@ -116,11 +121,6 @@ def tiny_tokenizer(records: Sequence[Any]) -> Any:
     return tokenizer
 
 
-def demo_cache() -> Path:
-    """`$XDG_CACHE_HOME/rlhf/offline`, by default `~/.cache/rlhf/offline`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlhf" / "offline"
-
-
 def demo_folder(records: Sequence[Any], *, seed: int, separator: str, positions: int) -> Path:
     """Where a fine-tuned tiny model is kept: a folder of the cache named by a hash of all it depends on."""
     rows = [
@@ -128,7 +128,7 @@ def demo_folder(records: Sequence[Any], *, seed: int, separator: str, positions:
         for record in records
     ]
     key = [RECIPE, seed, separator, positions, _SIZES, _LESSONS, rows]
-    return demo_cache() / json_hash(key)[:24]
+    return cache_folder("offline") / json_hash(key)[:24]
 
 
 def demonstrations(records: Sequence[Any], *, good_only: bool, separator: str = "\n") -> list[Any]:
@@ -196,7 +196,7 @@ def _built(
     """Fine-tune a tiny model on the rows' completions and keep it; every process takes part."""
     ensure_writable_folder(folder.parent)
     tokenizer = tiny_tokenizer(records)
-    model = tiny_base(tokenizer, seed=seed, positions=positions)
+    model = tiny_base(tokenizer, seed=seed, max_positions=positions)
     few_threads_for_a_small_model(model)
     for good_only, tokens, learning_rate in _LESSONS:
         shown = demonstrations(records, good_only=good_only, separator=separator)

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from rlhf_algos.configs.offline import KTOConfig
-from rlhf_algos.engine.loss_output import LossOutput
-from rlhf_algos.engine.sequence_sums import mean_where, sequence_sums, side_metrics
+from rlhf_algos.engine.language_model import ReferenceTrainer
+from rlhf_algos.engine.loss_output import LossOutput, mean_where, side_metrics
 from rlhf_algos.losses import kl_ema, kto_kl, kto_loss
-from rlhf_algos.reference.trainer import ReferenceTrainer
 from rlhf_data import KTOExample, PackedBatch, TokenSequence, UserError, pack
 
 __all__ = ["KTOConfig", "KTOTrainer"]
@@ -56,7 +55,8 @@ class KTOTrainer(ReferenceTrainer[KTOExample]):
         if example.kl_sequence is None:
             raise UserError(
                 "a row has no completion of another prompt to estimate the KL from; "
-                "give more than one row, or set kl_estimate to ema"
+                "give more than one row, or set kl_estimate to ema",
+                code="too_few_rows",
             )
         return (example.sequence, example.kl_sequence)
 
@@ -77,7 +77,7 @@ class KTOTrainer(ReferenceTrainer[KTOExample]):
                 known = self.reference_logps(batch.to(self.device)).view(-1, 2)
             (kl_batch,) = pack([self.reference_sequences(row)[1] for row in rows])
             kl_batch = kl_batch.to(self.device)
-            kl_logps = sequence_sums(self.forward(kl_batch).logps, kl_batch)
+            kl_logps = kl_batch.sequence_sums(self.forward(kl_batch).logps)
             if real:
                 self._ref_logps |= {id(row): ref for row, ref in zip(rows, known[:, 0], strict=True)}
                 ratios = (kl_logps - known[:, 1]).double()
@@ -89,7 +89,7 @@ class KTOTrainer(ReferenceTrainer[KTOExample]):
         """KTO's loss of the completions, and TRL's metrics."""
         ref_logps = self._reference_of(batch, examples)
         scores = self.policy_scores(batch, with_stats=True)
-        logps = sequence_sums(scores.logps, batch)
+        logps = batch.sequence_sums(scores.logps)
         labels = torch.tensor([bool(example.label) for example in examples], device=logps.device)
         desirable = labels[batch.score_sequence]
         result = kto_loss(

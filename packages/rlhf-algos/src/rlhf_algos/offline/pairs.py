@@ -12,8 +12,7 @@ from torch import Tensor
 
 from rlhf_algos.configs.trainer import LanguageModelConfig
 from rlhf_algos.engine.language_model import LanguageModelTrainer
-from rlhf_algos.engine.loss_output import LossOutput
-from rlhf_algos.engine.sequence_sums import mean_where, sequence_lengths, sequence_sums, side_metrics
+from rlhf_algos.engine.loss_output import LossOutput, mean_where, side_metrics
 from rlhf_algos.losses import PreferenceLoss, chosen_nll
 from rlhf_data import PackedBatch, PreferencePair, TokenSequence
 from rlhf_models import TokenLogps
@@ -39,19 +38,14 @@ class Sides:
             batch: the batch.
             pairs: P.
         """
-        chosen, rejected, *prompt = sequence_sums(logps, batch).view(pairs, -1).unbind(1)
-        lengths = sequence_lengths(batch).view(pairs, -1).unbind(1)
+        chosen, rejected, *prompt = batch.sequence_sums(logps).view(pairs, -1).unbind(1)
+        lengths = batch.sequence_lengths().view(pairs, -1).unbind(1)
         return cls(chosen, rejected, *lengths[:2], *prompt, *lengths[2:])
 
     @property
     def lengths(self) -> tuple[Tensor, Tensor]:
         """Tokens of the chosen and of the rejected completions."""
         return self.chosen_lengths, self.rejected_lengths
-
-
-def pair_sequences(pair: PreferencePair) -> tuple[TokenSequence, TokenSequence]:
-    """Chosen, then rejected; the prompt they share is computed once."""
-    return pair[0], pair[1]
 
 
 def pair_output(
@@ -129,7 +123,7 @@ class PairTrainer(LanguageModelTrainer[PreferencePair]):
 
     def sequences(self, example: PreferencePair) -> Sequence[TokenSequence]:
         """Chosen, then rejected, then the prompt where it is learned; all share it and compute it once."""
-        pair = pair_sequences(example)
+        pair = example[:2]
         prompt = TokenSequence(pair[0].input_ids[: max(1, pair[0].score_from)], 1)
         return (*pair, prompt) if self.learns_prompt else pair
 

@@ -72,4 +72,9 @@ class SFTTrainer(LanguageModelTrainer[SFTExample]):
     def _check(self, kind: str, rows: Sequence[SFTExample]) -> None:
         for i, row in enumerate(rows):
             if not all(sequence.scored() for sequence in self.sequences(row)):
-                raise UserError(f"{kind} example {i} (from 0) has no token to learn; its completion is empty")
+                raise UserError(
+                    f"{kind} example {i} (from 0) has no token to learn; its completion is empty",
+                    code="nothing_to_learn",
+                    kind=kind,
+                    index=i,
+                )

@@ -13,13 +13,11 @@ import torch
 from torch import nn
 
 from rlhf_algos.configs.online import OnlineConfig
-from rlhf_algos.engine.batching import epoch_order
 from rlhf_algos.engine.language_model import LanguageModelTrainer, LogpsModule
-from rlhf_algos.engine.optimizer_step import combined
+from rlhf_algos.engine.optimizer_step import combined, epoch_order
 from rlhf_algos.online.rollouts import Completion, StepTable, flat, keep_tokens, rollout_metrics, table_row
 from rlhf_algos.online.samples import keep_samples, stage_rows, start_completions
 from rlhf_algos.process_group import broadcast
-from rlhf_algos.reference.trainer import ReferenceScorer, adapter_off_is
 from rlhf_algos.tracking.run_facts import pace
 from rlhf_data import PackedBatch, PromptExample, TokenSequence, UserError, pack
 from rlhf_infer import GenerationEngine, RewardFunctions, Rollout, SamplingParams, TransformersEngine
@@ -100,7 +98,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         try:
             return self.config.prompts_per_step(self.parallel.world_size)
         except ValueError as error:
-            raise UserError(str(error)) from error
+            raise UserError(str(error), code="uneven_groups") from error
 
     def sequences(self, example: PromptExample) -> Sequence[TokenSequence]:
         """The prompt."""
@@ -119,10 +117,9 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
 
     def build_scorer(self, model: Any) -> nn.Module:
         """The policy, with its reference where that is a model of its own."""
-        if self.config.needs_reference and self._ref_model is None and not adapter_off_is(model):
-            _LOG.info("the reference is a frozen copy of the model")
-            self._ref_model = copy.deepcopy(model)
-        return LogpsModule(model) if self._ref_model is None else ReferenceScorer(model, self._ref_model)
+        if not self.config.needs_reference and self._ref_model is None:
+            return LogpsModule(model)
+        return LogpsModule.with_reference(model, self._ref_model)
 
     def train_step(self, examples: Sequence[PromptExample]) -> dict[str, float]:
         """One rollout on these prompts, of which this process takes its share, and all its updates.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlhf_algos.engine.batching import epoch_order
+from rlhf_algos.engine.optimizer_step import epoch_order
 from rlhf_algos.online.preflight import Finding, ReferenceRewards, preflight, repeated_prompts
 from rlhf_data import PromptExample
 from rlhf_infer import RewardScores

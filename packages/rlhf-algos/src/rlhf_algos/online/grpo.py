@@ -10,8 +10,7 @@ from torch import Tensor
 
 from rlhf_algos.advantages import group_advantages, overlong_penalty
 from rlhf_algos.configs.online import GRPOConfig
-from rlhf_algos.engine.loss_output import LossOutput
-from rlhf_algos.engine.sequence_sums import mean_where
+from rlhf_algos.engine.loss_output import LossOutput, mean_where
 from rlhf_algos.losses import (
     KL_ESTIMATORS,
     SURROGATES,

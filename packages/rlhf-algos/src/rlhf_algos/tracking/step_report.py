@@ -19,7 +19,7 @@ class StepReport:
         step: counted from 1.
         total: the last step.
         metrics: of this step, `learning_rate` and `grad_norm` among them; those of an evaluation, where there
-            was one, begin with `eval_`, or with `eval/` in the game of two players.
+            was one, begin with `eval_`.
         logged: whether the step is one of those that `logging_steps` has written; the last one and every
             evaluation are.
         seconds: since training began, or was resumed.
@@ -45,7 +45,7 @@ class StepReport:
 
 def is_evaluation(name: str) -> bool:
     """Whether a metric is one of an evaluation, by its name."""
-    return name.startswith(("eval_", "eval/"))
+    return name.startswith("eval_")
 
 
 OnReport = Callable[[StepReport], None]

@@ -46,9 +46,15 @@ def check_trackers(report_to: Sequence[str]) -> None:
     """
     for wanted in report_to:
         if wanted not in TRACKERS:
-            raise UserError(f"report_to must name {' or '.join(TRACKERS)}, got {wanted!r}")
+            raise UserError(
+                f"report_to must name {' or '.join(TRACKERS)}, got {wanted!r}",
+                code="invalid_value",
+                key="report_to",
+            )
         if importlib.util.find_spec(wanted) is None:
-            raise UserError(f'{wanted} is not installed; run pip install "rlhf-algos[{wanted}]"')
+            raise UserError(
+                f'{wanted} is not installed; run pip install "rlhf-algos[{wanted}]"', code="missing_package"
+            )
 
 
 def create_trackers(

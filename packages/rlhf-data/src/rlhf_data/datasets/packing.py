@@ -7,14 +7,15 @@ parent. Scoring such a stream gives what scoring each sequence by itself gives, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
 
 from rlhf_data.records.encode import TokenSequence
-from rlhf_data.records.transcripts import common_prefix
+from rlhf_data.records.kind import common_prefix
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,14 @@ class PackedBatch:
         """Sequences packed into the stream (Q)."""
         return len(self.last_positions)
 
+    def sequence_sums(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums (Q,) over the scored tokens of each sequence of values (M,)."""
+        return values.new_zeros(self.num_sequences).index_add(0, self.score_sequence, values)
+
+    def sequence_lengths(self) -> torch.Tensor:
+        """Scored tokens (Q,) of each sequence."""
+        return self.score_sequence.bincount(minlength=self.num_sequences)
+
     def path(self, sequence: int) -> torch.Tensor:
         """(length,) stream positions of all tokens of one sequence (0..Q-1), in order."""
         last = int(self.last_positions[sequence])
@@ -76,6 +85,46 @@ class PackedBatch:
     def host(self) -> PackedBatch:
         """The same batch on the CPU: what was moved from there, so that no device is waited for."""
         return getattr(self, "_host", None) or self.to("cpu")
+
+
+def micro_batches(
+    examples: Sequence[Any], sequences: Sequence[Sequence[TokenSequence]], budget: int | None
+) -> Iterator[tuple[PackedBatch, list[Any]]]:
+    """Cut examples by a token budget and pack each part; those with like beginnings come together.
+
+    Prefixes are taken as shared within an example; what examples share among themselves comes on top.
+
+    Args:
+        examples: the examples.
+        sequences: the token sequences of each, at least one; they are never cut apart.
+        budget: tokens in one batch; a longer example is taken alone; None packs all into one.
+
+    Yields:
+        A batch and the examples in it; the batch's sequences are those of the examples, in their order.
+    """
+    for part in _parts(sequences, budget):
+        (batch,) = pack([sequence for i in part for sequence in sequences[i]])
+        yield batch, [examples[i] for i in part]
+
+
+def _parts(examples: Sequence[Sequence[TokenSequence]], budget: int | None) -> list[list[int]]:
+    """Indices of the examples of each micro-batch."""
+    lengths = [sum(len(sequence.input_ids) for sequence in sequences) for sequences in examples]
+    if not examples:
+        return []
+    if budget is None or sum(lengths) <= budget:
+        return [list(range(len(examples)))]
+    parts: list[list[int]] = []
+    used = 0
+    for i in sorted(range(len(examples)), key=lambda i: list(examples[i][0].input_ids)):
+        first = list(examples[i][0].input_ids)
+        cost = lengths[i] - sum(common_prefix(first, list(other.input_ids)) for other in examples[i][1:])
+        if not parts or used + cost > budget:
+            parts.append([])
+            used = 0
+        parts[-1].append(i)
+        used += cost
+    return parts
 
 
 def pack(sequences: Sequence[TokenSequence], max_tokens: int | None = None) -> list[PackedBatch]:
@@ -185,4 +234,49 @@ def _tensors(
         score_sequence=tensor(owner),
         last_positions=tensor([paths[i][-1] for i in members]),
         sequence_ids=tensor(members),
+    )
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """Tokens of a step.
+
+    Args:
+        packed: of the prefix trees that are computed.
+        padded: of the same sequences as rows of one padded batch.
+        largest: of the largest single pass.
+        longest: of the longest sequence.
+    """
+
+    packed: int
+    padded: int
+    largest: int
+    longest: int
+
+    @classmethod
+    def of(cls, batches: Iterable[PackedBatch], sequences: Sequence[TokenSequence]) -> StepTokens:
+        """Count the sequences of a step, and the batches they are computed in."""
+        sizes = [batch.num_tokens for batch in batches]
+        longest = max(len(sequence.input_ids) for sequence in sequences)
+        return cls(sum(sizes), longest * len(sequences), max(sizes), longest)
+
+    @classmethod
+    def mean(cls, steps: Sequence[StepTokens]) -> StepTokens:
+        """The mean of several steps; the largest pass and the longest sequence of any."""
+        packed, padded = sum(step.packed for step in steps), sum(step.padded for step in steps)
+        return cls(
+            round(packed / len(steps)),
+            round(padded / len(steps)),
+            max(step.largest for step in steps),
+            max(step.longest for step in steps),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.packed:,} packed, {self.padded:,} padded ({self.padded / self.packed:.1f}x)"
+
+
+def longest_completions(prompt_ids: Sequence[int], count: int, length: int) -> tuple[TokenSequence, ...]:
+    """A prompt with `count` completions of `length` tokens, no two alike: what sampling gives at most."""
+    return tuple(
+        TokenSequence((*prompt_ids, *(number,) * length), len(prompt_ids)) for number in range(-count, 0)
     )

@@ -14,8 +14,16 @@ from typing import Any
 
 from rlhf_data.datasets.tokenized import PROGRESS_ROWS, Example, MismatchedPairs, OnProgress, TokenizedDataset
 from rlhf_data.errors import UserError
-from rlhf_data.readers.files import iterate_lines, parse_line, row_place
-from rlhf_data.readers.load import OnBadRow, first_rows, good_rows, row_parser, unpaired
+from rlhf_data.readers.files import (
+    OnBadRow,
+    first_rows,
+    good_rows,
+    iterate_lines,
+    parse_line,
+    row_parser,
+    row_place,
+    unpaired,
+)
 from rlhf_data.records.encode import TokenSequence
 from rlhf_data.records.kind import Record
 from rlhf_data.records.kto import KTOExample
@@ -72,7 +80,10 @@ class JSONLines:
     def item(self, index: int, build: Callable[[Record], Any]) -> Any:
         """Read a record again and build it."""
         if self._file_state() != self._state:
-            raise UserError(f"data file {self.path} changed while it was in use; put it back, or start again")
+            raise UserError(
+                f"data file {self.path} changed while it was in use; put it back, or start again",
+                code="file_changed",
+            )
         with open(self.path, "rb") as file:
             file.seek(self._offsets[index])
             line = file.readline()
@@ -84,7 +95,9 @@ class JSONLines:
             status = os.stat(self.path)
         except OSError as error:
             reason = error.strerror or error
-            raise UserError(f"data file {self.path} cannot be read ({reason}); check the path") from error
+            raise UserError(
+                f"data file {self.path} cannot be read ({reason}); check the path", code="unreadable_file"
+            ) from error
         return status.st_size, status.st_mtime_ns
 
     def _rows(self) -> Iterator[tuple[tuple[_Key, Record], ...] | UserError]:
@@ -164,8 +177,12 @@ def _checked_path(path: str | Path) -> Path:
     if name.endswith(".jsonl.gz"):
         raise UserError(
             f"data file {path} is compressed, so its rows can only be read in order; unpack it (gunzip) to "
-            "stream it, or read it into memory"
+            "stream it, or read it into memory",
+            code="compressed_file",
         )
     if not name.endswith(".jsonl"):
-        raise UserError(f"data file {path} cannot be streamed; expected .jsonl, read others into memory")
+        raise UserError(
+            f"data file {path} cannot be streamed; expected .jsonl, read others into memory",
+            code="unknown_file_type",
+        )
     return Path(path)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, overload, runtime_checkable
 
 from rlhf_data.errors import UserError
-from rlhf_data.readers.load import OnBadRow, good_rows
+from rlhf_data.readers.files import OnBadRow, good_rows
 from rlhf_data.records.encode import RowDropped, TokenSequence
 from rlhf_data.records.kind import Record, record_kind
 from rlhf_data.records.kto import KTOBuilder, KTOExample
@@ -151,7 +151,9 @@ class TokenizedDataset(Sequence[Example], Generic[Example]):
         if not kept:
             first = (self.drop_messages or self.skipped or ["there is no record"])[0]
             left_out = self.dropped + len(self.skipped)
-            raise UserError(f"no row is left, {left_out} were left out; the first: {first}")
+            raise UserError(
+                f"no row is left, {left_out} were left out; the first: {first}", code="no_row_left"
+            )
         if moved := self.builder.encoder.moved_starts:
             _LOG.warning(
                 "%d of %d prompts have other token ids in front of a completion than alone, because tokens "
@@ -170,7 +172,7 @@ class TokenizedDataset(Sequence[Example], Generic[Example]):
                 if self.dropped <= _SHOWN:
                     self.drop_messages.append(f"{where}: {drop}")
             except UserError as error:
-                yield UserError(f"{where}: {error}")
+                yield UserError(f"{where}: {error}", code=error.code, **error.fields)
 
 
 class InMemory:

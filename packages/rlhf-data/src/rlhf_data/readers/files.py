@@ -1,28 +1,189 @@
-"""Row readers for JSON, JSON lines, CSV and columnar data, with errors that name file, line and problem."""
+"""Data files, row by row, and the records of their rows; errors name file, line and problem."""
 
 from __future__ import annotations
 
-import csv
 import gzip
 import itertools
 import json
 import re
-import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from io import BufferedIOBase
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from rlhf_data.errors import UserError
-from rlhf_data.readers.columnar import read_arrow, read_folder, read_hub, read_parquet
+from rlhf_data.readers.tables import (
+    MAX_LINE_BYTES,
+    TOO_LONG,
+    read_arrow,
+    read_csv,
+    read_folder,
+    read_hub,
+    read_parquet,
+)
+from rlhf_data.records.kind import Record, record_kind
+from rlhf_data.records.row import TEMPLATE_COLUMNS, Row, as_chat_columns, is_instruction
 
-MAX_LINE_BYTES = 10_000_000
-"""Longest line of a JSON-lines file; a longer one is rather a file without line ends than an example."""
-
-_TOO_LONG = f"longer than {MAX_LINE_BYTES // 1_000_000} MB"
-
+OnBadRow = Literal["error", "skip"]
+_Item = TypeVar("_Item")
+_UNPAIRED_ROWS = 1000
+"""Preference rows of which all chosen completions come before all rejected ones, as TRL orders them."""
 Rows = Iterator[tuple[int, dict[str, Any] | UserError]]
+
+
+@dataclass(frozen=True)
+class LoadedRows:
+    """The records of a file, and a message for every row that was left out."""
+
+    records: list[Any]
+    skipped: list[str]
+
+
+def load_records(
+    path: str | Path,
+    kind: str,
+    *,
+    columns: Mapping[str, str] | None = None,
+    on_bad_row: OnBadRow = "error",
+    subset_size: int | None = None,
+) -> LoadedRows:
+    """Read the records of a data file, a `datasets` folder or a data set on the hub.
+
+    Texts may be lists of chat messages. Without `prompt`, transcripts are split at the last turn of the
+    assistant, pairs after what they share. `tools` and `chat_template_kwargs` go to the chat template.
+
+    Args:
+        path: as for `scan_rows`.
+        kind: "sft", "preference", "kto", "steps", "prompt", or another registered `RecordKind`; each has
+            its columns.
+        columns: the file's name of a column, by the kind's name for it.
+        on_bad_row: "error" stops at the first bad row, "skip" leaves bad rows out and counts them.
+        subset_size: rows to read at most, bad ones aside; None for all.
+
+    Returns:
+        At least one record, in file order; a preference file read as "kto" gives the chosen completions of
+        1000 rows, then their rejected ones, and so on.
+
+    Raises:
+        UserError: the file cannot be read; a row is bad (file, line and field are named) or all are; an
+            unknown column in `columns`.
+    """
+    skipped: list[str] = []
+    rows = good_rows(record_rows(scan_rows(path), path, kind, columns=columns), on_bad_row, skipped)
+    records = list(unpaired(first_rows(rows, subset_size)))
+    if not records:
+        raise UserError(
+            f"{path}: all {len(skipped)} rows are bad; the first: {skipped[0]}", code="no_row_left"
+        )
+    return LoadedRows(records, skipped)
+
+
+def record_rows(
+    rows: Iterable[tuple[int, dict[str, Any] | UserError]],
+    path: str | Path,
+    kind: str,
+    *,
+    columns: Mapping[str, str] | None = None,
+) -> Iterator[tuple[Record, ...] | UserError]:
+    """What each row of a file becomes: its records (of "kto" perhaps two), or what is wrong with it.
+
+    Args:
+        rows: number and row, or what is wrong with it.
+        path: what errors call the file.
+        kind: as for `load_records`, like `columns`.
+        columns: see there.
+
+    Raises:
+        UserError: an unknown kind, or an unknown column in `columns`.
+    """
+    return parsed_rows(rows, path, row_parser(kind, columns or {}))
+
+
+def parsed_rows(
+    rows: Iterable[tuple[int, dict[str, Any] | UserError]],
+    path: str | Path,
+    parse: Callable[[dict[str, Any], str], _Item],
+) -> Iterator[_Item | UserError]:
+    """Yield what `parse` makes of each row and the name of its place, or what is wrong with the row."""
+    for number, row in rows:
+        try:
+            yield row if isinstance(row, UserError) else parse(row, row_place(path, number))
+        except UserError as error:
+            yield error
+
+
+def row_parser(kind: str, columns: Mapping[str, str]) -> Callable[[dict[str, Any], str], tuple[Record, ...]]:
+    """Return the function that turns a row, and the name of its place, into records.
+
+    Args:
+        kind: as for `load_records`.
+        columns: the file's name of a column, by its usual name.
+
+    Raises:
+        UserError: an unknown kind or column; the function raises it for a bad row, naming the field.
+    """
+    found = record_kind(kind)
+    names = (*found.columns, *TEMPLATE_COLUMNS)
+    for name in columns:
+        if name not in names:
+            raise UserError(
+                f"columns: unknown column {name!r}; expected {', '.join(names)}",
+                code="unknown_column",
+                column=name,
+            )
+
+    def records(row: dict[str, Any], where: str) -> tuple[Record, ...]:
+        if "prompt" in columns or not is_instruction(row):
+            return found.parse(Row(row, columns, where))
+        alpaca = Row(as_chat_columns(row, where), columns, where)
+        return tuple(replace(record, is_chat=True) for record in found.parse(alpaca))
+
+    return records
+
+
+def good_rows(rows: Iterable[_Item | UserError], on_bad_row: OnBadRow, skipped: list[str]) -> Iterator[_Item]:
+    """Yield what is no error; put the messages of errors into `skipped` where bad rows are skipped.
+
+    Raises:
+        UserError: a bad row, unless `on_bad_row` is "skip"; an `on_bad_row` of another name.
+    """
+    if on_bad_row not in ("error", "skip"):
+        raise UserError(
+            f"on_bad_row must be error or skip, got {on_bad_row!r}", code="invalid_value", key="on_bad_row"
+        )
+    for row in rows:
+        if not isinstance(row, UserError):
+            yield row
+        elif on_bad_row == "skip":
+            skipped.append(str(row))
+        else:
+            raise UserError(
+                f"{row}; or skip bad rows (on_bad_row: skip)", code=row.code, **row.fields
+            ) from row
+
+
+def first_rows(rows: Iterable[_Item], subset_size: int | None) -> Iterator[_Item]:
+    """Yield the first `subset_size` rows, all of them where it is None.
+
+    Raises:
+        UserError: a size below 1.
+    """
+    if subset_size is not None and subset_size < 1:
+        raise UserError(
+            f"subset_size must be at least 1, got {subset_size}", code="invalid_value", key="subset_size"
+        )
+    return islice(rows, subset_size)
+
+
+def unpaired(rows: Iterable[tuple[_Item, ...]]) -> Iterator[_Item]:
+    """Yield the first item of 1000 rows, then their second ones where they have two, and so on."""
+    rows = iter(rows)
+    while block := list(islice(rows, _UNPAIRED_ROWS)):
+        yield from (row[0] for row in block)
+        yield from (item for row in block for item in row[1:])
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -60,9 +221,11 @@ def scan_rows(path: str | Path) -> Rows:
             empty = False
             yield number, row
     except OSError as error:
-        raise UserError(f"data file {path} cannot be read ({error.strerror or error})") from error
+        raise UserError(
+            f"data file {path} cannot be read ({error.strerror or error})", code="unreadable_file"
+        ) from error
     if empty:
-        raise UserError(f"data file {path} holds no rows; expected at least one")
+        raise UserError(f"data file {path} holds no rows; expected at least one", code="no_rows")
 
 
 def row_place(path: str | Path, number: int) -> str:
@@ -92,7 +255,8 @@ def iterate_lines(file: BufferedIOBase, path: Path) -> Iterator[tuple[int, int, 
                 number,
                 start,
                 UserError(
-                    f"{row_place(path, number)}: {_TOO_LONG}; expected one object a line, each shorter"
+                    f"{row_place(path, number)}: {TOO_LONG}; expected one object a line, each shorter",
+                    code="line_too_long",
                 ),
             )
         elif line.strip():
@@ -107,10 +271,11 @@ def parse_line(line: bytes, where: str) -> dict[str, Any]:
     """
     try:
         row = json.loads(_decode(line, where))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: invalid JSON ({error.msg}); expected one object a line") from error
-    except (ValueError, RecursionError) as error:  # a number of too many digits, too deep a nesting
-        raise UserError(f"{where}: invalid JSON ({error}); expected one object a line") from error
+    except (ValueError, RecursionError) as error:  # also a number of too many digits, too deep a nesting
+        said = getattr(error, "msg", error)  # of a JSONDecodeError, without its place
+        raise UserError(
+            f"{where}: invalid JSON ({said}); expected one object a line", code="invalid_json", where=where
+        ) from error
     return _as_row(row, where)
 
 
@@ -123,10 +288,11 @@ def _reader(source: str | Path) -> Callable[[Path], Rows]:
         return _numbered(lambda _: read_hub(str(source)))
     if reader is None and path.exists():
         raise UserError(
-            f"data file {source}: unknown type {path.suffix!r}, expected {', '.join(_READERS)} or a folder"
+            f"data file {source}: unknown type {path.suffix!r}, expected {', '.join(_READERS)} or a folder",
+            code="unknown_file_type",
         )
     if reader is None or not path.exists():
-        raise UserError(f"data file {source} does not exist; check the path")
+        raise UserError(f"data file {source} does not exist; check the path", code="file_not_found")
     return reader
 
 
@@ -145,13 +311,20 @@ def _read_json(path: Path) -> Rows:
         values = json.loads(text)
     except json.JSONDecodeError as error:
         hint = "; name it .jsonl if each line is an object" if error.msg == "Extra data" else ""
-        raise UserError(f"{path}, line {error.lineno}: invalid JSON ({error.msg}){hint}") from error
+        raise UserError(
+            f"{path}, line {error.lineno}: invalid JSON ({error.msg}){hint}",
+            code="invalid_json",
+            line=error.lineno,
+        ) from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: invalid JSON ({error}); correct the file") from error
     if isinstance(values, dict) and "data" in values:
         values = values["data"]
     if not isinstance(values, list):
-        raise UserError(f'{path}: expected a list of objects, or an object with such a list under "data"')
+        raise UserError(
+            f'{path}: expected a list of objects, or an object with such a list under "data"',
+            code="not_a_list",
+        )
     for number, row in enumerate(values, start=1):
         row = {"prompt": row} if isinstance(row, str) else row
         yield number, _attempt(_as_row, row, row_place(path, number))
@@ -170,10 +343,10 @@ def _read_gzip_lines(path: Path) -> Rows:
                 yield number, row
     except EOFError:
         where = f"data file {path} is cut off after line {number} (its gzip stream has no end)"
-        yield number + 1, UserError(f"{where}; copy it again")
+        yield number + 1, UserError(f"{where}; copy it again", code="truncated_file")
     except (gzip.BadGzipFile, zlib.error) as error:
         where = f"data file {path} is not valid gzip after line {number} ({error})"
-        yield number + 1, UserError(f"{where}; copy it again")
+        yield number + 1, UserError(f"{where}; copy it again", code="damaged_file")
 
 
 def _json_lines(file: BufferedIOBase, path: Path) -> Rows:
@@ -182,49 +355,6 @@ def _json_lines(file: BufferedIOBase, path: Path) -> Rows:
             yield number, line
         else:
             yield number, _attempt(parse_line, line, row_place(path, number))
-
-
-def _read_csv(path: Path) -> Rows:
-    csv.field_size_limit(sys.maxsize)  # the default refuses texts longer than 131072 characters
-    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        reader = csv.reader(file, strict=True)
-        header: list[str] | None = None
-        while True:
-            number = reader.line_num + 1
-            where = row_place(path, number)
-            try:
-                values = next(reader, None)
-            except csv.Error as error:
-                yield number, UserError(f"{where}: invalid CSV ({error}); check the quotes")
-                continue
-            if values is None:
-                return
-            if values and header is None:
-                header = _checked_header(values, where)
-            elif values:
-                yield number, _attempt(_csv_row, header, values, where)
-
-
-def _checked_header(names: list[str], where: str) -> list[str]:
-    names = [name.strip() for name in names]
-    if len(set(names)) < len(names):
-        raise UserError(f"{where}: the header {names} names a column twice; rename one")
-    return names
-
-
-def _csv_row(header: list[str], values: list[str], where: str) -> dict[str, Any]:
-    if len(values) != len(header):
-        raise UserError(
-            f"{where}: {len(values)} values, expected {len(header)} as in the header; check the quotes"
-        )
-    if sum(map(len, values)) > MAX_LINE_BYTES:
-        raise UserError(f"{where}: {_TOO_LONG}; expected shorter rows, check the quotes")
-    for name, value in zip(header, values, strict=True):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(f"{where}, field {name}: not UTF-8 text; save the file as UTF-8") from error
-    return dict(zip(header, values, strict=True))
 
 
 def _attempt(read: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any] | UserError:
@@ -245,7 +375,11 @@ def _decode(data: bytes, where: str) -> str:
 
 def _as_row(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise UserError(f"{where}: expected an object with named fields, got {str(value)[:60]!r}")
+        raise UserError(
+            f"{where}: expected an object with named fields, got {str(value)[:60]!r}",
+            code="not_an_object",
+            where=where,
+        )
     return value
 
 
@@ -257,7 +391,7 @@ _READERS: dict[str, Callable[[Path], Rows]] = {
     ".json": _read_json,
     ".jsonl": _read_json_lines,
     ".jsonl.gz": _read_gzip_lines,
-    ".csv": _read_csv,
+    ".csv": read_csv,
     ".parquet": _numbered(read_parquet),
     ".arrow": _numbered(read_arrow),
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import string
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -14,8 +13,7 @@ from pydantic import Field, field_validator
 
 from rlhf_data.config import BaseConfig
 from rlhf_data.errors import UserError
-from rlhf_data.readers.files import row_place, scan_rows
-from rlhf_data.readers.load import OnBadRow, good_rows
+from rlhf_data.readers.files import OnBadRow, good_rows, parsed_rows, scan_rows
 
 _TEMPLATE_FIELDS = ("choices", "question", "story")
 _EVAL_TENTHS = 3
@@ -102,19 +100,11 @@ def load_qa(
         UserError: the file cannot be read, holds no good row, or a row is wrong (file, line and field named).
     """
     skipped = [] if skipped is None else skipped
-    records = list(good_rows(_attempts(path, config), on_bad_row, skipped))
+    rows = parsed_rows(scan_rows(path), path, lambda row, where: qa_from_row(row, config, where))
+    records = list(good_rows(rows, on_bad_row, skipped))
     if not records:
-        raise UserError(f"{path} holds no row that can be used; the first: {skipped[0]}")
+        raise UserError(f"{path} holds no row that can be used; the first: {skipped[0]}", code="no_row_left")
     return records
-
-
-def _attempts(path: str | Path, config: QADatasetConfig) -> Iterator[QARecord | UserError]:
-    """Every row's record, or what is wrong with the row."""
-    for number, row in scan_rows(path):
-        try:
-            yield row if isinstance(row, UserError) else qa_from_row(row, config, row_place(path, number))
-        except UserError as error:
-            yield error
 
 
 def qa_from_row(row: dict[str, Any], config: QADatasetConfig = _DEFAULT, where: str = "row") -> QARecord:
@@ -129,7 +119,10 @@ def qa_from_row(row: dict[str, Any], config: QADatasetConfig = _DEFAULT, where: 
         if row.get(name) is None:
             raise UserError(
                 f"{where}, field {name}: missing; the row has {', '.join(map(str, row)) or 'no fields'}: "
-                "add it or map another column to it"
+                "add it or map another column to it",
+                code="missing_column",
+                where=where,
+                column=name,
             )
     story, question = (_text(row[name], f"{where}, field {name}") for name in columns[:2])
     listed, labels = _labelled(row[columns[2]], f"{where}, field {columns[2]}")
@@ -159,7 +152,9 @@ def split_of(story: str) -> Literal["train", "eval"]:
 
 def _text(value: Any, where: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise UserError(f"{where}: expected a text that is not empty, got {value!r}")
+        raise UserError(
+            f"{where}: expected a text that is not empty, got {value!r}", code="not_a_text", where=where
+        )
     return value
 
 
@@ -170,13 +165,23 @@ def _choices(value: Any, where: str) -> tuple[tuple[str, ...], bool]:
         raise UserError(f"{where}: expected a list of texts, got {value!r}")
     for item in items:
         if isinstance(item, bool) or not isinstance(item, str | int | float) or not str(item).strip():
-            raise UserError(f"{where}: every choice must be a text that is not empty, got {item!r}")
+            raise UserError(
+                f"{where}: every choice must be a text that is not empty, got {item!r}",
+                code="invalid_choice",
+                where=where,
+            )
     texts = tuple(str(item).strip() for item in items)
     if len(texts) < 2:
-        raise UserError(f"{where}: expected at least two choices, got {value!r}")
+        raise UserError(
+            f"{where}: expected at least two choices, got {value!r}", code="too_few_choices", where=where
+        )
     if len(set(texts)) < len(texts):
         double = next(text for text in texts if texts.count(text) > 1)
-        raise UserError(f"{where}: choice {double!r} appears twice; choices must differ")
+        raise UserError(
+            f"{where}: choice {double!r} appears twice; choices must differ",
+            code="repeated_choice",
+            where=where,
+        )
     return texts, not any(isinstance(item, str) for item in items)
 
 
@@ -193,7 +198,9 @@ def _labelled(value: Any, where: str) -> tuple[Any, list[str]]:
     ):
         raise UserError(
             f'{where}: expected a list of texts, or {{"text": [...], "label": [...]}} with another label '
-            f"for every text, got {value!r}"
+            f"for every text, got {value!r}",
+            code="not_a_list",
+            where=where,
         )
     return texts, [str(label) for label in labels]
 
@@ -205,19 +212,23 @@ def _split_choices(text: str, where: str) -> list[Any]:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(
-            f'{where}: {text!r} is not a JSON list ({error.msg}); write ["a", "b"] or a|b'
+            f'{where}: {text!r} is not a JSON list ({error.msg}); write ["a", "b"] or a|b',
+            code="invalid_json",
+            where=where,
         ) from error
 
 
 def _answer_index(value: Any, choices: tuple[str, ...], numeric: bool, where: str) -> int:
     expected = f"expected one of the choices {list(choices)}, a 0-based index or a letter"
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise UserError(f"{where}: {expected}, got {value!r}")
+        raise UserError(f"{where}: {expected}, got {value!r}", code="invalid_answer", where=where)
     text = str(value).strip()
     if isinstance(value, int):
         if numeric and text in choices and choices.index(text) != value:
             raise UserError(
-                f"{where}: {value} may be an index or a choice; write the choice's text as a string"
+                f"{where}: {value} may be an index or a choice; write the choice's text as a string",
+                code="ambiguous_answer",
+                where=where,
             )
         index = value
     elif text in choices:
@@ -227,7 +238,13 @@ def _answer_index(value: Any, choices: tuple[str, ...], numeric: bool, where: st
     elif len(text) == 1 and text in string.ascii_letters:
         index = string.ascii_uppercase.index(text.upper())
     else:
-        raise UserError(f"{where}: {value!r} is not among the choices; {expected}")
+        raise UserError(
+            f"{where}: {value!r} is not among the choices; {expected}", code="unknown_answer", where=where
+        )
     if not 0 <= index < len(choices):
-        raise UserError(f"{where}: {value!r} is outside the {len(choices)} choices; {expected}")
+        raise UserError(
+            f"{where}: {value!r} is outside the {len(choices)} choices; {expected}",
+            code="answer_out_of_range",
+            where=where,
+        )
     return index

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_data.errors import UserError
-from rlhf_data.records.transcripts import Message, Text, common_prefix
+from rlhf_data.records.kind import Message, Text, common_prefix
 
 Template = Mapping[str, Any] | None
 """Keyword arguments for the chat template."""
@@ -67,7 +67,11 @@ class Builder:
 
     def __init__(self, tokenizer: Any, max_length: int | None) -> None:
         if max_length is not None and max_length < 2:
-            raise UserError(f"max_length must be at least 2 tokens, got {max_length}")
+            raise UserError(
+                f"max_length must be at least 2 tokens, got {max_length}",
+                code="invalid_value",
+                key="max_length",
+            )
         self.encoder = Encoder(tokenizer)
         self.max_length = max_length
 
@@ -126,7 +130,10 @@ class Encoder:
         """
         end = self.tokenizer.eos_token
         if end is None:
-            raise UserError("the tokenizer has no end token, which completions end with; set its eos_token")
+            raise UserError(
+                "the tokenizer has no end token, which completions end with; set its eos_token",
+                code="no_end_token",
+            )
         if self._literal:
             ids = self.text(text)
             return ids if ids[-1:] == [self.tokenizer.eos_token_id] else [*ids, self.tokenizer.eos_token_id]
@@ -180,7 +187,8 @@ class Encoder:
             ids, mask = self._by_turns(messages, template)
         if not any(mask):
             raise UserError(
-                "the chat template shows nothing that the assistant says; choose another template"
+                "the chat template shows nothing that the assistant says; choose another template",
+                code="no_assistant_turn",
             )
         return ids, mask
 
@@ -189,13 +197,17 @@ class Encoder:
             return self.ended_text(prompt + completion)
         if isinstance(prompt, list) and isinstance(completion, list):
             return self._chat_ids(self._render([*prompt, *completion], template))
-        raise UserError("a text and messages in one row; write prompt and completion alike")
+        raise UserError(
+            "a text and messages in one row; write prompt and completion alike",
+            code="mixed_text_and_messages",
+        )
 
     def _template_text(self, template: Template) -> str:
         if not getattr(self.tokenizer, "chat_template", None):
             raise UserError(
                 "the tokenizer has no chat template, which messages need; give one with chat_template_path, "
-                "or give texts"
+                "or give texts",
+                code="no_chat_template",
             )
         return self.tokenizer.get_chat_template(tools=(template or {}).get("tools"))
 
@@ -216,7 +228,8 @@ class Encoder:
             return self.tokenizer.apply_chat_template(messages, **options, **(template or {}))
         except Exception as error:  # a template is a program of the user's, and fails as it likes
             raise UserError(
-                f"the chat template refuses the conversation ({error}); correct either"
+                f"the chat template refuses the conversation ({error}); correct either",
+                code="template_refuses",
             ) from error
 
     def _chat_ids(self, text: str) -> list[int]:
@@ -243,7 +256,7 @@ class Encoder:
         prompt = self._render(messages[:turn], template, answer=True)
         start = common_prefix(whole, prompt)
         if start < len(prompt) and start < self._content_end(whole, messages, turn - 1, template):
-            raise UserError(_UNCLEAR_TURNS)
+            raise UserError(_UNCLEAR_TURNS, code="unclear_turns")
         return start
 
     def _turn_end(self, whole: str, messages: list[Message], turn: int, template: Template) -> int:
@@ -256,7 +269,7 @@ class Encoder:
         for closing in self._closings(until, messages[: turn + 1], template):
             if whole.startswith(closing, end):
                 return end + len(closing)
-        raise UserError(_UNCLEAR_TURNS)
+        raise UserError(_UNCLEAR_TURNS, code="unclear_turns")
 
     def _closings(self, text: str, messages: list[Message], template: Template) -> Iterator[str]:
         """What may close the assistant's turn that ends `messages` (as text: `text`) where others follow."""

@@ -1,12 +1,13 @@
-"""Record kinds: how rows are read, and what becomes of them; each is one object in a module of this room."""
+"""Records: their texts and messages, and their kinds, of which each has a module of this room."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rlhf_data.errors import UserError
@@ -14,6 +15,18 @@ from rlhf_data.errors import UserError
 if TYPE_CHECKING:
     from rlhf_data.records.encode import Builder
     from rlhf_data.records.row import Row
+
+Message = dict[str, Any]
+"""A chat message: `role`, `content` and whatever else the chat template reads."""
+
+Text = str | list[Message]
+"""A plain text or the messages of a conversation."""
+
+ASSISTANT_TURN = "\n\nAssistant:"
+"""What a turn of the assistant starts with in a transcript `\\n\\nHuman: ...\\n\\nAssistant: ...`."""
+_TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
+_ROLES = {"Human": "user", "Assistant": "assistant"}
+_REPLIES = ("completion", "chosen", "rejected")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,13 +36,39 @@ class Record:
     Attributes:
         template: keyword arguments for the chat template, such as `tools`.
         where: the record's place in its file; not compared.
-        is_chat: whether its texts are turns of a chat, as an instruction and its answer are; see
-            `as_messages`.
+        is_chat: whether its texts are turns of a chat, as an instruction and its answer are.
     """
 
     template: Mapping[str, Any] | None = field(default=None, hash=False)
     where: str = field(default="", compare=False)
     is_chat: bool = False
+
+    def as_messages(self) -> Record:
+        r"""The record with its texts as chat messages, where they are turns of a chat; otherwise itself.
+
+        That is a prompt of the form `\n\nHuman: ...\n\nAssistant:`, and the instruction of an Alpaca row
+        (`is_chat`). White space around a turn is stripped, because it belongs to the form of transcripts.
+        Steps of a solution stay texts.
+        """
+        text = getattr(self, "prompt", None)
+        if not isinstance(text, str):
+            return self
+        transcript = text.rstrip()
+        if self.is_chat:
+            prompt = [{"role": "user", "content": text}]
+        elif transcript.endswith(ASSISTANT_TURN):
+            prompt = turns(transcript.removesuffix(ASSISTANT_TURN))
+        else:
+            prompt = None
+        if prompt is None:
+            return self
+        # What the assistant says, and the turns behind it where there are any.
+        replies: dict[str, Any] = {
+            name: turns(f"Assistant:{said}")
+            for name in _REPLIES
+            if isinstance(said := getattr(self, name, None), str)
+        }
+        return replace(self, prompt=prompt, **replies)  # pyright: ignore[reportCallIssue]
 
 
 @dataclass(frozen=True)
@@ -78,5 +117,43 @@ def record_kind(name: str) -> RecordKind:
     for module in pkgutil.iter_modules(package.__path__, "rlhf_data.records."):
         importlib.import_module(module.name)
     if name not in RECORD_KINDS:
-        raise UserError(f"kind of records must be one of {', '.join(sorted(RECORD_KINDS))}, got {name!r}")
+        raise UserError(
+            f"kind of records must be one of {', '.join(sorted(RECORD_KINDS))}, got {name!r}",
+            code="unknown_kind",
+        )
     return RECORD_KINDS[name]
+
+
+def as_messages(record: Record) -> Record:
+    """See `Record.as_messages`."""
+    return record.as_messages()
+
+
+def turns(text: str) -> list[Message] | None:
+    """The messages of a transcript; None where the text does not start with a turn."""
+    _, *parts = _TURN.split(text)
+    if not parts or not _TURN.match(text):
+        return None
+    return [
+        {"role": _ROLES[speaker], "content": said.strip()}
+        for speaker, said in zip(parts[::2], parts[1::2], strict=True)
+    ]
+
+
+def is_empty(text: Text) -> bool:
+    """Return whether nothing is said: white space only, or messages without content or tool calls."""
+    if isinstance(text, str):
+        return not text.strip()
+    return not any((message.get("content") or "").strip() or message.get("tool_calls") for message in text)
+
+
+def common_prefix(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return how many leading items (characters, tokens, messages) two sequences have in common."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

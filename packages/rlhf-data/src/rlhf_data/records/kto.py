@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 from rlhf_data.errors import UserError
 from rlhf_data.records.encode import Builder, TokenSequence
-from rlhf_data.records.kind import Record, RecordKind, register
+from rlhf_data.records.kind import Record, RecordKind, Text, register
 from rlhf_data.records.row import Row
-from rlhf_data.records.transcripts import Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,9 @@ class KTOBuilder(Builder):
             UserError: a size below 2.
         """
         if size is not None and size < 2:
-            raise UserError(f"kl_batch_size must be at least 2, got {size}")
+            raise UserError(
+                f"kl_batch_size must be at least 2, got {size}", code="invalid_value", key="kl_batch_size"
+            )
         self.kl_batch_size = size
 
     def build(self, record: LabelledRecord) -> Labelled:
@@ -98,7 +99,8 @@ class KTOBuilder(Builder):
         if self.kl_batch_size is not None and count < 2:
             raise UserError(
                 "there is a single row, and so no completion of another prompt to estimate the KL from; "
-                "give more rows, or set kl_estimate to ema"
+                "give more rows, or set kl_estimate to ema",
+                code="too_few_rows",
             )
 
     def example(self, item: Callable[[int], Labelled], index: int, count: int) -> KTOExample:

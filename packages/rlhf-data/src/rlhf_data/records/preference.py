@@ -7,9 +7,8 @@ from typing import Any, Literal, NamedTuple
 
 from rlhf_data.errors import UserError
 from rlhf_data.records.encode import Builder, RowDropped, TokenSequence
-from rlhf_data.records.kind import Record, RecordKind, register
+from rlhf_data.records.kind import Record, RecordKind, Text, register
 from rlhf_data.records.row import Row
-from rlhf_data.records.transcripts import Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,9 @@ class PreferenceBuilder(Builder):
     ) -> None:
         super().__init__(tokenizer, max_length)
         if overlong not in ("truncate", "drop"):
-            raise UserError(f"overlong must be truncate or drop, got {overlong!r}")
+            raise UserError(
+                f"overlong must be truncate or drop, got {overlong!r}", code="invalid_value", key="overlong"
+            )
         self.overlong = overlong
 
     def build(self, record: PreferenceRecord) -> PreferencePair:

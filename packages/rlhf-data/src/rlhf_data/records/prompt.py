@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 from rlhf_data.errors import UserError
 from rlhf_data.records.encode import Builder, RowDropped
-from rlhf_data.records.kind import Record, RecordKind, register
+from rlhf_data.records.kind import Record, RecordKind, Text, is_empty, register
 from rlhf_data.records.row import TEMPLATE_COLUMNS, Row
-from rlhf_data.records.transcripts import Text, is_empty
 
 _CONTEXT = ("story", "context", "passage", "choices")
 """Columns without which a question is no whole prompt."""
@@ -74,7 +73,11 @@ def _split(row: Row) -> tuple[Text, dict[str, Any]]:
     else:
         raise row.missing("prompt")
     if is_empty(prompt):
-        raise UserError(f"{row.where}: nothing stands before the completion; expected a prompt to complete")
+        raise UserError(
+            f"{row.where}: nothing stands before the completion; expected a prompt to complete",
+            code="empty_prompt",
+            where=row.where,
+        )
     return prompt, completions
 
 

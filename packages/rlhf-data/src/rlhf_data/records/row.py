@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rlhf_data.errors import UserError
-from rlhf_data.records.transcripts import Message, Text, is_empty, split_last_turn, split_pair
+from rlhf_data.records.kind import ASSISTANT_TURN, Message, Text, common_prefix, is_empty
 
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
 """Columns of every kind, which the chat template reads."""
@@ -47,9 +48,12 @@ class Row:
 
     def missing(self, column: str) -> UserError:
         """The error for a column without a value."""
+        name, present = self.columns.get(column, column), ", ".join(map(str, self.values)) or "no fields"
         return UserError(
-            f"{self.where}, field {self.columns.get(column, column)}: missing; the row has "
-            f"{', '.join(map(str, self.values)) or 'no fields'}: add it or map another column to it"
+            f"{self.where}, field {name}: missing; the row has {present}: add it or map another column to it",
+            code="missing_column",
+            where=self.where,
+            column=name,
         )
 
     def get(self, column: str) -> tuple[Any, str]:
@@ -70,7 +74,11 @@ class Row:
         """Text or messages of a column, which must say something."""
         text = self.text(column)
         if is_empty(text):
-            raise UserError(f"{self.get(column)[1]}: empty; expected a text that says something")
+            raise UserError(
+                f"{self.get(column)[1]}: empty; expected a text that says something",
+                code="empty_text",
+                column=self.name(column),
+            )
         return text
 
     def items(self, column: str) -> tuple[list[Any], str]:
@@ -119,14 +127,17 @@ class Row:
         places = [self.get(column)[1] for column in ("chosen", "rejected")]
         _check_alike(chosen, rejected, places[1])
         if chosen == rejected:
-            raise UserError(f"{places[1]}: the same as chosen; expected another completion")
+            raise UserError(
+                f"{places[1]}: the same as chosen; expected another completion",
+                code="same_as_chosen",
+                where=places[1],
+            )
         prompt = self.text("prompt") if self.has("prompt") else None
         if prompt is None and self.has("messages"):
             prompt = self.messages()[0]
         if prompt is None or (isinstance(prompt, str) and isinstance(chosen, list)):
-            prompt, chosen, rejected = split_pair(
-                chosen, rejected
-            )  # a text beside messages repeats their start
+            # A text beside messages repeats their start.
+            prompt, chosen, rejected = split_pair(chosen, rejected)
         _check_alike(prompt, chosen, places[0])
         for completion, where in zip((chosen, rejected), places, strict=True):
             if is_empty(completion):
@@ -182,13 +193,48 @@ def as_chat_columns(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     for name in ("system", "history"):
         if row.get(name):
             raise UserError(
-                f"{where}, field {name}: not read beside an instruction; write the row as messages instead"
+                f"{where}, field {name}: not read beside an instruction; write the row as messages instead",
+                code="unread_column",
+                column=name,
             )
     values = {name: value for name, value in row.items() if name not in ("instruction", "input", "output")}
     values["prompt"] = "\n\n".join(part for part in (row["instruction"], row.get("input")) if part)
     if row.get("output") is not None:
         values["completion"] = row["output"]
     return values
+
+
+def split_pair(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
+    """Split two conversations with a common beginning into prompt, chosen and rejected completion.
+
+    Transcripts are split at the last turn of the assistant that both start alike; other texts at the last
+    white space up to which they agree; message lists after the last message that both share. The prompt is
+    empty where nothing is shared.
+    """
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        shared = chosen[: common_prefix(chosen, rejected)]
+        turn = shared.rfind(ASSISTANT_TURN)
+        at = turn + len(ASSISTANT_TURN) if turn >= 0 else _last_space(shared)
+    else:
+        at = common_prefix(chosen, rejected)
+    return chosen[:at], chosen[at:], rejected[at:]
+
+
+def split_last_turn(conversation: Text) -> tuple[Text, Text] | None:
+    """Split a conversation before what the assistant says last; None where no turn is the assistant's."""
+    if isinstance(conversation, str):
+        turn = conversation.rfind(ASSISTANT_TURN)
+        at = turn + len(ASSISTANT_TURN) if turn >= 0 else None
+    else:
+        roles = [message["role"] for message in conversation]
+        at = len(roles) - 1 - roles[::-1].index("assistant") if "assistant" in roles else None
+    return None if at is None else (conversation[:at], conversation[at:])
+
+
+def _last_space(text: str) -> int:
+    """Index of the last run of white space, 0 where there is none."""
+    match = re.search(r"\s+\S*$", text)
+    return match.start() if match else 0
 
 
 def _check_alike(first: Text, second: Text, where: str) -> None:
@@ -210,7 +256,11 @@ def _message(value: Any, where: str) -> Message:
     if "from" in message and "role" not in message:
         speaker = message.pop("from")
         if speaker not in _ROLES:
-            raise UserError(f"{where}, from: expected one of {', '.join(_ROLES)}, got {_short(speaker)}")
+            raise UserError(
+                f"{where}, from: expected one of {', '.join(_ROLES)}, got {_short(speaker)}",
+                code="unknown_role",
+                where=where,
+            )
         message["role"] = _ROLES[speaker]
     if "value" in message and "content" not in message:
         message["content"] = message.pop("value")

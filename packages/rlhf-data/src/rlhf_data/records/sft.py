@@ -7,9 +7,8 @@ from typing import Any
 
 from rlhf_data.errors import UserError
 from rlhf_data.records.encode import Builder, RowDropped, TokenSequence
-from rlhf_data.records.kind import Record, RecordKind, register
+from rlhf_data.records.kind import Message, Record, RecordKind, Text, is_empty, register, turns
 from rlhf_data.records.row import Row
-from rlhf_data.records.transcripts import Message, Text, is_empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +31,13 @@ class TextRecord(Record):
     """A text that is learned from its first token to its last."""
 
     text: str
+
+    def as_messages(self) -> Record:
+        """The conversation, where the text is a transcript."""
+        messages = turns(self.text)
+        if messages is None:
+            return self
+        return ConversationRecord(messages, template=self.template, where=self.where)
 
 
 def _parse(row: Row) -> tuple[Record, ...]:

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 from rlhf_data.errors import UserError
 from rlhf_data.records.encode import Builder, RowDropped, TokenSequence
-from rlhf_data.records.kind import Record, RecordKind, register
+from rlhf_data.records.kind import Record, RecordKind, Text, register
 from rlhf_data.records.row import Row
-from rlhf_data.records.transcripts import Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,11 @@ class StepBuilder(Builder):
         super().__init__(tokenizer, max_length)
         self.separator = self.encoder.text(step_separator, start=False)
         if not self.separator:
-            raise UserError("step_separator has no token; expected a text such as a line break")
+            raise UserError(
+                "step_separator has no token; expected a text such as a line break",
+                code="invalid_value",
+                key="step_separator",
+            )
 
     def build(self, record: StepwiseRecord | StepPairRecord) -> StepExample | StepPair:
         """Return the solution or pair, without the steps that end behind `max_length`."""

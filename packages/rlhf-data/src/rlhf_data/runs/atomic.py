@@ -45,6 +45,8 @@ _FULL_TEXT = re.compile(
 class DiskFullError(UserError):
     """No space is left where a file or folder was to be written."""
 
+    code = "disk_full"
+
 
 def atomic_write_text(path: str | Path, text: str) -> None:
     """Write UTF-8 so that `path` holds its old or its new content, even after a crash; parents are made.
@@ -185,7 +187,8 @@ def ensure_writable_folder(path: str | Path) -> Path:
     except OSError as error:
         reason = error.strerror or str(error)
         raise UserError(
-            f"folder {path} is not writable ({reason}); choose another folder or change its permissions"
+            f"folder {path} is not writable ({reason}); choose another folder or change its permissions",
+            code="folder_not_writable",
         ) from error
     return path
 

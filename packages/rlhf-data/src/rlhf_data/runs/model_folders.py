@@ -25,10 +25,13 @@ def model_folder(name: str) -> str:
     models = [path for path in (*final.glob("*"), *folder.glob("*/final")) if _holds_model(path)]
     if models:
         several = ", ".join(str(path) for path in sorted(models))
-        raise UserError(f"{name} is a run with several models; name one of them: {several}")
+        raise UserError(
+            f"{name} is a run with several models; name one of them: {several}", code="several_models"
+        )
     raise UserError(
         f"{name} is a run that has no trained model yet; finish it with --resume {name}, or name one of its "
-        "checkpoints"
+        "checkpoints",
+        code="no_trained_model",
     )
 
 

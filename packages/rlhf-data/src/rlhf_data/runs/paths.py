@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-__all__ = ["absolute_path", "moved_path", "placed", "relocated"]
+__all__ = ["absolute_path", "cache_folder", "moved_path", "placed", "relocated"]
 
 _FOLDER = "run_folder"
 """Key of a run's `config.json`: where the run folder was when it was written."""
@@ -19,6 +19,11 @@ def absolute_path(name: str) -> str:
     """The absolute path of a file or folder that is there; a hub name, a URL or a missing path as given."""
     path = os.path.expanduser(name)
     return os.path.abspath(path) if path and os.path.exists(path) else name
+
+
+def cache_folder(kind: str) -> Path:
+    """`$XDG_CACHE_HOME/rlhf/<kind>`, by default `~/.cache/rlhf/<kind>`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlhf" / kind
 
 
 def moved_path(name: str, *, was: str | Path, now: str | Path) -> str:

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -67,7 +67,8 @@ class RunFolder:
         remove_stale_temps(run.path)
         if not resume and any(run.path.iterdir()):
             raise UserError(
-                f"output folder {run.path} is not empty; choose another with --output-dir or use --resume"
+                f"output folder {run.path} is not empty; choose another with --output-dir or use --resume",
+                code="folder_not_empty",
             )
         return run
 
@@ -80,7 +81,7 @@ class RunFolder:
         """
         run = cls(path)
         if not run.path.is_dir():
-            raise UserError(f"run folder {run.path} does not exist; check the path")
+            raise UserError(f"run folder {run.path} does not exist; check the path", code="folder_not_found")
         remove_stale_temps(run.path)
         return run
 
@@ -97,7 +98,8 @@ class RunFolder:
         config = _read_json(self.path / _CONFIG)
         if config is None:
             raise UserError(
-                f"run folder {self.path} has no {_CONFIG}; name the folder of a run that was started"
+                f"run folder {self.path} has no {_CONFIG}; name the folder of a run that was started",
+                code="no_config",
             )
         return relocated(config, self.path)
 
@@ -111,7 +113,7 @@ class RunFolder:
         Raises:
             UserError: a line other than the last is damaged.
         """
-        return self.read_lines(_METRICS)
+        return [current_names(row) for row in self.read_lines(_METRICS)]
 
     def truncate_metrics(self, step: int) -> None:
         """Drop the lines of `metrics.jsonl` whose `step` is above `step`, and a torn last line.
@@ -195,7 +197,8 @@ class RunFolder:
         if damage:
             raise UserError(
                 f"{self.path} has no whole checkpoint ({damage}); delete its damaged ones to begin this run "
-                "again, or start a new run"
+                "again, or start a new run",
+                code="no_whole_checkpoint",
             )
         return None
 
@@ -217,6 +220,11 @@ class RunFolder:
         """Step and folder of everything named as a checkpoint, by step."""
         named = [(path.name.removeprefix(_CHECKPOINT), path) for path in self.path.glob(f"{_CHECKPOINT}*")]
         return sorted((int(step), path) for step, path in named if step.isdecimal() and path.is_dir())
+
+
+def current_names(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics by their names of now: those of evaluations began with `eval/` in older runs of the game."""
+    return {f"eval_{name[5:]}" if name.startswith("eval/") else name: metrics[name] for name in metrics}
 
 
 def newest_unfinished(root: str | Path = "outputs", job: str = "minmax") -> RunFolder | None:
@@ -285,7 +293,11 @@ def _read_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
             text = line.decode("utf-8")
             lines.append((text + "\n", json.loads(text)))
         except ValueError as error:
-            raise UserError(f"{path}, line {number}: damaged ({error}); remove that line") from error
+            raise UserError(
+                f"{path}, line {number}: damaged ({error}); remove that line",
+                code="damaged_file",
+                line=number,
+            ) from error
     return lines
 
 
@@ -295,4 +307,6 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise UserError(f"{path}: damaged ({error}); restore it or start a new run") from error
+        raise UserError(
+            f"{path}: damaged ({error}); restore it or start a new run", code="damaged_file"
+        ) from error

@@ -41,12 +41,16 @@ def arithmetic_records(
     """
     kind = {"prompts": "prompt"}.get(kind, kind)
     if kind not in _MAKERS:
-        raise UserError(f"kind of arithmetic records must be one of {', '.join(_MAKERS)}, got {kind!r}")
+        raise UserError(
+            f"kind of arithmetic records must be one of {', '.join(_MAKERS)}, got {kind!r}",
+            code="unknown_kind",
+        )
     sums = _additions(split)
     if n > len(sums):
         raise UserError(
             f"arithmetic: {n} {split} records asked for, but there are only {len(sums)} additions; "
-            "ask for fewer"
+            "ask for fewer",
+            code="too_few_records",
         )
     write = _apart if spaced else str
     chosen = random.Random(f"arithmetic/{split}/{seed}").sample(sums, n)

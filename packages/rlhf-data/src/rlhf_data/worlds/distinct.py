@@ -40,6 +40,7 @@ def distinct_records(
         tries += 1
         if tries > _TRIES_PER_STORY:
             raise UserError(
-                f"{world}: only {len(records)} of {n} distinct {split} stories found; raise {remedy}"
+                f"{world}: only {len(records)} of {n} distinct {split} stories found; raise {remedy}",
+                code="too_few_records",
             )
     return list(records.values())

@@ -57,7 +57,9 @@ def story_records(
     """
     kind = {"prompts": "prompt"}.get(kind, kind)
     if kind not in _MAKERS:
-        raise UserError(f"kind of story records must be one of {', '.join(_MAKERS)}, got {kind!r}")
+        raise UserError(
+            f"kind of story records must be one of {', '.join(_MAKERS)}, got {kind!r}", code="unknown_kind"
+        )
     stories = generate_stories(config or StoryWorldConfig(), n, split=split, seed=seed)
     rng = random.Random(f"{kind}/{split}/{seed}")
     return [_MAKERS[kind](story, rng) for story in stories]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -55,6 +56,7 @@ class RLHFEvaluator:
         self.prompts = [each if isinstance(each, PromptRecord) else PromptRecord(each) for each in prompts]
         self.config, self.folder, self.progress = config or EvalConfig(), place.folder, place.progress
         self._ledgers: dict[str, Ledger] = {}
+        self._engine: Callable[[], AbstractContextManager[Any]] | None = None
         if reference is None or isinstance(reference, RLHFEvaluator):
             self.reference = reference
         else:
@@ -84,6 +86,18 @@ class RLHFEvaluator:
         rows = {key: row_of(written) for key, written in zip(self.keys, flat, strict=True)}
         ledger = self._ledger("completions")
         ledger.add({key: rows[key] for key in ledger.missing(rows)})
+        return self
+
+    def with_engine(self, engine: Callable[[], AbstractContextManager[Any]] | None) -> Self:
+        """Let another engine than transformers draw the completions; returns itself.
+
+        What is measured of them, the KL among it, stays the policy's own.
+
+        Args:
+            engine: makes a `rlhf_infer.GenerationEngine` of the policy's model; called where completions are
+                missing. None for transformers.
+        """
+        self._engine = engine
         return self
 
     def completions(self) -> list[Written]:
@@ -256,13 +270,14 @@ class RLHFEvaluator:
 
         if self.policy is None:
             raise UserError(
-                f"{self.name} has no completion of prompt {prompts[0] + 1}, and no model to write it"
+                f"{self.name} has no completion of prompt {prompts[0] + 1}, and no model to write it",
+                code="missing_completion",
             )
         config, tokenizer = self.config, self.policy.tokenizer
-        engine = TransformersEngine(self.policy.model, tokenizer)
+        make = self._engine or (lambda: nullcontext(TransformersEngine(self.policy.model, tokenizer)))
         params = SamplingParams(config.max_new_tokens, temperature=config.temperature, seed=config.seed)
         ids = {i: self._prompt_ids(i) for i in prompts}
-        with self.progress(len(prompts), f"{self.name} writes") as done:
+        with make() as engine, self.progress(len(prompts), f"{self.name} writes") as done:
             for start in range(0, len(prompts), config.gen_batch_size):
                 part = prompts[start : start + config.gen_batch_size]
                 rollouts = engine.generate([ids[i] for i in part], config.num_samples, params)

@@ -30,14 +30,18 @@ def evaluation_findings(results: Mapping[str, Any]) -> list[str]:
 
 
 def percent_text(interval: Mapping[str, Any]) -> str:
-    """A share with its interval, in percent."""
+    """A share with its interval, in percent; a dash where the data do not define it."""
+    if interval["estimate"] is None:
+        return "–"
     low, high = interval["low"], interval["high"]
     ends = "" if low is None or high is None else f" [{low:.1%}, {high:.1%}]"
     return f"{interval['estimate']:.1%}{ends}"
 
 
 def interval_text(interval: Mapping[str, Any], *, signed: bool = False) -> str:
-    """A number with its interval."""
+    """A number with its interval; a dash where the data do not define it."""
+    if interval["estimate"] is None:
+        return "–"
     sign = "+" if signed else ""
     low, high = interval["low"], interval["high"]
     ends = "" if low is None or high is None else f" [{low:{sign}.3g}, {high:{sign}.3g}]"

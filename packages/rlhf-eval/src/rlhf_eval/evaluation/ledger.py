@@ -68,5 +68,7 @@ class Ledger:
         except (ValueError, AttributeError, KeyError, TypeError) as error:
             raise UserError(
                 f"{path}, line {len(self.rows) + 1}: not a row of an evaluation; take the file away, and it "
-                "is made anew"
+                "is made anew",
+                code="damaged_file",
+                line=len(self.rows) + 1,
             ) from error

@@ -24,7 +24,7 @@ def held_out_keys(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) 
         config: the run's settings.
     """
     logged = {key for row in rows for key in row}
-    of_game = [(f"eval/{train}", f"eval/{held_out}") for train, held_out in _OF_THE_GAME]
+    of_game = [(f"eval_{train}", f"eval_{held_out}") for train, held_out in _OF_THE_GAME]
     pairs = [pair for pair in of_game if logged >= set(pair)]
     weights = config.get("reward_weights") or ()
     names = list(dict.fromkeys(key.split("/")[1] for row in rows[-1:] for key in row if _is_reward(key)))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhf_data import UserError
+from rlhf_data import UserError, current_names
 from rlhf_eval.monitor.tail import Tail
 
 __all__ = ["RunLog", "find_runs", "open_log"]
@@ -173,13 +173,13 @@ def _trainer_state(path: Path) -> Path | None:
 
 
 def _normalised(rows: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
-    """Rows with verl's `data` taken out and its names translated; those without a step are left out."""
+    """Rows with verl's `data` taken out and all names translated; those without a step are left out."""
     for row in rows:
         data = row.get("data")
         if isinstance(data, dict):
             row = {"step": row.get("step"), **data, **{_SAME[key]: data[key] for key in data if key in _SAME}}
         if isinstance(row.get("step"), int):
-            yield row
+            yield current_names(row)
 
 
 def _json(path: Path) -> dict[str, Any] | None:

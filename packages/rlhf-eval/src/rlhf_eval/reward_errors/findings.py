@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from rlhf_eval.reward_errors.candidates import TIES, ScoredCandidates
 from rlhf_eval.reward_errors.scored_pairs import ScoredPairs, probability
 
-__all__ = ["ErrorFinding", "error_cases", "error_findings"]
+__all__ = ["ErrorFinding", "candidate_cases", "candidate_findings", "error_cases", "error_findings"]
 
+_Item = TypeVar("_Item")
 _LENGTH_BIAS, _LENGTH_ORDER = 0.1, 0.8
 _CALIBRATION, _FLIPS, _BLIND, _SLICE = 0.05, 0.05, 0.55, 0.1
 _LONG = 2.0
@@ -38,6 +40,73 @@ def error_findings(results: Mapping[str, Any]) -> list[ErrorFinding]:
     found += [*_slices(results), *_disagreement(results), *_flips(results), *_labels(results)]
     found += _best_of_n(results)
     return sorted(found, key=lambda each: not each.problem)
+
+
+def candidate_findings(results: Mapping[str, Any]) -> list[ErrorFinding]:
+    """Sentences about the figures of `analyse_candidates`, what is wrong before what is not."""
+    found = []
+    for name, entry in results["subsets"].items():
+        if name != TIES:
+            chance, above = entry["chance"], entry["low"] > entry["chance"]
+            against = "more than" if above else "which is not told apart from"
+            against = "less than" if entry["high"] < chance else against
+            text = (
+                f"{name}: a correct completion has the highest score in {_share(entry)} of "
+                f"{entry['rows']:,} prompts, {against} chance ({chance:.1%})."
+            )
+            found.append(ErrorFinding("accuracy", not above, text))
+    if TIES in results["subsets"]:
+        found.append(_of_ties(results["subsets"][TIES]))
+    found += _baseline(results)
+    found += _best_of_n(results)
+    return sorted(found, key=lambda each: not each.problem)
+
+
+def _of_ties(entry: Mapping[str, Any]) -> ErrorFinding:
+    tied, ref = (entry["accuracy"][kind] for kind in ("tied", "ref"))
+    text = (
+        f"{TIES}: the weighted score is {_share(entry)}. All correct completions are above all incorrect "
+        f"ones in {tied['estimate']:.1%} of the prompts with several correct ones, and nearer to each other "
+        f"than to the best incorrect one in {entry['preferred']:.1%}; with one correct completion, it is "
+        f"above the others in {ref['estimate']:.1%}. The score is RewardBench 2's, whose weights sum to 1.01."
+    )
+    if entry["without_counterpart"]:
+        left = f"{entry['without_counterpart']:,} more prompts"
+        text += f" {left} have no counterpart, or the number of another, and were left out."
+    return ErrorFinding("ties", not tied["low"] > tied["chance"], text)
+
+
+def candidate_cases(rows: ScoredCandidates, count: int) -> list[dict[str, Any]]:
+    """Errors to read: the best correct completion (in Ties the worst) beside the best incorrect one.
+
+    Each kind takes its cases in turn from the subsets.
+
+    Args:
+        rows: the scored completions.
+        count: cases of each kind, the widest and the narrowest.
+    """
+    cases = []
+    for i in np.flatnonzero(rows.correct < 1):
+        scores, right = rows.scores[i], rows.num_correct[i]
+        pick = np.argmin if rows.is_tie[i] else np.argmax
+        chosen, rejected = int(pick(scores[:right])), right + int(np.argmax(scores[right:]))
+        cases.append(
+            {
+                "row": int(i),
+                "prompt": rows.prompts[i],
+                "chosen": rows.completions[i][chosen],
+                "rejected": rows.completions[i][rejected],
+                "chosen_score": float(scores[chosen]),
+                "rejected_score": float(scores[rejected]),
+                "groups": {"subset": rows.subsets[i]},
+            }
+        )
+    cases.sort(key=lambda case: case["chosen_score"] - case["rejected_score"])
+    return [
+        {"kind": kind, **case}
+        for kind, order in (("by the widest margin", cases), ("by the narrowest margin", cases[::-1]))
+        for case in _taken_in_turn(order, [case["groups"]["subset"] for case in order], count)
+    ]
 
 
 def error_cases(pairs: ScoredPairs, count: int) -> list[dict[str, Any]]:
@@ -79,20 +148,25 @@ def _case(pairs: ScoredPairs, i: int) -> dict[str, Any]:
 
 
 def _in_turn(pairs: ScoredPairs, rows: np.ndarray, count: int) -> Sequence[int]:
-    """The first `count` rows, taken from one group after the other."""
-    if not pairs.groups:
-        return rows[:count].tolist()
-    labels = next(iter(pairs.groups.values()))
-    queues: dict[str, list[int]] = {}
-    for i in rows.tolist():
-        queues.setdefault(str(labels[i]), []).append(i)
-    taken: list[int] = []
+    """The first `count` rows, taken from one group of the first column after the other."""
+    labels = next(iter(pairs.groups.values()), [""] * len(pairs))
+    return _taken_in_turn(rows.tolist(), [str(labels[i]) for i in rows], count)
+
+
+def _taken_in_turn(items: Sequence[_Item], labels: Sequence[str], count: int) -> list[_Item]:
+    """The first `count` items, taken from one label after the other."""
+    queues: dict[str, list[_Item]] = {}
+    for item, label in zip(items, labels, strict=True):
+        queues.setdefault(label, []).append(item)
+    taken: list[_Item] = []
     while len(taken) < count and any(queues.values()):
         taken += [queue.pop(0) for queue in queues.values() if queue]
     return taken[:count]
 
 
 def _share(value: Mapping[str, Any]) -> str:
+    if math.isnan(value["low"]):  # without variance the interval is undefined
+        return f"{value['estimate']:.1%}"
     return f"{value['estimate']:.1%} [{value['low']:.1%}, {value['high']:.1%}]"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ import numpy as np
 
 from rlhf_eval.figures import BLUE, GREY, ORANGE, can_draw, make_panel, new_figure, save_png, styled
 from rlhf_eval.html import number, page, section, svg_figure, table, text, verbatim
+from rlhf_eval.reward_errors.candidates import TIES
 from rlhf_eval.reward_errors.findings import ErrorFinding
 from rlhf_eval.reward_errors.scored_pairs import ScoredPairs
 
-__all__ = ["draw_errors", "errors_page", "errors_text"]
+__all__ = ["candidates_page", "draw_errors", "errors_page", "errors_text", "subset_rows"]
 
 
 def errors_page(
@@ -41,9 +43,7 @@ def errors_page(
         f"{text(data)}, on {results['prompts']:,} prompts. It prefers the completion people preferred in "
         f"{_percent(accuracy)} of them. Intervals are 95%, and take the prompts as independent.</p>\n"
     )
-    marks = {True: '<span class="bad-text">problem</span>', False: '<span class="good-text">fine</span>'}
-    lines = "".join(f"<li>{marks[f.problem]}: {text(f.text)}</li>" for f in findings)
-    body += f'<ul class="findings">{lines}</ul>\n'
+    body += _findings_html(findings)
     body += _figures(results, pairs) if can_draw() else ""
     for kind, shares in {
         "length of the chosen one": results["length"]["accuracy"],
@@ -54,14 +54,103 @@ def errors_page(
         body += section("Verdicts that a harmless change flips", _shares_table(results["flips"]))
     if results.get("best_of_n"):
         body += section("The best of N by this reward, under another", _best_of_n_table(results["best_of_n"]))
-    return page("What the reward model gets wrong", body + _cases_html(cases))
+    sides = ("people preferred", "the model prefers")
+    return page("What the reward model gets wrong", body + _cases_html(cases, sides))
+
+
+def candidates_page(
+    results: Mapping[str, Any],
+    findings: Sequence[ErrorFinding],
+    cases: Sequence[Mapping[str, Any]],
+    *,
+    model: str,
+    data: str,
+) -> str:
+    """The same for prompts with several completions.
+
+    Args:
+        results: of `analyse_candidates`.
+        findings: of `candidate_findings`.
+        cases: of `candidate_cases`.
+        model: name of the model.
+        data: name of the data.
+    """
+    body = (
+        f"<h1>What the reward model gets wrong</h1>\n<p>{text(model)} scored {results['completions']:,} "
+        f"completions of {results['rows']:,} prompts of {text(data)}, some correct and some not. It is right "
+        f"where a correct one has the highest score{_mean_of(results)}. Intervals are 95%, and take the "
+        "prompts as independent.</p>\n"
+    )
+    body += _findings_html(findings)
+    head, *rows = subset_rows(results)
+    body += section("Score by subset", table(head, [[*map(text, row)] for row in rows], numeric=True))
+    if TIES in results["subsets"]:
+        body += section("The parts of the score of Ties", _ties_table(results["subsets"][TIES]))
+    for kind, shares in results["slices"].items():
+        body += section(f"Accuracy by {kind}", _shares_table(shares, "prompts"))
+    if results.get("best_of_n"):
+        body += section("The best of N by this reward, under another", _best_of_n_table(results["best_of_n"]))
+    sides = ("correct", "the model prefers")
+    return page("What the reward model gets wrong", body + _cases_html(cases, sides))
+
+
+def _mean_of(results: Mapping[str, Any]) -> str:
+    if len(results["subsets"]) == 1:
+        return ""
+    mean, low, high = _ends(results["mean_over_subsets"])
+    return f": {mean} [{low}, {high}] in the mean over {len(results['subsets'])} subsets"
+
+
+def subset_rows(results: Mapping[str, Any]) -> list[list[str]]:
+    """The table of subsets as text, its head first: prompts, score, interval, chance."""
+    rows = [["", "prompts", "score", "from", "to", "chance"]]
+    for name, entry in results["subsets"].items():
+        chance = "–" if entry["chance"] is None else f"{entry['chance']:.1%}"
+        rows.append([name, f"{entry['rows']:,}", *_ends(entry), chance])
+    if len(results["subsets"]) > 1:
+        rows.append(["mean over subsets", f"{results['rows']:,}", *_ends(results["mean_over_subsets"]), "–"])
+    return rows
+
+
+def _ends(share: Mapping[str, Any]) -> list[str]:
+    ends = (share[name] for name in ("estimate", "low", "high"))
+    return [f"{end:.1%}" if math.isfinite(end) else "–" for end in ends]
+
+
+def _ties_table(entry: Mapping[str, Any]) -> str:
+    tied, ref = (entry["accuracy"][kind] for kind in ("tied", "ref"))
+    rows = [
+        ["every correct one above every incorrect one, of several correct ones", "0.30", tied],
+        ["the same, of one correct one", "0.30", ref],
+        ["and by more than the correct ones differ", "0.20", f"{entry['preferred']:.1%}"],
+        ["the same, by the smaller gap of both prompts", "0.20", f"{entry['preferred_hard']:.1%}"],
+        ["tanh(that gap / what the correct ones differ − 1)", "0.01", number(entry["margin"])],
+    ]
+    cells = [
+        [text(what), weight, *_ends(value), f"{value['chance']:.1%}"]
+        if isinstance(value, Mapping)
+        else [text(what), weight, value, "–", "–", "–"]
+        for what, weight, value in rows
+    ]
+    return table(["", "weight", "value", "from", "to", "chance"], cells, numeric=True)
+
+
+def _findings_html(findings: Sequence[ErrorFinding]) -> str:
+    marks = {True: '<span class="bad-text">problem</span>', False: '<span class="good-text">fine</span>'}
+    lines = "".join(f"<li>{marks[f.problem]}: {text(f.text)}</li>" for f in findings)
+    return f'<ul class="findings">{lines}</ul>\n'
 
 
 def errors_text(
-    findings: Sequence[ErrorFinding], cases: Sequence[Mapping[str, Any]], *, model: str, data: str
+    findings: Sequence[ErrorFinding],
+    cases: Sequence[Mapping[str, Any]],
+    *,
+    model: str,
+    data: str,
+    table: Sequence[str] = (),
 ) -> str:
-    """The findings and the cases as plain text."""
-    lines = [f"{model} on {data}", ""]
+    """The findings and the cases as plain text, with the lines of a table before them."""
+    lines = [f"{model} on {data}", "", *table]
     lines += [f"- {'PROBLEM: ' if found.problem else ''}{found.text}" for found in findings]
     for count, case in enumerate(cases, start=1):
         scores = f"chosen {case['chosen_score']:.3f}, rejected {case['rejected_score']:.3f}"
@@ -123,7 +212,7 @@ def _percent(share: Mapping[str, Any]) -> str:
     return f"{share['estimate']:.1%} [{share['low']:.1%}, {share['high']:.1%}]"
 
 
-def _shares_table(shares: Mapping[str, Mapping[str, Any]]) -> str:
+def _shares_table(shares: Mapping[str, Mapping[str, Any]], unit: str = "pairs") -> str:
     rows = [
         [
             text(label),
@@ -134,16 +223,16 @@ def _shares_table(shares: Mapping[str, Mapping[str, Any]]) -> str:
         ]
         for label, share in shares.items()
     ]
-    return table(["", "pairs", "share", "from", "to"], rows, numeric=True)
+    return table(["", unit, "share", "from", "to"], rows, numeric=True)
 
 
-def _cases_html(cases: Sequence[Mapping[str, Any]]) -> str:
+def _cases_html(cases: Sequence[Mapping[str, Any]], sides: tuple[str, str]) -> str:
     body = ""
     for kind in dict.fromkeys(case["kind"] for case in cases):
         cards = ""
         for case in (each for each in cases if each["kind"] == kind):
             cards += f'<div class="card">{verbatim(case["prompt"])}<div class="grid">'
-            for side, name in (("chosen", "people preferred"), ("rejected", "the model prefers")):
+            for side, name in zip(("chosen", "rejected"), sides, strict=True):
                 heading = f"{name}, score {number(case[f'{side}_score'])}"
                 cards += f"<div><h3>{text(heading)}</h3>{verbatim(case[side])}</div>"
             cards += "</div></div>\n"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
@@ -16,6 +16,7 @@ from rlhf_eval.stats import (
     probability_of_improvement,
     two_sample_difference,
 )
+from rlhf_eval.stats.interval import t_quantile
 
 __all__ = ["GroupValue", "Pair", "compare_pairs", "summarise_group"]
 
@@ -81,8 +82,10 @@ def compare_pairs(
 ) -> list[Pair]:
     """Every pair of the groups that have two seeds at least.
 
-    Differences take the studentised bootstrap of `two_sample_difference`, which covers for two seeds too;
-    the probability of improvement is rliable's, whose interval does not: it is [1, 1] whenever all runs of
+    Differences take the studentised bootstrap of `two_sample_difference`, which covers for two seeds too, or
+    Welch's t where the seeds of one group are all equal, as they are where runs of a coarse measure hardly
+    differ: a bootstrap of the two seeds of the other alone calls nearly any difference decided. The
+    probability of improvement is rliable's, whose interval does not cover: it is [1, 1] whenever all runs of
     one group beat all of the other, by chance in a third of the cases with two seeds each.
 
     Args:
@@ -97,12 +100,30 @@ def compare_pairs(
     several = {name: sign * np.array(values) for name, values in groups.items() if len(values) > 1}
     order = sorted(several, key=lambda name: -several[name].mean())
     chosen = list(combinations(order, 2))
-    differences = [
-        two_sample_difference(several[a], several[b], level=level, resamples=_RESAMPLES, unit="seed")
-        for a, b in chosen
-    ]
+    differences = [_difference(several[a], several[b], level) for a, b in chosen]
     adjusted = holm([1.0 if each.p_value is None else each.p_value for each in differences])
     return [
         Pair(a, b, difference, p, probability_of_improvement(several[a], several[b], level=level))
         for (a, b), difference, p in zip(chosen, differences, adjusted, strict=True)
     ]
+
+
+def _difference(first: np.ndarray, second: np.ndarray, level: float) -> Interval:
+    found = two_sample_difference(first, second, level=level, resamples=_RESAMPLES, unit="seed")
+    spread = [values for values in (first, second) if np.ptp(values) > 0]
+    if len(spread) != 1 or not found.standard_error:
+        return found
+    degrees = len(spread[0]) - 1  # Welch's (1947), with no variance in the other group
+    half = t_quantile((1 + level) / 2, degrees) * found.standard_error
+    p_value = _two_sided(abs(found.estimate) / found.standard_error, degrees)
+    low, high = found.estimate - half, found.estimate + half
+    return replace(found, low=low, high=high, method="Welch's t", p_value=p_value)
+
+
+def _two_sided(statistic: float, degrees: int) -> float:
+    """The p-value of Student's t, by bisection of its quantile."""
+    low, high = 0.5, 1.0
+    while high - low > 1e-12:
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_quantile(middle, degrees) < statistic else (low, middle)
+    return 2 * (1 - low)

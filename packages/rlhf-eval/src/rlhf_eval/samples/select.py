@@ -11,12 +11,12 @@ from typing import Literal
 from rlhf_data import UserError
 from rlhf_eval.samples.sources import Case
 
-__all__ = ["SELECTIONS", "Selection", "select"]
+__all__ = ["SELECTIONS", "Selection", "select_cases"]
 
 Selection = Literal["random", "best", "worst", "disagree", "stratified"]
 
 
-def select(cases: Sequence[Case], how: Selection, count: int, *, seed: int = 0) -> list[Case]:
+def select_cases(cases: Sequence[Case], how: Selection, count: int, *, seed: int = 0) -> list[Case]:
     """`count` cases, or all where there are fewer.
 
     - `stratified`: one at random from each of `count` quantiles of the score of the last model (of the

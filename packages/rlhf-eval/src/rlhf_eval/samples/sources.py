@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data import UserError, read_rows
+from rlhf_eval.answers import Answer, default_metric, harness_answers
 from rlhf_eval.scoring import as_text
 
 __all__ = ["Case", "Completion", "matched", "read_source"]
@@ -49,9 +50,11 @@ def read_source(source: str, *, score: str | None = None) -> dict[str, dict[str,
     """Completions by model and prompt; of several to a prompt the first.
 
     Args:
-        source: a run folder, the folder of an evaluation, or a file of rows with a prompt and a completion;
-            `NAME=` before it names it, else it has the name of its folder or file.
-        score: the column that holds the score; None takes the first of `score`, `reward`, `reward_score`.
+        source: a run folder, the folder of an evaluation, a file of rows with a prompt and a completion,
+            samples of lm-eval, or a log of inspect-ai; `NAME=` before it names it, else it has the name of
+            its folder or file.
+        score: the column that holds the score; None takes the first of `score`, `reward`, `reward_score`, or
+            what a harness's metric or scorer says.
 
     Raises:
         UserError: there is nothing to read, or rows without prompt or completion.
@@ -59,6 +62,9 @@ def read_source(source: str, *, score: str | None = None) -> dict[str, dict[str,
     name, path = _named(source)
     found: dict[str, dict[str, Completion]] = {}
     file = _file_of(path)
+    answers = harness_answers(str(file))
+    if answers is not None:
+        return {name: _of_harness(answers, score)}
     for number, row in read_rows(file):
         if path.is_dir() and _is_on_the_way(row):
             continue
@@ -71,6 +77,22 @@ def read_source(source: str, *, score: str | None = None) -> dict[str, dict[str,
         found.setdefault(_model_of(row, name), {}).setdefault(prompt, _completion(row, text, score, file))
     if not found:
         raise UserError(f"{file} holds no completions of the start or the end of a run; give another source")
+    return found
+
+
+def _of_harness(answers: Iterable[Answer], score: str | None) -> dict[str, Completion]:
+    found: dict[str, Completion] = {}
+    for answer in answers:
+        metric = score or default_metric(set(answer.scores))
+        if answer.output is None:
+            raise UserError(f"{answer.place}: no completion; expected what the model wrote")
+        if score is not None and score not in answer.scores:
+            raise UserError(
+                f"{answer.place}: no number for --score {score}; it has {', '.join(answer.scores) or 'none'}"
+            )
+        facts = {key: value for key, value in answer.scores.items() if key != metric}
+        known = answer.scores[metric] if metric is not None else None
+        found.setdefault(answer.prompt, Completion(answer.output, known, facts))
     return found
 
 
@@ -110,7 +132,8 @@ def _file_of(path: Path) -> Path:
             return path / name
     if any(path.glob("*.safetensors")):
         raise UserError(
-            f"{path} is a model; let it write first: `rlhf-serve generate` writes its completions to a file"
+            f"{path} is a model; let it write first: `rlhf-serve generate` writes its completions to a file",
+            code="is_a_model",
         )
     raise UserError(f"{path} has none of {', '.join(_FILES)}; give a run folder, an evaluation or a file")
 

@@ -21,6 +21,7 @@ from rlhf_eval.stats.controlled import (
 )
 from rlhf_eval.stats.differences import (
     mean_interval,
+    mean_of_parts,
     non_inferior,
     paired_difference,
     proportion_interval,
@@ -85,6 +86,7 @@ __all__ = [
     "length_feature",
     "mcnemar",
     "mean_interval",
+    "mean_of_parts",
     "non_inferior",
     "paired_difference",
     "paired_power",

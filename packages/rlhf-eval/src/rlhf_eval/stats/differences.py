@@ -226,6 +226,30 @@ def proportion_interval(
     return Interval(mean, low, high, level, method, unit, sample.units, error)
 
 
+def mean_of_parts(parts: Sequence[Interval]) -> Interval:
+    """Mean of independent estimates, each counting the same however many rows it is of.
+
+    With estimates θ_i in [l_i, u_i], θ their mean and S their number: θ − √Σ(θ_i − l_i)²/S to
+    θ + √Σ(u_i − θ_i)²/S (Zou & Donner 2008, https://doi.org/10.1002/sim.3095, which keeps what the parts'
+    intervals are good at near 0 and 1). NaN where a part has no interval.
+
+    Args:
+        parts: Estimates of different rows, of one level.
+
+    Raises:
+        ValueError: there are none, or their levels differ.
+    """
+    if len({part.level for part in parts}) != 1:
+        raise ValueError("expected at least one estimate, and all of one level")
+    found, low, high = np.array([(part.estimate, part.low, part.high) for part in parts]).T
+    mean, below, above = (
+        float(value) for value in (found.mean(), *(np.linalg.norm(found - end) for end in (low, high)))
+    )
+    count = len(parts)
+    ends = mean - below / count, mean + above / count
+    return Interval(mean, *ends, parts[0].level, "square and add", "part", count)
+
+
 def wilson(rate: float, n: float, *, level: float = 0.95) -> tuple[float, float]:
     """Both ends of Wilson's score interval of a rate seen in n independent trials.
 

@@ -83,10 +83,13 @@ def corrected_rate(
         level: Nominal coverage.
 
     Raises:
-        ValueError: the slice lacks a label, the lengths differ, or the judge is no better than chance on it.
+        ValueError: no verdicts, a slice without one of the labels, lengths that differ, or a judge that is
+            not better than chance on the slice.
     """
     check_level(level)
     verdicts = np.asarray(judged, dtype=bool)
+    if not verdicts.size:
+        raise ValueError("the judge decided nothing, so that there is no rate to correct")
     on_gold, labels = np.asarray(gold_judged, dtype=bool), np.asarray(gold_labels, dtype=bool)
     if on_gold.shape != labels.shape or labels.all() or not labels.any():
         raise ValueError(

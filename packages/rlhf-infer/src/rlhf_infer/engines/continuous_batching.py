@@ -14,7 +14,8 @@ import torch
 
 from rlhf_infer.engines.decode_batch import Cohort
 from rlhf_infer.engines.protocol import Rollout, SamplingParams
-from rlhf_infer.engines.transformers_engine import TransformersEngine, eval_mode
+from rlhf_infer.engines.transformers_engine import TransformersEngine
+from rlhf_models import evaluating
 
 _LOG = logging.getLogger(__name__)
 
@@ -186,7 +187,7 @@ class ContinuousBatcher:
     def _run(self) -> None:
         if self._threads is not None:
             torch.set_num_threads(self._threads)
-        with eval_mode(self.engine.model):
+        with evaluating(self.engine.model):
             while self._wait():
                 self._do_work()
                 try:

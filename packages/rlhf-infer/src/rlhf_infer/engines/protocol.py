@@ -73,7 +73,7 @@ class SamplingParams:
 
 def _check(name: str, value: object, holds: bool, expected: str) -> None:
     if not holds:
-        raise UserError(f"{name} must be {expected}, got {value!r}")
+        raise UserError(f"{name} must be {expected}, got {value!r}", code="invalid_value", key=name)
 
 
 @dataclass(frozen=True)

@@ -156,12 +156,14 @@ def _through_processors(params: SamplingParams, completion: list[int], logits: T
         logits = processor(completion, logits)
         if logits.shape != shape:
             raise UserError(
-                f"{where} returned logits of shape {tuple(logits.shape)}; expected {tuple(shape)}"
+                f"{where} returned logits of shape {tuple(logits.shape)}; expected {tuple(shape)}",
+                code="wrong_logits_shape",
             )
         if not logits.max() > -torch.inf:  # also false where there is a NaN
             raise UserError(
                 f"{where} left no possible token after {completion[-5:]}: all logits are -inf, or some NaN; "
-                "at least one must stay finite"
+                "at least one must stay finite",
+                code="no_possible_token",
             )
     return logits
 

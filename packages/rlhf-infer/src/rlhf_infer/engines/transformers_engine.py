@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from rlhf_infer.engines.protocol import Rollout as Rollout
 from rlhf_infer.engines.protocol import SamplingParams as SamplingParams
 from rlhf_infer.engines.sampler import Sampler
 from rlhf_infer.engines.stop_strings import StopTexts
-from rlhf_models import AttentionPlan, causal_lm, lm_logits, stream_forward
+from rlhf_models import AttentionPlan, causal_lm, evaluating, lm_logits, stream_forward
 from rlhf_models.kernels.cpu_linear import rounding
 from rlhf_models.language_model.head import chunk_rows
 
@@ -101,7 +100,7 @@ class TransformersEngine:
         samples = range(first, first + n)
         keys = [tuple(map(int, prompt)) for prompt in prompts]
         drawn: dict[tuple[int, ...], list[Rollout]] = {}
-        with eval_mode(self.model):
+        with evaluating(self.model):
             for part in self._parts(list(dict.fromkeys(keys)), n, params.max_new_tokens):
                 drawn |= zip(part, self._generate_part(part, samples, params), strict=True)
         return [drawn[key] for key in keys]
@@ -115,18 +114,20 @@ class TransformersEngine:
         limit = getattr(causal_lm(self.model).config.get_text_config(), "max_position_embeddings", None)
         for i, prompt in enumerate(prompts):
             if not len(prompt):
-                raise UserError(f"prompt {i} has no tokens; expected at least one")
+                raise UserError(f"prompt {i} has no tokens; expected at least one", code="empty_prompt")
             if limit is not None and len(prompt) + max_new_tokens > limit:
                 raise UserError(
                     f"prompt {i} has {len(prompt)} tokens and max_new_tokens is {max_new_tokens}, together "
-                    f"more than the model's context of {limit}; shorten the prompt or lower max_new_tokens"
+                    f"more than the model's context of {limit}; shorten the prompt or lower max_new_tokens",
+                    code="context_too_short",
                 )
             if len(prompt) + max_new_tokens > self.max_batch_tokens:
                 raise UserError(
                     f"prompt {i} has {len(prompt)} tokens and max_new_tokens is {max_new_tokens}, together "
                     f"more than the {self.max_batch_tokens} tokens whose keys and values are held at a time; "
                     "shorten the prompt, lower max_new_tokens, or raise max_batch_tokens (max_kv_tokens in "
-                    "training)"
+                    "training)",
+                    code="max_batch_tokens_too_small",
                 )
 
     def pieces(self, prompts: int, longest: int, samples: range, max_new_tokens: int) -> list[range]:
@@ -284,16 +285,3 @@ class TransformersEngine:
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         return lm_logits(self.model, hidden)
-
-
-@contextlib.contextmanager
-def eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """The model in eval mode, and afterwards each of its parts in the mode it was in."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

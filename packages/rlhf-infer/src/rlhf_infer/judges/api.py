@@ -163,7 +163,7 @@ class APIJudge:
         self._has_read = self._has_read or len(unread) < len(found)
         if unread:
             if not self._has_read:
-                raise ScorerUnavailable(f"{self._name} {self._unusable(unread[0])}")
+                raise ScorerUnavailable(f"{self._name} {self._unusable(unread[0])}", code="unreadable_reply")
             self._add(unread=len(unread))
             _LOG.warning(
                 "%s %s; %d of %d texts have no score",
@@ -231,12 +231,15 @@ class APIJudge:
             key = self.settings.api_key_env
             raise ScorerUnavailable(
                 f"{self._name} refuses a request: {error}; check base_url (most end with /v1), "
-                f"model_name and {f'the key in {key}' if key else 'whether it wants a key (api_key_env)'}"
+                f"model_name and {f'the key in {key}' if key else 'whether it wants a key (api_key_env)'}",
+                code="scorer_refuses",
             ) from error
         except Unavailable as error:
             raise ScorerUnavailable(
                 f"{self._name} gave no reply in {error.tries} tries, the last one: {error}; check base_url, "
-                "lower concurrency or requests_per_minute, or raise timeout, deadline or max_retries"
+                "lower concurrency or requests_per_minute, or raise timeout, deadline or max_retries",
+                code="scorer_unavailable",
+                tries=error.tries,
             ) from error
         self._add(**_tokens(reply))
         return reply
@@ -278,12 +281,14 @@ def api_key(variable: str | None) -> str | None:
     if not key:
         raise UserError(
             f"the environment variable {variable} holds no API key for the judge; export it, name another "
-            "one in api_key_env, or set api_key_env to null for a server without keys"
+            "one in api_key_env, or set api_key_env to null for a server without keys",
+            code="no_api_key",
         )
     if not (key.isascii() and key.isprintable() and " " not in key):
         raise UserError(
             f"the environment variable {variable} holds no API key: expected printable ASCII without blanks; "
-            "export the key again"
+            "export the key again",
+            code="malformed_api_key",
         )
     return key
 

@@ -43,4 +43,6 @@ class JudgeCache:
             with contextlib.closing(sqlite3.connect(self.path, timeout=60)) as connection, connection:
                 yield connection
         except sqlite3.Error as error:
-            raise UserError(f"the judge's cache {self.path} cannot be used: {error}; remove it") from error
+            raise UserError(
+                f"the judge's cache {self.path} cannot be used: {error}; remove it", code="unusable_cache"
+            ) from error

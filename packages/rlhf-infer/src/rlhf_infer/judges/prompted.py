@@ -75,7 +75,8 @@ class PromptedJudge:
         if chat and getattr(tokenizer, "chat_template", None) is None:
             raise UserError(
                 "chat is true for a judge whose tokenizer has no chat template; set chat to false, or name "
-                "an instruction-tuned model"
+                "an instruction-tuned model",
+                code="no_chat_template",
             )
         self.model = model
         self.tokenizer = tokenizer
@@ -157,7 +158,9 @@ class RuleJudge:
             error.add_note(where)
             raise
         if not isinstance(value, Real) or not 0 <= value <= 1:
-            raise UserError(f"{where}: returned {value!r}; expected a number from 0 to 1")
+            raise UserError(
+                f"{where}: returned {value!r}; expected a number from 0 to 1", code="invalid_score"
+            )
         return float(value)
 
 
@@ -192,5 +195,6 @@ def _check_spellings(texts: list[str], spellings: list[list[int]]) -> None:
             if i != j and long[: len(short)] == short:
                 raise UserError(
                     f"the judge's spellings {texts[i]!r} and {texts[j]!r} overlap: the tokens of the first "
-                    "begin the second; give yes and no spellings that differ"
+                    "begin the second; give yes and no spellings that differ",
+                    code="overlapping_spellings",
                 )

@@ -107,11 +107,15 @@ def checked_template(template: str) -> str:
     try:
         fields = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
     except ValueError as error:
-        raise UserError(f"the judge's template is malformed: {error}; write a literal brace twice") from error
+        raise UserError(
+            f"the judge's template is malformed: {error}; write a literal brace twice",
+            code="malformed_template",
+        ) from error
     if not fields <= set(_FIELDS):
         raise UserError(
             f"the judge's template has the field {{{min(fields - set(_FIELDS))}}}; "
-            f"expected only {', '.join(f'{{{name}}}' for name in _FIELDS)}; write a literal brace twice"
+            f"expected only {', '.join(f'{{{name}}}' for name in _FIELDS)}; write a literal brace twice",
+            code="unknown_field",
         )
     return template
 

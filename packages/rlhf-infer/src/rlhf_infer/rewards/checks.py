@@ -36,14 +36,16 @@ def checked_rewards(values: Any, name: str, samples: Samples) -> list[float]:
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise UserError(
             f"{where} returned {shown(values)}; expected a list of {count} numbers or None, one for each "
-            f"completion from {sample_name(0, samples.completions[0])} on"
+            f"completion from {sample_name(0, samples.completions[0])} on",
+            code="not_a_list",
         )
     if len(values) != count:
         last = min(len(values), count - 1)
         which = "the first without one is" if len(values) < count else "the last completion is"
         raise UserError(
             f"{where} returned {len(values)} rewards for {count} completions; {which} "
-            f"{sample_name(last, samples.completions[last])}: return exactly one for each"
+            f"{sample_name(last, samples.completions[last])}: return exactly one for each",
+            code="wrong_number_of_rewards",
         )
     return [_checked_value(value, where, i, samples) for i, value in enumerate(values)]
 
@@ -60,7 +62,9 @@ def _checked_value(value: Any, where: str, index: int, samples: Samples) -> floa
     if not abs(number) <= _LARGEST:
         raise UserError(
             f"{where}, {sample_name(index, samples.completions[index])}: returned {shown(value)}; "
-            "expected a finite number, or None where it is not applicable"
+            "expected a finite number, or None where it is not applicable",
+            code="invalid_reward",
+            index=index,
         )
     return number
 

@@ -123,7 +123,7 @@ class RewardFunctions:
         names: Sequence[str] | None = None,
     ) -> None:
         if not functions:
-            raise UserError("there is no reward function; give at least one")
+            raise UserError("there is no reward function; give at least one", code="no_reward_function")
         weights = _checked_weights(functions, weights)
         given = _unique(map(function_name, functions)) if names is None else _checked_names(functions, names)
         sources: list[Source] = []
@@ -134,7 +134,11 @@ class RewardFunctions:
         rows = [row for source in sources for row in source.rows]
         if len(set(rows)) < len(rows):
             double = next(row for row in rows if rows.count(row) > 1)
-            raise UserError(f"two rewards are called {double!r}; give the reward functions different names")
+            raise UserError(
+                f"two rewards are called {double!r}; give the reward functions different names",
+                code="repeated_name",
+                name=double,
+            )
         self.sources: tuple[Source, ...] = tuple(sources)
         """The functions that are called, for those who call them one by one; see `combined`."""
         self.names: tuple[str, ...] = tuple(rows)
@@ -229,7 +233,8 @@ class RewardFunctions:
         if unscored.all() or not any(getattr(s.function, "may_leave_out", False) for s in self.sources):
             raise UserError(
                 f"{sample_name(first, samples.completions[first])}: no reward function is applicable, all "
-                f"say None ({', '.join(self.names)}); add one that is, or leave such rows out of the data"
+                f"say None ({', '.join(self.names)}); add one that is, or leave such rows out of the data",
+                code="no_applicable_reward",
             )
         known = [i for i, none in enumerate(unscored.tolist()) if not none]
         for i in unscored.nonzero().flatten().tolist():
@@ -251,7 +256,8 @@ class RewardFunctions:
             raise UserError(
                 f"the saved state is of the reward functions {', '.join(sorted(state)) or '(none)'}, but "
                 f"those with a state are {', '.join(sorted(stateful)) or '(none)'}; give the same --reward "
-                "as before"
+                "as before",
+                code="different_reward_functions",
             )
         for name, function in stateful.items():
             function.load_state(state[name])
@@ -311,12 +317,14 @@ def _named_errors(source: Source, samples: Samples) -> Iterator[None]:
         if where in str(error):
             raise
         kind = ScorerUnavailable if isinstance(error, ScorerUnavailable) else UserError
-        raise kind(f"{where}: {error}") from error
+        raise kind(f"{where}: {error}", code=error.code, **error.fields) from error
     except Exception as error:
         index = _culprit(source, samples)
         where = f"{len(samples.completions)} samples together" if index is None else ""
         where = where or sample_name(index or 0, samples.completions[index or 0])
-        raise UserError(f"reward function {source.name}, {where}: {raised(error)}") from error
+        raise UserError(
+            f"reward function {source.name}, {where}: {raised(error)}", code="reward_failed", index=index
+        ) from error
 
 
 def _culprit(source: Source, samples: Samples) -> int | None:
@@ -359,11 +367,14 @@ def _checked_weights(functions: Sequence[Any], weights: Sequence[float] | None) 
     if len(weights) != len(functions):
         raise UserError(
             f"there are {len(weights)} reward weights for {len(functions)} reward functions; give one for "
-            "each"
+            "each",
+            code="wrong_number_of_weights",
         )
     for weight in weights:
         if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight):
-            raise UserError(f"reward weight {weight!r} is not a finite number")
+            raise UserError(
+                f"reward weight {weight!r} is not a finite number", code="invalid_value", key="weights"
+            )
     return [float(weight) for weight in weights]
 
 
@@ -371,7 +382,8 @@ def _checked_names(functions: Sequence[Any], names: Sequence[str]) -> list[str]:
     if len(names) != len(functions) or len(set(names)) < len(names):
         raise UserError(
             f"the names of {len(functions)} reward functions are {', '.join(names)}; give one for each, "
-            "all different"
+            "all different",
+            code="invalid_names",
         )
     return list(names)
 

@@ -9,7 +9,6 @@ trainer_state, log_metric, log_extra, **columns)`, of which a function gets what
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from numbers import Real
 from typing import Any
 
 from rlhf_data import Text, UserError
+from rlhf_infer.async_loop import gathered
 from rlhf_infer.failures import Exited, raised
 from rlhf_infer.rewards.texts import sample_name, text_of
 
@@ -29,9 +29,9 @@ Caller = Callable[["Samples"], Any]
 """A function of any convention, called with samples; gives rewards as they come, or an awaitable of them."""
 
 _NAMED = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-_LABELS = ("labels", "label", "answer")
+LABELS = ("labels", "label", "answer")
 """Columns that OpenRLHF's `labels` are taken from, the first that is there."""
-_NOT_COLUMNS = ("trainer_state", "log_metric", "log_extra")
+NOT_COLUMNS = ("trainer_state", "log_metric", "log_extra")
 """Arguments of TRL's signature that hold no values of the samples."""
 
 
@@ -81,7 +81,7 @@ class Samples:
         others: Mapping[str, Any],
     ) -> Samples:
         """What a reward function got that passes its arguments on; `others` are those in its `**kwargs`."""
-        columns = {name: values for name, values in others.items() if name not in _NOT_COLUMNS}
+        columns = {name: values for name, values in others.items() if name not in NOT_COLUMNS}
         return cls(
             prompts,
             completions,
@@ -136,7 +136,8 @@ def caller_of(function: RewardFunction, name: str) -> Caller:
     except (TypeError, ValueError) as error:
         raise UserError(
             f"reward function {name}: {function!r} is not a function with readable parameters; "
-            "expected f(prompts, completions, **kwargs)"
+            "expected f(prompts, completions, **kwargs)",
+            code="not_a_function",
         ) from error
     if "solution_str" in parameters:
         return functools.partial(_call_verl, function, name, parameters)
@@ -180,7 +181,7 @@ _TRL_NAMES = ("prompts", "completions", "completion_ids")
 def _call_openrlhf(
     function: RewardFunction, name: str, parameters: Mapping[str, Parameter], samples: Samples
 ) -> Any:
-    labels = next((samples.columns[column] for column in _LABELS if column in samples.columns), None)
+    labels = next((samples.columns[column] for column in LABELS if column in samples.columns), None)
     prompts = [text_of(prompt) for prompt in samples.prompts]
     available = samples.arguments() | {
         "prompts": prompts,
@@ -196,7 +197,10 @@ def _openrlhf_rewards(result: Any, name: str, samples: Samples) -> Any:
     if not isinstance(result, Mapping):
         return result
     if "rewards" not in result:
-        raise UserError(f"reward function {name} returned keys {', '.join(result)}; expected a key rewards")
+        raise UserError(
+            f"reward function {name} returned keys {', '.join(result)}; expected a key rewards",
+            code="unknown_key",
+        )
     for key, values in dict(result.get("extra_logs") or {}).items():
         for value in _as_list(values):
             samples.log_metric(key, value)
@@ -221,19 +225,15 @@ def _call_verl(
             raise
         except Exception as error:
             where = f"reward function {name}, {sample_name(i, completion)}"
-            raise UserError(f"{where}: {raised(error)}") from error
+            raise UserError(f"{where}: {raised(error)}", code="reward_failed", index=i) from error
     if any(inspect.isawaitable(score) for score in scores):
-        return _then(_gathered(scores), lambda values: _verl_rewards(values, samples))
+        scored = gathered(_value(score) for score in scores)  # all at the same time
+        return _then(scored, lambda values: _verl_rewards(values, samples))
     return _verl_rewards(scores, samples)
 
 
-async def _gathered(values: Sequence[Any]) -> list[Any]:
-    """Wait for all awaitables among some values, at the same time."""
-
-    async def one(value: Any) -> Any:
-        return await value if inspect.isawaitable(value) else value
-
-    return list(await asyncio.gather(*(one(value) for value in values)))
+async def _value(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
 
 
 def _verl_rewards(scores: Sequence[Any], samples: Samples) -> list[Any]:
@@ -259,7 +259,8 @@ def _ground_truth(columns: Mapping[str, Any], name: str, index: int, completion:
             return columns[column]
     raise UserError(
         f"reward function {name}, {sample_name(index, completion)}: no ground truth in columns "
-        f"{', '.join(columns) or '(none)'}; expected reward_model.ground_truth, ground_truth or answer"
+        f"{', '.join(columns) or '(none)'}; expected reward_model.ground_truth, ground_truth or answer",
+        code="missing_ground_truth",
     )
 
 
@@ -277,7 +278,9 @@ def _filled(
             if parameter.default is Parameter.empty:
                 raise UserError(
                     f"reward function {name} takes {parameter.name}, which is no column of the data; "
-                    f"what there is: {', '.join(sorted(available))}"
+                    f"what there is: {', '.join(sorted(available))}",
+                    code="missing_column",
+                    column=parameter.name,
                 )
             if parameter.kind is Parameter.POSITIONAL_ONLY:
                 positional.append(parameter.default)

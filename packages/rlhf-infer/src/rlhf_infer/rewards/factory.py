@@ -126,7 +126,10 @@ class RewardFunctionFactory:
             name = name or "reward_ensemble"
             return EnsembleReward(model, aggregate=aggregate, k=k, name=name, max_tokens=budget)
         if k is not None or aggregate != "mean_minus_std":
-            raise UserError(f"reward {name or 'model'}: k and aggregate go with an ensemble; take them out")
+            raise UserError(
+                f"reward {name or 'model'}: k and aggregate go with an ensemble; take them out",
+                code="unused_option",
+            )
         return ModelReward(model, name=name or "reward_model", max_tokens=budget)
 
     @staticmethod
@@ -151,6 +154,8 @@ class RewardFunctionFactory:
             UserError: the file or the principles are wrong.
         """
         if isinstance(principles, str | Path):
+            from rlhf_infer.rewards.judged.principle_files import load_principles
+
             principles = load_principles(principles, judge=judge)
         return ConstitutionalRewardWrapper(base, principles)
 
@@ -194,18 +199,3 @@ def _builders(model_options: dict[str, Any]) -> dict[str, spec_parser.Builder]:
 def _run_or_folder_name(folder: Path) -> str:
     """The name of a model's folder; of the model that a run left in `final`, the run's."""
     return folder.parent.name if folder.name == "final" else folder.name
-
-
-def load_principles(path: str | Path, *, judge: Any = None) -> list[Principle]:
-    """Read the principles of a JSON or YAML file `{principles: [{name, weight, text, ...}, ...]}`.
-
-    Args:
-        path: the file; its keys are those of `judged.principle_files.PrincipleConfig`.
-        judge: decides on principles that are only a text, see `Principle.judged`; None where there is none.
-
-    Raises:
-        UserError: the file is missing or malformed, or a principle that is only a text has no judge.
-    """
-    from rlhf_infer.rewards.judged.principle_files import read_principles
-
-    return read_principles(path, judge, RewardFunctionFactory.from_spec)

@@ -84,10 +84,16 @@ class EnsembleReward:
         max_tokens: int | None = MAX_TOKENS,
     ) -> None:
         if not k >= 0:
-            raise UserError(f"reward {name}: k is {k}; expected a number >= 0, as disagreement is penalised")
+            raise UserError(
+                f"reward {name}: k is {k}; expected a number >= 0, as disagreement is penalised",
+                code="invalid_value",
+                key="k",
+            )
         if aggregate not in ("mean", "min", "mean_minus_std"):
             raise UserError(
-                f"reward {name}: aggregate is {aggregate!r}; expected mean, min or mean_minus_std"
+                f"reward {name}: aggregate is {aggregate!r}; expected mean, min or mean_minus_std",
+                code="invalid_value",
+                key="aggregate",
             )
         self.ensemble, self.k = ensemble.eval(), k
         self.aggregate: Aggregate = aggregate
@@ -125,12 +131,15 @@ def _scores(
         try:
             ids = encode_scored(model.tokenizer, prompt, completion, append_eos=model.append_eos)
         except UserError as error:
-            raise UserError(f"{sample_name(i, completion)}: {error}") from error
+            raise UserError(
+                f"{sample_name(i, completion)}: {error}", code=error.code, **error.fields
+            ) from error
         if not ids or (limit is not None and len(ids) > limit):
             raise UserError(
                 f"{sample_name(i, completion)}: prompt and completion are {len(ids)} tokens of the reward "
                 f"model's tokenizer; expected 1 to {limit or 'any number'}, the model's context: shorten "
-                "max_completion_length or leave long prompts out"
+                "max_completion_length or leave long prompts out",
+                code="context_too_short",
             )
         sequences.append(ids)
     return scores_of(model, reader, sequences, max_tokens=max_tokens, what="a text to be scored")

@@ -43,7 +43,11 @@ class RewardNormaliser:
         self, *, center: bool = True, clip: float | None = None, gather: Gather | None = None
     ) -> None:
         if clip is not None and not clip > 0:
-            raise UserError(f"the clip of normalised rewards is {clip}; expected a number above 0, or None")
+            raise UserError(
+                f"the clip of normalised rewards is {clip}; expected a number above 0, or None",
+                code="invalid_value",
+                key="clip",
+            )
         self.center, self.clip, self.gather = center, clip, gather
         self.count, self.mean, self.m2 = 0.0, 0.0, 0.0
 

@@ -12,6 +12,7 @@ from rlhf_data import Text, UserError
 from rlhf_infer import async_loop
 from rlhf_infer.http_client import HTTPClient, Refused, ScorerUnavailable
 from rlhf_infer.retry_policy import RetryOptions, RetryPolicy, Unavailable
+from rlhf_infer.rewards.conventions import LABELS, NOT_COLUMNS
 from rlhf_infer.rewards.texts import text_of
 
 Protocol = Literal["auto", "openrlhf", "columns"]
@@ -22,8 +23,7 @@ the last only where the data have such a column; "columns": `{"prompts": [...], 
 which "openrlhf" can send only as the texts in them, where `/v1/models` says that the server is our own."""
 
 _LOG = logging.getLogger(__name__)
-_LABELS = ("labels", "label", "answer")
-_NOT_COLUMNS = ("completion_ids", "trainer_state", "log_metric", "log_extra")
+_NOT_SENT = ("completion_ids", *NOT_COLUMNS)
 
 
 class RemoteReward:
@@ -61,12 +61,16 @@ class RemoteReward:
     ) -> None:
         if protocol not in get_args(Protocol):
             raise UserError(
-                f"reward {url}: protocol is {protocol!r}; expected one of {', '.join(get_args(Protocol))}"
+                f"reward {url}: protocol is {protocol!r}; expected one of {', '.join(get_args(Protocol))}",
+                code="invalid_value",
+                key="protocol",
             )
         if not timeout_s > 0 or min(concurrency, 1 if batch_size is None else batch_size) < 1:
             raise UserError(
                 f"reward {url}: timeout_s {timeout_s}, batch_size {batch_size}, concurrency {concurrency}; "
-                "expected a timeout above 0, a batch and a concurrency of at least 1"
+                "expected a timeout above 0, a batch and a concurrency of at least 1",
+                code="invalid_value",
+                key="limits",
             )
         self.retry = RetryPolicy(**retry)
         self._client = HTTPClient(
@@ -93,7 +97,7 @@ class RemoteReward:
             ScorerUnavailable: the scorer cannot be reached or answers something else; the URL is named.
             UserError: the data cannot be sent as JSON.
         """
-        columns = {key: values for key, values in columns.items() if key not in _NOT_COLUMNS}
+        columns = {key: values for key, values in columns.items() if key not in _NOT_SENT}
         if self._finds_out and not all(isinstance(text, str) for text in (*prompts, *completions)):
             self.protocol = "columns" if await async_loop.on_loop(self._is_our_own()) else "openrlhf"
             self._finds_out = False
@@ -131,7 +135,7 @@ class RemoteReward:
             texts = [text_of(prompt) for prompt in prompts]
             query = [p + text_of(c) for p, c in zip(texts, completions, strict=True)]
             values: dict[str, Any] = {"query": query, "prompts": texts}
-            labels = next((columns[column] for column in _LABELS if column in columns), None)
+            labels = next((columns[column] for column in LABELS if column in columns), None)
             values |= {} if labels is None else {"labels": labels}
         else:
             values = {"prompts": prompts, "completions": completions, "columns": columns}
@@ -140,7 +144,8 @@ class RemoteReward:
         except (TypeError, ValueError) as error:
             raise UserError(
                 f"the data cannot be sent to {self.url}: {error}; leave out columns that JSON cannot express "
-                f"(there are {', '.join(columns) or 'none'})"
+                f"(there are {', '.join(columns) or 'none'})",
+                code="not_json",
             ) from error
 
     async def _ask(self, body: bytes, count: int) -> list[float | None]:
@@ -148,7 +153,7 @@ class RemoteReward:
             answer = await self._client.send("POST", self.url, body)
         except Refused as error:
             raise ScorerUnavailable(
-                f"{self.url} refuses the request: {error}; check URL and protocol"
+                f"{self.url} refuses the request: {error}; check URL and protocol", code="scorer_refuses"
             ) from error
         except Unavailable as error:
             raise self._unavailable(error) from error
@@ -157,7 +162,9 @@ class RemoteReward:
     def _unavailable(self, error: Unavailable) -> ScorerUnavailable:
         return ScorerUnavailable(
             f"{self.url} gave no rewards in {error.tries} tries, the last one: {error}; check that the "
-            "scorer runs and is not overloaded, or raise timeout_s, deadline_s or retries"
+            "scorer runs and is not overloaded, or raise timeout_s, deadline_s or retries",
+            code="scorer_unavailable",
+            tries=error.tries,
         )
 
     def _rewards(self, answer: bytes, count: int) -> list[float | None]:
@@ -166,11 +173,13 @@ class RemoteReward:
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             said = self._client.shown(answer)
             raise ScorerUnavailable(
-                f'{self.url} answered {said}; expected JSON such as {{"rewards": [0.5, null]}}'
+                f'{self.url} answered {said}; expected JSON such as {{"rewards": [0.5, null]}}',
+                code="unreadable_reply",
             ) from error
         if not isinstance(rewards, list) or len(rewards) != count:
             size = len(rewards) if isinstance(rewards, list) else f"a {type(rewards).__name__} of"
             raise ScorerUnavailable(
-                f"{self.url} answered {size} rewards for {count} completions; expected one for each"
+                f"{self.url} answered {size} rewards for {count} completions; expected one for each",
+                code="wrong_number_of_rewards",
             )
         return rewards

@@ -6,9 +6,9 @@ import inspect
 from inspect import Parameter
 from typing import Any
 
-from rlhf_infer.rewards.conventions import RewardFunction
+from rlhf_infer.rewards.conventions import NOT_COLUMNS, RewardFunction
 
-_GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
+_GIVEN = ("prompts", "completions", "completion_ids", *NOT_COLUMNS)
 _OPENRLHF, _VERL = ("queries", "labels"), ("data_source", "solution_str", "extra_info")
 _MODELS = ("model", "ensemble", "judge")
 

@@ -30,7 +30,11 @@ def can_be_checked(flag: Any) -> bool:
         return False
     if said in _YES or not said or flag is None or (isinstance(flag, Real) and said == "nan"):
         return True
-    raise UserError(f"column {COLUMN} is {flag!r}; expected true or false, yes or no, 1 or 0, or null")
+    raise UserError(
+        f"column {COLUMN} is {flag!r}; expected true or false, yes or no, 1 or 0, or null",
+        code="invalid_value",
+        key=COLUMN,
+    )
 
 
 def open_answers_only(call: Caller, rows: Sequence[str]) -> Caller:

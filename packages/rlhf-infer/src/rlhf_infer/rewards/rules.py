@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from rlhf_data import Text, UserError
-from rlhf_data.records.transcripts import is_empty
+from rlhf_data.records.kind import is_empty
 from rlhf_infer.rewards.texts import text_of
 
 LengthUnit = Literal["tokens", "characters"]
@@ -53,14 +53,24 @@ class LengthReward:
         _check_unit("length", self.unit, get_args(LengthUnit))
         ends = [end for end in (self.minimum, self.maximum) if end is not None]
         if (self.target is None) == (not ends):
-            raise UserError("reward length: give either target, or minimum, maximum or both")
+            raise UserError(
+                "reward length: give either target, or minimum, maximum or both",
+                code="invalid_value",
+                key="target",
+            )
         if min(*ends, self.target or 0, 0) < 0 or ends != sorted(ends):
             raise UserError(
                 f"reward length: target {self.target}, minimum {self.minimum}, maximum {self.maximum}; "
-                "expected lengths >= 0, the minimum not above the maximum"
+                "expected lengths >= 0, the minimum not above the maximum",
+                code="invalid_value",
+                key="range",
             )
         if self.scale is not None and not self.scale > 0:
-            raise UserError(f"reward length: scale is {self.scale}; expected a number above 0")
+            raise UserError(
+                f"reward length: scale is {self.scale}; expected a number above 0",
+                code="invalid_value",
+                key="scale",
+            )
 
     def __call__(
         self,
@@ -110,7 +120,9 @@ class RepetitionReward:
         if self.ngram_size < 1 or not self.max_penalty <= 0:
             raise UserError(
                 f"reward repetition: ngram_size {self.ngram_size}, max_penalty {self.max_penalty}; expected "
-                "a size of at least 1 and a penalty of at most 0"
+                "a size of at least 1 and a penalty of at most 0",
+                code="invalid_value",
+                key="repetition",
             )
 
     def __call__(
@@ -154,10 +166,16 @@ class FormatReward:
 
     def __post_init__(self) -> None:
         if self.pattern is not None and self.preset is not None:
-            raise UserError("reward format: give either pattern or preset, not both")
+            raise UserError(
+                "reward format: give either pattern or preset, not both", code="invalid_value", key="pattern"
+            )
         preset = self.preset or "think_answer"
         if preset not in FORMATS:
-            raise UserError(f"reward format: preset is {preset!r}; expected one of {', '.join(FORMATS)}")
+            raise UserError(
+                f"reward format: preset is {preset!r}; expected one of {', '.join(FORMATS)}",
+                code="invalid_value",
+                key="preset",
+            )
         pattern = FORMATS[preset] if self.pattern is None else self.pattern
         object.__setattr__(self, "_compiled", compiled("reward format", pattern, re.DOTALL))
 
@@ -202,15 +220,24 @@ def compiled(where: str, pattern: str, flags: int = 0) -> re.Pattern[str]:
     try:
         return re.compile(pattern, flags)
     except re.error as error:
-        raise UserError(f"{where}: {pattern!r} is not a regular expression ({error}); correct it") from error
+        raise UserError(
+            f"{where}: {pattern!r} is not a regular expression ({error}); correct it", code="invalid_pattern"
+        ) from error
 
 
 def _token_ids(completion_ids: Sequence[Sequence[int]] | None, name: str) -> Sequence[Sequence[int]]:
     if completion_ids is None:
-        raise UserError(f"reward {name} counts tokens, but no completion_ids were given; take another unit")
+        raise UserError(
+            f"reward {name} counts tokens, but no completion_ids were given; take another unit",
+            code="missing_completion_ids",
+        )
     return completion_ids
 
 
 def _check_unit(rule: str, unit: str, units: tuple[str, ...]) -> None:
     if unit not in units:
-        raise UserError(f"reward {rule}: unit is {unit!r}; expected one of {', '.join(units)}")
+        raise UserError(
+            f"reward {rule}: unit is {unit!r}; expected one of {', '.join(units)}",
+            code="invalid_value",
+            key="unit",
+        )

@@ -69,7 +69,10 @@ def build(spec: str, builders: Mapping[str, Builder], options: Mapping[str, Any]
     if colon and is_path and _ATTRIBUTES.fullmatch(attributes):
         return user_function(spec, options)
     if spec.endswith(".py"):
-        raise UserError(f"reward {spec!r} is a file; name the function in it, as in {spec}:my_reward")
+        raise UserError(
+            f"reward {spec!r} is a file; name the function in it, as in {spec}:my_reward",
+            code="missing_function_name",
+        )
     if spec and not colon and ("/" in spec or Path(spec).is_dir()):
         return _built("model", builders["model"], {"path": spec, **options})
     if _DOTTED.fullmatch(spec) and _finds(spec.partition(".")[0]):
@@ -78,7 +81,8 @@ def build(spec: str, builders: Mapping[str, Builder], options: Mapping[str, Any]
     raise UserError(
         f"reward {spec!r} is unknown{f'; did you mean {near[0]}?' if near else ''}; expected a rule "
         f"({', '.join(builders)}), a model folder, a hub name with a slash, pkg.mod:function, "
-        "path/to/file.py:function, or a URL"
+        "path/to/file.py:function, or a URL",
+        code="unknown_reward",
     )
 
 
@@ -123,12 +127,15 @@ def user_function(function: RewardFunction | str, options: Mapping[str, Any]) ->
             raise
         except (Exception, SystemExit) as error:  # a class of the user's, which fails as it likes
             raise UserError(
-                f"reward {function} cannot be made ({type(error).__name__}: {error}); check its options"
+                f"reward {function} cannot be made ({type(error).__name__}: {error}); check its options",
+                code="reward_not_made",
             ) from error
     elif options:
         found = functools.partial(found, **options)
     if not callable(found):
-        raise UserError(f"reward {function} is a {type(found).__name__}; expected a function")
+        raise UserError(
+            f"reward {function} is a {type(found).__name__}; expected a function", code="not_a_function"
+        )
     return found if hasattr(found, "name") else _Named(found)
 
 
@@ -154,7 +161,11 @@ def _finds(module: str) -> bool:
 
 def _built(rule: str, builder: Builder, options: dict[str, Any]) -> RewardFunction:
     if missing := [name for name in builder.required if name not in options]:
-        raise UserError(f"reward {rule} needs {', '.join(missing)}; write {rule}:{missing[0]}=...")
+        raise UserError(
+            f"reward {rule} needs {', '.join(missing)}; write {rule}:{missing[0]}=...",
+            code="missing_option",
+            option=missing[0],
+        )
     for name in options:
         if name not in builder.options:
             _refuse_option(rule, name, builder)
@@ -183,7 +194,9 @@ def _refuse_option(rule: str, name: str, builder: Builder) -> typing.NoReturn:
     near = difflib.get_close_matches(name, builder.options, n=1)
     raise UserError(
         f"reward {rule} has no option {name!r}{f'; did you mean {near[0]}?' if near else ''}; "
-        f"write {rule}:name=value,name=value with {', '.join(builder.options)}"
+        f"write {rule}:name=value,name=value with {', '.join(builder.options)}",
+        code="unknown_option",
+        option=name,
     )
 
 
@@ -194,7 +207,7 @@ def _converted(where: str, text: str, kind: Callable[[str], Any]) -> Any:
         return kind(text)
     except ValueError as error:
         name = "JSON" if kind is json.loads else getattr(kind, "__name__", str(kind))
-        raise UserError(f"{where} is {text!r}, which is no {name}: {error}") from error
+        raise UserError(f"{where} is {text!r}, which is no {name}: {error}", code="invalid_option") from error
 
 
 def _plain_type(annotation: Any) -> type:
@@ -218,7 +231,11 @@ def _imported(path: str) -> Any:
             public = [name for name, each in vars(module).items() if callable(each) and name[0] != "_"]
             near = difflib.get_close_matches(attribute, public, n=1)
             hint = f"did you mean {near[0]}?" if near else "check the name"
-            raise UserError(f"reward {path}: {module_name} has no {attribute}; {hint}")
+            raise UserError(
+                f"reward {path}: {module_name} has no {attribute}; {hint}",
+                code="missing_attribute",
+                name=attribute,
+            )
         found = getattr(found, attribute)
     return found
 
@@ -235,7 +252,7 @@ def _file_module(path: str, file: str) -> types.ModuleType:
     """Run a Python file as a module of a name that no other has; it may import what lies beside it."""
     full = Path(file).resolve()
     if not full.is_file():
-        raise UserError(f"reward {path}: there is no file {file}; check the path")
+        raise UserError(f"reward {path}: there is no file {file}; check the path", code="file_not_found")
     name = f"reward_file_{full.stem}_{hashlib.sha256(str(full).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -255,7 +272,8 @@ def _file_module(path: str, file: str) -> types.ModuleType:
 def _import_error(path: str, name: str, error: BaseException) -> UserError:
     return UserError(
         f"reward {path}: {name} cannot be imported ({type(error).__name__}: {error}); "
-        "check the name, and that it is installed or in the working directory"
+        "check the name, and that it is installed or in the working directory",
+        code="import_failed",
     )
 
 

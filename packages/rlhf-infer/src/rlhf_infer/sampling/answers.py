@@ -21,7 +21,11 @@ def extractor(name: str) -> Extract:
     """
     found = {"number": number_answer, "marked": marked_answer, "text": text_answer}
     if name not in found:
-        raise UserError(f"extract is {name!r}; expected one of {', '.join(found)}, or a function in Python")
+        raise UserError(
+            f"extract is {name!r}; expected one of {', '.join(found)}, or a function in Python",
+            code="invalid_value",
+            key="extract",
+        )
     return found[name]
 
 

@@ -86,13 +86,16 @@ class BestOfNSampler:
         """
         if budget is not None and not isinstance(self.adaptive, AdaptiveComputeAllocator):
             raise UserError(
-                "a budget is shared out by an allocator; make the sampler with one, or leave budget out"
+                "a budget is shared out by an allocator; make the sampler with one, or leave budget out",
+                code="missing_allocator",
             )
         columns = dict(columns or {})
         for name, values in columns.items():
             if len(values) != len(prompts):
                 raise UserError(
-                    f"column {name} has {len(values)} values for {len(prompts)} prompts; expected one each"
+                    f"column {name} has {len(values)} values for {len(prompts)} prompts; expected one each",
+                    code="wrong_column_length",
+                    column=name,
                 )
         searches = [BestOfNSearch(prompt, self._encoder.prompt(prompt), self.rules) for prompt in prompts]
         budget = self.n * len(prompts) if budget is None else budget
@@ -169,22 +172,28 @@ def _check(
 ) -> None:
     check_selection(selection)
     if n < 1:
-        raise UserError(f"n is {n}; expected at least 1 sample of a prompt")
+        raise UserError(f"n is {n}; expected at least 1 sample of a prompt", code="invalid_value", key="n")
     if n > 1 and params.temperature == 0:
         raise UserError(
-            f"temperature is 0, so that all n={n} samples of a prompt are the same; raise it, or set n to 1"
+            f"temperature is 0, so that all n={n} samples of a prompt are the same; raise it, or set n to 1",
+            code="invalid_value",
+            key="temperature",
         )
     if scorer is None and (selection in ("best", "weighted") or adaptive is not None):
         raise UserError(
             "there is no scorer to tell which candidate is best; give one, or take selection majority and "
-            "draw a fixed number of samples"
+            "draw a fixed number of samples",
+            code="missing_scorer",
         )
     if selection in VOTES and extract is None:
         raise UserError(
-            f"selection {selection} needs extract, which finds the answer in a completion; give one"
+            f"selection {selection} needs extract, which finds the answer in a completion; give one",
+            code="missing_extract",
         )
     if selection != "best" and adaptive is not None:
         raise UserError(
             f"adaptive sampling judges by the best score, which does not decide selection {selection}; take "
-            "selection best, or draw a fixed number of samples"
+            "selection best, or draw a fixed number of samples",
+            code="invalid_value",
+            key="selection",
         )

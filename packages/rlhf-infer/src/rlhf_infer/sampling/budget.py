@@ -51,12 +51,22 @@ class AdaptiveComputeAllocator:
         if self.min_samples < 1 or (self.max_samples is not None and self.max_samples < self.min_samples):
             raise UserError(
                 f"allocator: min_samples is {self.min_samples} and max_samples {self.max_samples}; expected "
-                "1 <= min_samples <= max_samples"
+                "1 <= min_samples <= max_samples",
+                code="invalid_value",
+                key="min_samples",
             )
         if self.batch is not None and self.batch < 1:
-            raise UserError(f"allocator: batch is {self.batch}; expected at least 1 sample in a round")
+            raise UserError(
+                f"allocator: batch is {self.batch}; expected at least 1 sample in a round",
+                code="invalid_value",
+                key="batch",
+            )
         if not 0 <= self.minimum_gain < math.inf:
-            raise UserError(f"allocator: minimum_gain is {self.minimum_gain}; expected 0 or more")
+            raise UserError(
+                f"allocator: minimum_gain is {self.minimum_gain}; expected 0 or more",
+                code="invalid_value",
+                key="minimum_gain",
+            )
 
     def next_samples(
         self,
@@ -83,7 +93,8 @@ class AdaptiveComputeAllocator:
             if sum(first) > budget:
                 raise UserError(
                     f"the budget of {budget} samples does not hold min_samples={self.min_samples} of each of "
-                    f"{len(scores)} prompts; expected at least {sum(first)}"
+                    f"{len(scores)} prompts; expected at least {sum(first)}",
+                    code="budget_too_small",
                 )
             return first
         population = ScorePopulation.fit(scores) or _UNIT

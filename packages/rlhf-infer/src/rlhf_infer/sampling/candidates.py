@@ -178,7 +178,11 @@ def check_selection(selection: str) -> None:
         UserError: it is none.
     """
     if selection not in get_args(Selection):
-        raise UserError(f"selection is {selection!r}; expected one of {', '.join(get_args(Selection))}")
+        raise UserError(
+            f"selection is {selection!r}; expected one of {', '.join(get_args(Selection))}",
+            code="invalid_value",
+            key="selection",
+        )
 
 
 def _votes(candidates: Sequence[Candidate], selection: str) -> list[float]:

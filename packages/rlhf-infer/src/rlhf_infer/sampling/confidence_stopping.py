@@ -54,16 +54,28 @@ class ConfidenceBasedStopping:
         if not 1 <= self.min_samples <= self.max_samples:
             raise UserError(
                 f"stopping: min_samples is {self.min_samples} and max_samples {self.max_samples}; expected "
-                "1 <= min_samples <= max_samples"
+                "1 <= min_samples <= max_samples",
+                code="invalid_value",
+                key="min_samples",
             )
         if self.batch < 1:
-            raise UserError(f"stopping: batch is {self.batch}; expected at least 1 sample at a time")
+            raise UserError(
+                f"stopping: batch is {self.batch}; expected at least 1 sample at a time",
+                code="invalid_value",
+                key="batch",
+            )
         if not 0 <= self.probability <= 1:
-            raise UserError(f"stopping: probability is {self.probability}; expected a number from 0 to 1")
+            raise UserError(
+                f"stopping: probability is {self.probability}; expected a number from 0 to 1",
+                code="invalid_value",
+                key="probability",
+            )
         if not 0 <= self.tolerance < math.inf or math.isnan(self.highest):
             raise UserError(
                 f"stopping: tolerance is {self.tolerance} and highest {self.highest}; expected numbers, "
-                "tolerance at least 0"
+                "tolerance at least 0",
+                code="invalid_value",
+                key="tolerance",
             )
 
     def next_samples(self, scores: Sequence[float | None], confidences: Sequence[float] = ()) -> int:

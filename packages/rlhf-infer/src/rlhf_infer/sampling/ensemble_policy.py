@@ -11,9 +11,17 @@ import torch
 
 from rlhf_data import UserError
 from rlhf_infer.engines.protocol import GenerationEngine, Rollout, SamplingParams
-from rlhf_infer.engines.transformers_engine import TransformersEngine, eval_mode
+from rlhf_infer.engines.transformers_engine import TransformersEngine
 from rlhf_infer.sampling.candidates import Extract, answer_weights
-from rlhf_models import AttentionOptions, AttentionPlan, causal_lm, context_length, lm_logits, stream_forward
+from rlhf_models import (
+    AttentionOptions,
+    AttentionPlan,
+    causal_lm,
+    context_length,
+    evaluating,
+    lm_logits,
+    stream_forward,
+)
 
 Combination = Literal["vote", "logits"]
 
@@ -52,11 +60,19 @@ class EnsemblePolicy:
         **engine_options: Any,
     ) -> None:
         if how not in get_args(Combination):
-            raise UserError(f"how is {how!r}; expected one of {', '.join(get_args(Combination))}")
+            raise UserError(
+                f"how is {how!r}; expected one of {', '.join(get_args(Combination))}",
+                code="invalid_value",
+                key="how",
+            )
         shares = _shares(len(members), weights)
         if how == "logits":
             if extract is not None:
-                raise UserError("extract goes with a vote; take how vote, or leave it out")
+                raise UserError(
+                    "extract goes with a vote; take how vote, or leave it out",
+                    code="invalid_value",
+                    key="extract",
+                )
             self._engine: Any = _AveragedEngine(members, tokenizer, shares, **engine_options)
         else:
             engines = [_engine(member, tokenizer, engine_options) for member in members]
@@ -75,7 +91,10 @@ class EnsemblePolicy:
         Raises:
             UserError: always.
         """
-        raise UserError("an ensemble of policies takes up no weights; train its models one by one")
+        raise UserError(
+            "an ensemble of policies takes up no weights; train its models one by one",
+            code="cannot_sync_weights",
+        )
 
     def close(self) -> None:
         """Give back what the members' engines hold."""
@@ -95,7 +114,7 @@ class _Vote:
         self._engines, self._tokenizer, self._weights, self._extract = engines, tokenizer, weights, extract
         self.eos_token_ids = engines[0].eos_token_ids
         if any(engine.eos_token_ids != self.eos_token_ids for engine in engines):
-            raise UserError(_DIFFERENT_ENDS)
+            raise UserError(_DIFFERENT_ENDS, code="different_end_tokens")
 
     def generate(
         self, prompts: Sequence[Sequence[int]], n: int, params: SamplingParams, *, first: int
@@ -136,7 +155,7 @@ class _AveragedEngine(TransformersEngine):
         shortest = min(models, key=lambda model: context_length(causal_lm(model)) or math.inf)
         super().__init__(shortest, tokenizer, **options)
         if any(TransformersEngine(m, tokenizer).eos_token_ids != self.eos_token_ids for m in models):
-            raise UserError(_DIFFERENT_ENDS)
+            raise UserError(_DIFFERENT_ENDS, code="different_end_tokens")
         configs = [causal_lm(model).config.get_text_config() for model in models]
         layers = [config.num_hidden_layers for config in configs]
         self._first_layers = [sum(layers[:i]) for i in range(len(layers))]
@@ -148,7 +167,7 @@ class _AveragedEngine(TransformersEngine):
     ) -> list[list[Rollout]]:
         with contextlib.ExitStack() as stack:
             for model in self._models:
-                stack.enter_context(eval_mode(model))
+                stack.enter_context(evaluating(model))
             return super().generate(prompts, n, params, first=first)
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
@@ -201,7 +220,8 @@ def _engine(member: Any, tokenizer: Any, options: dict[str, Any]) -> GenerationE
         return TransformersEngine(member, tokenizer, **options)
     if options:
         raise UserError(
-            f"{', '.join(options)} go with models, and {type(member).__name__} is an engine; take them out"
+            f"{', '.join(options)} go with models, and {type(member).__name__} is an engine; take them out",
+            code="unused_option",
         )
     return member
 
@@ -211,14 +231,16 @@ def _check_models(models: Sequence[Any]) -> None:
         if not isinstance(model, torch.nn.Module):
             raise UserError(
                 f"logits are averaged of transformers models, got {type(model).__name__}; take how vote for "
-                "engines"
+                "engines",
+                code="not_a_model",
             )
     configs = [causal_lm(model).config.get_text_config() for model in models]
     sizes = [config.vocab_size for config in configs]
     if len(set(sizes)) > 1:
         raise UserError(
             f"the models of the ensemble have {', '.join(map(str, sizes))} logits; expected the same number, "
-            "of one tokenizer"
+            "of one tokenizer",
+            code="different_vocabularies",
         )
     if len({causal_lm(model).device for model in models}) > 1:
         raise UserError("the models of the ensemble are on different devices; move them to one")
@@ -227,9 +249,13 @@ def _check_models(models: Sequence[Any]) -> None:
 def _shares(count: int, weights: Sequence[float] | None) -> list[float]:
     """Weights of an ensemble's members, which sum to 1."""
     if not count:
-        raise UserError("an ensemble has at least one member, got none")
+        raise UserError("an ensemble has at least one member, got none", code="invalid_value", key="members")
     if weights is None:
         return [1 / count] * count
     if len(weights) != count or not all(0 < weight < math.inf for weight in weights):
-        raise UserError(f"the weights of {count} members are {list(weights)}; expected one above 0 for each")
+        raise UserError(
+            f"the weights of {count} members are {list(weights)}; expected one above 0 for each",
+            code="invalid_value",
+            key="weights",
+        )
     return [weight / math.fsum(weights) for weight in weights]

@@ -46,7 +46,9 @@ class ScorePopulation:
             raise UserError(
                 f"the scores' population has mean {self.mean}, variance {self.within} within prompts, "
                 f"{self.between} between them and {self.prior_samples} prior samples; expected a finite "
-                "mean, a variance above 0 within and at least 0 between, and at least 1 sample"
+                "mean, a variance above 0 within and at least 0 between, and at least 1 sample",
+                code="invalid_value",
+                key="population",
             )
 
     @classmethod

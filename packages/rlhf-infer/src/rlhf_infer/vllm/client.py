@@ -56,7 +56,8 @@ class VLLMClient:
             self._client = _http_client(self.base_url, api_key)
         except UserError as error:
             raise UserError(
-                f"{base_url!r} is no server address; expected one such as http://localhost:8000"
+                f"{base_url!r} is no server address; expected one such as http://localhost:8000",
+                code="invalid_url",
             ) from error
         self._lock = threading.Lock()
         self._calls: set[Future[httpx.Response]] = set()

@@ -175,15 +175,17 @@ class VLLMServer:
             waited = time.monotonic() - begun
             if process.poll() is not None:
                 if process.returncode == vllm_worker.NO_VLLM:
-                    raise UserError(f"{self._python}: {INSTALL}")
+                    raise UserError(f"{self._python}: {INSTALL}", code="missing_package")
                 raise UserError(
                     f"the vLLM server for {self.model} ended while starting, with status "
-                    f"{process.returncode}; the end of its log {self.log_path}:\n{self.log_tail()}"
+                    f"{process.returncode}; the end of its log {self.log_path}:\n{self.log_tail()}",
+                    code="server_ended",
                 )
             if waited > self.start_timeout_s:
                 raise UserError(
                     f"the vLLM server for {self.model} was not ready within {self.start_timeout_s:g} s; "
-                    f"raise start_timeout_s; the end of its log {self.log_path}:\n{self.log_tail()}"
+                    f"raise start_timeout_s; the end of its log {self.log_path}:\n{self.log_tail()}",
+                    code="server_not_ready",
                 )
             if time.monotonic() - told > _PROGRESS_S:
                 told = time.monotonic()

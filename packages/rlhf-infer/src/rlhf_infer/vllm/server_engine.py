@@ -149,7 +149,8 @@ class VLLMServerEngine:
         if self._on_cpu and not self._exact and self._max_rank is None:
             raise UserError(
                 f"the vLLM server at {self.url} runs on CPUs, where vLLM takes up new weights in part only; "
-                "start it with rlhf_infer.VLLMServer, or sync LoRA adapters"
+                "start it with rlhf_infer.VLLMServer, or sync LoRA adapters",
+                code="server_on_cpu",
             )
         self._version += 1
         name = f"policy-{self._run}-v{self._version:04d}"
@@ -198,7 +199,8 @@ class VLLMServerEngine:
             if now - begun > self.timeout_s:
                 raise UserError(
                     f"no vLLM server answers at {self.url} (waited {now - begun:.0f} s); start it there, or "
-                    "correct the address"
+                    "correct the address",
+                    code="server_unreachable",
                 )
             if now - told > _PROGRESS_S:
                 told = now
@@ -262,7 +264,8 @@ class VLLMServerEngine:
                 if self._max_rank is not None:
                     hint = "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
             raise UserError(
-                f"the vLLM server at {self.url} refused the weights in {self._pushed}: {error}; {hint}"
+                f"the vLLM server at {self.url} refused the weights in {self._pushed}: {error}; {hint}",
+                code="weights_refused",
             ) from error
 
     def _reset_cache(self) -> None:
@@ -283,7 +286,8 @@ class VLLMServerEngine:
             if found != self._name:
                 raise UserError(
                     f"the vLLM server at {self.url} has weights {found!r}, expected {self._name!r}: it was "
-                    "started again or another run uses it; use one server per training run"
+                    "started again or another run uses it; use one server per training run",
+                    code="different_weights",
                 )
 
     def _draw(self, bodies: Sequence[dict[str, Any]], drawn: list[Rollout | None]) -> None:
@@ -308,7 +312,9 @@ class VLLMServerEngine:
         except ServerRefused as error:
             if error.status >= 500 and not self._client().healthy(self.timeout_s):
                 raise ServerLost(f"failed: {error}") from error
-            raise UserError(f"the vLLM server at {self.url} refused a completion: {error}") from error
+            raise UserError(
+                f"the vLLM server at {self.url} refused a completion: {error}", code="completion_refused"
+            ) from error
         try:
             [choice] = answer["choices"]
             tokens, logps = list(choice["token_ids"]), list(choice["logprobs"]["token_logprobs"])
@@ -332,7 +338,7 @@ class VLLMServerEngine:
                 return
             except ServerLost as lost:
                 if self._server is None or attempt == _MAX_RESTARTS:
-                    raise UserError(self._explain(lost)) from lost
+                    raise UserError(self._explain(lost), code="server_lost") from lost
                 _LOG.warning("the vLLM server at %s %s; starting it again", self.url, lost)
 
     def _start_again(self) -> None:

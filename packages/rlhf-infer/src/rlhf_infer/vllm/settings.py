@@ -66,7 +66,7 @@ class VLLMSettings(BaseConfig):
 def require_vllm() -> None:
     """Raise a UserError where vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
-        raise UserError(INSTALL)
+        raise UserError(INSTALL, code="missing_package")
 
 
 def set_environment() -> None:
@@ -97,7 +97,8 @@ def end_token_ids(model: str | None, tokenizer: Any) -> list[int]:
     if not found:
         raise UserError(
             "the tokenizer and the generation config have no end-of-sequence token; "
-            "set eos_token in the tokenizer"
+            "set eos_token in the tokenizer",
+            code="no_end_token",
         )
     return found
 
@@ -115,7 +116,11 @@ def check_requests(prompts: Sequence[Sequence[int]], params: SamplingParams, lim
             or too long prompt.
     """
     if params.logits_processors:
-        raise UserError("vLLM takes no logits processors per request; use the transformers engine for them")
+        raise UserError(
+            "vLLM takes no logits processors per request; use the transformers engine for them",
+            code="invalid_value",
+            key="logits_processors",
+        )
     if params.raw_logprobs:
         raise UserError(
             "this engine's log-probs are those at the sampling temperature; use the transformers engine for "
@@ -125,16 +130,19 @@ def check_requests(prompts: Sequence[Sequence[int]], params: SamplingParams, lim
     if params.temperature and not low <= params.temperature <= high:
         raise UserError(
             f"vLLM samples at temperatures from {low} to {high}, or greedily at 0, got {params.temperature}; "
-            "choose one of them or use the transformers engine"
+            "choose one of them or use the transformers engine",
+            code="invalid_value",
+            key="temperature",
         )
     for i, prompt in enumerate(prompts):
         if not len(prompt):
-            raise UserError(f"prompt {i} has no tokens; expected at least one")
+            raise UserError(f"prompt {i} has no tokens; expected at least one", code="empty_prompt")
         if len(prompt) + params.max_new_tokens > limit:
             raise UserError(
                 f"prompt {i} has {len(prompt)} tokens and max_new_tokens is {params.max_new_tokens}, "
                 f"together more than vLLM's max_model_len of {limit}; "
-                "shorten the prompt or lower max_new_tokens"
+                "shorten the prompt or lower max_new_tokens",
+                code="context_too_short",
             )
 
 

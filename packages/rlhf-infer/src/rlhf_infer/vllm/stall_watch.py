@@ -16,6 +16,8 @@ _LOG = logging.getLogger(__name__)
 class VLLMStalled(UserError):
     """vLLM in this process made no progress for too long."""
 
+    code = "vllm_stalled"
+
     def __init__(self) -> None:
         super().__init__(
             "vLLM in this process made no progress within timeout_s; see its messages, raise timeout_s if it "

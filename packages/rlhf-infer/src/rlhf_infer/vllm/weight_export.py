@@ -147,7 +147,8 @@ def _merged(layer: Any, prefix: str, seen: set[int]) -> Iterator[tuple[str, torc
         if adapter in getattr(layer, "lora_magnitude_vector", {}) or prefix + "weight" not in tensors:
             raise UserError(
                 f"adapter {adapter!r} of {prefix[:-1]} cannot be merged tensor by tensor; "
-                "train with plain LoRA, without use_dora and target_parameters"
+                "train with plain LoRA, without use_dora and target_parameters",
+                code="adapter_not_mergeable",
             )
         with torch.no_grad():
             weight = tensors[prefix + "weight"]
@@ -193,7 +194,8 @@ def _check_embeddings(lm: Any) -> None:
     if wrapped and getattr(lm.config.get_text_config(), "tie_word_embeddings", False):
         raise UserError(
             "the adapter changes the embeddings of a model whose head shares them, which no checkpoint can "
-            "hold; take embeddings and head out of lora_target_modules and modules_to_save"
+            "hold; take embeddings and head out of lora_target_modules and modules_to_save",
+            code="tied_embeddings_adapted",
         )
 
 
@@ -206,7 +208,8 @@ def active_adapter(model: Any) -> str | None:
     if not hasattr(model, "peft_config"):
         raise UserError(
             "weights are to be synced as LoRA adapters, but the model has none; "
-            "leave out max_lora_rank to sync all weights"
+            "leave out max_lora_rank to sync all weights",
+            code="no_adapter",
         )
     if any(getattr(module, "disable_adapters", False) is True for module in model.modules()):
         return None
@@ -235,14 +238,17 @@ def write_adapter_folder(model: Any, folder: str | Path, *, max_rank: int) -> bo
     rank = max([config.r, *config.rank_pattern.values()])
     if rank > max_rank:
         raise UserError(
-            f"the adapter has rank {rank}, vLLM was started with max_lora_rank {max_rank}; raise it"
+            f"the adapter has rank {rank}, vLLM was started with max_lora_rank {max_rank}; raise it",
+            code="lora_rank_too_large",
         )
     refused = [
         field for field in ("modules_to_save", "use_dora", "lora_bias") if getattr(config, field, None)
     ]
     if refused:
         raise UserError(
-            f"vLLM takes no adapter with {' and '.join(refused)}; leave out max_lora_rank to sync all weights"
+            f"vLLM takes no adapter with {' and '.join(refused)}; "
+            "leave out max_lora_rank to sync all weights",
+            code="unsupported_adapter",
         )
     save_adapter(model, folder, adapter=name)
     return True

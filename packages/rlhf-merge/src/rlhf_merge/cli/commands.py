@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -21,6 +22,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from rlhf_merge.config.files import parse_yaml
 from rlhf_merge.config.merge_config import MergeConfig
 from rlhf_merge.errors import MergeError
 from rlhf_merge.files.writer import check_output
@@ -32,6 +34,7 @@ from rlhf_merge.run.merger import ModelMerger
 from rlhf_merge.run.plan import MergePlan
 
 _SHOWN_EVERY = 8_000_000
+_WIDEST = 10_000
 
 
 def merge_config_file(config: str, out: str, **options: Any) -> None:
@@ -60,14 +63,11 @@ def merge_by_options(
 def show_plan(config: str, *, as_json: bool, **options: Any) -> None:
     """`rlhf-merge plan`."""
     merger = ModelMerger(MergeConfig.from_file(config), resources=_resources(options))
-    plan = merger.plan()
-    try:
+    with closing(merger.plan()) as plan:
         if as_json:
             print(json.dumps(_plan_json(merger, plan), indent=2))
         else:
             _print_plan(Console(), merger, plan)
-    finally:
-        plan.close()
 
 
 def cook_soup(
@@ -91,9 +91,8 @@ def cook_soup(
         if lower_is_better:
             raise MergeError("--lower-is-better is about the number of --evaluate, which is missing; add it")
         with _progress(console, "soup") as (on_total, on_bytes):
-            plan = ModelMerger(soup.config, resources=soup.resources).plan()
-            on_total(plan.bytes_read + plan.bytes_written)
-            plan.close()
+            with closing(ModelMerger(soup.config, resources=soup.resources).plan()) as plan:
+                on_total(plan.bytes_read + plan.bytes_written)
             result = soup.uniform(out, restart=restart, on_bytes=on_bytes)
         _say(console, f"uniform soup of {len(models)} models: {result.folder}")
         return
@@ -130,7 +129,7 @@ def show_model(model: str, *, by: Literal["layer", "tensor"], as_json: bool, thr
     if as_json:
         print(json.dumps(summary_json(summary), indent=2))
     else:
-        Console().print(render_summary(summary, by=by))
+        _print_whole(render_summary(summary, by=by))
 
 
 def show_difference(
@@ -162,29 +161,30 @@ def show_difference(
     if as_json:
         print(json.dumps(difference_json(difference), indent=2))
     else:
-        Console().print(render_difference(difference, by=by))
+        _print_whole(render_difference(difference, by=by))
+
+
+def _print_whole(tables: RenderableType) -> None:
+    """Print tables as wide as their numbers are: a narrow terminal wraps lines, and no digit is lost."""
+    console = Console()
+    unbounded = console.options.update(max_width=_WIDEST)
+    console.width = max(console.width, Measurement.get(console, unbounded, tables).minimum)
+    console.print(tables)
 
 
 def _merge(config: MergeConfig, out: str, options: dict[str, Any]) -> None:
-    quiet, dry_run, restart = options["quiet"], options["dry_run"], options["restart"]
     merger = ModelMerger(config, resources=_resources(options), max_shard_size=options["max_shard_size"])
-    console = Console(stderr=True, quiet=quiet, highlight=False)
+    console = Console(stderr=True, quiet=options["quiet"], highlight=False)
     check_output(Path(out))
-    plan = merger.plan()
-    try:
+    with closing(merger.plan()) as plan:
         plan.check_outside(Path(out))
-        if not dry_run:
-            merger.resources.threads_for(plan)
-    except MergeError:
-        plan.close()
-        raise
-    if dry_run:
-        _print_plan(Console(quiet=quiet), merger, plan)
-        plan.close()
-        return
-    with _progress(console, METHODS[config.method].title) as (on_total, on_bytes):
-        on_total(plan.bytes_read + plan.bytes_written)
-        result = merger.merge(out, restart=restart, on_bytes=on_bytes, plan=plan)
+        if options["dry_run"]:
+            _print_plan(Console(quiet=options["quiet"]), merger, plan)
+            return
+        merger.resources.threads_for(plan)  # refused before anything is shown
+        with _progress(console, METHODS[config.method].title) as (on_total, on_bytes):
+            on_total(plan.bytes_read + plan.bytes_written)
+            result = merger.merge(out, restart=options["restart"], on_bytes=on_bytes, plan=plan)
     if plan.ignored:
         _say(console, f"left out: {', '.join(plan.ignored)}")
     if result.resumed:
@@ -204,21 +204,16 @@ def _merge(config: MergeConfig, out: str, options: dict[str, Any]) -> None:
 @contextmanager
 def _progress(console: Console, what: str) -> Iterator[tuple[OnBytes, OnBytes]]:
     """A bar with bytes, bytes/s and the time left: what sets its total and, from any thread, moves it."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
+    words, bar = TextColumn("{task.description}"), BarColumn()
+    columns = words, bar, DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
     lock, waiting = threading.Lock(), 0
-    with Progress(*columns, console=console, disable=console.quiet) as bar:
-        task = bar.add_task(what, total=None)
+    with Progress(*columns, console=console, disable=console.quiet) as progress:
+        task = progress.add_task(what, total=None)
 
         def on_total(count: int) -> None:
             nonlocal waiting
             waiting = 0
-            bar.reset(task, total=count)
+            progress.reset(task, total=count)
 
         def on_bytes(count: int) -> None:
             nonlocal waiting
@@ -227,10 +222,10 @@ def _progress(console: Console, what: str) -> Iterator[tuple[OnBytes, OnBytes]]:
                 if waiting < _SHOWN_EVERY:
                     return
                 moved, waiting = waiting, 0
-            bar.advance(task, moved)
+            progress.advance(task, moved)
 
         yield on_total, on_bytes
-        bar.advance(task, waiting)
+        progress.advance(task, waiting)
 
 
 def _print_plan(console: Console, merger: ModelMerger, plan: MergePlan) -> None:
@@ -238,9 +233,10 @@ def _print_plan(console: Console, merger: ModelMerger, plan: MergePlan) -> None:
     title = METHODS[config.method].title
     table = Table("model", "tensors", "size", "type", title=title, title_justify="left")
     for spec, checkpoint in plan.checkpoints.items():
-        sizes = {name: _bytes(tensor) for name, tensor in checkpoint.tensors.items()}
-        types = sorted({str(t.dtype).removeprefix("torch.") for t in checkpoint.tensors.values()})
-        table.add_row(spec, str(len(sizes)), bytes_text(sum(sizes.values())), ", ".join(types))
+        tensors = checkpoint.tensors.values()
+        types = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
+        size = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
+        table.add_row(spec, str(len(tensors)), bytes_text(size), ", ".join(types))
     facts = _plan_json(merger, plan)
     console.print(table)
     _say(console, config.to_yaml().rstrip())
@@ -305,19 +301,6 @@ def _setting(key: str, given: Sequence[str]) -> Any:
 
 def _value(text: str) -> Any:
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        return parse_yaml(text)
+    except MergeError:
         return text
-    if isinstance(value, str):
-        try:
-            return float(value)  # YAML 1.1 reads 1e-5 as a word
-        except ValueError:
-            return value
-    return value
-
-
-def _bytes(tensor: Any) -> int:
-    size = tensor.dtype.itemsize
-    for length in tensor.shape:
-        size *= length
-    return size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -13,13 +12,12 @@ import torch
 
 from rlhf_merge.errors import MergeError
 from rlhf_merge.files.checkpoint import Checkpoint, open_checkpoint
-from rlhf_merge.methods.blocks import Inputs, Workspace, working_dtype
+from rlhf_merge.methods.blocks import Inputs, Workspace
 from rlhf_merge.methods.task_vectors import Measures, measure, passes
 from rlhf_merge.methods.threads import OnRead, map_tensors
 from rlhf_merge.names.tensor_kinds import EMBEDDING, Place, ordered_kinds, ordered_rows, place_tensors
-from rlhf_merge.names.tensor_names import Tensors
 from rlhf_merge.report_text import short_names
-from rlhf_merge.run.matching import matched
+from rlhf_merge.run.matching import check_alike, matched
 from rlhf_merge.tensors import Readable
 from rlhf_merge.vocab.union import is_vocabulary_tensor, vocabulary_rows
 
@@ -28,14 +26,7 @@ _Key = TypeVar("_Key")
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """One tensor of numbers with a fraction.
-
-    Args:
-        name: of the tensor.
-        place: its layer and kind.
-        shape: of what was compared.
-        measures: of its task vectors.
-    """
+    """One tensor of numbers with a fraction; `shape` is that of what was compared."""
 
     name: str
     place: Place
@@ -94,44 +85,32 @@ class ModelDifference:
     @cached_property
     def by_row(self) -> dict[str, Measures]:
         """Of every layer, the embedding before and the head behind them."""
-        found = self._sum(lambda tensor: tensor.place.row)
+        found = self._sum(lambda place: place.row)
         return {row: found[row] for row in ordered_rows(tensor.place for tensor in self.tensors)}
 
     @cached_property
     def by_kind(self) -> dict[str, Measures]:
         """Of every kind of the layers' tensors, and of the embedding before and the head behind them."""
-        places = [tensor.place for tensor in self.tensors]
-        kinds = self.kinds
 
         def label(place: Place) -> str:
-            return place.kind if place.in_layer or place.kind not in kinds else f"{place.kind} outside"
+            return place.kind if place.in_layer or place.kind not in self.kinds else f"{place.kind} outside"
 
-        found = self._sum(lambda tensor: label(tensor.place))
-        outside = sorted((place for place in places if not place.in_layer), key=lambda place: place.position)
+        found = self._sum(label)
+        outside = [tensor.place for tensor in self.tensors if not tensor.place.in_layer]
+        outside.sort(key=lambda place: place.position)
         before = [label(place) for place in outside if place.row == EMBEDDING]
         behind = [label(place) for place in outside if place.row != EMBEDDING]
-        return {kind: found[kind] for kind in dict.fromkeys([*before, *kinds, *behind])}
+        return {kind: found[kind] for kind in dict.fromkeys([*before, *self.kinds, *behind])}
 
     @cached_property
     def cells(self) -> dict[tuple[str, str], Measures]:
         """Of every layer and kind; of what is outside of the layers, the kind is the row."""
-        return self._sum(lambda tensor: (tensor.place.row, tensor.place.kind))
+        return self._sum(lambda place: (place.row, place.kind))
 
-    @cached_property
-    def most_changed(self) -> tuple[str, str, int] | None:
-        """Layer, kind and model of the largest change relative to the base; None where nothing changed."""
-        found = [
-            (measures.relative_norm(model), row, kind, model)
-            for (row, kind), measures in self.cells.items()
-            for model in range(len(self.models))
-        ]
-        largest = max((one for one in found if 0 < one[0] < math.inf), key=lambda one: one[0], default=None)
-        return largest[1:] if largest else None
-
-    def _sum(self, key: Callable[[TensorDifference], _Key]) -> dict[_Key, Measures]:
+    def _sum(self, key: Callable[[Place], _Key]) -> dict[_Key, Measures]:
         groups: dict[_Key, list[Measures]] = {}
         for tensor in self.tensors:
-            groups.setdefault(key(tensor), []).append(tensor.measures)
+            groups.setdefault(key(tensor.place), []).append(tensor.measures)
         return {name: Measures.total(parts, len(self.models)) for name, parts in groups.items()}
 
 
@@ -146,14 +125,14 @@ def diff_models(
 ) -> ModelDifference:
     """Compare models with a base, and their task vectors with each other.
 
-    Buffers are left out.  Where vocabularies have different numbers of rows, the first ones, which all models
+    Buffers are left out. Where vocabularies have different numbers of rows, the first ones, which all models
     have, are compared, and the result says so.
 
     Args:
         base: as `open_checkpoint` takes it.
         others: one model or more.
         density: in (0, 1]; the signs compared are those of so large a share of every task vector's elements,
-            the largest of each tensor.  None: of all.
+            the largest of each tensor. None: of all.
         threads: how many tensors at once; None is one for each processor.
         on_total: told once, before anything is read, of the bytes that will be.
         on_bytes: told of the bytes of every block; may be called from several threads.
@@ -163,17 +142,22 @@ def diff_models(
         specs = list(dict.fromkeys([base, *others]))
         checkpoints = {spec: stack.enter_context(open_checkpoint(spec)) for spec in specs}
         tensors, notes = _comparable(checkpoints)
-        pairs = [_inputs(name, base, others, tensors) for name in tensors[base]]
-        floating = [inputs for inputs in pairs if inputs.all[0].dtype.is_floating_point]
-        integers = [inputs for inputs in pairs if not inputs.all[0].dtype.is_floating_point]
+        every = [_inputs(name, [base, *others], tensors) for name in tensors[base]]
+        floating = [inputs for inputs in every if inputs.all[0].dtype.is_floating_point]
+        integers = [inputs for inputs in every if not inputs.all[0].dtype.is_floating_point]
         if on_total is not None:
-            on_total(sum(_nbytes(inputs) * passes(_arithmetic(inputs), density) for inputs in floating))
+            on_total(sum(inputs.nbytes * passes(inputs.arithmetic, density) for inputs in floating))
 
         def work(inputs: Inputs, space: Workspace, on_read: OnRead) -> Measures:
             return measure(replace(inputs, on_read=on_read), space, density)
 
         measures = map_tensors(
-            work, floating, size=_nbytes, dtype=_arithmetic, threads=threads, on_bytes=on_bytes
+            work,
+            floating,
+            size=lambda inputs: inputs.nbytes,
+            dtype=lambda inputs: inputs.arithmetic,
+            threads=threads,
+            on_bytes=on_bytes,
         )
         places = place_tensors(tensors[base])
         return ModelDifference(
@@ -198,33 +182,15 @@ def _check(others: Sequence[str], density: float | None) -> None:
     if not 0 < density <= 1:
         raise MergeError(f"density must be in (0, 1], got {density}; leave it out to compare all elements")
     if len(others) == 1:
-        raise MergeError(
-            "density trims task vectors before their signs are compared, and there is but one; name a base "
-            "and two models, or leave density out"
-        )
+        raise MergeError("density compares trimmed signs of task vectors, and there is but one; leave it out")
 
 
-@dataclass(frozen=True)
 class _FirstRows:
     """The first rows of a tensor; see `Readable`."""
 
-    tensor: Readable
-    rows: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.rows, *self.tensor.shape[1:])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    @property
-    def row_length(self) -> int:
-        return self.tensor.row_length
-
-    def read(self, start: int, stop: int, out: torch.Tensor) -> None:
-        self.tensor.read(start, stop, out)
+    def __init__(self, tensor: Readable, rows: int):
+        self.dtype, self.row_length, self.read = tensor.dtype, tensor.row_length, tensor.read
+        self.shape = (rows, *tensor.shape[1:])
 
 
 def _comparable(checkpoints: Mapping[str, Checkpoint]) -> tuple[dict[str, dict[str, Readable]], list[str]]:
@@ -235,7 +201,16 @@ def _comparable(checkpoints: Mapping[str, Checkpoint]) -> tuple[dict[str, dict[s
         f"{spec} has no {name}: its embedding, which is its head, is compared in its place"
         for spec, name in found.lent.items()
     ]
-    _check_names(tensors)
+    names = dict.fromkeys(name for own in tensors.values() for name in own)
+    for spec, own in tensors.items():
+        lacking = next((name for name in names if name not in own), None)
+        if lacking is not None:
+            other = next(other for other in tensors if lacking in tensors[other])
+            raise MergeError(
+                f"{spec} lacks tensor {lacking}, which {other} has; compare models with the same tensors",
+                code="missing_tensor",
+                model=spec,
+            )
     rows = {spec: vocabulary_rows(own) for spec, own in tensors.items()}
     known = {spec: count for spec, count in rows.items() if count is not None}
     least = min(known.values(), default=0)
@@ -251,35 +226,12 @@ def _comparable(checkpoints: Mapping[str, Checkpoint]) -> tuple[dict[str, dict[s
     return tensors, notes
 
 
-def _check_names(tensors: Tensors) -> None:
-    """Refuse models of which one has a tensor that another lacks."""
-    for spec, own in tensors.items():
-        for other, names in tensors.items():
-            lacking = next((name for name in own if name not in names), None)
-            if lacking is not None:
-                raise MergeError(
-                    f"{other} lacks tensor {lacking}, which {spec} has; only models with the same tensors "
-                    "can be compared"
-                )
-
-
-def _inputs(name: str, base: str, others: Sequence[str], tensors: Tensors) -> Inputs:
+def _inputs(name: str, specs: Sequence[str], tensors: Mapping[str, Mapping[str, Readable]]) -> Inputs:
     """One tensor of all models."""
-    first = tensors[base][name]
-    for spec in others:
-        other = tensors[spec][name]
-        if tuple(other.shape) != tuple(first.shape):
-            raise MergeError(
-                f"tensor {name} has shape {list(first.shape)} in {base} and {list(other.shape)} in {spec}; "
-                "only models of one architecture and size can be compared"
-            )
-        exact = not (first.dtype.is_floating_point and other.dtype.is_floating_point)
-        if exact and first.dtype != other.dtype:
-            raise MergeError(
-                f"tensor {name} is {first.dtype} in {base} and {other.dtype} in {spec}; integers can only be "
-                "compared with their like"
-            )
-    return Inputs(name, first, tuple(tensors[spec][name] for spec in others), (base, *others))
+    found = [(spec, name, tensors[spec][name]) for spec in specs]
+    check_alike(found)
+    first, *others = (tensor for *_, tensor in found)
+    return Inputs(name, first, tuple(others), tuple(specs))
 
 
 def _unequal_integers(inputs: Inputs) -> tuple[int, ...]:
@@ -293,11 +245,3 @@ def _unequal_integers(inputs: Inputs) -> tuple[int, ...]:
             model.read(start, stop, values)
             counts[index] += int((values != first).sum())
     return tuple(counts)
-
-
-def _arithmetic(inputs: Inputs) -> torch.dtype:
-    return working_dtype([tensor.dtype for tensor in inputs.all])
-
-
-def _nbytes(inputs: Inputs) -> int:
-    return inputs.numel * sum(tensor.dtype.itemsize for tensor in inputs.all)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from rich.console import Group, RenderableType
-from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from rlhf_merge.compare.statistics import Statistics
 from rlhf_merge.errors import MergeError
-from rlhf_merge.files.checkpoint import Checkpoint, open_checkpoint
+from rlhf_merge.files.checkpoint import open_checkpoint
 from rlhf_merge.files.config_json import tied
 from rlhf_merge.methods.blocks import Inputs, Workspace
 from rlhf_merge.methods.threads import OnRead, map_tensors
@@ -26,12 +24,10 @@ from rlhf_merge.run.matching import is_buffer
 from rlhf_merge.tensors import Readable
 from rlhf_merge.vocab.union import vocabulary_rows
 
-_SHORT_TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
-
 
 @dataclass(frozen=True)
 class TensorSummary:
-    """One tensor; the statistics are those of its finite elements.
+    """One tensor.
 
     Args:
         name: of the tensor.
@@ -39,15 +35,8 @@ class TensorSummary:
         shape: of the tensor.
         dtype: float32, bfloat16, int64 and so on.
         nbytes: bytes on disk.
-        norm: L2.
-        mean: None where no element is finite; as are the next three.
-        std: root of the mean squared distance from the mean.
-        least: smallest magnitude.
-        largest: largest magnitude.
-        zeros: number of elements equal to 0.
-        nan: number of elements that are NaN.
-        inf: number of elements that are infinite.
         buffer: whether it is a constant that every version of transformers makes anew.
+        statistics: of its elements.
     """
 
     name: str
@@ -55,25 +44,13 @@ class TensorSummary:
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
-    norm: float
-    mean: float | None
-    std: float | None
-    least: float | None
-    largest: float | None
-    zeros: int
-    nan: int
-    inf: int
     buffer: bool
+    statistics: Statistics
 
     @property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
-
-    @property
-    def finite(self) -> int:
-        """Number of elements that are neither NaN nor infinite."""
-        return self.numel - self.nan - self.inf
 
 
 @dataclass(frozen=True)
@@ -127,7 +104,7 @@ class ModelSummary:
     @cached_property
     def not_finite(self) -> tuple[TensorSummary, ...]:
         """The tensors with NaN or an infinity."""
-        return tuple(tensor for tensor in self.tensors if tensor.nan or tensor.inf)
+        return tuple(tensor for tensor in self.tensors if tensor.statistics.nan or tensor.statistics.inf)
 
 
 def inspect_model(
@@ -140,35 +117,45 @@ def inspect_model(
     """Read a whole model once, and say what is in it."""
     with open_checkpoint(spec) as checkpoint:
         places = place_tensors(checkpoint.tensors)
+        items = [Inputs(name, None, (tensor,)) for name, tensor in checkpoint.tensors.items()]
         if on_total is not None:
-            on_total(sum(_nbytes(tensor) for tensor in checkpoint.tensors.values()))
-
-        def work(item: tuple[str, Readable], space: Workspace, on_read: OnRead) -> TensorSummary:
-            name, tensor = item
-            return _summarise(name, tensor, places[name], space, on_read)
-
-        tensors = map_tensors(
-            work,
-            list(checkpoint.tensors.items()),
-            size=lambda item: _nbytes(item[1]),
-            dtype=lambda item: _arithmetic(item[1]),
+            on_total(sum(item.nbytes for item in items))
+        statistics = map_tensors(
+            _statistics,
+            items,
+            size=lambda item: item.nbytes,
+            dtype=lambda item: _arithmetic(item.models[0]),
             threads=threads,
             on_bytes=on_bytes,
         )
+        rows = {place.row for place in places.values()}
+        has_head = tied(checkpoint.config, has_head=HEAD in rows) if rows & {EMBEDDING, HEAD} else None
         return ModelSummary(
             spec=spec,
             architecture=_architecture(checkpoint.config),
-            tensors=tuple(tensors),
+            tensors=tuple(
+                TensorSummary(
+                    item.name,
+                    places[item.name],
+                    item.shape,
+                    str(item.models[0].dtype).removeprefix("torch."),
+                    item.nbytes,
+                    is_buffer(item.name, item.shape),
+                    found,
+                )
+                for item, found in zip(items, statistics, strict=True)
+            ),
             vocabulary_rows=vocabulary_rows(checkpoint.tensors),
-            tied_head=_tied_head(checkpoint, places),
+            tied_head=has_head,
             adapters=tuple(str(folder) for folder in checkpoint.adapter_folders),
         )
 
 
-def _summarise(name: str, tensor: Readable, place: Place, space: Workspace, on_read: OnRead) -> TensorSummary:
-    """One tensor, read block by block."""
+def _statistics(item: Inputs, space: Workspace, on_read: OnRead) -> Statistics:
+    """Of one tensor, read block by block."""
+    (tensor,) = item.models
     found = Statistics()
-    for start, stop in Inputs(name, None, (tensor,)).ranges():
+    for start, stop in item.ranges():
         values = space.take("values", stop - start)
         if tensor.dtype.is_floating_point:
             tensor.read(start, stop, values)
@@ -178,23 +165,7 @@ def _summarise(name: str, tensor: Readable, place: Place, space: Workspace, on_r
             values.copy_(integers)
         found.add(values, space.take("scratch", stop - start))
         on_read((stop - start) * tensor.dtype.itemsize)
-    some = found.count > 0
-    return TensorSummary(
-        name=name,
-        place=place,
-        shape=tuple(tensor.shape),
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        nbytes=_nbytes(tensor),
-        norm=found.norm,
-        mean=found.mean if some else None,
-        std=math.sqrt(found.squares / found.count) if some else None,
-        least=found.least if some else None,
-        largest=found.largest if some else None,
-        zeros=found.zeros,
-        nan=found.nan,
-        inf=found.inf,
-        buffer=is_buffer(name, tuple(tensor.shape)),
-    )
+    return found
 
 
 def _arithmetic(tensor: Readable) -> torch.dtype:
@@ -203,28 +174,11 @@ def _arithmetic(tensor: Readable) -> torch.dtype:
     return torch.float32 if narrow else torch.float64
 
 
-def _nbytes(tensor: Readable) -> int:
-    return math.prod(tensor.shape) * tensor.dtype.itemsize
-
-
 def _architecture(config: Mapping[str, Any]) -> str | None:
     names = config.get("architectures")
     if isinstance(names, list) and names:
         return str(names[0])
     return str(config["model_type"]) if config.get("model_type") else None
-
-
-def _tied_head(checkpoint: Checkpoint, places: Mapping[str, Place]) -> bool | None:
-    rows = {place.row for place in places.values()}
-    return tied(checkpoint.config, has_head=HEAD in rows) if rows & {EMBEDDING, HEAD} else None
-
-
-def render_summary(summary: ModelSummary, *, by: str = "layer") -> RenderableType:
-    """A summary for a terminal."""
-    tables = {"layer": _layer_table, "tensor": _tensor_table}
-    if by not in tables:
-        raise MergeError(f"by must be layer or tensor, got {by!r}")
-    return Group(_totals(summary), "", *tables[by](summary), *_alarm(summary))
 
 
 def summary_json(summary: ModelSummary) -> dict[str, Any]:
@@ -246,6 +200,7 @@ def summary_json(summary: ModelSummary) -> dict[str, Any]:
 
 
 def _tensor_json(tensor: TensorSummary) -> dict[str, Any]:
+    found = tensor.statistics
     return {
         "name": tensor.name,
         "layer": tensor.place.row,
@@ -253,15 +208,29 @@ def _tensor_json(tensor: TensorSummary) -> dict[str, Any]:
         "shape": list(tensor.shape),
         "dtype": tensor.dtype,
         "bytes": tensor.nbytes,
-        **{key: plain(getattr(tensor, key)) for key in ("norm", "mean", "std")},
-        "least_magnitude": plain(tensor.least),
-        "largest_magnitude": plain(tensor.largest),
-        **{key: getattr(tensor, key) for key in ("zeros", "nan", "inf", "buffer")},
+        **{key: plain(getattr(found, key)) for key in ("norm", "mean", "std")},
+        "least_magnitude": plain(found.least),
+        "largest_magnitude": plain(found.largest),
+        **{key: getattr(found, key) for key in ("zeros", "nan", "inf")},
+        "buffer": tensor.buffer,
     }
 
 
+def render_summary(summary: ModelSummary, *, by: str = "layer") -> RenderableType:
+    """A summary for a terminal."""
+    if by not in ("layer", "tensor"):
+        raise MergeError(f"by must be layer or tensor, got {by!r}", code="invalid_value", key="by")
+    rows = _layer_table(summary) if by == "layer" else _tensor_table(summary)
+    alarm = [
+        f"{tensor.name}: {tensor.statistics.nan} NaN, {tensor.statistics.inf} infinite of {tensor.numel}"
+        for tensor in summary.not_finite
+    ]
+    if alarm:
+        alarm.insert(0, "No merge takes a model with NaN or infinities:")
+    return Group(_totals(summary), rows, *(Text(line, style="bold red") for line in alarm))
+
+
 def _totals(summary: ModelSummary) -> RenderableType:
-    head = {True: "tied to the embedding", False: "its own", None: "–"}[summary.tied_head]
     dtypes = (f"{dtype} ({count_text(elements)})" for dtype, (_, elements) in summary.dtypes.items())
     facts = {
         "model": summary.spec,
@@ -270,21 +239,14 @@ def _totals(summary: ModelSummary) -> RenderableType:
         "size": bytes_text(summary.nbytes),
         "types": ", ".join(dtypes),
         "layers": str(summary.layers),
-        "vocabulary": f"{summary.vocabulary_rows} rows" if summary.vocabulary_rows is not None else "–",
-        "head": head,
+        "vocabulary": "–" if summary.vocabulary_rows is None else f"{summary.vocabulary_rows} rows",
+        "head": {True: "tied to the embedding", False: "its own", None: "–"}[summary.tied_head],
+        "adapters": ", ".join(summary.adapters),
     }
-    if summary.adapters:
-        facts["adapters"] = ", ".join(summary.adapters)
-    grid = Table.grid(padding=(0, 2))
-    for fact, value in facts.items():
-        grid.add_row(Text(fact, style="bold"), Text(value))
-    return grid
+    return Text("".join(f"{fact:14}{value}\n" for fact, value in facts.items() if value))
 
 
-def _layer_table(summary: ModelSummary) -> list[RenderableType]:
-    groups: dict[str, list[TensorSummary]] = {}
-    for tensor in summary.tensors:
-        groups.setdefault(tensor.place.row, []).append(tensor)
+def _layer_table(summary: ModelSummary) -> RenderableType:
     families = [
         family
         for family in ("attention", "mlp", NORM, OTHER)
@@ -293,57 +255,45 @@ def _layer_table(summary: ModelSummary) -> list[RenderableType]:
     rms = (f"RMS\n{family}" for family in families)
     made = table("layer", "tensors", "params", *rms, "max", "zeros", "NaN\nInf")
     for row in ordered_rows(tensor.place for tensor in summary.tensors):
-        tensors = groups[row]
+        tensors = [tensor for tensor in summary.tensors if tensor.place.row == row]
+        found = [tensor.statistics for tensor in tensors]
         made.add_row(
             row,
             str(len(tensors)),
             count_text(sum(tensor.numel for tensor in tensors)),
-            *(number_text(_rms(tensors, family)) for family in families),
-            number_text(max((tensor.largest or 0.0 for tensor in tensors), default=None)),
-            share_text(_zeros(tensors)),
-            _bad(tensors),
+            *(
+                number_text(_rms(tensor.statistics for tensor in tensors if tensor.place.family == family))
+                for family in families
+            ),
+            number_text(max(one.largest for one in found)),
+            *_zeros_and_bad(found),
         )
-    return [made, "", Text("RMS: root mean square of the elements; max: largest of their magnitudes", "dim")]
+    return made
 
 
-def _tensor_table(summary: ModelSummary) -> list[RenderableType]:
+def _tensor_table(summary: ModelSummary) -> RenderableType:
     made = table("tensor", "shape", "type", "norm", "std", "max", "zeros", "NaN\nInf")
     for tensor in sorted(summary.tensors, key=lambda tensor: tensor.place.position):
+        found = tensor.statistics
         made.add_row(
             Text(tensor.name + (" (buffer)" if tensor.buffer else "")),
             "×".join(map(str, tensor.shape)) or "scalar",
-            _SHORT_TYPES.get(tensor.dtype, tensor.dtype),
-            *(number_text(value) for value in (tensor.norm, tensor.std, tensor.largest)),
-            share_text(_zeros([tensor])),
-            _bad([tensor]),
+            tensor.dtype,
+            *map(number_text, (found.norm, found.std, found.largest)),
+            *_zeros_and_bad([found]),
         )
-    return [made, ""]
+    return made
 
 
-def _alarm(summary: ModelSummary) -> list[RenderableType]:
-    """The names of the tensors that would spoil a merge."""
-    if not summary.not_finite:
-        return [Text("No NaN, no infinity.", style="green")]
-    count = len(summary.not_finite)
-    title = f"{count} tensor{'s' if count > 1 else ''} with NaN or infinities; no merge takes such a model"
-    lines = [
-        f"{tensor.name}: {tensor.nan} NaN, {tensor.inf} infinite of {tensor.numel}"
-        for tensor in summary.not_finite
-    ]
-    return [Panel(Text("\n".join(lines)), title=title, title_align="left", style="bold red")]
+def _rms(statistics: Iterable[Statistics]) -> float | None:
+    found = list(statistics)
+    count = sum(one.count for one in found)
+    return math.sqrt(sum(one.norm**2 for one in found) / count) if count else None
 
 
-def _rms(tensors: Sequence[TensorSummary], family: str) -> float | None:
-    chosen = [tensor for tensor in tensors if tensor.place.family == family]
-    count = sum(tensor.finite for tensor in chosen)
-    return math.sqrt(sum(tensor.norm**2 for tensor in chosen) / count) if count else None
-
-
-def _zeros(tensors: Sequence[TensorSummary]) -> float | None:
-    count = sum(tensor.numel for tensor in tensors)
-    return sum(tensor.zeros for tensor in tensors) / count if count else None
-
-
-def _bad(tensors: Sequence[TensorSummary]) -> Text:
-    nan, inf = sum(tensor.nan for tensor in tensors), sum(tensor.inf for tensor in tensors)
-    return Text(f"{nan}, {inf}", style="bold red") if nan or inf else Text("0", style="dim")
+def _zeros_and_bad(found: Sequence[Statistics]) -> tuple[str, Text]:
+    """The share of zeros, and the numbers of NaN and infinities."""
+    nan, inf = sum(one.nan for one in found), sum(one.inf for one in found)
+    count = sum(one.count for one in found) + nan + inf
+    zeros = share_text(sum(one.zeros for one in found) / count if count else None)
+    return zeros, Text(f"{nan}, {inf}", style="bold red") if nan or inf else Text("0", style="dim")

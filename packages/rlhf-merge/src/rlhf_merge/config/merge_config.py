@@ -5,26 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self, cast
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
-from rlhf_merge.config.checks import check, evaluate
+from rlhf_merge.config.checks import check
 from rlhf_merge.config.files import dump_yaml, read_file
 from rlhf_merge.config.mergekit import fields_of_mergekit
-from rlhf_merge.config.settings import Setting
+from rlhf_merge.config.settings import Setting, resolve
 from rlhf_merge.config.validation import (
     Dtype,
     Layers,
     Method,
     Model,
+    Part,
     Text,
     Whole,
     advice,
@@ -32,8 +26,8 @@ from rlhf_merge.config.validation import (
     one_sentence,
 )
 from rlhf_merge.errors import MergeError, damaged
-from rlhf_merge.methods.catalog import METHODS, PARAMETERS
-from rlhf_merge.methods.spec import Values
+from rlhf_merge.methods.catalog import METHODS, PARAMETERS, PER_MODEL
+from rlhf_merge.methods.spec import Values, check_values
 
 
 def _parse_settings(values: Any) -> dict[str, Setting]:
@@ -41,7 +35,11 @@ def _parse_settings(values: Any) -> dict[str, Setting]:
         raise MergeError(f"parameters is {values!r}, expected a mapping from names to values")
     for name in values:
         if name not in PARAMETERS:
-            raise MergeError(f"{name} is no parameter of a method; {advice(name, list(PARAMETERS))}")
+            raise MergeError(
+                f"{name} is no parameter of a method; {advice(name, list(PARAMETERS))}",
+                code="unknown_key",
+                key=name,
+            )
     return {name: Setting.parse(value, PARAMETERS[name], name) for name, value in values.items()}
 
 
@@ -52,18 +50,37 @@ _Patterns = Annotated[
 ]
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+class _Flat(Part):
+    """A mapping whose parameters may stand beside its other keys."""
+
+    beside: ClassVar[Sequence[str]] = tuple(PARAMETERS)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_parameters(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        flat = {key: value for key, value in values.items() if key in PARAMETERS}
+        if not flat:
+            return values
+        if "parameters" in values:
+            raise MergeError(f"{next(iter(flat))} stands beside parameters; put it there")
+        return {key: value for key, value in values.items() if key not in flat} | {"parameters": flat}
 
 
-class ModelEntry(_Frozen):
+class ModelEntry(_Flat):
     """One of the models that are merged."""
 
     model: Model
     """Folder, hub id, or either with `+adapter`."""
 
-    parameters: _Settings = {}
+    parameters: _Settings = {}  # noqa: RUF012 - pydantic copies it
     """Settings of this model; plain values are read as in a file."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_alone(cls, values: Any) -> Any:
+        return {"model": values} if isinstance(values, (str, os.PathLike)) else values
 
 
 class SliceSource(ModelEntry):
@@ -73,7 +90,7 @@ class SliceSource(ModelEntry):
     """The first layer and the one behind the last."""
 
 
-class Slice(_Frozen):
+class Slice(_Flat):
     """Consecutive layers of the output, merged from equally long ranges of the models' layers."""
 
     sources: Annotated[tuple[SliceSource, ...], Field(min_length=1)]
@@ -82,11 +99,11 @@ class Slice(_Frozen):
     base: Model | None = None
     """The base of this slice; None is that of the whole merge."""
 
-    parameters: _Settings = {}
+    parameters: _Settings = {}  # noqa: RUF012 - pydantic copies it
     """Settings of this slice, which come before those of the whole merge."""
 
 
-class MergeConfig(_Frozen):
+class MergeConfig(_Flat):
     """What to merge and how; every combination that the method does not allow is refused.
 
     A file of our own schema is flat: a parameter stands beside the model, slice or merge it belongs to. Each
@@ -123,7 +140,7 @@ class MergeConfig(_Frozen):
     """Which stack of layers the slices cut, by a word of its tensors' names; None where there is but one. The
     layers of others are merged as the first slice is."""
 
-    parameters: _Settings = {}
+    parameters: _Settings = {}  # noqa: RUF012 - pydantic copies it
     """Settings of the whole merge, and the defaults of settings that each model has."""
 
     dtype: Dtype | None = None
@@ -139,7 +156,7 @@ class MergeConfig(_Frozen):
     """Seed of the random masks, >= 0."""
 
     def __init__(self, /, **values: Any) -> None:
-        with one_sentence(MergeConfig, flat=list(PARAMETERS)):
+        with one_sentence():
             super().__init__(**values)
 
     @classmethod
@@ -154,22 +171,9 @@ class MergeConfig(_Frozen):
             MergeError: an unknown key, with the nearest valid name, or a value that is not allowed.
         """
         with named(where):
-            fields = _fields(values, "")
-            if not isinstance(fields, dict):
+            if not isinstance(values, Mapping):
                 raise MergeError(f"the top level is {values!r}, expected a mapping from names to values")
-            fields = {"method": None} | {
-                key: v for key, v in fields.items() if v is not None or key == "seed"
-            }
-            models, slices = fields.get("models"), fields.get("slices")
-            if isinstance(models, (list, tuple)):
-                fields["models"] = [
-                    {"model": item} if isinstance(item, (str, os.PathLike)) else _fields(item, f"models[{i}]")
-                    for i, item in enumerate(models)
-                ]
-                _begin_with_base(fields)
-            if isinstance(slices, (list, tuple)):
-                fields["slices"] = [_slice(item, f"slices[{i}]") for i, item in enumerate(slices)]
-            return cls(**fields)
+            return cls(**{str(key): value for key, value in values.items() if value is not None})
 
     @classmethod
     def from_file(cls, path: str | Path) -> MergeConfig:
@@ -185,14 +189,13 @@ class MergeConfig(_Frozen):
         values = read_file(path)
         if "experts" in values and "merge_method" not in values:
             raise MergeError(
-                f"{path} is a config of mergekit-moe, which makes a mixture of experts from dense models; "
-                "that is no merge of their weights: use mergekit-moe for it"
+                f"{path} is a config of mergekit-moe, which is no merge of weights: use mergekit-moe for it",
+                code="unsupported_config",
             )
         if ("method" in values) == ("merge_method" in values):
             found = "both are there" if "method" in values else "neither is there"
             raise MergeError(
-                f"{path}: a config of this package has the key method, one of mergekit the key merge_method, "
-                f"and {found}; give one of them"
+                f"{path}: the key method (of this package) or merge_method (of mergekit) is needed; {found}"
             )
         with damaged(f"config {path}"):
             return (cls.from_dict if "method" in values else cls.from_mergekit)(values, str(path))
@@ -237,7 +240,27 @@ class MergeConfig(_Frozen):
         Raises:
             MergeError: weights that divide sum to zero at this tensor, or della's probabilities leave (0, 1].
         """
-        return evaluate(self, tensor, depth, slice_index, source_tensors)
+        entries, common = self.merged(slice_index), [self.parameters]
+        if slice_index is not None:
+            common.insert(0, self.slices[slice_index].parameters)
+        defaults = METHODS[self.method].parameters
+        names = source_tensors or [tensor] * len(entries)
+        per_model = tuple(
+            {
+                key: cast(float, resolve(key, [entry.parameters, *common], defaults[key], name, depth))
+                for key in defaults
+                if key in PER_MODEL
+            }
+            for entry, name in zip(entries, names, strict=True)
+        )
+        shared = {
+            key: resolve(key, common, defaults[key], tensor, depth)
+            for key in defaults
+            if key not in PER_MODEL
+        }
+        values = Values(per_model, shared)
+        check_values(self.method, METHODS[self.method], values, f"at tensor {tensor}")
+        return values
 
     def merged(self, slice_index: int | None = None) -> tuple[ModelEntry, ...]:
         """Return the models, or the sources of a slice, that `values` speaks of: without the base.
@@ -247,8 +270,8 @@ class MergeConfig(_Frozen):
         """
         if (slice_index is None) == bool(self.slices):
             raise MergeError(
-                f"slice_index is {slice_index}, but the config has {len(self.slices)} slices; give an index "
-                "where there are slices and none otherwise"
+                f"slice_index is {slice_index}, but the config has {len(self.slices)} slices",
+                code="invalid_slice_index",
             )
         if slice_index is None:
             return self.models
@@ -269,6 +292,18 @@ class MergeConfig(_Frozen):
         named = [self.base, *(entry.model for entry in self.models), *parts]
         return tuple(dict.fromkeys(spec for spec in named if spec is not None))
 
+    @model_validator(mode="before")
+    @classmethod
+    def _begin_with_base(cls, values: Any) -> Any:
+        """Let the base be the first model where it is what a method starts from, and one model is missing."""
+        if not isinstance(values, Mapping) or not isinstance(values.get("models"), (list, tuple)):
+            return values
+        method = METHODS.get(str(values.get("method")).replace("-", "_"))
+        missing = method and method.from_base and len(values["models"]) == method.models[0] - 1
+        if missing and values.get("base") is not None:
+            return {**values, "models": [values["base"], *values["models"]]}
+        return values
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         check(self)
@@ -279,7 +314,7 @@ def _flat(part: Any) -> Any:
     """A part of a config as plain values: what is not a default, parameters beside the other keys."""
     if isinstance(part, tuple):
         return [_flat(item) for item in part]
-    if not isinstance(part, _Frozen):
+    if not isinstance(part, _Flat):
         return part
     if type(part) is ModelEntry and not part.parameters:
         return part.model
@@ -291,28 +326,3 @@ def _flat(part: Any) -> Any:
         elif value not in (None, (), 0):
             values[name] = _flat(value)
     return values
-
-
-def _fields(values: Any, place: str) -> Any:
-    """A flat mapping as the fields of its class, one of which holds the parameters."""
-    if not isinstance(values, Mapping):
-        return values
-    if "parameters" in values:
-        where = f"in {place}" if place else "at the top"
-        raise MergeError(f"unknown key parameters {where}; write each parameter beside the other keys")
-    fields = {str(key): value for key, value in values.items() if key not in PARAMETERS}
-    return fields | {"parameters": {key: value for key, value in values.items() if key in PARAMETERS}}
-
-
-def _slice(values: Any, place: str) -> Any:
-    part = _fields(values, place)
-    if isinstance(part, dict) and isinstance(part.get("sources"), (list, tuple)):
-        part["sources"] = [_fields(item, f"{place}.sources[{i}]") for i, item in enumerate(part["sources"])]
-    return part
-
-
-def _begin_with_base(fields: dict[str, Any]) -> None:
-    """Let the base be the first model where it is what a method starts from, and one model is missing."""
-    method = METHODS.get(str(fields.get("method")).replace("-", "_"))
-    if method and method.from_base and "base" in fields and len(fields["models"]) == method.models[0] - 1:
-        fields["models"].insert(0, {"model": fields["base"]})

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from rlhf_merge.config.settings import Setting
-from rlhf_merge.config.validation import Dtype, Layers, Method, Model, advice, one_sentence
+from rlhf_merge.config.validation import Dtype, Layers, Method, Model, Part, advice, one_sentence
 from rlhf_merge.errors import MergeError
 from rlhf_merge.methods.catalog import METHODS, PARAMETERS
+from rlhf_merge.methods.spec import Parameter
 
 _NEUTRAL = ("rescale", "filter_wise")
 """Switches of mergekit's that some of our methods lack: off, they ask for what ours do."""
@@ -37,11 +38,7 @@ _Dtype = Annotated[Dtype, BeforeValidator(lambda v: v.removeprefix("torch.") if 
 _Unsupported = Annotated[Any, AfterValidator(_nothing)]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class _Entry(_Part):
+class _Entry(Part):
     model: _Reference
     parameters: dict[Any, Any] | None = None
 
@@ -50,19 +47,19 @@ class _Source(_Entry):
     layer_range: Layers
 
 
-class _Slice(_Part):
+class _Slice(Part):
     sources: Annotated[list[_Source], Field(min_length=1)]
     base_model: _Reference | None = None
     parameters: dict[Any, Any] | None = None
 
 
-class _Tokenizer(_Part):
+class _Tokenizer(Part):
     source: _Reference = "union"
     tokens: _Unsupported = None
     pad_to_multiple_of: _Unsupported = None
 
 
-class _File(_Part):
+class _File(Part):
     merge_method: Method
     base_model: _Reference | None = None
     models: Annotated[list[_Entry], Field(min_length=1)] | None = None
@@ -92,7 +89,7 @@ def fields_of_mergekit(values: Any) -> dict[str, Any]:
       on which the result does not depend.
     - `chat_template: auto` is accepted: the template is that of the tokenizer that the output gets.
     """
-    with one_sentence(_File):
+    with one_sentence():
         file = _File.model_validate(values)
     if (file.models is None) == (file.slices is None):
         raise MergeError("a config has either models or slices; give one of them")
@@ -116,43 +113,40 @@ def fields_of_mergekit(values: Any) -> dict[str, Any]:
 
 
 def _names(method: str) -> Mapping[str, str]:
-    """Return the parameters that mergekit's method has and ours takes, by mergekit's names, with ours."""
+    """The parameters that mergekit's method has and ours takes, by mergekit's names, with ours."""
     names = METHODS[method].mergekit_names
     return {name: name for name in METHODS[method].parameters if name != "sign"} if names is None else names
 
 
 def _settings(values: dict[Any, Any] | None, method: str, where: str) -> dict[str, Setting]:
-    settings = {}
-    names = _names(method)
+    settings, names = {}, _names(method)
     for name, value in (values or {}).items():
         path = f"{where}.{name}"
-        parameter = PARAMETERS.get(names.get(name, name))
-        if name == "int8_mask" or (name in _NEUTRAL and name not in names):
-            flag = Setting.parse(_plain(value, switch=True), PARAMETERS["normalize"], path)
+        if name in names:
+            settings[names[name]] = _setting(value, PARAMETERS[names[name]], path)
+        elif name == "int8_mask" or name in _NEUTRAL:
+            flag = _setting(value, PARAMETERS["normalize"], path)
             if name in _NEUTRAL and flag.plain() is not False:
                 raise MergeError(f"{path} is {value!r}, but {method} has no such switch here; leave it out")
-        elif name in PARAMETERS and name not in names:
-            listed = f"it takes {', '.join(names)}" if names else "it takes none"
-            raise MergeError(f"{path}: {method} has no parameter {name} in mergekit; {listed}")
-        elif name not in names or parameter is None:
-            raise MergeError(f"unknown key {name} in {where}; {advice(name, list(names))}")
+        elif name in PARAMETERS:
+            listed = ", ".join(names) or "none"
+            raise MergeError(f"{path}: {method} has no parameter {name} in mergekit; it takes {listed}")
         else:
-            plain = _plain(value, switch=isinstance(parameter.default, bool))
-            settings[names[name]] = Setting.parse(plain, parameter, path)
+            raise MergeError(f"{where}: unknown key {name}; {advice(name, list(names))}")
     return settings
 
 
-def _plain(value: Any, *, switch: bool) -> Any:
-    """Turn mergekit's forms of a setting into ours: one rule by itself, and 0 and 1 as switches."""
+def _setting(value: Any, parameter: Parameter, path: str) -> Setting:
+    """A setting in mergekit's forms: a mapping is one rule, and 0 and 1 are switches too."""
     if isinstance(value, Mapping):
-        return [value]
-    if switch and isinstance(value, (int, float)) and value in (0, 1):
-        return bool(value)
-    return value
+        value = [value]
+    elif isinstance(parameter.default, bool) and isinstance(value, (int, float)) and value in (0, 1):
+        value = bool(value)
+    return Setting.parse(value, parameter, path)
 
 
 def _base(file: _File) -> str | None:
-    """Return the base model, which may be that of the first slice where each slice names its own."""
+    """The base model, which may be that of the first slice where each slice names its own."""
     method = METHODS[file.merge_method]
     if file.base_model is not None or (method.base == "optional" and not method.from_base):
         return file.base_model
@@ -172,15 +166,11 @@ def _models(items: list[_Entry], method: str, base: str | None) -> list[dict[str
     if METHODS[method].base == "required":
         others = [entry for entry in entries if entry["model"] != base]
         if not others:
-            raise MergeError(
-                f"models holds nothing but the base model {base}; add the models to merge with it"
-            )
+            raise MergeError(f"models holds nothing but the base model {base}; add the models to merge")
         return others
     if base is not None and all(entry["model"] != base for entry in entries):
         if METHODS[method].models[1] == 1:
-            raise MergeError(
-                f"{method} takes one model, and mergekit counts base_model {base} among them; leave it out"
-            )
+            raise MergeError(f"{method} takes one model, and base_model {base} is one more; leave it out")
         entries.append({"model": base, "parameters": {}})
     return _from_base(entries, base, "models") if METHODS[method].from_base else entries
 
@@ -196,9 +186,7 @@ def _slices(items: list[_Slice], method: str, base: str | None) -> list[dict[str
     parts = []
     for index, item in enumerate(items):
         where, own = f"slices[{index}]", item.base_model
-        sources = [
-            _entry(source, method, f"{where}.sources[{place}]") for place, source in enumerate(item.sources)
-        ]
+        sources = [_entry(source, method, f"{where}.sources[{i}]") for i, source in enumerate(item.sources)]
         if METHODS[method].from_base:
             sources, own = _from_base(sources, own or base, f"{where}.sources"), None
         elif METHODS[method].base == "required":  # mergekit ignores what is set for the base
@@ -212,20 +200,13 @@ def _require(
     method: str, base: str | None, entries: list[dict[str, Any]], common: tuple[dict[str, Setting], ...]
 ) -> None:
     """Refuse a model without the weight, or a merge without the t, that mergekit has no default for."""
-
-    def given(name: str, scopes: tuple[dict[str, Setting], ...]) -> bool:
-        return any(name in scope and scope[name].complete for scope in scopes)
-
     names = _names(method)
-    if "t" in names and not given("t", common):
-        raise MergeError(
-            f"parameters.t is missing for some tensors, and mergekit has no default for {method}"
-        )
-    for entry in entries if "weight" in names else ():
-        if METHODS[method].base == "required" and entry["model"] == base:
-            continue
-        if not given("weight", (entry["parameters"], *common)):
+    if METHODS[method].base == "required":
+        entries = [entry for entry in entries if entry["model"] != base]
+    needed = [(entry["model"], "weight", (entry["parameters"], *common)) for entry in entries]
+    for who, name, scopes in [*needed, ("the merge", "t", common)]:
+        if name in names and not any(name in scope and scope[name].complete for scope in scopes):
             raise MergeError(
-                f"model {entry['model']} has no weight for some tensors, and mergekit has no default for "
-                f"{method}; give it parameters.weight"
+                f"{who} has no {name} for some tensors, and mergekit no default for {method}; give "
+                f"parameters.{name}"
             )

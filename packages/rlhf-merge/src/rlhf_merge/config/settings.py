@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from typing import Annotated, Any, Literal
-
-from pydantic import Field, TypeAdapter, ValidationError
+from typing import Any
 
 from rlhf_merge.errors import MergeError
 from rlhf_merge.methods.spec import Parameter, Scalar
@@ -42,36 +39,42 @@ class Setting:
 
     @classmethod
     def parse(cls, plain: Any, parameter: Parameter, where: str) -> Setting:
-        """Read a setting from plain values and check each against the catalog."""
+        """Read a setting from plain values and check each against the parameter.
+
+        Raises:
+            MergeError: what is wrong, and where.
+        """
         if isinstance(plain, Setting):
             plain = plain.plain()
         rules: list[Rule] = []
         for filter_, value, path in _split(plain, where):
-            values = tuple(_values(value, parameter, path))
-            _refuse_hidden(filter_, rules, path)
-            rules.append(Rule(filter_, values))
+            for rule in rules:
+                if rule.filter is None or (filter_ is not None and rule.filter in filter_):
+                    first = "every tensor" if rule.filter is None else repr(rule.filter)
+                    raise MergeError(
+                        f"{path} never applies: the rule for {first} fits the same tensors; put it behind "
+                        "this one"
+                    )
+            rules.append(Rule(filter_, _values(value, parameter, path)))
         return cls(tuple(rules))
 
     def at(self, tensor: str, depth: float) -> Scalar | None:
         """Evaluate the setting for one tensor.
 
-        A list v₀ … vₙ₋₁ of numbers is interpolated linearly: with x = depth·(n−1) and i = ⌊x⌋ the value is
-        vᵢ + (x−i)·(vᵢ₊₁ − vᵢ). A list of booleans or words gives vᵢ.
+        A list v₀ … vₙ₋₁ of numbers is interpolated linearly: with x = depth·(n-1) and i = ⌊x⌋ the value is
+        vᵢ + (x-i)·(vᵢ₊₁ - vᵢ). A list of booleans or words gives vᵢ.
 
         Returns:
             The value; None where no rule fits the name.
         """
         if not 0 <= depth <= 1:
-            raise MergeError(f"depth is {depth!r} at tensor {tensor}, expected a number from 0 to 1")
+            raise MergeError(
+                f"depth is {depth!r} at tensor {tensor}, expected a number from 0 to 1", code="invalid_depth"
+            )
         for rule in self.rules:
             if rule.filter is None or rule.filter in tensor:
                 return _along(rule.values, depth)
         return None
-
-    @property
-    def constant(self) -> bool:
-        """Whether it is the same for every tensor."""
-        return self.complete and len(self.rules) == 1 and len(set(self.rules[0].values)) == 1
 
     @property
     def complete(self) -> bool:
@@ -121,29 +124,24 @@ def _along(values: tuple[Scalar, ...], depth: float) -> Scalar:
 
 
 def _split(plain: Any, where: str) -> list[tuple[str | None, Any, str]]:
-    """Return (filter, value, path) of each rule, the one for every tensor as None."""
-    if isinstance(plain, Mapping):
-        if plain.keys() == _RULE_KEYS:
-            return [_read_rule(plain, where)]
+    """The filter, value and path of each rule; the one for every tensor, last in a mapping, has None."""
+    if isinstance(plain, Mapping) and plain.keys() != _RULE_KEYS:
         if not plain:
             raise MergeError(f"{where} is an empty mapping, expected filters with their values")
         rules = [(_filter(key, where), value, f"{where}[{key!r}]") for key, value in plain.items()]
         return sorted(rules, key=lambda rule: rule[0] is None)
+    if isinstance(plain, Mapping):
+        return [_rule(plain, where)]
     if isinstance(plain, (list, tuple)) and any(isinstance(item, Mapping) for item in plain):
-        return [_read_rule(item, f"{where}[{index}]") for index, item in enumerate(plain)]
+        return [_rule(item, f"{where}[{index}]") for index, item in enumerate(plain)]
     return [(None, plain, where)]
 
 
-def _read_rule(rule: Any, where: str) -> tuple[str | None, Any, str]:
-    if not isinstance(rule, Mapping):
-        raise MergeError(f"{where} is {rule!r} among mappings, expected a mapping with filter and value")
-    for key in rule:
-        if key not in _RULE_KEYS:
-            raise MergeError(f"{where} has the unknown key {key}; valid keys are filter and value")
-    if "value" not in rule:
-        raise MergeError(f"{where} has no value; give it one beside its filter")
+def _rule(rule: Any, where: str) -> tuple[str | None, Any, str]:
+    if not isinstance(rule, Mapping) or "value" not in rule or not rule.keys() <= _RULE_KEYS:
+        raise MergeError(f"{where} is {rule!r}, expected a mapping with value and, if need be, filter")
     filter_ = rule.get("filter")
-    return (None if filter_ is None else _filter(filter_, where)), rule["value"], f"{where}.value"
+    return None if filter_ is None else _filter(filter_, where), rule["value"], f"{where}.value"
 
 
 def _filter(value: Any, where: str) -> str | None:
@@ -154,54 +152,19 @@ def _filter(value: Any, where: str) -> str | None:
     return None if value == "*" else value
 
 
-def _refuse_hidden(filter_: str | None, rules: list[Rule], path: str) -> None:
-    for rule in rules:
-        if rule.filter is None or (filter_ is not None and rule.filter in filter_):
-            first = "every tensor" if rule.filter is None else repr(rule.filter)
+def _values(plain: Any, parameter: Parameter, where: str) -> tuple[Scalar, ...]:
+    several = isinstance(plain, (list, tuple))
+    if several and type(parameter.default) is int:
+        raise MergeError(f"{where} is a list, expected {parameter.expected}; it cannot vary with the depth")
+    values = []
+    for index, value in enumerate(plain if several else [plain]):
+        try:
+            values.append(parameter.read(value))
+        except ValueError as error:
+            path = f"{where}[{index}]" if several else where
             raise MergeError(
-                f"{path} never applies: the rule for {first} comes first and fits the same tensors; "
-                "put the more specific rule first"
-            )
-
-
-def _values(plain: Any, parameter: Parameter, where: str) -> Iterable[Scalar]:
-    if not isinstance(plain, (list, tuple)):
-        return [_scalar(plain, parameter, where)]
-    if not plain:
-        raise MergeError(f"{where} is an empty list, expected {_expected(parameter)} or a list of such")
-    if type(parameter.default) is int:
-        raise MergeError(f"{where} is a list, expected {_expected(parameter)}; it cannot vary with the depth")
-    return [_scalar(value, parameter, f"{where}[{index}]") for index, value in enumerate(plain)]
-
-
-def _scalar(value: Any, parameter: Parameter, where: str) -> Scalar:
-    try:
-        return _scalars(parameter).validate_python(value)
-    except ValidationError as error:
-        raise MergeError(f"{where} is {value!r}, expected {_expected(parameter)}") from error
-
-
-@cache
-def _scalars(parameter: Parameter) -> TypeAdapter[Any]:
-    """The values a parameter may have."""
-    kind: Any = type(parameter.default)
-    if kind is bool:
-        return TypeAdapter(Annotated[bool, Field(strict=True)])
-    if parameter.choices:
-        words: Any = Literal[parameter.choices]
-        return TypeAdapter(words)
-    bounds: dict[str, Any] = {"gt" if parameter.low_open else "ge": parameter.low, "le": parameter.high}
-    finite: dict[str, Any] = {"allow_inf_nan": False} if kind is float else {}
-    number: Any = Annotated[kind, Field(strict=True, **bounds, **finite)]
-    return TypeAdapter(number)
-
-
-def _expected(parameter: Parameter) -> str:
-    if isinstance(parameter.default, bool):
-        return "true or false"
-    if parameter.choices:
-        return " or ".join(parameter.choices)
-    low = "" if parameter.low is None else f"{'>' if parameter.low_open else '>='} {parameter.low:g}"
-    high = "" if parameter.high is None else f"<= {parameter.high:g}"
-    kind = "a whole number" if isinstance(parameter.default, int) else "a finite number"
-    return f"{kind} {low}{' and ' if low and high else ''}{high}".rstrip()
+                f"{path} is {value!r}, expected {error}", code="invalid_value", key=path
+            ) from error
+    if not values:
+        raise MergeError(f"{where} is an empty list, expected {parameter.expected} or a list of such")
+    return tuple(values)

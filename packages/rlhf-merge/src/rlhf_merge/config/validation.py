@@ -1,27 +1,28 @@
-"""The types of fields that configs share, and the sentence for a config that pydantic refuses."""
+"""What the two schemas of configs share: types of fields, and the sentence for what pydantic refuses."""
 
 from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from rlhf_merge.errors import MergeError
 from rlhf_merge.methods.catalog import METHODS
 
-_DTYPES = {
-    **{
-        "float16": "float16",
-        "fp16": "float16",
-        "half": "float16",
-        "bfloat16": "bfloat16",
-        "bf16": "bfloat16",
-    },
-    **{"float32": "float32", "fp32": "float32", "float64": "float64", "fp64": "float64"},
+_DTYPES = {name: name for name in ("float32", "float16", "bfloat16", "float64")} | {
+    **{"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp64": "float64"}
 }
 _EXPECTED = {
     "model_type": "a mapping from names to values",
@@ -72,13 +73,30 @@ Layers = Annotated[tuple[Whole, Whole], AfterValidator(_layers)]
 """The first layer and the one behind the last."""
 
 
+class Part(BaseModel):
+    """A mapping of a config; a key that is none of its fields is refused, with the nearest that is."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    beside: ClassVar[Sequence[str]] = ()
+    """Further keys that may stand beside the fields."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_keys(cls, values: Any) -> Any:
+        for key in values if isinstance(values, Mapping) else ():
+            if key not in cls.model_fields and key not in cls.beside:
+                near = advice(key, [*cls.model_fields, *cls.beside])
+                raise MergeError(f"unknown key {key}; {near}", code="unknown_key", key=key)
+        return values
+
+
 @contextmanager
-def one_sentence(schema: type[BaseModel], flat: Sequence[str] = ()) -> Iterator[None]:
+def one_sentence() -> Iterator[None]:
     """Raise the first mistake that pydantic finds as a `MergeError`: where, what it is, what was expected."""
     try:
         yield
     except ValidationError as error:
-        raise MergeError(_sentence(schema, flat, error.errors(include_url=False)[0])) from error
+        raise _first_mistake(error.errors(include_url=False)[0]) from error
 
 
 @contextmanager
@@ -87,7 +105,7 @@ def named(where: str) -> Iterator[None]:
     try:
         yield
     except MergeError as error:
-        raise MergeError(f"{where}: {error}") from error
+        raise MergeError(f"{where}: {error}", code=error.code, **error.fields) from error
 
 
 def advice(key: Any, valid: Sequence[str]) -> str:
@@ -96,41 +114,21 @@ def advice(key: Any, valid: Sequence[str]) -> str:
     return f"did you mean {near[0]}?" if near else f"valid keys are {', '.join(valid)}"
 
 
-def _sentence(schema: type[BaseModel], flat: Sequence[str], error: Any) -> str:
-    loc = [part for part in error["loc"] if part != "parameters" or not flat]
-    path, parent = _path(loc), _path(loc[:-1])
-    cause = error.get("ctx", {}).get("error")
+def _first_mistake(error: Any) -> MergeError:
+    """One of pydantic's errors; those of settings begin with the name of the setting."""
+    loc, cause = error["loc"], error.get("ctx", {}).get("error")
     if error["type"] == "missing":
-        return f"{parent or 'the top level'} has no {loc[-1]}; give it one"
-    if error["type"] == "extra_forbidden":
-        valid = [key for key in _keys(schema, loc[:-1]) if not flat or key != "parameters"]
-        place = f"in {parent}" if parent else "at the top"
-        return f"unknown key {loc[-1]} {place}; {advice(loc[-1], [*valid, *flat])}"
-    if isinstance(cause, MergeError):  # of a parameter, whose path it begins with, or of the whole config
-        return f"{path}.{cause}" if path else str(cause)
-    return f"{path or 'the top level'} is {error['input']!r}, expected {expectation(error)}"
-
-
-def expectation(error: Any) -> str:
-    """What one of pydantic's errors expected."""
-    cause = error.get("ctx", {}).get("error")
-    words = error["msg"].removeprefix("Input should be ")
-    return str(cause or _EXPECTED.get(error["type"], words))
+        where = _path(loc[:-1]) or "the top level"
+        return MergeError(f"{where} has no {loc[-1]}; give it one", code="missing_key", key=_path(loc))
+    if isinstance(cause, MergeError):
+        of_setting = loc[-1:] == ("parameters",)
+        path = _path(loc[:-1] if of_setting else loc)
+        message = f"{path}{'.' if of_setting else ': '}{cause}" if path else str(cause)
+        return MergeError(message, code=cause.code, **cause.fields)
+    expected = cause or _EXPECTED.get(error["type"], error["msg"].removeprefix("Input should be "))
+    message = f"{_path(loc) or 'the top level'} is {error['input']!r}, expected {expected}"
+    return MergeError(message, code="invalid_value", key=_path(loc))
 
 
 def _path(loc: Sequence[Any]) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
-
-
-def _keys(schema: type[BaseModel], loc: Sequence[Any]) -> list[str]:
-    """The keys of the mapping at a place."""
-    for part in loc:
-        if isinstance(part, str):
-            schema = _classes(schema.model_fields[part].annotation)[0]
-    return list(schema.model_fields)
-
-
-def _classes(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [found for inner in get_args(annotation) for found in _classes(inner)]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rlhf_merge.errors import MergeError, readable, regular
 from rlhf_merge.files.float8 import dequantised
 from rlhf_merge.files.hub import download, split_id
-from rlhf_merge.files.weight_file import WeightFile
+from rlhf_merge.files.small_files import VOCABULARY_FILES
+from rlhf_merge.files.weight_file import OpenFile, read_weights
 from rlhf_merge.files.weight_index import (
     ADAPTER_CONFIG,
     ADAPTER_FILES,
@@ -26,24 +26,10 @@ from rlhf_merge.lora.adapter import apply_adapter
 from rlhf_merge.tensors import Readable
 
 _QUANTISED_ENDINGS = (
-    ".absmax",
-    ".qweight",
-    ".qzeros",
-    ".SCB",
-    ".weight_packed",
-    ".weight_scale",
-    ".weight_scale_inv",
+    *(".absmax", ".SCB", ".qweight", ".qzeros"),
+    *(".weight_packed", ".weight_scale", ".weight_scale_inv"),
 )
 """Ends of names that bitsandbytes, GPTQ, AWQ, compressed-tensors and FP8 checkpoints add to a weight's."""
-
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "spiece.model",
-    "vocab.json",
-    "vocab.txt",
-)
 
 Identity = tuple[str, int, int, int, int]
 """A file that was used: number of its part of the spec and name, size in bytes, mtime and ctime in
@@ -59,25 +45,22 @@ class Checkpoint:
         adapter_folders: where the adapters applied to it are, in order.
 
     Attributes:
-        spec: as given.
-        folder: as given.
-        adapter_folders: as given.
         config: the base's config.json, empty where there is none.
         tensors: by name, in the order of the files.
+        identity: every file of weights, index and adapter's config, as it was when it was opened, for a
+            fingerprint; the name is preceded by 0/ for the base and by 1/ and so on for the adapters.
 
     Raises:
         MergeError: something is missing, damaged, quantised or does not fit.
     """
 
     def __init__(self, spec: str, folder: Path, adapter_folders: tuple[Path, ...] = ()) -> None:
-        self.spec = spec
-        self.folder = folder
-        self.adapter_folders = adapter_folders
+        self.spec, self.folder, self.adapter_folders = spec, folder, adapter_folders
         config = folder / "config.json"
         self.config: dict[str, Any] = read_json(inside(folder, config)) if regular(config).is_file() else {}
         self.tensors: Mapping[str, Readable] = {}
-        self._files: list[WeightFile] = []
-        self._identity: list[Identity] = []
+        self.identity: list[Identity] = []
+        self._files: list[OpenFile] = []
         try:
             self._open()
         except BaseException:
@@ -85,26 +68,12 @@ class Checkpoint:
             raise
 
     @property
-    def adapter_folder(self) -> Path | None:
-        """Where the last adapter is, None without one."""
-        return self.adapter_folders[-1] if self.adapter_folders else None
-
-    @property
     def tokenizer_folder(self) -> Path:
         """Where the tokenizer is: with the last adapter that brings one, else with the base."""
         for folder in reversed(self.adapter_folders):
-            if any(regular(folder / name).is_file() for name in _TOKENIZER_FILES):
+            if any(regular(folder / name).is_file() for name in VOCABULARY_FILES):
                 return folder
         return self.folder
-
-    def identity(self) -> list[Identity]:
-        """Every file the tensors come from, as it was when it was opened, for a fingerprint.
-
-        Returns:
-            One for each file of weights, index and adapter's config; the name is preceded by 0/ for the base
-            and by 1/ and so on for the adapters.
-        """
-        return list(self._identity)
 
     def close(self) -> None:
         """Let go of the files; the tensors may not be read any more."""
@@ -116,9 +85,7 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _open(self) -> None:
@@ -144,19 +111,15 @@ class Checkpoint:
     def _quantised(self, found: str) -> MergeError:
         """The error for a model whose numbers are packed."""
         return MergeError(
-            f"{self.folder} is quantised ({found}); give the model it was made from, or load it in "
-            "transformers with dequantize=True in its quantization config, or call `model.dequantize()`, and "
-            "save that."
+            f"{self.folder} is quantised ({found}); `dequantize()` it in transformers, and give that."
         )
 
     def _apply(self, tensors: dict[str, Readable], folder: Path, part: int) -> dict[str, Readable]:
         """The tensors with the adapter of a folder applied."""
         path = find_adapter(folder)
         if path is None:
-            raise MergeError(
-                f"{folder} holds no LoRA adapter: {ADAPTER_CONFIG} with {' or '.join(ADAPTER_FILES)} was "
-                f"expected behind the + of {self.spec!r}."
-            )
+            files = f"{ADAPTER_CONFIG} with {' or '.join(ADAPTER_FILES)}"
+            raise MergeError(f"{folder} of {self.spec!r} holds no LoRA adapter, expected {files}.")
         config = folder / ADAPTER_CONFIG
         self._note(config, part)
         return apply_adapter(tensors, self._open_file(path, part), read_json(config), str(folder))
@@ -171,44 +134,37 @@ class Checkpoint:
         for file in sorted(set(weight_map.values())):
             path = weights.with_name(file)
             if not regular(path).is_file():
-                first = next(name for name, other in weight_map.items() if other == file)
-                raise MergeError(
-                    f"{path} is missing, where {weights.name} has tensor {first!r}; get the file."
-                )
+                raise MergeError(f"{path} is missing, which {weights.name} names; get the file.")
             for name, tensor in self._open_file(path).items():
                 if name not in weight_map:
                     raise MergeError(
-                        f"{path} holds tensor {name!r}, of which {weights.name} knows nothing; get both anew."
+                        f"{path} holds tensor {name!r}, and {weights.name} does not; get both anew."
                     )
                 if weight_map[name] == file:
                     tensors[name] = tensor
-        for name, file in weight_map.items():
-            if name not in tensors:
-                raise MergeError(
-                    f"{weights.with_name(file)} lacks tensor {name!r}, which {weights.name} has there; get "
-                    "it anew."
-                )
+        lacking = next((name for name in weight_map if name not in tensors), None)
+        if lacking is not None:
+            path = weights.with_name(weight_map[lacking])
+            raise MergeError(f"{path} lacks tensor {lacking!r}, which {weights.name} has there; get it anew.")
         return tensors
 
     def _open_file(self, path: Path, part: int = 0) -> Mapping[str, Readable]:
         """The tensors of one file."""
         self._note(path, part)
         if path.suffix not in (".safetensors", ".bin", ".pt", ".pth"):
-            raise MergeError(
-                f"{path} is named as a file of weights, expected .safetensors or .bin; get the model anew."
-            )
-        file = WeightFile(path)
+            raise MergeError(f"{path} is no file of weights, expected .safetensors or .bin; get it anew.")
+        file, tensors = read_weights(path)
         self._files.append(file)
-        return file.tensors
+        return tensors
 
     def _note(self, path: Path, part: int = 0) -> None:
         """Remember a file as it is."""
         status = path.stat()
         times = status.st_mtime_ns, status.st_ctime_ns
-        self._identity.append((f"{part}/{path.name}", status.st_size, *times, status.st_ino))
+        self.identity.append((f"{part}/{path.name}", status.st_size, *times, status.st_ino))
 
 
-def open_checkpoint(spec: str, *, revision: str | None = None) -> Checkpoint:
+def open_checkpoint(spec: str) -> Checkpoint:
     """Open a model for reading.
 
     Args:
@@ -216,21 +172,20 @@ def open_checkpoint(spec: str, *, revision: str | None = None) -> Checkpoint:
             `base+adapter` or `base+first+second`, each again a folder or a hub id.  A folder with nothing but
             an adapter stands for the base its config names plus itself, and one with a + in its name for
             itself.
-        revision: of the first part, where that is a hub id which names none.
 
     Raises:
         MergeError: something is missing, damaged, quantised or does not fit.
     """
     with readable(spec):
         first, *others = _split(spec)
-        folder = _locate(first, revision)
+        folder = _locate(first)
         adapters: list[Path] = []
         while find_adapter(folder) is not None and find_weights(folder) is None:
             if folder in adapters:
                 raise MergeError(f"{folder} names itself as its base model; write BASE+{folder}.")
             adapters.insert(0, folder)
             folder = _base_of(folder)
-        adapters.extend(_locate(other, None) for other in others)
+        adapters.extend(map(_locate, others))
         return Checkpoint(spec, folder, tuple(adapters))
 
 
@@ -258,7 +213,7 @@ def _exists(name: str) -> bool:
         raise
 
 
-def _locate(name: str, revision: str | None) -> Path:
+def _locate(name: str, revision: str | None = None) -> Path:
     """The folder of one part of a spec."""
     path = Path(name).expanduser()
     if _exists(name):
@@ -287,7 +242,7 @@ def _base_of(adapter: Path) -> Path:
     if not isinstance(name, str) or not name:
         raise MergeError(f"{adapter} is an adapter that names no base model; write BASE+{adapter}.")
     if _exists(name):
-        return _locate(name, None)
+        return _locate(name)
     if (adapter / name).is_dir():
         return adapter / name
     if split_id(name) is None:

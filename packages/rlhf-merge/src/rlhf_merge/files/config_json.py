@@ -15,39 +15,17 @@ _TEXT = ("text_config", "language_config", "llm_config")
 """Where models of several modalities keep the settings of their language model."""
 
 _SIZES = (
-    "model_type",
-    "hidden_size",
-    "d_model",
-    "n_embd",
-    "num_attention_heads",
-    "num_heads",
-    "n_head",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "moe_intermediate_size",
-    "d_ff",
-    "n_inner",
-    "hidden_act",
-    "hidden_activation",
-    "activation_function",
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "n_shared_experts",
-    "num_experts_per_tok",
+    *("model_type", "hidden_size", "d_model", "n_embd"),
+    *("num_attention_heads", "num_heads", "n_head", "num_key_value_heads", "head_dim"),
+    *("intermediate_size", "moe_intermediate_size", "d_ff", "n_inner"),
+    *("hidden_act", "hidden_activation", "activation_function"),
+    *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"),
 )
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 _INDEX_LISTS = (
-    "mlp_only_layers",
-    "moe_layers",
-    "cross_attention_layers",
-    "attn_layer_indices",
-    "full_attn_idxs",
-    "hybrid_layer_ids",
-    "local_layer_ids",
-    "ple_layer_ids",
+    *("mlp_only_layers", "moe_layers", "cross_attention_layers", "attn_layer_indices"),
+    *("full_attn_idxs", "hybrid_layer_ids", "local_layer_ids", "ple_layer_ids"),
 )
 """Lists of the numbers of the layers that are of some kind; other lists have an entry for each layer."""
 
@@ -80,7 +58,8 @@ def check_architectures(configs: Sequence[tuple[str, Config]], *, same_layers: b
     for label, config in configs:
         if config.get("quantization_config"):
             raise MergeError(
-                f"{label} is quantized (quantization_config in its config.json); merge the full weights"
+                f"{label} is quantized (quantization_config in its config.json); merge the full weights",
+                code="quantized_model",
             )
         with damaged(f"config.json of {label}"):
             compared = dict(_compared(config, same_layers))
@@ -89,8 +68,10 @@ def check_architectures(configs: Sequence[tuple[str, Config]], *, same_layers: b
             if value != expected:
                 remedy = "; to merge ranges of layers, give slices" if key.endswith(_LAYERS) else ""
                 raise MergeError(
-                    f"config.json says {key} {expected!r} in {first} but {value!r} in {label}, and only "
-                    f"models of one architecture and size can be merged{remedy}"
+                    f"config.json says {key} {expected!r} in {first} but {value!r} in {label}; only models "
+                    f"of one architecture and size can be merged{remedy}",
+                    code="different_config",
+                    key=key,
                 )
 
 
@@ -164,7 +145,6 @@ def output_config(
     *,
     dtype: str | None,
     vocab_size: int | None,
-    num_layers: int | None,
     layer_sources: Sequence[int] | None,
     tied: bool | None,
     token_ids_from: Config | None = None,
@@ -175,7 +155,6 @@ def output_config(
         config: of the model that lends it; not changed.
         dtype: of the weights, as transformers calls it ("bfloat16"); None, here and below, changes nothing.
         vocab_size: rows of the vocabulary.
-        num_layers: layers of the output.
         layer_sources: for each layer of the output, the number of the layer that it comes from; per-layer
             settings follow it. Kinds of layers that only the architecture's code knows (Gemma 2's alternating
             windows in configs without `layer_types`) do not.
@@ -189,7 +168,11 @@ def output_config(
     """
     result = _without_path(config)
     if layer_sources is not None and config.get("is_encoder_decoder"):
-        raise MergeError("slices work on models with one stack of layers, and this one is an encoder-decoder")
+        raise MergeError(
+            "slices work on models with one stack of layers, and this one is an encoder-decoder",
+            code="unsupported_slices",
+            key="is_encoder_decoder",
+        )
     sections = [section for _, section in _sections(result)]
     if token_ids_from is not None:
         for section, other in zip(sections, _like(sections, token_ids_from), strict=True):
@@ -202,8 +185,7 @@ def output_config(
     if layer_sources is not None:
         for section in sections:
             _move_layers(section, layer_sources)
-    if num_layers is not None:
-        _set_where_present(sections, _LAYERS, num_layers)
+        _set_where_present(sections, _LAYERS, len(layer_sources))
     if tied is not None:
         _set_where_present(sections, ("tie_word_embeddings",), tied)
         result["tie_word_embeddings"] = tied
@@ -252,8 +234,10 @@ def _check_token_ids(sections: list[Config], vocab_size: int) -> None:
             lost = [i for i in ids if isinstance(i, int) and vocab_size <= i < old]
             if _is_token_id(key) and lost:
                 raise MergeError(
-                    f"config.json says {key} {lost[0]}, but the result's vocabulary has only {vocab_size} "
-                    f"rows; use --vocab union to keep all tokens"
+                    f"config.json says {key} {lost[0]}, but the result has only {vocab_size} rows; use "
+                    "--vocab union",
+                    code="token_id_out_of_range",
+                    key=key,
                 )
 
 
@@ -280,8 +264,10 @@ def _move_layers(section: Config, sources: Sequence[int]) -> None:
 def _check_deep_enough(key: str, old: int, sources: Sequence[int]) -> None:
     if max(sources) >= old:
         raise MergeError(
-            f"the slices take layer {max(sources)}, but {key} in config.json describes only {old} layers; "
-            f"make the deepest model the base"
+            f"slices take layer {max(sources)}, but {key} has only {old} layers; make the deepest model "
+            "the base",
+            code="missing_layer",
+            key=key,
         )
 
 
@@ -294,8 +280,10 @@ def _move_threshold(section: Config, key: str, sources: Sequence[int]) -> None:
     if any(before[leading:]):
         place = before.index(True, leading)
         raise MergeError(
-            f"config.json says {key} {section[key]}, so layer {sources[place]} is of a kind that can only "
-            f"come first, but the slices put it at place {place}, behind the other kind; reorder the slices"
+            f"config.json says {key} {section[key]}, so layer {sources[place]} must stand before the other "
+            f"kind, but the slices put it at place {place}; reorder the slices",
+            code="unsupported_slices",
+            key=key,
         )
     section[key] = leading
 
@@ -304,6 +292,8 @@ def _check_period(key: str, period: int, sources: Sequence[int]) -> None:
     for place, source in enumerate(sources):
         if period > 1 and place % period != source % period:
             raise MergeError(
-                f"config.json says {key} {period}, so a layer's kind goes by its number modulo {period}, "
-                f"but the slices put layer {source} at place {place}; use slices that keep the kinds' order"
+                f"config.json says {key} {period}, so kinds go by the layer's number, but the slices put "
+                f"layer {source} at place {place}; keep the order of kinds",
+                code="unsupported_slices",
+                key=key,
             )

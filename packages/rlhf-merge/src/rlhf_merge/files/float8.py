@@ -46,8 +46,8 @@ def dequantised(
         if scale is None:
             if tensor.dtype in FLOAT8 and len(tensor.shape) == 2:
                 raise MergeError(
-                    f"{where}: {name!r} is an FP8 matrix without {name + _SCALE!r}, the scales of its blocks "
-                    "that quantization_config of config.json announces; copy the model anew."
+                    f"{where}: {name!r} is an FP8 matrix without its scales {name + _SCALE!r}; copy the "
+                    "model anew."
                 )
             result[name] = tensor
             continue
@@ -56,9 +56,8 @@ def dequantised(
         )
         if scale.shape != expected or tensor.dtype not in FLOAT8:
             raise MergeError(
-                f"{where}: {name + _SCALE!r} has shape {list(scale.shape)} for a weight of type "
-                f"{tensor.dtype} and shape {list(tensor.shape)}, expected FP8 and {list(expected)}; copy the "
-                "model anew."
+                f"{where}: {name + _SCALE!r} has shape {list(scale.shape)}, and {name!r} is {tensor.dtype} "
+                f"of shape {list(tensor.shape)}, expected {list(expected)} and FP8; copy the model anew."
             )
         result[name] = ScaledTensor(tensor, scale, (rows, columns))
     return result

@@ -45,28 +45,23 @@ def download(repository: str, revision: str | None = None) -> Path:
         MergeError: it does not exist, is gated, or is not cached and cannot be reached.
     """
     folder = _fetch(repository, revision, _SMALL_FILES)
-    # The commit, so that a push in between cannot mix two versions.
-    commit = folder.name
-    if (folder / ADAPTER_CONFIG).is_file():
-        _fetch_first(repository, commit, folder, ADAPTER_FILES)
+    commit = folder.name  # so that a push in between cannot mix two versions
+
+    def fetched(*names: str) -> bool:
+        """Whether the repository has one of these files; the first is fetched."""
+        return any((_fetch(repository, commit, [name]) / name).is_file() for name in names)
+
+    adapter = (folder / ADAPTER_CONFIG).is_file()
+    if adapter:
+        fetched(*ADAPTER_FILES)
     for index, single in WEIGHT_FILES:
         if (folder / index).is_file():
-            _fetch(repository, commit, sorted(set(read_weight_map(folder / index).values())))
+            return _fetch(repository, commit, sorted(set(read_weight_map(folder / index).values())))
+        if fetched(single):
             return folder
-        if _fetch_first(repository, commit, folder, (single,)):
-            return folder
-    if not (folder / ADAPTER_CONFIG).is_file() and find_weights(folder) is None:
+    if not adapter and find_weights(folder) is None:
         _fetch(repository, commit, ["*.safetensors"])
     return folder
-
-
-def _fetch_first(repository: str, commit: str, folder: Path, names: tuple[str, ...]) -> bool:
-    """Fetch the first of these files that the repository has, and say whether it has any."""
-    for name in names:
-        _fetch(repository, commit, [name])
-        if (folder / name).is_file():
-            return True
-    return False
 
 
 def _fetch(repository: str, revision: str | None, patterns: list[str]) -> Path:
@@ -76,45 +71,27 @@ def _fetch(repository: str, revision: str | None, patterns: list[str]) -> Path:
 
     label = f"{repository}@{revision}" if revision else repository
     try:
-        return Path(
-            snapshot_download(
-                repository,
-                revision=revision,
-                allow_patterns=[*_ALWAYS, *patterns],
-                ignore_patterns=_IGNORED,
-                library_name="rlhf-merge",
-            )
+        folder = snapshot_download(
+            repository,
+            revision=revision,
+            allow_patterns=[*_ALWAYS, *patterns],
+            ignore_patterns=_IGNORED,
+            library_name="rlhf-merge",
         )
     except errors.GatedRepoError:
-        raise MergeError(
-            f"{label} is gated: accept its terms at {constants.ENDPOINT}/{repository} and log in with "
-            "`hf auth login`, or set HF_TOKEN."
-        ) from None
+        found = f"is gated: accept its terms at {constants.ENDPOINT}/{repository} and `hf auth login`"
     except errors.RepositoryNotFoundError:
-        raise MergeError(
-            f"{label} is neither a folder here nor a model at {constants.ENDPOINT} that you may read; check "
-            "the name, or log in with `hf auth login` if it is private."
-        ) from None
+        found = f"is neither a folder here nor a model at {constants.ENDPOINT} that you may read; check it"
     except errors.RevisionNotFoundError:
-        raise MergeError(
-            f"{repository} has no revision {revision!r}; name a branch, a tag or a commit."
-        ) from None
+        found = "is no revision of that model; name a branch, a tag or a commit"
     except errors.LocalEntryNotFoundError as error:
-        raise MergeError(
-            f"{label} is neither a folder here nor wholly in the hub's cache {constants.HF_HUB_CACHE}, and "
-            f"the hub cannot be reached ({_why(error, constants.HF_HUB_OFFLINE)}); give a folder, or "
-            "download the model first."
-        ) from None
+        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else error.__cause__ or "no connection"
+        found = (
+            f"is neither a folder here nor wholly in the hub's cache {constants.HF_HUB_CACHE}, and the hub "
+            f"cannot be reached ({reason}); give a folder, or download the model first"
+        )
     except Exception as error:  # the HTTP library's own errors differ between versions of huggingface_hub
-        raise MergeError(
-            f"{label} could not be downloaded from {constants.ENDPOINT} ({type(error).__name__}: {error}); "
-            "try again."
-        ) from error
-
-
-def _why(error: Exception, offline: bool) -> str:
-    """Why the hub was not reached."""
-    if offline:
-        return "HF_HUB_OFFLINE is set"
-    cause = error.__cause__
-    return f"{type(cause).__name__}: {cause}" if cause else "no connection"
+        found = f"could not be downloaded ({type(error).__name__}: {error}); try again"
+    else:
+        return Path(folder)
+    raise MergeError(f"{label} {found}.", code="model_unavailable")

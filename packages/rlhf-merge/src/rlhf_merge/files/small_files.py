@@ -11,22 +11,15 @@ from typing import Any
 from rlhf_merge.errors import MergeError, damaged, readable, regular
 from rlhf_merge.files.weight_index import inside, read_json
 
+VOCABULARY_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt"),
+    *("tokenizer.model", "spiece.model"),
+)
+"""Files of which a folder with a tokenizer has one."""
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "*.tiktoken",
-    "tekken.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/*.jinja",
+    *(*VOCABULARY_FILES, "special_tokens_map.json", "added_tokens.json", "merges.txt"),
+    *("sentencepiece.bpe.model", "*.tiktoken", "tekken.json"),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
 )
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
@@ -145,7 +138,9 @@ def _model_ids(model: Any, path: Path) -> dict[str, int]:
         return {token: i for i, (token, _) in enumerate(vocab)}
     if isinstance(vocab, dict):
         return dict(vocab)
-    raise MergeError(f"{path} lists no vocabulary of tokens and ids; save the tokenizer again")
+    raise MergeError(
+        f"{path} lists no vocabulary of tokens and ids; save the tokenizer again", code="missing_vocabulary"
+    )
 
 
 def _listed_beside(folder: Path) -> dict[str, AddedToken]:
@@ -164,11 +159,6 @@ def _listed_beside(folder: Path) -> dict[str, AddedToken]:
 def append_tokens(folder: Path, tokens: Sequence[AddedToken]) -> None:
     """Append tokens to the tokenizer files in a folder, in every file that lists added tokens."""
     path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise MergeError(
-            f"{folder} has no tokenizer.json, which --vocab union appends tokens to; "
-            f"load its tokenizer in transformers and save it as a fast one, or use --vocab base"
-        )
     content = read_json(path)
     content["added_tokens"] = [*(content.get("added_tokens") or ()), *tokens]
     _write(path, content)

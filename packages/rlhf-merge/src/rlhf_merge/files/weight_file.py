@@ -54,8 +54,9 @@ class OpenFile:
                 count = os.preadv(self._file, [left], begin)
                 if not count:
                     raise MergeError(
-                        f"{self.path} ended at byte {begin} while it was read, {len(left)} bytes early; it "
-                        "was changed or cut short meanwhile: copy it anew and merge again."
+                        f"{self.path} ended at byte {begin} while it was read, {len(left)} too early; copy "
+                        "it anew.",
+                        code="truncated_file",
                     )
                 left, begin = left[count:], begin + count
 
@@ -138,37 +139,26 @@ DTYPES = {
 _LENGTH_BYTES = 8
 
 
-class WeightFile:
-    """The tensors of a safetensors file or of a file of `torch.save`, whose pickle is not run.
+def read_weights(path: Path) -> tuple[OpenFile, dict[str, Readable]]:
+    """The tensors of a safetensors file or of a file of `torch.save`, whose pickle is not run, and the file.
 
     A file of `torch.save` holds a dictionary of tensors, bare or under the key `state_dict`. One written by
     torch 1.5 or earlier, or read with a torch that does not say where in the file its tensors are, is read to
     memory; of any other only the structure is.
 
-    Args:
-        path: the file.
-
-    Attributes:
-        tensors: by name, in the order of their bytes or of the dictionary.
+    Returns:
+        The open file, and the tensors by name in the order of their bytes or of the dictionary.
 
     Raises:
         MergeError: the file is damaged, holds anything but tensors, or a tensor of a type that is not read.
     """
-
-    def __init__(self, path: Path) -> None:
-        self._file = OpenFile(path)
-        try:
-            with readable(path):
-                read = _read_safetensors if path.suffix == ".safetensors" else _read_torch
-                self.tensors: dict[str, Readable] = read(self._file)
-        except BaseException:
-            self._file.close()
-            raise
-
-    def close(self) -> None:
-        """Close the file; its tensors may not be read any more."""
-        self.tensors = {}
-        self._file.close()
+    file = OpenFile(path)
+    try:
+        with readable(path):
+            return file, _read_safetensors(file) if path.suffix == ".safetensors" else _read_torch(file)
+    except BaseException:
+        file.close()
+        raise
 
 
 def _read_safetensors(file: OpenFile) -> dict[str, Readable]:
@@ -188,14 +178,16 @@ def _read_safetensors(file: OpenFile) -> dict[str, Readable]:
     entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
     return {
         name: FileTensor(
-            file, _dtype(file.path, name, entry), tuple(entry["shape"]), data + entry["data_offsets"][0]
+            file,
+            _dtype(file.path, name, entry["dtype"]),
+            tuple(entry["shape"]),
+            data + entry["data_offsets"][0],
         )
         for name, entry in entries
     }
 
 
-def _dtype(path: Path, name: str, entry: dict[str, Any]) -> torch.dtype:
-    code = entry["dtype"]
+def _dtype(path: Path, name: str, code: str) -> torch.dtype:
     if code not in DTYPES:
         raise _unread(path, name, code)
     return DTYPES[code]
@@ -241,8 +233,8 @@ def _entries(path: Path, content: Any) -> list[tuple[str, torch.Tensor]]:
         content = content[_WRAPPER]
     if not isinstance(content, Mapping):
         raise MergeError(
-            f"{path} holds a {type(content).__name__} where a dictionary of tensors was expected; save "
-            "the model's state_dict()."
+            f"{path} holds a {type(content).__name__}, expected a dictionary of tensors; save the "
+            "state_dict()."
         )
     return [(str(name), _checked(path, name, value)) for name, value in content.items()]
 
@@ -255,8 +247,8 @@ def _load(path: Path, device: str) -> Any:
             return torch.load(str(path), map_location=device, weights_only=True)
     except pickle.UnpicklingError as error:
         raise MergeError(
-            f"{path} is damaged or its pickle asks for more than tensors ({_reason(error)}); it was not "
-            "unpickled: get the model as safetensors."
+            f"{path} is damaged or its pickle asks for more than tensors ({_reason(error)}), which is not "
+            "run: get the model as safetensors."
         ) from None
     except Exception as error:  # what torch raises over damaged bytes differs between its versions
         raise MergeError(
@@ -275,8 +267,8 @@ def _reason(error: Exception) -> str:
 
 def _unread(path: Path, name: Any, kind: str) -> MergeError:
     return MergeError(
-        f"{path}: tensor {name!r} is of type {kind}, which cannot be merged; dequantise the model first "
-        f"(types read: {', '.join(DTYPES)})."
+        f"{path}: tensor {name!r} is of type {kind}, expected {', '.join(DTYPES)}; dequantise the model "
+        "first."
     )
 
 
@@ -284,8 +276,8 @@ def _checked(path: Path, name: Any, value: Any) -> torch.Tensor:
     """One entry of the dictionary, if it is a tensor that can be read."""
     if not isinstance(value, torch.Tensor):
         raise MergeError(
-            f"{path}: entry {name!r} is a {type(value).__name__} where a tensor was expected; save the "
-            "model's state_dict() alone."
+            f"{path}: entry {name!r} is a {type(value).__name__}, expected a tensor; save the state_dict() "
+            "alone."
         )
     if value.layout != torch.strided or value.dtype not in DTYPES.values():
         kind = str(value.dtype if value.layout == torch.strided else value.layout).removeprefix("torch.")

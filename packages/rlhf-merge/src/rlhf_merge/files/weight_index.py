@@ -32,7 +32,8 @@ def read_json(path: Path) -> dict[str, Any]:
         _check_depth([content] if isinstance(content, dict | list) else [])
     if not isinstance(content, dict):
         raise MergeError(
-            f"{path} holds a {type(content).__name__} where a JSON object was expected; copy it anew."
+            f"{path} holds a {type(content).__name__} where a JSON object was expected; copy it anew.",
+            code="not_a_json_object",
         )
     return content
 
@@ -60,7 +61,8 @@ def inside(folder: Path, path: Path) -> Path:
     if home in real.parents or blobs in real.parents:
         return regular(path)
     raise MergeError(
-        f"{path} is a link to {real}, outside of the model's folder; put a copy of the file there."
+        f"{path} is a link to {real}, outside of the model's folder; put a copy of the file there.",
+        code="link_outside_folder",
     )
 
 

@@ -33,13 +33,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """A tensor of the result.
-
-    Args:
-        name: its name.
-        shape: its shape.
-        dtype: its type.
-    """
+    """A tensor of the result."""
 
     name: str
     shape: tuple[int, ...]
@@ -53,14 +47,7 @@ class OutputTensor:
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of the result.
-
-    Args:
-        file: its name.
-        header: its first bytes.
-        places: where each tensor begins, in bytes from the file's begin.
-        size: of the file, in bytes.
-    """
+    """One file of the result: its name, first bytes, where each tensor begins, and its size, in bytes."""
 
     file: str
     header: bytes
@@ -189,8 +176,7 @@ class PartialModel:
             _sync_folder(self.folder)
             os.rename(self.folder, self.out)
             _sync_folder(self.out.parent)
-        self.close()
-        shutil.rmtree(self.root, ignore_errors=True)
+        self.discard()
 
     def close(self) -> None:
         """Close the files; what is on the disk stays for the next time."""
@@ -198,7 +184,7 @@ class PartialModel:
             self._opened.close()
 
     def discard(self) -> None:
-        """Remove what was written: what is merged cannot be finished as it is."""
+        """Remove what was written."""
         self.close()
         shutil.rmtree(self.root, ignore_errors=True)
 
@@ -213,8 +199,9 @@ class PartialModel:
             return {}
         if json.loads(plan_file.read_text(encoding="utf-8")) != plan:
             raise MergeError(
-                f"a merge into {self.out} with other settings or models was interrupted; repeat it as it was "
-                "to go on, or give --restart to discard what it wrote"
+                f"an interrupted merge into {self.out} had other settings or models; repeat that one to go "
+                "on, or give --restart to discard it",
+                code="other_merge_interrupted",
             )
         return {line["tensor"]: line for line in _whole_lines(journal)}
 
@@ -241,8 +228,9 @@ class PartialModel:
             if not any(self.folder.iterdir()):
                 shutil.rmtree(self.root, ignore_errors=True)
             raise MergeError(
-                f"{self.out} needs {bytes_text(missing)} and its disk has {bytes_text(free)} free; free some "
-                "space or choose another folder"
+                f"{self.out} needs {bytes_text(missing)} and its disk has {bytes_text(free)} free; free "
+                "some space",
+                code="disk_full",
             )
 
     def _open(self, shard: Shard) -> int:
@@ -272,13 +260,17 @@ def check_output(out: Path) -> None:
         is_folder, is_there = out.is_dir(), out.exists() or out.is_symlink()
         if is_folder and os.path.ismount(out):
             raise MergeError(
-                f"output folder {out} is a mount point, which a finished model cannot replace; choose a "
-                "folder inside of it"
+                f"output folder {out} is a mount point, which cannot be replaced; choose a folder in it",
+                code="mount_point",
             )
         if is_folder and any(out.iterdir()):
-            raise MergeError(f"output folder {out} is not empty; choose a new one, or empty it")
+            raise MergeError(
+                f"output folder {out} is not empty; choose a new one, or empty it", code="folder_not_empty"
+            )
     if is_there and not is_folder:
-        raise MergeError(f"output {out} is a file; a folder is written: choose a new name")
+        raise MergeError(
+            f"output {out} is a file; a folder is written: choose a new name", code="not_a_folder"
+        )
 
 
 def _line(facts: dict[str, Any]) -> str:
@@ -312,7 +304,8 @@ def locked(path: Path, out: Path) -> Any:
     except OSError:
         file.close()
         raise MergeError(
-            f"another process is merging into {out}; wait for it or choose another folder"
+            f"another process is merging into {out}; wait for it or choose another folder",
+            code="folder_in_use",
         ) from None
     return file
 
@@ -325,7 +318,8 @@ def explained(out: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in _FULL:
             raise UnwrittenError(
-                f"no space is left for {out}; free some and give the same command again: it goes on"
+                f"no space is left for {out}; free some and give the same command again: it goes on",
+                code="disk_full",
             ) from error
         raise UnwrittenError(
             f"{out} cannot be written ({error.strerror or error}); choose another folder"

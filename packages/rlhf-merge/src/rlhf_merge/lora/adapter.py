@@ -23,20 +23,15 @@ _PREFIX = "base_model.model."
 _SAVED = re.compile(r"\.modules_to_save\.(?:default\.)?")
 
 _REFUSED_SETTINGS = (
-    "alora_invocation_tokens",
-    "arrow_config",
-    "kasa_config",
-    "layer_replication",
-    "monteclora_config",
-    "target_parameters",
-    "trainable_token_indices",
-    "use_bdlora",
-    "use_qalora",
+    *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "monteclora_config"),
+    *("target_parameters", "trainable_token_indices", "use_bdlora", "use_qalora"),
 )
 """Settings of peft under which the update of a weight is not ΔW as above."""
 
 _REFUSED_INITS = ("corda", "loftq", "lora_ga", "olora", "pissa")
 """Initialisations that change the base's own weights: the update holds for a base that is saved nowhere."""
+
+_GIVE_ITS_BASE = "give the base model the adapter was trained on"
 
 _DEFAULT_RANK = 8
 _DEFAULT_ALPHA = 8
@@ -65,8 +60,8 @@ class _Names:
             found = self._by_ending.get(ending, [])
             if len(found) > 1:
                 raise MergeError(
-                    f"{where}: {name!r} may be any of the base's {', '.join(found[:3])}; give the base model "
-                    "the adapter was trained on."
+                    f"{where}: {name!r} may be any of the base's {', '.join(found[:3])}; {_GIVE_ITS_BASE}.",
+                    code="ambiguous_tensor",
                 )
             if found:
                 return found[0]
@@ -75,17 +70,12 @@ class _Names:
 
 @dataclass(frozen=True)
 class _Adapter:
-    """What the parts of one application share.
-
-    Args:
-        config: the adapter_config.json.
-        where: the adapter's folder, for messages.
-        inputs_first: by layer, whether its weights are stored as (inputs, outputs), where that can be told.
-    """
+    """What the parts of one application share; messages call the adapter `where`."""
 
     config: Mapping[str, Any]
     where: str
     inputs_first: Mapping[str, bool]
+    """By layer, whether its weights are stored as (inputs, outputs), where that can be told."""
 
 
 def apply_adapter(
@@ -109,9 +99,9 @@ def apply_adapter(
         name = names.find(f"{module}.weight", where)
         if name is None:
             raise MergeError(
-                f"{where} adapts {module!r}, of which the base holds no weight; give the base model it was "
-                "trained on, or, if that is an output layer tied to the embedding, merge the adapter with "
-                "peft first."
+                f"{where} adapts {module!r}, of which the base has no weight; {_GIVE_ITS_BASE}, or, for a "
+                "tied output layer, merge the adapter with peft first.",
+                code="missing_base_weight",
             )
         if name in changed:
             raise MergeError(
@@ -137,14 +127,13 @@ def _check_config(adapter: _Adapter) -> None:
     for setting in _REFUSED_SETTINGS:
         if config.get(setting):
             raise MergeError(
-                f"{where}: {setting} of adapter_config.json is set, and an adapter of that kind is not read; "
-                "merge it with peft first, where it can be."
+                f"{where}: adapters with {setting} are not read; merge it with peft first, where it can be."
             )
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.startswith(_REFUSED_INITS):
         raise MergeError(
-            f"{where} was initialised with {init}, which changed the base's own weights; save it as a plain "
-            "LoRA with `path_initial_model_for_weight_conversion` of peft, or merge it with peft first."
+            f"{where} was initialised with {init}, which changed the base too; save it as a plain LoRA with "
+            "`path_initial_model_for_weight_conversion` of peft, or merge it with peft first."
         )
 
 
@@ -190,9 +179,9 @@ def _replaced(
             same_values(whole[name], result[other]) for other in result if result[other] is not base[other]
         ):
             raise MergeError(
-                f"{where} holds {name!r}, which is no part of a LoRA and not in the base; give the base "
-                "model it was trained on, or, if that is an output layer tied to the embedding, merge the "
-                "adapter with peft first."
+                f"{where} holds {name!r}, which is no LoRA and not in the base; {_GIVE_ITS_BASE}, or, for a "
+                "tied output layer, merge the adapter with peft first.",
+                code="unexpected_tensor",
             )
     return result
 
@@ -207,8 +196,7 @@ def _check_replacement(name: str, old: tuple[int, ...], new: tuple[int, ...], wh
     )
     if old != new and not grew:
         raise MergeError(
-            f"{where} holds {name!r} with shape {list(new)}, and the base with {list(old)}; give the base "
-            "model the adapter was trained on."
+            f"{where} holds {name!r} with shape {list(new)}, the base with {list(old)}; {_GIVE_ITS_BASE}."
         )
 
 
@@ -228,14 +216,13 @@ def _update(
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1] or 0 in (*a.shape, *b.shape):
         raise MergeError(
             f"{where}: lora_A {list(a.shape)} and lora_B {list(b.shape)} of {module!r} are not (r, inputs) "
-            "and (outputs, r), the only kind that is read; if they are empty, gather the weights before "
-            "saving."
+            "and (outputs, r); if they are empty, gather the weights before saving."
         )
     delta = (b.shape[0], a.shape[1])
     if shape != delta[::-1] and (embedding or shape != delta):
         raise MergeError(
-            f"{where}: the update of {module!r} has shape {list(delta)} as (outputs, inputs), and the base's "
-            f"{name!r} has {list(shape)}; give the base model the adapter was trained on."
+            f"{where}: the update of {module!r} is {list(delta)} as (outputs, inputs), and the base's "
+            f"{name!r} {list(shape)}; {_GIVE_ITS_BASE}."
         )
     transposed = embedding or shape != delta
     if not transposed and delta[0] == delta[1]:
@@ -255,13 +242,13 @@ def _magnitude(
     if (magnitude is not None) != expected:
         has = "no" if magnitude is None else "a"
         raise MergeError(
-            f"{adapter.where}: use_dora of adapter_config.json is {expected}, and there is {has} "
-            f"lora_magnitude_vector of {module!r}; save the adapter again."
+            f"{adapter.where}: use_dora is {expected}, and there is {has} lora_magnitude_vector of "
+            f"{module!r}; save the adapter again."
         )
     if magnitude is not None and math.prod(magnitude.shape) != outputs:
         raise MergeError(
-            f"{adapter.where}: lora_magnitude_vector of {module!r} has shape {list(magnitude.shape)}, and "
-            f"the layer has {outputs} outputs; save the adapter again."
+            f"{adapter.where}: lora_magnitude_vector of {module!r} is {list(magnitude.shape)}, and the layer "
+            f"has {outputs} outputs; save the adapter again."
         )
     return magnitude
 
@@ -280,8 +267,7 @@ def _scale(module: str, rank: int, adapter: _Adapter) -> float:
         ) from None
     if rank != expected:
         raise MergeError(
-            f"{adapter.where}: adapter_config.json gives {module!r} rank {expected}, and its lora_A has "
-            f"{rank}; the two are not of one adapter."
+            f"{adapter.where}: {module!r} has rank {expected} in adapter_config.json and {rank} in lora_A"
         )
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
@@ -317,7 +303,7 @@ def _bias_beside(tensors: Mapping[str, Readable], name: str, module: str, shift:
     bias = name.removesuffix("weight") + "bias"
     if bias not in tensors or tensors[bias].shape != shift.shape:
         raise MergeError(
-            f"{where} shifts the bias of {module!r} by {list(shift.shape)} values, and the base has none of "
-            "that length; give the base model the adapter was trained on."
+            f"{where} shifts {list(shift.shape)} biases of {module!r}, which the base has not; "
+            f"{_GIVE_ITS_BASE}."
         )
     return bias

@@ -44,26 +44,11 @@ class Workspace:
         return self.take(slot, rows * size).view(rows, size)
 
 
-@dataclass(frozen=True)
 class MemoryTensor:
-    """A tensor in memory as a `Readable`.
+    """A tensor in memory as a `Readable`."""
 
-    Args:
-        tensor: of any shape.
-    """
-
-    tensor: Tensor
-    row_length: int = 1
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-        return tuple(self.tensor.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Its type."""
-        return self.tensor.dtype
+    def __init__(self, tensor: Tensor):
+        self.tensor, self.shape, self.dtype, self.row_length = tensor, tuple(tensor.shape), tensor.dtype, 1
 
     def read(self, start: int, stop: int, out: Tensor) -> None:
         """See `Readable.read`."""
@@ -105,6 +90,16 @@ class Inputs:
         """Number of elements."""
         return math.prod(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them as they are stored."""
+        return self.numel * sum(tensor.dtype.itemsize for tensor in self.all)
+
+    @property
+    def arithmetic(self) -> torch.dtype:
+        """The type of the arithmetic on them."""
+        return working_dtype([tensor.dtype for tensor in self.all])
+
     def ranges(self, row_length: int = 1) -> Iterator[tuple[int, int]]:
         """Begin and end of the blocks; always the same ones."""
         row = math.lcm(row_length, *(tensor.row_length for tensor in self.all))
@@ -130,8 +125,12 @@ class Inputs:
             place = tuple(int(i) for i in np.unravel_index(first, self.shape))
             model = self.labels[label] if self.labels else f"input {label}"
             raise MergeError(
-                f"{model}: {called(self.name)} holds {float(out[first - start])} at {place}; "
-                "a merge would spread it: repair or leave out this model"
+                f"{model}: {called(self.name)} holds {float(out[first - start])} at {place}; repair or "
+                "leave out the model",
+                code="non_finite_value",
+                model=model,
+                tensor=self.name,
+                index=place,
             )
         return out
 
@@ -151,8 +150,8 @@ def check_range(merged: Tensor, dtype: torch.dtype, name: str) -> None:
     if not (-limit <= low and high <= limit):
         kind = str(dtype).removeprefix("torch.")
         raise MergeError(
-            f"{called(name)} would hold {max(-low, high):.4g}, more than {kind} can; choose a wider dtype "
-            "or other weights"
+            f"{called(name)} would hold {max(-low, high):.4g}, more than {kind} can; choose a wider dtype",
+            code="overflow",
         )
 
 

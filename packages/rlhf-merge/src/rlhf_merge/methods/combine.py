@@ -13,8 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlhf_merge.errors import MergeError
-from rlhf_merge.methods.blocks import Inputs, Workspace, called
+from rlhf_merge.methods.blocks import Inputs, Workspace
 from rlhf_merge.methods.sparsify import Sparsifier, largest_magnitudes
 from rlhf_merge.methods.spec import Values
 
@@ -83,8 +82,6 @@ class Elect:
         self.coefficients = tuple(self._factor * weight for weight in self._weights)
         if self._normalize and self._sign is None:
             total = sum(self._weights)
-            if abs(total) < 1e-12:
-                raise zero_weights(inputs)
             self._factor /= total
             self.coefficients = tuple(value / total for value in self.coefficients)
 
@@ -172,13 +169,6 @@ def task_vector_magnitudes(
                     yield index, delta.sub_(base).abs_()
 
     return largest_magnitudes(blocks, ranks, space.dtype) if any(ranks) else [[] for _ in ranks]
-
-
-def zero_weights(inputs: Inputs) -> MergeError:
-    """The error for weights that divide and sum to zero."""
-    return MergeError(
-        f"the weights of {called(inputs.name)} sum to zero and cannot be normalised; change one of them"
-    )
 
 
 Vector = NDArray[np.float64]

@@ -7,45 +7,15 @@ docstrings θ are the tensors, θ₀ the base, τᵢ = θᵢ - θ₀ the task ve
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any
 
-from rlhf_merge.methods.spec import Values
+from rlhf_merge.methods.spec import Values, check_values
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Numbers = float | Sequence[float]
-Sign = Literal["mass", "count"]
-
-
-class Summing(TypedDict, total=False):
-    """How sparse task vectors are added up, as keywords; what is left out is the method's default.
-
-    `lambda_`: factor λ of the sum. `normalize`: see `ties` and `task_arithmetic`. `sign`: see `ties`; None
-    elects no signs and adds up as `task_arithmetic` does.
-    """
-
-    lambda_: float
-    normalize: bool
-    sign: Sign | None
-
-
-def merge_sparse(
-    methods: tuple[str, str],
-    base: Tensor,
-    tensors: Sequence[Tensor],
-    given: dict[str, Any],
-    summing: Summing,
-    random: tuple[int, str] = (0, ""),
-) -> Tensor:
-    """The first of the methods, or the second where signs are elected."""
-    sign = summing.get("sign")
-    given |= {"sign": sign} if sign else {}
-    given |= {"lambda": summing["lambda_"]} if "lambda_" in summing else {}
-    given |= {"normalize": summing["normalize"]} if "normalize" in summing else {}
-    return merge(methods[sign is not None], base, tensors, given, *random)
 
 
 def merge(
@@ -59,27 +29,28 @@ def merge(
     """Merge tensors in memory by the code that merges those of files."""
     import torch
 
-    from rlhf_merge.methods.blocks import Inputs, MemoryTensor, Workspace, check_range, working_dtype
+    from rlhf_merge.methods.blocks import Inputs, MemoryTensor, Workspace, called, check_range
     from rlhf_merge.methods.catalog import METHODS, PER_MODEL
 
     every = [*([base] if base is not None else []), *tensors]
     _check(every, len(tensors), METHODS[method].models[0])
-    per_model = [{} for _ in tensors]
-    shared = {}
+    per_model: list[dict[str, float]] = [{} for _ in tensors]
+    shared: dict[str, Any] = {}
     for key, value in (METHODS[method].parameters | given).items():
-        if key in PER_MODEL:
-            for own, number in zip(per_model, _each(key, value, len(tensors)), strict=True):
-                own[key] = _checked(key, number)
-        else:
-            shared[key] = _checked(key, value)
-    _check_probabilities(per_model)
-    first = every[0]
-    memory = [MemoryTensor(tensor.detach()) for tensor in every]
-    models = tuple(memory[len(every) - len(tensors) :])
-    inputs = Inputs(name, memory[0] if base is not None else None, models, seed=seed)
-    space = Workspace(working_dtype([tensor.dtype for tensor in every]), first.device)
-    step = METHODS[method].fit(inputs, Values(tuple(per_model), shared), space)
-    out = torch.empty_like(first, memory_format=torch.contiguous_format)
+        if key not in PER_MODEL:
+            shared[key] = _read(key, value)
+            continue
+        for own, number in zip(per_model, _each(key, value, len(tensors)), strict=True):
+            own[key] = _read(key, number)
+    values = Values(tuple(per_model), shared)
+    check_values(method, METHODS[method], values, f"at {called(name)}")
+    memory = tuple(MemoryTensor(tensor.detach()) for tensor in every)
+    inputs = Inputs(
+        name, memory[0] if base is not None else None, memory[len(every) - len(tensors) :], seed=seed
+    )
+    space = Workspace(inputs.arithmetic, every[0].device)
+    step = METHODS[method].fit(inputs, values, space)
+    out = torch.empty_like(every[0], memory_format=torch.contiguous_format)
     for start, stop in inputs.ranges(step.row_length):
         merged = step(start, stop, space)
         check_range(merged, out.dtype, name)
@@ -106,27 +77,10 @@ def _each(key: str, value: Any, count: int) -> list[float]:
     return numbers
 
 
-def _check_probabilities(per_model: Sequence[dict[str, float]]) -> None:
-    for own in per_model:
-        density, epsilon = own.get("density", 1.0), own.get("epsilon", 0.0)
-        # 1e-9 is for sums such as 0.9 + 0.1 that rounding may put above one.
-        if density < 1 and (density - epsilon <= 0 or density + epsilon > 1 + 1e-9):
-            raise ValueError(
-                "density - epsilon must be > 0 and density + epsilon ≤ 1, "
-                f"got density {density} and epsilon {epsilon}"
-            )
-
-
-def _checked(key: str, value: Any) -> Any:
+def _read(key: str, value: Any) -> Any:
     from rlhf_merge.methods.catalog import PARAMETERS
 
-    rule = PARAMETERS[key]
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{key} must be a finite number, got {value}")
-    if rule.choices and value not in rule.choices:
-        raise ValueError(f"{key} must be one of {rule.choices}, got {value!r}")
-    if rule.low is not None and (value < rule.low or (rule.low_open and value == rule.low)):
-        raise ValueError(f"{key} must be {'>' if rule.low_open else '≥'} {rule.low:g}, got {value}")
-    if rule.high is not None and value > rule.high:
-        raise ValueError(f"{key} must be ≤ {rule.high:g}, got {value}")
-    return value
+    try:
+        return PARAMETERS[key].read(float(value) if isinstance(value, float) else value)
+    except ValueError as error:
+        raise ValueError(f"{key} is {value!r}, expected {error}") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_merge.methods.blocks import Inputs, Workspace
-from rlhf_merge.methods.sparsify import kept_count, largest_magnitudes
+from rlhf_merge.methods.combine import task_vector_magnitudes
+from rlhf_merge.methods.sparsify import kept_count
 
 Counts = NDArray[np.int64]
 
@@ -74,14 +75,16 @@ class Measures:
         """Share of the elements that equal the base's once both are rounded to bfloat16."""
         return _share(self.same_in_bf16[model], self.elements)
 
-    def lost_in_bf16(self, model: int) -> int:
-        """Number of elements whose change is lost once both are rounded to bfloat16."""
-        return int(self.same_in_bf16[model] - (self.elements - self.changed[model]))
-
     def cosine(self, one: int, other: int) -> float | None:
         """Cosine of the angle between two whole task vectors; None where one of them is zero."""
         norms = math.sqrt(self.products[one, one]) * math.sqrt(self.products[other, other])
         return max(-1.0, min(1.0, self.products[one, other] / norms)) if norms else None
+
+    @property
+    def lowest_cosine(self) -> float | None:
+        """The lowest cosine of two of the task vectors that are not zero."""
+        pairs = [(one, other) for one in range(len(self.changed)) for other in range(one)]
+        return min((found for pair in pairs if (found := self.cosine(*pair)) is not None), default=None)
 
     def conflict(self, one: int, other: int) -> float | None:
         """Share of the elements where the two have opposite signs."""
@@ -146,21 +149,11 @@ def passes(dtype: torch.dtype, density: float | None) -> int:
 
 def _thresholds(inputs: Inputs, space: Workspace, density: float | None) -> list[float]:
     """The least magnitude of each task vector whose sign counts; never 0, which has none."""
-    count = len(inputs.models)
     smallest = torch.finfo(space.dtype).smallest_normal * torch.finfo(space.dtype).eps  # a subnormal number
     kept = inputs.numel if density is None else kept_count(density, inputs.numel)
-    if kept == inputs.numel:
-        return [smallest] * count
-
-    def blocks() -> Iterator[tuple[int, Tensor]]:
-        for start, stop in inputs.ranges():
-            base = inputs.read_base(start, stop, space.take("base", stop - start))
-            for index in range(count):
-                delta = inputs.read_model(index, start, stop, space.take("rows", stop - start))
-                yield index, delta.sub_(base).abs_()
-
-    found = largest_magnitudes(blocks, [[kept]] * count, space.dtype)
-    return [max(low, smallest) for (low,) in found]
+    wanted = [[kept] if kept < inputs.numel else [] for _ in inputs.models]
+    found = task_vector_magnitudes(inputs, space, wanted)
+    return [max([smallest, *low]) for low in found]
 
 
 def _subtract(inputs: Inputs, index: int, start: int, stop: int, base: Tensor, row: Tensor) -> int | None:

@@ -48,7 +48,11 @@ def map_tensors(
         MergeError: an item's work raised it, which ends the work on the others.
     """
     if threads is not None and threads < 1:
-        raise MergeError(f"threads must be at least 1, got {threads}; leave it out to use every processor")
+        raise MergeError(
+            f"threads must be at least 1, got {threads}; leave it out to use every processor",
+            code="invalid_value",
+            key="threads",
+        )
     stop = threading.Event()
     local = threading.local()
     before = torch.get_num_threads()

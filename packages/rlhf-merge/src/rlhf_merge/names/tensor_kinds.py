@@ -23,16 +23,8 @@ _ATTENTION_PARTS = {
     "q": {"q", "q_proj", "query", "wq", "q_lin"},
     "k": {"k", "k_proj", "key", "wk", "k_lin"},
     "v": {"v", "v_proj", "value", "wv", "v_lin"},
-    "qkv": {
-        "qkv",
-        "qkv_proj",
-        "query_key_value",
-        "wqkv",
-        "c_attn",
-        "in_proj",
-        "in_proj_weight",
-        "in_proj_bias",
-    },
+    "qkv": {"qkv", "qkv_proj", "query_key_value", "wqkv", "c_attn"}
+    | {"in_proj", "in_proj_weight", "in_proj_bias"},
     "o": {"o", "o_proj", "out_proj", "c_proj", "dense", "wo", "out_lin", "proj"},
 }
 _MLP_PARTS = {

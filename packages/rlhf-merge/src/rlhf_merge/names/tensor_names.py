@@ -21,13 +21,7 @@ Tensors = Mapping[str, Mapping[str, Readable]]
 
 @dataclass(frozen=True)
 class LayerName:
-    """A name that belongs to a layer.
-
-    Args:
-        stack: what stands before the layer's number.
-        layer: the number.
-        rest: what stands behind it.
-    """
+    """A name in a layer: what stands before the layer's number, the number, what stands behind."""
 
     stack: str
     layer: int
@@ -152,11 +146,14 @@ def _cut_stack(word: str | None, stacks: Sequence[str], model: str) -> str:
     if len(fitting) != 1:
         found = ", ".join(stack.rstrip(".") for stack in stacks) or "none"
         how = f"and {word!r} is in the names of {len(fitting)}" if word else "name one as stack in the config"
-        raise MergeError(f"slices cut one stack of layers, but {model} has {len(stacks)} ({found}); {how}")
+        raise MergeError(
+            f"slices cut one stack of layers, but {model} has {len(stacks)} ({found}); {how}",
+            code="ambiguous_stack",
+        )
     if len(stacks) > 1 and _NOT_TEXT.search(fitting[0]):
         raise MergeError(
-            f"the stack {fitting[0].rstrip('.')} of {model} is not its language model's, whose number "
-            "of layers is the only one that slices can change; cut another"
+            f"the stack {fitting[0].rstrip('.')} of {model} is not its language model's; cut that one",
+            code="unsupported_stack",
         )
     return fitting[0]
 
@@ -166,8 +163,8 @@ def _check_flat(names: Iterable[str], stack: str, model: str) -> None:
     for name in names:
         if _is_in(name, stack) and (stack.endswith("stages.") or _INNER.search(name.removeprefix(stack))):
             raise MergeError(
-                f"{model} has layers inside of stages ({name}), which slices cannot put in another order; "
-                "merge whole models instead"
+                f"{model} has layers inside of stages ({name}), which slices cannot move; merge whole models",
+                code="layers_in_stages",
             )
 
 
@@ -207,7 +204,11 @@ def _layer(
     }
     rests = dict.fromkeys(rest for names in found.values() for rest in names)
     if not rests:
-        raise MergeError(f"{sources[0].model} has no layer {begin + step}; slices[{index}] asks for it")
+        raise MergeError(
+            f"{sources[0].model} has no layer {begin + step}; slices[{index}] asks for it",
+            code="missing_layer",
+            model=sources[0].model,
+        )
     for rest in rests:
         for source in sources:
             if rest not in found[id(source)]:
@@ -232,12 +233,13 @@ def _names_of_layer(names: Mapping[str, Readable], stack: str, layer: int) -> It
 
 def missing(name: str, spec: str, other: str) -> MergeError:
     """The error for a tensor that one model has and another lacks."""
-    if layer_name(name):
-        advice = "merge models with the same layers, or give slices"
-    else:
+    advice = "merge models with the same layers, or give slices"
+    if not layer_name(name):
         pattern = f"{name.rpartition('.')[0]}.*" if "." in name else name
-        advice = (
-            f"merge models that have the same tensors, or leave it out of the result: --ignore '{pattern}', "
-            "or ignore in a config"
-        )
-    return MergeError(f"{spec} lacks tensor {name}, which {other} has; {advice}")
+        advice = f"merge models that have the same tensors, or leave it out: --ignore '{pattern}'"
+    return MergeError(
+        f"{spec} lacks tensor {name}, which {other} has; {advice}",
+        code="missing_tensor",
+        tensor=name,
+        model=spec,
+    )

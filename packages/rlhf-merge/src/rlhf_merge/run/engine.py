@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlhf_merge.errors import MergeError
-from rlhf_merge.methods.blocks import Inputs, Workspace, check_range, working_dtype
+from rlhf_merge.methods.blocks import Inputs, Workspace, check_range
 from rlhf_merge.methods.catalog import METHODS
 from rlhf_merge.methods.threads import map_tensors, processors
 from rlhf_merge.run.plan import COPY, MergePlan, TensorJob
@@ -62,7 +62,11 @@ class Resources:
         """Check the numbers."""
         for name, value in (("threads", self.threads), ("max_memory", self.max_memory)):
             if value is not None and value < 1:
-                raise MergeError(f"{name} must be at least 1, got {value}; leave it out to set no bound")
+                raise MergeError(
+                    f"{name} must be at least 1, got {value}; leave it out to set no bound",
+                    code="invalid_value",
+                    key=name,
+                )
 
     def threads_for(self, plan: MergePlan) -> int:
         """The number of threads whose buffers the memory allows.
@@ -78,9 +82,10 @@ class Resources:
         fitting = (self.max_memory - taken) // max(1, each)
         if fitting < 1:
             raise MergeError(
-                f"--max-memory allows {self.max_memory // 10**6} MB, but Python with torch takes "
-                f"{taken / 1e6:.0f} MB and the buffers of one thread {each / 1e6:.0f} MB; allow at least "
-                f"{math.ceil((taken + each) / 1e6)} MB"
+                f"--max-memory allows {self.max_memory // 10**6} MB, Python with torch takes "
+                f"{taken / 1e6:.0f} MB and "
+                f"one thread {each / 1e6:.0f} MB; allow at least {math.ceil((taken + each) / 1e6)} MB",
+                code="max_memory_too_small",
             )
         return min(wanted, fitting)
 
@@ -119,7 +124,7 @@ def merge_tensors(
             lambda job, space, on_read: _merge_one(job, sink, space, on_read),
             jobs,
             size=lambda job: job.bytes_read,
-            dtype=lambda job: working_dtype(job.dtypes),
+            dtype=lambda job: job.arithmetic,
             threads=threads,
             on_bytes=on_bytes,
             on_results=on_results,
@@ -163,8 +168,10 @@ def _copy(inputs: Inputs, sink: Sink, dtype: torch.dtype, on_bytes: OnBytes) -> 
             other.read(start, end, values)
             if not torch.equal(values, first):
                 raise MergeError(
-                    f"tensor {inputs.name} holds integers and differs between {inputs.labels[0]} and "
-                    f"{label}; integers cannot be merged: make them equal, or leave one model out"
+                    f"tensor {inputs.name} holds integers, which cannot be merged, and differs between "
+                    f"{inputs.labels[0]} and {label}; make them equal",
+                    code="different_integers",
+                    tensor=inputs.name,
                 )
         on_bytes(first.nbytes * len(inputs.all))
         sink.write(inputs.name, start, first)

@@ -25,11 +25,7 @@ _BUFFERS = re.compile(
 )
 _HEAD = re.compile(r"(^|\.)lm_head\.weight$")
 _EMBEDDINGS = (
-    "embed_tokens.weight",
-    "wte.weight",
-    "word_embeddings.weight",
-    "embed_in.weight",
-    "shared.weight",
+    *("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "shared.weight"),
 )
 
 _SHARED = re.compile(r"(^|\.)(encoder|decoder)\.embed_tokens\.weight$")
@@ -82,6 +78,26 @@ def matched(checkpoints: Mapping[str, Checkpoint], ignore: Sequence[str] = ()) -
     return Matched(tensors, False if lent else None, named_by, ignored, lent)
 
 
+def check_alike(tensors: Sequence[tuple[str, str, Readable]]) -> None:
+    """Refuse tensors, each with its model and name there, of different shapes, or integers of other types."""
+    label, _, first = tensors[0]
+    for spec, name, tensor in tensors[1:]:
+        if tuple(tensor.shape) != tuple(first.shape):
+            raise MergeError(
+                f"tensor {name} has shape {list(tensor.shape)} in {spec} but {list(first.shape)} in {label}; "
+                "only models of one architecture and size belong together",
+                code="different_shapes",
+                tensor=name,
+            )
+        floating = tensor.dtype.is_floating_point and first.dtype.is_floating_point
+        if tensor.dtype != first.dtype and not floating:
+            raise MergeError(
+                f"tensor {name} is {tensor.dtype} in {spec} but {first.dtype} in {label}; make them alike",
+                code="different_dtypes",
+                tensor=name,
+            )
+
+
 def without(
     tensors: Mapping[str, Mapping[str, Readable]], ignore: Sequence[str]
 ) -> tuple[Models, tuple[str, ...]]:
@@ -95,8 +111,9 @@ def without(
         for name in fitting:
             if all(name in own for own in tensors.values()):
                 raise MergeError(
-                    f"ignore: {pattern!r} fits tensor {name}, which all models have; give one that fits "
-                    "only tensors which some models lack"
+                    f"ignore: {pattern!r} fits tensor {name}, which all models have; give a narrower one",
+                    code="ignored_common_tensor",
+                    tensor=name,
                 )
         ignored |= dict.fromkeys(fitting)
     kept = {

@@ -146,10 +146,17 @@ class ModelMerger:
             MergeError: a model or a tensor is missing, shapes differ, or an input holds NaN or an infinity.
         """
         if self.config.slices or self.config.vocab:
-            raise MergeError("slices and vocab are for models on disk; merge_state_dicts takes neither")
+            raise MergeError(
+                "slices and vocab are for models on disk; merge_state_dicts takes neither",
+                code="unsupported_for_state_dicts",
+            )
         missing = [spec for spec in self.config.model_specs if spec not in models]
         if missing:
-            raise MergeError(f"no state dict is given for {missing[0]}; got {', '.join(models) or 'none'}")
+            raise MergeError(
+                f"no state dict is given for {missing[0]}; got {', '.join(models) or 'none'}",
+                code="missing_state_dict",
+                model=missing[0],
+            )
         tensors = {
             spec: {name: MemoryTensor(tensor.detach()) for name, tensor in models[spec].items()}
             for spec in self.config.model_specs
@@ -186,22 +193,38 @@ def layer_wise_interpolation(
     setting = Setting.parse(t, PARAMETERS["t"], "t")
     if first.keys() != second.keys():
         name = min(first.keys() ^ second.keys())
-        raise MergeError(f"tensor {name} is in one of the models only; both must have the same tensors")
+        raise MergeError(
+            f"tensor {name} is in one of the models only; both must have the same tensors",
+            code="missing_tensor",
+            tensor=name,
+        )
     counts = layer_counts(first)
     result = {}
     for name, tensor in first.items():
         if tensor.shape != second[name].shape:
             shapes = f"{tuple(tensor.shape)} and {tuple(second[name].shape)}"
-            raise MergeError(f"tensor {name} has the shapes {shapes}; both models must have the same")
+            raise MergeError(
+                f"tensor {name} has the shapes {shapes}; both models must have the same",
+                code="different_shapes",
+                tensor=name,
+            )
         share = setting.at(name, depth_of(name, counts))
         if share is None:
-            raise MergeError(f"t has no value for tensor {name}; add one for the rest under '*'")
+            raise MergeError(
+                f"t has no value for tensor {name}; add one for the rest under '*'",
+                code="missing_value",
+                key="t",
+            )
         if tensor.is_floating_point():
             result[name] = linear([tensor, second[name]], [1 - float(share), float(share)])
         elif torch.equal(tensor, second[name]):
             result[name] = tensor.clone()
         else:
-            raise MergeError(f"tensor {name} holds integers that differ, which cannot be interpolated")
+            raise MergeError(
+                f"tensor {name} holds integers that differ, which cannot be interpolated",
+                code="different_integers",
+                tensor=name,
+            )
     return result
 
 

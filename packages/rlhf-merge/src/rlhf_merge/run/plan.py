@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +24,7 @@ from rlhf_merge.methods.blocks import BLOCK, Inputs, working_dtype
 from rlhf_merge.methods.catalog import METHODS
 from rlhf_merge.methods.spec import Values
 from rlhf_merge.names.tensor_names import SourceNames, layer_name, source_names
-from rlhf_merge.run.matching import matched
+from rlhf_merge.run.matching import check_alike, matched
 from rlhf_merge.tensors import Readable
 from rlhf_merge.vocab.aligned import aligned
 from rlhf_merge.vocab.union import Alignment, ModelVocab, align, is_vocabulary_tensor, vocabulary_rows
@@ -37,17 +38,11 @@ COPY = "copy"
 
 @dataclass(frozen=True)
 class TensorJob:
-    """One tensor of the result.
-
-    Args:
-        output: its name, shape and type.
-        method: a key of `METHODS`, or `COPY`.
-        inputs: what it is made from.
-        values: the method's parameters.
-    """
+    """One tensor of the result, what it is made from, and the method's parameters."""
 
     output: OutputTensor
     method: str
+    """A key of `METHODS`, or `COPY`."""
     inputs: Inputs
     values: Values
 
@@ -58,18 +53,17 @@ class TensorJob:
             return 1
         method = METHODS[self.method]
         ranks = method.ranks and any(own["density"] < 1 for own in self.values.per_model)
-        return method.passes + (working_dtype(self.dtypes).itemsize // 2 if ranks else 0)
+        return method.passes + (self.arithmetic.itemsize // 2 if ranks else 0)
 
     @property
-    def dtypes(self) -> list[Any]:
-        """The types of its inputs and of the result."""
-        return [self.output.dtype, *(tensor.dtype for tensor in self.inputs.all)]
+    def arithmetic(self) -> torch.dtype:
+        """The type of the arithmetic."""
+        return working_dtype([self.output.dtype, self.inputs.arithmetic])
 
     @property
     def bytes_read(self) -> int:
         """Bytes of its inputs, counted once for every pass."""
-        once = sum(tensor.dtype.itemsize for tensor in self.inputs.all) * self.inputs.numel
-        return once * self.passes
+        return self.inputs.nbytes * self.passes
 
 
 @dataclass(frozen=True)
@@ -124,7 +118,7 @@ class MergePlan:
         """What the result's bytes depend on, as plain values: the config, the files read, the layout."""
         from importlib.metadata import version
 
-        files = {spec: checkpoint.identity() for spec, checkpoint in self.checkpoints.items()}
+        files = {spec: checkpoint.identity for spec, checkpoint in self.checkpoints.items()}
         plain = {
             "version": version("rlhf-merge"),
             "config": self.config.to_dict(),
@@ -141,7 +135,8 @@ class MergePlan:
             for folder in (checkpoint.folder, *checkpoint.adapter_folders):
                 if folder.resolve() in out.resolve().parents:
                     raise MergeError(
-                        f"output folder {out} is inside of {folder}, which is merged; choose one elsewhere"
+                        f"output folder {out} is inside of {folder}, which is merged; choose one elsewhere",
+                        code="output_inside_model",
                     )
 
     def close(self) -> None:
@@ -152,15 +147,11 @@ class MergePlan:
 
 def make_plan(config: MergeConfig, *, max_shard_size: int = 5_000_000_000) -> MergePlan:
     """Open the models, check that they fit together, and decide every tensor's merge."""
-    checkpoints: dict[str, Checkpoint] = {}
-    try:
-        for spec in config.model_specs:
-            checkpoints[spec] = open_checkpoint(spec)
-        return _plan(config, checkpoints, max_shard_size)
-    except BaseException:
-        for checkpoint in checkpoints.values():
-            checkpoint.close()
-        raise
+    with ExitStack() as opened:
+        checkpoints = {spec: opened.enter_context(open_checkpoint(spec)) for spec in config.model_specs}
+        plan = _plan(config, checkpoints, max_shard_size)
+        opened.pop_all()  # the plan closes them
+    return plan
 
 
 def _plan(config: MergeConfig, checkpoints: dict[str, Checkpoint], max_shard_size: int) -> MergePlan:
@@ -187,15 +178,12 @@ def _plan(config: MergeConfig, checkpoints: dict[str, Checkpoint], max_shard_siz
             lent,
             dtype=_written_dtype(jobs),
             vocab_size=alignment.rows if alignment else None,
-            num_layers=len(layer_sources) if layer_sources else None,
             layer_sources=layer_sources,
             tied=found.tied,
             token_ids_from=checkpoints[tokenizer].config if tokenizer != config_from else None,
         )
         if found.named_by and "architectures" in checkpoints[found.named_by].config:
-            model_config = model_config | {
-                "architectures": checkpoints[found.named_by].config["architectures"]
-            }
+            model_config["architectures"] = checkpoints[found.named_by].config["architectures"]
     return MergePlan(
         config=config,
         checkpoints=checkpoints,
@@ -216,7 +204,7 @@ def job_of(
     """The merge of one tensor."""
     specs = [spec for spec, _ in names.all]
     inputs = [tensors[spec][name] for spec, name in names.all]
-    _check_shapes(names, inputs)
+    check_alike([(*place, tensor) for place, tensor in zip(names.all, inputs, strict=True)])
     first = inputs[0]
     labels = tuple(specs)
     own = tensors[reference].get(names.all[0][1], first)
@@ -233,23 +221,6 @@ def job_of(
         Inputs(names.output, base, models, labels, config.seed),
         values,
     )
-
-
-def _check_shapes(names: SourceNames, inputs: Sequence[Readable]) -> None:
-    first, label = inputs[0], names.all[0][0]
-    for tensor, (spec, name) in zip(inputs[1:], names.all[1:], strict=True):
-        if tuple(tensor.shape) != tuple(first.shape):
-            raise MergeError(
-                f"tensor {name} has shape {tuple(tensor.shape)} in {spec} but {tuple(first.shape)} in "
-                f"{label}; only models of one architecture and size can be merged"
-            )
-        if tensor.dtype != first.dtype and not (
-            tensor.dtype.is_floating_point and first.dtype.is_floating_point
-        ):
-            raise MergeError(
-                f"tensor {name} is {tensor.dtype} in {spec} but {first.dtype} in {label}; integers cannot be "
-                "merged with other types"
-            )
 
 
 def _aligned(
@@ -289,13 +260,12 @@ def _aligned(
         for name, tensor in own.items()
         if is_vocabulary_tensor(name, tensor.shape, known[spec])
     }
-    changed = {spec: dict(own) for spec, own in tensors.items()}
     for name in names:
         found = aligned(name, [tensors[spec].get(name) for spec in specs], vocabularies, alignment, base)
         for spec, tensor in zip(specs, found, strict=True):
             if tensor is not None:
-                changed[spec][name] = tensor
-    return alignment, changed
+                tensors[spec][name] = tensor
+    return alignment, tensors
 
 
 def _check_base(config: MergeConfig, checkpoints: Mapping[str, Checkpoint]) -> None:
@@ -329,8 +299,8 @@ def _check_heads(jobs: Sequence[TensorJob], rows: int) -> None:
         named = layer_name(name) is None and is_vocabulary_tensor(name, (rows,), rows)
         if named and shape and shape[0] != rows:
             raise MergeError(
-                f"tensor {name} would have {shape[0]} rows but the embedding {rows}, which no model "
-                "loads; give each model as many rows in both"
+                f"tensor {name} would have {shape[0]} rows and the embedding {rows}; give each model as "
+                "many in both"
             )
 
 
@@ -348,7 +318,7 @@ def _buffer_bytes(job: TensorJob) -> int:
     """Buffers of one thread: a block of every input, the arithmetic's own, numpy's intermediates."""
     block = max((stop - start for start, stop in job.inputs.ranges(_row(job))), default=0)
     count = len(job.inputs.all) + 8 + (METHODS[job.method].buffers if job.method != COPY else 0)
-    return max(block, BLOCK) * working_dtype(job.dtypes).itemsize * count
+    return max(block, BLOCK) * job.arithmetic.itemsize * count
 
 
 def _row(job: TensorJob) -> int:

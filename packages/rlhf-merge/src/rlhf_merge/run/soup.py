@@ -80,10 +80,13 @@ class ModelSoup:
     def __post_init__(self) -> None:
         """Check the models and settings."""
         if len(self.models) < 2:
-            raise MergeError(f"a soup needs at least two models, got {len(self.models)}; add some")
+            raise MergeError(
+                f"a soup needs at least two models, got {len(self.models)}; add some", code="too_few_models"
+            )
         if len(set(self.models)) < len(self.models):
             raise MergeError(
-                "a soup has each model once; a model that counts twice needs a weight in `linear`"
+                "a soup has each model once; a model that counts twice needs a weight in `linear`",
+                code="repeated_model",
             )
         self._config(self.models)
 
@@ -136,31 +139,31 @@ class ModelSoup:
         plan = self._merger(self.models).plan()  # models that do not fit are refused before any is scored
         plan.close()
         plan.check_outside(out)
-        with _Kitchen(self, out, evaluate, on_trial, on_merge) as kitchen:
-            if restart:
-                kitchen.forget()
-            members, best = self._choose(kitchen, 1 if higher_is_better else -1)
-            trials = tuple(kitchen.trials)
+        trials: list[Trial] = []
+
+        def note(members: tuple[str, ...], score: float, accepted: bool) -> None:
+            trials.append(Trial(members, score, accepted))
+            if on_trial is not None:
+                on_trial(trials[-1])
+
+        sign = 1 if higher_is_better else -1
+        with _Scores(self, out, evaluate, on_merge, restart) as scores:
+            for model in self.models:
+                note((model,), scores.of((model,)), False)
+            first, *others = sorted(self.models, key=lambda model: -sign * scores.of((model,)))
+            members, best = (first,), scores.of((first,))
+            trials = [replace(trial, accepted=trial.members == members) for trial in trials]
+            for model in others:
+                score = scores.of((*members, model))
+                accepted = sign * score >= sign * best
+                note((*members, model), score, accepted)
+                if accepted:
+                    members, best = (*members, model), score
             notes = {"members": members, "score": best, "trials": [vars(trial) for trial in trials]}
             files = {"soup.json": json.dumps(notes, indent=2) + "\n"}
-            kitchen.merge(members, out, restart=restart, files=files)
-            kitchen.remove()
-        return SoupResult(out, members, best, trials)
-
-    def _choose(self, kitchen: _Kitchen, sign: int) -> tuple[tuple[str, ...], float]:
-        """The members of the greedy soup, and its score."""
-        alone = [(kitchen.score((model,)), model) for model in self.models]
-        order = [model for _, model in sorted(alone, key=lambda pair: -sign * pair[0])]
-        members, best = (order[0],), max(sign * score for score, _ in alone)
-        kitchen.begun(members)
-        for model in order[1:]:
-            candidate = (*members, model)
-            score = sign * kitchen.score(candidate)
-            accepted = score >= best
-            kitchen.judged(accepted)
-            if accepted:
-                members, best = candidate, score
-        return members, sign * best
+            scores.merge(members, out, restart=restart, files=files)
+            scores.forget()
+        return SoupResult(out, members, best, tuple(trials))
 
     @property
     def config(self) -> MergeConfig:
@@ -181,34 +184,27 @@ class ModelSoup:
         return ModelMerger(config, resources=self.resources)
 
 
-class _Kitchen:
-    """Scores models and soups once each, and remembers the scores on disk."""
+class _Scores:
+    """Scores models and soups once each; those that a command gave are remembered on disk, beside `out`."""
 
     def __init__(
-        self,
-        soup: ModelSoup,
-        out: Path,
-        evaluate: Evaluate | str,
-        on_trial: Callable[[Trial], None] | None,
-        on_merge: OnMerge | None,
+        self, soup: ModelSoup, out: Path, evaluate: Evaluate | str, on_merge: OnMerge | None, restart: bool
     ):
-        self._soup, self._on_trial, self._on_merge = soup, on_trial, on_merge
+        self._soup, self._on_merge = soup, on_merge
         self._evaluate = shell_evaluation(evaluate) if isinstance(evaluate, str) else evaluate
-        self._root = _root_of(out)
+        self._root = out.parent / f".{out.name}.soup"
         with explained(out):
             self._root.mkdir(parents=True, exist_ok=True)
             self._lock = locked(self._root / "lock", out)
-        self._known = self._remembered(evaluate if isinstance(evaluate, str) else "")
-        self.trials: list[Trial] = []
-        self._last: tuple[tuple[str, ...], float] | None = None
+        self._known = self._remembered(evaluate if isinstance(evaluate, str) else "", restart)
 
-    def __enter__(self) -> _Kitchen:
+    def __enter__(self) -> _Scores:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        shutil.rmtree(self._root / "candidate", ignore_errors=True)
         if not self._known["scores"]:
-            self.remove()
+            self.forget()
         self._lock.close()
 
     def merge(
@@ -220,18 +216,10 @@ class _Kitchen:
         on_bytes = self._on_merge(plan.bytes_read + plan.bytes_written) if self._on_merge else None
         return merger.merge(out, restart=restart, on_bytes=on_bytes, plan=plan, files=files).folder
 
-    def forget(self) -> None:
-        """Forget the scores of an interrupted soup."""
-        self._known["scores"] = {}
-
-    def begun(self, members: tuple[str, ...]) -> None:
-        """Note the model that the soup begins with."""
-        self.trials = [replace(trial, accepted=trial.members == members) for trial in self.trials]
-
-    def score(self, members: tuple[str, ...]) -> float:
+    def of(self, members: tuple[str, ...]) -> float:
         """The score of a model, or of the mean of several."""
-        key = json.dumps(members)
-        if key not in self._known["scores"]:
+        key, scores = json.dumps(members), self._known["scores"]
+        if key not in scores:
             given = self._evaluate(self._folder(members))
             try:
                 value = float(given)
@@ -239,33 +227,16 @@ class _Kitchen:
                 value = math.nan
             if not math.isfinite(value):
                 raise MergeError(
-                    f"the evaluation of {' + '.join(members)} gave {given!r}; it must be a finite number"
+                    f"the evaluation of {' + '.join(members)} gave {given!r}; it must be a finite number",
+                    code="invalid_score",
                 )
-            self._known["scores"][key] = value
+            scores[key] = value
             write_json(self._root / "scores.json", self._known)
-        value = self._known["scores"][key]
-        if len(members) == 1:
-            self._note(Trial(members, value, accepted=False))
-        self._last = members, value
-        return value
+        return scores[key]
 
-    def judged(self, accepted: bool) -> None:
-        """Note what became of the soup that was scored last."""
-        assert self._last is not None
-        self._note(Trial(*self._last, accepted=accepted))
-
-    def close(self) -> None:
-        """Remove the models that were made to be scored."""
-        shutil.rmtree(self._root / "candidate", ignore_errors=True)
-
-    def remove(self) -> None:
+    def forget(self) -> None:
         """Remove what was remembered."""
         shutil.rmtree(self._root, ignore_errors=True)
-
-    def _note(self, trial: Trial) -> None:
-        self.trials.append(trial)
-        if self._on_trial is not None:
-            self._on_trial(trial)
 
     def _folder(self, members: tuple[str, ...]) -> Path:
         """A folder with the model; one without adapters is its own."""
@@ -273,27 +244,23 @@ class _Kitchen:
             with open_checkpoint(members[0]) as checkpoint:
                 if not checkpoint.adapter_folders:
                     return checkpoint.folder
-        self.close()
-        return self.merge(members, self._root / "candidate", restart=True)
+        candidate = self._root / "candidate"
+        shutil.rmtree(candidate, ignore_errors=True)
+        return self.merge(members, candidate, restart=True)
 
-    def _remembered(self, command: str) -> dict[str, Any]:
+    def _remembered(self, command: str, restart: bool) -> dict[str, Any]:
         """Scores of an interrupted soup of the same models and evaluation."""
         identity = {}
         for model in self._soup.models:
             with open_checkpoint(model) as checkpoint:
-                identity[model] = [list(part) for part in checkpoint.identity()]
+                identity[model] = [list(part) for part in checkpoint.identity]
         fresh = {"models": identity, "settings": self._soup.settings, "evaluate": command, "scores": {}}
         file = self._root / "scores.json"
-        if command and file.exists():
+        if command and file.exists() and not restart:
             known = json.loads(file.read_text(encoding="utf-8"))
             if {**known, "scores": {}} == fresh:
                 return known
         return fresh
-
-
-def _root_of(out: Path) -> Path:
-    """Where a soup is while it is made."""
-    return out.parent / f".{out.name}.soup"
 
 
 def shell_evaluation(command: str) -> Evaluate:
@@ -308,7 +275,8 @@ def shell_evaluation(command: str) -> Evaluate:
     """
     if "{model}" not in command:
         raise MergeError(
-            f"the evaluation {command!r} has no {{model}}, where the model's folder would be put; add it"
+            f"the evaluation {command!r} has no {{model}}, where the model's folder would be put; add it",
+            code="missing_placeholder",
         )
 
     def evaluate(folder: Path) -> float:
@@ -317,7 +285,10 @@ def shell_evaluation(command: str) -> Evaluate:
         )
         if run.returncode != 0:
             said = (run.stderr.strip() or run.stdout.strip() or "nothing").splitlines()[-1]
-            raise MergeError(f"the evaluation {command!r} ended with {run.returncode} and said: {said}")
+            raise MergeError(
+                f"the evaluation {command!r} ended with {run.returncode} and said: {said}",
+                code="evaluation_failed",
+            )
         words = run.stdout.split()
         try:
             return float(words[-1])

@@ -41,8 +41,9 @@ def aligned(
         expected = (model.rows, *there[0][1].shape[1:])
         if tuple(tensor.shape) != expected:
             raise MergeError(
-                f"{name} has shape {tuple(tensor.shape)} in {model.label}, expected {expected}: the rows of "
-                f"its embedding, the columns in {there[0][0].label}; only models of one size can be merged"
+                f"{name} has shape {tuple(tensor.shape)} in {model.label}, expected {expected}",
+                code="different_shapes",
+                tensor=name,
             )
     return [
         tensor

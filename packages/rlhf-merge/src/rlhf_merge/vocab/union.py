@@ -12,43 +12,28 @@ from rlhf_merge.files.small_files import AddedToken, TokenTable
 from rlhf_merge.tensors import Readable
 
 _INPUTS = (
-    "embed_tokens.weight",
-    "wte.weight",
-    "word_embeddings.weight",
-    "tok_embeddings.weight",
-    "embed_in.weight",
-    "shared.weight",
-    "embeddings.weight",
+    *("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight"),
+    *("embed_in.weight", "shared.weight", "embeddings.weight"),
 )
 """Names of input embeddings, the surest first; the last is Mamba's."""
 
 _OUTPUTS = (
-    "lm_head.weight",
-    "lm_head.bias",
-    "output.weight",
-    "embed_out.weight",
-    "lm_head.decoder.weight",
-    "lm_head.decoder.bias",
-    "cls.predictions.bias",
-    "cls.predictions.decoder.weight",
-    "cls.predictions.decoder.bias",
+    *("lm_head.weight", "lm_head.bias", "lm_head.decoder.weight", "lm_head.decoder.bias"),
+    *("cls.predictions.bias", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias"),
+    *("output.weight", "embed_out.weight"),
 )
 """Names of output heads and of their biases."""
 
 
 @dataclass(frozen=True)
 class ModelVocab:
-    """The vocabulary of one model.
-
-    Args:
-        label: how messages call the model.
-        rows: rows of its embedding; more than its tokens where it is padded.
-        tokens: its tokens; None where it has no tokenizer, or one whose tokens are not read.
-    """
+    """The vocabulary of one model; messages call it `label`."""
 
     label: str
     rows: int
+    """Rows of its embedding; more than its tokens where it is padded."""
     tokens: TokenTable | None
+    """None where it has no tokenizer, or one whose tokens are not read."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +99,10 @@ def align(mode: str | None, models: Sequence[ModelVocab], reference: int, *, ten
     labels = [model.label for model in models]
     if mode != "base" and mode not in labels:
         raise MergeError(
-            f"vocab must be union, truncate, base or a model of the merge ({', '.join(labels)}), got {mode!r}"
+            f"vocab must be union, truncate, base or a model of the merge ({', '.join(labels)}), "
+            f"got {mode!r}",
+            code="invalid_value",
+            key="vocab",
         )
     target = reference if mode == "base" else labels.index(mode)
     return _onto(models, target, _tokens(models[target]).ids, models[target].rows)
@@ -129,7 +117,8 @@ def _check_rows(models: Sequence[ModelVocab], reference: int, tensor: str) -> No
             fewest = min(model.rows for model in models)
             raise MergeError(
                 f"{tensor} has {first.rows} rows in {first.label} but {other.rows} in {other.label}; use "
-                f"{union}--vocab truncate (the first {fewest}, which all models have)"
+                f"{union}--vocab truncate (the first {fewest}, which all models have)",
+                code="different_row_counts",
             )
 
 
@@ -148,9 +137,10 @@ def _check_tokens(models: Sequence[ModelVocab], reference: int, rows: int) -> No
             i = min(differing)
             token, label = known[i]
             raise MergeError(
-                f"token {i} is {token!r} in {label} but {mine[i]!r} in {model.label}, so their rows mean "
-                f"different tokens; use --vocab union (all tokens) or --vocab "
-                f"{models[reference].label} (its tokens)"
+                f"token {i} is {token!r} in {label} but {mine[i]!r} in {model.label}; use --vocab union (all "
+                f"tokens) or --vocab {models[reference].label} (its tokens)",
+                code="different_tokens",
+                token_id=i,
             )
         known |= {i: (token, model.label) for i, token in mine.items() if i not in known}
 
@@ -191,9 +181,9 @@ def _check_added(missing: list[tuple[int, str]], model: ModelVocab, target: Mode
     regular = sorted((i, text) for i, text in missing if text not in added)
     if regular:
         raise MergeError(
-            f"the tokenizer of {model.label} was trained with {len(regular)} tokens that {target.label} "
-            f"lacks, such as {regular[0][1]!r}, and tokenizers that were trained apart cannot be united; use "
-            f"--vocab {target.label} (its tokens)"
+            f"the tokenizer of {model.label} was trained with other tokens than that of {target.label}, such "
+            f"as {regular[0][1]!r}; use --vocab {target.label} (its tokens)",
+            code="different_tokenizers",
         )
 
 
@@ -201,22 +191,25 @@ def _check_extendable(target: ModelVocab, table: TokenTable) -> None:
     """Refuse a tokenizer to which tokens cannot be appended under known ids."""
     if not table.fast:
         raise MergeError(
-            f"{target.label} has no tokenizer.json, which --vocab union appends tokens to; load its "
-            f"tokenizer in transformers and save it as a fast one, or use --vocab {target.label}"
+            f"{target.label} has no tokenizer.json for --vocab union to append to; save its tokenizer as a "
+            f"fast one, or use --vocab {target.label}",
+            code="tokenizer_not_fast",
         )
     # The tokenizers library numbers an appended token by the count of tokens, whatever id its file gives.
     if set(table.ids.values()) != set(range(len(table.ids))):
         raise MergeError(
             f"the {len(table.ids)} tokens of {target.label} do not have the ids 0 to {len(table.ids) - 1}, "
-            f"so --vocab union cannot append tokens to them; use --vocab {target.label}"
+            f"so none can be appended; use --vocab {target.label}",
+            code="token_ids_not_contiguous",
         )
 
 
 def _tokens(model: ModelVocab) -> TokenTable:
     if model.tokens is None:
         raise MergeError(
-            f"{model.label} has no tokenizer.json, vocab.json or vocab.txt to read its tokens from; put its "
-            f"tokenizer into its folder, or use --vocab truncate"
+            f"{model.label} has no tokenizer.json, vocab.json or vocab.txt; put it there, or use --vocab "
+            "truncate",
+            code="missing_tokenizer",
         )
     return model.tokens
 
@@ -231,9 +224,9 @@ def _index(model: ModelVocab, target: ModelVocab, named: Mapping[int, str], rows
     """Return the model's row of each output row, or None where that is the row itself."""
     if model.tokens is None and model.rows != target.rows:
         raise MergeError(
-            f"{model.label} has no tokenizer.json, vocab.json or vocab.txt and {model.rows} rows where "
-            f"{target.label} has {target.rows}, so its tokens are unknown; put its tokenizer into its "
-            f"folder, or use --vocab truncate"
+            f"{model.label} has no tokenizer.json, vocab.json or vocab.txt and {model.rows} rows, "
+            f"{target.label} {target.rows}; put its tokenizer into its folder, or use --vocab truncate",
+            code="missing_tokenizer",
         )
     tokens = _tokens(model if model.tokens is not None else target).ids
     index = np.arange(rows, dtype=np.int64)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlhf_algos import ReportConfig, SelectionConfig
 from rlhf_data import BaseConfig, LocalPath
@@ -47,6 +47,14 @@ class GameLoopConfig(BaseConfig):
     """Checkpoints kept: the newest, and the best one besides where evaluations are compared."""
     deepspeed: LocalPath | None = None
     """JSON file of DeepSpeed settings (ZeRO-1, 2, or 3 for players trained in full); run under torchrun."""
+    fsdp: bool = False
+    """Shard trained weights, gradients and moments over the processes (FSDP2); run under torchrun."""
+
+    @model_validator(mode="after")
+    def _one_of_each(self) -> Self:
+        if self.deepspeed and self.fsdp:
+            raise ValueError("deepspeed and fsdp are both set; choose one")
+        return self
 
     def num_steps(self, num_stories: int, *, adversary: bool = True) -> int:
         """Steps of a run; without a monitor, as many as the policy learns in after the monitor's warm-up."""
@@ -93,12 +101,12 @@ class TrainingConfig(ReportConfig, SelectionConfig, GameLoopConfig):
     optim: Literal["adamw_torch", "adamw_bnb_8bit"] = "adamw_torch"
     """AdamW of torch (fused), or that of bitsandbytes, which keeps its moments in 8 bits; of both players."""
     metric_for_best_model: str = "policy/accuracy"
-    """Evaluation metric that says which checkpoint is best, with or without `eval/` in front."""
+    """Evaluation metric that says which checkpoint is best, with or without `eval_` in front."""
 
     @property
     def best_metric_name(self) -> str:
-        """The evaluation metric that says which checkpoint is best, `eval/` in front."""
-        return f"eval/{self.metric_for_best_model.removeprefix('eval/')}"
+        """The evaluation metric that says which checkpoint is best, `eval_` in front."""
+        return f"eval_{self.metric_for_best_model.removeprefix('eval_').removeprefix('eval/')}"
 
     @property
     def compares_evaluations(self) -> bool:

@@ -7,7 +7,6 @@ procedural world, and kept in the user's cache folder under a hash of the settin
 from __future__ import annotations
 
 import json
-import os
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -17,12 +16,14 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from rlhf_algos import tiny_base
 from rlhf_data import QARecord, UserError, atomic_folder, ensure_writable_folder, json_hash
+from rlhf_data import cache_folder as default_cache
 from rlhf_minmax.config.run import DemoSettings
 from rlhf_minmax.demo.teachers import Progress, Teacher, answer_text
 from rlhf_minmax.demo.trainings import DemoBuilder, one_thread
 from rlhf_minmax.game.prompts import Prompts
-from rlhf_models import RewardModel, build_tiny_llama, train_byte_tokenizer
+from rlhf_models import RewardModel, train_byte_tokenizer
 
 _NOT_BUILDING = ("min_evidence_share", "min_judge_accuracy")
 RECIPE = 7
@@ -37,12 +38,6 @@ class DemoModels:
     reward: Path
     judge: Path
     held_out_reward: Path | None = None
-
-
-def default_cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/rlhf/demo`, by default `~/.cache/rlhf/demo`."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "rlhf" / "demo"
 
 
 def demo_models(
@@ -104,7 +99,7 @@ def _gates(models: DemoModels) -> dict[str, float]:
 def _check_gates(gates: Mapping[str, float], settings: DemoSettings, *, force: bool) -> None:
     missed = _missed(gates, settings)
     if missed and not force:
-        raise UserError(f"{'; '.join(missed)}; or play all the same with --force")
+        raise UserError(f"{'; '.join(missed)}; or play all the same with --force", code="demo_too_weak")
 
 
 def _missed(gates: Mapping[str, float], settings: DemoSettings) -> list[str]:
@@ -176,7 +171,7 @@ def demo_folder(
             "records": [[r.story, r.question, r.choices, r.answer] for r in records],
         }
     )
-    return (cache_folder or default_cache_folder()) / key[:24]
+    return (cache_folder or default_cache("demo")) / key[:24]
 
 
 def _what_builds(settings: DemoSettings) -> dict[str, Any]:
@@ -200,14 +195,5 @@ def demo_tokenizer(records: Sequence[QARecord], prompts: Prompts, settings: Demo
 
 def untrained_base(tokenizer: Any, settings: DemoSettings, *, seed: int) -> PreTrainedModel:
     """The base of the demonstration models as it is before its first training step."""
-    return build_tiny_llama(
-        len(tokenizer),
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        seed=seed,
-        hidden_size=settings.hidden_size,
-        num_layers=settings.num_layers,
-        max_positions=settings.max_positions,
-        tie_word_embeddings=False,
-        initializer_range=0.1,
-    )
+    sizes = {name: getattr(settings, name) for name in ("hidden_size", "num_layers", "max_positions")}
+    return tiny_base(tokenizer, seed=seed, **sizes)

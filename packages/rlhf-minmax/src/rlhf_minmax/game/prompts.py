@@ -85,6 +85,7 @@ def uses_chat(tokenizer: Any, model: PlayerConfig | JudgeConfig) -> bool:
         role = "judge" if isinstance(model, JudgeConfig) else "player"
         raise UserError(
             f"chat is true for a {role} whose tokenizer has no chat template; set chat false, or take an "
-            "instruction-tuned model"
+            "instruction-tuned model",
+            code="no_chat_template",
         )
     return has_template if model.chat is None else model.chat

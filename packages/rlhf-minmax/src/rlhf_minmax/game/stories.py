@@ -62,7 +62,11 @@ def load_stories(config: MinMaxConfig) -> Stories:
     data = config.data
     if data.train_data is None:
         if data.eval_data is not None:
-            raise UserError("data.eval_data is set without data.train_data; give --train-data too")
+            raise UserError(
+                "data.eval_data is set without data.train_data; give --train-data too",
+                code="missing_key",
+                key="data.train_data",
+            )
         count = max(data.train_stories, config.demo.num_stories)
         draw, rules = _world(data)
         building = draw(count, split="train", seed=config.seed)
@@ -116,6 +120,7 @@ def _from_files(
         if not part:
             raise UserError(
                 f"{train_data} leaves no {what} row of its {len(rows)} "
-                f"{how}; give --eval-data with other stories"
+                f"{how}; give --eval-data with other stories",
+                code="no_row_left",
             )
     return train, held_out

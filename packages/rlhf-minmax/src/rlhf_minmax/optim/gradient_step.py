@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,72 +49,78 @@ class PlayerScorer(nn.Module):
             return score_hidden(model, hidden, batch, **options), self.critic(hidden[batch.score_positions])
 
 
-class Stepper(Protocol):
-    """Takes a player's gradients, in several processes those of all, and steps its parameters."""
+class Stepper(ABC):
+    """Takes a player's gradients, in several processes those of all, and steps its parameters.
 
-    optimizer: Any
-    """AdamW."""
-    trained: list[nn.Parameter]
-    """What it steps."""
+    Attributes:
+        scorer: the module whose parameters are trained.
+        trained: what is stepped.
+        optimizer: AdamW.
+        lock_step: whether every process must make as many passes as the others.
+        can_drop: whether gradients can be dropped before they became a step.
+    """
+
     scorer: PlayerScorer
-    """The module whose parameters they are."""
-    lock_step: bool
-    """Whether every process must make as many passes as the others, and gradients cannot be dropped."""
+    trained: list[Any]
+    optimizer: Any
+    lock_step = False
+    can_drop = True
 
     def train(self, mode: bool) -> None:
         """Put the trained module into train mode or eval mode."""
-        ...
+        self.scorer.train(mode)
 
     def scores(self, batch: PackedBatch) -> Scores:
         """What `PlayerScorer` gives, of the trained weights."""
-        ...
+        return self.scorer(batch)
 
+    @abstractmethod
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of a part of this process's share of the loss; the shares add up to the loss."""
-        ...
 
     def sum_gradients(self) -> None:
-        """Put in the place of every gradient its sum over the processes; nothing where `backward` does it."""
-        ...
+        """Put in the place of every gradient its sum over the processes, where `backward` does not do it."""
+        return
 
     def clip(self) -> Tensor | None:
         """Clip the gradients; their norm before, None where `step` gives it."""
-        ...
+        return None
 
+    @abstractmethod
     def step(self) -> Tensor | None:
-        """One step; see `GameStep`. The norm of the gradient where `norm` does not give it."""
-        ...
+        """One step; see `GameStep`. The norm of the gradient where `clip` does not give it."""
 
     def set_learning_rate(self, rate: float) -> None:
         """The rate of the next steps."""
-        ...
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
 
     def drop(self) -> None:
         """Forget the gradients; where they cannot be dropped, there are none yet."""
-        ...
+        self.optimizer.zero_grad(set_to_none=True)
 
+    @abstractmethod
     def weights_replaced(self) -> None:
         """Take up weights that were written into the player, and forget what belongs to the old ones."""
-        ...
 
     def state(self) -> dict[str, Tensor]:
-        """What the rule of steps remembers, for a checkpoint."""
-        ...
+        """What the rule of steps remembers, for a checkpoint; plain steps remember nothing."""
+        return {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Take up what `state` gave."""
-        ...
+        del state
 
+    @abstractmethod
     def save(self, folder: Path, role: str) -> None:
         """Write the optimizer's state into a folder; every process must call it."""
-        ...
 
+    @abstractmethod
     def load(self, folder: Path, role: str) -> None:
         """Take up what `save` wrote; the player's weights are the checkpoint's already."""
-        ...
 
 
-class ReplicatedStepper:
+class ReplicatedStepper(Stepper):
     """Every process has the whole optimizer and makes the same step with the sum of all gradients.
 
     Args:
@@ -123,8 +130,6 @@ class ReplicatedStepper:
         rule: how a gradient becomes a step.
         max_grad_norm: 2-norm that gradients are scaled down to.
     """
-
-    lock_step = False
 
     def __init__(
         self,
@@ -138,14 +143,6 @@ class ReplicatedStepper:
         self.scorer, self.trained, self.max_grad_norm = scorer, list(trained), max_grad_norm
         self.optimizer = create_optimizer(self.trained, **settings)
         self.game_step = GameStep(self.trained, self.optimizer, rule)
-
-    def train(self, mode: bool) -> None:
-        """See `Stepper`."""
-        self.scorer.train(mode)
-
-    def scores(self, batch: PackedBatch) -> Scores:
-        """See `Stepper`."""
-        return self.scorer(batch)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """See `Stepper`."""
@@ -163,14 +160,6 @@ class ReplicatedStepper:
     def step(self) -> None:
         """See `Stepper`."""
         self.game_step()
-
-    def set_learning_rate(self, rate: float) -> None:
-        """See `Stepper`."""
-        _set_rate(self.optimizer, rate)
-
-    def drop(self) -> None:
-        """See `Stepper`."""
-        self.optimizer.zero_grad(set_to_none=True)
 
     def weights_replaced(self) -> None:
         """See `Stepper`."""
@@ -195,7 +184,7 @@ class ReplicatedStepper:
         load_optimizer_state(self.optimizer, folder / f"{role}_optimizer.safetensors")
 
 
-class ZeroStepper:
+class ZeroStepper(Stepper):
     """DeepSpeed shards optimizer state and gradients over the processes (ZeRO, arXiv:1910.02054).
 
     With stage 3 the trained weights are sharded too: they are a copy of the player's model, which goes on
@@ -213,7 +202,7 @@ class ZeroStepper:
         UserError: the file cannot be used.
     """
 
-    lock_step = True
+    lock_step, can_drop = True, False
 
     def __init__(
         self,
@@ -253,24 +242,11 @@ class ZeroStepper:
         """See `Stepper`."""
         self.parallel.backward(loss, last=last)
 
-    def sum_gradients(self) -> None:
-        """See `Stepper`."""
-
-    def clip(self) -> None:
-        """See `Stepper`."""
-
     def step(self) -> Tensor | None:
         """See `Stepper`."""
         _, norm = self.parallel.step(self._prepared)
         self._hand_over()
         return norm
-
-    def set_learning_rate(self, rate: float) -> None:
-        """See `Stepper`."""
-        _set_rate(self.optimizer, rate)
-
-    def drop(self) -> None:
-        """See `Stepper`."""
 
     def weights_replaced(self) -> None:
         """See `Stepper`."""
@@ -278,13 +254,6 @@ class ZeroStepper:
             raise AssertionError("MinMaxConfig refuses rollbacks with sharded weights")
         self.engine.optimizer.refresh_fp32_params()
         self.optimizer.state.clear()
-
-    def state(self) -> dict[str, Tensor]:
-        """See `Stepper`; steps are plain."""
-        return {}
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """See `Stepper`; steps are plain."""
 
     def save(self, folder: Path, role: str) -> None:
         """See `Stepper`."""
@@ -324,8 +293,3 @@ def zero_stage(path: str) -> int:
             "has files that do"
         ) from error
     return int(stage)
-
-
-def _set_rate(optimizer: Any, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate

@@ -19,7 +19,9 @@ from rlhf_algos.process_group import all_gather, all_reduce, is_main_process, sh
 from rlhf_data import PackedBatch, TokenSequence, UserError, pack
 from rlhf_infer import Rollout
 from rlhf_minmax.config.run import Baseline, MinMaxConfig, PlayerConfig
+from rlhf_minmax.config.training import TrainingConfig
 from rlhf_minmax.optim.extragradient import IterateAverage
+from rlhf_minmax.optim.fully_sharded import FSDPStepper
 from rlhf_minmax.optim.gradient_step import PlayerScorer, ReplicatedStepper, Stepper, ZeroStepper
 from rlhf_models import PolicyModel, ValueHead
 
@@ -98,31 +100,27 @@ class PlayerOptimizer:
         self.kl_multiplier = 0.0
         self.parameters: list[torch.nn.Parameter] = list(player.parameters())
         self.critic = _critic(player, config.seed) if settings.baseline == "critic" else None
-        self.stepper = self._stepper(training.deepspeed, training.optim)
+        self.stepper = self._stepper(training)
         decay = settings.average_decay
         self.average = None if decay is None else IterateAverage(self.parameters, decay)
         self.observers: Observers | None = None
         self.observed_step: int | None = None
 
-    def _stepper(self, deepspeed: str | None, optim: str) -> Stepper:
+    def _stepper(self, training: TrainingConfig) -> Stepper:
         settings = self.settings
         adamw = {
             "learning_rate": self.learning_rate,
             "betas": settings.adam_betas,
             "weight_decay": settings.weight_decay,
-            "optim": optim,
+            "optim": training.optim,
         }
-        if deepspeed is not None:
-            return ZeroStepper(
-                self.player,
-                self.critic,
-                settings.temperature,
-                deepspeed,
-                adamw,
-                max_grad_norm=self.max_grad_norm,
-            )
+        parts = (self.player, self.critic, settings.temperature)
+        if training.fsdp:
+            return FSDPStepper(*parts, adamw, max_grad_norm=self.max_grad_norm)
+        if training.deepspeed is not None:
+            return ZeroStepper(*parts, training.deepspeed, adamw, max_grad_norm=self.max_grad_norm)
         trained = [*self.parameters, *(self.critic.parameters() if self.critic else ())]
-        scorer = PlayerScorer(self.player, self.critic, settings.temperature)
+        scorer = PlayerScorer(*parts)
         return ReplicatedStepper(
             scorer, trained, adamw, rule=settings.step_rule, max_grad_norm=self.max_grad_norm
         )
@@ -163,7 +161,7 @@ class PlayerOptimizer:
         self.stepper.train(True)
         try:
             for done in range(updates):
-                looks_first = done > 0 and self.stepper.lock_step
+                looks_first = done > 0 and not self.stepper.can_drop
                 measured = self._pass(scored, total) if looks_first else self._gradient(scored, total)
                 if not done:
                     first = {"kl_start": measured["kl"], "sampling_kl": abs(measured["approx_kl"])}
@@ -216,7 +214,7 @@ class PlayerOptimizer:
         """The parts with values, and with generalised advantages of a reward at the last token, whitened."""
         found = []
         for part in parts:
-            with torch.no_grad(), self.player.active():
+            with torch.no_grad(), self.stepper.scorer.player.active():
                 _, values = self.stepper.scores(part.batch)
             assert values is not None
             sequence = part.batch.score_sequence
@@ -250,7 +248,7 @@ class PlayerOptimizer:
     def _pass(self, scored: list[_Scored], total: int, *, learns: bool = False) -> dict[str, float]:
         """The loss and its companions, means over the tokens of all processes; with gradients on request."""
         sums = torch.zeros(6, device=self.player.device)
-        with self.player.active(), torch.set_grad_enabled(learns):
+        with self.stepper.scorer.player.active(), torch.set_grad_enabled(learns):
             for number, part in enumerate(scored, start=1):
                 result, values = self.stepper.scores(part.batch)
                 policy = clipped_policy_loss(
@@ -295,7 +293,6 @@ class PlayerOptimizer:
 
     def load(self, folder: Path, role: str) -> None:
         """Take up what `save` wrote."""
-        self.stepper.load(folder, role)
         path = folder / f"{role}_memory.safetensors"
         tensors = load_file(str(path)) if path.exists() else {}
         self.stepper.load_state(tensors)
@@ -305,6 +302,7 @@ class PlayerOptimizer:
             self.critic.load_state_dict(
                 {name: tensors[f"critic.{name}"] for name in self.critic.state_dict()}
             )
+        self.stepper.load(folder, role)
 
     def forget(self) -> None:
         """Drop the optimizer's moments, which belong to weights other than those that have been put back."""
@@ -317,7 +315,9 @@ def _finite(measured: dict[str, float]) -> dict[str, float]:
         return measured
     norm = measured.get("grad_norm")
     shown = "" if norm is None else f" with gradient norm {norm}"
-    raise UserError(f"a player's loss became {measured['loss']}{shown}; lower its learning rate")
+    raise UserError(
+        f"a player's loss became {measured['loss']}{shown}; lower its learning rate", code="non_finite_loss"
+    )
 
 
 def _critic(player: PolicyModel, seed: int) -> ValueHead:

@@ -54,7 +54,8 @@ def playing(player: PolicyModel, member: Member) -> Iterator[PolicyModel]:
     if [p.shape for p in parameters] != [p.shape for p in member.parameters]:
         raise UserError(
             f"the snapshot of step {member.step} is of other parameters than the player's; "
-            "use the model and the LoRA settings it was made with"
+            "use the model and the LoRA settings it was made with",
+            code="other_parameters",
         )
     own = copies(parameters)
     fill(parameters, member.parameters)
@@ -154,7 +155,8 @@ class OpponentPool:
             ]
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise UserError(
-                f"{folder} cannot be read as a pool of opponents ({error}); resume from another checkpoint"
+                f"{folder} cannot be read as a pool of opponents ({error}); resume from another checkpoint",
+                code="unreadable_file",
             ) from error
         self._members = members
         self._payoffs = {row["step"]: row["payoff"] for row in rows if row["payoff"] is not None}

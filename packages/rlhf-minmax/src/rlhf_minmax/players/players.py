@@ -98,12 +98,14 @@ def check_players(config: MinMaxConfig, devices: DeviceManager) -> None:
         raise UserError(
             "policy_model and monitor_model name the same model, so they are adapters of one backbone and "
             "need equal lora_r, lora_alpha, lora_dropout and lora_target_modules; "
-            "make them equal or name two models"
+            "make them equal or name two models",
+            code="different_adapters",
         )
     if devices.device("policy") != devices.device("monitor"):
         raise UserError(
             f"policy and monitor are adapters of one backbone but are sent to {devices.device('policy')} and "
-            f"{devices.device('monitor')}; give both one device or name two models"
+            f"{devices.device('monitor')}; give both one device or name two models",
+            code="different_devices",
         )
 
 

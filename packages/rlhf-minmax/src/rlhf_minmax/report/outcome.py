@@ -89,7 +89,7 @@ def exploitability_panels(metrics: Rows, results: dict[str, Any]) -> list[Panel]
     """Exploitability at the start and at the end as bars, and over the steps as a line, where measured.
 
     Args:
-        metrics: Rows of metrics.jsonl; `eval/minmax/exploitability` is the line.
+        metrics: Rows of metrics.jsonl; `eval_minmax/exploitability` is the line.
         results: The content of results.json; `minmax/exploitability` of `before` and `after` are the bars,
             split into both players' gains where the blocks have them.
     """
@@ -103,7 +103,7 @@ def exploitability_panels(metrics: Rows, results: dict[str, Any]) -> list[Panel]
         )
         panels.append(make_panel("Exploitability", caption, partial(_draw_bars, blocks=blocks)))
     rows = of_phase(metrics, "minmax")
-    key = f"eval/{_EXPLOITABILITY}"
+    key = f"eval_{_EXPLOITABILITY}"
     if pairs(rows, "step", key):
         caption = "The same at the held-out evaluations during training. It falls where both players settle."
         panels.append(
@@ -199,7 +199,7 @@ def hacking_panel(metrics: Rows) -> Panel | None:
 
     Args:
         metrics: Rows of metrics.jsonl; `minmax/heldout_reward` and `minmax/hacking_gap`, of every step or of
-            the held-out evaluations (`eval/` in front); None where there are neither.
+            the held-out evaluations (`eval_` in front); None where there are neither.
     """
     rows = of_phase(metrics, "minmax")
     prefixes = [held_out_prefix(rows, key) for key in (_HELD_OUT, _GAP)]

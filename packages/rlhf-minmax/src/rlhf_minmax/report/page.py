@@ -86,7 +86,8 @@ def write_minmax_report(run_folder: RunFolder, path: str | Path) -> None:
     if results is None:
         raise UserError(
             f"run folder {run_folder.path} has no results.json, so the run is not finished; "
-            "finish it with --resume before reporting on it"
+            "finish it with --resume before reporting on it",
+            code="unfinished_run",
         )
     if {"method", "job"} & run_folder.read_config().keys():  # which the game does not write
         raise UserError(f"{run_folder.path} is no run of rlhf-train minmax; name the folder of a game")

@@ -100,8 +100,8 @@ def draw_multiplier(
 
 
 def held_out_prefix(rows: Rows, key: str) -> str | None:
-    """What stands before a metric of held-out scorers in the rows: nothing, or `eval/`; None without it."""
-    return next((prefix for prefix in ("", "eval/") if pairs(rows, "step", prefix + key)), None)
+    """What stands before a metric of held-out scorers in the rows: nothing, or `eval_`; None without it."""
+    return next((prefix for prefix in ("", "eval_") if pairs(rows, "step", prefix + key)), None)
 
 
 def _policy_panel(axes: Axes, metrics: Rows, results: dict[str, Any]) -> None:
@@ -109,7 +109,7 @@ def _policy_panel(axes: Axes, metrics: Rows, results: dict[str, Any]) -> None:
         rows = of_phase(metrics, phase)
         draw_line(axes, rows, "policy/accuracy", color=color, label=f"accuracy, {label}")
         draw_line(axes, rows, "policy/hack_rate", color=color, linestyle=":", label=f"hack rate, {label}")
-        draw_line(axes, rows, "eval/policy/accuracy", color=color, linestyle="none", marker="o", markersize=5)
+        draw_line(axes, rows, "eval_policy/accuracy", color=color, linestyle="none", marker="o", markersize=5)
         _final_mark(axes, rows, results.get(block), "policy/accuracy", color)
     _label_marks(axes, "held-out accuracy")
     start = value_of(results.get("before") or {}, "policy/accuracy")

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
+from rlhf_algos import few_threads_for_a_small_model
 from rlhf_minmax.config.run import MinMaxConfig
 from rlhf_minmax.demo.builder import DemoModels, demo_models, missed_gates
 from rlhf_minmax.demo.held_out import with_held_out_reward
 from rlhf_minmax.game.forward_pass import MinMaxPipeline
 from rlhf_minmax.game.stories import Stories
-from rlhf_minmax.players.players import Players, load_players
+from rlhf_minmax.players.players import load_players
 from rlhf_minmax.run.distributed import check_built, plan_devices
 from rlhf_minmax.run.events import Events
 from rlhf_minmax.scorers.distributed import held_out_together, shared_out
@@ -25,8 +24,6 @@ from rlhf_minmax.scorers.loading import (
     needs_held_out_reward,
 )
 from rlhf_models import DeviceManager
-
-_TINY_PARAMETERS = 5_000_000
 
 
 @dataclass(frozen=True)
@@ -63,8 +60,7 @@ def build_game(
     devices, events = devices or plan_devices(config), events or Events()
     demo = _built_models(config, stories, events, cache_folder, rebuild) if needs_demo(config) else None
     players = load_players(config, str(demo.base) if demo else None, devices)
-    if devices.device("policy").type == "cpu" and _num_parameters(players) < _TINY_PARAMETERS:
-        torch.set_num_threads(1)
+    few_threads_for_a_small_model(players.policy.model)
     pipeline = MinMaxPipeline(
         players,
         shared_out(load_reward_model(config, demo, devices, players)),
@@ -95,7 +91,3 @@ def _built_models(
     if needs_held_out_reward(config):
         demo = with_held_out_reward(demo, *built, seed=config.seed, progress=events.demo_step)
     return demo
-
-
-def _num_parameters(players: Players) -> int:
-    return sum(parameter.numel() for parameter in players.policy.model.parameters())

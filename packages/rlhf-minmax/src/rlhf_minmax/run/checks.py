@@ -27,19 +27,14 @@ from rlhf_minmax.scorers.loading import check_scorers, needs_demo, scorer_hosts,
 from rlhf_minmax.scorers.shared_trunk import Host
 from rlhf_models import (
     DeviceManager,
-    adapter_base,
     brings_head,
     check_prompt_fits,
-    check_tokenizer_fits,
-    check_weights,
     context_length,
     encode_completion,
     encode_prompt,
     encode_scored,
     is_adapter,
-    load_adapter_tokenizer,
-    load_config,
-    load_tokenizer,
+    load_shape,
     quantization_config,
 )
 
@@ -194,13 +189,9 @@ def _demo_info(config: MinMaxConfig, stories: Stories) -> ModelInfo:
 
 def _read_info(name: str, *, may_be_adapter: bool) -> ModelInfo:
     adapted = may_be_adapter and is_adapter(name)
-    base = adapter_base(name) if adapted else name
-    config = load_config(base)
+    config, tokenizer = load_shape(name, adapted=adapted)
     if adapted:
         config.num_labels = 1
-    check_weights(base)
-    tokenizer = load_adapter_tokenizer(name, base) if adapted else load_tokenizer(name)
-    check_tokenizer_fits(config, tokenizer)
     return ModelInfo(name, config, tokenizer)
 
 
@@ -317,7 +308,7 @@ class Ruler:
                 except UserError as error:
                     if self.config.data.on_bad_row == "error" or not record.where:
                         hint = "; or skip such rows (--on-bad-row skip)" if record.where else ""
-                        raise UserError(f"{error}{hint}") from None
+                        raise UserError(f"{error}{hint}", code=error.code, **error.fields) from None
                     found.setdefault(record.where, str(error))
         return found
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhf_algos import job_device
-from rlhf_algos.process_group import (
-    world_size,
-)
+import torch
+
+from rlhf_algos import HardwareConfig, check_hardware, job_device
+from rlhf_algos.process_group import world_size
 from rlhf_data import UserError
-from rlhf_minmax.config.run import MinMaxConfig
+from rlhf_minmax.config.run import MinMaxConfig, PlayerConfig
 from rlhf_minmax.demo.builder import demo_folder
 from rlhf_minmax.demo.held_out import held_out_folder
 from rlhf_minmax.game.stories import Stories
@@ -36,42 +36,60 @@ def plan_devices(config: MinMaxConfig) -> DeviceManager:
 
 
 def check_processes(config: MinMaxConfig) -> None:
-    """Refuse what several processes, or DeepSpeed, cannot do.
+    """Refuse what FSDP and DeepSpeed cannot do, and FSDP in a single process.
 
     Raises:
         UserError: which setting, and what to do.
     """
-    path = config.training.deepspeed
-    if path is None:
+    training = config.training
+    if training.fsdp:
+        hardware = HardwareConfig(fsdp=True, bf16=False)
+        check_hardware(hardware, job_device(), torch.float32, world_size=world_size())
+    if not (training.fsdp or training.deepspeed):
         return
+    sharding = "training.fsdp" if training.fsdp else "training.deepspeed"
     if config.schedule.extragradient:
         raise UserError(
-            "schedule.extragradient puts weights back to where a step began, whose copies training.deepspeed "
-            "keeps to itself; set it false or leave deepspeed out"
+            f"schedule.extragradient puts weights back to where a step began, which {sharding} shards; set "
+            f"it false or leave {sharding} out",
+            code="cannot_be_sharded",
+            key="extragradient",
         )
-    training, whole = config.training, []
-    whole += ["debug_gradient_flow"] if training.debug_gradient_flow else []
+    whole = ["debug_gradient_flow"] if training.debug_gradient_flow else []
     whole += ["load_best_model_at_end"] if training.load_best_model_at_end else []
     whole += ["optim adamw_bnb_8bit"] if training.optim == "adamw_bnb_8bit" else []
     if whole:
         raise UserError(
-            f"training.{' and '.join(whole)} cannot be had with training.deepspeed, which shards what they "
-            "need whole; leave one of them out"
+            f"training.{' and '.join(whole)} cannot be had with {sharding}, which shards what they need "
+            "whole; leave one of them out",
+            code="cannot_be_sharded",
+            key=whole[0].split()[0],
         )
-    stage = zero_stage(path)
-    players = {"policy_model": config.policy_model, "monitor_model": config.monitor_model}
-    for name, player in players.items():
+    for name, player in _players(config).items():
         if player.step_rule != "plain":
             raise UserError(
-                f"{name}.step_rule {player.step_rule} needs whole gradients, which training.deepspeed "
-                "shards; take step_rule plain or leave deepspeed out"
+                f"{name}.step_rule {player.step_rule} needs whole gradients, which {sharding} shards; take "
+                f"step_rule plain or leave {sharding} out",
+                code="cannot_be_sharded",
+                key="step_rule",
             )
-        if stage == SHARDED_WEIGHTS and player.use_lora:
+    if training.deepspeed and zero_stage(training.deepspeed) == SHARDED_WEIGHTS:
+        _check_whole_weights(config, training.deepspeed)
+
+
+def _players(config: MinMaxConfig) -> dict[str, PlayerConfig]:
+    return {"policy_model": config.policy_model, "monitor_model": config.monitor_model}
+
+
+def _check_whole_weights(config: MinMaxConfig, path: str) -> None:
+    """Refuse what needs weights whole, which ZeRO-3 shards."""
+    for name, player in _players(config).items():
+        if player.use_lora:
             raise UserError(
                 f"{path} shards weights (ZeRO-3), but {name} trains an adapter on frozen weights that every "
                 "process samples with; take stage 2, or use_lora false"
             )
-    if stage == SHARDED_WEIGHTS and config.guards.rollback:
+    if config.guards.rollback:
         raise UserError(
             f"guards.rollback puts weights back, which {path} shards (ZeRO-3); take stage 2 or no rollback"
         )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from rlhf_data import QARecord, TokenSequence, ensure_writable_folder, pack
+from rlhf_algos import shown_tokens
+from rlhf_data import QARecord, StepTokens, ensure_writable_folder, longest_completions, pack
 from rlhf_minmax.config.run import MinMaxConfig
 from rlhf_minmax.config.scorers import JudgeConfig
 from rlhf_minmax.demo.builder import demo_folder
@@ -16,10 +15,10 @@ from rlhf_minmax.players.players import share_backbone
 from rlhf_minmax.run.checks import Checked, LongestText, ModelInfo, Ruler, check_run, time_to_build
 from rlhf_minmax.run.distributed import check_processes, plan_devices
 from rlhf_minmax.run.events import device_rows, duration
-from rlhf_minmax.run.memory import Memory, estimate_memory
+from rlhf_minmax.run.memory import estimate_memory
 from rlhf_minmax.scorers.loading import needs_demo
 from rlhf_minmax.scorers.shared_trunk import Host
-from rlhf_models import encode_completion, format_bytes
+from rlhf_models import encode_completion
 
 ENGINE_TOKENS = 1 << 18
 """Tokens whose keys and values the generation engine holds at a time."""
@@ -31,25 +30,6 @@ _ASKED_OF_RESPONSE = 4
 """Requests per held-out story of both best-response probes: before and after each."""
 _CHARACTERS_PER_TOKEN = 4
 """Of English text in the tokenizers that APIs use, by the rule of thumb that their vendors state."""
-_DUMMY_TOKENS = 256
-"""Token ids that stand for completions; the first one differs between the samples of a prompt."""
-
-
-@dataclass(frozen=True)
-class Stream:
-    """Tokens that one player's update of one step computes.
-
-    Args:
-        sequences: how many prompts with a completion.
-        packed: tokens of the prefix trees they are computed in.
-        padded: tokens of the same sequences as rows of one padded batch.
-        largest: tokens of the largest single pass.
-    """
-
-    sequences: int
-    packed: int
-    padded: int
-    largest: int
 
 
 def plan_run(config: MinMaxConfig) -> dict[str, Any]:
@@ -72,7 +52,8 @@ def plan_run(config: MinMaxConfig) -> dict[str, Any]:
     devices = plan_devices(config)
     checked = check_run(config, stories, devices)
     stories = checked.stories
-    streams = step_streams(config, stories, Ruler(config, stories, checked.models))
+    ruler = Ruler(config, stories, checked.models)
+    streams = step_tokens(config, stories, ruler)
     memory = estimate_memory(
         config,
         checked.models,
@@ -81,50 +62,52 @@ def plan_run(config: MinMaxConfig) -> dict[str, Any]:
         cache_tokens=_cache_tokens(config, stories, checked.longest),
     )
     rows = [
+        ("method", "minmax, trained by this engine"),
         *_model_rows(config, stories, checked),
         *_size_rows(config, stories),
         *_token_rows(config, stories, streams),
         *_request_rows(config, stories),
         *(_length_row(text) for text in checked.longest),
-        ("time scales, monitor : policy", f"{config.training.time_scale_ratio:.2g} : 1 (rate x updates)"),
-        *(_memory_row(part) for part in memory),
+        *((f"memory on {part.device}", str(part)) for part in memory),
+        _rate_row(config),
+        (
+            "first prompt",
+            shown_tokens(checked.models["policy"].tokenizer, ruler.policy_prompt(stories.train[0])),
+        ),
     ]
     return {"device_plan": device_rows(devices), "rows": rows, "warnings": checked.warnings}
 
 
-def step_streams(config: MinMaxConfig, stories: Stories, ruler: Ruler) -> dict[str, Stream]:
-    """What `policy` and `monitor` compute in one update on the first batch of stories."""
+def step_tokens(config: MinMaxConfig, stories: Stories, ruler: Ruler) -> dict[str, StepTokens]:
+    """Tokens of one update of `policy` and of `monitor` on the first batch of stories."""
     batch = stories.train[: config.training.batch_size]
-    answers = [
-        TokenSequence([*prompt, *_completion(i, config.policy_model.max_new_tokens)], len(prompt))
-        for prompt in map(ruler.policy_prompt, batch)
-        for i in range(config.game.num_generations)
-    ]
     tampered = _num_tampered(config, stories)
-    critiques = [
-        TokenSequence([*prompt, *_completion(i, config.monitor_model.max_new_tokens)], len(prompt))
+    judged = (
+        prompt
         for n, record in enumerate(batch)
         for prompt in _judged_prompts(config, ruler, record, tampered=n < tampered)
-        for i in range(config.game.num_critiques)
-    ]
-    budget = config.training.max_tokens_per_batch
-    return {"policy": _stream(answers, budget), "monitor": _stream(critiques, budget)}
+    )
+    asked = {
+        "policy": (map(ruler.policy_prompt, batch), config.game.num_generations, config.policy_model),
+        "monitor": (judged, config.game.num_critiques, config.monitor_model),
+    }
+    found = {}
+    for role, (prompts, count, player) in asked.items():
+        sampled = [each for ids in prompts for each in longest_completions(ids, count, player.max_new_tokens)]
+        found[role] = StepTokens.of(pack(sampled, config.training.max_tokens_per_batch), sampled)
+    return found
 
 
 def _judged_prompts(
     config: MinMaxConfig, ruler: Ruler, record: QARecord, *, tampered: bool
 ) -> list[list[int]]:
     """The monitor's prompts about one sampled answer to a story, and about a made-up one, if any."""
-    prompts = [ruler.monitor_prompt(record, _completion(0, config.policy_model.max_new_tokens))]
+    prompts = [ruler.monitor_prompt(record, [0] * config.policy_model.max_new_tokens)]
     if tampered:
         made_up = ruler.stories.prompts.made_up(record.answer_text)
         ids = encode_completion(ruler.models["monitor"].tokenizer, made_up)
         prompts.append(ruler.monitor_prompt(record, ids))
     return prompts
-
-
-def _completion(sample: int, length: int) -> list[int]:
-    return [sample % _DUMMY_TOKENS] * length
 
 
 def _step_size(config: MinMaxConfig, stories: Stories) -> int:
@@ -154,12 +137,6 @@ def _num_evaluations(config: MinMaxConfig, stories: Stories) -> int:
     steps = training.num_steps(len(stories.train))
     averages = any(p.average_decay is not None for p in (config.policy_model, config.monitor_model))
     return 2 + config.baseline + averages + steps // (training.eval_steps or steps + 1)
-
-
-def _stream(sequences: Sequence[TokenSequence], budget: int) -> Stream:
-    sizes = [batch.num_tokens for batch in pack(sequences, budget)]
-    longest = max(len(sequence.input_ids) for sequence in sequences)
-    return Stream(len(sequences), sum(sizes), longest * len(sequences), max(sizes))
 
 
 def _cache_tokens(config: MinMaxConfig, stories: Stories, longest: list[LongestText]) -> int:
@@ -220,8 +197,10 @@ def _size_rows(config: MinMaxConfig, stories: Stories) -> list[tuple[str, str]]:
     steps = training.num_steps(train)
     plain = f" after {training.num_steps(train, adversary=False)} of plain RLHF" if config.baseline else ""
     judged, fresh = _num_critiques(config, stories)
+    source = config.data.train_data or f"the world of {config.data.world}"
+    skipped = f", {len(stories.skipped):,} bad ones left out" if stories.skipped else ""
     return [
-        ("stories", f"{train:,} for training, {held_out:,} held out"),
+        ("data", f"{source}: {train:,} rows for training, {held_out:,} held out{skipped}"),
         (
             "steps",
             f"{steps:,} of {size} stories ({steps / training.num_steps_per_epoch(train):.2g} epochs){plain}",
@@ -231,7 +210,9 @@ def _size_rows(config: MinMaxConfig, stories: Stories) -> list[tuple[str, str]]:
     ]
 
 
-def _token_rows(config: MinMaxConfig, stories: Stories, streams: dict[str, Stream]) -> list[tuple[str, str]]:
+def _token_rows(
+    config: MinMaxConfig, stories: Stories, streams: dict[str, StepTokens]
+) -> list[tuple[str, str]]:
     training, schedule, count = config.training, config.schedule, len(stories.train)
     policy, once = streams["policy"].packed * training.policy_updates, streams["monitor"].packed
     updates = training.monitor_updates_per_policy
@@ -242,13 +223,7 @@ def _token_rows(config: MinMaxConfig, stories: Stories, streams: dict[str, Strea
     total = rounds * (steps * monitor + learning * policy) + probes
     total += learning * policy if config.baseline else 0
     return [
-        *(
-            (
-                f"{role} tokens per update",
-                f"{stream.packed:,} packed, {stream.padded:,} padded ({stream.padded / stream.packed:.1f}x)",
-            )
-            for role, stream in streams.items()
-        ),
+        *((f"{role} tokens per update", str(stream)) for role, stream in streams.items()),
         ("tokens per step", f"at most {rounds * (policy + monitor):,} in all updates"),
         *([("tokens of best-response probes", f"at most {probes:,}")] if probes else []),
         ("tokens in all", f"at most {total:,}"),
@@ -319,13 +294,16 @@ def _cost(judge: JudgeConfig, config: MinMaxConfig, stories: Stories, requests: 
 
 
 def _length_row(text: LongestText) -> tuple[str, str]:
-    limit = "no limit" if text.context is None else f"context {text.context:,}"
-    return f"longest {text.role} text", f"{text.tokens:,} tokens, {limit} ({text.story!r})"
+    limit = "no limit" if text.context is None else f"limit {text.context:,}"
+    return f"longest {text.role} sequence", f"{text.tokens:,} tokens, {limit} ({text.story!r})"
 
 
-def _memory_row(memory: Memory) -> tuple[str, str]:
-    parts = f"weights {format_bytes(memory.weights)}, training state {format_bytes(memory.training)}"
-    copies = f", copies {format_bytes(memory.copies)}" if memory.copies else ""
-    return f"memory on {memory.device}", (
-        f"about {format_bytes(memory.total)}: {parts}, activations {format_bytes(memory.activations)}{copies}"
+def _rate_row(config: MinMaxConfig) -> tuple[str, str]:
+    training = config.training
+    rates = {"policy": config.policy_model, "monitor": config.monitor_model}
+    shown = ", ".join(
+        f"{role} {getattr(training, f'{role}_learning_rate'):g}, {player.lr_scheduler_type}"
+        for role, player in rates.items()
     )
+    scales = f"{training.time_scale_ratio:.2g} : 1 (rate x updates)"
+    return "learning rates", f"{shown}; time scales, monitor : policy, {scales}"

@@ -17,7 +17,14 @@ from rlhf_minmax.optim.gradient_step import zero_stage
 from rlhf_minmax.players.players import PLAIN, backbone_settings, lora_settings, share_backbone
 from rlhf_minmax.run.checks import ModelInfo
 from rlhf_minmax.scorers.loading import scorer_hosts, scorer_sections
-from rlhf_models import DeviceManager, activation_bytes, adapter_shapes, add_adapters, weight_bytes
+from rlhf_models import (
+    DeviceManager,
+    activation_bytes,
+    adapter_shapes,
+    add_adapters,
+    memory_text,
+    weight_bytes,
+)
 
 _WEIGHT_BYTES = 4
 """Per parameter of an adapter or a critic: fp32."""
@@ -35,8 +42,8 @@ class Memory:
 
     Args:
         device: where.
-        weights: parameters, frozen ones and references included.
-        training: gradients and Adam moments, and the adapters and critics themselves.
+        weights: parameters, frozen ones, adapters, critics and references included.
+        training: gradients and Adam moments.
         activations: what one forward and backward pass keeps, or one generation's keys and values.
         copies: of trained parameters or their gradients, that guard, pools, averages and steps keep.
     """
@@ -51,6 +58,10 @@ class Memory:
     def total(self) -> float:
         """All bytes."""
         return self.weights + self.training + self.activations + self.copies
+
+    def __str__(self) -> str:
+        parts = {"weights": self.weights, "gradients and moments": self.training}
+        return memory_text(parts | {"activations": self.activations, "copies": self.copies})
 
 
 def estimate_memory(
@@ -84,9 +95,11 @@ def estimate_memory(
         pass_tokens: tokens of the largest training pass.
         cache_tokens: prompt and completion tokens whose keys and values are held at a time.
     """
-    path = config.training.deepspeed
-    stage = None if path is None else zero_stage(path)
-    state = state_bytes(stage, world_size(), moments=MOMENT_BYTES[config.training.optim])
+    training = config.training
+    sharding = "fsdp" if training.fsdp else None
+    if training.deepspeed is not None:
+        sharding = zero_stage(training.deepspeed)
+    state = state_bytes(sharding, world_size(), moments=MOMENT_BYTES[training.optim])
     policies = ["policy", PLAIN] if config.baseline else ["policy"]
     players = [("policy", config.policy_model, policies), ("monitor", config.monitor_model, ["monitor"])]
     if share_backbone(config):
@@ -108,21 +121,22 @@ def estimate_memory(
     return _by_device([*parts, _copies_on_cpu(config, counts), *_scorers(config, models, devices)])
 
 
-def state_bytes(stage: int | None, processes: int, *, moments: float = 8.0) -> float:
+def state_bytes(sharding: int | str | None, processes: int, *, moments: float = 8.0) -> float:
     """Bytes per trained parameter of a process beside the weight, all fp32 but for 8-bit moments.
 
-    A gradient and two Adam moments, 12; DeepSpeed keeps a copy of the weights besides and shards, by its
-    stage (ZeRO, arXiv:1910.02054), 1: moments and copy, 2: gradients too, 3: the trained weights too, the
-    player itself staying whole.
+    A gradient and two Adam moments, 12. FSDP shards them and a copy of the weights, 16. DeepSpeed keeps a
+    copy of the weights besides and shards, by its stage (ZeRO, arXiv:1910.02054), 1: moments and copy, 2:
+    gradients too, 3: the trained weights too. With FSDP and stage 3 the player itself stays whole.
 
     Args:
-        stage: of ZeRO; None without DeepSpeed.
+        sharding: the stage of ZeRO, `fsdp`, or None.
         processes: among which is sharded.
-        moments: bytes of both Adam moments, without DeepSpeed.
+        moments: bytes of both Adam moments where nothing is sharded.
     """
-    if stage is None:
+    if sharding is None:
         return 4.0 + moments
-    whole, sharded = {1: (4.0, 12.0), 2: (0.0, 16.0), 3: (0.0, 20.0)}.get(stage, (16.0, 0.0))
+    shares = {1: (4.0, 12.0), 2: (0.0, 16.0), 3: (0.0, 20.0), "fsdp": (0.0, 16.0)}
+    whole, sharded = shares.get(sharding, (16.0, 0.0))
     return whole + sharded / processes
 
 
@@ -160,17 +174,16 @@ def _trained(
         if player.use_lora:
             adapted = add_adapters(model, names, lora_settings(player))
             count = sum(p.numel() for name, p in adapted.named_parameters() if ".lora_" in name) // len(names)
-            training = (_WEIGHT_BYTES + state) * count * len(names)
+            weights += _WEIGHT_BYTES * count * len(names)
         else:
             count = sum(p.numel() for p in model.parameters())
-            training = state * count * len(names)
             weights *= len(names) + 1
     text = info.config.get_text_config()
     training_pass = activation_bytes(
         text, pass_tokens, dtype.itemsize, checkpointing=player.gradient_checkpointing
     )
     cache = _cache_bytes(text, cache_tokens, dtype.itemsize)
-    return Memory(device, weights, training, max(training_pass, cache)), count
+    return Memory(device, weights, state * count * len(names), max(training_pass, cache)), count
 
 
 def _remembered(
@@ -178,9 +191,9 @@ def _remembered(
 ) -> Memory:
     """What a player that trains `count` parameters keeps besides: critic, step rule, average."""
     hidden = info.config.get_text_config().hidden_size
-    critic = (_WEIGHT_BYTES + state) * (hidden + 1) if player.baseline == "critic" else 0.0
+    critic = hidden + 1 if player.baseline == "critic" else 0
     copies = _STEP_COPIES[player.step_rule] + (player.average_decay is not None)
-    return Memory(device, 0.0, critic, copies=_COPY_BYTES * count * copies)
+    return Memory(device, _WEIGHT_BYTES * critic, state * critic, copies=_COPY_BYTES * count * copies)
 
 
 def _probed(counts: Mapping[str, int], devices: DeviceManager, state: float) -> list[Memory]:

@@ -56,6 +56,7 @@ _PACKAGES = (
     "transformers",
     "peft",
 )
+_SCALES = ("reward_scale", "judge_scale")
 _PREFLIGHT, _REPORT = "preflight.json", "report.html"
 _NUM_SAMPLES = 8
 _NOT_ON_THE_WAY = ("dual/lambda", "monitor/calibration")
@@ -219,10 +220,9 @@ class MinMaxJob:
             before |= {"dual/lambda": self.config.training.constraint_penalty_lambda}
             before |= {"monitor/calibration": calibration(pipeline, stories.held_out)}
             scales = {
-                "reward_scale": asdict(pipeline.reward_scale),
-                "judge_scale": asdict(pipeline.judge_scale),
-                "held_out_reward_scale": asdict(held_out.reward_scale),
-                "held_out_judge_scale": asdict(held_out.judge_scale),
+                prefix + name: asdict(getattr(part, name))
+                for prefix, part in (("", pipeline), ("held_out_", held_out))
+                for name in _SCALES
             }
             if is_main_process():
                 found = {"break_even": check.to_dict(), "before": before, "read": asdict(read)}
@@ -230,24 +230,19 @@ class MinMaxJob:
             barrier()
         saved = json.loads(path.read_text(encoding="utf-8"))
         check = BreakEven(**saved["break_even"])
-        pipeline = replace(
-            game.pipeline,
-            reward_scale=Scale(**saved["reward_scale"]),
-            judge_scale=Scale(**saved["judge_scale"]),
-            w_judge=check.w_judge,
+        scales, held = (
+            {name: Scale(**saved[prefix + name]) for name in _SCALES} for prefix in ("", "held_out_")
         )
-        held_out = replace(
-            game.held_out,
-            reward_scale=Scale(**saved["held_out_reward_scale"]),
-            judge_scale=Scale(**saved["held_out_judge_scale"]),
-        )
+        pipeline = replace(game.pipeline, **scales, w_judge=check.w_judge)
+        held_out = replace(game.held_out, **held)
         clock.lap("evaluation")
         self.events.break_even(check)
         self.events.evaluated("before", saved["before"])
         obstacles = why_impossible(check, ReadRates(**saved["read"]))
         if obstacles and to_play and not self.config.force:
             raise UserError(
-                f"the game cannot work: {'; '.join(obstacles)}; or play all the same with --force"
+                f"the game cannot work: {'; '.join(obstacles)}; or play all the same with --force",
+                code="game_cannot_work",
             )
         for warning in obstacles or form_warnings(saved["before"]):
             self.events.warning(warning)
@@ -307,7 +302,7 @@ class MinMaxJob:
         self.events.step(phase, step, total, metrics)
 
     def _check_best_metric(self, before: dict[str, Any]) -> None:
-        measured = {f"eval/{name}": value for name, value in before.items() if name not in _NOT_ON_THE_WAY}
+        measured = {f"eval_{name}": value for name, value in before.items() if name not in _NOT_ON_THE_WAY}
         check_best_metric(self.config.training.best_metric_name, measured)
 
     def _say_how_it_ended(self, trainer: MinMaxTrainer) -> None:
@@ -385,7 +380,8 @@ class MinMaxJob:
         report = self.run.path / _REPORT
         if report.exists():
             raise UserError(
-                f"{self.run.path} holds a finished run; start a new one with another --output-dir"
+                f"{self.run.path} holds a finished run; start a new one with another --output-dir",
+                code="finished_run",
             )
         if is_main_process():
             write_minmax_report(self.run, report)

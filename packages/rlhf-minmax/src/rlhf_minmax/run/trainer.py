@@ -18,7 +18,6 @@ from rlhf_algos import (
     StepReport,
     TrainingEvents,
     check_evaluations,
-    load_weights,
     pace,
 )
 from rlhf_algos.process_group import barrier, is_main_process, rank, world_size
@@ -33,7 +32,6 @@ from rlhf_minmax.game.rates import form_match
 from rlhf_minmax.optim.dual_ppo import DualPPOOptimizer
 from rlhf_minmax.players.league import OpponentPools
 from rlhf_minmax.scorers.loading import HeldOut
-from rlhf_models import PolicyModel
 
 _AHEAD = 5
 """Seeds of a step's round that looks ahead are so far from those of its other round, which are up to 2."""
@@ -80,7 +78,10 @@ class MinMaxTrainer:
         on_step: StepCallback | None = None,
     ) -> None:
         if not records:
-            raise UserError("there are no training stories; give a file with at least one row")
+            raise UserError(
+                "there are no training stories; give a file with at least one row",
+                code="no_training_examples",
+            )
         self.pipeline, self.config, self.run = pipeline, config, run
         self.records, self.eval_records = list(records), list(eval_records)
         self.adversary, self.on_step = adversary, on_step
@@ -164,7 +165,7 @@ class MinMaxTrainer:
     def _evaluate(self) -> dict[str, Any]:
         policy = self.pipeline.players.policy
         found = measure_game(self.pipeline, self.eval_records, policy, self.held_out)
-        return {f"eval/{name}": value for name, value in found.items()}
+        return {f"eval_{name}": value for name, value in found.items()}
 
     def _report(self, report: StepReport) -> None:
         if self.on_step:
@@ -272,8 +273,8 @@ class MinMaxTrainer:
         }
         with self.checkpoints.writing_together(self.step, state, metrics=metrics) as folder:
             if self.writes:
-                for name, player in self._trained_players().items():
-                    player.save_pretrained(folder / name)
+                for role, trained in self.optimizer.players().items():
+                    trained.player.save_pretrained(folder / role)
                 if self.pools.policies.members:
                     self.pools.save(folder)
             barrier()
@@ -303,7 +304,10 @@ class MinMaxTrainer:
         """
         state = CheckpointManager.read_state(folder)
         if state["data"] != self._data_hash():
-            raise UserError(f"{folder} was written with other training stories; resume with the same data")
+            raise UserError(
+                f"{folder} was written with other training stories; resume with the same data",
+                code="different_training_data",
+            )
         count = state["num_processes"]
         if self.config.training.deepspeed and count != world_size():
             raise UserError(
@@ -323,24 +327,12 @@ class MinMaxTrainer:
         self._load_players(folder, CheckpointManager.read_state(folder))
 
     def _load_players(self, folder: Path, state: Mapping[str, Any]) -> None:
-        for name, player in self._trained_players().items():
-            restore_player(player, folder / name)
+        for role, trained in self.optimizer.players().items():
+            trained.player.load_weights(folder / role)
         self.optimizer.load(folder, state["dual"])
 
     def _data_hash(self) -> str:
         return json_hash([[r.story, r.question, r.choices, r.answer] for r in self.records])
-
-    def _trained_players(self) -> dict[str, PolicyModel]:
-        players = {"policy": self.pipeline.players.policy}
-        return players | ({"monitor": self.pipeline.players.monitor} if self.adversary else {})
-
-
-def restore_player(player: PolicyModel, folder: Path) -> None:
-    """Put a player's saved adapter or full weights back, bit for bit."""
-    if player.adapters is not None and player.adapter is not None:
-        player.adapters.load(player.adapter, folder)
-    else:
-        load_weights(player.model, folder)
 
 
 def _due(step: int, every: int | None) -> bool:

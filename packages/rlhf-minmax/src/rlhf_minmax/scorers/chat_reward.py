@@ -72,6 +72,7 @@ def reads_chat(reward: RewardModelConfig, tokenizer: Any, *, policy_chats: bool)
     if reward.chat and not has_template:
         raise UserError(
             "chat is true for a reward model whose tokenizer has no chat template; set its chat to false, or "
-            "name one that was trained on chats"
+            "name one that was trained on chats",
+            code="no_chat_template",
         )
     return has_template and policy_chats if reward.chat is None else reward.chat

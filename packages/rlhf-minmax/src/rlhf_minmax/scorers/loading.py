@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from rlhf_data import UserError
+from rlhf_data import UserError, cache_folder
 from rlhf_infer import APIJudge, Judge, PromptedJudge, RuleJudge
 from rlhf_infer.judges.api import api_key
 from rlhf_minmax.config.run import MinMaxConfig
 from rlhf_minmax.config.scorers import JudgeConfig, RewardModelConfig
-from rlhf_minmax.demo.builder import DemoModels, default_cache_folder
+from rlhf_minmax.demo.builder import DemoModels
 from rlhf_minmax.game.forward_pass import Scale, Scorer
 from rlhf_minmax.game.prompts import Prompts, uses_chat
 from rlhf_minmax.players.players import Players
@@ -151,12 +151,16 @@ def check_scorers(config: MinMaxConfig) -> None:
     ):
         raise UserError(
             f"held_out.reward_model is {trains}, as reward_model is: what trains the policy cannot be held "
-            "out; name another reward model"
+            "out; name another reward model",
+            code="not_held_out",
+            key="reward_model",
         )
     if judge and judge.identity == config.judge_model.identity:
         raise UserError(
             f"held_out.judge is the judge of the game (kind {judge.kind}, model {judge.model_name}): what "
-            "trains the players cannot be held out; choose another kind or model"
+            "trains the players cannot be held out; choose another kind or model",
+            code="not_held_out",
+            key="judge",
         )
     for each in (config.judge_model, judge):
         if each is not None and each.kind == "api":
@@ -258,7 +262,7 @@ class _Loader:
 
 def _api_judge(judge: JudgeConfig, *, seed: int) -> APIJudge:
     assert judge.base_url is not None and judge.model_name is not None, "JudgeConfig demands both"
-    cache = default_cache_folder().parent / "judge" if judge.cache else None
+    cache = cache_folder("judge") if judge.cache else None
     return APIJudge(
         judge.base_url,
         judge.model_name,

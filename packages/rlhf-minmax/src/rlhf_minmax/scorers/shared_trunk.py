@@ -103,7 +103,8 @@ def scorer_host(
     if section.share_backbone:
         raise UserError(
             f"the {role} model cannot share the players' backbone, as share_backbone demands: "
-            + "; ".join(dict.fromkeys(obstacles))
+            + "; ".join(dict.fromkeys(obstacles)),
+            code="cannot_share_backbone",
         )
     return None
 

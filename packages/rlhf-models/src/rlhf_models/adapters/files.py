@@ -21,10 +21,16 @@ from peft import (
 )
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlhf_data import UserError, atomic_folder, atomic_write_json
-from rlhf_models.loading.pretrained import load_causal_lm, load_config, load_tokenizer
+from rlhf_models.loading.pretrained import (
+    check_tokenizer_fits,
+    check_weights,
+    load_causal_lm,
+    load_config,
+    load_tokenizer,
+)
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BASE_PATH = "base_model.json"
@@ -50,7 +56,9 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, *, adapter: str = "
         with torch.random.fork_rng(devices=[]):
             peft_model = get_peft_model(model, config, adapter_name=adapter)
     except ValueError as error:
-        raise UserError(f"adapter folder {folder} does not fit this model: {error}") from error
+        raise UserError(
+            f"adapter folder {folder} does not fit this model: {error}", code="adapter_does_not_fit"
+        ) from error
     assert isinstance(peft_model, PeftModel)
     load_adapter_weights(peft_model, folder, adapter=adapter)
     return peft_model.eval()
@@ -76,7 +84,9 @@ def add_saved_adapter(
         with torch.random.fork_rng(devices=[]):
             model.add_adapter(adapter, config)
     except ValueError as error:
-        raise UserError(f"adapter folder {folder} does not fit this model: {error}") from error
+        raise UserError(
+            f"adapter folder {folder} does not fit this model: {error}", code="adapter_does_not_fit"
+        ) from error
     load_adapter_weights(model, folder, adapter=adapter, without=without)
 
 
@@ -103,9 +113,9 @@ def load_adapter_weights(
     differing = set(saved) ^ set(own) | {k for k in set(saved) & set(own) if saved[k].shape != own[k].shape}
     if differing:
         raise UserError(
-            f"adapter folder {folder} does not fit this model and its LoRA settings "
-            f"({len(differing)} tensors differ, first {min(differing)}); "
-            "use the settings it was trained with"
+            f"adapter folder {folder} does not fit this model and its LoRA settings ({len(differing)} "
+            f"tensors differ, first {min(differing)}); use the settings it was trained with",
+            code="adapter_does_not_fit",
         )
     set_peft_model_state_dict(model, saved, adapter_name=adapter)
 
@@ -170,6 +180,24 @@ def load_merged(folder: str | Path, **load_options: Any) -> tuple[PreTrainedMode
     return merged, load_adapter_tokenizer(folder, base)
 
 
+def load_shape(name_or_path: str | Path, *, adapted: bool = False) -> tuple[PreTrainedConfig, Any]:
+    """Config and tokenizer of a model whose weights are there.
+
+    Args:
+        name_or_path: folder or hub name.
+        adapted: it is the folder of an adapter; the config is that of the model it was trained on.
+
+    Raises:
+        UserError: model or tokenizer cannot be loaded, weights are missing, or the tokenizer does not fit.
+    """
+    base = adapter_base(name_or_path) if adapted else name_or_path
+    config = load_config(base)
+    check_weights(base)
+    tokenizer = load_adapter_tokenizer(name_or_path, base) if adapted else load_tokenizer(base)
+    check_tokenizer_fits(config, tokenizer)
+    return config, tokenizer
+
+
 def load_adapter_tokenizer(folder: str | Path, base: str | Path) -> Any:
     """The tokenizer saved with an adapter, or else that of the model it was trained on.
 
@@ -189,9 +217,13 @@ def adapter_config(folder: str | Path) -> LoraConfig:
     try:
         config = PeftConfig.from_pretrained(str(folder))
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"adapter folder {folder} has no readable {ADAPTER_CONFIG}") from error
+        raise UserError(
+            f"adapter folder {folder} has no readable {ADAPTER_CONFIG}", code="no_adapter_config"
+        ) from error
     if not isinstance(config, LoraConfig):
-        raise UserError(f"adapter folder {folder} holds a {config.peft_type} adapter; expected LoRA")
+        raise UserError(
+            f"adapter folder {folder} holds a {config.peft_type} adapter; expected LoRA", code="not_lora"
+        )
     return config
 
 
@@ -207,7 +239,9 @@ def adapter_base(folder: str | Path) -> str:
     """
     base, folder = adapter_config(folder).base_model_name_or_path, Path(folder)
     if not base:
-        raise UserError(f"{folder / ADAPTER_CONFIG} names no base model; give it as base_model")
+        raise UserError(
+            f"{folder / ADAPTER_CONFIG} names no base model; give it as base_model", code="no_base_model"
+        )
     for place in (base, folder / base, *_moved_with(folder)):
         if Path(place).is_dir():
             return os.path.abspath(place)
@@ -216,7 +250,8 @@ def adapter_base(folder: str | Path) -> str:
     except UserError as error:
         raise UserError(
             f"the base model {base}, named in {folder / ADAPTER_CONFIG}, is not there: {error}; move it "
-            "back, or correct base_model_name_or_path in that file"
+            "back, or correct base_model_name_or_path in that file",
+            code="base_model_not_found",
         ) from error
     return base
 
@@ -257,9 +292,10 @@ def _weights_file(folder: str | Path) -> Iterator[Path]:
     path = Path(folder) / ADAPTER_WEIGHTS
     if not path.is_file():
         raise UserError(
-            f"adapter folder {folder} has no {ADAPTER_WEIGHTS}; expected an adapter saved by peft"
+            f"adapter folder {folder} has no {ADAPTER_WEIGHTS}; expected an adapter saved by peft",
+            code="no_adapter_weights",
         )
     try:
         yield path
     except (OSError, SafetensorError) as error:
-        raise UserError(f"adapter weights {path} cannot be read: {error}") from error
+        raise UserError(f"adapter weights {path} cannot be read: {error}", code="unreadable_file") from error

@@ -182,7 +182,9 @@ def _lora_config(model: PreTrainedModel, settings: LoraSettings) -> Any:
         if not any(name == target or name.endswith(f".{target}") for name in layers):
             choices = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
             raise UserError(
-                f"lora_target_modules: the model has no linear layer {target!r}; it has {choices}"
+                f"lora_target_modules: the model has no linear layer {target!r}; it has {choices}",
+                code="unknown_layer",
+                layer=target,
             )
     chosen = [m for name, m in layers.items() if any(name == t or name.endswith(f".{t}") for t in targets)]
     task = next(

@@ -91,7 +91,8 @@ def build_classifier(
     """
     if getattr(causal_lm, "is_quantized", False):
         raise UserError(
-            "a quantised model cannot be copied under a new head; load it with from_language_model"
+            "a quantised model cannot be copied under a new head; load it with from_language_model",
+            code="quantized_model",
         )
     config = type(causal_lm.config).from_dict(causal_lm.config.to_dict())
     _set_outputs(config, outputs, pad_token_id)
@@ -191,7 +192,9 @@ def share_trunk(auto_class: Any, causal_lm: PreTrainedModel, folder: str | Path)
     try:
         head.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
-        raise UserError(f"adapter folder {folder} brings no head that fits its model: {error}") from error
+        raise UserError(
+            f"adapter folder {folder} brings no head that fits its model: {error}", code="head_does_not_fit"
+        ) from error
     setattr(model, model.base_model_prefix, causal_lm.base_model)
     setattr(model, _head_name(model), head.to(causal_lm.device, causal_lm.dtype).requires_grad_(False))
     model.name_or_path = causal_lm.name_or_path
@@ -359,7 +362,8 @@ def _head_name(model: Any) -> str:
     name = next((name for name in SCALAR_HEADS if hasattr(model, name)), None)
     if name is None:
         raise UserError(
-            f"{type(model).__name__} has no scalar head; expected a sequence or token classification model"
+            f"{type(model).__name__} has no scalar head; expected a sequence or token classification model",
+            code="no_scalar_head",
         )
     return name
 
@@ -381,5 +385,6 @@ def _read_head(head: nn.Module, name_or_path: str | Path) -> None:
         head.load_state_dict(load_file(str(cached_file(str(name_or_path), HEAD_FILE))))
     except (OSError, RuntimeError, SafetensorError) as error:
         raise UserError(
-            f"model {name_or_path} has no {HEAD_FILE} that can be read and fits its trunk: {error}"
+            f"model {name_or_path} has no {HEAD_FILE} that can be read and fits its trunk: {error}",
+            code="unreadable_head",
         ) from error

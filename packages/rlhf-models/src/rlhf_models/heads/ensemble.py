@@ -115,7 +115,8 @@ class RewardEnsemble(nn.Module, ABC):
             if stored_head(load_config(name_or_path)) is not None:
                 raise UserError(
                     f"{name_or_path} has a head of its own, so independent members would all be the same; "
-                    "start from a language model, or take kind adapters"
+                    "start from a language model, or take kind adapters",
+                    code="equal_members",
                 )
             make = RewardModel.from_language_model
             return IndependentEnsemble(
@@ -152,7 +153,10 @@ class RewardEnsemble(nn.Module, ABC):
             saved = json.loads((folder / ENSEMBLE_FILE).read_text(encoding="utf-8"))
             kind, size = str(saved["kind"]), int(saved["size"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{folder} has no readable {ENSEMBLE_FILE}; expected a saved ensemble") from error
+            raise UserError(
+                f"{folder} has no readable {ENSEMBLE_FILE}; expected a saved ensemble",
+                code="no_ensemble_config",
+            ) from error
         check_choice(f"kind in {folder / ENSEMBLE_FILE}", kind, get_args(EnsembleKind))
         loader = next(cls for cls in (IndependentEnsemble, AdapterEnsemble, HeadEnsemble) if cls.kind == kind)
         return loader.load(folder, size, base_model=base_model, **load_options)
@@ -241,9 +245,15 @@ class RewardEnsemble(nn.Module, ABC):
 def _check(kind: str, size: int, lora: LoraSettings | None) -> None:
     check_choice("kind", kind, get_args(EnsembleKind))
     if size < 2:
-        raise UserError(f"an ensemble has at least 2 members, got size {size}")
+        raise UserError(
+            f"an ensemble has at least 2 members, got size {size}", code="invalid_value", key="size"
+        )
     if kind == "independent" and lora is not None:
-        raise UserError('lora goes with kind "adapters" or "heads"; independent members train in full')
+        raise UserError(
+            'lora goes with kind "adapters" or "heads"; independent members train in full',
+            code="invalid_value",
+            key="lora",
+        )
 
 
 def aggregate_scores(scores: torch.Tensor, aggregate: Aggregate, *, k: float = 1.0) -> torch.Tensor:

@@ -204,7 +204,8 @@ def on_one_trunk(
         if model.config.num_labels != size:
             raise UserError(
                 f"the model has {model.config.num_labels} heads of its own; expected a language model, "
-                f"which gets {size}"
+                f"which gets {size}",
+                code="model_has_heads",
             )
         return HeadEnsemble(model if lora is None else apply_lora(model, lora, seed=seed), tokenizer)
     names = [f"member{i}" for i in range(size)]

@@ -75,7 +75,7 @@ class ProcessRewardModel(HeadModel):
             UserError: there is no step.
         """
         if not steps:
-            raise UserError("a solution to be scored has no steps; expected at least one")
+            raise UserError("a solution to be scored has no steps; expected at least one", code="no_steps")
         example = self._builder.build(StepwiseRecord(prompt, tuple(steps), (0.0,) * len(steps)))
         assert isinstance(example, StepExample)
         return example

@@ -46,7 +46,8 @@ class HeadModel(nn.Module):
         if model.config.num_labels != 1:
             raise UserError(
                 f"{type(model).__name__} with {model.config.num_labels} labels gives no single score; "
-                "expected a classification model with num_labels 1"
+                "expected a classification model with num_labels 1",
+                code="several_labels",
             )
         head_of(model)
         check_tokenizer_fits(model.config, tokenizer)
@@ -124,7 +125,10 @@ class HeadModel(nn.Module):
             UserError: a target layer does not exist, or there is an adapter already.
         """
         if isinstance(self.model, PeftModel):
-            raise UserError(f"this {type(self).__name__} has a LoRA adapter already; train that one")
+            raise UserError(
+                f"this {type(self).__name__} has a LoRA adapter already; train that one",
+                code="adapter_exists",
+            )
         self.model = apply_lora(self.model, settings, seed=seed)
         return self
 
@@ -155,7 +159,8 @@ class HeadModel(nn.Module):
             self.load_state_dict(saved.state_dict())
         except RuntimeError as error:
             raise UserError(
-                f"the weights of {folder} do not fit this {type(self).__name__}: {error}"
+                f"the weights of {folder} do not fit this {type(self).__name__}: {error}",
+                code="weights_do_not_fit",
             ) from error
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -204,4 +209,8 @@ def check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:
         UserError: it is none of them.
     """
     if value not in choices:
-        raise UserError(f"{what} is {value!r}; expected one of {', '.join(choices)}")
+        raise UserError(
+            f"{what} is {value!r}; expected one of {', '.join(choices)}",
+            code="invalid_value",
+            key=what.split()[-1],
+        )

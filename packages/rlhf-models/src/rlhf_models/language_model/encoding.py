@@ -36,6 +36,7 @@ def _known(tokenizer: Any, ids: list[int], text: str) -> list[int]:
     if unknown is not None and unknown != tokenizer.eos_token_id and unknown in ids:
         raise UserError(
             f"the tokenizer has no token for a part of {text[:80]!r}; "
-            "take a model with a byte-level tokenizer"
+            "take a model with a byte-level tokenizer",
+            code="unknown_token",
         )
     return ids

@@ -113,7 +113,8 @@ def score_targets(
     if partitioned and not is_linear(head):
         raise UserError(
             f"the output layer is a {type(head).__name__}, which cannot be scored when ZeRO-3 partitions it; "
-            "leave it out of lora_target_modules, or take ZeRO-2"
+            "leave it out of lora_target_modules, or take ZeRO-2",
+            code="partitioned_head",
         )
 
     def score(states: torch.Tensor) -> TokenLogps:

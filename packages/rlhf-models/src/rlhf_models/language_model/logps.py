@@ -62,7 +62,9 @@ def _run(
     if len(layers) != expected:
         raise UserError(
             f"{type(backbone).__name__} cannot score packed streams: {expected - len(layers)} of its "
-            f"{expected} layers do not use transformers' attention interface; take another architecture"
+            f"{expected} layers do not use transformers' attention interface; take another architecture",
+            code="cannot_be_packed",
+            cause="attention",
         )
     _check_window(config, layers.values())
     return output
@@ -108,7 +110,9 @@ def check_packing(model: Any) -> None:
         if not error <= tolerance:
             raise UserError(
                 f"{type(lm).__name__} cannot score packed streams: its outputs differ by a share of "
-                f"{float(error):.2g} from those of a plain forward pass; take another architecture"
+                f"{float(error):.2g} from those of a plain forward pass; take another architecture",
+                code="cannot_be_packed",
+                cause="outputs",
             )
     if getattr(lm, "is_quantized", False) or any(getattr(config, name, None) for name in _EXPERTS):
         return  # there the rounding of one text's numbers depends on those of the others
@@ -121,7 +125,9 @@ def check_packing(model: Any) -> None:
         raise UserError(
             f"{type(lm).__name__} cannot score packed streams: its outputs for one text change by a share of "
             f"{float(error):.2g} with the tokens of another, so its layers carry more than attention from "
-            "token to token; take another architecture"
+            "token to token; take another architecture",
+            code="cannot_be_packed",
+            cause="other_texts",
         )
 
 

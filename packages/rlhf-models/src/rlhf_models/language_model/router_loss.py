@@ -28,7 +28,8 @@ def router_coefficient(model: Any, wanted: float | None) -> float:
     if wanted and not known:
         raise UserError(
             f"router_aux_loss_coef is {wanted}, but {type(lm).__name__} has no load-balancing loss; "
-            "leave it out"
+            "leave it out",
+            code="no_router_loss",
         )
     own = getattr(config, "router_aux_loss_coef", None) or 0.0
     return (own if wanted is None else wanted) if known else 0.0

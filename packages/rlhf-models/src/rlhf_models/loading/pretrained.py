@@ -99,12 +99,14 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
     except (*_LOAD_ERRORS, ImportError, TypeError) as error:
         raise UserError(
             f"{where} has no tokenizer that can be loaded ({_first_line(error)}); "
-            "expected tokenizer.json and tokenizer_config.json beside the model"
+            "expected tokenizer.json and tokenizer_config.json beside the model",
+            code="no_tokenizer",
         ) from error
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"the tokenizer of {where} has no end-of-sequence token, so no generation could ever stop; "
-            "set eos_token in its tokenizer_config.json"
+            "set eos_token in its tokenizer_config.json",
+            code="no_end_token",
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -151,11 +153,14 @@ def load_model(
     except torch.OutOfMemoryError:
         raise
     except _LOAD_ERRORS as error:
-        raise UserError(f"{where} cannot be loaded: {_first_line(error)}") from error
+        raise UserError(
+            f"{where} cannot be loaded: {_first_line(error)}", code="unreadable_weights"
+        ) from error
     if missing := set(info["missing_keys"]).difference(may_lack):
         raise UserError(
             f"the weights of {where} lack {_some(missing)}; "
-            f"expected a complete {type(model).__name__}, check that this is the right model"
+            f"expected a complete {type(model).__name__}, check that this is the right model",
+            code="missing_weights",
         )
     if unused := [key for key in info["unexpected_keys"] if not (may_lack and key in _OTHER_HEADS)]:
         _LOG.warning("%s: weights without use here: %s", where, _some(unused))
@@ -182,7 +187,9 @@ def load_config(name_or_path: str | Path) -> PreTrainedConfig:
         return _cached_first(AutoConfig.from_pretrained, name_or_path)
     except _LOAD_ERRORS as error:
         if Path(name_or_path).is_dir():
-            raise UserError(f"the config.json of {where} cannot be read: {_first_line(error)}") from error
+            raise UserError(
+                f"the config.json of {where} cannot be read: {_first_line(error)}", code="unreadable_config"
+            ) from error
         raise UserError(
             f"{where} is not a folder, not in the local Hugging Face cache, and could not be fetched from "
             "the hub; check the name and the connection, or give a model folder"
@@ -199,7 +206,8 @@ def check_language_model(name_or_path: str | Path) -> None:
     if any(name.endswith(_CLASSIFIERS) for name in made):
         raise UserError(
             f"{_checked_source(name_or_path, needs=())} is a reward model ({', '.join(made)}), which cannot "
-            "generate text; name a language model"
+            "generate text; name a language model",
+            code="is_a_reward_model",
         )
 
 
@@ -242,7 +250,10 @@ def check_prompt_fits(model: PreTrainedModel | PreTrainedConfig, length: int, wh
     if limit is not None and length > limit:
         raise UserError(
             f"{what} needs {length} tokens but the model's context holds {limit}; "
-            "shorten it or take a model with a longer context"
+            "shorten it or take a model with a longer context",
+            code="context_too_short",
+            length=length,
+            limit=limit,
         )
 
 
@@ -257,7 +268,8 @@ def check_tokenizer_fits(model: PreTrainedModel | PreTrainedConfig, tokenizer: A
     if len(tokenizer) > vocab_size:
         raise UserError(
             f"the tokenizer has {len(tokenizer)} tokens but the model only {vocab_size} embeddings; "
-            "take the tokenizer that belongs to the model"
+            "take the tokenizer that belongs to the model",
+            code="tokenizer_does_not_fit",
         )
 
 
@@ -269,26 +281,36 @@ def _checked_source(name_or_path: str | Path, *, needs: tuple[str, ...]) -> str:
             if (path / "adapter_config.json").is_file():
                 raise UserError(
                     f"model folder {name} holds an adapter without its model; merge both with peft "
-                    "(AutoPeftModelForCausalLM, merge_and_unload) and give the folder they are saved in"
+                    "(AutoPeftModelForCausalLM, merge_and_unload) and give the folder they are saved in",
+                    code="adapter_without_model",
                 )
             if (path / "ensemble_config.json").is_file():
                 raise UserError(
                     f"model folder {name} holds an ensemble of reward models, which is no single model; name "
-                    "a single model"
+                    "a single model",
+                    code="is_an_ensemble",
                 )
-            raise UserError(f"model folder {name} has no config.json; expected a saved transformers model")
+            raise UserError(
+                f"model folder {name} has no config.json; expected a saved transformers model",
+                code="no_config",
+            )
         if "weights" in needs and not any((path / file).is_file() for file in _WEIGHT_FILES):
             if (path / "adapter_config.json").is_file():
                 raise UserError(
                     f"model folder {name} holds adapters of a reward model, which is no language model and "
-                    "cannot be trained further; name the model that they were trained on"
+                    "cannot be trained further; name the model that they were trained on",
+                    code="is_a_reward_adapter",
                 )
             raise UserError(
-                f"model folder {name} has no weights; expected model.safetensors beside config.json"
+                f"model folder {name} has no weights; expected model.safetensors beside config.json",
+                code="no_weights",
             )
         return f"model folder {name}"
     if path.exists():
-        raise UserError(f"model {name} is a file; expected a folder with config.json and model.safetensors")
+        raise UserError(
+            f"model {name} is a file; expected a folder with config.json and model.safetensors",
+            code="not_a_folder",
+        )
     check_not_a_missing_path(name)
     return f"model {name!r}"
 
@@ -326,7 +348,11 @@ def _checked_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     if isinstance(dtype, torch.dtype) or dtype == "auto":
         return dtype
     if dtype not in DTYPES:
-        raise UserError(f"dtype {dtype!r} is unknown; expected one of auto, {', '.join(DTYPES)}")
+        raise UserError(
+            f"dtype {dtype!r} is unknown; expected one of auto, {', '.join(DTYPES)}",
+            code="invalid_value",
+            key="dtype",
+        )
     return DTYPES[dtype]
 
 

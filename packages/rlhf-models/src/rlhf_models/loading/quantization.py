@@ -23,11 +23,12 @@ def quantization_config(
     if not (load_in_8bit or load_in_4bit):
         return None
     if load_in_8bit and load_in_4bit:
-        raise UserError("load_in_8bit and load_in_4bit are both set; choose one")
+        raise UserError("load_in_8bit and load_in_4bit are both set; choose one", code="two_precisions")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(
             "load_in_8bit and load_in_4bit need the package bitsandbytes, which is not installed "
-            "(it comes with rlhf-models on Linux); install it or load the model unquantised"
+            "(it comes with rlhf-models on Linux); install it or load the model unquantised",
+            code="missing_package",
         )
     if load_in_8bit:
         return BitsAndBytesConfig(load_in_8bit=True)
@@ -64,7 +65,8 @@ def _check_blocks(module: Any, where: str) -> None:
     if state is not None and module.in_features % state.blocksize:
         raise UserError(
             f"layer {where} has {module.in_features} inputs, and 4-bit weights on the CPU need a multiple of "
-            f"{state.blocksize}; use load_in_8bit or a GPU"
+            f"{state.blocksize}; use load_in_8bit or a GPU",
+            code="layer_cannot_be_quantized",
         )
 
 

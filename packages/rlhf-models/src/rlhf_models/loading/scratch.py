@@ -148,14 +148,17 @@ def load_model_config(source: str | Path | Mapping[str, Any] | ModelConfig) -> M
         if others := sorted(set(values) - {"model"}):
             raise UserError(
                 f"{where}: {', '.join(others)} beside the section model; this file describes the model only, "
-                "what the training needs belongs into the method's config"
+                "what the training needs belongs into the method's config",
+                code="foreign_sections",
             )
         values = values["model"]
     named: dict[str, str] = {}
     for key in values:
         name = _ALIASES.get(key, key)
         if name in named:
-            raise UserError(f"{where}: {named[name]} and {key} mean the same; give one of them")
+            raise UserError(
+                f"{where}: {named[name]} and {key} mean the same; give one of them", code="repeated_key"
+            )
         named[name] = key
     return ModelConfig.from_dict({name: values[key] for name, key in named.items()}, where)
 

@@ -24,7 +24,11 @@ def check_not_a_missing_path(name_or_path: str | Path) -> None:
     name = str(name_or_path)
     written_as_path = name.startswith(("/", ".", "~")) or name.endswith("/") or name.count("/") > 1
     if written_as_path and not Path(name).exists():
-        raise UserError(f"model folder {name} does not exist; check the path, or give a name on the hub")
+        raise UserError(
+            f"model folder {name} does not exist; check the path, or give a name on the hub",
+            code="model_not_found",
+            name=name,
+        )
 
 
 def check_available(name_or_path: str | Path) -> None:
@@ -59,10 +63,14 @@ def check_on_hub(name: str) -> None:
         reason = _HUB_STATES.get(status or 0, str(error).strip().partition("\n")[0])
         raise UserError(
             f"model {name!r} is not a folder and not in the local Hugging Face cache, and on the hub it "
-            f"{reason}; check the name, log in with `hf auth login`, or give a model folder"
+            f"{reason}; check the name, log in with `hf auth login`, or give a model folder",
+            code="model_not_found",
+            name=name,
         ) from error
     except Exception as error:  # of the transport, whose library is the hub client's choice
         raise UserError(
             f"model {name!r} is not a folder, not in the local Hugging Face cache, and could not be fetched "
-            f"from the hub ({error}); check the name and the connection, or give a model folder"
+            f"from the hub ({error}); check the name and the connection, or give a model folder",
+            code="model_unreachable",
+            name=name,
         ) from error

@@ -50,7 +50,11 @@ def train_byte_tokenizer(
         UserError: `vocab_size` is below `MIN_VOCAB_SIZE`.
     """
     if vocab_size < MIN_VOCAB_SIZE:
-        raise UserError(f"a byte-level tokenizer needs vocab_size >= {MIN_VOCAB_SIZE}, got {vocab_size}")
+        raise UserError(
+            f"a byte-level tokenizer needs vocab_size >= {MIN_VOCAB_SIZE}, got {vocab_size}",
+            code="invalid_value",
+            key="vocab_size",
+        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,13 +1,12 @@
 r"""Rewards for answers that can be checked: numbers, choices, exact texts.
 
-Where in a completion the answer stands: see `rlhf_infer.rewards.answers.read_answers`. Every rule says with
-`required_columns` which columns it needs, and checks a row of the data with `check_row`.
+Where in a completion the answer stands: see `rlhf_infer.rewards.answers.read_answers`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -28,8 +27,87 @@ _SHOWN = 80
 """Characters of a wrong answer that messages show."""
 
 
+class AnswerRule:
+    """Compares what a completion gives as its answer with the right one, which is a column of the data.
+
+    Raises:
+        UserError: an unknown `read`.
+    """
+
+    column: str
+    """Holds the right answer."""
+    read: Read
+    name: str
+    """What metrics call it."""
+
+    def __post_init__(self) -> None:
+        if self.read not in get_args(Read):
+            raise UserError(
+                f"reward {self.name}: read is {self.read!r}; expected one of {', '.join(get_args(Read))}",
+                code="invalid_value",
+                key="read",
+            )
+
+    def right_answer(self, row: Mapping[str, Any], where: str) -> Any:
+        """What `is_right` compares with.
+
+        Raises:
+            UserError: the row holds none; the message begins with `where`.
+        """
+        raise NotImplementedError
+
+    def is_right(self, text: str, right: Any) -> bool:
+        """Whether a completion's text gives the right answer."""
+        raise NotImplementedError
+
+    def __call__(self, /, completions: Sequence[Text], **columns: Any) -> list[float | None]:
+        """Rewards 0 or 1; None where there is no right answer or the column `verifiable` is false."""
+        rows = self.checked_rows(completions, columns)
+        return [
+            None if row is None else float(self.is_right(text_of(completion), self.right_answer(*row)))
+            for completion, row in zip(completions, rows, strict=True)
+        ]
+
+    @property
+    def required_columns(self) -> tuple[str, ...]:
+        """Columns that the data must have."""
+        return (self.column,)
+
+    def check_row(self, row: Mapping[str, Any], where: str) -> None:
+        """Refuse a row of the data whose right answer cannot be compared with.
+
+        Raises:
+            UserError: it cannot; the message begins with `where`.
+        """
+        if is_checked(row, self.column, where):
+            self.right_answer(row, where)
+
+    def checked_rows(
+        self, completions: Sequence[Text], columns: Mapping[str, Sequence[Any]]
+    ) -> list[tuple[Mapping[str, Any], str] | None]:
+        """The row of each completion and what messages call it; None where its answer cannot be checked.
+
+        Raises:
+            UserError: there is no column of right answers.
+        """
+        if self.column not in columns:
+            raise UserError(
+                f"reward {self.name} needs a column {self.column} with the right answers; name another one "
+                f"with {self.name}:column=NAME, or add it to the data",
+                code="missing_column",
+                column=self.column,
+            )
+        per_sample = {k: values for k, values in columns.items() if _is_per_sample(values, len(completions))}
+        rows: list[tuple[Mapping[str, Any], str] | None] = []
+        for i, completion in enumerate(completions):
+            row = {key: values[i] for key, values in per_sample.items()}
+            where = f"reward {self.name}, {sample_name(i, completion)}"
+            rows.append((row, where) if is_checked(row, self.column, where) else None)
+        return rows
+
+
 @dataclass(frozen=True)
-class NumberReward:
+class NumberReward(AnswerRule):
     r"""1 where the completion's number equals the right one, else 0, also where there is no number.
 
     The completion's number is all that a box holds, but for a unit or `x =`; the first one after `####`,
@@ -55,50 +133,39 @@ class NumberReward:
     name: str = "number"
 
     def __post_init__(self) -> None:
-        check_read("number", self.read)
+        super().__post_init__()
         for tolerance in (self.tolerance, self.relative_tolerance):
             if not 0 <= tolerance < math.inf:
-                raise UserError(f"reward number: tolerance is {tolerance}; expected a number >= 0")
+                raise UserError(
+                    f"reward number: tolerance is {tolerance}; expected a number >= 0",
+                    code="invalid_value",
+                    key="tolerance",
+                )
 
-    def __call__(self, /, completions: Sequence[Text], **columns: Any) -> list[float | None]:
-        """Rewards 0 or 1; None where there is no right answer or the column `verifiable` is false."""
-        return _judged(self.name, self.column, completions, columns, self._is_right)
-
-    @property
-    def required_columns(self) -> tuple[str, ...]:
-        """Columns that the data must have."""
-        return (self.column,)
-
-    def check_row(self, row: Mapping[str, Any], where: str) -> None:
-        """Refuse a row whose right answer is not one number.
-
-        Raises:
-            UserError: it is not; the message begins with `where`.
-        """
-        if is_checked(row, self.column, where):
-            self._gold(row, where)
-
-    def _gold(self, row: Mapping[str, Any], where: str) -> Number:
+    def right_answer(self, row: Mapping[str, Any], where: str) -> Number:
+        """One number."""
         answer = row[self.column]
         gold = gold_number(answer)
         if gold is None:
             raise UserError(
                 f"{where}: column {self.column} is {shown(answer)}, which is not one number; expected a "
                 "number, or a text with one such as '#### 72': use the reward math for roots, intervals and "
-                "the like, or leave such rows out"
+                "the like, or leave such rows out",
+                code="invalid_answer",
+                where=where,
             )
         return gold
 
-    def _is_right(self, text: str, row: Mapping[str, Any], where: str) -> bool:
-        gold = self._gold(row, where)
+    def is_right(self, text: str, right: Number) -> bool:
+        """Whether the text's number is that one."""
         number = read_number(text, self.read)
         return number is not None and number.equals(
-            gold, tolerance=self.tolerance, relative_tolerance=self.relative_tolerance
+            right, tolerance=self.tolerance, relative_tolerance=self.relative_tolerance
         )
 
 
 @dataclass(frozen=True)
-class ChoiceReward:
+class ChoiceReward(AnswerRule):
     """1 where the completion commits to the right one of several choices, else 0.
 
     A choice is named by its text, in whole words and any case, or by its letter: `B`, `(B)`, `B.`, `B)`,
@@ -120,41 +187,30 @@ class ChoiceReward:
     read: Read = "auto"
     name: str = "choice"
 
-    def __post_init__(self) -> None:
-        check_read("choice", self.read)
-
-    def __call__(self, /, completions: Sequence[Text], **columns: Any) -> list[float | None]:
-        """Rewards 0 or 1; None where there is no right answer or the column `verifiable` is false."""
-        return _judged(self.name, self.column, completions, columns, self._is_right)
-
     @property
     def required_columns(self) -> tuple[str, ...]:
         """Columns that the data must have."""
         return (self.column, self.choices)
 
-    def check_row(self, row: Mapping[str, Any], where: str) -> None:
-        """Refuse a row without choices, or whose answer is none of them.
-
-        Raises:
-            UserError: it is; the message begins with `where`.
-        """
-        if is_checked(row, self.column, where):
-            self._record(row, where)
-
-    def _record(self, row: Mapping[str, Any], where: str) -> QARecord:
+    def right_answer(self, row: Mapping[str, Any], where: str) -> QARecord:
+        """A question with its choices."""
         if self.choices not in row:
-            raise UserError(f"{where}: there is no column {self.choices} with the choices; name another one")
+            raise UserError(
+                f"{where}: there is no column {self.choices} with the choices; name another one",
+                code="missing_column",
+                column=self.choices,
+            )
         # As `qa_from_row` reads data sets of questions about stories; only choices and answer matter here.
         named = {"choices": row[self.choices], "answer": row[self.column]}
         return qa_from_row({"story": "-", "question": "-", **named}, where=where)
 
-    def _is_right(self, text: str, row: Mapping[str, Any], where: str) -> bool:
-        record = self._record(row, where)
-        return read_choice(answer_part(text, self.read), record.choices) == record.answer
+    def is_right(self, text: str, right: QARecord) -> bool:
+        """Whether the text commits to its answer."""
+        return read_choice(answer_part(text, self.read), right.choices) == right.answer
 
 
 @dataclass(frozen=True)
-class ExactReward:
+class ExactReward(AnswerRule):
     """1 where the completion is the right answer but for case, white space and punctuation around it, else 0.
 
     Args:
@@ -170,86 +226,30 @@ class ExactReward:
     read: Read = "auto"
     name: str = "exact"
 
-    def __post_init__(self) -> None:
-        check_read("exact", self.read)
-
-    def __call__(self, /, completions: Sequence[Text], **columns: Any) -> list[float | None]:
-        """Rewards 0 or 1; None where there is no right answer or the column `verifiable` is false."""
-        return _judged(self.name, self.column, completions, columns, self._is_right)
-
-    @property
-    def required_columns(self) -> tuple[str, ...]:
-        """Columns that the data must have."""
-        return (self.column,)
-
-    def check_row(self, row: Mapping[str, Any], where: str) -> None:
-        """Refuse a row whose right answer is neither a text nor a list of texts.
-
-        Raises:
-            UserError: it is; the message begins with `where`.
-        """
-        if is_checked(row, self.column, where):
-            self._accepted(row, where)
-
-    def _accepted(self, row: Mapping[str, Any], where: str) -> list[Any]:
+    def right_answer(self, row: Mapping[str, Any], where: str) -> set[str]:
+        """A text or a list of texts, in normal form."""
         answer = row[self.column]
         accepted = list(answer) if isinstance(answer, list | tuple) else [answer]
         if not accepted or not all(isinstance(item, str | int | float) for item in accepted):
             raise UserError(
-                f"{where}: column {self.column} is {answer!r}; expected a text or a list of texts"
+                f"{where}: column {self.column} is {answer!r}; expected a text or a list of texts",
+                code="not_a_text",
             )
-        return accepted
+        return {normal_form(str(item)) for item in accepted}
 
-    def _is_right(self, text: str, row: Mapping[str, Any], where: str) -> bool:
-        accepted = {normal_form(str(item)) for item in self._accepted(row, where)}
-        return normal_form(answer_part(text, self.read)) in accepted
+    def is_right(self, text: str, right: set[str]) -> bool:
+        """Whether the text's answer is one of them."""
+        return normal_form(answer_part(text, self.read)) in right
 
 
 RULES: dict[str, type] = {"number": NumberReward, "choice": ChoiceReward, "exact": ExactReward}
 """What `RewardFunctionFactory.from_spec` calls them."""
 
 
-def checked_rows(
-    name: str, column: str, completions: Sequence[Text], columns: Mapping[str, Sequence[Any]]
-) -> list[tuple[Mapping[str, Any], str] | None]:
-    """The row of each completion and what messages call it; None where it has no answer that can be checked.
-
-    Raises:
-        UserError: there is no column of right answers.
-    """
-    if column not in columns:
-        raise UserError(
-            f"reward {name} needs a column {column} with the right answers; name another one with "
-            f"{name}:column=NAME, or add it to the data"
-        )
-    per_sample = {k: values for k, values in columns.items() if _is_per_sample(values, len(completions))}
-    rows: list[tuple[Mapping[str, Any], str] | None] = []
-    for i, completion in enumerate(completions):
-        row = {key: values[i] for key, values in per_sample.items()}
-        where = f"reward {name}, {sample_name(i, completion)}"
-        rows.append((row, where) if is_checked(row, column, where) else None)
-    return rows
-
-
 def shown(value: Any) -> str:
     """A value as messages show it."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
-
-
-def _judged(
-    name: str,
-    column: str,
-    completions: Sequence[Text],
-    columns: Mapping[str, Sequence[Any]],
-    is_right: Callable[[str, Mapping[str, Any], str], bool],
-) -> list[float | None]:
-    """1 or 0 for each completion; None where the row has no answer or is not verifiable."""
-    rows = checked_rows(name, column, completions, columns)
-    return [
-        None if row is None else float(is_right(text_of(completion), *row))
-        for completion, row in zip(completions, rows, strict=True)
-    ]
 
 
 def is_checked(row: Mapping[str, Any], column: str, where: str) -> bool:
@@ -261,15 +261,9 @@ def is_checked(row: Mapping[str, Any], column: str, where: str) -> bool:
     try:
         return can_be_checked(row.get(COLUMN)) and row.get(column) is not None
     except UserError as error:
-        raise UserError(f"{where}: {error}") from error
+        raise UserError(f"{where}: {error}", code=error.code, **error.fields) from error
 
 
 def _is_per_sample(values: Any, count: int) -> bool:
     is_column = hasattr(values, "__getitem__") and not isinstance(values, str | bytes | Mapping)
     return is_column and len(values) == count
-
-
-def check_read(rule: str, read: str) -> None:
-    """Refuse a `read` that is unknown."""
-    if read not in get_args(Read):
-        raise UserError(f"reward {rule}: read is {read!r}; expected one of {', '.join(get_args(Read))}")

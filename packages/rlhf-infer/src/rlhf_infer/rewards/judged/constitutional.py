@@ -48,7 +48,11 @@ class Principle:
         if not self.name or (self.score is None) == (self.judge is None):
             raise ValueError("a principle has a name, and either a score or a judge")
         if isinstance(self.weight, bool) or not math.isfinite(self.weight):
-            raise UserError(f"principle {self.name}: weight is {self.weight}; expected a finite number")
+            raise UserError(
+                f"principle {self.name}: weight is {self.weight}; expected a finite number",
+                code="invalid_value",
+                key="weight",
+            )
 
     @classmethod
     def keywords(
@@ -67,7 +71,11 @@ class Principle:
             UserError: no words, or an empty one.
         """
         if isinstance(words, str) or not words or not all(word.strip() for word in words):
-            raise UserError(f"principle {name}: keywords are {words!r}; expected a list of words or phrases")
+            raise UserError(
+                f"principle {name}: keywords are {words!r}; expected a list of words or phrases",
+                code="invalid_value",
+                key="keywords",
+            )
         alternatives = "|".join(r"\s+".join(map(re.escape, word.split())) for word in words)
         pattern = rf"(?<!\w)(?:{alternatives})(?!\w)"
         return cls.pattern(name, pattern, found=found, absent=absent, weight=weight, text=text)
@@ -112,9 +120,17 @@ class Principle:
             UserError: the text is empty, or the judge has no method `score`.
         """
         if not text.strip():
-            raise UserError(f"principle {name} has no text for its judge; say what is expected")
+            raise UserError(
+                f"principle {name} has no text for its judge; say what is expected",
+                code="invalid_value",
+                key="text",
+            )
         if not callable(getattr(judge, "score", None)):
-            raise UserError(f"principle {name}: {type(judge).__name__} is no judge; it has no method score")
+            raise UserError(
+                f"principle {name}: {type(judge).__name__} is no judge; it has no method score",
+                code="invalid_value",
+                key="judge",
+            )
         return cls(name, weight, text, judge=judge)
 
 
@@ -141,7 +157,8 @@ class ConstitutionalRewardWrapper:
         if not names or len(set(names)) < len(names):
             raise UserError(
                 f"the constitution has the principles {', '.join(names) or '(none)'}; expected at least one, "
-                "their names all different"
+                "their names all different",
+                code="invalid_names",
             )
         self.base, self.principles = base, tuple(principles)
         self.name = name or ("constitution" if base is None else function_name(base))

@@ -73,7 +73,9 @@ class JudgeReward:
     ) -> tuple[list[str], list[str], Sequence[str | None]]:
         if self.critiques is not None and self.critiques not in columns:
             raise UserError(
-                f"reward {self.name} needs the column {self.critiques} with critiques; add it to the data"
+                f"reward {self.name} needs the column {self.critiques} with critiques; add it to the data",
+                code="missing_column",
+                column=self.critiques,
             )
         critiques = [None] * len(completions) if self.critiques is None else columns[self.critiques]
         questions, answers = ([text_of(text) for text in texts] for texts in (prompts, completions))
@@ -127,16 +129,26 @@ def judge_reward(model_options: Mapping[str, Any], **options: Any) -> JudgeRewar
     if ("path" in options) == ("url" in options):
         raise UserError(
             "reward judge needs a model: write judge:path=FOLDER, or judge:url=https://HOST/v1,model=NAME "
-            "for one behind an API"
+            "for one behind an API",
+            code="missing_option",
+            option="path",
         )
     if "path" in options:
         return _local(options, model_options, name=name, template=template)
     from rlhf_infer.judges.api import APIJudge
 
     if wrong := sorted(_LOCAL & options.keys()):
-        raise UserError(f"reward judge: {wrong[0]} goes with path, not with url; take it out")
+        raise UserError(
+            f"reward judge: {wrong[0]} goes with path, not with url; take it out",
+            code="unused_option",
+            option=wrong[0],
+        )
     if "model" not in options:
-        raise UserError("reward judge needs the model's name at the API; write judge:url=URL,model=NAME")
+        raise UserError(
+            "reward judge needs the model's name at the API; write judge:url=URL,model=NAME",
+            code="missing_option",
+            option="model",
+        )
     url, model, cache = options.pop("url"), options.pop("model"), options.pop("cache", None)
     if options.get("api_key_env") in ("", "null", "none"):
         options["api_key_env"] = None

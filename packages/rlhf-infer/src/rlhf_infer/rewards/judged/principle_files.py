@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rlhf_data import BaseConfig, UserError, load_config_file
-from rlhf_infer.rewards.conventions import RewardFunction
 from rlhf_infer.rewards.judged.constitutional import PRINCIPLE_TEMPLATE, Principle
 
 
@@ -39,34 +37,35 @@ class PrincipleConfig(BaseConfig):
     """Reward function, as `--reward` names it: a rule, `pkg.mod:function`, a model, a URL."""
 
 
-def read_principles(
-    path: str | Path, judge: Any, reward_function: Callable[[str], RewardFunction]
-) -> list[Principle]:
+def load_principles(path: str | Path, *, judge: Any = None) -> list[Principle]:
     """Read the principles of a JSON or YAML file `{principles: [{name, weight, text, ...}, ...]}`.
 
     Args:
         path: the file; its keys are those of `PrincipleConfig`.
         judge: decides on principles that are only a text, see `Principle.judged`; None where there is none.
-        reward_function: builds what `function` names.
 
     Raises:
         UserError: the file is missing or malformed, or a principle that is only a text has no judge.
     """
     if not Path(path).is_file():
-        raise UserError(f"there is no file {path} with principles; check the path")
+        raise UserError(f"there is no file {path} with principles; check the path", code="file_not_found")
     values = load_config_file(path)
     entries = values.get("principles")
     if set(values) != {"principles"} or not isinstance(entries, list) or not entries:
         raise UserError(
             f"file {path} has the keys {', '.join(values) or '(none)'}; expected one key principles with a "
-            "list of at least one principle"
+            "list of at least one principle",
+            code="no_principles",
         )
     principles = []
     for number, entry in enumerate(entries, 1):
         where = f"{path}, principle {number}"
         if not isinstance(entry, dict):
-            raise UserError(f"{where} is {entry!r}; expected a mapping with name, weight, text and so on")
-        principles.append(_principle(PrincipleConfig.from_dict(entry, where), judge, reward_function, where))
+            raise UserError(
+                f"{where} is {entry!r}; expected a mapping with name, weight, text and so on",
+                code="not_a_mapping",
+            )
+        principles.append(_principle(PrincipleConfig.from_dict(entry, where), judge, where))
     return principles
 
 
@@ -92,28 +91,34 @@ def load_principle_judge(name_or_path: str | Path, **load_options: Any) -> Any:
     )
 
 
-def _principle(
-    config: PrincipleConfig, judge: Any, reward_function: Callable[[str], RewardFunction], where: str
-) -> Principle:
+def _principle(config: PrincipleConfig, judge: Any, where: str) -> Principle:
     name, weight, text = config.name, config.weight, config.text
     kinds = [kind for kind in ("keywords", "pattern", "function") if getattr(config, kind) is not None]
     if len(kinds) > 1 or not name:
         raise UserError(
             f"{where} is named {name!r} and has {' and '.join(kinds) or 'only a text'}; expected a name, and "
-            "at most one of keywords, pattern, function"
+            "at most one of keywords, pattern, function",
+            code="invalid_principle",
         )
     if kinds in ([], ["function"]) and config.model_fields_set & {"found", "absent"}:
-        raise UserError(f"{where} has found or absent, which go with keywords or a pattern; take them out")
+        raise UserError(
+            f"{where} has found or absent, which go with keywords or a pattern; take them out",
+            code="unused_option",
+        )
     scores = {"found": config.found, "absent": config.absent, "weight": weight, "text": text}
     if config.keywords is not None:
         return Principle.keywords(name, config.keywords, **scores)
     if config.pattern is not None:
         return Principle.pattern(name, config.pattern, **scores)
     if config.function is not None:
-        return Principle.function(name, reward_function(config.function), weight=weight, text=text)
+        from rlhf_infer.rewards.factory import RewardFunctionFactory  # which reads these files
+
+        function = RewardFunctionFactory.from_spec(config.function)
+        return Principle.function(name, function, weight=weight, text=text)
     if judge is None:
         raise UserError(
-            f"{where} is only a text, which needs a judge; give one, or keywords, a pattern or a function"
+            f"{where} is only a text, which needs a judge; give one, or keywords, a pattern or a function",
+            code="missing_judge",
         )
     return Principle.judged(name, text, judge, weight=weight)
 

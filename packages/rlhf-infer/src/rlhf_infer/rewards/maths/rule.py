@@ -21,7 +21,7 @@ from rlhf_infer.rewards.answers.read_answers import (
     read_number,
     without_text_commands,
 )
-from rlhf_infer.rewards.answers.verifiable import check_read, checked_rows, is_checked, shown
+from rlhf_infer.rewards.answers.verifiable import AnswerRule, shown
 from rlhf_infer.rewards.maths.notation import contradict
 from rlhf_infer.rewards.maths.pool import math_pool
 from rlhf_infer.rewards.texts import text_of
@@ -40,7 +40,7 @@ _SENTENCE_END = re.compile(r"[.;](?:\s|$)|,?\s+(?:because|since|so|which|where|w
 
 
 @dataclass(frozen=True)
-class MathReward:
+class MathReward(AnswerRule):
     r"""1 where the completion's answer means the same as the right one, else 0.
 
     Numbers are compared exactly, as `NumberReward` does; texts (`\text{Tuesday}`, `(C)`) as `ExactReward`
@@ -65,23 +65,13 @@ class MathReward:
     name: str = "math"
 
     def __post_init__(self) -> None:
-        check_read("math", self.read)
+        super().__post_init__()
         if not 0 < self.timeout_s < math.inf:
-            raise UserError(f"reward math: timeout_s is {self.timeout_s}; expected seconds above 0")
-
-    @property
-    def required_columns(self) -> tuple[str, ...]:
-        """Columns that the data must have."""
-        return (self.column,)
-
-    def check_row(self, row: Mapping[str, Any], where: str) -> None:
-        """Refuse a row whose right answer is no formula and no text.
-
-        Raises:
-            UserError: it is not; the message begins with `where`.
-        """
-        if is_checked(row, self.column, where):
-            self._gold(row, where)
+            raise UserError(
+                f"reward math: timeout_s is {self.timeout_s}; expected seconds above 0",
+                code="invalid_value",
+                key="timeout_s",
+            )
 
     def __call__(
         self,
@@ -94,10 +84,12 @@ class MathReward:
         """Rewards 0 or 1; None where there is no right answer or the column `verifiable` is false."""
         rewards: list[float | None] = [None] * len(completions)
         unclear: dict[tuple[str, str], list[int]] = {}
-        for i, row in enumerate(checked_rows(self.name, self.column, completions, columns)):
+        for i, row in enumerate(self.checked_rows(completions, columns)):
             if row is None:
                 continue
-            verdict = _compared(text_of(completions[i]), self._gold(*row), row[0][self.column], self.read)
+            verdict = _compared(
+                text_of(completions[i]), self.right_answer(*row), row[0][self.column], self.read
+            )
             if isinstance(verdict, bool):
                 rewards[i] = float(verdict)
             else:
@@ -125,7 +117,7 @@ class MathReward:
                 )
         return verdicts
 
-    def _gold(self, row: Mapping[str, Any], where: str) -> str:
+    def right_answer(self, row: Mapping[str, Any], where: str) -> str:
         """The right answer as a formula."""
         answer = row[self.column]
         if isinstance(answer, str):
@@ -136,7 +128,9 @@ class MathReward:
         if not formula or len(formula) > _LONGEST:
             raise UserError(
                 f"{where}: column {self.column} is {shown(answer)}; expected a number, or a formula in "
-                f"LaTeX of at most {_LONGEST} characters"
+                f"LaTeX of at most {_LONGEST} characters",
+                code="invalid_answer",
+                where=where,
             )
         return formula
 

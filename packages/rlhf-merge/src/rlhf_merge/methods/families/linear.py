@@ -35,12 +35,10 @@ def _fit_linear(inputs: Inputs, values: Values, space: Workspace) -> Step:
     """Weighted mean or, without `normalize`, weighted sum."""
     import numpy as np
 
-    from rlhf_merge.methods.combine import Combine, zero_weights
+    from rlhf_merge.methods.combine import Combine
 
     weights = np.array(values.of("weight"), dtype=np.float64)
     if values.shared["normalize"]:
-        if abs(weights.sum()) < 1e-12:
-            raise zero_weights(inputs)
         weights = weights / weights.sum()
     return Combine(inputs, weights.tolist())
 

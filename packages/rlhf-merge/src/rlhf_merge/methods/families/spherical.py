@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rlhf_merge.errors import MergeError
 from rlhf_merge.methods.in_memory import Numbers, merge
 from rlhf_merge.methods.spec import Method, Parameter, Values
 
@@ -82,10 +81,6 @@ def _fit_karcher(inputs: Inputs, values: Values, space: Workspace) -> Step:
     from rlhf_merge.methods.combine import Combine, gram, spherical_mean_coefficients
 
     weights = np.array(values.of("weight"), dtype=np.float64)
-    if weights.min() < 0 or not weights.any():
-        raise MergeError(
-            f"{inputs.name}: a spherical mean needs weights ≥ 0 that are not all 0, not {weights.tolist()}"
-        )
     limits = int(values.shared["max_iter"]), float(values.shared["tol"])
     found = spherical_mean_coefficients(gram(inputs, space), weights, *limits)
     return Combine(inputs, found.tolist())

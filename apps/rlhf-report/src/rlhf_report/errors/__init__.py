@@ -1,0 +1,1 @@
+"""`rlhf-report errors`: from its options to rows, their scores, and a report."""

@@ -1,0 +1,1 @@
+"""Several methods trained at equal budgets and measured alike: the plan, the budget, the policies."""

@@ -1,0 +1,198 @@
+"""Reference log-probs of examples, computed once and kept on disk by what they were computed from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from rlhf_data import TokenSequence, atomic_folder, cache_folder
+
+if TYPE_CHECKING:
+    from rlhf_algos.engine.base_trainer import BaseTrainer
+
+__all__ = [
+    "adapter_off_is",
+    "compute_logps",
+    "data_hash",
+    "load_logps",
+    "model_hash",
+    "save_logps",
+    "with_reference_logps",
+]
+
+_LOG = logging.getLogger(__name__)
+_FILE = "ref_logps.safetensors"
+_NAMES_ONLY = ("_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype")
+"""Entries of a model's config that say nothing about what it computes (its tensors carry their dtype)."""
+
+
+def with_reference_logps(
+    trainer: BaseTrainer[Any],
+    scorer: nn.Module,
+    sets: Iterable[Sequence[Any]],
+    sequences: Callable[[Any], Sequence[TokenSequence]],
+    fields: Sequence[str],
+) -> list[Sequence[Any]]:
+    """Sets of examples that bring along the reference's log-probs, from the cache or computed now.
+
+    Args:
+        trainer: whose batches and processes are taken.
+        scorer: the reference, a `LogpsModule`.
+        sets: the examples, named tuples.
+        sequences: what the reference scores of an example, as many sequences as there are fields.
+        fields: of an example, which get the log-probs.
+    """
+    lm: Any = scorer.lm
+    model = model_hash(lm, without="lora_" if adapter_off_is(lm) else None)
+    found: list[Sequence[Any]] = []
+    for rows in sets:
+        if not len(rows):
+            found.append(rows)
+            continue
+        shape = (len(rows), len(fields))
+        data = data_hash(sequences(row) for row in rows)
+        key = hashlib.sha256(f"{model} {trainer.parallel.precision} {data}".encode()).hexdigest()
+        values = load_logps(key, shape)
+        missing = torch.tensor([float(values is None)], device=trainer.device)
+        if float(trainer.sum_over_processes(missing)) or values is None:
+            _LOG.info("computing the reference's log-probabilities of %d rows, once", len(rows))
+            values = compute_logps(trainer, scorer, rows, sequences, shape)
+            if trainer.parallel.is_main:
+                save_logps(key, values)
+            trainer.parallel.wait()
+        found.append(_Referenced(rows, values, fields))
+    return found
+
+
+@torch.no_grad()
+def compute_logps(
+    trainer: BaseTrainer[Any],
+    scorer: nn.Module,
+    rows: Sequence[Any],
+    sequences: Callable[[Any], Sequence[TokenSequence]],
+    shape: tuple[int, int],
+) -> Tensor:
+    """Log-probs (rows, sequences of a row) under the reference.
+
+    Every process scores a share of the rows with the whole model, before anything is wrapped or sharded.
+    """
+    parallel, step = trainer.parallel, trainer.global_batch_size
+    values = torch.zeros(shape, device=trainer.device)
+    was_training = scorer.training
+    scorer.to(trainer.device).eval()
+    for start in range(parallel.rank * step, len(rows), step * parallel.world_size):
+        chunk = range(start, min(start + step, len(rows)))
+        for batch, members in trainer.micro_batches(chunk, lambda index: sequences(rows[index])):
+            with parallel.autocast():
+                batch = batch.to(trainer.device)
+                logps = batch.sequence_sums(scorer(batch).logps)
+            values[members] = logps.view(len(members), -1).float()
+    scorer.train(was_training)
+    return trainer.sum_over_processes(values).cpu()
+
+
+def adapter_off_is(model: Any) -> bool:
+    """Whether switching a model's adapters off gives the model as it is now: their update is zero still."""
+    if not hasattr(model, "disable_adapter"):
+        return False
+    updates = [p for name, p in model.named_parameters() if "lora_B" in name or "lora_embedding_A" in name]
+    return not any(bool(update.count_nonzero()) for update in updates)
+
+
+def model_hash(model: Any, *, without: str | None = None) -> str:
+    """SHA-256 over a model's config and the names, types and values of its tensors.
+
+    Args:
+        model: a transformers model, or a PeftModel around one.
+        without: tensors with this in their name are left out, such as those of an adapter that is off.
+    """
+    digest = hashlib.sha256()
+    config = {key: value for key, value in model.config.to_dict().items() if key not in _NAMES_ONLY}
+    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        if isinstance(tensor, Tensor) and not (without and without in name):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(_bytes(tensor))
+    return digest.hexdigest()
+
+
+def data_hash(rows: Iterable[Iterable[TokenSequence]]) -> str:
+    """SHA-256 over token ids and scored positions, and so over texts, tokenizer and chat template."""
+    digest = hashlib.sha256()
+    for row in rows:
+        for sequence in row:
+            for numbers in (sequence.input_ids, sequence.scored()):
+                digest.update(len(numbers).to_bytes(8, "little"))
+                digest.update(array("q", numbers).tobytes())
+        digest.update(b"row")
+    return digest.hexdigest()
+
+
+def load_logps(key: str, shape: tuple[int, int]) -> Tensor | None:
+    """What `save_logps` kept under a key; None where there is nothing, or nothing whole.
+
+    Args:
+        key: the key.
+        shape: rows and columns expected.
+    """
+    path = cache_folder("reference") / key / _FILE
+    if not path.exists():
+        return None
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            values, header = file.get_tensor("ref_logps"), file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        _LOG.warning("%s is damaged (%s) and will be made again", path, error)
+        return None
+    if tuple(values.shape) != shape or header != _header(values):
+        _LOG.warning("%s does not hold what was written and will be made again", path)
+        return None
+    _LOG.info("reference log-probabilities of %d rows read from %s", len(values), path)
+    return values
+
+
+def save_logps(key: str, values: Tensor) -> None:
+    """Keep log-probs (rows, columns) under a key; a folder that cannot be written is only reported."""
+    folder = cache_folder("reference") / key
+    try:
+        with atomic_folder(folder) as temporary:
+            save_file({"ref_logps": values.contiguous()}, str(temporary / _FILE), metadata=_header(values))
+    except OSError as error:
+        _LOG.warning("%s cannot be written (%s); the next run computes its reference again", folder, error)
+        return
+    _LOG.info("reference log-probabilities of %d rows kept in %s", len(values), folder)
+
+
+def _header(values: Tensor) -> dict[str, str]:
+    return {"sha256": hashlib.sha256(_bytes(values)).hexdigest()}
+
+
+def _bytes(tensor: Tensor) -> Any:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy()
+
+
+class _Referenced(Sequence[Any]):
+    """Examples that get the reference's log-probs when they are asked for."""
+
+    def __init__(self, examples: Sequence[Any], values: Tensor, fields: Sequence[str]) -> None:
+        self._examples, self._values, self._fields = examples, values, fields
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def __getitem__(self, index: Any) -> Any:
+        known = zip(self._fields, self._values[index].tolist(), strict=True)
+        return self._examples[index]._replace(**dict(known))
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(len(self)))

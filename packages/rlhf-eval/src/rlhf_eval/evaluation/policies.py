@@ -1,0 +1,29 @@
+"""Loading a policy to evaluate: a model, or adapters on one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["load_policy"]
+
+
+def load_policy(path: str, dtype: str = "auto") -> Any:
+    """A model or an adapter with its tokenizer, on the GPU where there is one: a `PolicyModel`.
+
+    Args:
+        path: a model's folder, the folder of a run that trained it, or a name on the hub.
+        dtype: of its weights, `auto` as stored.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+    import torch
+
+    from rlhf_data import model_folder
+    from rlhf_models import PolicyModel, is_adapter, load_causal_lm, load_tokenizer
+
+    path = model_folder(path)
+    options: dict[str, Any] = {"dtype": dtype, "device": "cuda" if torch.cuda.is_available() else "cpu"}
+    if is_adapter(path):
+        return PolicyModel.from_pretrained(path, **options)
+    return PolicyModel(load_causal_lm(path, **options), load_tokenizer(path))

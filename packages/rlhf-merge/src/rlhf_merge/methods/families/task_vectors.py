@@ -1,0 +1,352 @@
+"""Sums of task vectors, whole (task arithmetic) or sparse (TIES, DARE, DELLA, breadcrumbs)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+
+from rlhf_merge.methods.in_memory import Numbers, merge
+from rlhf_merge.methods.spec import Method, Parameter, Scalar, Values
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlhf_merge.methods.blocks import Inputs, Workspace
+    from rlhf_merge.methods.spec import Step
+
+Sign = Literal["mass", "count"]
+
+
+class Summing(TypedDict, total=False):
+    """How sparse task vectors are added up, as keywords; what is left out is the method's default.
+
+    `lambda_`: factor λ of the sum. `normalize`: see `ties` and `task_arithmetic`. `sign`: see `ties`; None
+    elects no signs and adds up as `task_arithmetic` does.
+    """
+
+    lambda_: float
+    normalize: bool
+    sign: Sign | None
+
+
+def _merge(
+    names: tuple[str, str],
+    base: Tensor,
+    tensors: Sequence[Tensor],
+    given: dict[str, Any],
+    summing: Summing,
+    seed: int = 0,
+    name: str = "",
+) -> Tensor:
+    """Merge by the first of two methods or, where signs are elected, by the second."""
+    sign = summing.get("sign")
+    given |= {"sign": sign} if sign else {}
+    given |= {"lambda": summing["lambda_"]} if "lambda_" in summing else {}
+    given |= {"normalize": summing["normalize"]} if "normalize" in summing else {}
+    return merge(names[sign is not None], base, tensors, given, seed, name)
+
+
+def task_arithmetic(
+    base: Tensor,
+    tensors: Sequence[Tensor],
+    weights: Numbers = 1.0,
+    *,
+    lambda_: float = 1.0,
+    normalize: bool = False,
+) -> Tensor:
+    """θ₀ + λ Σ wᵢ τᵢ; with `normalize` divided by Σ wᵢ.
+
+    Ilharco et al. (2023), Editing models with task arithmetic, arXiv:2212.04089, section 2.
+
+    Args:
+        base: θ₀.
+        tensors: θᵢ.
+        weights: wᵢ; a negative one forgets a task.
+        lambda_: λ.
+        normalize: divide by Σ wᵢ.
+
+    Raises:
+        ValueError: shapes differ, or the weights to divide by sum to zero.
+    """
+    given = {"weight": weights, "lambda": lambda_, "normalize": normalize}
+    return merge("task_arithmetic", base, tensors, given)
+
+
+def ties(
+    base: Tensor,
+    tensors: Sequence[Tensor],
+    weights: Numbers = 1.0,
+    density: Numbers = 1.0,
+    *,
+    lambda_: float = 1.0,
+    normalize: bool = True,
+    sign: Sign = "mass",
+) -> Tensor:
+    """Trim, elect signs, merge what agrees: θ₀ + λ σ Σ wᵢ|τ̂ᵢ| / Σ |wᵢ| over the i with sgn(wᵢ τ̂ᵢ) = σ.
+
+    τ̂ᵢ keeps the elements of τᵢ at least as large as its ⌊density·n⌋-th largest magnitude: of equal ones all
+    or none. σ is the sign of Σ wᵢ τ̂ᵢ ("mass"), or of the positive ones less the negative ones ("count");
+    where neither sign wins the base stays. Yadav et al. (2023), TIES-Merging, arXiv:2306.01708, section 3,
+    algorithm 1.
+
+    Args:
+        base: θ₀.
+        tensors: θᵢ.
+        weights: wᵢ.
+        density: share of elements to keep, in (0, 1].
+        lambda_: λ.
+        normalize: divide by the weights that agree (the paper's disjoint mean); without it, add.
+        sign: how σ is elected.
+
+    Raises:
+        ValueError: shapes differ, or a density is outside (0, 1].
+    """
+    given = {"weight": weights, "density": density, "lambda": lambda_, "normalize": normalize, "sign": sign}
+    return merge("ties", base, tensors, given)
+
+
+def dare(
+    base: Tensor,
+    tensors: Sequence[Tensor],
+    weights: Numbers = 1.0,
+    density: Numbers = 1.0,
+    *,
+    rescale: bool = True,
+    seed: int = 0,
+    name: str = "",
+    **summing: Unpack[Summing],
+) -> Tensor:
+    """Drop elements at random and rescale: θ₀ + λ Σ wᵢ mᵢ τᵢ / p with mᵢ ~ Bernoulli(p), p the density.
+
+    With a `sign` the merge is that of `ties` (DARE-TIES), else that of `task_arithmetic`. Yu et al. (2024),
+    Language models are Super Mario, arXiv:2311.03099, section 3.2 (its drop rate is 1 - p).
+
+    Args:
+        base: θ₀.
+        tensors: θᵢ.
+        weights: wᵢ.
+        density: p, in (0, 1], rounded to a multiple of 1/65536.
+        rescale: divide what is kept by p, so that its expectation is τᵢ.
+        seed: of the masks.
+        name: of the tensor; masks depend on the seed, the name and the place among `tensors` alone.
+        **summing: see `Summing`.
+
+    Raises:
+        ValueError: shapes differ, or a density is outside (0, 1].
+    """
+    given = {"weight": weights, "density": density, "rescale": rescale}
+    return _merge(("dare_linear", "dare_ties"), base, tensors, given, summing, seed, name)
+
+
+def della(
+    base: Tensor,
+    tensors: Sequence[Tensor],
+    weights: Numbers = 1.0,
+    density: Numbers = 1.0,
+    epsilon: Numbers = 0.15,
+    *,
+    rescale: bool = True,
+    seed: int = 0,
+    name: str = "",
+    **summing: Unpack[Summing],
+) -> Tensor:
+    """DARE with probabilities pⱼ = density - ε + 2ε rⱼ/(c-1) by the rank rⱼ of |τⱼ| in its row of c elements.
+
+    Rows are those of the last dimension; what is kept is divided by its own pⱼ. With a `sign` the merge is
+    that of `ties`, without one that of `task_arithmetic`. Deep et al. (2024), DELLA-Merging,
+    arXiv:2406.11617, section 3.
+
+    Args:
+        base: θ₀.
+        tensors: θᵢ.
+        weights: wᵢ.
+        density: mean of the probabilities, in (0, 1]; 1 keeps everything.
+        epsilon: ε ≥ 0; density ± ε must lie in (0, 1].
+        rescale: divide what is kept by its probability.
+        seed: of the masks.
+        name: see `dare`.
+        **summing: see `Summing`.
+
+    Raises:
+        ValueError: shapes differ, or a density or ε is out of range.
+    """
+    given = {"weight": weights, "density": density, "epsilon": epsilon, "rescale": rescale}
+    summing = {"sign": "mass", **summing}
+    return _merge(("della_linear", "della"), base, tensors, given, summing, seed, name)
+
+
+def breadcrumbs(
+    base: Tensor,
+    tensors: Sequence[Tensor],
+    weights: Numbers = 1.0,
+    density: Numbers = 0.9,
+    gamma: Numbers = 0.01,
+    **summing: Unpack[Summing],
+) -> Tensor:
+    """Task vectors without their ⌊γ·n⌋ largest and without their smallest elements, ⌊density·n⌋ in all.
+
+    Where density + γ exceeds 1, fewer of the largest are dropped, none at 1. With a `sign` the merge is that
+    of `ties`, without one that of `task_arithmetic`. Davari & Belilovsky (2023), Model Breadcrumbs,
+    arXiv:2312.06795, section 3.
+
+    Args:
+        base: θ₀.
+        tensors: θᵢ.
+        weights: wᵢ.
+        density: share of elements to keep, in (0, 1].
+        gamma: γ, share of the largest elements to drop, in [0, 1].
+        **summing: see `Summing`.
+
+    Raises:
+        ValueError: shapes differ, or a density or γ is out of range.
+    """
+    given = {"weight": weights, "density": density, "gamma": gamma}
+    return _merge(("breadcrumbs", "breadcrumbs_ties"), base, tensors, given, summing)
+
+
+def _fit_task_arithmetic(inputs: Inputs, values: Values, space: Workspace) -> Step:
+    """Task vectors as they are."""
+    from rlhf_merge.methods.combine import Elect
+
+    return Elect(inputs, values, [None] * len(inputs.models))
+
+
+def _fit_ties(inputs: Inputs, values: Values, space: Workspace) -> Step:
+    """Task vectors without their smallest elements."""
+    from rlhf_merge.methods.combine import Elect, task_vector_magnitudes
+    from rlhf_merge.methods.sparsify import Trim, kept_count
+
+    kept = [kept_count(density, inputs.numel) for density in values.of("density")]
+    wanted = [[count] if 0 < count < inputs.numel else [] for count in kept]
+    found = task_vector_magnitudes(inputs, space, wanted)
+    return Elect(inputs, values, [Trim(*low) if low else None for low in found])
+
+
+def _fit_dare(inputs: Inputs, values: Values, space: Workspace) -> Step:
+    """Task vectors with random elements dropped."""
+    from rlhf_merge.methods.combine import Elect
+    from rlhf_merge.methods.sparsify import MaskBits, RandomDrop
+
+    drops = [
+        RandomDrop(MaskBits(inputs.seed, inputs.name, index), density, bool(values.shared["rescale"]))
+        if density < 1
+        else None
+        for index, density in enumerate(values.of("density"))
+    ]
+    return Elect(inputs, values, drops)
+
+
+def _fit_della(inputs: Inputs, values: Values, space: Workspace) -> Step:
+    """Task vectors with elements dropped at random, small ones more often."""
+    from rlhf_merge.methods.combine import Elect
+    from rlhf_merge.methods.sparsify import MaskBits, RankDrop
+
+    row, rescale = inputs.shape[-1] if inputs.shape else 1, bool(values.shared["rescale"])
+    drops = [
+        RankDrop(MaskBits(inputs.seed, inputs.name, index), density, epsilon, rescale, row)
+        if density < 1
+        else None
+        for index, (density, epsilon) in enumerate(
+            zip(values.of("density"), values.of("epsilon"), strict=True)
+        )
+    ]
+    return Elect(inputs, values, drops, row_length=max(1, row))
+
+
+def _fit_breadcrumbs(inputs: Inputs, values: Values, space: Workspace) -> Step:
+    """Task vectors without their largest and smallest elements."""
+    from rlhf_merge.methods.combine import Elect, task_vector_magnitudes
+    from rlhf_merge.methods.sparsify import Trim, kept_count, share_count
+
+    wanted: list[list[int]] = []
+    for density, gamma in zip(values.of("density"), values.of("gamma"), strict=True):
+        kept = kept_count(density, inputs.numel)
+        dropped = min(share_count(gamma, inputs.numel), inputs.numel - kept)
+        wanted.append([kept + dropped, dropped + 1] if inputs.numel and kept < inputs.numel else [])
+    found = task_vector_magnitudes(inputs, space, wanted)
+    return Elect(inputs, values, [Trim(*bounds) if bounds else None for bounds in found])
+
+
+PARAMETERS = {
+    "epsilon": Parameter(
+        0.15, "half the spread of the probabilities to keep an element", 0.0, 0.5, per_model=True
+    ),
+    "gamma": Parameter(
+        0.01, "share of a task vector's largest elements that is dropped", 0.0, 1.0, per_model=True
+    ),
+}
+_TASK: dict[str, Scalar] = {"weight": 1.0, "lambda": 1.0, "normalize": False}
+"""The parameters of every sum of task vectors."""
+_SIGNED: dict[str, Scalar] = {**_TASK, "sign": "mass"}
+"""The same, where signs are elected."""
+
+METHODS = {
+    "task_arithmetic": Method(
+        "Task arithmetic",
+        "base plus the weighted task vectors",
+        _TASK,
+        _fit_task_arithmetic,
+        paper="arXiv:2212.04089",
+    ),
+    "ties": Method(
+        "TIES",
+        "trim the task vectors, elect signs, average what agrees",
+        {**_SIGNED, "density": 1.0, "normalize": True},
+        _fit_ties,
+        paper="arXiv:2306.01708",
+        ranks=True,
+        buffers=4,
+    ),
+    "dare_linear": Method(
+        "DARE",
+        "drop elements of the task vectors at random, rescale the rest, add",
+        {**_TASK, "density": 1.0, "rescale": True},
+        _fit_dare,
+        paper="arXiv:2311.03099",
+    ),
+    "dare_ties": Method(
+        "DARE-TIES",
+        "drop at random and rescale, then elect signs as TIES does",
+        {**_SIGNED, "density": 1.0, "rescale": True},
+        _fit_dare,
+        paper="arXiv:2311.03099",
+    ),
+    "della_linear": Method(
+        "DELLA, linear",
+        "drop small elements of each row more often than large ones, rescale, add",
+        {**_TASK, "density": 1.0, "epsilon": 0.15, "rescale": True},
+        _fit_della,
+        paper="arXiv:2406.11617",
+        buffers=16,
+        row_wise=True,
+    ),
+    "della": Method(
+        "DELLA",
+        "drop small elements of each row more often than large ones, rescale, elect signs",
+        {**_SIGNED, "density": 1.0, "epsilon": 0.15, "rescale": True, "normalize": True},
+        _fit_della,
+        paper="arXiv:2406.11617",
+        buffers=16,
+        row_wise=True,
+    ),
+    "breadcrumbs": Method(
+        "Model Breadcrumbs",
+        "drop the largest and the smallest elements of the task vectors, add",
+        {**_TASK, "density": 0.9, "gamma": 0.01},
+        _fit_breadcrumbs,
+        paper="arXiv:2312.06795",
+        ranks=True,
+        buffers=4,
+        mergekit_defaults={"density": 1.0},
+    ),
+    "breadcrumbs_ties": Method(
+        "Model Breadcrumbs with TIES",
+        "drop the largest and the smallest elements, then elect signs as TIES does",
+        {**_SIGNED, "density": 0.9, "gamma": 0.01},
+        _fit_breadcrumbs,
+        paper="arXiv:2312.06795",
+        ranks=True,
+        buffers=4,
+        mergekit_defaults={"density": 1.0},
+    ),
+}
