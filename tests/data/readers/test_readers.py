@@ -10,8 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from raises import raises_error
-from rlhf_data import load_records, read_rows
-from rlhf_data.readers.files import row_place, scan_rows
+from rlhf_data import load_records, read_rows, row_place, scan_rows
 from rlhf_data.readers.tables import read_hub
 
 _ROWS = [{"story": "a\u2028b ü", "n": "1"}, {"story": "c", "n": "2"}]
@@ -111,7 +110,7 @@ def test_broken_folders(tmp_path):
     with raises_error("damaged_file"):
         list(read_rows(tmp_path))
     (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "gone.arrow"}]}))
-    with raises_error("unreadable_file"):
+    with raises_error("file_not_found"):
         list(read_rows(tmp_path))
     (tmp_path / "state.json").write_text(json.dumps({"_data_files": []}))
     with raises_error("no_rows"):

@@ -26,8 +26,9 @@ from rlhf_data.readers.files import LoadedRows as LoadedRows
 from rlhf_data.readers.files import load_records as load_records
 from rlhf_data.readers.files import read_rows as read_rows
 from rlhf_data.readers.files import record_rows as record_rows
-from rlhf_data.readers.files import row_place as row_place
 from rlhf_data.readers.files import scan_rows as scan_rows
+from rlhf_data.readers.json_lines import row_place as row_place
+from rlhf_data.readers.locations import data_files as data_files
 from rlhf_data.readers.qa import QADatasetConfig as QADatasetConfig
 from rlhf_data.readers.qa import QARecord as QARecord
 from rlhf_data.readers.qa import load_qa as load_qa

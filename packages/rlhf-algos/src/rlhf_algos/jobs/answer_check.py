@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlhf_algos.jobs.config import OnlineJobConfig
-from rlhf_data import UserError, record_rows, row_place, scan_rows
+from rlhf_data import UserError, data_files, record_rows, row_place, scan_rows
 from rlhf_infer import RewardFunctionFactory
 from rlhf_infer.rewards.answers.verifiable import is_checked
 
@@ -108,11 +108,13 @@ def _rows(
     config: OnlineJobConfig, path: str, subset_size: int | None
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Place and columns of each row, bad ones left out."""
+    files = itertools.chain.from_iterable(_rows_of_file(config, file) for file in data_files(path))
+    return itertools.islice(files, subset_size)
+
+
+def _rows_of_file(config: OnlineJobConfig, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     rows, numbers = itertools.tee(scan_rows(path))
     found = zip(numbers, record_rows(rows, path, "prompt", columns=config.columns), strict=True)
-    good = (
-        (row_place(path, number), getattr(records[0], "columns", {}))
-        for (number, _), records in found
-        if not isinstance(records, UserError)
-    )
-    return itertools.islice(good, subset_size)
+    for (number, _), records in found:
+        if not isinstance(records, UserError):
+            yield row_place(path, number), getattr(records[0], "columns", {})

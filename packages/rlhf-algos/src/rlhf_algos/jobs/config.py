@@ -86,7 +86,8 @@ class DataConfig(BaseConfig):
     """Rows to learn from and rows held out; without a file they come from the story world."""
 
     train_data: LocalPath | None = None
-    """File (JSON, JSON lines, also gzipped, CSV, Parquet, Arrow), `datasets` folder, or a hub name."""
+    """File (JSON, JSON lines, also `.gz` and `.zst`, CSV, Parquet, Arrow), LMDB folder, folder of shards,
+    pattern such as `shards/*.jsonl`, `datasets` folder, or a hub name."""
     eval_data: LocalPath | None = None
     """The same, of held-out rows; null holds out a part of the training rows."""
     eval_fraction: float = Field(default=0.1, ge=0, lt=1)

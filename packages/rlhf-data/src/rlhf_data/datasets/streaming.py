@@ -18,12 +18,10 @@ from rlhf_data.readers.files import (
     OnBadRow,
     first_rows,
     good_rows,
-    iterate_lines,
-    parse_line,
     row_parser,
-    row_place,
     unpaired,
 )
+from rlhf_data.readers.json_lines import iterate_lines, parse_line, row_place
 from rlhf_data.records.encode import TokenSequence
 from rlhf_data.records.kind import Record
 from rlhf_data.records.kto import KTOExample

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import gzip
-import itertools
 import json
-import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from io import BufferedIOBase
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from rlhf_data.errors import UserError
-from rlhf_data.readers.tables import (
-    MAX_LINE_BYTES,
-    TOO_LONG,
-    read_arrow,
-    read_csv,
-    read_folder,
-    read_hub,
-    read_parquet,
-)
+from rlhf_data.readers.json_lines import Rows, as_row, attempt, decode, parse_line, read_json_lines, row_place
+from rlhf_data.readers.lmdb_rows import read_lmdb
+from rlhf_data.readers.locations import data_files, is_hub_name
+from rlhf_data.readers.tables import read_arrow, read_csv, read_hub, read_parquet
 from rlhf_data.records.kind import Record, record_kind
 from rlhf_data.records.row import TEMPLATE_COLUMNS, Row, as_chat_columns, is_instruction
 
@@ -31,7 +21,6 @@ OnBadRow = Literal["error", "skip"]
 _Item = TypeVar("_Item")
 _UNPAIRED_ROWS = 1000
 """Preference rows of which all chosen completions come before all rejected ones, as TRL orders them."""
-Rows = Iterator[tuple[int, dict[str, Any] | UserError]]
 
 
 @dataclass(frozen=True)
@@ -72,7 +61,8 @@ def load_records(
             unknown column in `columns`.
     """
     skipped: list[str] = []
-    rows = good_rows(record_rows(scan_rows(path), path, kind, columns=columns), on_bad_row, skipped)
+    found = (record_rows(scan_rows(file), file, kind, columns=columns) for file in data_files(path))
+    rows = good_rows(chain.from_iterable(found), on_bad_row, skipped)
     records = list(unpaired(first_rows(rows, subset_size)))
     if not records:
         raise UserError(
@@ -202,89 +192,43 @@ def scan_rows(path: str | Path) -> Rows:
     """Yield the rows of a data file, one at a time; a bad row comes as the `UserError` that describes it.
 
     Args:
-        path: `.jsonl` or `.jsonl.gz` (one object a line; blank lines are skipped), `.csv` (with a header),
-            `.parquet`, `.arrow`, `.json` (a list of objects, or an object whose "data" is such a list), a
-            folder that the `datasets` library saved or that holds `.arrow` or `.parquet` files, or the name
-            of a data set on the Hugging Face hub: `owner/name`, `owner/name:split` (without a split:
-            "train") or `owner/name/PART:split`, where PART is a configuration or a folder of the data set
-            (needs the `datasets` library). A text in a `.json` list is a prompt.
+        path: `.jsonl`, `.jsonl.gz` or `.jsonl.zst` (one object a line; blank lines are skipped), `.csv` (with
+            a header), `.parquet`, `.arrow`, `.json` (a list of objects, or an object whose "data" is such a
+            list), an LMDB folder, a folder of shards or a pattern (see `data_files`), or the name of a data
+            set on the Hugging Face hub: `owner/name`, `owner/name:split` (without a split: "train") or
+            `owner/name/PART:split`, where PART is a configuration or a folder of the data set (needs the
+            `datasets` library). A text in a `.json` list is a prompt.
 
     Yields:
-        The row's number from 1 (`.jsonl` and `.csv`: its line), and the row or what is wrong with it.
+        The row's number from 1 (`.jsonl` and `.csv`: its line; of several files counted on), and the row or
+        what is wrong with it.
 
     Raises:
-        UserError: the file is missing, of an unknown type, without rows, or cannot be read any further.
+        UserError: a file is missing, of an unknown type, without rows, or cannot be read any further.
     """
-    empty = True
+    files = data_files(path)
+    if len(files) > 1:
+        yield from enumerate((row for file in files for _, row in scan_rows(file)), start=1)
+        return
+    empty, file = True, files[0] if files else str(path)
     try:
-        for number, row in _reader(path)(Path(path)):
+        for number, row in _reader(file)(Path(file)) if files else ():
             empty = False
             yield number, row
     except OSError as error:
         raise UserError(
-            f"data file {path} cannot be read ({error.strerror or error})", code="unreadable_file"
+            f"data file {file} cannot be read ({error.strerror or error})", code="unreadable_file"
         ) from error
     if empty:
-        raise UserError(f"data file {path} holds no rows; expected at least one", code="no_rows")
-
-
-def row_place(path: str | Path, number: int) -> str:
-    """Return what an error message calls a row, such as `stories.jsonl, line 3`."""
-    word = "line" if Path(path).name.lower().endswith((".jsonl", ".jsonl.gz", ".csv")) else "row"
-    return f"{path}, {word} {number}"
-
-
-def iterate_lines(file: BufferedIOBase, path: Path) -> Iterator[tuple[int, int, bytes | UserError]]:
-    """Yield number from 1, byte offset and bytes of every line that is not blank.
-
-    Args:
-        file: an open file of JSON lines; never is more than `MAX_LINE_BYTES` of it held.
-        path: what errors call it.
-    """
-    offset = 0
-    for number in itertools.count(1):
-        line = file.readline(MAX_LINE_BYTES + 1)
-        if not line:
-            return
-        start, offset = offset, offset + len(line)
-        if len(line) > MAX_LINE_BYTES:
-            while line and not line.endswith(b"\n"):
-                line = file.readline(MAX_LINE_BYTES)
-                offset += len(line)
-            yield (
-                number,
-                start,
-                UserError(
-                    f"{row_place(path, number)}: {TOO_LONG}; expected one object a line, each shorter",
-                    code="line_too_long",
-                ),
-            )
-        elif line.strip():
-            yield number, start, line
-
-
-def parse_line(line: bytes, where: str) -> dict[str, Any]:
-    """Return the object that a line of JSON holds.
-
-    Raises:
-        UserError: not UTF-8, not JSON, or no object.
-    """
-    try:
-        row = json.loads(_decode(line, where))
-    except (ValueError, RecursionError) as error:  # also a number of too many digits, too deep a nesting
-        said = getattr(error, "msg", error)  # of a JSONDecodeError, without its place
-        raise UserError(
-            f"{where}: invalid JSON ({said}); expected one object a line", code="invalid_json", where=where
-        ) from error
-    return _as_row(row, where)
+        raise UserError(f"data file {file} holds no rows; expected at least one", code="no_rows")
 
 
 def _reader(source: str | Path) -> Callable[[Path], Rows]:
     path, name = Path(source), Path(source).name.lower()
     reader = next((reader for suffix, reader in _READERS.items() if name.endswith(suffix)), None)
     if path.is_dir():
-        return _numbered(read_folder)
-    if reader is None and not path.exists() and _is_hub_name(str(source)):
+        return _read_lmdb
+    if reader is None and not path.exists() and is_hub_name(str(source)):
         return _numbered(lambda _: read_hub(str(source)))
     if reader is None and path.exists():
         raise UserError(
@@ -296,15 +240,9 @@ def _reader(source: str | Path) -> Callable[[Path], Rows]:
     return reader
 
 
-def _is_hub_name(source: str) -> bool:
-    """Whether this may name a data set on the hub: no path, and not within a folder that is here."""
-    owner, slash, title = source.partition("/")
-    return bool(slash and title) and re.fullmatch(r"[\w.-]+", owner) is not None and not Path(owner).exists()
-
-
 def _read_json(path: Path) -> Rows:
     data = path.read_bytes()
-    text = _decode(data, f"data file {path}")
+    text = decode(data, f"data file {path}")
     if not text.strip():
         return
     try:
@@ -327,60 +265,12 @@ def _read_json(path: Path) -> Rows:
         )
     for number, row in enumerate(values, start=1):
         row = {"prompt": row} if isinstance(row, str) else row
-        yield number, _attempt(_as_row, row, row_place(path, number))
+        yield number, attempt(as_row, row, row_place(path, number))
 
 
-def _read_json_lines(path: Path) -> Rows:
-    with open(path, "rb") as file:
-        yield from _json_lines(file, path)
-
-
-def _read_gzip_lines(path: Path) -> Rows:
-    number = 0
-    try:
-        with gzip.open(path, "rb") as file:
-            for number, row in _json_lines(file, path):
-                yield number, row
-    except EOFError:
-        where = f"data file {path} is cut off after line {number} (its gzip stream has no end)"
-        yield number + 1, UserError(f"{where}; copy it again", code="truncated_file")
-    except (gzip.BadGzipFile, zlib.error) as error:
-        where = f"data file {path} is not valid gzip after line {number} ({error})"
-        yield number + 1, UserError(f"{where}; copy it again", code="damaged_file")
-
-
-def _json_lines(file: BufferedIOBase, path: Path) -> Rows:
-    for number, _, line in iterate_lines(file, path):
-        if isinstance(line, UserError):
-            yield number, line
-        else:
-            yield number, _attempt(parse_line, line, row_place(path, number))
-
-
-def _attempt(read: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any] | UserError:
-    try:
-        return read(*arguments)
-    except UserError as error:
-        return error
-
-
-def _decode(data: bytes, where: str) -> str:
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        place = f"byte {error.start}" if line == 1 else f"line {line}"
-        raise UserError(f"{where}: not UTF-8 text ({place}); save the file as UTF-8") from error
-
-
-def _as_row(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise UserError(
-            f"{where}: expected an object with named fields, got {str(value)[:60]!r}",
-            code="not_an_object",
-            where=where,
-        )
-    return value
+def _read_lmdb(path: Path) -> Rows:
+    for number, row in enumerate(read_lmdb(path), start=1):
+        yield number, attempt(parse_line, row, row_place(path, number))
 
 
 def _numbered(read: Callable[[Path], Iterator[dict[str, Any]]]) -> Callable[[Path], Rows]:
@@ -389,8 +279,9 @@ def _numbered(read: Callable[[Path], Iterator[dict[str, Any]]]) -> Callable[[Pat
 
 _READERS: dict[str, Callable[[Path], Rows]] = {
     ".json": _read_json,
-    ".jsonl": _read_json_lines,
-    ".jsonl.gz": _read_gzip_lines,
+    ".jsonl": read_json_lines,
+    ".jsonl.gz": read_json_lines,
+    ".jsonl.zst": read_json_lines,
     ".csv": read_csv,
     ".parquet": _numbered(read_parquet),
     ".arrow": _numbered(read_arrow),

@@ -1,9 +1,8 @@
-"""Row readers for tables: CSV, Parquet and Arrow files, `datasets` folders, data sets on the hub."""
+"""Row readers for tables: CSV, Parquet and Arrow files, data sets on the hub."""
 
 from __future__ import annotations
 
 import csv
-import json
 import logging
 import sys
 from collections.abc import Iterable, Iterator
@@ -17,16 +16,6 @@ MAX_LINE_BYTES = 10_000_000
 """Longest line of a JSON-lines file; a longer one is rather a file without line ends than an example."""
 
 TOO_LONG = f"longer than {MAX_LINE_BYTES // 1_000_000} MB"
-
-
-def read_folder(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the Arrow or Parquet files of a folder, in the order of their names.
-
-    Raises:
-        UserError: the folder, unless `datasets` saved it, holds several splits, or no such file.
-    """
-    for file in _saved_files(path):
-        yield from read_parquet(file) if file.suffix == ".parquet" else read_arrow(file)
 
 
 def read_hub(name: str) -> Iterator[dict[str, Any]]:
@@ -70,33 +59,6 @@ def _part(datasets: Any, repository: str, part: str) -> dict[str, Any]:
     """The argument of `load_dataset` for what stands behind the name of a data set."""
     is_configuration = part in datasets.get_dataset_config_names(repository)
     return {"name": part} if is_configuration else {"data_dir": part}
-
-
-def _saved_files(folder: Path) -> list[Path]:
-    state = folder / "state.json"
-    if state.exists():
-        try:
-            values = json.loads(state.read_text(encoding="utf-8"))
-            return [folder / file["filename"] for file in values["_data_files"]]
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{state}: not written by `datasets` ({error!r}); save the data set again",
-                code="damaged_file",
-            ) from error
-    for suffix in (".arrow", ".parquet"):
-        if files := sorted(folder.glob(f"*{suffix}")):
-            return files
-    if splits := sorted(path.parent.name for path in folder.glob("*/state.json")):
-        raise UserError(
-            f"{folder} is a folder of the splits {', '.join(splits)}; name one of them, "
-            f"such as {folder / splits[-1]}",
-            code="several_splits",
-        )
-    raise UserError(
-        f"{folder} is a folder without data; expected one that `datasets` saved, or one with .arrow or "
-        ".parquet files",
-        code="folder_without_data",
-    )
 
 
 def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
