@@ -8,7 +8,7 @@ import pyarrow
 import pytest
 
 from raises import raises_error
-from rlhf_data import UserError, data_files, load_records, scan_rows
+from rlhf_data import UserError, data_files, load_records, read_rows, scan_rows
 from rlhf_data.readers.lmdb_rows import LENGTH_KEY, row_key
 
 _LINES = b"".join(b'{"text": "%d"}\n' % i for i in range(6))
@@ -33,7 +33,7 @@ def shards(tmp_path):
 def test_shards_are_read_in_the_order_of_their_names(shards):
     names = [str(shards / name) for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst")]
     assert data_files(shards) == data_files(f"{shards}/*.jsonl*") == names
-    assert [row["text"] for _, row in scan_rows(shards)] == list("012345")
+    assert [row["text"] for _, row in read_rows(shards)] == list("012345")
     assert [number for number, _ in scan_rows(f"{shards}/*.jsonl*")] == [1, 2, 3, 4, 5, 6]
     records = load_records(f"{shards}/*.jsonl*", "sft").records
     assert [record.where for record in records[1:3]] == [f"{names[0]}, line 2", f"{names[1]}, line 1"]
@@ -65,7 +65,7 @@ def test_lmdb_folders(tmp_path):
             write.put(row_key(i), json.dumps({"text": f"ü{i}"}).encode())
         write.put(LENGTH_KEY, b"300")
     assert data_files(path) == [str(path)]
-    assert [row["text"] for _, row in scan_rows(path)] == [f"ü{i}" for i in range(300)]
+    assert [row["text"] for _, row in read_rows(path)] == [f"ü{i}" for i in range(300)]
     with lmdb.open(str(path), map_size=1 << 20) as environment, environment.begin(write=True) as write:
         write.delete(row_key(7))
     with raises_error("missing_row"):
