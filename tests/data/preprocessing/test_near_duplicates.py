@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from raises import raises_error
 
+from raises import raises_error
 from rlhf_data import near_duplicate_groups
 
 VOCABULARY = [f"word{number}" for number in range(5000)]
