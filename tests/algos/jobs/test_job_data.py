@@ -113,3 +113,75 @@ def test_a_method_takes_its_rows_options_from_the_record_kind(
     assert (train.builder.seed, train.builder.max_length) == (7, 9)
     with raises_error("unknown_kind"):
         load_rows(method, method.resolve({}))
+
+
+@pytest.fixture
+def pairs_file(tmp_path):
+    """Forty pairs of long dialogues, of which the first is a tie."""
+    path = tmp_path / "pairs.jsonl"
+    talk = "".join(f"\n\nHuman: question {i}\n\nAssistant: answer {i}" for i in range(9))
+    rows = [
+        {"prompt": f"{talk}\n\nHuman: now {i}\n\nAssistant:", "chosen": f" Yes {i}.", "rejected": f" No {i}."}
+        for i in range(40)
+    ]
+    rows[0]["rejected"] = " yes  0."
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("method", ["dpo", "reward", "kto", "sft"])
+def test_truncated_dialogues_keep_their_end(method, pairs_file, byte_tokenizer):
+    method = METHODS[method]
+    settings = {"train_data": pairs_file, "max_length": 60, "eval_fraction": 0}
+    config = method.resolve(settings | {"truncation": "left"})
+    train, _ = build_sets(method, config, load_rows(method, config), byte_tokenizer, max_length=60)
+    sequence = train[0]
+    while not hasattr(sequence, "input_ids"):
+        sequence = sequence[0]
+    assert len(train) >= 40
+    assert byte_tokenizer.decode(sequence.input_ids).startswith("\n\nHuman: now ")
+    assert byte_tokenizer.decode(sequence.input_ids).endswith(".<eos>")
+    usual = method.resolve(settings)
+    with raises_error("no_row_left"):  # a prompt alone is longer
+        build_sets(method, usual, load_rows(method, usual), byte_tokenizer, max_length=60)
+
+
+def test_ties_are_left_out_where_that_is_wanted(pairs_file, caplog):
+    method = METHODS["dpo"]
+    counts = {}
+    for ties in ("keep", "drop"):
+        rows = load_rows(method, method.resolve({"train_data": pairs_file, "ties": ties}))
+        counts[ties] = len(rows.train) + len(rows.held_out)
+    assert counts == {"keep": 40, "drop": 39}
+    assert f"ties of {pairs_file}: 1" in caplog.text
+
+
+def test_a_stratified_split_holds_out_the_share_exactly(pairs_file):
+    method = METHODS["sft"]
+    settings = {"train_data": pairs_file, "eval_fraction": 0.2, "split": "stratified"}
+    rows = load_rows(method, method.resolve(settings))
+    assert (len(rows.train), len(rows.held_out)) == (32, 8)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("prm", {"truncation": "left"}),
+        ("sft", {"ties": "drop"}),
+        ("dpo", {"ties": "drop", "train_data": None}),
+        ("dpo", {"split": "stratified", "streaming": True}),
+        ("dpo", {"split": "stratified", "eval_data": "pairs.jsonl"}),
+    ],
+)
+def test_settings_that_could_do_nothing_are_refused(method, settings, pairs_file, byte_tokenizer):
+    method = METHODS[method]
+    with raises_error("invalid_value"):
+        config = method.resolve({"train_data": pairs_file} | settings)
+        rows = load_rows(method, replace_rows(config)) if method.records == "steps" else None
+        rows = rows or load_rows(method, config)
+        build_sets(method, config, rows, byte_tokenizer, max_length=60)
+
+
+def replace_rows(config):
+    """The config with rows of the story world, which every method has."""
+    return config.model_copy(update={"train_data": None, "story_rows": 4, "story_eval_rows": 2})

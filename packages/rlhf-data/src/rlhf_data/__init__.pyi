@@ -23,6 +23,9 @@ from rlhf_data.datasets.tokenized import TokenizedDataset as TokenizedDataset
 from rlhf_data.errors import UserError as UserError
 from rlhf_data.errors import exit_cleanly as exit_cleanly
 from rlhf_data.preprocessing.near_duplicates import near_duplicate_groups as near_duplicate_groups
+from rlhf_data.preprocessing.rules import settle_ties as settle_ties
+from rlhf_data.preprocessing.rules import stratified_split as stratified_split
+from rlhf_data.preprocessing.similarity import completion_similarity as completion_similarity
 from rlhf_data.readers.files import LoadedRows as LoadedRows
 from rlhf_data.readers.files import load_records as load_records
 from rlhf_data.readers.files import read_rows as read_rows

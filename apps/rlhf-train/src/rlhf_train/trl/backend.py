@@ -61,7 +61,7 @@ _SAME_NAME = (
 _CONVERTED = {"max_length", "loss_type"}
 """Keys of methods that TRL takes in another form; the others go to TRL where it has them."""
 _OURS_ALONE = (
-    *("fsdp", "streaming", "load_best_model_at_end", "early_stopping_patience"),
+    *("fsdp", "streaming", "truncation", "load_best_model_at_end", "early_stopping_patience"),
     *("head", "num_members", "ensemble", "kl_estimate"),
 )
 """Keys that must have their defaults: TRL cannot honour them, or only with checkpoints, which it pickles."""

@@ -101,6 +101,13 @@ class DataConfig(BaseConfig):
     transcripts: Literal["auto", "messages", "text"] = "auto"
     """Turn transcripts (`Human:` and `Assistant:`) and Alpaca rows into chat messages, or learn
     them as texts; `auto` turns them where the tokenizer has a chat template."""
+    truncation: Literal["auto", "left", "right", "middle", "drop"] = "auto"
+    """Rows too long: left or middle takes turns out of the prompt and keeps completions whole, right
+    cuts sequences at their end, drop leaves them out; `auto` as the method does."""
+    ties: Literal["keep", "drop", "margin0"] = "keep"
+    """Pairs of nearly equal completions: keep them, leave them out, or keep them with margin 0."""
+    split: Literal["prompt", "stratified"] = "prompt"
+    """Hold out prompts by their hash, or so that the lengths of held-out rows are those of all."""
     streaming: bool = False
     """Check the rows of a plain JSON-lines file once and read each when it is needed, to save memory."""
     story_rows: int = Field(default=2048, ge=2)
@@ -118,6 +125,15 @@ class DataConfig(BaseConfig):
             )
         if self.streaming and not self.train_data:
             raise ValueError("streaming is for a file; give --train-data too")
+        for key, usual in (("ties", "keep"), ("split", "prompt")):
+            if (value := getattr(self, key)) == usual:
+                continue
+            if not self.train_data:
+                raise ValueError(f"{key} is {value}, for the rows of a file; give --train-data too")
+            if self.streaming:
+                raise ValueError(f"{key} is {value}, and a streamed file is used as it is; leave one out")
+        if self.split != "prompt" and self.eval_data:
+            raise ValueError(f"split is {self.split}, and eval_data holds what is held out; leave one out")
         return self
 
 

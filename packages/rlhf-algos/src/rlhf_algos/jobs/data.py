@@ -23,7 +23,9 @@ from rlhf_data import (
     as_messages,
     load_records,
     record_kind,
+    settle_ties,
     story_records,
+    stratified_split,
     training_stories,
 )
 
@@ -93,7 +95,8 @@ def load_rows(method: Method, config: JobConfig) -> Rows:
         held_out, more = [], 0
         _LOG.info("no row is held out: a streamed file is not split; give held-out rows with --eval-data")
     else:
-        train, held_out = split_by_prompt(train, config.eval_fraction)
+        split = stratified_split if config.split == "stratified" else split_by_prompt
+        train, held_out = split(train, config.eval_fraction)
         more = 0
         if not train:
             raise UserError(
@@ -258,9 +261,17 @@ def _set_options(method: Method, config: JobConfig, max_length: int | None) -> d
         "max_length": lambda: max_length,
         "max_prompt_length": lambda: _prompt_room(cast(OnlineConfig, config), max_length),
         "overlong": lambda: method.overlong,
+        "truncation": lambda: None if config.truncation == "auto" else config.truncation,
         "kl_batch_size": lambda: _kl_batch_size(cast(KTOConfig, config)),
     }
     names = [option.name for option in record_kind(method.records).options]
+    if config.truncation != "auto" and "truncation" not in names:
+        raise UserError(
+            f"truncation is {config.truncation}, and rows of the kind {method.records} are not shortened; "
+            "leave it out",
+            code="invalid_value",
+            key="truncation",
+        )
     return {name: own[name]() if name in own else getattr(config, name) for name in names}
 
 
@@ -304,6 +315,10 @@ def _read(
     if unread and not records:
         raise UserError(f"{path}: no row is left; {unread[0]}", code="no_row_left")
     skipped = [*loaded.skipped, *unread]
+    records, tied = settle_ties(records, config.ties)
+    if tied and not records:
+        raise UserError(f"{path}: no row is left; all {len(tied)} are ties", code="no_row_left")
+    _warn_of_bad_rows(f"ties of {path}", tied)
     if not streamed:
         _warn_of_bad_rows(f"bad rows of {path}", skipped)
     return records, 0 if streamed else len(skipped)

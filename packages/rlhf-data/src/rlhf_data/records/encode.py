@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, cast
 
 from rlhf_data.errors import UserError
 from rlhf_data.records.kind import Message, Text, common_prefix
+from rlhf_data.records.truncation import Truncation, shorten_prompt, token_borders
 
 Template = Mapping[str, Any] | None
 """Keyword arguments for the chat template."""
@@ -60,12 +61,21 @@ class Builder:
     Args:
         tokenizer: a Hugging Face tokenizer.
         max_length: tokens of a sequence at most; None for no limit.
+        truncation: what happens to longer ones. "left" and "middle" shorten their prompts by whole turns
+            (see `shorten_prompt`), and leave out those whose completions do not fit; "right" cuts them at
+            their end; "drop" leaves them out. None for what is usual for the kind.
 
     Attributes:
         encoder: what encodes the records' texts.
     """
 
-    def __init__(self, tokenizer: Any, max_length: int | None) -> None:
+    def __init__(self, tokenizer: Any, max_length: int | None, truncation: Truncation | None = None) -> None:
+        if truncation not in (None, "left", "right", "middle", "drop"):
+            raise UserError(
+                f"truncation must be left, right, middle or drop, got {truncation!r}",
+                code="invalid_value",
+                key="truncation",
+            )
         if max_length is not None and max_length < 2:
             raise UserError(
                 f"max_length must be at least 2 tokens, got {max_length}",
@@ -74,6 +84,7 @@ class Builder:
             )
         self.encoder = Encoder(tokenizer)
         self.max_length = max_length
+        self.truncation = truncation
 
     def build(self, record: Any) -> Any:
         """Return what is kept of a record, in most kinds its example.
@@ -93,6 +104,25 @@ class Builder:
 
     def check_count(self, count: int) -> None:
         """Raise `UserError` where so many records are too few; one is enough for most kinds."""
+
+    def is_too_long(self, length: int) -> bool:
+        """Whether a sequence of so many tokens is to be shortened or left out before it is cut at its end."""
+        cut = self.truncation in (None, "right")
+        return not cut and self.max_length is not None and length > self.max_length
+
+    def shortened(self, record: Any, length: int) -> Any:
+        """The record with its prompt shortened, so that no sequence is too long.
+
+        Raises:
+            RowDropped: it is to be left out instead, or its completions do not fit.
+        """
+        limit = cast(int, self.max_length)
+        if self.truncation == "left" or self.truncation == "middle":
+            prompt, completions = record.parts()
+            shorter = self.encoder.shorten(prompt, completions, record.template, limit, self.truncation)
+            if shorter is not None:
+                return record.with_prompt(shorter)
+        raise RowDropped(f"{length} tokens, max_length is {limit}")
 
     def check_prompt(self, length: int) -> None:
         """Raise `RowDropped` where the prompt leaves no room for a completion."""
@@ -166,6 +196,28 @@ class Encoder:
         length = min(common_prefix(start, ids) for ids in both)
         self.moved_starts += length < len(start)
         return both, length
+
+    def lengths(self, prompt: Text, completions: Sequence[Text], template: Template = None) -> list[int]:
+        """Tokens of a prompt with each of its completions, or of the prompt alone where there is none."""
+        if not completions:
+            return [len(self.prompt(prompt, template))]
+        return [len(self._joint(prompt, completion, template)) for completion in completions]
+
+    def shorten(
+        self,
+        prompt: Text,
+        completions: Sequence[Text],
+        template: Template,
+        max_length: int,
+        keep: Literal["left", "middle"],
+    ) -> Text | None:
+        """The prompt as `shorten_prompt` has it, so that every completion fits; None where that cannot be."""
+        return shorten_prompt(
+            prompt,
+            lambda shorter: max(self.lengths(shorter, completions, template)) <= max_length,
+            keep=keep,
+            borders=token_borders(self.tokenizer),
+        )
 
     def conversation(
         self, messages: list[Message], template: Template = None, *, assistant_only: bool

@@ -43,6 +43,15 @@ class Record:
     where: str = field(default="", compare=False)
     is_chat: bool = False
 
+    def parts(self) -> tuple[Text, list[Text]]:
+        """The prompt, and the completions that may follow it."""
+        prompt: Text = getattr(self, "prompt", "")
+        return prompt, [getattr(self, name) for name in _REPLIES if hasattr(self, name)]
+
+    def with_prompt(self, prompt: Text) -> Record:
+        """The record with another prompt in front of its completions."""
+        return replace(self, prompt=prompt)  # pyright: ignore[reportCallIssue]
+
     def as_messages(self) -> Record:
         r"""The record with its texts as chat messages, where they are turns of a chat; otherwise itself.
 

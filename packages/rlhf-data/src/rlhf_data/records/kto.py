@@ -10,6 +10,7 @@ from rlhf_data.errors import UserError
 from rlhf_data.records.encode import Builder, TokenSequence
 from rlhf_data.records.kind import Record, RecordKind, Text, register
 from rlhf_data.records.row import Row
+from rlhf_data.records.truncation import Truncation
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +69,18 @@ class KTOBuilder(Builder):
         max_length: tokens of a sequence at most, longer ones are cut at their end; None for no limit.
         kl_batch_size: neighbours among which prompts and completions are mismatched for the KL (see
             `kl_partner`), in TRL `per_device_train_batch_size`; None for examples without `kl_sequence`.
+        truncation: see `Builder`.
     """
 
     def __init__(
-        self, tokenizer: Any, *, max_length: int | None = 1024, kl_batch_size: int | None = None
+        self,
+        tokenizer: Any,
+        *,
+        max_length: int | None = 1024,
+        kl_batch_size: int | None = None,
+        truncation: Truncation | None = None,
     ) -> None:
-        super().__init__(tokenizer, max_length)
+        super().__init__(tokenizer, max_length, truncation)
         self.set_kl_batch_size(kl_batch_size)
 
     def set_kl_batch_size(self, size: int | None) -> None:
@@ -90,7 +97,9 @@ class KTOBuilder(Builder):
 
     def build(self, record: LabelledRecord) -> Labelled:
         """Return the sequence in full length and its label."""
-        [ids], start = self.encoder.completions(record.prompt, [record.completion], record.template)
+        [ids], start = self.encoder.completions(*record.parts(), record.template)
+        if self.is_too_long(len(ids)):
+            return self.build(self.shortened(record, len(ids)))
         self.check_prompt(start)
         return Labelled(TokenSequence(ids, start), record.label)
 

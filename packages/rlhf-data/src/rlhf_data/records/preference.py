@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from rlhf_data.errors import UserError
-from rlhf_data.records.encode import Builder, RowDropped, TokenSequence
+from rlhf_data.records.encode import Builder, TokenSequence
 from rlhf_data.records.kind import Record, RecordKind, Text, register
 from rlhf_data.records.row import Row
+from rlhf_data.records.truncation import Truncation
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class PreferenceBuilder(Builder):
         max_length: tokens of a sequence at most; None for no limit.
         overlong: "truncate" cuts longer sequences at their end (as TRL's DPO), "drop" leaves their pairs out
             (as TRL's reward training).
+        truncation: see `Builder`; it has precedence over `overlong`.
     """
 
     def __init__(
@@ -61,22 +63,19 @@ class PreferenceBuilder(Builder):
         *,
         max_length: int | None = 1024,
         overlong: Literal["truncate", "drop"] = "truncate",
+        truncation: Truncation | None = None,
     ) -> None:
-        super().__init__(tokenizer, max_length)
         if overlong not in ("truncate", "drop"):
             raise UserError(
                 f"overlong must be truncate or drop, got {overlong!r}", code="invalid_value", key="overlong"
             )
-        self.overlong = overlong
+        super().__init__(tokenizer, max_length, truncation or ("drop" if overlong == "drop" else "right"))
 
     def build(self, record: PreferenceRecord) -> PreferencePair:
         """Return the pair, each sequence cut at `max_length`."""
-        both, start = self.encoder.completions(
-            record.prompt, [record.chosen, record.rejected], record.template
-        )
-        longest = max(map(len, both))
-        if self.overlong == "drop" and self.max_length is not None and longest > self.max_length:
-            raise RowDropped(f"{longest} tokens, max_length is {self.max_length}")
+        both, start = self.encoder.completions(*record.parts(), record.template)
+        if self.is_too_long(longest := max(map(len, both))):
+            return self.build(self.shortened(record, longest))
         self.check_prompt(start)
         chosen, rejected = (TokenSequence(ids[: self.max_length], start) for ids in both)
         return PreferencePair(chosen, rejected, record.margin or 0.0)

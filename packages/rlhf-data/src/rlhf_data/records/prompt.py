@@ -10,6 +10,7 @@ from rlhf_data.errors import UserError
 from rlhf_data.records.encode import Builder, RowDropped
 from rlhf_data.records.kind import Record, RecordKind, Text, is_empty, register
 from rlhf_data.records.row import TEMPLATE_COLUMNS, Row
+from rlhf_data.records.truncation import Truncation
 
 _CONTEXT = ("story", "context", "passage", "choices")
 """Columns without which a question is no whole prompt."""
@@ -21,6 +22,10 @@ class PromptRecord(Record):
 
     prompt: Text
     columns: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def parts(self) -> tuple[Text, list[Text]]:
+        """The prompt alone: its other columns are not part of a sequence."""
+        return self.prompt, []
 
 
 class PromptExample(NamedTuple):
@@ -87,14 +92,29 @@ class PromptBuilder(Builder):
     Args:
         tokenizer: see `Builder`.
         max_prompt_length: tokens of a prompt at most, longer ones are left out; None for no limit.
+        truncation: "left" or "middle" shortens longer prompts instead; see `Builder`.
     """
 
-    def __init__(self, tokenizer: Any, *, max_prompt_length: int | None = None) -> None:
-        super().__init__(tokenizer, max_prompt_length)
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        max_prompt_length: int | None = None,
+        truncation: Truncation | None = None,
+    ) -> None:
+        super().__init__(tokenizer, max_prompt_length, truncation)
+        if truncation == "right":
+            raise UserError(
+                "truncation right would cut off what a prompt asks for; set it to left, middle or drop",
+                code="invalid_value",
+                key="truncation",
+            )
 
     def build(self, record: PromptRecord) -> PromptExample:
-        """Return the prompt and its token ids, none of them cut off."""
+        """Return the prompt and its token ids; the end of a prompt is never cut off."""
         ids = self.encoder.prompt(record.prompt, record.template)
+        if self.is_too_long(len(ids)):
+            return self.build(self.shortened(record, len(ids)))
         if self.max_length is not None and len(ids) > self.max_length:
             raise RowDropped(f"the prompt has {len(ids)} tokens, the limit is {self.max_length}")
         return PromptExample(record.prompt, tuple(ids), dict(record.columns))

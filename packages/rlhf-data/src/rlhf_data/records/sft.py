@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf_data.errors import UserError
 from rlhf_data.records.encode import Builder, RowDropped, TokenSequence
 from rlhf_data.records.kind import Message, Record, RecordKind, Text, is_empty, register, turns
-from rlhf_data.records.row import Row
+from rlhf_data.records.row import Row, split_last_turn
+from rlhf_data.records.truncation import Truncation
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +26,30 @@ class ConversationRecord(Record):
 
     messages: list[Message]
 
+    def parts(self) -> tuple[Text, list[Text]]:
+        """What stands before the assistant's last turn, and that turn with what follows."""
+        prompt, reply = split_last_turn(self.messages) or (self.messages, [])
+        return prompt, [reply]
+
+    def with_prompt(self, prompt: Text) -> Record:
+        """The assistant's last turn after another beginning."""
+        return replace(self, messages=[*prompt, *self.parts()[1][0]])
+
 
 @dataclass(frozen=True, slots=True)
 class TextRecord(Record):
     """A text that is learned from its first token to its last."""
 
     text: str
+
+    def parts(self) -> tuple[Text, list[Text]]:
+        """A transcript up to the assistant's last turn, and that turn; any other text, and nothing."""
+        prompt, reply = split_last_turn(self.text) or (self.text, "")
+        return prompt, [reply]
+
+    def with_prompt(self, prompt: Text) -> Record:
+        """The assistant's last turn after another beginning; a text without turns becomes that beginning."""
+        return replace(self, text=f"{prompt}{self.parts()[1][0]}")
 
     def as_messages(self) -> Record:
         """The conversation, where the text is a transcript."""
@@ -68,12 +87,18 @@ class SFTBuilder(Builder):
         max_length: tokens of a sequence at most, longer ones are cut at their end; None for no limit.
         assistant_only_loss: whether only the assistant's messages of a conversation are learned; otherwise
             all of it is.
+        truncation: see `Builder`.
     """
 
     def __init__(
-        self, tokenizer: Any, *, max_length: int | None = 1024, assistant_only_loss: bool = True
+        self,
+        tokenizer: Any,
+        *,
+        max_length: int | None = 1024,
+        assistant_only_loss: bool = True,
+        truncation: Truncation | None = None,
     ) -> None:
-        super().__init__(tokenizer, max_length)
+        super().__init__(tokenizer, max_length, truncation)
         self.assistant_only_loss = assistant_only_loss
 
     def build(self, record: CompletionRecord | ConversationRecord | TextRecord) -> TokenSequence:
@@ -85,7 +110,10 @@ class SFTBuilder(Builder):
             only = self.assistant_only_loss
             ids, mask = self.encoder.conversation(record.messages, record.template, assistant_only=only)
         else:
-            [ids], start = self.encoder.completions(record.prompt, [record.completion], record.template)
+            [ids], start = self.encoder.completions(*record.parts(), record.template)
+        if self.is_too_long(len(ids)):
+            return self.build(self.shortened(record, len(ids)))
+        if isinstance(record, CompletionRecord):
             self.check_prompt(start)
             mask = self._completion_mask(record)
         sequence = TokenSequence(

@@ -1,0 +1,49 @@
+"""How alike two completions are, and what they are made of."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rlhf_data.records.kind import Text, turns
+
+__all__ = ["completion_similarity", "folded", "said"]
+
+
+def said(text: Text) -> list[str]:
+    r"""What is said in each turn of messages or of a transcript `\n\nHuman: ...`; of another text, itself."""
+    messages = text if isinstance(text, list) else turns(text)
+    if messages is None:
+        return [str(text)]
+    return [content for message in messages if isinstance(content := message.get("content"), str)]
+
+
+def folded(text: Text) -> str:
+    """What is said, in lower case and with single spaces."""
+    return " ".join(" ".join(said(text)).casefold().split())
+
+
+def completion_similarity(first: Text, second: Text, *, at_least: float = 0.0) -> float:
+    """Return Dice's index of the word 3-grams of two texts, counted as often as they occur.
+
+    That is 2 |A ∩ B| / (|A| + |B|) of the multisets A and B; case and white space make no difference. A text
+    of fewer than three words is one gram.
+
+    Args:
+        first: text or messages.
+        second: the same.
+        at_least: values below this are of no interest: 0 is returned where the lengths alone rule them out.
+    """
+    one, other = folded(first), folded(second)
+    if one == other:
+        return 1.0
+    words = one.split(), other.split()
+    counts = [max(1, len(each) - 2) for each in words]
+    if 2 * min(counts) < at_least * sum(counts):
+        return 0.0
+    grams = [Counter(_grams(each)) for each in words]
+    return 2 * (grams[0] & grams[1]).total() / sum(counts)
+
+
+def _grams(words: Sequence[str]) -> list[tuple[str, ...]]:
+    return list(zip(words, words[1:], words[2:], strict=False)) or [tuple(words)]
