@@ -171,7 +171,7 @@ def test_columns_of_other_names():
 
 
 def test_a_question_about_something_else_is_no_prompt():
-    for column in ("story", "context", "passage", "choices"):
+    for column in ("story", "context", "passage"):
         with raises_error("missing_column", column="prompt"):
             _parse("prompt", {column: "x", "question": "a", "answer": "b"})
     with raises_error("missing_column", column="prompt"):
@@ -296,6 +296,10 @@ def test_alpaca_rows():
     [record] = _parse("preference", {"instruction": "Add.", "chosen": "3", "rejected": "4"})
     assert (record.prompt, record.chosen, record.is_chat) == ("Add.", "3", True)
     assert not _parse("sft", {"prompt": "a", "completion": "b", "instruction": "c"})[0].is_chat
-    for extra in ({"system": "be kind"}, {"history": [["a", "b"]]}):
-        with raises_error("unread_column", column=next(iter(extra))):
-            _parse("sft", {**row, **extra})
+    before = {"system": "be kind", "history": [["a", "b"]]}
+    said = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "a"}]
+    said += [{"role": "assistant", "content": "b"}, {"role": "user", "content": "Add.\n\n1 and 2"}]
+    [record] = _parse("sft", {**row, **before})
+    assert (record.prompt, record.completion) == (said, [{"role": "assistant", "content": "3"}])
+    with raises_error("invalid_row", column="history"):
+        _parse("sft", {**row, "history": ["a"]})

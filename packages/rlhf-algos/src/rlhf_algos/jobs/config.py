@@ -96,8 +96,8 @@ class DataConfig(BaseConfig):
     """Use the first N rows of `train_data`, for quick runs; null uses all."""
     on_bad_row: Literal["error", "skip"] = "error"
     """Stop at a row that cannot be used, or skip it and count it."""
-    columns: dict[str, str] = Field(default_factory=dict)
-    """Names of the file's columns where they differ, as `columns.chosen=better`."""
+    columns: dict[str, str | list[str]] = Field(default_factory=dict)
+    """Names of the file's columns where they differ, as `columns.chosen=better`; of several, joined texts."""
     transcripts: Literal["auto", "messages", "text"] = "auto"
     """Turn transcripts (`Human:` and `Assistant:`) and Alpaca rows into chat messages, or learn
     them as texts; `auto` turns them where the tokenizer has a chat template."""

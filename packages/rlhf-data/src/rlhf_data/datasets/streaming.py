@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from rlhf_data.datasets.tokenized import PROGRESS_ROWS, Example, MismatchedPairs, OnProgress, TokenizedDataset
 from rlhf_data.errors import UserError
 from rlhf_data.readers.files import (
+    Columns,
     OnBadRow,
     first_rows,
     good_rows,
@@ -53,7 +54,7 @@ class JSONLines:
         path: str | Path,
         kind: str,
         *,
-        columns: Mapping[str, str] | None = None,
+        columns: Columns | None = None,
         subset_size: int | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
@@ -139,7 +140,7 @@ class StreamingDataset(TokenizedDataset[Example]):
         tokenizer: Any,
         *,
         kind: str = "",
-        columns: Mapping[str, str] | None = None,
+        columns: Columns | None = None,
         subset_size: int | None = None,
         on_progress: OnProgress | None = None,
         **options: Any,

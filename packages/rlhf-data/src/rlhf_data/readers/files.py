@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -14,13 +14,16 @@ from rlhf_data.readers.json_lines import Rows, as_row, attempt, decode, parse_li
 from rlhf_data.readers.lmdb_rows import read_lmdb
 from rlhf_data.readers.locations import data_files, is_hub_name
 from rlhf_data.readers.tables import read_arrow, read_csv, read_hub, read_parquet
+from rlhf_data.records.forms import usual_columns
 from rlhf_data.records.kind import Record, record_kind
-from rlhf_data.records.row import TEMPLATE_COLUMNS, Row, as_chat_columns, is_instruction
+from rlhf_data.records.row import TEMPLATE_COLUMNS, Row, joined_columns
 
 OnBadRow = Literal["error", "skip"]
 _Item = TypeVar("_Item")
 _UNPAIRED_ROWS = 1000
 """Preference rows of which all chosen completions come before all rejected ones, as TRL orders them."""
+Columns = Mapping[str, str | Sequence[str]]
+"""What a file calls a column, or the columns whose texts make it, by its usual name."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ def load_records(
     path: str | Path,
     kind: str,
     *,
-    columns: Mapping[str, str] | None = None,
+    columns: Columns | None = None,
     on_bad_row: OnBadRow = "error",
     subset_size: int | None = None,
 ) -> LoadedRows:
@@ -48,7 +51,8 @@ def load_records(
         path: as for `scan_rows`.
         kind: "sft", "preference", "kto", "steps", "prompt", or another registered `RecordKind`; each has
             its columns.
-        columns: the file's name of a column, by the kind's name for it.
+        columns: the file's name of a column, by the kind's name for it; of several names the texts are
+            joined, a blank line between.
         on_bad_row: "error" stops at the first bad row, "skip" leaves bad rows out and counts them.
         subset_size: rows to read at most, bad ones aside; None for all.
 
@@ -76,7 +80,7 @@ def record_rows(
     path: str | Path,
     kind: str,
     *,
-    columns: Mapping[str, str] | None = None,
+    columns: Columns | None = None,
 ) -> Iterator[tuple[Record, ...] | UserError]:
     """What each row of a file becomes: its records (of "kto" perhaps two), or what is wrong with it.
 
@@ -105,7 +109,7 @@ def parsed_rows(
             yield error
 
 
-def row_parser(kind: str, columns: Mapping[str, str]) -> Callable[[dict[str, Any], str], tuple[Record, ...]]:
+def row_parser(kind: str, columns: Columns) -> Callable[[dict[str, Any], str], tuple[Record, ...]]:
     """Return the function that turns a row, and the name of its place, into records.
 
     Args:
@@ -125,11 +129,15 @@ def row_parser(kind: str, columns: Mapping[str, str]) -> Callable[[dict[str, Any
                 column=name,
             )
 
+    joined = {name: parts for name, parts in columns.items() if not isinstance(parts, str)}
+    named = {name: column for name, column in columns.items() if isinstance(column, str)}
+
     def records(row: dict[str, Any], where: str) -> tuple[Record, ...]:
-        if "prompt" in columns or not is_instruction(row):
-            return found.parse(Row(row, columns, where))
-        alpaca = Row(as_chat_columns(row, where), columns, where)
-        return tuple(replace(record, is_chat=True) for record in found.parse(alpaca))
+        if joined:
+            row = joined_columns(row, joined, where)
+        values, is_chat = usual_columns(row, kind, columns, where)
+        found_records = found.parse(Row(dict(values), named, where))
+        return tuple(replace(each, is_chat=True) for each in found_records) if is_chat else found_records
 
     return records
 

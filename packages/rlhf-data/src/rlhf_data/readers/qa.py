@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import string
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from pydantic import Field, field_validator
 from rlhf_data.config import BaseConfig
 from rlhf_data.errors import UserError
 from rlhf_data.readers.files import OnBadRow, good_rows, parsed_rows, scan_rows
+from rlhf_data.records.choices import parse_choices
 
 _TEMPLATE_FIELDS = ("choices", "question", "story")
 _EVAL_TENTHS = 3
@@ -125,12 +125,8 @@ def qa_from_row(row: dict[str, Any], config: QADatasetConfig = _DEFAULT, where: 
                 column=name,
             )
     story, question = (_text(row[name], f"{where}, field {name}") for name in columns[:2])
-    listed, labels = _labelled(row[columns[2]], f"{where}, field {columns[2]}")
-    choices, numeric = _choices(listed, f"{where}, field {columns[2]}")
-    if str(row[columns[3]]) in labels:
-        answer = labels.index(str(row[columns[3]]))
-    else:
-        answer = _answer_index(row[columns[3]], choices, numeric, f"{where}, field {columns[3]}")
+    places = f"{where}, field {columns[2]}", f"{where}, field {columns[3]}"
+    choices, answer = parse_choices(row[columns[2]], row[columns[3]], places)
     extra = {name: value for name, value in row.items() if name not in columns}
     return QARecord(story, question, choices, answer, extra, where)
 
@@ -156,95 +152,3 @@ def _text(value: Any, where: str) -> str:
             f"{where}: expected a text that is not empty, got {value!r}", code="not_a_text", where=where
         )
     return value
-
-
-def _choices(value: Any, where: str) -> tuple[tuple[str, ...], bool]:
-    """Return the choices' texts, and whether they were given as numbers."""
-    items = _split_choices(value, where) if isinstance(value, str) else value
-    if not isinstance(items, list | tuple):
-        raise UserError(f"{where}: expected a list of texts, got {value!r}")
-    for item in items:
-        if isinstance(item, bool) or not isinstance(item, str | int | float) or not str(item).strip():
-            raise UserError(
-                f"{where}: every choice must be a text that is not empty, got {item!r}",
-                code="invalid_choice",
-                where=where,
-            )
-    texts = tuple(str(item).strip() for item in items)
-    if len(texts) < 2:
-        raise UserError(
-            f"{where}: expected at least two choices, got {value!r}", code="too_few_choices", where=where
-        )
-    if len(set(texts)) < len(texts):
-        double = next(text for text in texts if texts.count(text) > 1)
-        raise UserError(
-            f"{where}: choice {double!r} appears twice; choices must differ",
-            code="repeated_choice",
-            where=where,
-        )
-    return texts, not any(isinstance(item, str) for item in items)
-
-
-def _labelled(value: Any, where: str) -> tuple[Any, list[str]]:
-    """The choices' texts, and their labels where they come as `{"text": [...], "label": [...]}`."""
-    if not isinstance(value, dict):
-        return value, []
-    texts, labels = value.get("text"), value.get("label")
-    if (
-        not isinstance(texts, list)
-        or not isinstance(labels, list)
-        or len(texts) != len(labels)
-        or len(set(map(str, labels))) < len(labels)
-    ):
-        raise UserError(
-            f'{where}: expected a list of texts, or {{"text": [...], "label": [...]}} with another label '
-            f"for every text, got {value!r}",
-            code="not_a_list",
-            where=where,
-        )
-    return texts, [str(label) for label in labels]
-
-
-def _split_choices(text: str, where: str) -> list[Any]:
-    if not text.lstrip().startswith("["):
-        return text.split("|")
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f'{where}: {text!r} is not a JSON list ({error.msg}); write ["a", "b"] or a|b',
-            code="invalid_json",
-            where=where,
-        ) from error
-
-
-def _answer_index(value: Any, choices: tuple[str, ...], numeric: bool, where: str) -> int:
-    expected = f"expected one of the choices {list(choices)}, a 0-based index or a letter"
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise UserError(f"{where}: {expected}, got {value!r}", code="invalid_answer", where=where)
-    text = str(value).strip()
-    if isinstance(value, int):
-        if numeric and text in choices and choices.index(text) != value:
-            raise UserError(
-                f"{where}: {value} may be an index or a choice; write the choice's text as a string",
-                code="ambiguous_answer",
-                where=where,
-            )
-        index = value
-    elif text in choices:
-        index = choices.index(text)
-    elif text.isascii() and text.isdigit():
-        index = int(text)
-    elif len(text) == 1 and text in string.ascii_letters:
-        index = string.ascii_uppercase.index(text.upper())
-    else:
-        raise UserError(
-            f"{where}: {value!r} is not among the choices; {expected}", code="unknown_answer", where=where
-        )
-    if not 0 <= index < len(choices):
-        raise UserError(
-            f"{where}: {value!r} is outside the {len(choices)} choices; {expected}",
-            code="answer_out_of_range",
-            where=where,
-        )
-    return index

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,16 @@ from rlhf_data.records.kind import ASSISTANT_TURN, Message, Text, common_prefix,
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
 """Columns of every kind, which the chat template reads."""
 _OTHER_NAMES = {"completion": ("response", "answer"), "messages": ("conversations",)}
+_SYNONYMS = {
+    "prompt": ("question", "query", "instruction", "input", "context", "problem", "user", "history"),
+    "completion": ("output", "target", "reply", "text", "assistant", "generation", "solution"),
+    "chosen": ("better", "preferred", "accepted", "winner", "positive", "response_chosen", "chosen_response"),
+    "rejected": ("worse", "dispreferred", "loser", "negative", "response_rejected", "rejected_response"),
+    "label": ("labels", "preference", "is_good", "desirable", "rating", "score"),
+    "completions": ("steps", "solution", "reasoning"),
+    "labels": ("ratings", "step_labels", "scores"),
+}
+"""What other data sets call a column."""
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant"), "assistant"),
@@ -49,11 +60,14 @@ class Row:
     def missing(self, column: str) -> UserError:
         """The error for a column without a value."""
         name, present = self.columns.get(column, column), ", ".join(map(str, self.values)) or "no fields"
+        near = nearest_column(column, list(map(str, self.values)))
         return UserError(
-            f"{self.where}, field {name}: missing; the row has {present}: add it or map another column to it",
+            f"{self.where}, field {name}: missing; the row has {present}: add it or map another column to it"
+            + (f", perhaps columns.{column}={near}" if near else ""),
             code="missing_column",
             where=self.where,
             column=name,
+            nearest=near,
         )
 
     def get(self, column: str) -> tuple[Any, str]:
@@ -107,7 +121,13 @@ class Row:
         return _messages(items, where), where
 
     def prompt_and_completion(self) -> tuple[Text, Text]:
-        """Prompt and completion; without a prompt, split before the assistant's last turn."""
+        """Prompt and completion; without a prompt, or in a conversation, split before the last answer."""
+        if not self.has("completion") and self.has("messages"):
+            messages, where = self.messages()
+            split = split_last_turn(messages)
+            if split is None or is_empty(split[1]):
+                raise UserError(f"{where}: expected at least one message that the assistant says")
+            return split
         completion = self.said("completion")
         where = self.get("completion")[1]
         if self.has("prompt"):
@@ -183,24 +203,38 @@ class Row:
         return labels
 
 
-def is_instruction(row: Mapping[str, Any]) -> bool:
-    """Whether a row is an instruction with its answer, as Alpaca has them."""
-    return row.get("prompt") is None and isinstance(row.get("instruction"), str)
+def nearest_column(column: str, present: Sequence[str]) -> str | None:
+    """The column of a row that may be meant by a usual name: a synonym, or one that is spelt alike."""
+    by_name = {name.lower(): name for name in present}
+    known = next((by_name[name] for name in _SYNONYMS.get(column, ()) if name in by_name), None)
+    alike = difflib.get_close_matches(column, by_name, n=1, cutoff=0.7)
+    return known or (by_name[alike[0]] if alike else None)
 
 
-def as_chat_columns(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Name the columns of a row of Alpaca's form: the prompt is the instruction and, behind it, the input."""
-    for name in ("system", "history"):
-        if row.get(name):
+def joined_columns(
+    row: Mapping[str, Any], columns: Mapping[str, Sequence[str]], where: str
+) -> dict[str, Any]:
+    """A row with the texts of several columns joined, a blank line between, under the usual name.
+
+    Args:
+        row: as it stands in its file; missing columns and empty texts are left out.
+        columns: the columns to join, by the usual name of what they make.
+        where: the row's place, for errors.
+
+    Raises:
+        UserError: a row has none of the columns.
+    """
+    values = dict(row)
+    for name, parts in columns.items():
+        texts = [str(row[part]) for part in parts if row.get(part) not in (None, "")]
+        if not texts:
             raise UserError(
-                f"{where}, field {name}: not read beside an instruction; write the row as messages instead",
-                code="unread_column",
+                f"{where}, field {name}: the row has none of {', '.join(parts)}, which are to make it",
+                code="missing_column",
+                where=where,
                 column=name,
             )
-    values = {name: value for name, value in row.items() if name not in ("instruction", "input", "output")}
-    values["prompt"] = "\n\n".join(part for part in (row["instruction"], row.get("input")) if part)
-    if row.get("output") is not None:
-        values["completion"] = row["output"]
+        values[name] = "\n\n".join(texts)
     return values
 
 
