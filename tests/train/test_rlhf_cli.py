@@ -127,6 +127,23 @@ def test_a_finished_run_is_not_run_again(train: Train, whole: Whole) -> None:
     assert {path: path.stat().st_mtime_ns for path in whole.run.rglob("*.safetensors")} == before
 
 
+def test_example_rows_are_written_and_trained_on(train: Train, tmp_path: Path, model: Path) -> None:
+    options = (f"--model={model}", "--stage=sft", "--set=sft.per_device_train_batch_size=4", "--max-steps=1")
+    done(train("rlhf", "--create-dummy-data=rows", *options, "--output-dir=run"))
+    assert read("run/sft/config.json")["train_data"] == str(Path("rows/sft.jsonl").absolute())
+    assert (Path("rows") / "README.md").exists()
+    for other in ("--data=rows", "--prompt-data=rows/prompts.jsonl"):
+        assert train("rlhf", "--create-dummy-data=more", other, *options).exit_code == 2
+    assert train("rlhf", "--create-dummy-data=rows", *options).exit_code == 2
+    assert not Path("more").exists()
+
+
+def test_dummy_data(train: Train) -> None:
+    printed = done(train("dummy-data", "rows", "--rows=4", "--kind=chat", "--seed=3"))
+    assert "rows/README.md" in printed and len(Path("rows/sft.jsonl").read_text().splitlines()) == 4
+    assert train("dummy-data", "rows").exit_code == 2
+
+
 @pytest.mark.parametrize("lost", STAGES)
 def test_a_run_goes_on_in_the_stage_that_it_was_in(
     train: Train, whole: Whole, tmp_path: Path, lost: str

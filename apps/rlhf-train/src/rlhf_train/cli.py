@@ -6,7 +6,7 @@ import io
 import os
 import sys
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,6 +20,9 @@ from rlhf_train.options import (
     run_options,
     settings_options,
 )
+
+if TYPE_CHECKING:
+    from rlhf_data.worlds.dummy import DummyKind
 
 _BACKENDS = ("rlhf", "trl")
 _STAGES = ("sft", "reward", "ppo", "rlhf")
@@ -196,6 +199,11 @@ def _rlhf_options() -> list[Any]:
         click.option(
             "--data", metavar="DIR", help="Folder with sft.jsonl, preference.jsonl and prompts.jsonl."
         ),
+        click.option(
+            "--create-dummy-data",
+            metavar="DIR",
+            help="Write example rows into DIR first, and train on them as with --data DIR.",
+        ),
         click.option("--sft-data", metavar="FILE", help="Rows of the stage sft."),
         click.option("--preference-data", metavar="FILE", help="Rows of the stage reward."),
         click.option("--prompt-data", metavar="FILE", help="Rows of the stage ppo."),
@@ -319,6 +327,27 @@ def _reward_option() -> Any:
 
 def _epilog(method: str) -> str:
     return f"All settings for --set and --config: rlhf-train settings {method}"
+
+
+@main.command("dummy-data")
+@click.argument("folder", metavar="DIR")
+@click.option("--rows", type=click.IntRange(min=2), default=256, show_default=True, help="Rows of each file.")
+@click.option(
+    "--kind",
+    type=click.Choice(("story", "arithmetic", "chat")),
+    default="story",
+    show_default=True,
+    help="What the rows are about; chat is stories as chat messages.",
+)
+@click.option("--seed", type=int, default=0, show_default=True)
+def dummy_data(folder: str, rows: int, kind: DummyKind, seed: int) -> None:
+    """Write example rows for every method, and in every form that is read.
+
+    DIR gets a README.md with the commands that train on them.
+    """
+    from rlhf_train.commands.dummy_data import create_dummy_data
+
+    _exit_cleanly(lambda: create_dummy_data(folder, rows=rows, kind=kind, seed=seed))
 
 
 @main.command("settings")

@@ -76,6 +76,7 @@ from rlhf_data.runs.run_folder import RunFolder as RunFolder
 from rlhf_data.runs.run_folder import current_names as current_names
 from rlhf_data.runs.run_folder import newest_unfinished as newest_unfinished
 from rlhf_data.worlds.arithmetic import arithmetic_records as arithmetic_records
+from rlhf_data.worlds.dummy import write_dummy_data as write_dummy_data
 from rlhf_data.worlds.story import StoryWorldConfig as StoryWorldConfig
 from rlhf_data.worlds.story import generate_stories as generate_stories
 from rlhf_data.worlds.story_tasks import story_records as story_records

@@ -6,8 +6,9 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_algos.process_group import is_main_process
-from rlhf_data import RunFolder, apply_overrides
+from rlhf_algos.process_group import barrier, is_main_process
+from rlhf_data import RunFolder, UserError, apply_overrides
+from rlhf_train.commands.dummy_data import create_dummy_data
 from rlhf_train.commands.training import load_settings, of_method
 from rlhf_train.inputs import check_inputs, described
 from rlhf_train.runs import resumable, resumed_run, run_of_all
@@ -33,7 +34,7 @@ _OF_EACH_STAGE = {
     "epochs": "num_train_epochs",
     "on_bad_row": "on_bad_row",
 }
-_CHANGES_A_RUN = (*_KEY_OF_OPTION, *_OF_EACH_STAGE, "config", "overrides", "dry_run")
+_CHANGES_A_RUN = (*_KEY_OF_OPTION, *_OF_EACH_STAGE, "create_dummy_data", "config", "overrides", "dry_run")
 
 
 def run_rlhf(options: dict[str, Any]) -> None:
@@ -52,6 +53,8 @@ def run_rlhf(options: dict[str, Any]) -> None:
         _check(config, run)
         _work(config, run, options)
         return
+    if options["create_dummy_data"] is not None:
+        options = {**options, "data": _dummy_data(options)}
     config = resolve_config(options)
     with run_of_all(options, _JOB) as run:
         _check(config, run)
@@ -59,6 +62,25 @@ def run_rlhf(options: dict[str, Any]) -> None:
             _plan(config, run)
         else:
             _work(config, run, options)
+
+
+def _dummy_data(options: dict[str, Any]) -> str:
+    """The folder of example rows, written by the first process.
+
+    Raises:
+        UserError: other rows are given too; the folder has files.
+    """
+    for name in ("data", "sft_data", "preference_data", "prompt_data"):
+        if options[name] is not None:
+            raise UserError(
+                f"--create-dummy-data and --{name.replace('_', '-')}: give either example rows or your own",
+                code="conflicting_options",
+            )
+    folder = options["create_dummy_data"]
+    if is_main_process():
+        create_dummy_data(folder)
+    barrier()
+    return folder
 
 
 def resolve_config(options: dict[str, Any]) -> Any:
