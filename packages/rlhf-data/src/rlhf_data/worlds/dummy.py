@@ -210,5 +210,18 @@ def _readme(name: str, kind: DummyKind, files: Mapping[str, Sequence[Any]]) -> s
     lines.append(f"rlhf-train rlhf --data {name} --set sft.model_config={name}/model_config.yaml")
     table = [f"| `{file}` | {len(rows)} |" for file, rows in files.items()]
     return "\n".join(
-        ["# Example rows", "", "From the folder that holds this one:", "", "```", *lines, "```", "", "| file | rows |", "|---|---|", *table, ""]
+        [
+            "# Example rows",
+            "",
+            "From the folder that holds this one:",
+            "",
+            "```",
+            *lines,
+            "```",
+            "",
+            "| file | rows |",
+            "|---|---|",
+            *table,
+            "",
+        ]
     )
