@@ -114,6 +114,8 @@ def test_commands_use_options_and_settings_that_exist(page: Path) -> None:
             if options["resume"] is None:
                 ComparisonPlan.of_options(options)
             continue
+        if "overrides" not in options:  # a command without settings
+            continue
         values = apply_overrides({}, options["overrides"]) | settings_of(method, options)
         assert refusal(method, values, " ".join(arguments)) is None
         for source in options.get("reward", ()):

@@ -33,7 +33,7 @@ def test_every_file_is_read(kind, tmp_path: Path) -> None:
 
 
 def test_the_forms_hold_the_same_rows(tmp_path: Path) -> None:
-    """What an implicit prompt shares goes up to the last white space: ` it is` belongs to the prompt there."""
+    """An implicit prompt goes up to the last white space that both share: ` it is` belongs to it."""
     write_dummy_data(tmp_path / "data", 20)
     pairs = load_records(tmp_path / "data" / "preference.jsonl", "preference").records[:16]
     for form in ("ultrafeedback", "pku_saferlhf"):
