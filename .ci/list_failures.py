@@ -10,7 +10,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 _SHOWN = 300
-"""Characters of a message."""
+"""Characters of a message's start, and of its end."""
 
 
 def main(paths: list[str]) -> None:
@@ -23,7 +23,9 @@ def main(paths: list[str]) -> None:
             continue
         for case in cases:
             for problem in (*case.iter("failure"), *case.iter("error")):
-                message = " ".join((problem.get("message") or "").split())[:_SHOWN]
+                message = " ".join((problem.get("message") or "").split())
+                if len(message) > 2 * _SHOWN:
+                    message = f"{message[:_SHOWN]} ... {message[-_SHOWN:]}"
                 print(f"failed: {case.get('classname')}::{case.get('name')}: {message}")
 
 

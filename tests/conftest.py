@@ -38,6 +38,9 @@ TEXTS = [
 _REVISION = "0" * 40
 _HANGS_AFTER = 900.0
 """Seconds; far more than any of the processes needs."""
+_SILENCED = "ignore::FutureWarning:torch.distributed.c10d_logger"
+_SHOWN = 4000
+"""Characters that are shown of what a process said before it failed."""
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -140,7 +143,8 @@ def run_processes() -> Callable[..., str]:
             start = [torchrun, "--standalone", "--nproc-per-node", str(processes)]
         with subprocess.Popen(
             [*start, *map(str, arguments)],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            # DeepSpeed calls what torch deprecates, once a step: its warnings would hide what went wrong.
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": _SILENCED},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -151,7 +155,7 @@ def run_processes() -> Callable[..., str]:
             except BaseException:
                 os.killpg(process.pid, signal.SIGKILL)
                 raise
-        assert process.returncode == 0, printed + said
+        assert process.returncode == 0, f"exit code {process.returncode}: {(printed + said)[-_SHOWN:]}"
         return printed
 
     return run
