@@ -50,6 +50,7 @@ from rlhf_data.records.kto import KTOExample as KTOExample
 from rlhf_data.records.kto import LabelledRecord as LabelledRecord
 from rlhf_data.records.preference import PreferencePair as PreferencePair
 from rlhf_data.records.preference import PreferenceRecord as PreferenceRecord
+from rlhf_data.records.preference import pair_from_row as pair_from_row
 from rlhf_data.records.prompt import PromptExample as PromptExample
 from rlhf_data.records.prompt import PromptRecord as PromptRecord
 from rlhf_data.records.sft import CompletionRecord as CompletionRecord

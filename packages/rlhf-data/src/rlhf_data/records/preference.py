@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from rlhf_data.errors import UserError
 from rlhf_data.records.encode import Builder, TokenSequence
 from rlhf_data.records.kind import Record, RecordKind, Text, register
-from rlhf_data.records.row import Row
+from rlhf_data.records.row import Row, as_chat_columns, is_instruction
 from rlhf_data.records.truncation import Truncation
 
 
@@ -44,6 +45,25 @@ def _parse(row: Row) -> tuple[Record, ...]:
     """`chosen, rejected`, with or without `prompt` and `margin`."""
     margin = row.number("margin") if row.has("margin") and row.get("margin")[0] != "" else None
     return (PreferenceRecord(*row.pair(), margin, **row.common()),)
+
+
+def pair_from_row(
+    row: dict[str, Any], where: str, columns: Mapping[str, str] | None = None
+) -> PreferenceRecord:
+    """The pair of a row as it stands, also where a completion is empty or both are equal.
+
+    Args:
+        row: columns as `load_records` reads them for "preference".
+        where: the row's place, for errors.
+        columns: the file's name of a column, by its usual name.
+
+    Raises:
+        UserError: a column is missing, or holds neither text nor messages.
+    """
+    columns = columns or {}
+    is_chat = "prompt" not in columns and is_instruction(row)
+    parts = Row(as_chat_columns(row, where) if is_chat else row, columns, where)
+    return PreferenceRecord(*parts.unchecked_pair(), where=where, is_chat=is_chat)
 
 
 class PreferenceBuilder(Builder):

@@ -152,6 +152,17 @@ class Row:
                 code="same_as_chosen",
                 where=places[1],
             )
+        prompt, chosen, rejected = self.unchecked_pair()
+        for completion, where in zip((chosen, rejected), places, strict=True):
+            if is_empty(completion):
+                raise UserError(f"{where}: {_EMPTY}")
+        return prompt, chosen, rejected
+
+    def unchecked_pair(self) -> tuple[Text, Text, Text]:
+        """The same, also where a completion is empty or both are equal."""
+        chosen, rejected = self.text("chosen"), self.text("rejected")
+        places = [self.get(column)[1] for column in ("chosen", "rejected")]
+        _check_alike(chosen, rejected, places[1])
         prompt = self.text("prompt") if self.has("prompt") else None
         if prompt is None and self.has("messages"):
             prompt = self.messages()[0]
@@ -159,9 +170,6 @@ class Row:
             # A text beside messages repeats their start.
             prompt, chosen, rejected = split_pair(chosen, rejected)
         _check_alike(prompt, chosen, places[0])
-        for completion, where in zip((chosen, rejected), places, strict=True):
-            if is_empty(completion):
-                raise UserError(f"{where}: {_EMPTY}")
         return prompt, chosen, rejected
 
     def label(self, column: str) -> bool:

@@ -1,0 +1,43 @@
+"""`rlhf-report explore`: what is in preference data, before anything is trained on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from rlhf_report.failures import explained
+
+
+@click.command("explore")
+@click.argument("data", nargs=-1, metavar="[DATA]...")
+@click.option(
+    "--columns",
+    multiple=True,
+    metavar="NAME=COLUMN",
+    help="The data's name of prompt, messages, chosen or rejected; may be repeated.",
+)
+@click.option("--tokenizer", metavar="MODEL", help="Count tokens too, with the tokenizer of this model.")
+@click.option("--subset-size", type=click.IntRange(1), metavar="N", help="Pairs to read at most.")
+@click.option("--samples", default=10, show_default=True, type=click.IntRange(0), help="Pairs of a kind to read.")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Of splits and samples.")
+@click.option(
+    "--on-bad-row",
+    default="error",
+    show_default=True,
+    type=click.Choice(["error", "skip"]),
+    help="What to do with a row that is no pair.",
+)
+@click.option("--output-dir", metavar="DIR", help="Folder of the report; default outputs/exploration-<time>.")
+@click.option("--json", "as_json", is_flag=True, help="Print exploration.json instead of sentences.")
+@explained
+def command(**options: Any) -> None:
+    """Say what preference data is like: lengths, duplicates, leaks, shortcuts to the label, flipped labels.
+
+    DATA is a file, a folder, a pattern such as 'shards/*.jsonl.gz', or a data set on the hub
+    (owner/name[/part]:split), of pairs with chosen and rejected. Of several, prompts that are in more than
+    one are counted. Without DATA: pairs of the story world.
+    """
+    from rlhf_report.explore.run import run_explore
+
+    click.echo(run_explore(options))

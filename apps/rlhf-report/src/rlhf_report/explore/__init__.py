@@ -1,0 +1,1 @@
+"""`rlhf-report explore`: from its options to columns and words of the pairs, and a report."""

@@ -1,0 +1,209 @@
+"""From the names of data sets to columns of their pairs, read once and in bounded memory."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain, islice
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from rlhf_data import UserError, pair_from_row, row_place, scan_rows
+from rlhf_eval.exploration import PairTable, PairTexts, columns_of_pairs, pair_texts
+from rlhf_report.explore.spool import TextSpool
+
+__all__ = ["DataSet", "ReadPairs", "data_sets", "read_pairs", "scan_pairs", "story_pairs", "workers"]
+
+_CHUNK = 1000
+_SERIAL_CHUNKS = 6
+"""Chunks up to which starting processes would take longer than it saves."""
+_AHEAD = 4
+_MOST_WORKERS = 4
+_STORIES = 1000
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """One of the data sets that are explored.
+
+    Attributes:
+        name: As it was given.
+        files: What it consists of, in order.
+    """
+
+    name: str
+    files: list[str]
+
+
+@dataclass(frozen=True)
+class ReadPairs:
+    """The pairs of all data sets.
+
+    Attributes:
+        table: Their columns.
+        files: The names that `table.file` counts.
+        skipped: File and line of each row that was left out, and what is wrong with it.
+    """
+
+    table: PairTable
+    files: list[str]
+    skipped: list[tuple[str, int, str]]
+
+    def place(self, pair: int) -> str:
+        """File and line of a pair."""
+        return row_place(self.files[self.table.file[pair]], int(self.table.line[pair]))
+
+
+Placed = tuple[tuple[int, int, int], PairTexts]
+"""Numbers of data set and file, and the line, of a pair, and the pair."""
+CountTokens = Callable[[Sequence[str]], list[int]]
+
+
+def data_sets(names: Sequence[str]) -> list[DataSet]:
+    """The data sets that the command names, each with its files.
+
+    Raises:
+        UserError: a pattern matches no file, or a data set is named twice.
+    """
+    found = [DataSet(name, _files(name)) for name in names]
+    files = [os.path.realpath(file) for each in found for file in each.files]
+    if twice := next((file for file in files if files.count(file) > 1), None):
+        raise UserError(f"{twice} is named twice; leave one out", code="repeated_file", file=twice)
+    return found
+
+
+def _files(name: str) -> list[str]:
+    path = Path(name)
+    if path.is_dir():
+        lines = sorted(str(file) for file in path.iterdir() if file.name.endswith((".jsonl", ".jsonl.gz")))
+        tables = any(path.glob("*.arrow")) or any(path.glob("*.parquet")) or (path / "state.json").exists()
+        return lines if lines and not tables else [name]
+    if path.exists() or not set("*?[") & set(name):
+        return [name]
+    matches = sorted(glob.glob(os.path.expanduser(name), recursive=True))
+    if not matches:
+        raise UserError(f"no file matches {name}; check the pattern", code="file_not_found")
+    return matches
+
+
+def story_pairs(seed: int) -> Iterator[Placed]:
+    """Pairs of the story world, for a look without data."""
+    from rlhf_data import story_records
+
+    for number, record in enumerate(story_records("preference", _STORIES, split="train", seed=seed), start=1):
+        yield (0, 0, number), pair_texts(record)
+
+
+def read_pairs(
+    pairs: Iterable[Placed],
+    files: list[str],
+    skipped: list[tuple[str, int, str]],
+    spool: TextSpool,
+    *,
+    executor: Executor | None,
+    count_tokens: CountTokens | None = None,
+    done: Callable[[int], None] = lambda count: None,
+) -> ReadPairs:
+    """Turn pairs into columns, and put their texts into the spool.
+
+    Args:
+        pairs: of `scan_pairs`.
+        files: see `ReadPairs`.
+        skipped: filled while the pairs are read.
+        spool: where the texts go.
+        executor: computes columns in other processes, from some thousand pairs on; None computes here.
+        count_tokens: tokens of each text; None leaves them out.
+        done: called with the number of pairs of each step.
+
+    Raises:
+        UserError: a row is bad, or no pair is left.
+    """
+
+    def spooled() -> Iterator[tuple[Any, ...]]:
+        rows = iter(pairs)
+        while chunk := list(islice(rows, _CHUNK)):
+            texts = [pair for _, pair in chunk]
+            spool.add(texts)
+            done(len(chunk))
+            yield texts, [place for place, _ in chunk], _tokens(texts, count_tokens)
+
+    parts = list(_mapped(executor, columns_of_pairs, spooled()))
+    if not parts:
+        reason = f": all {len(skipped)} rows are bad; the first: {skipped[0][2]}" if skipped else "; expected some"
+        raise UserError(f"{', '.join(files)} holds no pairs{reason}", code="no_row_left")
+    return ReadPairs(PairTable.joined(parts), files, skipped)
+
+
+def scan_pairs(
+    sets: Sequence[DataSet], columns: Mapping[str, str], *, skip: bool, skipped: list[tuple[str, int, str]]
+) -> Iterator[Placed]:
+    """Pairs of all files, in order.
+
+    Args:
+        sets: the data sets.
+        columns: the files' names of columns.
+        skip: whether bad rows are left out.
+        skipped: what is wrong with those.
+
+    Raises:
+        UserError: a file cannot be read; a row is bad and not skipped.
+    """
+    numbered = enumerate((number, file) for number, each in enumerate(sets) for file in each.files)
+    for file_number, (set_number, file) in numbered:
+        for line, row in scan_rows(file):
+            try:
+                if isinstance(row, UserError):
+                    raise row
+                pair = pair_texts(pair_from_row(row, row_place(file, line), columns))
+            except UserError as error:
+                if not skip:
+                    raise UserError(
+                        f"{error}; or skip bad rows (--on-bad-row skip)", code=error.code, **error.fields
+                    ) from error
+                skipped.append((file, line, str(error)))
+                continue
+            yield (set_number, file_number, line), pair
+
+
+def _tokens(pairs: Sequence[PairTexts], count: CountTokens | None) -> list[tuple[int, ...]] | None:
+    if count is None:
+        return None
+    numbers = count([text for pair in pairs for text in (pair.prompt, pair.chosen, pair.rejected)])
+    return list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
+
+
+@contextmanager
+def workers() -> Iterator[Executor | None]:
+    """As many processes as there are cores, which start when they get work; None on a single core."""
+    cores = os.cpu_count() or 1
+    if cores < 2:
+        yield None
+        return
+    executor = ProcessPoolExecutor(min(cores, _MOST_WORKERS), mp_context=get_context("spawn"))
+    try:
+        yield executor
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def _mapped(
+    executor: Executor | None, function: Callable[..., PairTable], calls: Iterator[tuple[Any, ...]]
+) -> Iterator[PairTable]:
+    """Results in the order of the calls; few calls, or all without an executor, are made here."""
+    first = list(islice(calls, _SERIAL_CHUNKS))
+    if executor is None or len(first) < _SERIAL_CHUNKS:
+        yield from (function(*call) for call in chain(first, calls))
+        return
+    waiting: deque[Future[PairTable]] = deque()
+    for call in chain(first, calls):
+        waiting.append(executor.submit(function, *call))
+        if len(waiting) > _SERIAL_CHUNKS + _AHEAD:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()

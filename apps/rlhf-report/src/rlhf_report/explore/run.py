@@ -1,0 +1,188 @@
+"""From the options of `rlhf-report explore` to its folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager, suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from rlhf_data import RunFolder, UserError, atomic_folder, atomic_write_json, atomic_write_text, finite
+from rlhf_eval.exploration import (
+    choose_samples,
+    draw_figures,
+    exploration_page,
+    explore_pairs,
+    length_unit,
+    sentences,
+    word_table,
+)
+from rlhf_eval.figures import can_draw
+from rlhf_report.explore.read import ReadPairs, data_sets, read_pairs, scan_pairs, story_pairs, workers
+from rlhf_report.explore.spool import TextSpool, near_completions, near_prompts, read_texts
+from rlhf_report.explore.written import samples_of, write_findings, write_pairs, write_samples
+
+__all__ = ["run_explore"]
+
+_COLUMNS = ("prompt", "messages", "chosen", "rejected")
+_FEW_PAIRS = 6000
+"""Pairs up to which starting processes would take longer than it saves."""
+
+
+def run_explore(options: Mapping[str, Any]) -> str:
+    """Read the pairs, write the folder, and return what to print.
+
+    Raises:
+        UserError: the data, the tokenizer or the output folder cannot be used.
+    """
+    columns = dict(map(_named, options["columns"]))
+    sets = data_sets(options["data"])
+    count_tokens = _token_counter(options["tokenizer"]) if options["tokenizer"] else None
+    skipped: list[tuple[str, int, str]] = []
+    if sets:
+        pairs = scan_pairs(sets, columns, skip=options["on_bad_row"] == "skip", skipped=skipped)
+    else:
+        pairs = story_pairs(options["seed"])
+    pairs = islice(pairs, options["subset_size"])
+    names = [each.name for each in sets] or ["story world"]
+    files = [file for each in sets for file in each.files] or names
+    run = RunFolder.create(options["output_dir"], job="exploration")
+    try:
+        with _status() as say, workers() as executor, atomic_folder(run.path) as folder:
+            spool = folder / ".texts.arrow"
+            with TextSpool(spool) as texts:
+                counted = _Counter(say)
+                read = read_pairs(
+                    pairs, files, skipped, texts, executor=executor, count_tokens=count_tokens, done=counted
+                )
+            results = _explore(read, names, spool, folder, options, executor, say)
+            spool.unlink()
+    except BaseException:
+        with suppress(OSError):
+            run.path.rmdir()  # it is empty: what is written is moved there when all is
+        raise
+    if options["as_json"]:
+        return json.dumps(results, indent=2, ensure_ascii=False)
+    lines = [
+        f"{'! ' if each['problem'] else '  '}{each['text']}" for each in results["findings"]
+    ]
+    return "\n".join([*lines, "", f"{run.path / 'report.html'}"])
+
+
+def _explore(
+    read: ReadPairs,
+    names: Sequence[str],
+    spool: Path,
+    folder: Path,
+    options: Mapping[str, Any],
+    executor: Executor | None,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Measure and write everything; returns what exploration.json holds."""
+    seed, table = options["seed"], read.table
+    say(f"looking for near duplicates among {len(table):,} pairs")
+    with _both(executor if len(table) > _FEW_PAIRS else None, spool, length_unit(table)) as near:
+        words = word_table([(chosen, rejected) for _, chosen, rejected in batch] for batch in read_texts(spool))
+        prompts, completions = near()
+    rows = _first_of(prompts, completions)
+    say("measuring")
+    found = explore_pairs(table, words, prompts, rows, seed=seed)
+    about = {
+        "sets": list(names),
+        "files": read.files,
+        "skipped_rows": len(read.skipped),
+        "tokenizer": options["tokenizer"],
+        "seed": seed,
+    }
+    results: dict[str, Any] = finite(about | found.results)
+    told = sentences(results)
+    results["findings"] = [each._asdict() for each in told]
+    say("writing")
+    samples = samples_of(choose_samples(table, found, options["samples"], seed=seed), spool, read, found)
+    write_samples(folder / "samples.jsonl", samples)
+    write_findings(folder / "findings.jsonl", read, found)
+    write_pairs(folder / "pairs.parquet", spool, read, found, (prompts, rows))
+    atomic_write_json(folder / "exploration.json", results)
+    page = exploration_page(results, told, samples, title=", ".join(names))
+    atomic_write_text(folder / "report.html", page)
+    if can_draw():
+        draw_figures(results, folder)
+    return results
+
+
+@contextmanager
+def _both(
+    executor: Executor | None, spool: Path, unit: str
+) -> Iterator[Callable[[], tuple[np.ndarray, np.ndarray]]]:
+    """Groups of near-duplicate prompts and completions, computed beside the block where there are processes."""
+    jobs = (near_prompts, near_completions)
+    if executor is None:
+        yield lambda: tuple(job(spool, unit) for job in jobs)  # pyright: ignore[reportReturnType]
+        return
+    futures = [executor.submit(job, spool, unit) for job in jobs]
+    yield lambda: (futures[0].result(), futures[1].result())
+
+
+def _first_of(prompts: np.ndarray, completions: np.ndarray) -> np.ndarray:
+    """(n,) number of the first pair that shares both groups."""
+    keys = prompts.astype(np.int64) * len(prompts) + completions
+    _, first, which = np.unique(keys, return_index=True, return_inverse=True)
+    return first[which]
+
+
+class _Counter:
+    """Says how many pairs have been read."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.say, self.count = say, 0
+
+    def __call__(self, count: int) -> None:
+        self.count += count
+        self.say(f"reading: {self.count:,} pairs")
+
+
+@contextmanager
+def _status() -> Iterator[Callable[[str], None]]:
+    """A line on the terminal that says what is being done; nothing where there is no terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status("reading") as status:
+        yield status.update
+
+
+def _token_counter(name: str) -> Callable[[Sequence[str]], list[int]]:
+    try:
+        from rlhf_models import load_tokenizer
+    except ImportError as error:
+        raise UserError(
+            f'--tokenizer needs more than is installed ({error}); run pip install "rlhf-report[models]"',
+            code="missing_package",
+        ) from error
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    tokenizer = load_tokenizer(name)
+
+    def count(texts: Sequence[str]) -> list[int]:
+        found = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
+        return [len(ids) for ids in found["input_ids"]]
+
+    return count
+
+
+def _named(option: str) -> tuple[str, str]:
+    name, equals, column = option.partition("=")
+    if not (equals and column) or name not in _COLUMNS:
+        raise UserError(
+            f"--columns {option}: expected NAME=COLUMN with one of {', '.join(_COLUMNS)}, such as chosen=better",
+            code="unknown_column",
+            column=name,
+        )
+    return name, column

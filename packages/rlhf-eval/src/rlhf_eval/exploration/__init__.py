@@ -1,0 +1,34 @@
+"""Preference data before any training: lengths, duplicates, leaks, shortcuts to the label, labels that look wrong.
+
+Pure statistics over columns and words of pairs, with figures and a page; files are read by others.
+"""
+
+from rlhf_eval.exploration.analysis import Exploration, explore_pairs
+from rlhf_eval.exploration.figures import draw_figures
+from rlhf_eval.exploration.hygiene import ROW_RULES
+from rlhf_eval.exploration.page import exploration_page
+from rlhf_eval.exploration.pair_table import PairTable, columns_of_pairs, folded
+from rlhf_eval.exploration.pair_texts import PairTexts, pair_texts
+from rlhf_eval.exploration.reading import choose_samples
+from rlhf_eval.exploration.sentences import sentences
+from rlhf_eval.exploration.shortcuts import length_unit, surface_differences
+from rlhf_eval.exploration.words import WordTable, word_table
+
+__all__ = [
+    "ROW_RULES",
+    "Exploration",
+    "PairTable",
+    "PairTexts",
+    "WordTable",
+    "choose_samples",
+    "columns_of_pairs",
+    "draw_figures",
+    "exploration_page",
+    "explore_pairs",
+    "folded",
+    "length_unit",
+    "pair_texts",
+    "sentences",
+    "surface_differences",
+    "word_table",
+]

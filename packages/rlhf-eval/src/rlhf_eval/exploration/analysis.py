@@ -1,0 +1,153 @@
+"""All figures of a set of preference pairs, from its columns and its words."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from rlhf_eval.exploration.hygiene import ROW_RULES, find_rows, leaks, scripts_of
+from rlhf_eval.exploration.label_noise import LabelNoise, find_label_noise
+from rlhf_eval.exploration.lengths import (
+    depth_of,
+    label_bias,
+    length_bins,
+    length_difference,
+    length_summaries,
+    lengths_of,
+)
+from rlhf_eval.exploration.pair_table import PairTable
+from rlhf_eval.exploration.phrases import find_phrases
+from rlhf_eval.exploration.shortcuts import (
+    TOGETHER,
+    audit_shortcuts,
+    length_unit,
+    odds_ratios,
+    predictors,
+)
+from rlhf_eval.exploration.words import WordTable
+from rlhf_eval.stats import proportion_interval
+
+__all__ = ["Exploration", "explore_pairs", "prompt_groups"]
+
+_LARGEST_GROUP = 0.2
+"""Share of the pairs from which a group of near-duplicate prompts is a form, and not a prompt."""
+_MOST_PHRASES = 200
+
+
+@dataclass(frozen=True, eq=False)
+class Exploration:
+    """What a set of preference pairs is like.
+
+    Attributes:
+        results: All figures, as JSON values.
+        rows: For each rule, the pairs that break it and the pairs they are compared with (−1: none).
+        noise: Probabilities of the labels.
+    """
+
+    results: dict[str, Any]
+    rows: dict[str, tuple[np.ndarray, np.ndarray]]
+    noise: LabelNoise
+
+
+def prompt_groups(table: PairTable, near_prompts: np.ndarray) -> tuple[np.ndarray, str]:
+    """What is resampled, and never parted by a split: near-duplicate prompts, and what that is called.
+
+    Where most prompts are made from one form, near duplicates are different questions; then equal prompts
+    are taken together.
+    """
+    _, counts = np.unique(near_prompts, return_counts=True)
+    if counts.max(initial=0) > max(_LARGEST_GROUP * len(table), 2):
+        return np.unique(table.keys[:, 0], return_inverse=True)[1], "equal prompts"
+    return near_prompts, "near-duplicate prompts"
+
+
+def explore_pairs(
+    table: PairTable,
+    words: WordTable,
+    near_prompts: np.ndarray,
+    near_rows: np.ndarray,
+    *,
+    seed: int = 0,
+) -> Exploration:
+    """Measure everything.
+
+    Args:
+        table: n pairs, at least one.
+        words: of their completions, or of the first of them.
+        near_prompts: (n,) number of the first pair with nearly the same prompt.
+        near_rows: (n,) number of the first pair that is nearly the same.
+        seed: of halves and folds.
+    """
+    clusters, unit = prompt_groups(table, near_prompts)
+    lengths = lengths_of(table)
+    designs = predictors(table, words)
+    noise = find_label_noise(designs[TOGETHER], clusters, seed=seed)
+    ratios, rare = odds_ratios(table, clusters)
+    rows = find_rows(table, near_prompts, near_rows)
+    rows["suspected_flip"] = noise.suspected, np.full(len(noise.suspected), -1)
+    results = {
+        "pairs": len(table),
+        "prompts": len(np.unique(table.keys[:, 0])),
+        "prompt_groups": {"made_of": unit, "count": len(np.unique(clusters))},
+        "length_unit": length_unit(table),
+        "lengths": length_summaries(lengths),
+        "length_difference": length_difference(lengths[length_unit(table)]),
+        "turns": depth_of(table),
+        "hygiene": {
+            rule: {"rows": len(rows[rule][0]), "severity": ROW_RULES[rule].severity} for rule in ROW_RULES
+        },
+        "leaks": leaks(table, near_prompts),
+        "scripts": scripts_of(table),
+        "label_bias": label_bias(lengths, clusters),
+        "refusals": _refusals(table, clusters),
+        "length_bins": length_bins(table, clusters),
+        "shortcuts": {
+            "predictors": [asdict(each) for each in audit_shortcuts(designs, clusters, seed=seed)],
+            "floor": TOGETHER,
+            "pairs_with_words": len(designs[TOGETHER]),
+        },
+        "odds_ratios": {"features": [asdict(each) for each in ratios], "too_rare": rare},
+        "phrases": {
+            "opening": _phrases(words, opening=True),
+            "anywhere": _phrases(words, opening=False),
+        },
+        "label_noise": _noise(noise),
+    }
+    return Exploration(results, rows, noise)
+
+
+def _refusals(table: PairTable, clusters: np.ndarray) -> dict[str, Any]:
+    """Refusals by their wording: on which side they are, and how often the one that refuses is chosen."""
+    chosen, rejected = (table.count("refusal") > 0).T
+    alone = chosen != rejected
+    share = proportion_interval(chosen[alone].astype(float), clusters[alone], unit="prompt")
+    return {
+        "chosen_only": int((chosen & ~rejected).sum()),
+        "rejected_only": int((rejected & ~chosen).sum()),
+        "both": int((chosen & rejected).sum()),
+        "chosen_where_one_refuses": asdict(share),
+    }
+
+
+def _phrases(words: WordTable, *, opening: bool) -> dict[str, Any]:
+    found, tested, pairs = find_phrases(words, opening=opening)
+    return {
+        "tested": tested,
+        "pairs": pairs,
+        "found": len(found),
+        "phrases": [asdict(each) for each in found[:_MOST_PHRASES]],
+    }
+
+
+def _noise(noise: LabelNoise) -> dict[str, Any]:
+    return {
+        "pairs": len(noise.probabilities),
+        "is_learnable": noise.is_learnable,
+        "claims_rate": noise.claims_rate,
+        "accuracy": asdict(noise.accuracy),
+        "suspected": len(noise.suspected),
+        "flip_rate": asdict(noise.flip_rate),
+        "at_most": asdict(noise.at_most),
+    }

@@ -1,0 +1,163 @@
+"""Figures of preference pairs: lengths, depth, length against the label, phrases, predictors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_eval.figures import BLUE, GREY, ORANGE, Panel, make_panel, new_figure, save_png, styled
+
+__all__ = ["FIGURES", "draw_figures", "panels"]
+
+_PHRASES = 12
+_LAST_DRAWN = "\u0530"
+"""Figures show Latin, Greek and Cyrillic letters; matplotlib's font has few others."""
+
+
+def panels(results: Mapping[str, Any]) -> dict[str, Panel]:
+    """The figures of the page, by the names of their files."""
+    return {
+        name: make_panel(title, caption, lambda axes, draw=draw: draw(axes, results), height=height)
+        for name, (title, caption, draw, height) in FIGURES.items()
+    }
+
+
+def draw_figures(results: Mapping[str, Any], folder: Path) -> None:
+    """Write each figure as a PNG into a folder."""
+    for name, (title, _, draw, height) in FIGURES.items():
+        with styled():
+            figure = new_figure(7, height * 1.3)
+            axes = figure.add_subplot(1, 1, 1)
+            draw(axes, results)
+            axes.set_title(title)
+            save_png(figure, folder / f"{name}.png")
+
+
+def _draw_lengths(axes: Any, results: Mapping[str, Any]) -> None:
+    unit = _unit(results)
+    for part, color in (("chosen", BLUE), ("rejected", ORANGE)):
+        bars = results["lengths"][unit][part]["histogram"]
+        axes.stairs(bars["counts"], bars["edges"], color=color, label=part, linewidth=2)
+    axes.set_xlabel(unit)
+    axes.set_ylabel("completions")
+    axes.legend()
+
+
+def _draw_difference(axes: Any, results: Mapping[str, Any]) -> None:
+    bars = results["length_difference"]
+    edges, counts = bars["edges"], bars["counts"]
+    widths = [high - low for low, high in zip(edges, edges[1:], strict=False)]
+    colors = [ORANGE if high <= 0 else BLUE for high in edges[1:]]
+    axes.bar(edges[:-1], counts, width=widths, align="edge", color=colors)
+    axes.axvline(0, color=GREY, linewidth=1)
+    axes.set_xlabel(f"{_unit(results)} of chosen − rejected")
+    axes.set_ylabel("pairs")
+
+
+def _draw_depth(axes: Any, results: Mapping[str, Any]) -> None:
+    turns = {int(turn): count for turn, count in results["turns"].items()}
+    most = max(turns)
+    axes.bar(list(turns), list(turns.values()), color=BLUE)
+    axes.set_xticks(range(1, most + 1, max(1, most // 10)))
+    axes.set_xlabel("turns of the user")
+    axes.set_ylabel("pairs")
+
+
+def _draw_preference(axes: Any, results: Mapping[str, Any]) -> None:
+    bins = results["length_bins"]
+    x, y = [each["ratio"] for each in bins], [each["estimate"] for each in bins]
+    errors = [
+        [max(each["estimate"] - each["low"], 0) for each in bins],
+        [max(each["high"] - each["estimate"], 0) for each in bins],
+    ]
+    axes.axhline(0.5, color=GREY, linewidth=1)
+    axes.errorbar(x, y, yerr=errors, fmt="o-", color=BLUE, markersize=5, linewidth=1.5)
+    axes.set_xscale("log", base=2)
+    ticks = [1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16]
+    shown = [tick for tick in ticks if not x or min(x) / 2 <= tick <= max(x) * 2]
+    axes.set_xticks(shown, [f"{tick:g}" if tick >= 1 else f"1/{1 / tick:g}" for tick in shown])
+    axes.minorticks_off()
+    axes.set_ylim(0, 1)
+    axes.set_xlabel("times as long as the other completion")
+    axes.set_ylabel("share preferred")
+
+
+def _draw_phrases(axes: Any, results: Mapping[str, Any]) -> None:
+    found = results["phrases"]["anywhere"]["phrases"]
+    drawn = [each for each in found if max(each["text"]) < _LAST_DRAWN][:_PHRASES]
+    shown = sorted(drawn, key=lambda each: each["z"])
+    if not shown:
+        text = "the font lacks their script: see the table" if found else "none beyond chance"
+        axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes)
+        axes.set_yticks([])
+        return
+    colors = [BLUE if each["z"] > 0 else ORANGE for each in shown]
+    axes.barh(range(len(shown)), [each["z"] for each in shown], color=colors)
+    axes.set_yticks(range(len(shown)), [_short(each["text"]) for each in shown])
+    axes.axvline(0, color=GREY, linewidth=1)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("z of the weighted log-odds; right: more in chosen")
+
+
+def _draw_predictors(axes: Any, results: Mapping[str, Any]) -> None:
+    found: Sequence[Mapping[str, Any]] = results["shortcuts"]["predictors"][::-1]
+    for at, each in enumerate(found):
+        share = each["accuracy"]
+        axes.plot([share["low"], share["high"]], [at, at], color=BLUE, linewidth=3, solid_capstyle="round")
+        axes.plot(share["estimate"], at, "o", color=BLUE, markersize=6)
+    axes.axvline(0.5, color=GREY, linewidth=1)
+    axes.set_yticks(range(len(found)), [each["name"] for each in found])
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("share of held-out pairs predicted")
+
+
+def _unit(results: Mapping[str, Any]) -> str:
+    return results["length_unit"]
+
+
+def _short(text: str) -> str:
+    """A phrase as far as it can be drawn: matplotlib reads $ as mathematics."""
+    return (text if len(text) <= 28 else f"{text[:27]}…").replace("$", r"\$")
+
+
+FIGURES = {
+    "length_distribution": (
+        "How long are completions?",
+        "Completions by length; the longest hundredth is in the last bar.",
+        _draw_lengths,
+        3.7,
+    ),
+    "length_difference": (
+        "Which one is longer?",
+        "Pairs by how much longer the chosen completion is; the ends hold what is beyond them.",
+        _draw_difference,
+        3.7,
+    ),
+    "conversation_depth": (
+        "How deep are dialogues?",
+        "Pairs by the turns of the user; a prompt that is no dialogue is one turn.",
+        _draw_depth,
+        3.7,
+    ),
+    "length_vs_preference": (
+        "Is longer preferred?",
+        "Share preferred by how many times as long a completion is as the other, with 95% intervals; at one "
+        "half length says nothing.",
+        _draw_preference,
+        3.7,
+    ),
+    "phrases": (
+        "Which phrases go with the label?",
+        "Phrases with the largest |z|, corrected for how many were looked at.",
+        _draw_phrases,
+        4.4,
+    ),
+    "shortcuts": (
+        "What predicts the label without reading?",
+        "Accuracy on prompts that a predictor was not fitted on, with 95% intervals; one half is chance.",
+        _draw_predictors,
+        4.4,
+    ),
+}
+"""Title, caption, drawing and height in inches of each figure."""

@@ -1,0 +1,97 @@
+"""Labels that look wrong: out-of-fold probabilities of each label, and what confident learning makes of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlhf_eval.exploration.logistic import Design, fit_pairs, probability_of_chosen
+from rlhf_eval.stats import Interval, proportion_interval
+
+__all__ = ["LabelNoise", "find_label_noise", "out_of_fold"]
+
+_FOLDS = 5
+_MOST_FITTED = 30_000
+_SUREST = 0.1
+"""Share of the pairs, those that the model is surest of, on which its errors bound the flips."""
+
+
+@dataclass(frozen=True, eq=False)
+class LabelNoise:
+    """What out-of-fold probabilities say about flipped labels.
+
+    Attributes:
+        probabilities: (n,) of the label that a pair has.
+        accuracy: Share of pairs where the model prefers the chosen completion; where its interval holds ½ it
+            has not learned the label, and nothing else here is worth anything.
+        suspected: Numbers of pairs whose label the model contradicts with confidence, the surest first.
+        flip_rate: Share of flipped labels by confident learning; what the model gets wrong counts as flipped,
+            so it is too high for a model that is often wrong.
+        at_most: Share of contradicted labels among the tenth of pairs that the model is surest of.
+    """
+
+    probabilities: np.ndarray
+    accuracy: Interval
+    suspected: np.ndarray
+    flip_rate: Interval
+    at_most: Interval
+
+    @property
+    def is_learnable(self) -> bool:
+        """Whether the model does better than chance."""
+        return self.accuracy.low > 0.5
+
+    @property
+    def claims_rate(self) -> bool:
+        """Whether the flip rate is to be believed: it is not above what `at_most` allows."""
+        return self.is_learnable and self.flip_rate.low <= self.at_most.high
+
+
+def out_of_fold(design: Design, clusters: np.ndarray, *, seed: int = 0) -> np.ndarray:
+    """(n,) probability of the label of each pair, by a model that was fitted on other prompts."""
+    names, cluster = np.unique(clusters[: len(design)], return_inverse=True)
+    rng = np.random.default_rng(seed)
+    fold = (rng.permutation(len(names)) % _FOLDS)[cluster]
+    found = np.full(len(design), 0.5)
+    for number in range(_FOLDS):
+        others, inside = np.flatnonzero(fold != number), np.flatnonzero(fold == number)
+        if len(others) > _MOST_FITTED:
+            others = np.sort(rng.choice(others, _MOST_FITTED, replace=False))
+        if len(inside):
+            scores = design.take(inside).dot(fit_pairs(design.take(others)))
+            found[inside] = probability_of_chosen(scores)
+    return found
+
+
+def find_label_noise(design: Design, clusters: np.ndarray, *, seed: int = 0) -> LabelNoise:
+    """Cross-fit a model of the label and look for labels that it contradicts.
+
+    Confident learning (Northcutt, Jiang & Chuang 2021, https://arxiv.org/abs/1911.00068, eq. 1): a pair
+    counts as labelled right where the probability of its label reaches t, the mean probability of the labels
+    given, and as flipped where that of the other label does. Pairs have no order, so both classes share t.
+
+    Args:
+        design: features of the pairs.
+        clusters: (n,) prompt of each pair; one prompt is never on both sides of a fold.
+        seed: of the folds.
+    """
+    p = out_of_fold(design, clusters, seed=seed)
+    clusters = clusters[: len(p)]
+    right = (np.sign(p - 0.5) + 1) / 2
+    accuracy = proportion_interval(right, clusters, unit="prompt")
+    threshold = max(float(p.mean()), 0.5) if len(p) else 0.5
+    kept, flipped = p >= threshold, (1 - p >= threshold) & (p < 0.5)
+    sure = np.argsort(-np.abs(p - 0.5), kind="stable")[: math.ceil(_SUREST * len(p))]
+    if not accuracy.low > 0.5:  # the label was not learned: nothing is claimed
+        flipped, sure = np.zeros(len(p), dtype=bool), sure[:0]
+        kept = flipped
+    counted, suspected = kept | flipped, np.flatnonzero(flipped)
+    return LabelNoise(
+        p,
+        accuracy,
+        suspected[np.argsort(p[suspected], kind="stable")],
+        proportion_interval(flipped[counted].astype(float), clusters[counted], unit="prompt"),
+        proportion_interval(1 - right[sure], clusters[sure], unit="prompt"),
+    )

@@ -1,0 +1,165 @@
+"""What was measured, in sentences: each states its value and the interval of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from rlhf_eval.exploration.hygiene import ROW_RULES
+from rlhf_eval.exploration.shortcuts import TOGETHER
+
+__all__ = ["Sentence", "percent", "sentences"]
+
+_SHOWN = 3
+
+
+class Sentence(NamedTuple):
+    """A finding.
+
+    Attributes:
+        name: Of what it is about.
+        problem: Whether something should be done about it.
+        text: The sentence.
+    """
+
+    name: str
+    problem: bool
+    text: str
+
+
+def sentences(results: Mapping[str, Any]) -> list[Sentence]:
+    """The findings, what concerns every pair first; 95% intervals in brackets."""
+    return [
+        _length(results),
+        _refusals(results),
+        _floor(results),
+        *_odds(results),
+        *_phrases(results),
+        _noise(results),
+        *_rows(results),
+        *_leaks(results),
+    ]
+
+
+def percent(share: Mapping[str, Any]) -> str:
+    """A share with its interval, such as `43.1% [40.6 to 45.7]`."""
+    if not math.isfinite(share["estimate"]):
+        return "–"
+    if not math.isfinite(share["low"]):
+        return f"{share['estimate']:.1%}"
+    return f"{share['estimate']:.1%} [{100 * share['low']:.1f} to {100 * share['high']:.1f}]"
+
+
+def _length(results: Mapping[str, Any]) -> Sentence:
+    unit = results["length_unit"]
+    bias = results["label_bias"][unit]
+    text = (
+        f"Chosen is longer in {percent(bias['longer'])} of the pairs and shorter in "
+        f"{percent(bias['shorter'])}; equally long in {percent(bias['equal'])} ({unit})."
+    )
+    differ = bias["longer"]["low"] > bias["shorter"]["high"] or bias["shorter"]["low"] > bias["longer"]["high"]
+    return Sentence("length", differ, text)
+
+
+def _refusals(results: Mapping[str, Any]) -> Sentence:
+    found = results["refusals"]
+    share = found["chosen_where_one_refuses"]
+    pairs = found["chosen_only"] + found["rejected_only"]
+    if not pairs:
+        return Sentence("refusals", False, "In no pair does one completion alone refuse, by its wording.")
+    text = (
+        f"Where one completion alone refuses, by its wording ({pairs:,} pairs), the refusal is chosen in "
+        f"{percent(share)}."
+    )
+    return Sentence("refusals", share["low"] > 0.5 or share["high"] < 0.5, text)
+
+
+def _floor(results: Mapping[str, Any]) -> Sentence:
+    found = {each["name"]: each["accuracy"] for each in results["shortcuts"]["predictors"]}
+    text = (
+        f"Without reading, the label is predicted in {percent(found[TOGETHER])} of held-out pairs by words and "
+        f"surface together, {percent(found['bag of words'])} by a bag of words, {percent(found['length'])} by "
+        "length alone: what a reward model must beat."
+    )
+    return Sentence("floor", found[TOGETHER]["low"] > 0.5, text)
+
+
+def _odds(results: Mapping[str, Any]) -> list[Sentence]:
+    features = [
+        each for each in results["odds_ratios"]["features"] if each["low"] > 1 or each["high"] < 1
+    ]
+    features.sort(key=lambda each: -abs(math.log(each["ratio"])))
+    if not features:
+        return []
+    named = ", ".join(
+        f"{each['name']} {each['ratio']:.2f} [{each['low']:.2f} to {each['high']:.2f}]" for each in features
+    )
+    return [Sentence("odds", True, f"Odds of being chosen, a standard deviation more, others equal: {named}.")]
+
+
+def _phrases(results: Mapping[str, Any]) -> list[Sentence]:
+    found = results["phrases"]["anywhere"]
+    sides = {
+        "chosen": [each for each in found["phrases"] if each["z"] > 0][:_SHOWN],
+        "rejected": [each for each in found["phrases"] if each["z"] < 0][:_SHOWN],
+    }
+    lines = [
+        f"more in {side}: "
+        + ", ".join(f"“{each['text']}” ({each['chosen']} against {each['rejected']})" for each in phrases)
+        for side, phrases in sides.items()
+        if phrases
+    ]
+    if not lines:
+        text = f"None of the {found['tested']:,} phrases is more in one side than chance explains."
+        return [Sentence("phrases", False, text)]
+    return [
+        Sentence("phrases", True, f"Phrases ({found['found']} of {found['tested']:,}), {'; '.join(lines)}.")
+    ]
+
+
+def _noise(results: Mapping[str, Any]) -> Sentence:
+    found = results["label_noise"]
+    if not found["is_learnable"]:
+        text = (
+            "Words and surface do not predict the label of pairs that they were not fitted on "
+            f"({percent(found['accuracy'])}), so nothing is claimed about flipped labels."
+        )
+        return Sentence("label noise", False, text)
+    start = (
+        f"A model of words and surface is right on {percent(found['accuracy'])} of the pairs it was not fitted "
+        f"on, and on the tenth that it is surest of it contradicts {percent(found['at_most'])} of the labels"
+    )
+    if not found["claims_rate"]:
+        text = (
+            f"{start}: so many are flipped at most, if flips do not depend on its words. Confident learning's "
+            f"{percent(found['flip_rate'])} is above that, because it takes the model's errors for flips."
+        )
+        return Sentence("label noise", False, text)
+    rate = found["flip_rate"]
+    text = f"{start}. Confident learning puts the share of flipped labels at {percent(rate)}."
+    return Sentence("label noise", rate["low"] > 0.01, text)
+
+
+def _rows(results: Mapping[str, Any]) -> list[Sentence]:
+    found = []
+    for rule, entry in results["hygiene"].items():
+        if entry["rows"]:
+            rows = "1 row" if entry["rows"] == 1 else f"{entry['rows']:,} rows"
+            problem = entry["severity"] != "info"
+            found.append(Sentence(rule, problem, f"{rows}: {ROW_RULES[rule].text}."))
+    return found or [Sentence("rows", False, "No row is empty, repeated or contradicted.")]
+
+
+def _leaks(results: Mapping[str, Any]) -> list[Sentence]:
+    names = results.get("sets", [])
+    found = []
+    for leak in results["leaks"]:
+        if leak["near_prompts"]:
+            text = (
+                f"{leak['prompts']:,} of {leak['rows']:,} rows of {names[leak['set']]} have a prompt of "
+                f"{names[leak['also_in']]}, {leak['near_prompts']:,} nearly one; {leak['whole_rows']:,} whole "
+                "rows are in both."
+            )
+            found.append(Sentence("leak", True, text))
+    return found
