@@ -19,7 +19,9 @@ from rlhf_report.failures import explained
 )
 @click.option("--tokenizer", metavar="MODEL", help="Count tokens too, with the tokenizer of this model.")
 @click.option("--subset-size", type=click.IntRange(1), metavar="N", help="Pairs to read at most.")
-@click.option("--samples", default=10, show_default=True, type=click.IntRange(0), help="Pairs of a kind to read.")
+@click.option(
+    "--samples", default=10, show_default=True, type=click.IntRange(0), help="Pairs of a kind to read."
+)
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Of splits and samples.")
 @click.option(
     "--on-bad-row",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,10 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
-from rlhf_data import UserError, pair_from_row, row_place, scan_rows
+from rlhf_data import UserError, data_files, pair_from_row, row_place, scan_rows
 from rlhf_eval.exploration import PairTable, PairTexts, columns_of_pairs, pair_texts
 from rlhf_report.explore.spool import TextSpool
 
@@ -71,25 +69,11 @@ def data_sets(names: Sequence[str]) -> list[DataSet]:
     Raises:
         UserError: a pattern matches no file, or a data set is named twice.
     """
-    found = [DataSet(name, _files(name)) for name in names]
+    found = [DataSet(name, data_files(name)) for name in names]
     files = [os.path.realpath(file) for each in found for file in each.files]
     if twice := next((file for file in files if files.count(file) > 1), None):
         raise UserError(f"{twice} is named twice; leave one out", code="repeated_file", file=twice)
     return found
-
-
-def _files(name: str) -> list[str]:
-    path = Path(name)
-    if path.is_dir():
-        lines = sorted(str(file) for file in path.iterdir() if file.name.endswith((".jsonl", ".jsonl.gz")))
-        tables = any(path.glob("*.arrow")) or any(path.glob("*.parquet")) or (path / "state.json").exists()
-        return lines if lines and not tables else [name]
-    if path.exists() or not set("*?[") & set(name):
-        return [name]
-    matches = sorted(glob.glob(os.path.expanduser(name), recursive=True))
-    if not matches:
-        raise UserError(f"no file matches {name}; check the pattern", code="file_not_found")
-    return matches
 
 
 def story_pairs(seed: int) -> Iterator[Placed]:
@@ -135,7 +119,9 @@ def read_pairs(
 
     parts = list(_mapped(executor, columns_of_pairs, spooled()))
     if not parts:
-        reason = f": all {len(skipped)} rows are bad; the first: {skipped[0][2]}" if skipped else "; expected some"
+        reason = (
+            f": all {len(skipped)} rows are bad; the first: {skipped[0][2]}" if skipped else "; expected some"
+        )
         raise UserError(f"{', '.join(files)} holds no pairs{reason}", code="no_row_left")
     return ReadPairs(PairTable.joined(parts), files, skipped)
 

@@ -70,9 +70,7 @@ def run_explore(options: Mapping[str, Any]) -> str:
         raise
     if options["as_json"]:
         return json.dumps(results, indent=2, ensure_ascii=False)
-    lines = [
-        f"{'! ' if each['problem'] else '  '}{each['text']}" for each in results["findings"]
-    ]
+    lines = [f"{'! ' if each['problem'] else '  '}{each['text']}" for each in results["findings"]]
     return "\n".join([*lines, "", f"{run.path / 'report.html'}"])
 
 
@@ -89,7 +87,7 @@ def _explore(
     seed, table = options["seed"], read.table
     say(f"looking for near duplicates among {len(table):,} pairs")
     with _both(executor if len(table) > _FEW_PAIRS else None, spool, length_unit(table)) as near:
-        words = word_table([(chosen, rejected) for _, chosen, rejected in batch] for batch in read_texts(spool))
+        words = word_table([texts[1:] for texts in batch] for batch in read_texts(spool))
         prompts, completions = near()
     rows = _first_of(prompts, completions)
     say("measuring")
@@ -121,12 +119,11 @@ def _explore(
 def _both(
     executor: Executor | None, spool: Path, unit: str
 ) -> Iterator[Callable[[], tuple[np.ndarray, np.ndarray]]]:
-    """Groups of near-duplicate prompts and completions, computed beside the block where there are processes."""
-    jobs = (near_prompts, near_completions)
+    """Groups of near-duplicate prompts and completions, computed beside the block, given processes."""
     if executor is None:
-        yield lambda: tuple(job(spool, unit) for job in jobs)  # pyright: ignore[reportReturnType]
+        yield lambda: (near_prompts(spool, unit), near_completions(spool, unit))
         return
-    futures = [executor.submit(job, spool, unit) for job in jobs]
+    futures = [executor.submit(job, spool, unit) for job in (near_prompts, near_completions)]
     yield lambda: (futures[0].result(), futures[1].result())
 
 
@@ -181,7 +178,7 @@ def _named(option: str) -> tuple[str, str]:
     name, equals, column = option.partition("=")
     if not (equals and column) or name not in _COLUMNS:
         raise UserError(
-            f"--columns {option}: expected NAME=COLUMN with one of {', '.join(_COLUMNS)}, such as chosen=better",
+            f"--columns {option}: expected NAME=COLUMN with one of {', '.join(_COLUMNS)}, as chosen=better",
             code="unknown_column",
             column=name,
         )

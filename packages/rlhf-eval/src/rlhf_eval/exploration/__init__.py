@@ -1,4 +1,4 @@
-"""Preference data before any training: lengths, duplicates, leaks, shortcuts to the label, labels that look wrong.
+"""Preference data before training: lengths, duplicates, leaks, shortcuts to the label, wrong labels.
 
 Pure statistics over columns and words of pairs, with figures and a page; files are read by others.
 """

@@ -23,11 +23,12 @@ from rlhf_eval.exploration.shortcuts import (
     TOGETHER,
     audit_shortcuts,
     length_unit,
+    log_ratio,
     odds_ratios,
     predictors,
 )
 from rlhf_eval.exploration.words import WordTable
-from rlhf_eval.stats import proportion_interval
+from rlhf_eval.stats import Interval, proportion_interval
 
 __all__ = ["Exploration", "explore_pairs", "prompt_groups"]
 
@@ -83,7 +84,9 @@ def explore_pairs(
     clusters, unit = prompt_groups(table, near_prompts)
     lengths = lengths_of(table)
     designs = predictors(table, words)
-    noise = find_label_noise(designs[TOGETHER], clusters, seed=seed)
+    audit = audit_shortcuts(designs, clusters, seed=seed)
+    held_out = next(each.accuracy for each in audit if each.name == TOGETHER)
+    noise = find_label_noise(designs[TOGETHER], clusters, held_out, seed=seed)
     ratios, rare = odds_ratios(table, clusters)
     rows = find_rows(table, near_prompts, near_rows)
     rows["suspected_flip"] = noise.suspected, np.full(len(noise.suspected), -1)
@@ -101,10 +104,11 @@ def explore_pairs(
         "leaks": leaks(table, near_prompts),
         "scripts": scripts_of(table),
         "label_bias": label_bias(lengths, clusters),
+        "longer_where_they_differ": asdict(_longer(table, clusters)),
         "refusals": _refusals(table, clusters),
         "length_bins": length_bins(table, clusters),
         "shortcuts": {
-            "predictors": [asdict(each) for each in audit_shortcuts(designs, clusters, seed=seed)],
+            "predictors": [asdict(each) for each in audit],
             "floor": TOGETHER,
             "pairs_with_words": len(designs[TOGETHER]),
         },
@@ -116,6 +120,13 @@ def explore_pairs(
         "label_noise": _noise(noise),
     }
     return Exploration(results, rows, noise)
+
+
+def _longer(table: PairTable, clusters: np.ndarray) -> Interval:
+    """How often the longer completion is chosen where one is longer."""
+    ratio = log_ratio(table)
+    differ = ratio != 0
+    return proportion_interval((ratio[differ] > 0).astype(float), clusters[differ], unit="prompt")
 
 
 def _refusals(table: PairTable, clusters: np.ndarray) -> dict[str, Any]:

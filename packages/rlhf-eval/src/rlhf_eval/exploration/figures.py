@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def _draw_lengths(axes: Any, results: Mapping[str, Any]) -> None:
 def _draw_difference(axes: Any, results: Mapping[str, Any]) -> None:
     bars = results["length_difference"]
     edges, counts = bars["edges"], bars["counts"]
-    widths = [high - low for low, high in zip(edges, edges[1:], strict=False)]
+    widths = [high - low for low, high in pairwise(edges)]
     colors = [ORANGE if high <= 0 else BLUE for high in edges[1:]]
     axes.bar(edges[:-1], counts, width=widths, align="edge", color=colors)
     axes.axvline(0, color=GREY, linewidth=1)
@@ -101,7 +102,7 @@ def _draw_phrases(axes: Any, results: Mapping[str, Any]) -> None:
 
 
 def _draw_predictors(axes: Any, results: Mapping[str, Any]) -> None:
-    found: Sequence[Mapping[str, Any]] = results["shortcuts"]["predictors"][::-1]
+    found = [each for each in results["shortcuts"]["predictors"][::-1] if each["decided"]]
     for at, each in enumerate(found):
         share = each["accuracy"]
         axes.plot([share["low"], share["high"]], [at, at], color=BLUE, linewidth=3, solid_capstyle="round")

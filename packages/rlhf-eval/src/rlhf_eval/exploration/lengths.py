@@ -12,7 +12,15 @@ from rlhf_eval.exploration.pair_table import PairTable
 from rlhf_eval.exploration.shortcuts import log_ratio
 from rlhf_eval.stats import proportion_interval
 
-__all__ = ["LIMITS", "depth_of", "label_bias", "length_bins", "length_difference", "length_summaries", "lengths_of"]
+__all__ = [
+    "LIMITS",
+    "depth_of",
+    "label_bias",
+    "length_bins",
+    "length_difference",
+    "length_summaries",
+    "lengths_of",
+]
 
 LIMITS = (512, 1024, 2048, 4096)
 _QUANTILES = {"p5": 0.05, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95, "p99": 0.99}
@@ -21,7 +29,7 @@ _BINS = 10
 
 
 def lengths_of(table: PairTable) -> dict[str, dict[str, np.ndarray]]:
-    """(n,) length of prompt, chosen and rejected completion, and of prompt and longer completion, by unit."""
+    """(n,) length of prompt, chosen and rejected completion, and of prompt and longer one, by unit."""
     found = {}
     for number, unit in enumerate(("characters", "words")):
         prompt, sides = table.prompt_size[:, number], table.count(unit)
@@ -29,7 +37,8 @@ def lengths_of(table: PairTable) -> dict[str, dict[str, np.ndarray]]:
     if (table.tokens >= 0).all() and len(table):
         found["tokens"] = dict(zip(("prompt", "chosen", "rejected"), table.tokens.T, strict=True))
     for parts in found.values():
-        parts["prompt and longer completion"] = parts["prompt"] + np.maximum(parts["chosen"], parts["rejected"])
+        longer = np.maximum(parts["chosen"], parts["rejected"])
+        parts["prompt and longer completion"] = parts["prompt"] + longer
     return found
 
 
@@ -74,7 +83,7 @@ def depth_of(table: PairTable) -> dict[str, int]:
 def label_bias(
     lengths: Mapping[str, Mapping[str, np.ndarray]], clusters: np.ndarray
 ) -> dict[str, dict[str, Any]]:
-    """How often the chosen completion is the longer one, by unit: Wilson's intervals, prompts as the units."""
+    """How often the chosen completion is the longer one, by unit, with Wilson's intervals."""
     found = {}
     for unit, parts in lengths.items():
         sign = np.sign(parts["chosen"].astype(float) - parts["rejected"])
@@ -92,7 +101,8 @@ def length_bins(table: PairTable, clusters: np.ndarray) -> list[dict[str, Any]]:
     """How often a completion is preferred, by how much longer it is than the other: ten bins.
 
     Every pair counts from both sides, once as chosen over rejected, which won, and once the other way, so
-    that the bins mirror each other; they are the quintiles of |log ratio|. Pairs of equal length are left out.
+    that the bins mirror each other; they are the quintiles of |log ratio|. Pairs of equal length are left
+    out.
     """
     ratio = log_ratio(table)
     ratio, clusters = ratio[ratio != 0], clusters[ratio != 0]

@@ -19,19 +19,19 @@ _MOST_TEXT = 4000
 """Characters of a text that the page shows; the whole is in samples.jsonl."""
 _ROWS_NOTE = "Duplicates are looked for in lower case with single spaces. Every row is in findings.jsonl."
 _FLOOR_NOTE = (
-    "Each predictor is fitted on half of the prompts and measured on the other; no prompt is on both sides. A "
-    "pair that it cannot tell apart counts one half. A reward model that does no better than the last line "
+    "Each predictor is fitted on half of the prompts and measured on the other; no prompt is on both sides. "
+    "A pair that it cannot tell apart counts one half. A reward model that does no better than the last line "
     "may have learned nothing else."
 )
 _ODDS_NOTE = (
-    "One logistic model of all features; the ratio is by how much the odds of being chosen rise with one standard "
-    "deviation of the difference, the other features held equal. Intervals are 95% and take pairs of one prompt "
-    "together."
+    "One logistic model of all features; the ratio is by how much the odds of being chosen rise with one "
+    "standard deviation of the difference, the other features held equal. Intervals are 95% and take pairs "
+    "of one prompt together."
 )
 _PHRASES_NOTE = (
-    "Weighted log-odds with an informative Dirichlet prior (Monroe et al. 2008); a completion counts a phrase "
-    "once. Shown are phrases of at least ten completions with |z| above 1.96 whose p-value, corrected for all "
-    "that were tested (Benjamini and Hochberg 1995), is below 5%."
+    "Weighted log-odds with an informative Dirichlet prior (Monroe et al. 2008); a completion counts a "
+    "phrase once. Shown are phrases of at least ten completions with |z| above 1.96 whose p-value, corrected "
+    "for all that were tested (Benjamini and Hochberg 1995), is below 5%."
 )
 
 
@@ -90,7 +90,12 @@ def _ends(share: Mapping[str, Any]) -> list[str]:
 
 def _predictors(results: Mapping[str, Any]) -> str:
     rows = [
-        [text(each["name"]), *_ends(each["accuracy"]), number(100 * each["decided"], 0), f"{each['fitted']:,}"]
+        [
+            text(each["name"]),
+            *_ends(each["accuracy"]),
+            number(100 * each["decided"], 0),
+            f"{each['fitted']:,}",
+        ]
         for each in results["shortcuts"]["predictors"]
     ]
     head = ["", "right, %", "from", "to", "tells apart, %", "fitted on, pairs"]
@@ -100,7 +105,11 @@ def _predictors(results: Mapping[str, Any]) -> str:
 def _odds(results: Mapping[str, Any]) -> str:
     found = results["odds_ratios"]
     rows = [
-        [text(each["name"]), *(number(each[key], 2) for key in ("ratio", "low", "high")), f"{each['differs']:,}"]
+        [
+            text(each["name"]),
+            *(number(each[key], 2) for key in ("ratio", "low", "high")),
+            f"{each['differs']:,}",
+        ]
         for each in found["features"]
     ]
     rare = f"<p>Too rare to say: {text(', '.join(found['too_rare']))}.</p>" if found["too_rare"] else ""
@@ -163,7 +172,9 @@ def _bins(results: Mapping[str, Any]) -> str:
         ]
         for each in results["length_bins"]
     ]
-    return table(["times as long as the other", "completions", "preferred, %", "from", "to"], rows, numeric=True)
+    return table(
+        ["times as long as the other", "completions", "preferred, %", "from", "to"], rows, numeric=True
+    )
 
 
 def _rows(results: Mapping[str, Any]) -> str:

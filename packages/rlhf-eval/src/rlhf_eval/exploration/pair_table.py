@@ -31,7 +31,7 @@ class PairTable:
         prompt_size: (n, 2) characters and words of the prompt.
         counts: (n, 2, len(COUNTS)) surface counts, of the chosen and of the rejected completion.
         tokens: (n, 3) tokens of prompt, chosen and rejected completion; −1 without a tokenizer.
-        similarity: (n,) of both completions, 1 where they are the same; 0 where lengths alone tell them apart.
+        similarity: (n,) of both completions, 1 where they are the same, 0 where lengths tell them apart.
         strange: (n,) characters that do not print, or traces of a wrong encoding.
         script: (n, 2) index in SCRIPTS of both completions.
         flags: (n, 2) whether a dialogue ends with the user; whether they part before the last turn.

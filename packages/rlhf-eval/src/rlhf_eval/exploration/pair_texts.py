@@ -1,4 +1,4 @@
-"""A preference pair as plain texts: the prompt, what the assistant says last, and the form of the dialogue."""
+"""A preference pair as plain texts: the prompt, what the assistant says last, the form of the dialogue."""
 
 from __future__ import annotations
 
@@ -34,18 +34,17 @@ class PairTexts:
 
 
 def pair_texts(record: PreferenceRecord) -> PairTexts:
-    """The texts of a pair; a transcript (`\\n\\nHuman: ...`) is read as the dialogue it is."""
+    r"""The texts of a pair; a transcript (`\n\nHuman: ...`) is read as the dialogue it is."""
     if isinstance(record.chosen, list) and isinstance(record.rejected, list):
         return _of_messages(record.prompt, record.chosen, record.rejected)
     prompt, chosen, rejected = (as_text(text) for text in (record.prompt, record.chosen, record.rejected))
     if _ASSISTANT not in prompt:
         return PairTexts(prompt, chosen.strip(), rejected.strip(), 1, False, False)
-    ends, (last_chosen, last_rejected) = [], (_last_turn(chosen), _last_turn(rejected))
     ends = [_HUMAN in text[text.rfind(_ASSISTANT) + 1 :] for text in (chosen, rejected)]
     return PairTexts(
         prompt,
-        last_chosen,
-        last_rejected,
+        _last_turn(chosen),
+        _last_turn(rejected),
         prompt.count(_HUMAN) + chosen.count(_HUMAN),
         any(ends),
         _ASSISTANT in chosen or _ASSISTANT in rejected or not prompt.rstrip().endswith(_ASSISTANT),

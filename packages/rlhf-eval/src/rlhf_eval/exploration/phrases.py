@@ -48,10 +48,12 @@ class Phrase:
     p_value: float
 
 
-def log_odds(chosen: np.ndarray, rejected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def log_odds(
+    chosen: np.ndarray, rejected: np.ndarray, totals: tuple[float, float]
+) -> tuple[np.ndarray, np.ndarray]:
     """Weighted log-odds of each phrase and their z-scores.
 
-    With y and y' the counts of a phrase w on both sides, n and n' their sums, α_w = α₀ (y_w + y'_w)/(n + n')
+    With y and y' the counts of a phrase w on both sides, n and n' the totals, α_w = α₀ (y_w + y'_w)/(n + n')
     and α₀ = 500: δ_w = log((y_w + α_w)/(n + α₀ − y_w − α_w)) − log((y'_w + α_w)/(n' + α₀ − y'_w − α_w)),
     z_w = δ_w / √(1/(y_w + α_w) + 1/(y'_w + α_w)); Monroe, Colaresi & Quinn 2008, "Fightin' words", eq. 15,
     16, 20 and 22, https://doi.org/10.1093/pan/mpn018.
@@ -59,10 +61,15 @@ def log_odds(chosen: np.ndarray, rejected: np.ndarray) -> tuple[np.ndarray, np.n
     Args:
         chosen: (k,) counts on the preferred side.
         rejected: (k,) counts on the other.
+        totals: counts of all phrases of this length on both sides, at least the sums of those given.
     """
     y, other = np.asarray(chosen, dtype=float), np.asarray(rejected, dtype=float)
-    prior = _PRIOR * (y + other) / max((y + other).sum(), 1)
-    sides = [(each + prior, each.sum() + _PRIOR - each - prior) for each in (y, other)]
+    prior = _PRIOR * (y + other) / max(sum(totals), 1)
+    sides = [
+        # Where a single phrase is all there is, its odds are those against half an occurrence of another.
+        (each + prior, np.maximum(total + _PRIOR - each - prior, 0.5))
+        for each, total in zip((y, other), totals, strict=True)
+    ]
     delta = np.log(sides[0][0] / sides[0][1]) - np.log(sides[1][0] / sides[1][1])
     return delta, delta / np.sqrt(1 / sides[0][0] + 1 / sides[1][0])
 
@@ -85,7 +92,7 @@ def find_phrases(table: WordTable, *, opening: bool) -> tuple[list[Phrase], int,
     ids, documents, pairs = _ids(table, opening)
     names, ids = _common(table, ids)
     tested = [_count(ids, documents, n) for n in range(1, _LONGEST + 1)]
-    scored = [(keys, counts, *log_odds(*counts)) for keys, counts in tested]
+    scored = [(keys, counts, *log_odds(*counts, totals)) for keys, counts, totals in tested]
     z = np.concatenate([each[3] for each in scored])
     p_values = benjamini_hochberg([2 * NormalDist().cdf(-abs(value)) for value in z.tolist()])
     found, at = [], 0
@@ -121,8 +128,10 @@ def _common(table: WordTable, ids: np.ndarray) -> tuple[list[str], np.ndarray]:
     return ["", *(table.words[i] if i < len(table.words) else "" for i in frequent.tolist())], numbers[ids]
 
 
-def _count(ids: np.ndarray, documents: np.ndarray, n: int) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
-    """Phrases of n words as keys of 16 bits a word, and the completions of both sides that have each."""
+def _count(
+    ids: np.ndarray, documents: np.ndarray, n: int
+) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray], tuple[float, float]]:
+    """Phrases of n words as keys of 16 bits a word, how many completions have each, and the totals."""
     size = max(len(ids) - n + 1, 0)
     keys, whole = np.zeros(size, dtype=np.uint64), np.ones(size, dtype=bool)
     for offset in range(n):
@@ -136,7 +145,7 @@ def _count(ids: np.ndarray, documents: np.ndarray, n: int) -> tuple[np.ndarray, 
     found, number = np.unique(keys[new], return_inverse=True)
     counts = [np.bincount(number[of[new] % 2 == side], minlength=len(found)) for side in (0, 1)]
     kept = counts[0] + counts[1] >= _RAREST
-    return found[kept], (counts[0][kept], counts[1][kept])
+    return found[kept], (counts[0][kept], counts[1][kept]), (float(counts[0].sum()), float(counts[1].sum()))
 
 
 def _name(key: int, names: list[str]) -> str:

@@ -22,7 +22,9 @@ KINDS: Mapping[str, str] = {
 """Kinds of samples, in the order of the page."""
 
 
-def choose_samples(table: PairTable, found: Exploration, count: int, *, seed: int = 0) -> dict[str, list[int]]:
+def choose_samples(
+    table: PairTable, found: Exploration, count: int, *, seed: int = 0
+) -> dict[str, list[int]]:
     """Numbers of at most `count` pairs of each kind; of a contradiction, both of its rows."""
     if not count:
         return {}

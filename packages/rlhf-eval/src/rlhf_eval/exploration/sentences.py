@@ -43,12 +43,17 @@ def sentences(results: Mapping[str, Any]) -> list[Sentence]:
 
 
 def percent(share: Mapping[str, Any]) -> str:
-    """A share with its interval, such as `43.1% [40.6 to 45.7]`."""
-    if not math.isfinite(share["estimate"]):
+    """A share with its interval, such as `43.1% [40.6 to 45.7]`; None is what the data do not define."""
+    if share["estimate"] is None:
         return "–"
-    if not math.isfinite(share["low"]):
+    if share["low"] is None:
         return f"{share['estimate']:.1%}"
     return f"{share['estimate']:.1%} [{100 * share['low']:.1f} to {100 * share['high']:.1f}]"
+
+
+def excludes(share: Mapping[str, Any], value: float) -> bool:
+    """Whether a share has an interval, and that lies on one side of the value."""
+    return share["low"] is not None and (share["low"] > value or share["high"] < value)
 
 
 def _length(results: Mapping[str, Any]) -> Sentence:
@@ -58,8 +63,7 @@ def _length(results: Mapping[str, Any]) -> Sentence:
         f"Chosen is longer in {percent(bias['longer'])} of the pairs and shorter in "
         f"{percent(bias['shorter'])}; equally long in {percent(bias['equal'])} ({unit})."
     )
-    differ = bias["longer"]["low"] > bias["shorter"]["high"] or bias["shorter"]["low"] > bias["longer"]["high"]
-    return Sentence("length", differ, text)
+    return Sentence("length", excludes(results["longer_where_they_differ"], 0.5), text)
 
 
 def _refusals(results: Mapping[str, Any]) -> Sentence:
@@ -72,30 +76,30 @@ def _refusals(results: Mapping[str, Any]) -> Sentence:
         f"Where one completion alone refuses, by its wording ({pairs:,} pairs), the refusal is chosen in "
         f"{percent(share)}."
     )
-    return Sentence("refusals", share["low"] > 0.5 or share["high"] < 0.5, text)
+    return Sentence("refusals", excludes(share, 0.5), text)
 
 
 def _floor(results: Mapping[str, Any]) -> Sentence:
     found = {each["name"]: each["accuracy"] for each in results["shortcuts"]["predictors"]}
     text = (
-        f"Without reading, the label is predicted in {percent(found[TOGETHER])} of held-out pairs by words and "
-        f"surface together, {percent(found['bag of words'])} by a bag of words, {percent(found['length'])} by "
-        "length alone: what a reward model must beat."
+        f"Without reading, the label is predicted in {percent(found[TOGETHER])} of held-out pairs by words "
+        f"and surface together, {percent(found['bag of words'])} by a bag of words, "
+        f"{percent(found['length'])} by length alone: what a reward model must beat."
     )
-    return Sentence("floor", found[TOGETHER]["low"] > 0.5, text)
+    return Sentence("floor", excludes(found[TOGETHER], 0.5), text)
 
 
 def _odds(results: Mapping[str, Any]) -> list[Sentence]:
-    features = [
-        each for each in results["odds_ratios"]["features"] if each["low"] > 1 or each["high"] < 1
-    ]
+    features = [each for each in results["odds_ratios"]["features"] if each["low"] > 1 or each["high"] < 1]
     features.sort(key=lambda each: -abs(math.log(each["ratio"])))
     if not features:
         return []
     named = ", ".join(
         f"{each['name']} {each['ratio']:.2f} [{each['low']:.2f} to {each['high']:.2f}]" for each in features
     )
-    return [Sentence("odds", True, f"Odds of being chosen, a standard deviation more, others equal: {named}.")]
+    return [
+        Sentence("odds", True, f"Odds of being chosen, a standard deviation more, others equal: {named}.")
+    ]
 
 
 def _phrases(results: Mapping[str, Any]) -> list[Sentence]:
@@ -127,18 +131,18 @@ def _noise(results: Mapping[str, Any]) -> Sentence:
         )
         return Sentence("label noise", False, text)
     start = (
-        f"A model of words and surface is right on {percent(found['accuracy'])} of the pairs it was not fitted "
-        f"on, and on the tenth that it is surest of it contradicts {percent(found['at_most'])} of the labels"
+        f"A model of words and surface is right on {percent(found['accuracy'])} of held-out pairs, and on "
+        f"the tenth that it is surest of it contradicts {percent(found['at_most'])} of the labels"
     )
     if not found["claims_rate"]:
         text = (
-            f"{start}: so many are flipped at most, if flips do not depend on its words. Confident learning's "
-            f"{percent(found['flip_rate'])} is above that, because it takes the model's errors for flips."
+            f"{start}: so many are flipped at most, if flips do not depend on the words. Confident "
+            f"learning's {percent(found['flip_rate'])} is above that: it counts the model's errors as flips."
         )
         return Sentence("label noise", False, text)
     rate = found["flip_rate"]
     text = f"{start}. Confident learning puts the share of flipped labels at {percent(rate)}."
-    return Sentence("label noise", rate["low"] > 0.01, text)
+    return Sentence("label noise", excludes(rate, 0.01), text)
 
 
 def _rows(results: Mapping[str, Any]) -> list[Sentence]:
@@ -158,8 +162,8 @@ def _leaks(results: Mapping[str, Any]) -> list[Sentence]:
         if leak["near_prompts"]:
             text = (
                 f"{leak['prompts']:,} of {leak['rows']:,} rows of {names[leak['set']]} have a prompt of "
-                f"{names[leak['also_in']]}, {leak['near_prompts']:,} nearly one; {leak['whole_rows']:,} whole "
-                "rows are in both."
+                f"{names[leak['also_in']]}, {leak['near_prompts']:,} nearly one; {leak['whole_rows']:,} "
+                "whole rows are in both."
             )
             found.append(Sentence("leak", True, text))
     return found

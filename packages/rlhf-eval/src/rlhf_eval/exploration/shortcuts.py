@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -25,6 +25,7 @@ __all__ = [
     "audit_shortcuts",
     "halves",
     "length_unit",
+    "log_ratio",
     "odds_ratios",
     "predictors",
     "surface_differences",
@@ -157,9 +158,7 @@ def predictors(table: PairTable, words: WordTable) -> dict[str, Design]:
     }
 
 
-def audit_shortcuts(
-    designs: Mapping[str, Design], clusters: np.ndarray, *, seed: int = 0
-) -> list[Predictor]:
+def audit_shortcuts(designs: Mapping[str, Design], clusters: np.ndarray, *, seed: int = 0) -> list[Predictor]:
     """Fit each predictor on half of the prompts and measure it on the other half.
 
     Args:
@@ -176,7 +175,10 @@ def audit_shortcuts(
         scores = design.take(held_out).dot(fit_pairs(design.take(fitted)))
         values = (np.sign(scores) + 1) / 2
         interval = proportion_interval(values, clusters[held_out], unit="prompt")
-        found.append(Predictor(name, interval, _share(scores != 0), len(fitted)))
+        decided = _share(scores != 0)
+        if not decided > 0:  # it has no interval
+            interval = replace(interval, low=math.nan, high=math.nan)
+        found.append(Predictor(name, interval, decided, len(fitted)))
     return found
 
 

@@ -137,7 +137,5 @@ class _Differences:
         rows, signs = (
             np.concatenate([np.zeros(0, np.int32), *each])[kept] for each in (self.rows, self.signs)
         )
-        entries = SparseRows(
-            rows, numbers[ids[kept]], signs.astype(np.float32), (self.pairs, len(frequent))
-        )
+        entries = SparseRows(rows, numbers[ids[kept]], signs.astype(np.float32), (self.pairs, len(frequent)))
         return entries, frequent

@@ -1,0 +1,65 @@
+"""Synthetic pairs of which everything is known."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+
+from rlhf_eval.exploration import (
+    Exploration,
+    PairTable,
+    PairTexts,
+    WordTable,
+    columns_of_pairs,
+    explore_pairs,
+    word_table,
+)
+
+WORDS = [f"{a}{b}{c}" for a in "bdfgklm" for b in "aeiou" for c in "nrst"]
+
+
+def pair(prompt: str, chosen: str, rejected: str) -> PairTexts:
+    return PairTexts(prompt, chosen, rejected, 1, False, False)
+
+
+def words(rng: random.Random, count: int) -> str:
+    return " ".join(rng.choice(WORDS) for _ in range(count))
+
+
+def unbiased(count: int, seed: int, *, per_prompt: int = 1) -> list[PairTexts]:
+    """Pairs whose label is a coin."""
+    rng = random.Random(seed)
+    return [
+        pair(
+            f"question {seed} {i // per_prompt}",
+            words(rng, rng.randint(4, 14)),
+            words(rng, rng.randint(4, 14)),
+        )
+        for i in range(count)
+    ]
+
+
+def flipped(pairs: Sequence[PairTexts], rows: set[int]) -> list[PairTexts]:
+    return [pair(p.prompt, p.rejected, p.chosen) if i in rows else p for i, p in enumerate(pairs)]
+
+
+def columns(pairs: Sequence[PairTexts], sources: Sequence[int] | None = None) -> PairTable:
+    of = sources or [0] * len(pairs)
+    return columns_of_pairs(pairs, [(source, source, i + 1) for i, source in enumerate(of)], None)
+
+
+def table_of_words(pairs: Sequence[PairTexts]) -> WordTable:
+    return word_table([[(p.chosen, p.rejected) for p in pairs]])
+
+
+def explored(pairs: Sequence[PairTexts], sources: Sequence[int] | None = None) -> Exploration:
+    """The exploration of pairs, exact duplicates taken for the near ones."""
+    table = columns(pairs, sources)
+    return explore_pairs(table, table_of_words(pairs), first_of(table.keys[:, 0]), first_of(table.keys[:, 3]))
+
+
+def first_of(keys: np.ndarray) -> np.ndarray:
+    _, first, which = np.unique(keys, return_index=True, return_inverse=True)
+    return first[which]
