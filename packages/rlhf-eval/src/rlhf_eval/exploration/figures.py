@@ -7,6 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rlhf_eval.figures import BLUE, GREY, ORANGE, Panel, make_panel, new_figure, save_png, styled
 
 __all__ = ["FIGURES", "draw_figures", "panels"]
@@ -68,12 +70,10 @@ def _draw_depth(axes: Any, results: Mapping[str, Any]) -> None:
 def _draw_preference(axes: Any, results: Mapping[str, Any]) -> None:
     bins = results["length_bins"]
     x, y = [each["ratio"] for each in bins], [each["estimate"] for each in bins]
-    errors = [
-        [max(each["estimate"] - each["low"], 0) for each in bins],
-        [max(each["high"] - each["estimate"], 0) for each in bins],
-    ]
+    below, above = zip(*map(_ends, bins), strict=True) if bins else ((), ())
+    errors = [np.subtract(y, below), np.subtract(above, y)]
     axes.axhline(0.5, color=GREY, linewidth=1)
-    axes.errorbar(x, y, yerr=errors, fmt="o-", color=BLUE, markersize=5, linewidth=1.5)
+    axes.errorbar(x, y, yerr=np.maximum(errors, 0), fmt="o-", color=BLUE, markersize=5, linewidth=1.5)
     axes.set_xscale("log", base=2)
     ticks = [1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16]
     shown = [tick for tick in ticks if not x or min(x) / 2 <= tick <= max(x) * 2]
@@ -104,13 +104,18 @@ def _draw_phrases(axes: Any, results: Mapping[str, Any]) -> None:
 def _draw_predictors(axes: Any, results: Mapping[str, Any]) -> None:
     found = [each for each in results["shortcuts"]["predictors"][::-1] if each["decided"]]
     for at, each in enumerate(found):
-        share = each["accuracy"]
-        axes.plot([share["low"], share["high"]], [at, at], color=BLUE, linewidth=3, solid_capstyle="round")
-        axes.plot(share["estimate"], at, "o", color=BLUE, markersize=6)
+        axes.plot(_ends(each["accuracy"]), [at, at], color=BLUE, linewidth=3, solid_capstyle="round")
+        axes.plot(each["accuracy"]["estimate"], at, "o", color=BLUE, markersize=6)
     axes.axvline(0.5, color=GREY, linewidth=1)
     axes.set_yticks(range(len(found)), [each["name"] for each in found])
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("share of held-out pairs predicted")
+
+
+def _ends(share: Mapping[str, Any]) -> tuple[float, float]:
+    """Both ends of an interval; the estimate where there is none."""
+    low, high = share["low"], share["high"]
+    return (share["estimate"],) * 2 if low is None or high is None else (low, high)
 
 
 def _unit(results: Mapping[str, Any]) -> str:

@@ -85,7 +85,11 @@ def _findings(findings: Sequence[Sentence]) -> str:
 
 
 def _ends(share: Mapping[str, Any]) -> list[str]:
-    return [number(100 * share[name], 1) for name in ("estimate", "low", "high")]
+    return [_percentage(share[name], 1) for name in ("estimate", "low", "high")]
+
+
+def _percentage(share: float | None, digits: int) -> str:
+    return number(None if share is None else 100 * share, digits)
 
 
 def _predictors(results: Mapping[str, Any]) -> str:
@@ -93,7 +97,7 @@ def _predictors(results: Mapping[str, Any]) -> str:
         [
             text(each["name"]),
             *_ends(each["accuracy"]),
-            number(100 * each["decided"], 0),
+            _percentage(each["decided"], 0),
             f"{each['fitted']:,}",
         ]
         for each in results["shortcuts"]["predictors"]
