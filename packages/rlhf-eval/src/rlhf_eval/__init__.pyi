@@ -1,6 +1,7 @@
 from rlhf_eval import answers as answers
 from rlhf_eval import audit as audit
 from rlhf_eval import evaluation as evaluation
+from rlhf_eval import exploration as exploration
 from rlhf_eval import figures as figures
 from rlhf_eval import html as html
 from rlhf_eval import monitor as monitor

@@ -62,7 +62,7 @@ def _draw_depth(axes: Any, results: Mapping[str, Any]) -> None:
     turns = {int(turn): count for turn, count in results["turns"].items()}
     most = max(turns)
     axes.bar(list(turns), list(turns.values()), color=BLUE)
-    axes.set_xticks(range(1, most + 1, max(1, most // 10)))
+    axes.set_xticks(range(1, most + 1, max(1, most // 9)))
     axes.set_xlabel("turns of the user")
     axes.set_ylabel("pairs")
 

@@ -79,7 +79,7 @@ def exploration_page(
 
 
 def _findings(findings: Sequence[Sentence]) -> str:
-    marks = {True: '<span class="bad-text">look at</span>', False: '<span class="good-text">fine</span>'}
+    marks = {True: '<span class="bad-text">look at</span>', False: '<span class="good-text">noted</span>'}
     lines = "".join(f"<li>{marks[each.problem]}: {text(each.text)}</li>" for each in findings)
     return f'<ul class="findings">{lines}</ul>\n'
 
