@@ -8,8 +8,9 @@ from typing import Any, Literal, NamedTuple
 
 from rlhf_data.errors import UserError
 from rlhf_data.records.encode import Builder, TokenSequence
+from rlhf_data.records.forms import usual_columns
 from rlhf_data.records.kind import Record, RecordKind, Text, register
-from rlhf_data.records.row import Row, as_chat_columns, is_instruction
+from rlhf_data.records.row import Row
 from rlhf_data.records.truncation import Truncation
 
 
@@ -61,9 +62,9 @@ def pair_from_row(
         UserError: a column is missing, or holds neither text nor messages.
     """
     columns = columns or {}
-    is_chat = "prompt" not in columns and is_instruction(row)
-    parts = Row(as_chat_columns(row, where) if is_chat else row, columns, where)
-    return PreferenceRecord(*parts.unchecked_pair(), where=where, is_chat=is_chat)
+    values, is_chat = usual_columns(row, "preference", columns, where)
+    parts = Row(dict(values), columns, where).unchecked_pair()
+    return PreferenceRecord(*parts, where=where, is_chat=is_chat)
 
 
 class PreferenceBuilder(Builder):
