@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import signal
 import threading
@@ -15,17 +14,10 @@ from types import FrameType
 from typing import Any
 
 from rlhf_algos.process_group import broadcast, is_main_process
-from rlhf_data import RunFolder, UserError, newest_unfinished
+from rlhf_data import RunFolder, UserError, alone_in, newest_unfinished
 from rlhf_train.options import NEWEST
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-
 _LOG = logging.getLogger(__name__)
-_HELD: set[Path] = set()
-"""Folders that this process is alone in."""
 ROOT = "outputs"
 _CONFIG = "config.json"
 _FILES = (_CONFIG, "before.json", "preflight.json", "samples.jsonl")
@@ -48,7 +40,7 @@ def new_run(options: dict[str, Any], job: str) -> Iterator[RunFolder]:
     named = options["output_dir"]
     existed = named is not None and Path(named).is_dir()
     run = RunFolder.create(named, job=job, root=ROOT)
-    with _alone_in(run.path), _terminated_as_interrupted() as ignore_signal:
+    with alone_in(run.path), _terminated_as_interrupted() as ignore_signal:
         refused = options["dry_run"]
         try:
             yield run
@@ -135,7 +127,7 @@ def resumable(run: RunFolder, job: str, *, trains: bool = True) -> Iterator[None
     """
     before = run.checkpoints()
     try:
-        with _alone_in(run.path) if trains and is_main_process() else nullcontext():
+        with alone_in(run.path) if trains and is_main_process() else nullcontext():
             yield
     except (KeyboardInterrupt, UserError) as stop:
         interrupted = isinstance(stop, KeyboardInterrupt) and (run.path / _CONFIG).exists()
@@ -177,35 +169,6 @@ def _terminated_as_interrupted() -> Iterator[Callable[[], Any]]:
         yield partial(signal.signal, signal.SIGTERM, signal.SIG_IGN)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a run's folder until this context or this process ends.
-
-    Raises:
-        UserError: another process is in it.
-    """
-    key = folder.resolve()
-    if fcntl is None or key in _HELD:
-        yield
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"another process is training in {folder}; wait for its end, or choose another --output-dir",
-                code="folder_in_use",
-            ) from error
-        except OSError as error:  # some network file systems have no locks
-            _LOG.debug("%s cannot be locked: %s", folder, error)
-        _HELD.add(key)
-        yield
-    finally:
-        _HELD.discard(key)
-        os.close(handle)
 
 
 def _remove_unstarted(folder: Path, *, keep: bool) -> None:

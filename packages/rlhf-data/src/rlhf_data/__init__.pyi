@@ -70,6 +70,7 @@ from rlhf_data.runs.atomic import finite as finite
 from rlhf_data.runs.atomic import json_hash as json_hash
 from rlhf_data.runs.atomic import remove_folder as remove_folder
 from rlhf_data.runs.checksums import write_checksums as write_checksums
+from rlhf_data.runs.lock import alone_in as alone_in
 from rlhf_data.runs.model_folders import model_folder as model_folder
 from rlhf_data.runs.paths import absolute_path as absolute_path
 from rlhf_data.runs.paths import cache_folder as cache_folder

@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import click
@@ -19,7 +18,7 @@ from rlhf_data import (
     PromptRecord,
     RunFolder,
     UserError,
-    absolute_path,
+    alone_in,
     atomic_write_json,
     atomic_write_text,
     finite,
@@ -50,14 +49,13 @@ from rlhf_eval.figures import can_draw
 from rlhf_eval.scoring import Scorer, as_text, load_scorer
 from rlhf_report.evaluate.adversarial import Provocation, facts_of
 from rlhf_report.evaluate.engines import check_engines, engine_notes, engine_of
+from rlhf_report.evaluate.folder import evaluation_folder
 from rlhf_report.evaluate.sources import Source, check_sources, completions_of, fitting, parse_source
 
 __all__ = ["run_evaluate"]
 
 _CASES = 8
 """Prompts whose completions the page shows."""
-_NOT_COMPARED = ("output_dir", "env_file", "gen_batch_size", "vllm_gpu_memory_utilization")
-"""Options that change no number."""
 
 
 def run_evaluate(given: dict[str, Any]) -> str:
@@ -87,7 +85,21 @@ def run_evaluate(given: dict[str, Any]) -> str:
     written = {each.name: completions_of(each, kept, given["samples"]) for each in every if each.is_file}
     notes = [f"{len(prompts) - len(kept)} prompts fit not every model and were left out."] * (kept != prompts)
     notes += [f"{skipped} rows of {given['pairs']} could not be read and were left out."] * bool(skipped)
-    run = _folder(given)
+    run = evaluation_folder(given)
+    with alone_in(run.path):
+        evaluation = _Evaluation(given, run, kept, *_scorers(given, run))
+        evaluation.written, evaluation.notes, evaluation.servers = written, notes, servers
+        evaluation.measure_rewards(pairs)
+        evaluators = evaluation.evaluate(sources, reference, pairs)
+        return evaluation.report(evaluators, reference, pairs, labels)
+
+
+def _scorers(given: Mapping[str, Any], run: RunFolder) -> tuple[dict[str, Scorer | None], list[PairJudge]]:
+    """The rewards by the name of `RLHFEvaluator`'s argument, and the judges, tried once.
+
+    Raises:
+        UserError: one cannot be used, or two judges have one name.
+    """
     rewards = {
         "reward_model": load_scorer(given["reward_model"]) if given["reward_model"] else None,
         "held_out_reward": load_scorer(given["held_out_reward"]) if given["held_out_reward"] else None,
@@ -100,11 +112,7 @@ def run_evaluate(given: dict[str, Any]) -> str:
             )
         if judge.is_remote:
             judge.probe()
-    evaluation = _Evaluation(given, run, kept, rewards, judges)
-    evaluation.written, evaluation.notes, evaluation.servers = written, notes, servers
-    evaluation.measure_rewards(pairs)
-    evaluators = evaluation.evaluate(sources, reference, pairs)
-    return evaluation.report(evaluators, reference, pairs, labels)
+    return rewards, judges
 
 
 class _Evaluation:
@@ -360,35 +368,6 @@ def _pairs(path: str | None, on_bad_row: Any) -> tuple[list[PreferenceRecord], i
         return [], 0
     loaded = load_records(path, "preference", on_bad_row=on_bad_row)
     return loaded.records, len(loaded.skipped)
-
-
-def _folder(given: Mapping[str, Any]) -> RunFolder:
-    """The folder of this evaluation; one with the same options goes on where it was.
-
-    Raises:
-        UserError: it is not empty and of another evaluation.
-    """
-    options = {key: value for key, value in given.items() if key not in _NOT_COMPARED}
-    for key in ("prompts", "pairs", "judge_labels"):
-        options[key] = options[key] and absolute_path(options[key])
-    options = json.loads(json.dumps(options))
-    path = Path(given["output_dir"]) if given["output_dir"] else None
-    known = path is not None and (path / "config.json").is_file()
-    run = RunFolder.create(path, job="evaluate", resume=known)
-    if known:
-        before = run.read_config()
-        if before.get("job") != "evaluate":
-            raise UserError(f"{run.path} is not the folder of an evaluation; give another --output-dir")
-        changed = sorted(key for key in options if before.get(key) != options[key])
-        if changed:
-            raise UserError(
-                f"{run.path} holds an evaluation with another {changed[0].replace('_', '-')}; give the same "
-                "options to go on with it, or another --output-dir"
-            )
-        click.echo(f"going on with {run.path}", err=True)
-    else:
-        run.write_config({"job": "evaluate", **options})
-    return run
 
 
 @contextmanager

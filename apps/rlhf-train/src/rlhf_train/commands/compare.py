@@ -27,19 +27,8 @@ _JOB = "compare"
 _STEPS, _PILOT, _START, _REPORT = "steps.json", "pilot", "start", "comparison"
 _PROMPTS = "prompts"
 """Key of the config: how many prompts are measured, and how many of them are trained on, for the report."""
-_PLAN_OPTIONS = (
-    *("methods", "model", "train_data", "preference_data", "eval_data", "reward", "held_out_reward", "seeds"),
-    *(
-        "budget",
-        "overrides",
-        "sweep",
-        "evaluations",
-        "max_prompts",
-        "max_new_tokens",
-        "temperature",
-        "dry_run",
-    ),
-)
+_NO_PLAN = ("resume", "output_dir")
+"""Options beside those of the plan."""
 
 
 def run_compare(options: dict[str, Any]) -> None:
@@ -50,7 +39,7 @@ def run_compare(options: dict[str, Any]) -> None:
     """
     console = make_console()
     if options["resume"] is not None:
-        run = resumed_run(options, _JOB, _PLAN_OPTIONS)
+        run = resumed_run(options, _JOB, [name for name in options if name not in _NO_PLAN])
         values = run.read_config()
         values.pop(_PROMPTS, None)
         if values.pop("job", None) != _JOB:

@@ -1,0 +1,44 @@
+"""The folder of an evaluation, which goes on where it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from rlhf_data import RunFolder, UserError, absolute_path
+
+_NOT_COMPARED = ("output_dir", "env_file", "gen_batch_size", "vllm_gpu_memory_utilization")
+"""Options that change no number."""
+
+
+def evaluation_folder(given: Mapping[str, Any]) -> RunFolder:
+    """The folder of this evaluation; one with the same options goes on where it was.
+
+    Raises:
+        UserError: it is not empty and of another evaluation.
+    """
+    options = {key: value for key, value in given.items() if key not in _NOT_COMPARED}
+    for key in ("prompts", "pairs", "judge_labels"):
+        options[key] = options[key] and absolute_path(options[key])
+    options = json.loads(json.dumps(options))
+    path = Path(given["output_dir"]) if given["output_dir"] else None
+    known = path is not None and (path / "config.json").is_file()
+    run = RunFolder.create(path, job="evaluate", resume=known)
+    if known:
+        before = run.read_config()
+        if before.get("job") != "evaluate":
+            raise UserError(f"{run.path} is not the folder of an evaluation; give another --output-dir")
+        changed = sorted(key for key in options if before.get(key) != options[key])
+        if changed:
+            raise UserError(
+                f"{run.path} holds an evaluation with another {changed[0].replace('_', '-')}; give the same "
+                "options to go on with it, or another --output-dir"
+            )
+        click.echo(f"going on with {run.path}", err=True)
+    else:
+        run.write_config({"job": "evaluate", **options})
+    return run
