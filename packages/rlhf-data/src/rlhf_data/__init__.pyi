@@ -22,7 +22,15 @@ from rlhf_data.datasets.tokenized import StepDataset as StepDataset
 from rlhf_data.datasets.tokenized import TokenizedDataset as TokenizedDataset
 from rlhf_data.errors import UserError as UserError
 from rlhf_data.errors import exit_cleanly as exit_cleanly
+from rlhf_data.preprocessing.config import PreprocessConfig as PreprocessConfig
+from rlhf_data.preprocessing.items import detect_kind as detect_kind
+from rlhf_data.preprocessing.items import read_items as read_items
 from rlhf_data.preprocessing.near_duplicates import near_duplicate_groups as near_duplicate_groups
+from rlhf_data.preprocessing.prepare import Prepared as Prepared
+from rlhf_data.preprocessing.prepare import Splits as Splits
+from rlhf_data.preprocessing.prepare import prepare_rows as prepare_rows
+from rlhf_data.preprocessing.prepare import preprocess as preprocess
+from rlhf_data.preprocessing.prepare import write_prepared as write_prepared
 from rlhf_data.preprocessing.rules import settle_ties as settle_ties
 from rlhf_data.preprocessing.rules import stratified_split as stratified_split
 from rlhf_data.preprocessing.similarity import completion_similarity as completion_similarity

@@ -12,14 +12,14 @@ import hashlib
 import itertools
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_data.errors import UserError
 
-__all__ = ["near_duplicate_groups"]
+__all__ = ["NearDuplicateFinder", "near_duplicate_groups"]
 
 Unit = Literal["words", "characters"]
 _WORD = re.compile(r"\w+")
@@ -73,11 +73,57 @@ def near_duplicate_groups(
     Raises:
         UserError: a threshold or number out of its range, or another unit.
     """
-    _check(threshold, unit, size, permutations)
-    sketches = _Sketches(_bands(threshold, permutations), seed)
-    for values, counts in _batches(texts, unit, size):
-        sketches.add(_shingles(values, size), counts, size)
-    return sketches.groups(threshold)
+    finder = NearDuplicateFinder(
+        threshold=threshold, unit=unit, size=size, permutations=permutations, seed=seed
+    )
+    for text in texts:
+        finder.add(text)
+    return finder.groups()
+
+
+class NearDuplicateFinder:
+    """`near_duplicate_groups` of texts that are given one at a time."""
+
+    def __init__(
+        self,
+        *,
+        threshold: float = 0.8,
+        unit: Unit = "words",
+        size: int = 5,
+        permutations: int = 128,
+        seed: int = 0,
+    ) -> None:
+        _check(threshold, unit, size, permutations)
+        self._threshold, self._unit, self._size = threshold, unit, size
+        self._sketches = _Sketches(_bands(threshold, permutations), seed)
+        self._hashes = _WordHashes()
+        self._values: list[int] = []
+        self._counts: list[int] = []
+
+    def add(self, text: str) -> None:
+        """Add the next text."""
+        folded = " ".join(text.lower().split())
+        if self._unit == "words":
+            # Where there is no word at all, such as in a row of emoji, the text is one.
+            units = [self._hashes[word] for word in _WORD.findall(folded) or [folded]]
+        else:
+            units = list(map(ord, folded))
+        self._values += units
+        self._values += [0] * (self._size - len(units))
+        self._counts.append(max(self._size, len(units)))
+        if len(self._values) >= _BATCH_UNITS:
+            self._hash()
+
+    def groups(self) -> NDArray[np.int64]:
+        """The group of each text added."""
+        self._hash()
+        return self._sketches.groups(self._threshold)
+
+    def _hash(self) -> None:
+        if self._counts:
+            shingles = _shingles(np.array(self._values, np.uint64), self._size)
+            self._sketches.add(shingles, np.array(self._counts, np.int64), self._size)
+            self._values, self._counts = [], []
 
 
 def _check(threshold: float, unit: str, size: int, permutations: int) -> None:
@@ -114,28 +160,6 @@ class _WordHashes(dict[str, int]):
         if len(self) < _MAX_WORDS:
             self[word] = value
         return value
-
-
-def _batches(texts: Iterable[str], unit: Unit, size: int) -> Iterator[tuple[NDArray[Any], NDArray[np.int64]]]:
-    """Hashed words or code points of many texts in a row, and how many each text has, `size` at least."""
-    hashes = _WordHashes()
-    values: list[int] = []
-    counts: list[int] = []
-    for text in texts:
-        folded = " ".join(text.lower().split())
-        if unit == "words":
-            # Where there is no word at all, such as in a row of emoji, the text is one.
-            units = [hashes[word] for word in _WORD.findall(folded) or [folded]]
-        else:
-            units = list(map(ord, folded))
-        values += units
-        values += [0] * (size - len(units))
-        counts.append(max(size, len(units)))
-        if len(values) >= _BATCH_UNITS:
-            yield np.array(values, np.uint64), np.array(counts, np.int64)
-            values, counts = [], []
-    if counts:
-        yield np.array(values, np.uint64), np.array(counts, np.int64)
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -40,17 +40,20 @@ def _words(text: Any) -> int:
     return sum(len(part.split()) for part in said(text))
 
 
-def is_tie(record: PreferenceRecord, similarity: float = TIE_SIMILARITY) -> bool:
+def is_tie(record: PreferenceRecord, similarity: float) -> bool:
     """Whether two completions say nearly the same; see `completion_similarity`."""
     return completion_similarity(record.chosen, record.rejected, at_least=similarity) >= similarity
 
 
-def settle_ties(records: Sequence[Any], ties: Ties) -> tuple[list[Any], list[str]]:
+def settle_ties(
+    records: Sequence[Any], ties: Ties, similarity: float = TIE_SIMILARITY
+) -> tuple[list[Any], list[str]]:
     """Leave out pairs of which both completions say nearly the same, or set their margin to 0.
 
     Args:
         records: preference records.
         ties: "keep" changes nothing, "drop" leaves ties out, "margin0" keeps them with a margin of 0.
+        similarity: of the completions, from which a pair is a tie; see `completion_similarity`.
 
     Returns:
         The records, and the places of those left out.
@@ -66,7 +69,7 @@ def settle_ties(records: Sequence[Any], ties: Ties) -> tuple[list[Any], list[str
             code="invalid_value",
             key="ties",
         )
-    tied = [is_tie(record) for record in records]
+    tied = [is_tie(record, similarity) for record in records]
     if ties == "margin0":
         return [replace(r, margin=0.0) if tie else r for r, tie in zip(records, tied, strict=True)], []
     kept = [record for record, tie in zip(records, tied, strict=True) if not tie]

@@ -82,7 +82,7 @@ def split_groups(
     _, group = np.unique(groups, return_inverse=True)
     least = np.full(int(group.max(initial=-1)) + 1, np.iinfo(np.uint64).max, np.uint64)
     np.minimum.at(least, group, hashes)
-    rank = _mix(least + np.uint64(seed) * _MIX)
+    rank = _mix(least ^ np.uint64(seed * 0x9E3779B97F4A7C15 % 2**64))
     order = np.lexsort((group, least[group], rank[group]))
     starts = np.flatnonzero(np.append(True, np.diff(group[order]) != 0)) if len(order) else order
     for members in np.split(order, starts[1:]):

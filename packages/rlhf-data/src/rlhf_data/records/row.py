@@ -138,7 +138,7 @@ class Row:
         if split is None:
             raise self.missing("prompt")
         if is_empty(split[1]):
-            raise UserError(f"{where}: {_EMPTY}")
+            raise UserError(f"{where}: {_EMPTY}", code="empty_completion", where=where)
         return split
 
     def pair(self) -> tuple[Text, Text, Text]:
@@ -155,7 +155,7 @@ class Row:
         prompt, chosen, rejected = self.unchecked_pair()
         for completion, where in zip((chosen, rejected), places, strict=True):
             if is_empty(completion):
-                raise UserError(f"{where}: {_EMPTY}")
+                raise UserError(f"{where}: {_EMPTY}", code="empty_completion", where=where)
         return prompt, chosen, rejected
 
     def unchecked_pair(self) -> tuple[Text, Text, Text]:

@@ -1,0 +1,1 @@
+"""Data cleaned, cut and split for training, with a page that shows what was done."""

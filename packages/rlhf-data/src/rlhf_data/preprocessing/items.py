@@ -1,0 +1,183 @@
+"""Rows on their way through the preparation: read, and brought into the form that is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rlhf_data.errors import UserError
+from rlhf_data.preprocessing.config import PreprocessConfig
+from rlhf_data.preprocessing.rules import is_tie
+from rlhf_data.preprocessing.similarity import completion_similarity, said
+from rlhf_data.readers.files import row_parser, row_place, scan_rows
+from rlhf_data.records.encode import Encoder
+from rlhf_data.records.kind import Record, Text
+from rlhf_data.records.preference import PreferenceRecord
+from rlhf_data.records.truncation import shorten_prompt, token_borders
+
+__all__ = ["Finisher", "Item", "detect_kind", "read_items"]
+
+_RATINGS = (
+    ("chosen_rating", "rejected_rating"),
+    ("score_chosen", "score_rejected"),
+    ("chosen_score", "rejected_score"),
+)
+"""Columns of the ratings of both completions, as data sets call them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A record, or what is wrong with its row.
+
+    Attributes:
+        record: None for a bad row.
+        error: None for a good one.
+        where: the place of its row.
+        source: what it belongs to, where rows are of several sources.
+    """
+
+    record: Record | None
+    error: UserError | None
+    where: str
+    source: str
+
+
+def read_items(
+    paths: Sequence[str],
+    kind: str,
+    config: PreprocessConfig,
+    *,
+    columns: Mapping[str, str] | None = None,
+    source_column: str | None = None,
+) -> Iterator[Item]:
+    """Yield the records of the rows of files, and what is wrong with bad rows.
+
+    Args:
+        paths: as for `scan_rows`.
+        kind: of the records; see `load_records`.
+        config: whose margins may be those of ratings.
+        columns: the files' names of columns.
+        source_column: column that names the source; by default the file is.
+
+    Raises:
+        UserError: a file cannot be read, or an unknown kind or column.
+    """
+    parse = row_parser(kind, columns or {})
+    for path in paths:
+        for number, row in scan_rows(path):
+            where = row_place(path, number)
+            if isinstance(row, UserError):
+                yield Item(None, row, where, Path(path).name)
+                continue
+            source = Path(path).name if source_column is None else str(row.get(source_column, ""))
+            try:
+                records = parse(row, where)
+                if config.margins == "ratings":
+                    records = tuple(_rated(record, row) for record in records)
+            except UserError as error:
+                yield Item(None, error, where, source)
+                continue
+            for record in records:
+                yield Item(record, None, where, source)
+
+
+def detect_kind(path: str) -> str:
+    """The kind of records that the columns of a file's first good row are of.
+
+    Raises:
+        UserError: the file cannot be read, has no good row, or is of a kind that cannot be prepared.
+    """
+    row = next((row for _, row in scan_rows(path) if not isinstance(row, UserError)), None)
+    if row is None:
+        raise UserError(f"{path}: all rows are bad; see what they hold", code="no_row_left")
+    if "labels" in row:
+        raise UserError(
+            f"{path}: rows with labels of steps cannot be prepared; give pairs, labelled completions, "
+            "conversations or prompts",
+            code="unknown_kind",
+        )
+    if {"chosen", "rejected"} <= row.keys():
+        return "preference"
+    if "label" in row:
+        return "kto"
+    written = {"completion", "response", "messages", "conversations", "text", "output"}
+    return "sft" if written & row.keys() else "prompt"
+
+
+def _rated(record: Record, row: Mapping[str, Any]) -> Record:
+    """The pair with the difference of its ratings as margin."""
+    if not isinstance(record, PreferenceRecord):
+        raise UserError(
+            "margins is ratings, and the rows are not pairs of completions; leave it out",
+            code="invalid_value",
+            key="margins",
+        )
+    for one, other in _RATINGS:
+        try:
+            return replace(record, margin=float(row[one]) - float(row[other]))
+        except (KeyError, TypeError, ValueError):
+            continue
+    known = " or ".join(map(" and ".join, _RATINGS))
+    raise UserError(
+        f"{record.where}: no ratings for a margin; expected numbers in {known}",
+        code="missing_column",
+        column=_RATINGS[0][0],
+    )
+
+
+class Finisher:
+    """Brings records into the form that is written: converted, shortened, with their margins.
+
+    Args:
+        config: the rules.
+        tokenizer: what lengths are counted with; words without one.
+    """
+
+    def __init__(self, config: PreprocessConfig, tokenizer: Any = None) -> None:
+        self.config = config
+        self.encoder = None if tokenizer is None else Encoder(tokenizer)
+        self.borders = token_borders(tokenizer)
+
+    def converted(self, record: Record) -> Record:
+        """The record in the wanted form, with its margin."""
+        if self.config.convert == "messages":
+            record = record.as_messages()
+        if not isinstance(record, PreferenceRecord):
+            return record
+        if self.config.margins == "similarity":
+            return replace(record, margin=1 - completion_similarity(record.chosen, record.rejected))
+        tied = self.config.ties == "margin0" and is_tie(record, self.config.tie_similarity)
+        return replace(record, margin=0.0) if tied else record
+
+    def lengths(self, record: Record) -> tuple[int, int]:
+        """Tokens or words of the longest sequence, and of the shortest completion (0 where there is none)."""
+        prompt, completions = record.parts()
+        if self.encoder is None:
+            counts = [_words(completion) for completion in completions]
+            return _words(prompt) + max(counts, default=0), min(counts, default=0)
+        if not completions:
+            return self.encoder.lengths(prompt, (), record.template)[0], 0
+        both, start = self.encoder.completions(prompt, completions, record.template)
+        return max(map(len, both)), min(map(len, both)) - start
+
+    def shortened(self, record: Record) -> Record | None:
+        """The record with a prompt that lets it fit in `max_length`; None where there is none."""
+        limit, keep = self.config.max_length, self.config.truncation
+        if keep not in ("left", "middle") or limit is None:
+            return None
+        prompt, completions = record.parts()
+        length = partial(self._length, completions=completions, template=record.template)
+        shorter = shorten_prompt(prompt, lambda text: length(text) <= limit, keep=keep, borders=self.borders)
+        return None if shorter is None else record.with_prompt(shorter)
+
+    def _length(self, prompt: Text, completions: Sequence[Text], template: Any) -> int:
+        if self.encoder is None:
+            return _words(prompt) + max(map(_words, completions), default=0)
+        return max(self.encoder.lengths(prompt, completions, template))
+
+
+def _words(text: Text) -> int:
+    return sum(len(part.split()) for part in said(text))
