@@ -25,7 +25,9 @@ def prepare_page(report: dict[str, Any]) -> str:
     changed = report["shown"]["changed"]
     if changed:
         cards = "".join(_change(each) for each in changed)
-        body += section("Rows that changed", f"<p>{len(changed)} of them.</p>{cards}")
+        body += section(
+            "Rows that changed", f"<p>{len(changed)} of {report['changed']['rows']:,}.</p>{cards}"
+        )
     settings = [[text(key), f"<code>{text(value)}</code>"] for key, value in report["settings"].items()]
     body += section("Settings", table(["setting", "value"], settings, narrow=True) + _tokenizer(report))
     return page("Prepared data", body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +14,7 @@ from rlhf_data.preprocessing.config import PreprocessConfig
 from rlhf_data.preprocessing.rules import is_tie
 from rlhf_data.preprocessing.similarity import completion_similarity, said
 from rlhf_data.readers.files import row_parser, row_place, scan_rows
+from rlhf_data.readers.locations import data_files
 from rlhf_data.records.encode import Encoder
 from rlhf_data.records.kind import Record, Text
 from rlhf_data.records.preference import PreferenceRecord
@@ -66,9 +68,10 @@ def read_items(
         UserError: a file cannot be read, or an unknown kind or column.
     """
     parse = row_parser(kind, columns or {})
-    for path in paths:
+    for path in itertools.chain.from_iterable(map(data_files, paths)):
+        place = row_place(path, 0).removesuffix("0")
         for number, row in scan_rows(path):
-            where = row_place(path, number)
+            where = f"{place}{number}"
             if isinstance(row, UserError):
                 yield Item(None, row, where, Path(path).name)
                 continue

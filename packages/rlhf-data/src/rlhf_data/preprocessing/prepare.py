@@ -42,8 +42,8 @@ class Splits:
         report: what was done; see `make_report`.
     """
 
-    train: list[Record]
-    eval: list[Record]
+    train: list[Any]
+    eval: list[Any]
     report: dict[str, Any]
 
 
@@ -123,7 +123,7 @@ def preprocess(
     kept = [(index, record) for index, _, record in prepared.finished() if record is not None]
     contents = prepared.scan.column("content")
     kept.sort(key=lambda entry: int(contents[entry[0]]))
-    sides: tuple[list[Record], list[Record]] = ([], [])
+    sides: tuple[list[Any], list[Any]] = ([], [])
     for index, record in kept:
         sides[int(prepared.plan.held_out[index])].append(record)
     return Splits(*sides, prepared.report)

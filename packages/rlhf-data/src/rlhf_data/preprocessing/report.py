@@ -41,6 +41,7 @@ def make_report(scan: Scan, plan: Plan, config: PreprocessConfig, tokenizer: Any
         },
         "left_out": {name: int(n) for name, n in zip(REASONS[1:], counts[1:], strict=True) if n},
         "changed": {
+            "rows": int((changed[kept] > 0).sum()),
             "converted": int((changed[kept] & CONVERTED > 0).sum()),
             "shortened": int((changed[kept] & SHORTENED > 0).sum()),
         },

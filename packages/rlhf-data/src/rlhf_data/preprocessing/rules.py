@@ -19,13 +19,14 @@ from rlhf_data.records.preference import PreferenceRecord
 __all__ = ["TIE_SIMILARITY", "Ties", "content_hash", "is_tie", "settle_ties", "stratified_split"]
 
 Ties = Literal["keep", "drop", "margin0"]
+_as_json = json.JSONEncoder(sort_keys=True, default=str).encode
 TIE_SIMILARITY = 0.95
 """Completions at least this alike are a tie."""
 
 
 def content_hash(*values: Any) -> int:
     """A 64-bit hash of values that JSON can write, the same in every process."""
-    text = json.dumps(values, sort_keys=True, default=str)
+    text = _as_json(values)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 

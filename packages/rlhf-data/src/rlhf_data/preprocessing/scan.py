@@ -138,12 +138,13 @@ class Scan:
         prompt, completions = final.parts()
         self._collect(prompt, completions)
         pair, label = _unlabelled(final)
+        prompt_hash = content_hash(prompt)
         return {
             "content": content_hash(as_row(final)),
             "pair": pair,
             "label": label,
-            "prompt": content_hash(prompt),
-            "original": content_hash(original),
+            "prompt": prompt_hash,
+            "original": prompt_hash if prompt is original else content_hash(original),
             "before": before,
             "after": after,
             "reason": REASONS.index(reason or "kept"),

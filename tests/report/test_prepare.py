@@ -1,0 +1,109 @@
+"""`rlhf-report prepare`, as it is called."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from raises import raises_error
+from rlhf_data import load_records
+from rlhf_report.cli import main
+from rlhf_report.prepare.page import prepare_page
+from rlhf_report.prepare.run import run_prepare
+
+TALK = "\n\nHuman: one two three\n\nAssistant: four\n\nHuman: five <b>\n\nAssistant:"
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    rows = [{"prompt": f"{i} {TALK}", "chosen": f" yes {i}", "rejected": " no"} for i in range(30)]
+    rows += [{"prompt": "p", "chosen": a, "rejected": b} for a, b in (("Same.", "same."), ("", "b"))]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def call(*arguments: Any) -> Any:
+    return CliRunner().invoke(main, ["prepare", *map(str, arguments)])
+
+
+def test_the_folder_has_what_training_takes_and_a_page_that_shows_it(pairs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = call(pairs, "--out", out, "--max-length", 8, "--eval-fraction", 0.2)
+    assert result.exit_code == 0, result.output
+    assert sorted(path.name for path in out.iterdir()) == [
+        *("dropped.jsonl", "eval.jsonl", "report.html", "report.json", "train.jsonl"),
+    ]
+    train = load_records(out / "train.jsonl", "preference").records
+    assert len(train) == 24
+    assert train[0].prompt.endswith("Human: five <b>\n\nAssistant:")
+    assert "one" not in train[0].prompt
+    report = json.loads((out / "report.json").read_text())
+    assert report["left_out"] == {"empty": 1, "tie": 1}
+    assert [place.rpartition(", ")[2] for place in report["shown"]["dropped"]["tie"]] == ["line 31"]
+    page = (out / "report.html").read_text()
+    assert "<del" in page
+    assert "five &lt;b&gt;" in page
+    assert "<b>" not in page.split("<style>")[1].split("</style>")[1]
+    assert "http://" not in page
+    assert "https://" not in page
+    assert "30 had turns or words taken out" in result.output
+    again = call(pairs, "--out", out)
+    assert again.exit_code == 2
+    assert again.output.count("\n") == 1
+    assert call(pairs, "--out", out, "--overwrite").exit_code == 0
+    (out / "report.json").write_text("{}")
+    assert call(pairs, "--out", out, "--overwrite").exit_code == 2
+
+
+def test_a_dry_run_writes_nothing(pairs: Path, tmp_path: Path) -> None:
+    result = call(pairs, "--dry-run", "--out", tmp_path / "out")
+    assert result.exit_code == 0
+    assert "32 rows were read, 2 left out" in result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_settings_come_from_a_file_and_options_are_before_it(pairs: Path, tmp_path: Path) -> None:
+    config = tmp_path / "rules.yaml"
+    config.write_text("eval_fraction: 0.5\nseed: 7\n")
+    assert call(pairs, "--out", tmp_path / "out", "--config", config, "--seed", 8).exit_code == 0
+    settings = json.loads((tmp_path / "out" / "report.json").read_text())["settings"]
+    assert (settings["eval_fraction"], settings["seed"]) == (0.5, 8)
+
+
+GIVEN: dict[str, Any] = {
+    **dict.fromkeys(("out", "config", "kind", "source_column", "tokenizer", "truncation", "margins")),
+    **dict.fromkeys(("columns", "against"), ()),
+    **{"on_bad_row": "error", "dry_run": False, "overwrite": False},
+}
+
+
+@pytest.mark.parametrize(
+    ("code", "given"),
+    [
+        ("missing_option", {}),
+        ("file_not_found", {"dry_run": True, "data": ("none.jsonl",)}),
+        ("file_not_found", {"dry_run": True, "against": ("none.jsonl",)}),
+        ("invalid_value", {"dry_run": True, "truncation": "right"}),
+        ("invalid_value", {"dry_run": True, "kind": "prompt", "margins": "similarity"}),
+        ("invalid_input", {"dry_run": True, "columns": ("chosen",)}),
+        ("unknown_column", {"dry_run": True, "columns": ("winner=chosen",)}),
+    ],
+)
+def test_what_cannot_be_is_refused(pairs: Path, code: str, given: dict[str, Any]) -> None:
+    with raises_error(code):
+        run_prepare(GIVEN | {"data": (str(pairs),)} | given)
+
+
+def test_a_page_without_changes_or_held_out_rows(pairs: Path, tmp_path: Path) -> None:
+    assert call(pairs, "--out", tmp_path / "out", "--eval-fraction", 0).exit_code == 0
+    assert not (tmp_path / "out" / "eval.jsonl").exists()
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    report |= {"shown": {"dropped": {}, "changed": []}, "left_out": {}}
+    page = prepare_page(report)
+    assert "No row is held out" in page
+    assert "No row was left out" in page
