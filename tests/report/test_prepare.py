@@ -99,6 +99,18 @@ def test_what_cannot_be_is_refused(pairs: Path, code: str, given: dict[str, Any]
         run_prepare(GIVEN | {"data": (str(pairs),)} | given)
 
 
+def test_rows_with_other_columns_are_known_by_their_usual_names(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"broken\n' + json.dumps({"prompt": "p", "better": "a", "worse": "b"}) + "\n")
+    columns = ("--columns", "chosen=better", "--columns", "rejected=worse")
+    assert call(path, "--out", tmp_path / "out", *columns).exit_code == 2
+    assert call(path, "--out", tmp_path / "out", *columns, "--on-bad-row", "skip").exit_code == 0
+    assert json.loads((tmp_path / "out" / "train.jsonl").read_text())["chosen"] == "a"
+    path.write_text("{\n")
+    with raises_error("invalid_json"):
+        run_prepare(GIVEN | {"data": (str(path),), "dry_run": True})
+
+
 def test_a_page_without_changes_or_held_out_rows(pairs: Path, tmp_path: Path) -> None:
     assert call(pairs, "--out", tmp_path / "out", "--eval-fraction", 0).exit_code == 0
     assert not (tmp_path / "out" / "eval.jsonl").exists()

@@ -39,14 +39,14 @@ def run_prepare(given: dict[str, Any]) -> None:
     config = _settings(given)
     out = _folder(given)
     paths = list(given["data"])
-    kind = given["kind"] or detect_kind(paths[0])
+    columns = _columns(given["columns"])
+    kind = given["kind"] or detect_kind(paths[0], columns)
     if kind != "preference" and config.margins != "keep":
         raise UserError(
             f"--margins {config.margins} is for pairs, and the rows are {kind}; leave it out",
             code="invalid_value",
             key="margins",
         )
-    columns = _columns(given["columns"])
     tokenizer = _tokenizer(given["tokenizer"]) if given["tokenizer"] else None
     for path in given["against"]:
         next(iter(scan_rows(path)))  # before the long work

@@ -87,27 +87,36 @@ def read_items(
                 yield Item(record, None, where, source)
 
 
-def detect_kind(path: str) -> str:
+def detect_kind(path: str, columns: Mapping[str, str] | None = None) -> str:
     """The kind of records that the columns of a file's first good row are of.
+
+    Args:
+        path: as for `scan_rows`.
+        columns: the file's name of a column, by its usual name.
 
     Raises:
         UserError: the file cannot be read, has no good row, or is of a kind that cannot be prepared.
     """
-    row = next((row for _, row in scan_rows(path) if not isinstance(row, UserError)), None)
-    if row is None:
-        raise UserError(f"{path}: all rows are bad; see what they hold", code="no_row_left")
-    if "labels" in row:
+    rows, first = scan_rows(path), None
+    for _, row in rows:
+        if not isinstance(row, UserError):
+            break
+        first = first or row
+    else:
+        raise first or UserError(f"{path} holds no rows", code="no_rows")
+    names = row.keys() | {name for name, column in (columns or {}).items() if column in row}
+    if "labels" in names:
         raise UserError(
             f"{path}: rows with labels of steps cannot be prepared; give pairs, labelled completions, "
             "conversations or prompts",
             code="unknown_kind",
         )
-    if {"chosen", "rejected"} <= row.keys():
+    if {"chosen", "rejected"} <= names:
         return "preference"
-    if "label" in row:
+    if "label" in names:
         return "kto"
     written = {"completion", "response", "messages", "conversations", "text", "output"}
-    return "sft" if written & row.keys() else "prompt"
+    return "sft" if written & names else "prompt"
 
 
 def _rated(record: Record, row: Mapping[str, Any]) -> Record:
