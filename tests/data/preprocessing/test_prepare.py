@@ -273,7 +273,7 @@ def test_bad_rows_and_settings_are_refused(tmp_path: Path) -> None:
     ratings = {"chosen_rating": 4, "rejected_rating": 1.5}
     data = write(tmp_path / "rated.jsonl", [{"prompt": "p", "chosen": "a", "rejected": "b"} | ratings])
     [item] = read_items([str(data)], "preference", rated)
-    assert item.record is not None
+    assert isinstance(item.record, PreferenceRecord)
     assert item.record.margin == 2.5
 
 

@@ -13,7 +13,8 @@ from rlhf_data.errors import UserError
 from rlhf_data.preprocessing.config import PreprocessConfig
 from rlhf_data.preprocessing.rules import is_tie
 from rlhf_data.preprocessing.similarity import completion_similarity, said
-from rlhf_data.readers.files import row_parser, row_place, scan_rows
+from rlhf_data.readers.files import row_parser, scan_rows
+from rlhf_data.readers.json_lines import row_place
 from rlhf_data.readers.locations import data_files
 from rlhf_data.records.encode import Encoder
 from rlhf_data.records.kind import Record, Text
