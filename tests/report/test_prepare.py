@@ -88,6 +88,7 @@ GIVEN: dict[str, Any] = {
         ("missing_option", {}),
         ("file_not_found", {"dry_run": True, "data": ("none.jsonl",)}),
         ("file_not_found", {"dry_run": True, "against": ("none.jsonl",)}),
+        ("file_not_found", {"dry_run": True, "kind": "preference", "data": ("none.jsonl",)}),
         ("invalid_value", {"dry_run": True, "truncation": "right"}),
         ("invalid_value", {"dry_run": True, "kind": "prompt", "margins": "similarity"}),
         ("invalid_input", {"dry_run": True, "columns": ("chosen",)}),

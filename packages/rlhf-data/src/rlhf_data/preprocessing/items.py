@@ -69,7 +69,7 @@ def read_items(
         UserError: a file cannot be read, or an unknown kind or column.
     """
     parse = row_parser(kind, columns or {})
-    for path in itertools.chain.from_iterable(map(data_files, paths)):
+    for path in itertools.chain.from_iterable(data_files(path) or [path] for path in paths):
         place = row_place(path, 0).removesuffix("0")
         for number, row in scan_rows(path):
             where = f"{place}{number}"
