@@ -31,6 +31,7 @@ from rlhf_data.preprocessing.prepare import Splits as Splits
 from rlhf_data.preprocessing.prepare import prepare_rows as prepare_rows
 from rlhf_data.preprocessing.prepare import preprocess as preprocess
 from rlhf_data.preprocessing.prepare import write_prepared as write_prepared
+from rlhf_data.preprocessing.ratings import pair_ratings as pair_ratings
 from rlhf_data.preprocessing.rules import settle_ties as settle_ties
 from rlhf_data.preprocessing.rules import stratified_split as stratified_split
 from rlhf_data.preprocessing.similarity import completion_similarity as completion_similarity

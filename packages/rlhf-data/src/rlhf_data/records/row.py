@@ -332,7 +332,7 @@ def _number(value: Any, where: str) -> float:
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise UserError(f"{where}: expected a number, got {_short(value)}")
+        raise UserError(f"{where}: expected a number, got {_short(value)}", code="not_a_number", where=where)
     return number
 
 

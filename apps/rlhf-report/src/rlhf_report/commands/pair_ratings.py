@@ -1,0 +1,81 @@
+"""`rlhf-report pair-ratings`: pairs out of rated answers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import click
+
+from rlhf_report.failures import explained
+
+_SHOWN_EVERY = 5000
+
+
+@click.command("pair-ratings")
+@click.argument("data", nargs=-1, required=True, metavar="DATA...")
+@click.option(
+    "--rating",
+    "ratings",
+    multiple=True,
+    required=True,
+    metavar="COLUMN",
+    help="Column of numbers, more is better; of several the mean counts; repeatable.",
+)
+@click.option("--out", required=True, metavar="DIR", help="Folder for pairs.jsonl and report.json.")
+@click.option(
+    "--min-gap",
+    type=click.FloatRange(0),
+    default=0,
+    show_default=True,
+    help="Ratings of a pair differ by more than this.",
+)
+@click.option(
+    "--columns",
+    multiple=True,
+    metavar="NAME=COLUMN",
+    help="The data's name of prompt or completion; may be repeated.",
+)
+@click.option(
+    "--on-bad-row",
+    default="error",
+    show_default=True,
+    type=click.Choice(["error", "skip"]),
+    help="What to do with a row that has no rated answer.",
+)
+@explained
+def command(
+    data: tuple[str, ...],
+    ratings: tuple[str, ...],
+    out: str,
+    min_gap: float,
+    columns: tuple[str, ...],
+    on_bad_row: Literal["error", "skip"],
+) -> None:
+    """Make pairs of rated answers, such as HelpSteer's: the best answer to a prompt against the worst.
+
+    Rows have a prompt, a completion (or response) and ratings; the rows of one prompt may stand anywhere.
+    """
+    from rlhf_data import UserError, pair_ratings
+
+    named: dict[str, str] = {}
+    for each in columns:
+        name, equals, column = each.partition("=")
+        if name not in ("prompt", "completion") or not equals or not column:
+            raise UserError(
+                f"--columns {each}: expected prompt=COLUMN or completion=COLUMN", code="invalid_option"
+            )
+        named[name] = column
+
+    def show(count: int) -> None:
+        if count % _SHOWN_EVERY == 0:
+            click.echo(f"{count} rows read (each is read twice)", err=True)
+
+    counts = pair_ratings(
+        data, ratings, out, min_gap=min_gap, columns=named, on_bad_row=on_bad_row, on_rows=show
+    )
+    click.echo(
+        f"{counts['pairs']} pairs of {counts['prompts']} prompts and {counts['rows']} answers; left out: "
+        f"{counts['single']} prompts with one answer, {counts['ties']} with equal ratings, "
+        f"{counts['bad_rows']} bad rows"
+    )
+    click.echo(f"written to {out}/pairs.jsonl")
