@@ -292,7 +292,8 @@ def test_rows_that_the_chat_template_refuses_are_counted(
     printed = done(train("sft", "--model", model, *options, *SMALL, "--output-dir=run"))
     assert "no pirates" in printed and "line 10" in printed
     data = json.loads(Path("run/results.json").read_text())["data"]
-    assert (data["train_rows"], data["bad_rows"]) == (8, 2)
+    # Those of a stream are met in training, and so counted as rows too.
+    assert (data["train_rows"], data["bad_rows"]) == (8 if streaming == "false" else 10, 2)
 
 
 def test_held_out_rows_that_do_not_fit_are_named_as_such(

@@ -10,7 +10,7 @@ import pytest
 
 from raises import raises_error
 from rlhf_algos import METHODS
-from rlhf_algos.jobs.data import Rows, load_rows
+from rlhf_algos.jobs.data import Rows, build_sets, load_rows, tell_left_out
 
 
 def read(path: Path, rows: list[Any], *reward: str, **settings: Any) -> Rows:
@@ -66,5 +66,19 @@ def test_on_bad_row_skip_leaves_out_and_counts_rows_whose_answers_cannot_be_read
     assert len(rows.train) == 501 and rows.skipped == 2  # the row without an answer has its length
     with raises_error("no_row_left"):
         read(path, bad[:1], "number", **skip)
-    with raises_error("unreadable_rows"):
-        read(path, [*bad, *GOOD], "number", streaming=True, max_steps=1, **skip)
+
+
+def test_streamed_rows_whose_answers_cannot_be_read_are_met_when_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, byte_tokenizer: Any
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path, settings = tmp_path / "rows.jsonl", {"streaming": True, "on_bad_row": "skip", "max_steps": 1}
+    rows = [{"prompt": "p", "answer": "north"}, {"prompt": "q"}, {"answer": "5"}, *GOOD[:9]]
+    method = METHODS["grpo"]
+    given = {"train_data": str(path), "reward": ["number"], "eval_fraction": 0.0, **settings}
+    found = read(path, rows, "number", **settings)
+    train: Any = build_sets(method, method.resolve(given), found, byte_tokenizer, max_length=None)[0]
+    assert [each.columns["answer"] for each in train] == [row["answer"] for row in GOOD[:9]]
+    assert train.bad.numbers == {0, 1, 2} and tell_left_out(train) == {"bad_rows": 3, "dropped_rows": 0}
+    with raises_error("missing_column", column="answer"):
+        read(path, [{"prompt": "p", "gold": 5}], "number", **settings)

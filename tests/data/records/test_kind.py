@@ -10,8 +10,7 @@ import pytest
 
 import rlhf_data
 from raises import raises_error
-from rlhf_data import PreferenceDataset, TokenSequence, UserError, load_records
-from rlhf_data.datasets.streaming import StreamingDataset
+from rlhf_data import PreferenceDataset, StreamingDataset, TokenSequence, UserError, load_records
 from rlhf_data.datasets.tokenized import TokenizedDataset
 from rlhf_data.records.encode import Builder, RowDropped
 from rlhf_data.records.kind import RECORD_KINDS, Record, RecordKind, record_kind, register
@@ -84,9 +83,9 @@ def test_a_new_kind_goes_from_a_file_to_examples(rated, tmp_path, tokenizer):
     assert list(in_memory) == list(streamed)
     assert [example.rating for example in in_memory] == [2.0, 0.5]
     assert tokenizer.decode(in_memory[0].sequence.input_ids) == "where ? shed<eos>"
-    assert in_memory.dropped == streamed.dropped == 1
-    assert in_memory.drop_messages == streamed.drop_messages
-    assert streamed.skipped == loaded.skipped
+    assert in_memory.dropped == len(streamed.dropped.numbers) == 1
+    assert in_memory.drop_messages == streamed.dropped.messages
+    assert streamed.bad.messages == loaded.skipped
 
 
 def test_an_unknown_kind_is_refused_everywhere(tmp_path, tokenizer):

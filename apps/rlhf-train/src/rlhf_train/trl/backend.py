@@ -68,7 +68,7 @@ _OURS_ALONE = (
 _WITHOUT_EFFECT = (
     *("max_tokens_per_batch", "save_steps", "save_total_limit", "metric_for_best_model", "greater_is_better"),
     *("early_stopping_threshold", "debug_gradient_flow", "debug_activations", "sample_steps"),
-    *("ref_kl_rows", "stage_samples"),
+    *("ref_kl_rows", "stage_samples", "dataloader_num_workers"),
 )
 """Keys that TRL does without, and that change no result."""
 

@@ -61,6 +61,8 @@ class StepsConfig(BaseConfig):
     """Take the examples in a new random order each epoch; false takes them as they come."""
     seed: int = Field(default=42, ge=0)
     """Seed of the data order and of dropout."""
+    dataloader_num_workers: int = Field(default=1, ge=0)
+    """Threads of each process that read and tokenise streamed rows ahead of the step; 0 reads them in it."""
     eval_steps: int | None = Field(default=None, ge=1)
     """Evaluate every N steps, and at the end; null means at the end only."""
     save_steps: int | None = Field(default=500, ge=1)

@@ -16,10 +16,11 @@ from rlhf_algos.checkpoints.manager import CheckpointManager
 from rlhf_algos.configs.trainer import TrainerConfig
 from rlhf_algos.engine.events import TrainingEvents, check_evaluations
 from rlhf_algos.engine.loss_output import LossOutput
-from rlhf_algos.engine.observers import Observers, sampler_of
+from rlhf_algos.engine.observers import Observers, observers_of
 from rlhf_algos.engine.optimizer import train_in_fp32
-from rlhf_algos.engine.optimizer_step import Share, epoch_order, optimizer_step, reduced, share_of_step
+from rlhf_algos.engine.optimizer_step import Share, optimizer_step, reduced, share_of_step
 from rlhf_algos.engine.parallel import Parallel
+from rlhf_algos.engine.step_examples import order_of, steps_of
 from rlhf_algos.engine.trained_module import TrainedModule
 from rlhf_algos.engine.training_method import Example, TrainingMethod
 from rlhf_algos.tracking.debug import nonfinite_message
@@ -30,7 +31,7 @@ from rlhf_models import compile_model
 
 __all__ = ["BaseTrainer", "LossOutput"]
 
-_SAME = {"num_examples": "training examples", "num_processes": "processes"}
+_SAME = {"num_examples": "training examples", "rows_per_step": "rows per step", "num_processes": "processes"}
 
 
 class BaseTrainer(TrainingMethod[Example]):
@@ -129,8 +130,10 @@ class BaseTrainer(TrainingMethod[Example]):
     @property
     def global_batch_size(self) -> int:
         """Examples per optimizer step, over all processes."""
-        per_process = self.config.per_device_train_batch_size * self.config.gradient_accumulation_steps
-        return per_process * self.parallel.world_size
+        config = self.config
+        return (
+            config.per_device_train_batch_size * config.gradient_accumulation_steps * self.parallel.world_size
+        )
 
     @property
     def steps_per_epoch(self) -> int:
@@ -184,14 +187,15 @@ class BaseTrainer(TrainingMethod[Example]):
             with self._followed() as events:
                 return self.train_epoch(events)
         epoch, done = divmod(self.step, self.steps_per_epoch)
-        order = epoch_order(len(self.examples), epoch, shuffle=self.config.shuffle, seed=self.config.seed)
+        order = order_of(self.examples, epoch, shuffle=self.config.shuffle, seed=self.config.seed)
+        size = self.global_batch_size
+        last = min(self.steps_per_epoch, done + self.total_steps - self.step)
         metrics: dict[str, float] = {}
         self.scorer.train()
-        for start in range(done * self.global_batch_size, len(order), self.global_batch_size):
-            if self.step == self.total_steps or events.finished:
-                break
-            self.rows = order[start : start + self.global_batch_size]
-            metrics = self.train_step([self.examples[i] for i in self.rows])
+        starts, workers = range(done * size, last * size, size), self.config.dataloader_num_workers
+        for step in steps_of(self.examples, order, starts, self.parallel, workers=workers):
+            self.rows = step.rows
+            metrics = self.train_step(step) if len(step) else self._empty_step()
             if len(self.eval_examples) and self.due(self.config.eval_steps):
                 metrics |= self.evaluate()
             if self.observers:
@@ -200,6 +204,8 @@ class BaseTrainer(TrainingMethod[Example]):
             events.after_step(
                 self.step, metrics, self.save_checkpoint, due, on_step=self.on_step, on_report=self.on_report
             )
+            if events.finished:
+                break
         return metrics
 
     def train_step(self, examples: Sequence[Example]) -> dict[str, float]:
@@ -237,9 +243,9 @@ class BaseTrainer(TrainingMethod[Example]):
         was_training = self.scorer.training
         self.scorer.eval()
         outputs, total = [], 0
-        for start in range(0, len(self.eval_examples), self.global_batch_size):
-            stop = min(start + self.global_batch_size, len(self.eval_examples))
-            share = self._share([self.eval_examples[i] for i in range(start, stop)])
+        count, size = len(self.eval_examples), self.global_batch_size
+        for step in steps_of(self.eval_examples, range(count), range(0, count, size), self.parallel):
+            share = self._share(step)
             outputs += [(self.loss(batch.to(self.device), rows), real) for batch, rows, real in share.batches]
             total += share.total
         self.scorer.train(was_training)
@@ -309,7 +315,7 @@ class BaseTrainer(TrainingMethod[Example]):
         """
         state = CheckpointManager.read_state(folder)
         for key, have in self._identity().items():
-            if state[key] != have:
+            if state.get(key, have) != have:
                 raise UserError(
                     f"{folder} was written with {state[key]} {_SAME[key]}, there are now {have}; "
                     "resume with the same",
@@ -335,27 +341,12 @@ class BaseTrainer(TrainingMethod[Example]):
         self.prepare()
         with contextlib.ExitStack() as stack:
             if self.run is not None:
-                self.observers = self._observers(self.run if self.parallel.is_main else None)
+                self.observers = observers_of(self, self.run if self.parallel.is_main else None)
                 stack.callback(self.observers.draw)
                 stack.callback(setattr, self, "observers", None)
             at = self.step, self.total_steps, self.num_tokens
             events = self.events.start(*at, show=self.shown_metrics, progress=self.progress)
             yield stack.enter_context(events)
-
-    def _observers(self, run: RunFolder | None) -> Observers:
-        config, sampler = self.config, None
-        if config.sample_steps and not self.samples_rollouts:
-            source = self.eval_examples if len(self.eval_examples) else self.examples
-            shown = (each for i in range(min(len(source), 16)) for each in self.sequences(source[i]))
-            model = None if self.parallel.sharded else self.scorer
-            sampler = sampler_of(model, self.tokenizer, shown, run, every=config.sample_steps)
-        return Observers(
-            self.scorer,
-            run,
-            gradient_steps=config.debug_gradient_flow,
-            activation_steps=config.debug_activations,
-            sampler=sampler,
-        )
 
     def _update(self, share: Share, *, observe: bool = True) -> tuple[dict[str, float], bool]:
         observers = self.observers if observe else None
@@ -384,7 +375,13 @@ class BaseTrainer(TrainingMethod[Example]):
         return self.checkpoints
 
     def _identity(self) -> dict[str, int]:
-        return {"num_examples": len(self.examples), "num_processes": self.parallel.world_size}
+        same = {"num_examples": len(self.examples), "rows_per_step": self.global_batch_size}
+        return same | ({"num_processes": self.parallel.world_size} if self.parallel.deepspeed else {})
+
+    def _empty_step(self) -> dict[str, float]:
+        self.step += 1  # no row of it has an example
+        self.scheduler.step()
+        return {"epoch": self.step / self.steps_per_epoch, "num_tokens": self.num_tokens}
 
     def _share(self, examples: Sequence[Example]) -> Share:
         own = examples[self.parallel.rank :: self.parallel.world_size]

@@ -7,6 +7,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -190,7 +191,7 @@ class LanguageModelTrainer(BaseTrainer[Example]):
             return []
         assert self.run is not None
         source = self.eval_examples if len(self.eval_examples) else self.examples
-        firsts = [self.sequences(source[i])[0] for i in range(min(len(source), 4 * count))]
+        firsts = [self.sequences(each)[0] for each in islice(source, 4 * count)]
         try:
             sampler = Sampler(
                 self.model, self.tokenizer, Sampler.prompts_of(firsts, count), self.run, every=1
@@ -202,7 +203,7 @@ class LanguageModelTrainer(BaseTrainer[Example]):
 
     def compared_sequences(self, count: int) -> list[TokenSequence]:
         """Completions of `count` held-out rows, for `eval_ref_kl`; of a pair the chosen one."""
-        return [self.sequences(self.eval_examples[i])[0] for i in range(min(len(self.eval_examples), count))]
+        return [self.sequences(each)[0] for each in islice(self.eval_examples, count)]
 
     @torch.no_grad()
     def _measured_from_here(self) -> StartDistance | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 from torch import nn
@@ -99,3 +100,25 @@ def sampler_of(
     if not sampler.prompts:
         _LOG.warning("no samples are written: the prompts of the first rows leave no room for an answer")
     return sampler
+
+
+def observers_of(trainer: Any, run: RunFolder | None) -> Observers:
+    """The observers that a trainer's settings ask for.
+
+    Args:
+        trainer: a `BaseTrainer`.
+        run: where they write; None on all processes but the first.
+    """
+    config, sampler = trainer.config, None
+    if config.sample_steps and not trainer.samples_rollouts:
+        source = trainer.eval_examples if len(trainer.eval_examples) else trainer.examples
+        shown = (each for example in islice(source, 16) for each in trainer.sequences(example))
+        model = None if trainer.parallel.sharded else trainer.scorer
+        sampler = sampler_of(model, trainer.tokenizer, shown, run, every=config.sample_steps)
+    return Observers(
+        trainer.scorer,
+        run,
+        gradient_steps=config.debug_gradient_flow,
+        activation_steps=config.debug_activations,
+        sampler=sampler,
+    )

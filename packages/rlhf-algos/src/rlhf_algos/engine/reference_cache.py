@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from rlhf_algos.engine.step_examples import is_streamed
 from rlhf_data import TokenSequence, atomic_folder, cache_folder
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ _NAMES_ONLY = ("_name_or_path", "name_or_path", "transformers_version", "torch_d
 def with_reference_logps(
     trainer: BaseTrainer[Any],
     scorer: nn.Module,
-    sets: Iterable[Sequence[Any]],
+    sets: Iterable[Any],
     sequences: Callable[[Any], Sequence[TokenSequence]],
     fields: Sequence[str],
 ) -> list[Sequence[Any]]:
@@ -59,7 +60,7 @@ def with_reference_logps(
             found.append(rows)
             continue
         shape = (len(rows), len(fields))
-        data = data_hash(sequences(row) for row in rows)
+        data = rows.fingerprint if is_streamed(rows) else data_hash(sequences(row) for row in rows)
         key = hashlib.sha256(f"{model} {trainer.parallel.precision} {data}".encode()).hexdigest()
         values = load_logps(key, shape)
         missing = torch.tensor([float(values is None)], device=trainer.device)
@@ -69,7 +70,7 @@ def with_reference_logps(
             if trainer.parallel.is_main:
                 save_logps(key, values)
             trainer.parallel.wait()
-        found.append(_Referenced(rows, values, fields))
+        found.append((_StreamReferenced if is_streamed(rows) else _Referenced)(rows, values, fields))
     return found
 
 
@@ -77,7 +78,7 @@ def with_reference_logps(
 def compute_logps(
     trainer: BaseTrainer[Any],
     scorer: nn.Module,
-    rows: Sequence[Any],
+    rows: Any,
     sequences: Callable[[Any], Sequence[TokenSequence]],
     shape: tuple[int, int],
 ) -> Tensor:
@@ -91,11 +92,11 @@ def compute_logps(
     scorer.to(trainer.device).eval()
     for start in range(parallel.rank * step, len(rows), step * parallel.world_size):
         chunk = range(start, min(start + step, len(rows)))
-        for batch, members in trainer.micro_batches(chunk, lambda index: sequences(rows[index])):
+        for batch, members in trainer.micro_batches(_numbered(rows, chunk), lambda pair: sequences(pair[1])):
             with parallel.autocast():
                 batch = batch.to(trainer.device)
                 logps = batch.sequence_sums(scorer(batch).logps)
-            values[members] = logps.view(len(members), -1).float()
+            values[[index for index, _ in members]] = logps.view(len(members), -1).float()
     scorer.train(was_training)
     return trainer.sum_over_processes(values).cpu()
 
@@ -185,14 +186,42 @@ class _Referenced(Sequence[Any]):
     """Examples that get the reference's log-probs when they are asked for."""
 
     def __init__(self, examples: Sequence[Any], values: Tensor, fields: Sequence[str]) -> None:
-        self._examples, self._values, self._fields = examples, values, fields
+        self.examples: Any = examples
+        self._values, self._fields = values, fields
 
     def __len__(self) -> int:
-        return len(self._examples)
+        return len(self.examples)
 
     def __getitem__(self, index: Any) -> Any:
         known = zip(self._fields, self._values[index].tolist(), strict=True)
-        return self._examples[index]._replace(**dict(known))
+        return self.examples[index]._replace(**dict(known))
 
     def __iter__(self) -> Iterator[Any]:
         return (self[i] for i in range(len(self)))
+
+
+class _StreamReferenced(_Referenced):
+    """The same of examples that stay on disk; of a row with several it has those of the first."""
+
+    def order(self, epoch: int, *, seed: int | None) -> Sequence[int]:
+        """As of the examples themselves."""
+        return self.examples.order(epoch, seed=seed)
+
+    def fetch(self, numbers: Sequence[int]) -> list[tuple[Any, ...]]:
+        """As of the examples themselves, with the log-probs."""
+        found = zip(self._values[list(numbers)].tolist(), self.examples.fetch(numbers), strict=True)
+        return [
+            tuple(each._replace(**dict(zip(self._fields, known, strict=True))) for each in examples[:1])
+            for known, examples in found
+        ]
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(len(self)):
+            yield from self.fetch([number])[0]
+
+
+def _numbered(rows: Any, chunk: range) -> list[tuple[int, Any]]:
+    """The examples that there are, each with its index."""
+    if not is_streamed(rows):
+        return [(index, rows[index]) for index in chunk]
+    return [(index, found[0]) for index, found in zip(chunk, rows.fetch(chunk), strict=True) if found]

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from rlhf_data import UserError
 __all__ = ["TrainedModule", "load_full_optimizer", "save_full_optimizer"]
 
 _OPTIMIZER, _DEEPSPEED = "optimizer.safetensors", "deepspeed"
+_RNG = "rng_state.safetensors"
 
 
 class TrainedModule:
@@ -121,7 +123,10 @@ class TrainedModule:
         else:
             load_optimizer_state(self.optimizer, folder / _OPTIMIZER)
         self._set_learning_rates()
-        load_rng_state(folder / self._rng_file())
+        own = folder / self._rng_file()
+        load_rng_state(own if own.exists() else folder / _RNG)
+        if not own.exists():  # there were fewer processes; theirs must differ
+            torch.manual_seed(torch.initial_seed() + self.parallel.rank)
 
     def _set_learning_rates(self) -> None:
         """Those of the schedule now: the optimizer remembers those of a shorter run that is extended."""
@@ -149,7 +154,7 @@ class TrainedModule:
 
     def _rng_file(self) -> str:
         rank = self.parallel.rank
-        return f"rng_state_{rank}.safetensors" if rank else "rng_state.safetensors"
+        return f"rng_state_{rank}.safetensors" if rank else _RNG
 
 
 def save_full_optimizer(module: Any, optimizer: Any, path: Path, *, write: bool) -> None:

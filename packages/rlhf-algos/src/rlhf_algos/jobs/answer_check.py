@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rlhf_algos.jobs.config import OnlineJobConfig
@@ -15,6 +15,12 @@ __all__ = ["AnswerCheck"]
 
 _RULES = ("number", "math", "choice", "exact")
 """Rules that read a column of right answers; they are cheap to make."""
+
+
+_UNCHECKED = (
+    "to check a completion with, and no other reward; add one, give another reward beside it, or leave such "
+    "rows out"
+)
 
 
 class AnswerCheck:
@@ -62,11 +68,7 @@ class AnswerCheck:
             return []
         self._check_columns(path, seen)
         columns = " or ".join(rule.column for rule in self._rules)
-        wrong += [
-            f"{row}: there is no {columns} to check a completion with, and no other reward; add one, give "
-            "another reward beside it, or leave such rows out"
-            for row in unanswered
-        ]
+        wrong += [f"{row}: there is no {columns} {_UNCHECKED}" for row in unanswered]
         if wrong and self._config.on_bad_row == "error":
             raise UserError(wrong[0], code="missing_answer")
         return wrong
@@ -79,6 +81,28 @@ class AnswerCheck:
             return not self._lacks_answer(row, "")
         except UserError:
             return False
+
+    def columns(self, path: str, records: Iterable[Any]) -> None:
+        """Refuse a file whose first records lack a column that a reward needs.
+
+        Raises:
+            UserError: none of the records has it.
+        """
+        seen = {column for record in records for column in getattr(record, "columns", {})}
+        if self._rules:
+            self._check_columns(path, seen)
+
+    def record(self, record: Any) -> None:
+        """Refuse a record whose right answer no reward can read.
+
+        Raises:
+            UserError: the answer is missing or cannot be read.
+        """
+        row = getattr(record, "columns", {})
+        self._read(row, record.where)
+        if self._lacks_answer(row, record.where):
+            columns = " or ".join(rule.column for rule in self._rules)
+            raise UserError(f"{record.where}: there is no {columns} {_UNCHECKED}", code="missing_answer")
 
     def _check_columns(self, path: str, seen: set[str]) -> None:
         """Refuse a file none of whose rows has a column that a reward needs."""

@@ -109,7 +109,10 @@ class DataConfig(BaseConfig):
     split: Literal["prompt", "stratified"] = "prompt"
     """Hold out prompts by their hash, or so that the lengths of held-out rows are those of all."""
     streaming: bool = False
-    """Check the rows of a plain JSON-lines file once and read each when it is needed, to save memory."""
+    """Read rows from their files when their step comes: JSON lines, Parquet, Arrow, LMDB, one or many files,
+    or a `.yaml` file that names sources with weights."""
+    streaming_eval_rows: int = Field(default=512, ge=1)
+    """Of a streamed set without `eval_data`, held-out rows at most; all of their prompts leave training."""
     story_rows: int = Field(default=2048, ge=2)
     """Training rows of the story world."""
     story_eval_rows: int = Field(default=256, ge=1)

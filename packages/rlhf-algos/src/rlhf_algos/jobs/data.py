@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,14 +11,24 @@ from rlhf_algos.configs.offline import KTOConfig
 from rlhf_algos.configs.online import OnlineConfig
 from rlhf_algos.jobs.answer_check import AnswerCheck
 from rlhf_algos.jobs.config import JobConfig, OnlineJobConfig
+from rlhf_algos.jobs.streamed import (
+    held_out_records,
+    is_held_out,
+    open_source,
+    prompt_key,
+    rows_left_out,
+    taking,
+)
 from rlhf_algos.process_group import world_size
 from rlhf_data import (
     Record,
+    RecordSource,
     StreamingDataset,
     TokenizedDataset,
     UserError,
     arithmetic_records,
     as_messages,
+    first_records,
     load_records,
     record_kind,
     settle_ties,
@@ -40,12 +48,13 @@ __all__ = [
     "load_rows",
     "prompt_key",
     "split_by_prompt",
+    "tell_left_out",
     "with_skipped",
 ]
 
 _LOG = logging.getLogger(__name__)
 _SAMPLE_ROWS = 2000
-"""Rows of a streamed file that are read to build a tiny model for it."""
+"""Rows of a stream that are looked at before it is read: for columns, transcripts, a tiny model."""
 _SHOWN_BAD_ROWS = 3
 
 
@@ -54,18 +63,20 @@ class Rows:
     """The records of a job.
 
     Args:
-        train: training records; of a streamed file its first ones.
+        train: training records; of streamed rows the first ones.
         held_out: held-out records, may be none.
         source: where they come from, in words.
         skipped: bad rows left out; see `with_skipped`.
-        streamed: the file that the training set is read from as it is needed, if it is.
+        streamed: where training rows are read from as they are needed, if they are.
+        take: of streamed rows, what says which of them are trained on.
     """
 
     train: Sequence[Any]
     held_out: Sequence[Any]
     source: str
     skipped: int = 0
-    streamed: str | None = None
+    streamed: RecordSource | None = None
+    take: Callable[[Record], bool] | None = None
 
 
 def load_rows(method: Method, config: JobConfig) -> Rows:
@@ -86,14 +97,12 @@ def load_rows(method: Method, config: JobConfig) -> Rows:
             train = train[: config.subset_size]
         return Rows(train, held_out, "small sums" if _is_arithmetic(config) else "the story world")
     check = AnswerCheck(config) if isinstance(config, OnlineJobConfig) else None
-    size = min(config.subset_size or _SAMPLE_ROWS, _SAMPLE_ROWS) if config.streaming else config.subset_size
-    train, skipped = _read(config.train_data, method, config, size, check)
+    if config.streaming:
+        return _streamed(method, config, check)
+    train, skipped = _read(config.train_data, method, config, config.subset_size, check)
     if config.eval_data is not None:
         held_out, more = _read(config.eval_data, method, config, None, check)
         _warn_of_shared_prompts(train, held_out, config)
-    elif config.streaming:
-        held_out, more = [], 0
-        _LOG.info("no row is held out: a streamed file is not split; give held-out rows with --eval-data")
     else:
         split = stratified_split if config.split == "stratified" else split_by_prompt
         train, held_out = split(train, config.eval_fraction)
@@ -107,8 +116,7 @@ def load_rows(method: Method, config: JobConfig) -> Rows:
             _LOG.info(
                 "no row is held out, so nothing will say whether training helped; give --eval-data FILE"
             )
-    streamed = config.train_data if config.streaming else None
-    return Rows(train, held_out, str(config.train_data), skipped + more, streamed)
+    return Rows(train, held_out, str(config.train_data), skipped + more)
 
 
 def split_by_prompt(records: Sequence[Any], fraction: float) -> tuple[list[Any], list[Any]]:
@@ -122,17 +130,8 @@ def split_by_prompt(records: Sequence[Any], fraction: float) -> tuple[list[Any],
     """
     sides: tuple[list[Any], list[Any]] = ([], [])
     for record in records:
-        digest = hashlib.sha256(prompt_key(record).encode()).digest()
-        sides[int.from_bytes(digest[:8], "big") < fraction * 2**64].append(record)
+        sides[is_held_out(record, fraction)].append(record)
     return sides
-
-
-def prompt_key(record: Any) -> str:
-    """What a record shares with others of the same prompt, as JSON; without a prompt, the whole of it."""
-    for name in ("prompt", "messages", "text"):
-        if hasattr(record, name):
-            return json.dumps(getattr(record, name), sort_keys=True)
-    raise TypeError(f"{type(record).__name__} has neither prompt nor messages nor text")
 
 
 def build_sets(
@@ -156,8 +155,7 @@ def build_sets(
         "on_bad_row": config.on_bad_row,
     }
     if rows.streamed:
-        read = {"columns": config.columns, "subset_size": config.subset_size}
-        train = StreamingDataset(rows.streamed, tokenizer, **options, **read)
+        train: Any = StreamingDataset(rows.streamed, tokenizer, keep=rows.take, **options)
     else:
         train = TokenizedDataset(rows.train, tokenizer, **options)
     held_out: Any = []
@@ -167,16 +165,43 @@ def build_sets(
         except UserError as error:
             raise UserError(f"held-out rows: {error}", code=error.code, **error.fields) from error
     for name, examples in (("training", train), ("held-out", held_out)):
-        _warn_of_bad_rows(f"bad {name} rows", getattr(examples, "skipped", ()))
-        if getattr(examples, "dropped", 0):
-            _LOG.warning(
-                "left out: %d %s rows that do not fit max_length %s; the first: %s",
-                examples.dropped,
-                name,
-                max_length,
-                examples.drop_messages[0],
-            )
+        if isinstance(examples, TokenizedDataset):
+            _warn_of_bad_rows(f"bad {name} rows", examples.skipped)
+            _warn_of_dropped(name, examples.dropped, examples.drop_messages, max_length)
     return train, held_out
+
+
+def tell_left_out(examples: Any) -> dict[str, int]:
+    """Say which rows of a streamed training set were left out, and count them; every process must call it.
+
+    Returns:
+        `bad_rows` and `dropped_rows` of all processes since they started; empty for a set in memory.
+    """
+    streamed = getattr(examples, "examples", examples)
+    if not isinstance(streamed, StreamingDataset):
+        return {}
+    found = rows_left_out(streamed)
+    (bad, messages), (dropped, drop_messages) = found["bad"], found["dropped"]
+    _warn_of_bad_rows("bad training rows that came", messages, bad)
+    _warn_of_dropped("training", dropped, drop_messages, streamed.builder.max_length)
+    return {"bad_rows": bad, "dropped_rows": dropped}
+
+
+def _streamed(method: Method, config: JobConfig, check: AnswerCheck | None) -> Rows:
+    """Rows of a job that stay on disk, and held-out ones in memory."""
+    source = open_source(config, method.records)
+    first = list(first_records(source, _SAMPLE_ROWS, config.on_bad_row))
+    if check:
+        check.columns(str(config.train_data), first)
+    look = check.record if check else None
+    skipped, fraction = 0, config.eval_fraction
+    if config.eval_data is not None:
+        held_out, skipped = _read(config.eval_data, method, config, None, check)
+        _warn_of_shared_prompts(first, held_out, config)
+        fraction = 0.0
+    else:
+        held_out = held_out_records(source, config, look) if fraction else []
+    return Rows(first, held_out, str(config.train_data), skipped, source, taking(fraction, look))
 
 
 def _is_chat(record: Any) -> bool:
@@ -302,13 +327,8 @@ def _kl_batch_size(config: KTOConfig) -> int | None:
 def _read(
     path: str, method: Method, config: JobConfig, subset_size: int | None, check: AnswerCheck | None
 ) -> tuple[list[Any], int]:
-    """Records of a file and the bad rows left out; a streamed file's are reported when its set is built."""
-    streamed = config.streaming and path == config.train_data
-    unread = check.file(path, subset_size=config.subset_size if streamed else subset_size) if check else []
-    if unread and streamed:
-        raise UserError(
-            f"{unread[0]}; a streamed file cannot be read without such rows", code="unreadable_rows"
-        )
+    """Records of a file, and how many bad rows were left out."""
+    unread = check.file(path, subset_size=subset_size) if check else []
     options = {"columns": config.columns, "on_bad_row": config.on_bad_row}
     loaded = load_records(path, method.records, subset_size=subset_size, **options)
     records = [record for record in loaded.records if check.accepts(record)] if check else loaded.records
@@ -319,17 +339,29 @@ def _read(
     if tied and not records:
         raise UserError(f"{path}: no row is left; all {len(tied)} are ties", code="no_row_left")
     _warn_of_bad_rows(f"ties of {path}", tied)
-    if not streamed:
-        _warn_of_bad_rows(f"bad rows of {path}", skipped)
-    return records, 0 if streamed else len(skipped)
+    _warn_of_bad_rows(f"bad rows of {path}", skipped)
+    return records, len(skipped)
 
 
-def _warn_of_bad_rows(what: str, messages: Sequence[str]) -> None:
-    if messages:
+def _warn_of_bad_rows(what: str, messages: Sequence[str], count: int | None = None) -> None:
+    count = len(messages) if count is None else count
+    if count:
         shown = "; ".join(messages[:_SHOWN_BAD_ROWS])
-        more = len(messages) - _SHOWN_BAD_ROWS
+        more = count - _SHOWN_BAD_ROWS
         tail = f"; and {more} more" if more > 0 else ""
-        _LOG.warning("left out: %s: %d; %s%s", what, len(messages), shown, tail)
+        _LOG.warning("left out: %s: %d; %s%s", what, count, shown, tail)
+
+
+def _warn_of_dropped(name: str, count: int, messages: Sequence[str], max_length: int | None) -> None:
+    if count:
+        first = messages[0] if messages else "met by another process"
+        _LOG.warning(
+            "left out: %d %s rows that do not fit max_length %s; the first: %s",
+            count,
+            name,
+            max_length,
+            first,
+        )
 
 
 def _warn_of_shared_prompts(train: Sequence[Any], held_out: Sequence[Any], config: JobConfig) -> None:

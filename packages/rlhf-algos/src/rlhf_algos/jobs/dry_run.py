@@ -15,8 +15,8 @@ from transformers import (
 )
 
 from rlhf_algos.engine.optimizer import MOMENT_BYTES, train_in_fp32
-from rlhf_algos.engine.optimizer_step import epoch_order
 from rlhf_algos.engine.parallel import choose_precision
+from rlhf_algos.engine.step_examples import examples_at, order_of
 from rlhf_algos.jobs.chat_setup import set_chat_format
 from rlhf_algos.jobs.config import JobConfig, OnlineJobConfig
 from rlhf_algos.jobs.data import Rows, build_sets, demonstrated, load_rows, with_skipped
@@ -97,8 +97,7 @@ def plan_training(name: str, config: JobConfig) -> dict[str, Any]:
     steps = (
         config.max_steps if config.max_steps > 0 else max(1, math.ceil(config.num_train_epochs * per_epoch))
     )
-    counted = _Completed(train, config) if isinstance(config, OnlineJobConfig) else train
-    tokens = _count_tokens(config, counted, global_batch_size, steps)
+    tokens = _count_tokens(config, train, global_batch_size, steps)
     rows_text = f"{min(global_batch_size, len(train)):,} rows"
     passes = 1
     if isinstance(config, OnlineJobConfig):
@@ -123,7 +122,7 @@ def plan_training(name: str, config: JobConfig) -> dict[str, Any]:
                 f"{str(dtype).removeprefix('torch.') if precision == 'no' else precision}: {reason}",
             ),
             (f"memory on {device}", _memory_text(config, model, tokens.largest, precision)),
-            *_example_rows(config, train[0], tokenizer),
+            *_example_rows(config, next(iter(train)), tokenizer),
         ]
     }
 
@@ -160,28 +159,22 @@ def _count_tokens(
     config: JobConfig, examples: Sequence[Any], global_batch_size: int, steps: int
 ) -> StepTokens:
     """Tokens of a step, the mean of the first."""
-    order = epoch_order(len(examples), 0, shuffle=config.shuffle, seed=config.seed)
+    order = order_of(examples, 0, shuffle=config.shuffle, seed=config.seed)
     counted: list[StepTokens] = []
     measured = min(steps, math.ceil(len(order) / global_batch_size), _MEASURED_STEPS)
     for start in range(0, measured * global_batch_size, global_batch_size):
-        rows = [list(_sequences(examples[i])) for i in order[start : start + global_batch_size]]
+        step = examples_at(examples, order[start : start + global_batch_size])
+        rows = [list(_sequences(_completed(each, config))) for each in step]
         batches = (batch for batch, _ in micro_batches(rows, rows, config.max_tokens_per_batch))
         counted.append(StepTokens.of(batches, [sequence for row in rows for sequence in row]))
     return StepTokens.mean(counted)
 
 
-class _Completed(Sequence[tuple[TokenSequence, ...]]):
-    """Prompts with their completions as long as they may get, no two alike."""
-
-    def __init__(self, prompts: Sequence[PromptExample], config: OnlineJobConfig) -> None:
-        self._prompts, self._config = prompts, config
-
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    def __getitem__(self, index: Any) -> Any:
-        config, prompt = self._config, self._prompts[index].prompt_ids
-        return longest_completions(prompt, config.num_generations, config.max_completion_length)
+def _completed(example: Any, config: JobConfig) -> Any:
+    """An example; of a prompt its completions as long as they may get, no two alike."""
+    if not isinstance(config, OnlineJobConfig):
+        return example
+    return longest_completions(example.prompt_ids, config.num_generations, config.max_completion_length)
 
 
 def _rows_per_step(config: JobConfig) -> int:

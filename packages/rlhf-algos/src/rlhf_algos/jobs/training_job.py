@@ -14,7 +14,7 @@ from rlhf_algos.engine.events import check_best_metric
 from rlhf_algos.engine.language_model import LanguageModelTrainer
 from rlhf_algos.engine.stage_samples import sample_stage
 from rlhf_algos.jobs.config import JobConfig, OnlineJobConfig
-from rlhf_algos.jobs.data import Rows, build_sets, demonstrated, load_rows, with_skipped
+from rlhf_algos.jobs.data import Rows, build_sets, demonstrated, load_rows, tell_left_out, with_skipped
 from rlhf_algos.jobs.methods import METHODS, Method
 from rlhf_algos.jobs.models import check_start, longest_sequence, start_model
 from rlhf_algos.jobs.online import PREFLIGHT, load_rewards, online_parts, tell_findings
@@ -92,6 +92,7 @@ class TrainingJob(Job):
             if samples:
                 sample_stage(trainer, "start")
             last = trainer.train()
+            left_out = tell_left_out(trainer.examples)
             clock.lap("training")
             after = self._after(trainer, last)
             if samples:
@@ -100,7 +101,8 @@ class TrainingJob(Job):
             trainer.save_model(self.run.path / "final")
             clock.lap("evaluation")
         results = {"before": before, "after": after, "wall_time": clock.split(), "resumed": resume}
-        results |= {"backend": "rlhf", "data": describe_rows(rows, trainer), "num_tokens": trainer.num_tokens}
+        data = describe_rows(rows, trainer) | left_out
+        results |= {"backend": "rlhf", "data": data, "num_tokens": trainer.num_tokens}
         if trainer.parallel.is_main:
             _LOG.info("drawing the curves, writing the model card and the results")
             results = finish_run(self.run, method=self.name, config=self.config.to_dict(), **results)

@@ -143,7 +143,7 @@ class KTOTrainer(ReferenceTrainer[KTOExample]):
         """
         batches = list(self.micro_batches(examples, self.reference_sequences))
         most = int(self.parallel.maximum(torch.tensor([len(batches)], device=self.device)))
-        filler = batches or list(self.micro_batches([self.examples[0]], self.reference_sequences))
+        filler = batches or list(self.micro_batches([next(iter(self.examples))], self.reference_sequences))
         passes = [(batch, rows, True) for batch, rows in batches]
         return passes + [(*filler[0], False)] * (most - len(batches))
 

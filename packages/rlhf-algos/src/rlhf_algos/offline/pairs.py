@@ -134,14 +134,15 @@ class PairTrainer(LanguageModelTrainer[PreferencePair]):
     def before_step(self, examples: Sequence[PreferencePair]) -> None:
         """Count the tokens of the whole step by which the likelihood term is divided."""
         if self.nll_weight and not self._evaluating:
-            counts = torch.tensor([self._learned_tokens(examples), len(examples)], device=self.device)
-            tokens, pairs = self.sum_over_processes(counts).tolist()
-            self._tokens_per_pair = tokens / pairs
+            self._tokens_per_pair = self._mean_tokens(examples)
 
     def evaluate(self) -> dict[str, float]:
         """See `BaseTrainer.evaluate`; the likelihood term is the mean over all tokens evaluated."""
         if self.nll_weight and len(self.eval_examples):
-            self._tokens_per_pair = self._learned_tokens(self.eval_examples) / len(self.eval_examples)
+            parallel = self.parallel
+            self._tokens_per_pair = self._mean_tokens(
+                self.eval_examples[parallel.rank :: parallel.world_size]
+            )
         self._evaluating = True
         try:
             return super().evaluate()
@@ -168,7 +169,13 @@ class PairTrainer(LanguageModelTrainer[PreferencePair]):
         )
         return self.balanced(output, scores, self.num_loss_terms(batch, examples))
 
+    def _mean_tokens(self, pairs: Sequence[PreferencePair]) -> float:
+        """Learned tokens of a pair, the mean over those of all processes."""
+        counts = torch.tensor([self._learned_tokens(pairs), len(pairs)], device=self.device)
+        tokens, count = self.sum_over_processes(counts).tolist()
+        return tokens / count
+
     def _learned_tokens(self, pairs: Sequence[PreferencePair]) -> int:
-        chosen = [pairs[i][0] for i in range(len(pairs))]
+        chosen = [pair[0] for pair in pairs]
         prompts = sum(max(1, each.score_from) - 1 for each in chosen) if self.learns_prompt else 0
         return prompts + sum(len(each.scored()) for each in chosen)

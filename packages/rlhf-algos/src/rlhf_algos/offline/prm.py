@@ -63,12 +63,11 @@ class PRMTrainer(BaseTrainer[StepExample | StepPair]):
     def before_step(self, examples: Sequence[StepExample | StepPair]) -> None:
         """Count steps and pairs of the whole step, by which their losses are divided."""
         if not self._evaluating:
-            counts = torch.tensor(_counts(examples), device=self.device)
-            self._set_weights(self.sum_over_processes(counts).tolist())
+            self._count(examples)
 
     def evaluate(self) -> dict[str, float]:
         """See `BaseTrainer.evaluate`; means are taken over all steps and pairs evaluated."""
-        self._set_weights(_counts(self.eval_examples))
+        self._count(self.eval_examples[self.parallel.rank :: self.parallel.world_size])
         self._evaluating = True
         try:
             return super().evaluate()
@@ -85,6 +84,11 @@ class PRMTrainer(BaseTrainer[StepExample | StepPair]):
         pairs, pair_means = self._pairs(examples, parts)
         step_weight, pair_weight = self._weights
         return LossOutput(step_weight * steps + pair_weight * pairs, means=step_means | pair_means)
+
+    def _count(self, examples: Sequence[StepExample | StepPair]) -> None:
+        """Weigh the losses by the counts of all processes' examples."""
+        counts = torch.tensor(_counts(examples), device=self.device)
+        self._set_weights(self.sum_over_processes(counts).tolist())
 
     def _steps(
         self, solutions: Sequence[StepExample], parts: Sequence[Tensor]
@@ -145,10 +149,9 @@ def _solutions(example: StepExample | StepPair) -> Sequence[StepExample]:
 
 def _counts(examples: Sequence[StepExample | StepPair]) -> list[int]:
     """Solutions, labelled steps and pairs."""
-    rows = [examples[i] for i in range(len(examples))]
-    solutions = [solution for row in rows for solution in _solutions(row)]
+    solutions = [solution for row in examples for solution in _solutions(row)]
     steps = sum(len(solution.labels) for solution in solutions)
-    return [len(solutions), steps, sum(isinstance(row, StepPair) for row in rows)]
+    return [len(solutions), steps, sum(isinstance(row, StepPair) for row in examples)]
 
 
 ProcessRewardModelTrainer = PRMTrainer

@@ -15,6 +15,7 @@ from torch import nn
 from rlhf_algos.configs.online import OnlineConfig
 from rlhf_algos.engine.language_model import LanguageModelTrainer, LogpsModule
 from rlhf_algos.engine.optimizer_step import combined, epoch_order
+from rlhf_algos.engine.step_examples import steps_of
 from rlhf_algos.online.rollouts import Completion, StepTable, flat, keep_tokens, rollout_metrics, table_row
 from rlhf_algos.online.samples import keep_samples, stage_rows, start_completions
 from rlhf_algos.process_group import broadcast
@@ -271,7 +272,8 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         was_training = self.scorer.training
         self.scorer.eval()
         n = self.config.num_generations_eval
-        prompts = [self.eval_examples[i] for i in range(len(self.eval_examples))]
+        count = len(self.eval_examples)
+        [prompts] = steps_of(self.eval_examples, range(count), range(0, count, count), self.parallel)
         temperature = self.config.eval_temperature
         rollouts = self.sample(prompts, n, seed=self.seed_of(_EVALUATION), temperature=temperature)
         completions, table = self.score(prompts, rollouts, n)
@@ -346,7 +348,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         """A completion for a process that has none to take part with; it does not count."""
         if completions:
             return completions[:1]
-        prompt = self.examples[0]
+        prompt = next(iter(self.examples))
         rollout = Rollout(prompt.prompt_ids, [self.engine.eos_token_ids[0]], [0.0], "stop")
         idle = Completion(prompt, rollout, 0, weight=0.0)
         idle.tokens = dict.fromkeys(self.token_fields, torch.zeros(1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlhf_algos.engine.optimizer_step import epoch_order
+from rlhf_algos.engine.step_examples import order_of, steps_of
 from rlhf_algos.online.preflight import Finding, ReferenceRewards, preflight, repeated_prompts
 from rlhf_data import PromptExample
 from rlhf_infer import RewardScores
@@ -34,8 +34,9 @@ def check_first_rollout(trainer: OnlineTrainer) -> list[Finding]:
     config, parallel = trainer.config, trainer.parallel
     trainer.prepare()
     trainer.scorer.eval()
-    order = epoch_order(len(trainer.examples), 0, shuffle=config.shuffle, seed=config.seed)
-    prompts = [trainer.examples[i] for i in order[: min(trainer.global_batch_size, _PROMPTS)]]
+    order = order_of(trainer.examples, 0, shuffle=config.shuffle, seed=config.seed)
+    count = min(trainer.global_batch_size, _PROMPTS)
+    prompts = next(steps_of(trainer.examples, order, range(0, count, count), parallel))
     rollouts = trainer.sample(prompts, config.num_generations, seed=trainer.seed_of(0))
     own = prompts[parallel.rank :: parallel.world_size]
     if not own:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def stage_rows(trainer: Any, *, seed: int) -> list[dict[str, Any]]:
     if not trainer.config.stage_samples:
         return []
     source = trainer.eval_examples if len(trainer.eval_examples) else trainer.examples
-    prompts = [source[i] for i in range(min(len(source), trainer.config.stage_samples))]
+    prompts = list(islice(source, trainer.config.stage_samples))
     remembered = trainer.rewards.state()
     trainer.prepare()
     was_training = trainer.scorer.training
@@ -66,7 +67,7 @@ def start_completions(trainer: Any, count: int, *, seed: int) -> list[TokenSeque
         count: of prompts.
         seed: of the sampling.
     """
-    prompts = [trainer.eval_examples[i].prompt_ids for i in range(min(len(trainer.eval_examples), count))]
+    prompts = [each.prompt_ids for each in islice(trainer.eval_examples, count)]
     config = trainer.config
     params = SamplingParams(min(MAX_TOKENS, config.max_completion_length), 1.0, seed)
     engine = TransformersEngine(trainer.model, trainer.tokenizer, max_batch_tokens=config.max_kv_tokens)

@@ -1,1 +1,1 @@
-"""Tokenised examples, in memory or streamed, and their packing as prefix trees."""
+"""Tokenised examples in memory, and their packing as prefix trees."""

@@ -1,4 +1,4 @@
-"""Tokenised data sets: records of any kind as examples, from memory or from another source.
+"""Tokenised data sets: records of any kind as examples, in memory.
 
 Every row is checked and encoded once, when a set is built. A row that leaves nothing to learn, such as a
 prompt that fills `max_length` by itself, is left out and counted: `dropped` says how many, `drop_messages`
@@ -11,7 +11,7 @@ import inspect
 import logging
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Generic, Protocol, TypeVar, overload, runtime_checkable
+from typing import Any, ClassVar, Generic, TypeVar, overload
 
 from rlhf_data.errors import UserError
 from rlhf_data.readers.files import OnBadRow, good_rows
@@ -33,32 +33,11 @@ PROGRESS_ROWS = 64
 """Rows between two reports of progress."""
 
 
-@runtime_checkable
-class RecordSource(Protocol):
-    """Where a set's records come from, and what is kept of those that become examples."""
-
-    def records(self, on_bad_row: OnBadRow, skipped: list[str]) -> Iterable[tuple[Any, Record]]:
-        """Every good record in order, with a key by which the source finds it again."""
-        ...
-
-    def keep(self, key: Any, item: Any) -> None:
-        """Keep the record of a key, or the item built from it, as the next example."""
-        ...
-
-    def item(self, index: int, build: Callable[[Record], Any]) -> Any:
-        """What is built from a record that was kept, by its index from 0."""
-        ...
-
-    def __len__(self) -> int:
-        """Records that were kept."""
-        ...
-
-
 class TokenizedDataset(Sequence[Example], Generic[Example]):
     """A sequence of examples that says what was left out when it was built.
 
     Args:
-        records: records of the kind, whose examples are kept in memory, four bytes a token, or a source.
+        records: records of the kind, whose examples are kept in memory, four bytes a token.
         tokenizer: a Hugging Face tokenizer.
         kind: name of the record kind; a subclass has its own.
         on_bad_row: what happens to a row that cannot be encoded, such as a conversation that the chat
@@ -84,12 +63,11 @@ class TokenizedDataset(Sequence[Example], Generic[Example]):
         super().__init_subclass__()
         if kind:
             cls.kind = kind
-            _, first, tokenizer, *_, others = inspect.signature(cls.__init__).parameters.values()
-            cls.__signature__ = inspect.Signature([first, tokenizer, *record_kind(kind).options, others])
+            with_options_of(cls, kind)
 
     def __init__(
         self,
-        records: Sequence[Any] | RecordSource,
+        records: Sequence[Any],
         tokenizer: Any,
         *,
         kind: str = "",
@@ -103,9 +81,9 @@ class TokenizedDataset(Sequence[Example], Generic[Example]):
         self.dropped = 0
         self.drop_messages: list[str] = []
         self.skipped: list[str] = []
-        self.source = records if isinstance(records, RecordSource) else InMemory(records, on_progress)
-        for key, item in self.build_all(self.source.records(on_bad_row, self.skipped), on_bad_row):
-            self.source.keep(key, item)
+        self.source = InMemory(records, on_progress)
+        for item in self.build_all(self.source.records(), on_bad_row):
+            self.source.keep(item)
         self.builder.check_count(len(self))
 
     def __len__(self) -> int:
@@ -130,16 +108,14 @@ class TokenizedDataset(Sequence[Example], Generic[Example]):
 
     def item(self, index: int) -> Any:
         """Return what the builder made of a record, by its index from 0."""
-        return self.source.item(index, self.build)
+        return self.source.item(index)
 
     def build(self, record: Record) -> Any:
         """Return what the builder makes of a record, converted first where the set converts."""
         return self.builder.build(self.convert(record) if self.convert else record)
 
-    def build_all(
-        self, records: Iterable[tuple[Any, Record]], on_bad_row: OnBadRow
-    ) -> Iterator[tuple[Any, Any]]:
-        """Build every record, yield key and item of those that are kept, and count the others.
+    def build_all(self, records: Iterable[Record], on_bad_row: OnBadRow) -> Iterator[Any]:
+        """Build every record, yield the items of those that are kept, and count the others.
 
         Raises:
             UserError: a record cannot be encoded, or none is kept.
@@ -162,17 +138,23 @@ class TokenizedDataset(Sequence[Example], Generic[Example]):
                 kept + self.dropped,
             )
 
-    def _attempts(self, records: Iterable[tuple[Any, Record]]) -> Iterator[tuple[Any, Any] | UserError]:
-        for number, (key, record) in enumerate(records, start=1):
+    def _attempts(self, records: Iterable[Record]) -> Iterator[Any]:
+        for number, record in enumerate(records, start=1):
             where = record.where or f"record {number}"
             try:
-                yield key, self.build(record)
+                yield self.build(record)
             except RowDropped as drop:
                 self.dropped += 1
                 if self.dropped <= _SHOWN:
                     self.drop_messages.append(f"{where}: {drop}")
             except UserError as error:
                 yield UserError(f"{where}: {error}", code=error.code, **error.fields)
+
+
+def with_options_of(cls: type, kind: str) -> None:
+    """Give a class of data sets the signature that names the options of its kind's builder."""
+    _, first, tokenizer, *_, others = inspect.signature(cls.__init__).parameters.values()
+    cls.__signature__ = inspect.Signature([first, tokenizer, *record_kind(kind).options, others])  # pyright: ignore
 
 
 class InMemory:
@@ -185,21 +167,21 @@ class InMemory:
     def __len__(self) -> int:
         return len(self._items)
 
-    def records(self, on_bad_row: OnBadRow, skipped: list[str]) -> Iterator[tuple[int, Record]]:
-        """Every record with its number; the progress is reported."""
+    def records(self) -> Iterator[Record]:
+        """Every record, once; the progress is reported."""
         records, report = self._records, self._on_progress or (lambda done, total: None)
         self._records = ()
         for done, record in enumerate(records):
             if done % PROGRESS_ROWS == 0:
                 report(done, len(records))
-            yield done, record
+            yield record
         report(len(records), len(records))
 
-    def keep(self, key: int, item: Any) -> None:
+    def keep(self, item: Any) -> None:
         """Keep an item, four bytes a token."""
         self._items.append(_over_ids(item, lambda ids: array("i", ids), bytes))
 
-    def item(self, index: int, build: Callable[[Record], Any]) -> Any:
+    def item(self, index: int) -> Any:
         """Return an item with lists again."""
         return _over_ids(self._items[index], list, lambda mask: [bool(entry) for entry in mask])
 

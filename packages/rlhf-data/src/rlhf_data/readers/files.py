@@ -20,7 +20,7 @@ from rlhf_data.records.row import TEMPLATE_COLUMNS, Row, joined_columns
 
 OnBadRow = Literal["error", "skip"]
 _Item = TypeVar("_Item")
-_UNPAIRED_ROWS = 1000
+UNPAIRED_ROWS = 1000
 """Preference rows of which all chosen completions come before all rejected ones, as TRL orders them."""
 Columns = Mapping[str, str | Sequence[str]]
 """What a file calls a column, or the columns whose texts make it, by its usual name."""
@@ -179,7 +179,7 @@ def first_rows(rows: Iterable[_Item], subset_size: int | None) -> Iterator[_Item
 def unpaired(rows: Iterable[tuple[_Item, ...]]) -> Iterator[_Item]:
     """Yield the first item of 1000 rows, then their second ones where they have two, and so on."""
     rows = iter(rows)
-    while block := list(islice(rows, _UNPAIRED_ROWS)):
+    while block := list(islice(rows, UNPAIRED_ROWS)):
         yield from (row[0] for row in block)
         yield from (item for row in block for item in row[1:])
 

@@ -98,6 +98,8 @@ class Builder:
     def example(self, item: Callable[[int], Any], index: int, count: int) -> Any:
         """Return example `index` of `count`, where `item(i)` is what `build` made of record i.
 
+        Of a bad row that stays on disk, `item` gives None.
+
         Kinds whose examples take something of their neighbours override this.
         """
         return item(index)

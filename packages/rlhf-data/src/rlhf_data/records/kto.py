@@ -118,9 +118,13 @@ class KTOBuilder(Builder):
         ids, start = own.sequence.input_ids, own.sequence.score_from
         kl_sequence = None
         if self.kl_batch_size is not None:
-            other = item(kl_partner(index, count, self.kl_batch_size)).sequence
-            completion = other.input_ids[other.score_from :]
-            kl_sequence = TokenSequence([*ids[:start], *completion][: self.max_length], start)
+            # A row that stays on disk may turn out to be bad: then the one before it takes its place.
+            at = kl_partner(index, count, self.kl_batch_size)
+            candidates = (item((at - back) % count) for back in range(count) if (at - back) % count != index)
+            other = next((found for found in candidates if found is not None), None)
+            if other is not None:
+                completion = other.sequence.input_ids[other.sequence.score_from :]
+                kl_sequence = TokenSequence([*ids[:start], *completion][: self.max_length], start)
         return KTOExample(TokenSequence(ids[: self.max_length], start), own.label, kl_sequence)
 
 

@@ -1,0 +1,50 @@
+"""`rlhf-report pack`: data of any form as shards that can be streamed."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from rlhf_report.failures import explained
+
+
+@click.command("pack")
+@click.argument("data", nargs=-1, required=True)
+@click.option("--out", required=True, metavar="DIR", help="New folder of the shards.")
+@click.option(
+    "--format",
+    "shard_format",
+    default="parquet",
+    show_default=True,
+    type=click.Choice(["parquet", "arrow", "lmdb", "jsonl"]),
+    help="Of the shards; lmdb makes DIR itself an LMDB folder.",
+)
+@click.option("--rows-per-shard", type=click.IntRange(1), help="Rows of a file.  [default: 1048576]")
+@click.option(
+    "--on-bad-row",
+    default="error",
+    show_default=True,
+    type=click.Choice(["error", "skip"]),
+    help="What to do.",
+)
+@explained
+def command(data: tuple[str, ...], out: str, **options: Any) -> None:
+    """Write data as shards whose rows can be had in any order, for training with streaming=true.
+
+    DATA are files of any form, folders, patterns, or names on the hub, one after another. The folder appears
+    when all of it is written; what was interrupted starts again.
+    """
+    from rlhf_data import write_shards
+
+    def progress(rows: int) -> None:
+        if sys.stderr.isatty():
+            click.echo(f"\r{rows:,} rows", err=True, nl=False)
+
+    made = write_shards(data, out, on_progress=progress, **options)
+    if sys.stderr.isatty():
+        click.echo(err=True)
+    if made["bad_rows"]:
+        click.echo(f"left out: {made['bad_rows']:,} bad rows; the first: {made['skipped'][0]}", err=True)
+    click.echo(f"{made['rows']:,} rows in {len(made['shards']):,} shards of {made['format']}: {out}")

@@ -1,0 +1,183 @@
+"""The rows of a job that stay on disk: their source, perhaps a mixture, and which of them are held out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from rlhf_algos.jobs.config import JobConfig
+from rlhf_algos.process_group import all_gather
+from rlhf_data import (
+    BaseConfig,
+    DatasetMixture,
+    LeftOut,
+    Record,
+    RecordSource,
+    RecordStream,
+    StreamingDataset,
+    UserError,
+    load_config_file,
+)
+
+__all__ = ["held_out_records", "is_held_out", "open_source", "prompt_key", "rows_left_out", "taking"]
+
+_LOG = logging.getLogger(__name__)
+_MIXTURES = (".yaml", ".yml")
+_CHUNK = 256
+_LOOKED_AT = 20_000
+"""Rows of a stream that are looked at to find held-out ones."""
+_HELD_OUT_SEED = 0
+"""Of the order in which they are looked at: the same held-out rows whatever the seed of the training."""
+
+
+class MixedSourceConfig(BaseConfig):
+    """One source of a mixture."""
+
+    path: str
+    """File, folder of shards or pattern; a relative one starts at the mixture's own file."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of the rows, of the sum of all weights."""
+    columns: dict[str, str | list[str]] = Field(default_factory=dict)
+    """Names of the file's columns where they differ, in place of the job's `columns`."""
+
+
+class MixtureConfig(BaseConfig):
+    """A file that names the sources of a mixture."""
+
+    sources: tuple[MixedSourceConfig, ...] = Field(min_length=1)
+    """The sources."""
+
+
+def open_source(config: JobConfig, kind: str) -> RecordSource:
+    """Open the training rows of a job, those of a file or those that a mixture's file names.
+
+    Args:
+        config: the job's settings.
+        kind: of the records.
+
+    Raises:
+        UserError: a file is missing or cannot be streamed, or the mixture's file is wrong.
+    """
+    path = Path(str(config.train_data))
+    if path.suffix.lower() not in _MIXTURES:
+        return RecordStream(
+            str(config.train_data), kind, columns=config.columns, subset_size=config.subset_size
+        )
+    if config.subset_size is not None:
+        raise UserError(
+            "subset_size takes the first rows of a file, and a mixture has several; leave it out, or set "
+            "max_steps",
+            code="invalid_value",
+            key="subset_size",
+        )
+    mixture = MixtureConfig.from_dict(load_config_file(path))
+    streams = [
+        (RecordStream(_beside(path, each.path), kind, columns=each.columns or config.columns), each.weight)
+        for each in mixture.sources
+    ]
+    return DatasetMixture(streams)
+
+
+def prompt_key(record: Any) -> str:
+    """What a record shares with others of the same prompt, as JSON; without a prompt, the whole of it."""
+    for name in ("prompt", "messages", "text"):
+        if hasattr(record, name):
+            return json.dumps(getattr(record, name), sort_keys=True)
+    raise TypeError(f"{type(record).__name__} has neither prompt nor messages nor text")
+
+
+def is_held_out(record: Any, fraction: float) -> bool:
+    """Whether a hash of a record's prompt puts it among the held-out fraction of prompts."""
+    digest = hashlib.sha256(prompt_key(record).encode()).digest()
+    return int.from_bytes(digest[:8], "big") < fraction * 2**64
+
+
+def taking(fraction: float, check: Callable[[Record], None] | None) -> Callable[[Record], bool]:
+    """What says of each record whether it is trained on: those of held-out prompts are not.
+
+    Args:
+        fraction: share of prompts held out.
+        check: raises `UserError` for a record that cannot be used.
+    """
+
+    def keep(record: Record) -> bool:
+        if check:
+            check(record)
+        return not (fraction and is_held_out(record, fraction))
+
+    return keep
+
+
+def held_out_records(source: RecordSource, config: JobConfig, check: Any) -> list[Record]:
+    """Held-out records of a source, up to `streaming_eval_rows`, from anywhere in it.
+
+    Args:
+        source: the training rows.
+        config: the job's settings.
+        check: as for `taking`.
+
+    Raises:
+        UserError: a bad row, unless bad rows are skipped.
+    """
+    order = source.order(0, seed=_HELD_OUT_SEED)
+    most = min(len(order), _LOOKED_AT)
+    found: list[Record] = []
+    for start in range(0, most, _CHUNK):
+        for records in source.read(order[start : min(start + _CHUNK, most)]):
+            if isinstance(records, UserError):
+                _refuse(records, config)
+                continue
+            found += [
+                each for each in records if is_held_out(each, config.eval_fraction) and _fits(each, check)
+            ]
+        if len(found) >= config.streaming_eval_rows:
+            break
+    _LOG.info(
+        "held out: %d rows to evaluate on; training leaves out every row of a held-out prompt, %g%% of the "
+        "prompts (eval_fraction)",
+        min(len(found), config.streaming_eval_rows),
+        100 * config.eval_fraction,
+    )
+    return list(islice(found, config.streaming_eval_rows))
+
+
+def rows_left_out(examples: StreamingDataset[Any]) -> dict[str, tuple[int, Sequence[str]]]:
+    """Count of rows that all processes left out since they started, and messages; every process must call it.
+
+    Args:
+        examples: the training set.
+
+    Returns:
+        Of "bad" and of "dropped" rows.
+    """
+
+    def union(left_out: LeftOut) -> tuple[int, Sequence[str]]:
+        return len(set(all_gather(sorted(left_out.numbers)))), left_out.messages
+
+    return {"bad": union(examples.bad), "dropped": union(examples.dropped)}
+
+
+def _beside(mixture: Path, name: str) -> str:
+    path = Path(name).expanduser()
+    return str(path if path.is_absolute() else mixture.parent / path)
+
+
+def _fits(record: Record, check: Any) -> bool:
+    try:
+        if check:
+            check(record)
+    except UserError:  # training meets it too, and says so
+        return False
+    return True
+
+
+def _refuse(error: UserError, config: JobConfig) -> None:
+    if config.on_bad_row == "error":
+        raise UserError(f"{error}; or skip bad rows (on_bad_row: skip)", code=error.code, **error.fields)

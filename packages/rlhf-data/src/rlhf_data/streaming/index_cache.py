@@ -1,0 +1,110 @@
+"""What is found out about a file once and kept in the cache: where its blocks are, and its unpacked lines."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gzip
+import hashlib
+import logging
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from rlhf_data.errors import UserError
+from rlhf_data.readers.json_lines import damaged, is_damage, open_lines
+from rlhf_data.runs.atomic import atomic_folder
+from rlhf_data.runs.paths import cache_folder
+from rlhf_data.streaming.shards import BlockIndex, LinesShard, Shard, shard_of
+
+__all__ = ["indexed", "opened_shard", "shard_key"]
+
+_LOG = logging.getLogger(__name__)
+_FORMAT = 1
+"""Of the index; another number is another index."""
+_COMPRESSED = (".jsonl.gz", ".jsonl.zst")
+OnProgress = Callable[[int, int], None]
+
+
+def shard_key(shard: Shard) -> str:
+    """Return a name for a file as it is now: its path, size and time of change."""
+    return hashlib.sha256(f"{_FORMAT} {shard.path.resolve()} {shard.stamp()}".encode()).hexdigest()[:32]
+
+
+def opened_shard(path: str | Path) -> Shard:
+    """Return a file's shard; compressed lines are unpacked into the cache first, where they are not yet.
+
+    Raises:
+        UserError: the file is missing, damaged, or of a kind whose rows cannot be had in any order.
+    """
+    path = Path(path)
+    if not path.name.lower().endswith(_COMPRESSED):
+        return shard_of(path)
+    folder = cache_folder("streams") / f"{shard_key(LinesShard(path))}-unpacked"
+    with _alone(folder):
+        if not folder.exists():
+            _unpack(path, folder)
+    return shard_of(folder / "rows.jsonl", name=path)
+
+
+def indexed(shard: Shard, on_progress: OnProgress) -> BlockIndex:
+    """Return where a file's blocks are, from the cache or found now and kept there.
+
+    Of several processes one looks, the others wait for it.
+
+    Args:
+        shard: the file.
+        on_progress: called with the bytes done and the bytes in all, where it is looked through now.
+
+    Raises:
+        UserError: the file is missing or damaged.
+    """
+    folder = cache_folder("streams") / shard_key(shard)
+    file = folder / "blocks.npy"
+    try:
+        with _alone(folder):
+            if not file.exists():
+                index = shard.index(on_progress)
+                with atomic_folder(folder) as temporary:
+                    np.save(temporary / file.name, np.stack(index))
+            return BlockIndex(*np.load(file))
+    except OSError as error:
+        _LOG.warning("the index of %s cannot be kept (%s); the next run makes it again", shard.name, error)
+        return shard.index(on_progress)
+
+
+def _unpack(path: Path, folder: Path) -> None:
+    _LOG.info(
+        "%s: compressed lines can only be read in order; they are unpacked once, into %s (Parquet needs no "
+        "unpacking: see rlhf-report pack)",
+        path,
+        folder,
+    )
+    try:
+        with (
+            atomic_folder(folder) as temporary,
+            open_lines(path) as packed,
+            open(temporary / "rows.jsonl", "wb") as file,
+        ):
+            shutil.copyfileobj(packed, file, 1 << 20)
+    except UserError:
+        raise
+    except (EOFError, gzip.BadGzipFile, zlib.error, OSError) as error:
+        if is_damage(error):
+            raise damaged(path, 0, error) from error
+        raise UserError(
+            f"data file {path} cannot be unpacked into {folder} ({error.strerror or error})",  # pyright: ignore
+            code="unreadable_file",
+        ) from error
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process of this machine makes the same folder."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_name(f"{folder.name}.lock"), "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

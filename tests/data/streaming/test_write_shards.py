@@ -1,0 +1,85 @@
+"""Shards that are written read back as they were, whole or not at all."""
+
+import json
+
+import pytest
+
+from raises import raises_error
+from rlhf_data import UserError, read_rows, write_shards
+from rlhf_data.streaming import write_shards as module
+from rlhf_data.streaming.rows import ShardedRows
+
+ROWS = [
+    {"prompt": f"p{i} ü\u2028", "messages": [{"role": "user", "content": f"{i}"}], "margin": i / 3, "n": i}
+    for i in range(50)
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(module, "BLOCK_ROWS", 10)
+
+
+def _source(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "jsonl", "lmdb"])
+@pytest.mark.parametrize("per_shard", [None, 20, 7])
+def test_rows_come_back_in_order(tmp_path, kind, per_shard):
+    if kind == "lmdb" and per_shard:
+        with raises_error("invalid_value", key="rows_per_shard"):
+            write_shards(["a"], tmp_path / "out", shard_format=kind, rows_per_shard=per_shard)
+        return
+    first, second = _source(tmp_path / "a.jsonl", ROWS[:33]), _source(tmp_path / "b.jsonl", ROWS[33:])
+    said: list[int] = []
+    made = write_shards(
+        [first, second],
+        tmp_path / "out",
+        shard_format=kind,
+        rows_per_shard=per_shard,
+        on_progress=said.append,
+    )
+    assert made["rows"] == 50 and said == [50]
+    assert len(made["shards"]) == {None: 1, 20: 3, 7: 8}[per_shard]
+    assert [row for _, row in read_rows(tmp_path / "out")] == ROWS
+    again = ShardedRows(tmp_path / "out", on_progress=lambda *_: pytest.fail("not indexed"))
+    assert [fields for _, fields in again.read([7, 41])] == [ROWS[7], ROWS[41]]
+    with raises_error("folder_not_empty"):
+        write_shards([first], tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"a": 1}, {"a": "text"}],
+        [{"a": "text"}] * 15 + [{"a": [1]}],
+        [{"m": [{"role": "user"}]}, {"m": [{"role": "user", "tool_calls": []}]}],
+    ],
+)
+def test_what_a_table_cannot_hold_is_refused_and_nothing_is_left(tmp_path, rows):
+    source = _source(tmp_path / "a.jsonl", rows)
+    with raises_error("mixed_types"):
+        write_shards([source], tmp_path / "out")
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
+    write_shards([source], tmp_path / "out", shard_format="jsonl")
+    assert [row for _, row in read_rows(tmp_path / "out")] == rows
+
+
+def test_columns_that_some_rows_lack(tmp_path):
+    source = _source(tmp_path / "a.jsonl", [{"a": 1}] * 15 + [{"a": 1, "b": None}, {"b": "x"}])
+    assert len(write_shards([source], tmp_path / "out")["shards"]) == 2  # the second has a column more
+    assert [row for _, row in read_rows(tmp_path / "out")][-1] == {"a": None, "b": "x"}
+
+
+def test_bad_rows(tmp_path):
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"a": 1}\nbroken\n')
+    with pytest.raises(UserError, match="line 2"):
+        write_shards([source], tmp_path / "out")
+    assert write_shards([source], tmp_path / "out", on_bad_row="skip")["bad_rows"] == 1
+    source.write_text("broken\n")
+    with raises_error("no_row_left"):
+        write_shards([source], tmp_path / "none", on_bad_row="skip")
