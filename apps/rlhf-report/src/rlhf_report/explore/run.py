@@ -16,6 +16,7 @@ from rich.console import Console
 
 from rlhf_data import RunFolder, UserError, atomic_folder, atomic_write_json, atomic_write_text, finite
 from rlhf_eval.exploration import (
+    WordTable,
     choose_samples,
     draw_figures,
     exploration_page,
@@ -55,14 +56,22 @@ def run_explore(options: Mapping[str, Any]) -> str:
     files = [file for each in sets for file in each.files] or names
     run = RunFolder.create(options["output_dir"], job="exploration")
     try:
-        with _status() as say, workers() as executor, atomic_folder(run.path) as folder:
+        with _status() as say, atomic_folder(run.path) as folder:
             spool = folder / ".texts.arrow"
-            with TextSpool(spool) as texts:
-                counted = _Counter(say)
-                read = read_pairs(
-                    pairs, files, skipped, texts, executor=executor, count_tokens=count_tokens, done=counted
-                )
-            results = _explore(read, names, spool, folder, options, executor, say)
+            with workers() as executor:
+                with TextSpool(spool) as texts:
+                    read = read_pairs(
+                        pairs,
+                        files,
+                        skipped,
+                        texts,
+                        executor=executor,
+                        count_tokens=count_tokens,
+                        done=_Counter(say),
+                    )
+                say(f"looking for near duplicates among {len(read.table):,} pairs")
+                words, near = _words_and_groups(spool, read, executor)
+            results = _explore(read, words, near, names, spool, folder, options, say)
             spool.unlink()
     except BaseException:
         with suppress(OSError):
@@ -74,24 +83,31 @@ def run_explore(options: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", f"{run.path / 'report.html'}"])
 
 
+def _words_and_groups(
+    spool: Path, read: ReadPairs, executor: Executor | None
+) -> tuple[WordTable, tuple[np.ndarray, np.ndarray]]:
+    """Words of the completions; groups of nearly equal prompts and of nearly equal pairs."""
+    unit = length_unit(read.table)
+    with _both(executor if len(read.table) > _FEW_PAIRS else None, spool, unit) as near:
+        words = word_table([texts[1:] for texts in batch] for batch in read_texts(spool))
+        prompts, completions = near()
+    return words, (prompts, _first_of(prompts, completions))
+
+
 def _explore(
     read: ReadPairs,
+    words: WordTable,
+    near: tuple[np.ndarray, np.ndarray],
     names: Sequence[str],
     spool: Path,
     folder: Path,
     options: Mapping[str, Any],
-    executor: Executor | None,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Measure and write everything; returns what exploration.json holds."""
     seed, table = options["seed"], read.table
-    say(f"looking for near duplicates among {len(table):,} pairs")
-    with _both(executor if len(table) > _FEW_PAIRS else None, spool, length_unit(table)) as near:
-        words = word_table([texts[1:] for texts in batch] for batch in read_texts(spool))
-        prompts, completions = near()
-    rows = _first_of(prompts, completions)
     say("measuring")
-    found = explore_pairs(table, words, prompts, rows, seed=seed)
+    found = explore_pairs(table, words, *near, seed=seed)
     about = {
         "sets": list(names),
         "files": read.files,
@@ -106,7 +122,7 @@ def _explore(
     samples = samples_of(choose_samples(table, found, options["samples"], seed=seed), spool, read, found)
     write_samples(folder / "samples.jsonl", samples)
     write_findings(folder / "findings.jsonl", read, found)
-    write_pairs(folder / "pairs.parquet", spool, read, found, (prompts, rows))
+    write_pairs(folder / "pairs.parquet", spool, read, found, near)
     atomic_write_json(folder / "exploration.json", results)
     page = exploration_page(results, told, samples, title=", ".join(names))
     atomic_write_text(folder / "report.html", page)

@@ -13,7 +13,7 @@ from rlhf_eval.stats import Interval, proportion_interval
 __all__ = ["LabelNoise", "find_label_noise", "out_of_fold"]
 
 _FOLDS = 5
-_MOST_FITTED = 30_000
+_MOST_FITTED = 15_000
 _SUREST = 0.1
 """Share of the pairs, those that the model is surest of, on which its errors bound the flips."""
 

@@ -139,7 +139,7 @@ def _count(
         whole &= ids[offset : offset + size] > 0
     whole &= documents[:size] == documents[n - 1 : n - 1 + size]
     keys, of = keys[whole], documents[:size][whole]
-    order = np.lexsort((of, keys))
+    order = np.argsort(keys, kind="stable")  # completions are in order already
     keys, of = keys[order], of[order]
     new = np.append(True, (keys[1:] != keys[:-1]) | (of[1:] != of[:-1])) if len(keys) else np.zeros(0, bool)
     found, number = np.unique(keys[new], return_inverse=True)

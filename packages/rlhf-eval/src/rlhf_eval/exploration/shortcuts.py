@@ -47,7 +47,7 @@ _RATIO_EDGES = (0.1, 0.25, 0.5, 1.0)
 """Of |log ratio|: longer by 10%, 28%, 65%, 172%."""
 _FEWEST = 20
 """Pairs that a feature must tell apart to have an odds ratio."""
-_MOST_FITTED = 30_000
+_MOST_FITTED = 15_000
 """Pairs that a model with words is fitted on at most; all others of its half are left out of the fit."""
 _UNSPACED = 15
 """Characters a word from which a text has no white space between words."""

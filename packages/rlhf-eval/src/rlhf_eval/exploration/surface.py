@@ -9,10 +9,9 @@ __all__ = ["COUNTS", "REFUSAL", "SCRIPTS", "UNSPACED", "script_of", "strange_cha
 
 REFUSAL = re.compile(
     r"\b(i can(?:no|')t|i cannot|i'm sorry|i am sorry|sorry,|i'm not (?:able|going|comfortable)|i won't"
-    r"|i don't (?:think|want|feel)|i'm afraid|unable to)\b",
-    re.IGNORECASE,
+    r"|i don't (?:think|want|feel)|i'm afraid|unable to)\b"
 )
-"""Wording of refusals, with straight apostrophes; a hint and not a verdict."""
+"""Wording of refusals, in lower case with straight apostrophes; a hint and not a verdict."""
 
 _LIST = re.compile(r"^\s*(?:[-*+•]|\d+[.)])\s", re.MULTILINE)
 _MARKDOWN = re.compile(r"^#{1,6}\s|\*\*[^*\n]+\*\*|^\|.+\|$", re.MULTILINE)
@@ -60,14 +59,14 @@ SCRIPTS = ("no letters", *_BLOCKS, "other")
 UNSPACED = {SCRIPTS.index(name) for name in ("Thai", "Han", "Kana")}
 """Scripts that put no white space between words."""
 _LETTER = re.compile("|".join(f"([{block}])" for block in _BLOCKS.values()))
+_NOT_ASCII, _ASCII_LETTER = re.compile(r"[^\x00-\x7f]+"), re.compile("[A-Za-z]")
 _HEAD = 500
 """Letters' scripts are counted in so many characters from the start."""
 
 
 def surface_counts(text: str) -> tuple[float, ...]:
     """What `COUNTS` names, of one completion; a refusal counts 1 at most."""
-    plain = text.replace("’", "'")
-    lower = plain.lower()
+    lower = text.replace("’", "'").lower()
     has_tick = "`" in text
     return (
         len(text),
@@ -78,7 +77,7 @@ def surface_counts(text: str) -> tuple[float, ...]:
         len(_NUMBER.findall(text)),
         text.count("?") + text.count("？") + text.count("؟"),
         text.count("!") + text.count("！"),
-        REFUSAL.search(plain) is not None,
+        REFUSAL.search(lower) is not None,
         len(_FIRST_PERSON.findall(lower)),
         len(_HEDGE.findall(lower)),
     )
@@ -87,8 +86,8 @@ def surface_counts(text: str) -> tuple[float, ...]:
 def script_of(text: str) -> int:
     """Index in `SCRIPTS` of the Unicode block that most letters of a text belong to."""
     head = text[:_HEAD]
-    if head.isascii():
-        return 1 if any(map(str.isalpha, head)) else 0
+    if head.isascii() or not any(map(str.isalpha, "".join(_NOT_ASCII.findall(head)))):
+        return 1 if _ASCII_LETTER.search(head) else 0
     found = Counter(match.lastindex for match in _LETTER.finditer(head))
     known = sum(found.values())
     if sum(map(str.isalpha, head)) > 2 * known:
