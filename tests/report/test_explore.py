@@ -201,3 +201,28 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(folder, arguments, parts):
     assert len(result.output.strip().splitlines()) == 1
     assert {path.name for path in folder.iterdir()} - {"outputs"} == before
     assert not list((folder / "outputs").glob("*"))
+
+
+@pytest.mark.slow
+def test_processes_give_what_one_gives(folder, monkeypatch):
+    write_rows(folder / "pairs.jsonl", rows(9000, 7))
+    first = explored("pairs.jsonl")
+    monkeypatch.setattr("rlhf_report.explore.read._SERIAL_CHUNKS", 100)
+    monkeypatch.setattr("rlhf_report.explore.run._FEW_PAIRS", 10_000)
+    alone = run("pairs.jsonl", "--json", "--output-dir", "alone")
+    assert json.loads(alone.output) == first
+
+
+@pytest.mark.slow
+def test_tokens_are_those_of_the_tokenizer(folder):
+    model = Path(__file__).parents[3] / "shared" / "data" / "stories260k"
+    if not model.exists():
+        pytest.skip("the shared data in ../shared/data is missing")
+    from rlhf_models import load_tokenizer
+
+    write_rows(folder / "pairs.jsonl", rows(20, 8))
+    found = explored("pairs.jsonl", "--tokenizer", str(model))["lengths"]["tokens"]["chosen"]
+    tokenizer = load_tokenizer(model)
+    counts = [len(tokenizer(row["chosen"], add_special_tokens=False)["input_ids"]) for row in rows(20, 8)]
+    assert (found["n"], found["max"]) == (20, max(counts))
+    assert found["mean"] == pytest.approx(sum(counts) / 20)

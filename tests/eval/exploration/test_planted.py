@@ -164,3 +164,20 @@ def test_predictors_do_not_depend_on_the_order_within_pairs():
         found = audit_shortcuts(predictors(table, table_of_words(each)), table.keys[:, 0])
         both.append([predictor.accuracy.estimate for predictor in found])
     assert both[0] == pytest.approx(both[1])
+
+
+@pytest.mark.slow
+def test_nothing_planted_is_rarely_found():
+    """With a coin for a label, 95% intervals leave out one half in 5% of the sets, and phrases are rare."""
+    runs, missed, learned, phrases = 100, 0, 0, 0
+    for seed in range(runs):
+        found = explored(unbiased(300, 1000 + seed, per_prompt=2)).results
+        accuracy = {each["name"]: each["accuracy"] for each in found["shortcuts"]["predictors"]}
+        missed += sum(
+            not accuracy[name]["low"] <= 0.5 <= accuracy[name]["high"]
+            for name in ("length", "bag of words", TOGETHER)
+        )
+        learned += found["label_noise"]["is_learnable"]
+        phrases += bool(found["phrases"]["anywhere"]["found"])
+    assert missed <= 0.05 * 3 * runs + 3 * (0.05 * 0.95 * 3 * runs) ** 0.5  # three standard errors
+    assert learned <= 9 and phrases <= 12  # 2.5% and 5%, three standard errors above

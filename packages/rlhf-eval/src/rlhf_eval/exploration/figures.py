@@ -51,7 +51,7 @@ def _draw_difference(axes: Any, results: Mapping[str, Any]) -> None:
     bars = results["length_difference"]
     edges, counts = bars["edges"], bars["counts"]
     widths = [high - low for low, high in pairwise(edges)]
-    colors = [ORANGE if high <= 0 else BLUE for high in edges[1:]]
+    colors = [ORANGE if high < 0 else BLUE if low > 0 else GREY for low, high in pairwise(edges)]
     axes.bar(edges[:-1], counts, width=widths, align="edge", color=colors)
     axes.axvline(0, color=GREY, linewidth=1)
     axes.set_xlabel(f"{_unit(results)} of chosen − rejected")

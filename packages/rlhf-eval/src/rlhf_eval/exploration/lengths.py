@@ -70,7 +70,8 @@ def length_difference(lengths: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Histogram of chosen − rejected; what is beyond the outer hundredths is in the bars at the ends."""
     values = lengths["chosen"].astype(float) - lengths["rejected"]
     top = max(float(np.quantile(np.abs(values), 0.99)), 1.0)
-    counts, edges = np.histogram(np.clip(values, -top, top), bins=_BARS, range=(-top, top))
+    # An odd number of bars: the one in the middle holds the pairs of equal length.
+    counts, edges = np.histogram(np.clip(values, -top, top), bins=_BARS + 1, range=(-top, top))
     return {"edges": edges.tolist(), "counts": counts.tolist()}
 
 

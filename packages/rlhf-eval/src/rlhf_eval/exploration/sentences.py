@@ -81,6 +81,9 @@ def _refusals(results: Mapping[str, Any]) -> Sentence:
 
 def _floor(results: Mapping[str, Any]) -> Sentence:
     found = {each["name"]: each["accuracy"] for each in results["shortcuts"]["predictors"]}
+    if found[TOGETHER]["low"] is None:
+        text = "Too few prompts, or too few words, to measure what predicts the label without reading."
+        return Sentence("floor", False, text)
     text = (
         f"Without reading, the label is predicted in {percent(found[TOGETHER])} of held-out pairs by words "
         f"and surface together, {percent(found['bag of words'])} by a bag of words, "
@@ -114,6 +117,9 @@ def _phrases(results: Mapping[str, Any]) -> list[Sentence]:
         for side, phrases in sides.items()
         if phrases
     ]
+    if not found["tested"]:
+        text = "No phrase is in ten completions, so none is tested."
+        return [Sentence("phrases", False, text)]
     if not lines:
         text = f"None of the {found['tested']:,} phrases is more in one side than chance explains."
         return [Sentence("phrases", False, text)]
@@ -126,8 +132,8 @@ def _noise(results: Mapping[str, Any]) -> Sentence:
     found = results["label_noise"]
     if not found["is_learnable"]:
         text = (
-            "Words and surface do not predict the label of pairs that they were not fitted on "
-            f"({percent(found['accuracy'])}), so nothing is claimed about flipped labels."
+            "Nothing is claimed about flipped labels: words and surface are not shown to predict the label "
+            f"of held-out pairs (right on {percent(found['accuracy'])})."
         )
         return Sentence("label noise", False, text)
     start = (
