@@ -277,6 +277,22 @@ def test_bad_rows_and_settings_are_refused(tmp_path: Path) -> None:
     assert item.record.margin == 2.5
 
 
+def test_pairs_are_known_in_other_forms_and_equal_ratings_are_a_tie(tmp_path: Path) -> None:
+    answers = [{"response": f"answer {i}", "overall_score": i} for i in range(2)]
+    rows = [
+        {"instruction": "q", "completions": answers},
+        {"instruction": "r", "completions": [answers[0], answers[0]]},
+    ]
+    data = write(tmp_path / "rows.jsonl", rows)
+    assert detect_kind(str(data)) == "preference"
+    report = prepare(data, tmp_path / "out")
+    assert report["left_out"] == {"tie": 1}
+    assert rows_of(tmp_path / "out" / "train.jsonl")[0]["chosen"] == "answer 1"
+    steps = write(tmp_path / "steps.jsonl", [{"prompt": "p", "completions": ["a"], "labels": [1]}])
+    with raises_error("unknown_kind"):
+        detect_kind(str(steps))
+
+
 def test_data_that_changes_between_the_passes_is_refused(tmp_path: Path) -> None:
     data = write(tmp_path / "rows.jsonl", [{"prompt": f"p{i}", "completion": "c"} for i in range(3)])
     config = PreprocessConfig()

@@ -17,6 +17,7 @@ from rlhf_data.readers.files import row_parser, scan_rows
 from rlhf_data.readers.json_lines import row_place
 from rlhf_data.readers.locations import data_files
 from rlhf_data.records.encode import Encoder
+from rlhf_data.records.forms import FORMS
 from rlhf_data.records.kind import Record, Text
 from rlhf_data.records.preference import PreferenceRecord
 from rlhf_data.records.truncation import shorten_prompt, token_borders
@@ -106,14 +107,15 @@ def detect_kind(path: str, columns: Mapping[str, str] | None = None) -> str:
     else:
         raise first or UserError(f"{path} holds no rows", code="no_rows")
     names = row.keys() | {name for name, column in (columns or {}).items() if column in row}
-    if "labels" in names:
+    kinds = {kind for form in FORMS if set(form.needs) <= names for kind in form.kinds}
+    if "preference" in kinds or {"chosen", "rejected"} <= names:
+        return "preference"
+    if kinds or "labels" in names:
         raise UserError(
             f"{path}: rows with labels of steps cannot be prepared; give pairs, labelled completions, "
             "conversations or prompts",
             code="unknown_kind",
         )
-    if {"chosen", "rejected"} <= names:
-        return "preference"
     if "label" in names:
         return "kto"
     written = {"completion", "response", "messages", "conversations", "text", "output"}

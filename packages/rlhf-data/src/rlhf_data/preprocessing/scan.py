@@ -186,7 +186,7 @@ def _reason(error: UserError) -> str:
     """What a row that is not read counts as."""
     if error.code in _EMPTY_CODES:
         return "empty"
-    return "tie" if error.code == "same_as_chosen" else "bad_row"
+    return "tie" if error.code in ("same_as_chosen", "tie") else "bad_row"
 
 
 def _are_equal(record: Record) -> bool:
