@@ -48,6 +48,11 @@ class _Group:
     worst: tuple[float, bytes]
     count: int = 0
 
+    def add(self, answer: _Answer) -> None:
+        """Take one more answer into account."""
+        self.best, self.worst = max(self.best, answer.rank), min(self.worst, answer.rank)
+        self.count += 1
+
     def differs(self, gap: float) -> bool:
         """Whether best and worst are two texts whose ratings differ by more than `gap`."""
         return self.best[0] - self.worst[0] > gap and self.best[1] != self.worst[1]
@@ -94,22 +99,12 @@ def pair_ratings(
     rows = 0
     for rows, answer in enumerate(_answers(paths, ratings, columns or {}, on_bad_row, skipped), start=1):
         report(rows)
-        group = groups.setdefault(answer.key, _Group(answer.rank, answer.rank))
-        group.best, group.worst = max(group.best, answer.rank), min(group.worst, answer.rank)
-        group.count += 1
+        groups.setdefault(answer.key, _Group(answer.rank, answer.rank)).add(answer)
     kept = {key: group for key, group in groups.items() if group.differs(min_gap)}
-    single = sum(group.count == 1 for group in groups.values())
-    counts = {
-        "rows": rows,
-        "bad_rows": len(skipped),
-        "prompts": len(groups),
-        "single": single,
-        "ties": len(groups) - len(kept) - single,
-        "pairs": len(kept),
-    }
+    counts = {"rows": rows, "bad_rows": len(skipped), **_counts(groups, kept)}
     if not kept:
         raise UserError(
-            f"no pair is left of {rows} rows: {single} of {len(groups)} prompts have one answer, "
+            f"no pair is left of {rows} rows: {counts['single']} of {len(groups)} prompts have one answer, "
             f"{counts['ties']} have ratings that do not differ by more than {min_gap:g}",
             code="no_row_left",
         )
@@ -120,6 +115,16 @@ def pair_ratings(
                 file.write(json.dumps(pair, ensure_ascii=False) + "\n")
         atomic_write_json(folder / "report.json", counts)
     return counts
+
+
+def _counts(groups: dict[bytes, _Group], kept: dict[bytes, _Group]) -> dict[str, int]:
+    single = sum(group.count == 1 for group in groups.values())
+    return {
+        "prompts": len(groups),
+        "single": single,
+        "ties": len(groups) - len(kept) - single,
+        "pairs": len(kept),
+    }
 
 
 def _answers(
