@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import math
 from typing import Any
 
 import pytest
 
 from raises import raises_error
-from rlhf_data import CompletionRecord, LabelledRecord, PreferenceRecord, PromptRecord, StepwiseRecord
+from rlhf_data import (
+    CompletionRecord,
+    LabelledRecord,
+    PreferenceRecord,
+    PromptRecord,
+    StepwiseRecord,
+    as_messages,
+)
 from rlhf_data.readers.files import row_parser
 
 _ASK = {"role": "user", "content": "hi"}
@@ -53,7 +62,12 @@ def test_two_answers_to_messages_and_two_conversations() -> None:
     assert _parse("preference", row) == (expected,)
     arena = {"conversation_a": [_ASK, _NO], "conversation_b": [_ASK, _YES], "winner": "model_b"}
     assert _parse("preference", arena) == (expected,)
-    for winner, code in (("tie", "tie"), ("tie (bothbad)", "tie"), ("x", "unknown_verdict")):
+    for winner, code in (
+        ("tie", "tie"),
+        ("tie (bothbad)", "tie"),
+        ("both_bad", "tie"),
+        ("x", "unknown_verdict"),
+    ):
         with raises_error(code, column="winner"):
             _parse("preference", {**arena, "winner": winner})
     with raises_error("tie", column="preference_strength"):
@@ -70,8 +84,52 @@ def test_rated_answers_are_a_pair_of_the_best_and_the_worst() -> None:
         _parse("preference", {"prompt": "hi", "answers": ranked[:1]})
     with raises_error("empty_list", column="answers"):
         _parse("preference", {"prompt": "hi", "answers": []})
+    both = {"response": "x", "overall_score": 10, "fine-grained_score": 1.0}
+    other = {"response": "y", "overall_score": 7, "fine-grained_score": 4.5}
+    [record] = _parse("preference", {"instruction": "hi", "completions": [both, other]})
+    assert record.chosen == "y"
+    with raises_error("not_a_rated_answer"):
+        _parse("preference", {"prompt": "hi", "answers": [{"answer": "a", "rating": math.nan}]})
     with raises_error("not_a_rated_answer"):
         _parse("preference", {"prompt": "hi", "answers": [{"answer": "a"}]})
+
+
+def test_the_question_of_a_pair_and_a_system_text() -> None:
+    """What stands in a column of another name is a part of the prompt; a start that both share stays."""
+    pair = {"chosen": "it is 5", "rejected": "it is 8"}
+    for name in ("question", "query", "input"):
+        [record] = _parse("preference", {name: "3+2?", **pair})
+        assert record == PreferenceRecord("3+2?", "it is 5", "it is 8", is_chat=True)
+    system = {"role": "system", "content": "be kind"}
+    [record] = _parse(
+        "preference", {"question": "hi", "system": "be kind", "chosen": "yes", "rejected": "no"}
+    )
+    assert (record.prompt, record.chosen, record.rejected) == ([system, _ASK], [_YES], [_NO])
+    turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]
+    [record] = _parse("sft", {"conversations": turns, "system": "be kind"})
+    assert record.messages == [system, _ASK, _YES]
+    assert _parse("sft", {"conversations": turns, "system": ""})[0].messages == [_ASK, _YES]
+    whole = {"question": "hi", "chosen": "Q: hi A: yes", "rejected": "Q: hi A: no"}
+    assert _parse("preference", whole) == (PreferenceRecord("Q: hi A:", " yes", " no"),)
+    instruction = {"instruction": "Add.", "input": "1 and 2", **pair}
+    assert _parse("preference", instruction)[0].prompt == "Add.\n\n1 and 2"
+    dolly = {"instruction": "Who?", "context": "A cat.", "response": "it"}
+    assert _parse("sft", dolly)[0].prompt == "Who?\n\nA cat."
+
+
+def test_messages_that_are_written_as_json() -> None:
+    row = {"prompt": json.dumps([_ASK]), "chosen": json.dumps([_YES]), "rejected": json.dumps([_NO])}
+    assert _parse("preference", row) == (PreferenceRecord([_ASK], [_YES], [_NO]),)
+    for text in ('[{"a": 1}]', "[{not json", '[{"role": "user", "content": "x"}, 1]'):
+        assert _parse("sft", {"prompt": "p", "completion": text})[0].completion == text
+
+
+def test_a_transcript_stays_one_in_a_form_of_instructions() -> None:
+    ranked = [{"answer": "yes", "rank": 1.0}, {"answer": "no", "rank": 2.0}]
+    [record] = _parse("preference", {"prompt": "\n\nHuman: hi\n\nAssistant: ", "answers": ranked})
+    said = as_messages(record)
+    assert isinstance(said, PreferenceRecord)
+    assert (said.prompt, said.chosen, said.rejected) == ([_ASK], [_YES], [_NO])
 
 
 def test_a_labelled_conversation() -> None:

@@ -64,6 +64,12 @@ def test_a_planted_phrase_is_first_and_whole():
     assert all(each.text != "as an expert" for each in opening)  # it stands at the end
 
 
+def test_copies_of_a_pair_are_no_witnesses_of_their_own():
+    pairs = unbiased(500, 6)
+    found = explored(pairs + pairs[:1] * 30).results["phrases"]["anywhere"]
+    assert found == explored(pairs).results["phrases"]["anywhere"] | {"pairs": 530}
+
+
 def test_planted_rows_are_found_exactly():
     pairs = unbiased(200, 5)
     pairs[20] = pair(pairs[3].prompt.upper(), f" {pairs[3].chosen} ", pairs[3].rejected)

@@ -28,6 +28,14 @@ def test_a_transcript_is_its_last_turn():
     assert asked.ends_with_human and asked.chosen == "yes" and asked.human_turns == 3
 
 
+def test_a_tool_call_is_said():
+    def calls(name):
+        return [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": name}}]}]
+
+    found = texts(prompt=[{"role": "user", "content": "a"}], chosen=calls("f"), rejected=calls("g"))
+    assert '"f"' in found.chosen and '"g"' in found.rejected
+
+
 def test_messages_and_sharegpt():
     def message(role, content):
         return {"role": role, "content": content}

@@ -6,6 +6,7 @@ stands is.  Each function below takes a row and its place, and gives the row's c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,14 +39,14 @@ class Form:
         name: of the form, for people.
         needs: the columns that tell it.
         kinds: the kinds of records that can be made of it.
-        convert: gives a row's columns as those kinds name them.
+        convert: gives a row's columns as those kinds name them; the row itself where it is another form.
         is_chat: whether its prompts and answers are turns of a chat.
     """
 
     name: str
     needs: tuple[str, ...]
     kinds: tuple[str, ...]
-    convert: Callable[[Mapping[str, Any], str], Values]
+    convert: Callable[[Mapping[str, Any], str], Mapping[str, Any]]
     is_chat: bool = True
 
 
@@ -105,12 +106,15 @@ def usual_columns(
         UserError: the row has a known form, but something in it cannot be read, or it says that two answers
             are equally good.
     """
-    forms = _ALPACA if columns or _has_any(row, _USUAL.get(kind, ())) else FORMS + _ALPACA
-    for form in forms:
+    if "prompt" in columns:
+        return row, False
+    lacking = () if columns or _has_any(row, _USUAL.get(kind, ())) else FORMS
+    beside = () if columns else _BESIDE
+    for form in (*lacking, *beside, *_ALPACA):
         if kind in form.kinds and _has_any(row, (form.needs,)):
-            if form in _ALPACA and (row.get("prompt") is not None or "prompt" in columns):
-                continue
-            return form.convert(row, where), form.is_chat
+            values = form.convert(row, where)
+            if values is not row:
+                return values, form.is_chat
     return row, False
 
 
@@ -170,7 +174,7 @@ def _rated_answer(item: Any, texts: Sequence[str], ratings: Sequence[str], where
         rating = float(fields[name]) if name else None
     except (TypeError, ValueError):
         rating = None
-    if text is None or rating is None:
+    if text is None or rating is None or not math.isfinite(rating):
         raise UserError(
             f"{where}: expected an answer ({', '.join(texts)}) with a number ({', '.join(ratings)})",
             code="not_a_rated_answer",
@@ -256,11 +260,14 @@ def _multiple_choice(answer: str) -> Callable[[Mapping[str, Any], str], Values]:
     return convert
 
 
-def _alpaca(row: Mapping[str, Any], where: str) -> Values:
-    """Instruction and input are the prompt; with a system text or a history, the prompt is messages."""
-    taken = ("instruction", "input", "output", "system", "history")
+def _alpaca(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Instruction and input (or context) are the prompt; with a system text or a history, it is messages."""
+    if row.get("prompt") is not None or not isinstance(row["instruction"], str):
+        return row
+    taken = ("instruction", "input", "context", "output", "system", "history")
     values = {name: value for name, value in row.items() if name not in taken}
-    prompt = "\n\n".join(part for part in (row["instruction"], row.get("input")) if part)
+    given = row.get("input") or row.get("context")  # what Dolly calls it
+    prompt = "\n\n".join(part for part in (row["instruction"], given) if part)
     output = row.get("output")
     if row.get("system") or row.get("history"):
         values["prompt"] = [*_earlier(row, where), {"role": "user", "content": prompt}]
@@ -272,6 +279,39 @@ def _alpaca(row: Mapping[str, Any], where: str) -> Values:
     if output is not None:
         values["completion"] = _alike(output, values)
     return values
+
+
+_PROMPTS = ("prompt", "messages", "conversations", "instruction")
+"""Columns that have the prompt, whatever stands beside them."""
+
+
+def _question(name: str) -> Callable[[Mapping[str, Any], str], Mapping[str, Any]]:
+    """A reader of pairs whose prompt is in a column of another name, perhaps with a system text beside it."""
+
+    def convert(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+        texts = [row[key] for key in (name, "chosen", "rejected")]
+        if not all(isinstance(text, str) for text in texts) or any(texts[0] in text for text in texts[1:]):
+            return row  # whole conversations, whose common start is the prompt
+        if any(
+            row.get(other) is not None for other in ("prompt", "messages", "conversations", "instruction")
+        ):
+            return row
+        values = {key: value for key, value in row.items() if key not in (name, "system")}
+        values["prompt"] = row[name]
+        if row.get("system"):
+            values["prompt"] = [*_earlier(row, where), {"role": "user", "content": row[name]}]
+        return values | {side: _alike(row[side], values) for side in ("chosen", "rejected")}
+
+    return convert
+
+
+def _conversation(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """A conversation whose system text stands in a column of its own."""
+    turns, system = row["conversations"], row["system"]
+    if not isinstance(turns, list | tuple) or not isinstance(system, str) or not system.strip():
+        return row
+    values = {name: value for name, value in row.items() if name not in ("conversations", "system")}
+    return values | {"conversations": [{"role": "system", "content": system}, *turns]}
 
 
 def _earlier(row: Mapping[str, Any], where: str) -> list[dict[str, str]]:
@@ -291,7 +331,9 @@ def _earlier(row: Mapping[str, Any], where: str) -> list[dict[str, str]]:
 
 
 _PAIRS = ("sft", "preference", "kto", "prompt")
-_RATINGS = ("overall_score", "score", "rating", "rank")
+_RATINGS = ("fine_grained_score", "fine-grained_score", "overall_score", "score", "rating", "rank")
+"""What an answer's rating may be called; UltraFeedback's overall scores are wrong in places, where its others
+are right (a 10 for a 1), so those come first."""
 _TEXTS = ("response", "answer", "text", "content")
 
 
@@ -301,7 +343,7 @@ def _sign(value: Any) -> bool | None:
 
 
 def _arena(winner: Any) -> bool | None:
-    return None if str(winner).startswith("tie") else {"model_a": True, "model_b": False}[winner]
+    return None if str(winner).startswith(("tie", "both")) else {"model_a": True, "model_b": False}[winner]
 
 
 def _two(name: str, prompt: str, answers: tuple[str, str], verdict: str, first: Any) -> Form:
@@ -340,6 +382,15 @@ FORMS: tuple[Form, ...] = (
     Form("choices", ("question", "choices", "answer"), _PAIRS, _multiple_choice("answer"), is_chat=False),
 )
 """The forms of rows that lack the columns of their kind."""
+
+_BESIDE = (
+    Form("ShareGPT with a system text", ("conversations", "system"), _PAIRS, _conversation, is_chat=False),
+    *(
+        Form("Orca", (name, "chosen", "rejected"), _PAIRS, _question(name))
+        for name in ("question", "query", "input")
+    ),
+)
+"""Forms of rows that have the columns of their kind, but a part of the prompt elsewhere."""
 
 _ALPACA = (Form("Alpaca", ("instruction",), (*_PAIRS, "steps"), _alpaca),)
 """Rows with an instruction and without a prompt, whatever else they have."""

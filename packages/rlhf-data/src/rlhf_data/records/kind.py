@@ -63,12 +63,11 @@ class Record:
         if not isinstance(text, str):
             return self
         transcript = text.rstrip()
-        if self.is_chat:
-            prompt = [{"role": "user", "content": text}]
-        elif transcript.endswith(ASSISTANT_TURN):
+        prompt = None
+        if transcript.endswith(ASSISTANT_TURN):
             prompt = turns(transcript.removesuffix(ASSISTANT_TURN))
-        else:
-            prompt = None
+        if prompt is None and self.is_chat:
+            prompt = [{"role": "user", "content": text}]
         if prompt is None:
             return self
         # What the assistant says, and the turns behind it where there are any.

@@ -60,7 +60,7 @@ class Row:
     def missing(self, column: str) -> UserError:
         """The error for a column without a value."""
         name, present = self.columns.get(column, column), ", ".join(map(str, self.values)) or "no fields"
-        near = nearest_column(column, list(map(str, self.values)))
+        near = nearest_column(column, [key for key in map(str, self.values) if key != column])
         return UserError(
             f"{self.where}, field {name}: missing; the row has {present}: add it or map another column to it"
             + (f", perhaps columns.{column}={near}" if near else ""),
@@ -82,6 +82,8 @@ class Row:
         value, where = self.get(column)
         if isinstance(value, dict):
             return [_message(value, where)]
+        if isinstance(value, str) and value.startswith("[{") and (items := _written_messages(value)):
+            return _messages(items, where)
         return _messages(value, where) if isinstance(value, list) else _string(value, where)
 
     def said(self, column: str) -> Text:
@@ -334,6 +336,19 @@ def _number(value: Any, where: str) -> float:
     if not math.isfinite(number):
         raise UserError(f"{where}: expected a number, got {_short(value)}", code="not_a_number", where=where)
     return number
+
+
+def _written_messages(text: str) -> list[Any] | None:
+    """The messages that a text holds as JSON, as tables of texts do; None where it is a text of its own."""
+    try:
+        items = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    written = all(
+        isinstance(item, dict) and ({"role", "content"} <= item.keys() or {"from", "value"} <= item.keys())
+        for item in items
+    )
+    return items if written else None
 
 
 def _from_json(text: str, where: str) -> Any:

@@ -135,10 +135,18 @@ def _files(rows: int, kind: DummyKind, seed: int) -> dict[str, Sequence[Mapping[
             {"prompt": r.prompt, "completions": list(r.completions), "labels": list(r.labels)}
             for r in story_records("steps", rows, split="train", seed=seed)
         ]
-        files["qa.jsonl"] = [
-            {"story": r.story, "question": r.question, "choices": list(r.choices), "answer": r.answer_text}
-            for r in generate_stories(StoryWorldConfig(), rows, split="train", seed=seed)
-        ]
+        sides: tuple[tuple[str, int, Literal["train", "eval"]], ...]
+        sides = ("qa.jsonl", rows, "train"), ("qa_test.jsonl", held_out, "eval")
+        for name, count, split in sides:
+            files[name] = [
+                {
+                    "story": r.story,
+                    "question": r.question,
+                    "choices": list(r.choices),
+                    "answer": r.answer_text,
+                }
+                for r in generate_stories(StoryWorldConfig(), count, split=split, seed=seed)
+            ]
     return files | _forms(pairs[:_FORM_ROWS], seed)
 
 
@@ -204,7 +212,7 @@ def _readme(name: str, kind: DummyKind, files: Mapping[str, Sequence[Any]]) -> s
         "kto.jsonl": f"rlhf-train kto --train-data {name}/kto.jsonl",
         "prm.jsonl": f"rlhf-train prm --train-data {name}/prm.jsonl",
         "prompts.jsonl": f"rlhf-train grpo --train-data {name}/prompts.jsonl --reward {reward}",
-        "qa.jsonl": f"rlhf-train minmax --train-data {name}/qa.jsonl",
+        "qa.jsonl": f"rlhf-train minmax --train-data {name}/qa.jsonl --eval-data {name}/qa_test.jsonl",
     }
     lines = [command for file, command in commands.items() if file in files]
     lines.append(f"rlhf-train rlhf --data {name} --set sft.model_config={name}/model_config.yaml")

@@ -90,6 +90,8 @@ def explore_pairs(
     ratios, rare = odds_ratios(table, clusters)
     rows = find_rows(table, near_prompts, near_rows)
     rows["suspected_flip"] = noise.suspected, np.full(len(noise.suspected), -1)
+    copies = np.ones(len(table), dtype=bool)
+    copies[np.unique(table.keys[:, 3], return_index=True)[1]] = False
     results = {
         "pairs": len(table),
         "prompts": len(np.unique(table.keys[:, 0])),
@@ -114,8 +116,8 @@ def explore_pairs(
         },
         "odds_ratios": {"features": [asdict(each) for each in ratios], "too_rare": rare},
         "phrases": {
-            "opening": _phrases(words, opening=True),
-            "anywhere": _phrases(words, opening=False),
+            "opening": _phrases(words, copies, opening=True),
+            "anywhere": _phrases(words, copies, opening=False),
         },
         "label_noise": _noise(noise),
     }
@@ -142,8 +144,8 @@ def _refusals(table: PairTable, clusters: np.ndarray) -> dict[str, Any]:
     }
 
 
-def _phrases(words: WordTable, *, opening: bool) -> dict[str, Any]:
-    found, tested, pairs = find_phrases(words, opening=opening)
+def _phrases(words: WordTable, copies: np.ndarray, *, opening: bool) -> dict[str, Any]:
+    found, tested, pairs = find_phrases(words, opening=opening, copies=copies)
     return {
         "tested": tested,
         "pairs": pairs,

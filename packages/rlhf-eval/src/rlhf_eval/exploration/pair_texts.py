@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 from rlhf_data import Message, PreferenceRecord
@@ -71,4 +72,8 @@ def _of_messages(prompt: str | list[Message], chosen: list[Message], rejected: l
 
 def _last_reply(messages: list[Message]) -> str:
     replies = [message for message in messages if message["role"] == "assistant"] or messages
-    return (replies[-1].get("content") or "").strip() if replies else ""
+    if not replies:
+        return ""
+    calls = replies[-1].get("tool_calls")
+    parts = [replies[-1].get("content") or "", json.dumps(calls, ensure_ascii=False) if calls else ""]
+    return "\n".join(filter(None, map(str.strip, parts)))

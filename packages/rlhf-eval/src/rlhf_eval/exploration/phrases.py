@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 import numpy as np
@@ -25,6 +25,7 @@ _MOST_IDS = 4_000_000
 _SAME = 0.8
 """A phrase within a longer one is left out where the longer one is this share of it."""
 _LEVEL = 0.05
+_SIGNIFICANT = NormalDist().inv_cdf(0.975)
 
 
 @dataclass(frozen=True)
@@ -74,43 +75,48 @@ def log_odds(
     return delta, delta / np.sqrt(1 / sides[0][0] + 1 / sides[1][0])
 
 
-def find_phrases(table: WordTable, *, opening: bool) -> tuple[list[Phrase], int, int]:
+def find_phrases(
+    table: WordTable, *, opening: bool, copies: np.ndarray | None = None
+) -> tuple[list[Phrase], int, int]:
     """Phrases of one to four words that differ between the sides, the largest |z| first.
 
-    A completion counts a phrase once, so that one that repeats itself is one witness. Phrases with |z| at
-    most 1.96, or a corrected p-value above 5%, are left out, and so are parts of a longer phrase that is
-    nearly as frequent.
+    A completion counts a phrase once, so that one that repeats itself is one witness. Parts of a longer
+    phrase that is nearly as frequent are not tested, which the counts of both sides together decide. Phrases
+    with |z| at most 1.96, or a corrected p-value above 5%, are left out.
 
     Args:
         table: the words.
         opening: whether only the first 8 words of each completion count.
+        copies: (n,) whether a pair is a copy of one before it, and so no witness of its own.
 
     Returns:
         The phrases; how many were tested; how many pairs they were counted in (those with the first four
         million words).
     """
-    ids, documents, pairs = _ids(table, opening)
+    ids, documents, pairs = _ids(table, opening, copies)
     names, ids = _common(table, ids)
-    tested = [_count(ids, documents, n) for n in range(1, _LONGEST + 1)]
-    scored = [(keys, counts, *log_odds(*counts, totals)) for keys, counts, totals in tested]
-    z = np.concatenate([each[3] for each in scored])
-    p_values = benjamini_hochberg([2 * NormalDist().cdf(-abs(value)) for value in z.tolist()])
-    found, at = [], 0
-    for keys, counts, delta, scores in scored:
-        for i in range(len(keys)):
-            if abs(scores[i]) > NormalDist().inv_cdf(0.975) and p_values[at] <= _LEVEL:
-                text = _name(int(keys[i]), names)
-                both = int(counts[0][i]), int(counts[1][i])
-                found.append(Phrase(text, *both, float(delta[i]), float(scores[i]), p_values[at]))
-            at += 1
-    return _without_parts(found), len(z), pairs
+    phrases: list[Phrase] = []
+    for n in range(1, _LONGEST + 1):
+        keys, counts, totals = _count(ids, documents, n)
+        numbers = zip(keys.tolist(), *counts, *log_odds(*counts, totals), strict=True)
+        phrases += [
+            Phrase(_name(key, names), int(chosen), int(rejected), float(delta), float(z), 1.0)
+            for key, chosen, rejected, delta, z in numbers
+        ]
+    tested = _without_parts(phrases)
+    p_values = benjamini_hochberg([2 * NormalDist().cdf(-abs(each.z)) for each in tested])
+    found = [replace(each, p_value=p) for each, p in zip(tested, p_values, strict=True)]
+    kept = [each for each in found if abs(each.z) > _SIGNIFICANT and each.p_value <= _LEVEL]
+    return sorted(kept, key=lambda phrase: -abs(phrase.z)), len(tested), pairs
 
 
-def _ids(table: WordTable, opening: bool) -> tuple[np.ndarray, np.ndarray, int]:
+def _ids(table: WordTable, opening: bool, copies: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, int]:
     """Words and the completion of each, of as many whole pairs as there is room for."""
     lengths = table.lengths
     ends = np.cumsum(lengths)
     used = np.minimum(lengths, _OPENING_WORDS) if opening else lengths
+    if copies is not None:
+        used = np.where(np.repeat(copies[: len(lengths) // 2], 2), 0, used)
     room = np.searchsorted(np.cumsum(used), _MOST_IDS, "right") // 2 * 2
     lengths, used, starts = lengths[:room], used[:room], (ends - lengths)[:room]
     within = np.arange(used.sum()) - np.repeat(np.cumsum(used) - used, used)
@@ -156,16 +162,15 @@ def _name(key: int, names: list[str]) -> str:
     return " ".join(names[number] for number in reversed(numbers))
 
 
-def _without_parts(found: list[Phrase]) -> list[Phrase]:
-    """The phrases without parts of longer ones that say the same, by falling |z|."""
+def _without_parts(phrases: list[Phrase]) -> list[Phrase]:
+    """The phrases without parts of longer ones that say the same."""
     parts: dict[str, int] = {}
-    for phrase in found:
+    for phrase in phrases:
         words, total = phrase.text.split(" "), phrase.chosen + phrase.rejected
         for length in range(1, len(words)):
             for start in range(len(words) - length + 1):
                 part = " ".join(words[start : start + length])
                 parts[part] = max(parts.get(part, 0), total)
-    kept = [
-        each for each in found if parts.get(each.text, 0) < math.ceil(_SAME * (each.chosen + each.rejected))
+    return [
+        each for each in phrases if parts.get(each.text, 0) < math.ceil(_SAME * (each.chosen + each.rejected))
     ]
-    return sorted(kept, key=lambda phrase: -abs(phrase.z))
