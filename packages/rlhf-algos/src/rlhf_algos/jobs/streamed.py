@@ -77,7 +77,7 @@ def open_source(config: JobConfig, kind: str) -> RecordSource:
             code="invalid_value",
             key="subset_size",
         )
-    mixture = MixtureConfig.from_dict(load_config_file(path))
+    mixture = MixtureConfig.from_dict(load_config_file(path), where=str(path))
     streams = [
         (RecordStream(_beside(path, each.path), kind, columns=each.columns or config.columns), each.weight)
         for each in mixture.sources

@@ -20,7 +20,7 @@ from rlhf_algos.jobs.models import check_start, longest_sequence, start_model
 from rlhf_algos.jobs.online import PREFLIGHT, load_rewards, online_parts, tell_findings
 from rlhf_algos.jobs.results import finish_run
 from rlhf_algos.jobs.tiny_models import few_threads_for_a_small_model
-from rlhf_algos.process_group import broadcast
+from rlhf_algos.process_group import broadcast, world_size
 from rlhf_algos.tracking.run_facts import Clock
 from rlhf_algos.tracking.step_report import OnReport
 from rlhf_data import RunFolder, UserError, atomic_write_json, finite
@@ -74,6 +74,7 @@ class TrainingJob(Job):
         """
         if resume:
             _check_extension(self.run, self.config)
+            self.config = with_rows_per_step(self.run, self.config)
         clock = Clock()
         trainer, rows = self.prepare()
         if trainer.parallel.is_main:
@@ -212,6 +213,32 @@ def _dtype_name(model: Any) -> str:
     """The dtype of the parameters that are saved, in words."""
     trained = next((each for each in model.parameters() if each.requires_grad), None)
     return "the dtype it was trained in" if trained is None else str(trained.dtype).removeprefix("torch.")
+
+
+def with_rows_per_step(run: RunFolder, config: JobConfig) -> JobConfig:
+    """The settings with as many rows per process that a step has the rows it had on other processes.
+
+    Args:
+        run: the run's folder, perhaps with checkpoints.
+        config: its settings.
+
+    Raises:
+        UserError: the rows of a step cannot be shared equally by the processes that there are now.
+    """
+    latest = run.latest_checkpoint()
+    rows = CheckpointManager.read_state(latest).get("rows_per_step") if latest else None
+    per_row = config.gradient_accumulation_steps * world_size()
+    if rows is None or rows == config.per_device_train_batch_size * per_row:
+        return config
+    if rows % per_row:
+        raise UserError(
+            f"{latest} was written with {rows} rows per step, which {world_size()} processes x "
+            f"{config.gradient_accumulation_steps} gradient_accumulation_steps cannot share equally; take "
+            "another number of processes",
+            code="different_training_data",
+        )
+    _LOG.info("%d rows per process and step, so that a step has the %d it had", rows // per_row, rows)
+    return type(config).from_dict(config.to_dict() | {"per_device_train_batch_size": rows // per_row})
 
 
 def _check_extension(run: RunFolder, config: JobConfig) -> None:

@@ -77,7 +77,15 @@ def read_items(
             if isinstance(row, UserError):
                 yield Item(None, row, where, Path(path).name)
                 continue
-            source = Path(path).name if source_column is None else str(row.get(source_column, ""))
+            source = Path(path).name if source_column is None else str(row.get(source_column))
+            if source_column is not None and row.get(source_column) is None:
+                error = UserError(
+                    f"{where}, field {source_column}: missing; expected the row's source",
+                    code="missing_column",
+                    column=source_column,
+                )
+                yield Item(None, error, where, Path(path).name)
+                continue
             try:
                 records = parse(row, where)
                 if config.margins == "ratings":

@@ -44,9 +44,17 @@ def opened_shard(path: str | Path) -> Shard:
     if not path.name.lower().endswith(_COMPRESSED):
         return shard_of(path)
     folder = cache_folder("streams") / f"{shard_key(LinesShard(path))}-unpacked"
-    with _alone(folder):
-        if not folder.exists():
-            _unpack(path, folder)
+    try:
+        with _alone(folder):
+            if not folder.exists():
+                _unpack(path, folder)
+    except OSError as error:
+        raise UserError(
+            f"data file {path} is compressed, and {folder.parent}, where it is unpacked to be streamed, "
+            f"cannot be written ({error.strerror or error}); set XDG_CACHE_HOME to a folder with room, or "
+            "unpack it",
+            code="unwritable_cache",
+        ) from error
     return shard_of(folder / "rows.jsonl", name=path)
 
 

@@ -60,7 +60,7 @@ def write_shards(
         raise UserError(f"{folder} is not empty; choose another --out", code="folder_not_empty")
     if shard_format == "lmdb" and rows_per_shard is not None:
         raise UserError(
-            "an LMDB folder has one file; leave rows_per_shard out",
+            "an LMDB folder has one file; leave --rows-per-shard out",
             code="invalid_value",
             key="rows_per_shard",
         )
