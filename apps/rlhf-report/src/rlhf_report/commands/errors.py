@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from rlhf_report.failures import explained
+from rlhf_report.options import bad_row_option
 
 
 @click.command("errors")
@@ -44,13 +45,7 @@ from rlhf_report.failures import explained
     help="Prompts with several completions, for the best of N under --held-out-reward.",
 )
 @click.option("--held-out-reward", metavar="MODEL", help="The reward that judges the best of N.")
-@click.option(
-    "--on-bad-row",
-    default="error",
-    show_default=True,
-    type=click.Choice(["error", "skip"]),
-    help="What to do.",
-)
+@bad_row_option("What to do with a row that cannot be read.")
 @click.option("--output-dir", metavar="DIR", help="Folder of the report; default outputs/errors-<time>.")
 @explained
 def command(**options: Any) -> None:

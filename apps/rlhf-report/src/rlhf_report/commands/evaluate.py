@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from rlhf_report.failures import explained
+from rlhf_report.options import bad_row_option
 
 
 @click.command("evaluate")
@@ -67,13 +68,7 @@ from rlhf_report.failures import explained
 @click.option("--dtype", default="auto", show_default=True, help="Of the models' weights.")
 @click.option("--kl/--no-kl", default=True, show_default=True, help="Measure the KL to the reference.")
 @click.option("--env-file", metavar="FILE", help="NAME=value lines for the environment, such as API keys.")
-@click.option(
-    "--on-bad-row",
-    default="error",
-    show_default=True,
-    type=click.Choice(["error", "skip"]),
-    help="What to do with a row that cannot be read.",
-)
+@bad_row_option("What to do with a row that cannot be read.")
 @click.option("--output-dir", metavar="DIR", help="Folder of the report; one that was interrupted goes on.")
 @explained
 def command(**options: Any) -> None:

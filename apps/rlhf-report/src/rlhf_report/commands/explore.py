@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from rlhf_report.failures import explained
+from rlhf_report.options import bad_row_option
 
 
 @click.command("explore")
@@ -23,13 +24,7 @@ from rlhf_report.failures import explained
     "--samples", default=10, show_default=True, type=click.IntRange(0), help="Pairs of a kind to read."
 )
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Of splits and samples.")
-@click.option(
-    "--on-bad-row",
-    default="error",
-    show_default=True,
-    type=click.Choice(["error", "skip"]),
-    help="What to do with a row that is no pair.",
-)
+@bad_row_option("What to do with a row that is not a pair.")
 @click.option("--output-dir", metavar="DIR", help="Folder of the report; default outputs/exploration-<time>.")
 @click.option("--json", "as_json", is_flag=True, help="Print exploration.json instead of sentences.")
 @explained

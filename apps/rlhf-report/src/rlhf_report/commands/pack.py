@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from rlhf_report.failures import explained
+from rlhf_report.options import bad_row_option
 
 
 @click.command("pack")
@@ -22,13 +23,7 @@ from rlhf_report.failures import explained
     help="Of the shards; lmdb makes DIR itself an LMDB folder.",
 )
 @click.option("--rows-per-shard", type=click.IntRange(1), help="Rows of a file.  [default: 1048576]")
-@click.option(
-    "--on-bad-row",
-    default="error",
-    show_default=True,
-    type=click.Choice(["error", "skip"]),
-    help="What to do.",
-)
+@bad_row_option("What to do with a row that cannot be read.")
 @explained
 def command(data: tuple[str, ...], out: str, **options: Any) -> None:
     """Write data as shards whose rows can be had in any order, for training with streaming=true.

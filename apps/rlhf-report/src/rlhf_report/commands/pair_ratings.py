@@ -7,6 +7,7 @@ from typing import Literal
 import click
 
 from rlhf_report.failures import explained
+from rlhf_report.options import bad_row_option
 
 _SHOWN_EVERY = 5000
 
@@ -35,13 +36,7 @@ _SHOWN_EVERY = 5000
     metavar="NAME=COLUMN",
     help="The data's name of prompt or completion; may be repeated.",
 )
-@click.option(
-    "--on-bad-row",
-    default="error",
-    show_default=True,
-    type=click.Choice(["error", "skip"]),
-    help="What to do with a row that has no rated answer.",
-)
+@bad_row_option("What to do with a row that has no rated answer.")
 @explained
 def command(
     data: tuple[str, ...],

@@ -29,7 +29,7 @@ _TEXT_BITS, _HASH_BITS, _HASH = np.uint64(16), np.uint64(48), np.uint64((1 << 48
 _MAX_WORDS = 1 << 20
 """Words whose hashes are remembered."""
 _SKETCH = 256
-"""Shingle hashes kept of a text; up to so many shingles its Jaccard index is exact."""
+"""Shingle hashes kept of a text; the Jaccard index of texts with no more shingles is exact."""
 _RECALL = 0.98
 """Share of pairs at the threshold that the bands are to find."""
 _BUCKET = 64

@@ -108,7 +108,7 @@ class Builder:
         """Raise `UserError` where so many records are too few; one is enough for most kinds."""
 
     def is_too_long(self, length: int) -> bool:
-        """Whether a sequence of so many tokens is to be shortened or left out before it is cut at its end."""
+        """Whether a sequence of this length is to be shortened or left out before it is cut at its end."""
         cut = self.truncation in (None, "right")
         return not cut and self.max_length is not None and length > self.max_length
 

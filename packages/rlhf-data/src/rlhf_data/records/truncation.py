@@ -76,7 +76,7 @@ def _behind(prompt: Any, head: int, starts: list[int], fits: Callable[[Text], bo
 
 
 def _first(count: int, candidate: Callable[[int], Text], fits: Callable[[Text], bool]) -> Text | None:
-    """The first that fits of so many candidates, of which each is shorter than the one before."""
+    """The first candidate that fits; each is shorter than the one before."""
     index = bisect_left(range(count), True, key=lambda number: fits(candidate(number)))
     return candidate(index) if index < count else None
 

@@ -21,7 +21,7 @@ __all__ = ["WINDOW_BYTES", "ShardedRows"]
 
 _LOG = logging.getLogger(__name__)
 WINDOW_BYTES = 64 << 20
-"""Rows are shuffled within so many bytes of blocks that come from anywhere in the set."""
+"""Bytes of a window: rows are shuffled within blocks of this size together, from anywhere in the set."""
 
 
 class ShardedRows:

@@ -142,7 +142,7 @@ FIGURES = {
     ),
     "conversation_depth": (
         "How deep are dialogues?",
-        "Pairs by the turns of the user; a prompt that is no dialogue is one turn.",
+        "Pairs by the turns of the user; any other prompt is one turn.",
         _draw_depth,
         3.7,
     ),

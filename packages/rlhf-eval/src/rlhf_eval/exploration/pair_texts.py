@@ -21,7 +21,7 @@ class PairTexts:
         prompt: What both completions answer, messages below one another.
         chosen: What the assistant says last in the preferred dialogue.
         rejected: The same in the other dialogue.
-        human_turns: Turns of the user in the preferred dialogue; a prompt that is no dialogue is one.
+        human_turns: Turns of the user in the preferred dialogue; any other prompt is one.
         ends_with_human: Whether a dialogue ends with a turn of the user.
         parts_early: Whether the dialogues part before the last turn of the assistant.
     """

@@ -15,6 +15,7 @@ import numpy as np
 
 from rlhf_eval.exploration.logistic import Design, SparseRows, fit_pairs, fit_with_errors
 from rlhf_eval.exploration.pair_table import PairTable
+from rlhf_eval.exploration.surface import COUNTS
 from rlhf_eval.exploration.words import WordTable
 from rlhf_eval.stats import Interval, proportion_interval
 
@@ -32,17 +33,7 @@ __all__ = [
 ]
 
 TOGETHER = "everything together"
-_SURFACE = (
-    "list items",
-    "markdown",
-    "code",
-    "numbers",
-    "questions",
-    "exclamations",
-    "refusal",
-    "first person",
-    "hedges",
-)
+_SURFACE = COUNTS[2:]
 _RATIO_EDGES = (0.1, 0.25, 0.5, 1.0)
 """Of |log ratio|: longer by 10%, 28%, 65%, 172%."""
 _FEWEST = 20

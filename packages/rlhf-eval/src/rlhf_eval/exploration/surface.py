@@ -61,7 +61,7 @@ UNSPACED = {SCRIPTS.index(name) for name in ("Thai", "Han", "Kana")}
 _LETTER = re.compile("|".join(f"([{block}])" for block in _BLOCKS.values()))
 _NOT_ASCII, _ASCII_LETTER = re.compile(r"[^\x00-\x7f]+"), re.compile("[A-Za-z]")
 _HEAD = 500
-"""Letters' scripts are counted in so many characters from the start."""
+"""Characters from the start in which the scripts of letters are counted."""
 
 
 def surface_counts(text: str) -> tuple[float, ...]:

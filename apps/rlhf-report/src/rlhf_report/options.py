@@ -1,0 +1,24 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+__all__ = ["bad_row_option"]
+
+
+def bad_row_option(meaning: str) -> Any:
+    """The option `--on-bad-row`: error or skip.
+
+    Args:
+        meaning: what its help says.
+    """
+    return click.option(
+        "--on-bad-row",
+        default="error",
+        show_default=True,
+        type=click.Choice(["error", "skip"]),
+        help=meaning,
+    )
