@@ -31,6 +31,8 @@ def test_each_process_takes_its_share_of_the_rows_of_a_step(
     assert with_rows_per_step(run, config) is config
     assert with_rows_per_step(_run(tmp_path / "older"), config) is config
     assert with_rows_per_step(RunFolder.create(tmp_path / "new"), config) is config
+    online = METHODS["grpo"].resolve({}, where="test")  # its steps count prompts, its settings completions
+    assert with_rows_per_step(run, online) is online
     monkeypatch.setenv("WORLD_SIZE", "2")
     shared = with_rows_per_step(run, config)
     assert shared.per_device_train_batch_size == 3

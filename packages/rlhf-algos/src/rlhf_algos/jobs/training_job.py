@@ -220,7 +220,7 @@ def with_rows_per_step(run: RunFolder, config: JobConfig) -> JobConfig:
 
     Args:
         run: the run's folder, perhaps with checkpoints.
-        config: its settings.
+        config: its settings; those of an online method, whose steps count completions, stay as they are.
 
     Raises:
         UserError: the rows of a step cannot be shared equally by the processes that there are now.
@@ -228,7 +228,9 @@ def with_rows_per_step(run: RunFolder, config: JobConfig) -> JobConfig:
     latest = run.latest_checkpoint()
     rows = CheckpointManager.read_state(latest).get("rows_per_step") if latest else None
     per_row = config.gradient_accumulation_steps * world_size()
-    if rows is None or rows == config.per_device_train_batch_size * per_row:
+    if rows is None or isinstance(config, OnlineJobConfig):
+        return config
+    if rows == config.per_device_train_batch_size * per_row:
         return config
     if rows % per_row:
         raise UserError(
