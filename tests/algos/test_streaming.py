@@ -14,10 +14,9 @@ import pytest
 from raises import raises_error
 from rlhf_algos import METHODS
 from rlhf_algos.jobs.data import build_sets, load_rows
-from rlhf_algos.jobs.streamed import prompt_key
 from rlhf_algos.offline.sft import SFTConfig, SFTTrainer
 from rlhf_algos.tracking.run_facts import MACHINE_KEYS
-from rlhf_data import RunFolder, StreamingSFTDataset, UserError
+from rlhf_data import RunFolder, StreamingSFTDataset, UserError, prompt_key
 from rlhf_models import tiny_model
 
 WORKER = Path(__file__).with_name("streaming_worker.py")

@@ -97,7 +97,7 @@ def test_a_streamed_file_trains_as_one_in_memory(
     (tmp_path / "rows.jsonl").write_bytes(lines_of(PAIRS))
     (tmp_path / "held-out.jsonl").write_bytes(lines_of(PAIRS[:2]))
     options = ("--model", tiny_model_folder, "--train-data", tmp_path / "rows.jsonl", *SMALL)
-    options += ("--eval-data", tmp_path / "held-out.jsonl")
+    options += ("--eval-data", tmp_path / "held-out.jsonl", "--set=shuffle=false")
     printed = done(train("dpo", *options, "--output-dir=whole"))
     done(train("dpo", *options, "--set=streaming=true", "--output-dir=streamed"))
     assert losses("whole") == losses("streamed")

@@ -48,6 +48,8 @@ from rlhf_data.records.kind import Message as Message
 from rlhf_data.records.kind import Record as Record
 from rlhf_data.records.kind import Text as Text
 from rlhf_data.records.kind import as_messages as as_messages
+from rlhf_data.records.kind import is_held_out as is_held_out
+from rlhf_data.records.kind import prompt_key as prompt_key
 from rlhf_data.records.kind import record_kind as record_kind
 from rlhf_data.records.kto import KTOExample as KTOExample
 from rlhf_data.records.kto import LabelledRecord as LabelledRecord

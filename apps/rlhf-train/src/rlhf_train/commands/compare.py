@@ -111,7 +111,7 @@ def _checked(plan: ComparisonPlan) -> tuple[list[PromptRecord], int]:
 
 def _prompt_of(record: Any) -> str:
     """A record's prompt as JSON; of a conversation, what stands before its last message."""
-    from rlhf_algos.jobs.data import prompt_key
+    from rlhf_data import prompt_key
 
     messages = getattr(record, "messages", None)
     return prompt_key(record) if messages is None else json.dumps(messages[:-1], sort_keys=True)

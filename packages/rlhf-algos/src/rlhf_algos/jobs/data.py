@@ -13,9 +13,7 @@ from rlhf_algos.jobs.answer_check import AnswerCheck
 from rlhf_algos.jobs.config import JobConfig, OnlineJobConfig
 from rlhf_algos.jobs.streamed import (
     held_out_records,
-    is_held_out,
     open_source,
-    prompt_key,
     rows_left_out,
     taking,
 )
@@ -29,7 +27,9 @@ from rlhf_data import (
     arithmetic_records,
     as_messages,
     first_records,
+    is_held_out,
     load_records,
+    prompt_key,
     record_kind,
     settle_ties,
     story_records,
@@ -46,7 +46,6 @@ __all__ = [
     "conversion",
     "demonstrated",
     "load_rows",
-    "prompt_key",
     "split_by_prompt",
     "tell_left_out",
     "with_skipped",
@@ -335,10 +334,11 @@ def _read(
     if unread and not records:
         raise UserError(f"{path}: no row is left; {unread[0]}", code="no_row_left")
     skipped = [*loaded.skipped, *unread]
-    records, tied = settle_ties(records, config.ties)
-    if tied and not records:
-        raise UserError(f"{path}: no row is left; all {len(tied)} are ties", code="no_row_left")
-    _warn_of_bad_rows(f"ties of {path}", tied)
+    if config.ties != "keep":
+        records, tied = settle_ties(records, config.ties)
+        if tied and not records:
+            raise UserError(f"{path}: no row is left; all {len(tied)} are ties", code="no_row_left")
+        _warn_of_bad_rows(f"ties of {path}", tied)
     _warn_of_bad_rows(f"bad rows of {path}", skipped)
     return records, len(skipped)
 

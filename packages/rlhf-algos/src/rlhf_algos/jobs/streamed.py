@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -23,10 +21,11 @@ from rlhf_data import (
     RecordStream,
     StreamingDataset,
     UserError,
+    is_held_out,
     load_config_file,
 )
 
-__all__ = ["held_out_records", "is_held_out", "open_source", "prompt_key", "rows_left_out", "taking"]
+__all__ = ["held_out_records", "open_source", "rows_left_out", "taking"]
 
 _LOG = logging.getLogger(__name__)
 _MIXTURES = (".yaml", ".yml")
@@ -83,20 +82,6 @@ def open_source(config: JobConfig, kind: str) -> RecordSource:
         for each in mixture.sources
     ]
     return DatasetMixture(streams)
-
-
-def prompt_key(record: Any) -> str:
-    """What a record shares with others of the same prompt, as JSON; without a prompt, the whole of it."""
-    for name in ("prompt", "messages", "text"):
-        if hasattr(record, name):
-            return json.dumps(getattr(record, name), sort_keys=True)
-    raise TypeError(f"{type(record).__name__} has neither prompt nor messages nor text")
-
-
-def is_held_out(record: Any, fraction: float) -> bool:
-    """Whether a hash of a record's prompt puts it among the held-out fraction of prompts."""
-    digest = hashlib.sha256(prompt_key(record).encode()).digest()
-    return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
 def taking(fraction: float, check: Callable[[Record], None] | None) -> Callable[[Record], bool]:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from io import BufferedIOBase
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from rlhf_data.errors import UserError
-from rlhf_data.readers.json_lines import Rows, as_row, attempt, decode, parse_line, read_json_lines, row_place
+from rlhf_data.readers.json_lines import Rows, damaged, is_damage, open_lines, row_place
 from rlhf_data.readers.lmdb_rows import read_lmdb
 from rlhf_data.readers.locations import data_files, is_hub_name
-from rlhf_data.readers.tables import read_arrow, read_csv, read_hub, read_parquet
-from rlhf_data.records.forms import usual_columns
+from rlhf_data.readers.tables import MAX_LINE_BYTES, TOO_LONG, read_arrow, read_csv, read_hub, read_parquet
 from rlhf_data.records.kind import Record, record_kind
-from rlhf_data.records.row import TEMPLATE_COLUMNS, Row, joined_columns
+from rlhf_data.records.row import TEMPLATE_COLUMNS, Row, joined_columns, usual_columns
 
 OnBadRow = Literal["error", "skip"]
 _Item = TypeVar("_Item")
@@ -250,7 +252,7 @@ def _reader(source: str | Path) -> Callable[[Path], Rows]:
 
 def _read_json(path: Path) -> Rows:
     data = path.read_bytes()
-    text = decode(data, f"data file {path}")
+    text = _decode(data, f"data file {path}")
     if not text.strip():
         return
     try:
@@ -273,12 +275,109 @@ def _read_json(path: Path) -> Rows:
         )
     for number, row in enumerate(values, start=1):
         row = {"prompt": row} if isinstance(row, str) else row
-        yield number, attempt(as_row, row, row_place(path, number))
+        yield number, _attempt(_as_row, row, row_place(path, number))
+
+
+def _read_json_lines(path: Path) -> Rows:
+    """Yield line number and row of a file of JSON lines, unpacked as it is read; a bad row as its error."""
+    number = 0
+    try:
+        with open_lines(path) as file:
+            for number, _, line in _iterate_lines(file, path):
+                yield number, _attempt(parse_line, line, row_place(path, number))
+    except (EOFError, gzip.BadGzipFile, zlib.error, OSError) as error:
+        if not is_damage(error):
+            raise
+        yield number + 1, damaged(path, number, error)
+
+
+def _iterate_lines(file: BufferedIOBase, path: Path) -> Iterator[tuple[int, int, bytes | UserError]]:
+    """Yield number from 1, byte offset and bytes of every line that is not blank.
+
+    Args:
+        file: an open file of JSON lines; never is more than `MAX_LINE_BYTES` of it held.
+        path: what errors call it.
+    """
+    offset = 0
+    for number in count(1):
+        line = file.readline(MAX_LINE_BYTES + 1)
+        if not line:
+            return
+        start, offset = offset, offset + len(line)
+        if len(line) > MAX_LINE_BYTES:
+            while line and not line.endswith(b"\n"):
+                line = file.readline(MAX_LINE_BYTES)
+                offset += len(line)
+            yield (
+                number,
+                start,
+                UserError(
+                    f"{row_place(path, number)}: {TOO_LONG}; expected one object a line, each shorter",
+                    code="line_too_long",
+                ),
+            )
+        elif line.strip():
+            yield number, start, line
+
+
+def parse_line(line: bytes, where: str) -> dict[str, Any]:
+    """Return the object that a line of JSON holds.
+
+    Raises:
+        UserError: not UTF-8, not JSON, or no object.
+    """
+    try:
+        row = json.loads(_decode(line, where))
+    except (ValueError, RecursionError) as error:  # also a number of too many digits, too deep a nesting
+        said = getattr(error, "msg", error)  # of a JSONDecodeError, without its place
+        raise UserError(
+            f"{where}: invalid JSON ({said}); expected one object a line", code="invalid_json", where=where
+        ) from error
+    return _as_row(row, where)
+
+
+def _attempt(read: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any] | UserError:
+    """What `read` gives, or the error that it raises; an error in place of its first argument stays."""
+    if isinstance(arguments[0], UserError):
+        return arguments[0]
+    try:
+        return read(*arguments)
+    except UserError as error:
+        return error
+
+
+def _as_row(value: Any, where: str) -> dict[str, Any]:
+    """Return a value that is an object.
+
+    Raises:
+        UserError: it is something else.
+    """
+    if not isinstance(value, dict):
+        raise UserError(
+            f"{where}: expected an object with named fields, got {str(value)[:60]!r}",
+            code="not_an_object",
+            where=where,
+        )
+    return value
+
+
+def _decode(data: bytes, where: str) -> str:
+    """Return UTF-8 bytes as text; `where` is what an error calls them.
+
+    Raises:
+        UserError: they are not UTF-8.
+    """
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        place = f"byte {error.start}" if line == 1 else f"line {line}"
+        raise UserError(f"{where}: not UTF-8 text ({place}); save the file as UTF-8") from error
 
 
 def _read_lmdb(path: Path) -> Rows:
     for number, row in enumerate(read_lmdb(path), start=1):
-        yield number, attempt(parse_line, row, row_place(path, number))
+        yield number, _attempt(parse_line, row, row_place(path, number))
 
 
 def _numbered(read: Callable[[Path], Iterator[dict[str, Any]]]) -> Callable[[Path], Rows]:
@@ -287,9 +386,9 @@ def _numbered(read: Callable[[Path], Iterator[dict[str, Any]]]) -> Callable[[Pat
 
 _READERS: dict[str, Callable[[Path], Rows]] = {
     ".json": _read_json,
-    ".jsonl": read_json_lines,
-    ".jsonl.gz": read_json_lines,
-    ".jsonl.zst": read_json_lines,
+    ".jsonl": _read_json_lines,
+    ".jsonl.gz": _read_json_lines,
+    ".jsonl.zst": _read_json_lines,
     ".csv": read_csv,
     ".parquet": _numbered(read_parquet),
     ".arrow": _numbered(read_arrow),

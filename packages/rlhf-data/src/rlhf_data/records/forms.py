@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from rlhf_data.errors import UserError
@@ -87,40 +88,21 @@ class TwoAnswers:
         return values | {"chosen": _alike(row[better], values), "rejected": _alike(row[worse], values)}
 
 
-def usual_columns(
-    row: Mapping[str, Any], kind: str, columns: Mapping[str, Any], where: str
-) -> tuple[Mapping[str, Any], bool]:
-    """Name the columns of a row as a kind of records does, where a known form names them otherwise.
+@lru_cache(maxsize=1024)
+def forms_of(names: frozenset[str], kind: str, renamed: frozenset[str]) -> tuple[Form, ...]:
+    """The forms that a row may have, by its columns.
 
     Args:
-        row: as it stands in its file.
+        names: the columns in which the row has a value.
         kind: name of the kind of records that is read.
-        columns: the file's name of a column, by its usual name; where some are given, only Alpaca's form
-            is known.
-        where: the row's place, for errors.
-
-    Returns:
-        The row, and whether its texts are turns of a chat.
-
-    Raises:
-        UserError: the row has a known form, but something in it cannot be read, or it says that two answers
-            are equally good.
+        renamed: the columns for which a file's own names are given; with some, only Alpaca's form is known.
     """
-    if "prompt" in columns:
-        return row, False
-    lacking = () if columns or _has_any(row, _USUAL.get(kind, ())) else FORMS
-    beside = () if columns else _BESIDE
-    for form in (*lacking, *beside, *_ALPACA):
-        if kind in form.kinds and _has_any(row, (form.needs,)):
-            values = form.convert(row, where)
-            if values is not row:
-                return values, form.is_chat
-    return row, False
-
-
-def _has_any(row: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> bool:
-    """Whether a row has a value in every column of one of the groups."""
-    return any(all(row.get(name) is not None for name in names) for names in groups)
+    if "prompt" in renamed:
+        return ()
+    as_it_stands = any(names.issuperset(group) for group in _USUAL.get(kind, ()))
+    lacking = () if renamed or as_it_stands else FORMS
+    forms = (*lacking, *(() if renamed else _BESIDE), *_ALPACA)
+    return tuple(form for form in forms if kind in form.kinds and names.issuperset(form.needs))
 
 
 def _tie(where: str, column: str) -> UserError:
@@ -292,9 +274,7 @@ def _question(name: str) -> Callable[[Mapping[str, Any], str], Mapping[str, Any]
         texts = [row[key] for key in (name, "chosen", "rejected")]
         if not all(isinstance(text, str) for text in texts) or any(texts[0] in text for text in texts[1:]):
             return row  # whole conversations, whose common start is the prompt
-        if any(
-            row.get(other) is not None for other in ("prompt", "messages", "conversations", "instruction")
-        ):
+        if any(row.get(other) is not None for other in _PROMPTS):
             return row
         values = {key: value for key, value in row.items() if key not in (name, "system")}
         values["prompt"] = row[name]

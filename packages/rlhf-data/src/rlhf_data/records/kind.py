@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import inspect
+import json
 import pkgutil
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -130,6 +132,20 @@ def record_kind(name: str) -> RecordKind:
             code="unknown_kind",
         )
     return RECORD_KINDS[name]
+
+
+def prompt_key(record: Record) -> str:
+    """What a record shares with others of the same prompt, as JSON; without a prompt, the whole of it."""
+    for name in ("prompt", "messages", "text"):
+        if hasattr(record, name):
+            return json.dumps(getattr(record, name), sort_keys=True)
+    raise TypeError(f"{type(record).__name__} has neither prompt nor messages nor text")
+
+
+def is_held_out(record: Record, fraction: float) -> bool:
+    """Whether a hash of a record's prompt puts it among the held-out fraction of prompts."""
+    digest = hashlib.sha256(prompt_key(record).encode()).digest()
+    return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
 def as_messages(record: Record) -> Record:

@@ -8,9 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 from rlhf_data.errors import UserError
 from rlhf_data.records.encode import Builder, TokenSequence
-from rlhf_data.records.forms import usual_columns
 from rlhf_data.records.kind import Record, RecordKind, Text, register
-from rlhf_data.records.row import Row
+from rlhf_data.records.row import Row, usual_columns
 from rlhf_data.records.truncation import Truncation
 
 

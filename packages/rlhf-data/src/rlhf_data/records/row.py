@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_data.errors import UserError
+from rlhf_data.records.forms import forms_of
 from rlhf_data.records.kind import ASSISTANT_TURN, Message, Text, common_prefix, is_empty
 
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
@@ -219,6 +220,32 @@ def nearest_column(column: str, present: Sequence[str]) -> str | None:
     known = next((by_name[name] for name in _SYNONYMS.get(column, ()) if name in by_name), None)
     alike = difflib.get_close_matches(column, by_name, n=1, cutoff=0.7)
     return known or (by_name[alike[0]] if alike else None)
+
+
+def usual_columns(
+    row: Mapping[str, Any], kind: str, columns: Mapping[str, Any], where: str
+) -> tuple[Mapping[str, Any], bool]:
+    """Name the columns of a row as a kind of records does, where a known form names them otherwise.
+
+    Args:
+        row: as it stands in its file.
+        kind: name of the kind of records that is read.
+        columns: the file's name of a column, by its usual name; see `forms_of`.
+        where: the row's place, for errors.
+
+    Returns:
+        The row, and whether its texts are turns of a chat.
+
+    Raises:
+        UserError: the row has a known form, but something in it cannot be read, or it says that two answers
+            are equally good.
+    """
+    names = frozenset(name for name, value in row.items() if value is not None)
+    for form in forms_of(names, kind, frozenset(columns)):
+        values = form.convert(row, where)
+        if values is not row:
+            return values, form.is_chat
+    return row, False
 
 
 def joined_columns(

@@ -12,7 +12,8 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from rlhf_data.errors import UserError
-from rlhf_data.readers.json_lines import parse_line, row_place
+from rlhf_data.readers.files import parse_line
+from rlhf_data.readers.json_lines import row_place
 from rlhf_data.readers.lmdb_rows import lmdb_length, lmdb_row, open_lmdb
 from rlhf_data.readers.tables import MAX_LINE_BYTES, TOO_LONG
 from rlhf_data.streaming.line_index import BLOCK_BYTES, line_blocks
