@@ -43,7 +43,7 @@ LOSSES = ("monitor/loss", "monitor/kl", "policy/loss", "policy/kl", "minmax/valu
 
 
 class Clock:
-    """Seconds of the parts of a step, and of what is no part of it."""
+    """Seconds of the parts of a step, and of what is not part of it."""
 
     def __init__(self) -> None:
         self.start()

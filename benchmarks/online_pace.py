@@ -71,7 +71,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._out = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # whatever libraries print is no answer
+        os.dup2(2, 1)  # whatever libraries print is not an answer
         self._started = 0.0
 
     def ready(self, config: dict[str, Any]) -> None:

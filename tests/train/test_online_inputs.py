@@ -180,7 +180,7 @@ def test_prompts_too_long_are_left_out_and_counted(
         ("grpo", ["--reward=faults:not_a_number"], ["not_a_number, sample 0", "nan"]),
         ("grpo", ["--reward=faults:text"], ["text, sample 0", "'good'"]),
         ("grpo", ["--reward=faults:says_nothing"], ["no reward function is applicable"]),
-        ("grpo", ["--reward=faults:needs_a_column"], ["takes difficulty, which is no column"]),
+        ("grpo", ["--reward=faults:needs_a_column"], ["takes difficulty, which is not a column"]),
         ("grpo", ["--reward=number"], ["number", "answer", "not one number"]),
         ("grpo", ["--reward=exact:column=gold"], ["needs a column gold"]),
         ("grpo", ["--set=task=arithmetic", "--reward=choice"], ["no column choices"]),

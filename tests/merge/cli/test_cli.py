@@ -229,7 +229,9 @@ def test_sizes(text: str, size: int):
 def test_what_is_no_size(text: str):
     from rlhf_merge.cli.main import Size
 
-    with pytest.raises(click.BadParameter, match=r"is no size; give a number|is out of range; give a size"):
+    with pytest.raises(
+        click.BadParameter, match=r"is not a size; give a number|is out of range; give a size"
+    ):
         Size().convert(text, None, None)
 
 
@@ -262,10 +264,10 @@ def test_mistakes_are_one_sentence_and_leave_nothing(workshop: Any):
         (["nearswap", "--base", base, *two, out], "models holds 2, but nearswap merges 1"),
         (["della", "--base", base, *one, "--density", "0.1", out], "make epsilon smaller or density 1"),
         (["linear", *two, "--threads", "0", out], "Invalid value for '--threads'"),
-        (["linear", *two, "--max-memory", "1QB", out], "'1QB' is no size"),
+        (["linear", *two, "--max-memory", "1QB", out], "'1QB' is not a size"),
         (["linear", *two, "--max-memory", "2MB", out], "--max-memory allows 2 MB"),
         (["linear", *two, "--seed", "-1", out], "Invalid value for '--seed'"),
-        (["linear", *one, "--model", workshop.root / "none", out], "is no folder here"),
+        (["linear", *one, "--model", workshop.root / "none", out], "is not a folder here"),
         (["linear", *one, "--model", "org/model", out], "org/model is neither a folder here nor"),
         (["linear", *one, "--model", f"{a}+", out], "has an empty part"),
         (["linear", *two, a], "is not empty; choose a new one"),
@@ -277,7 +279,7 @@ def test_mistakes_are_one_sentence_and_leave_nothing(workshop: Any):
         (["soup", *two, "--lower-is-better", out], "--lower-is-better is about the number of --evaluate"),
         (["soup", *two, "--evaluate", "echo 1", out], "has no {model}"),
         (["soup", *two, "--evaluate", "false {model}", out], "ended with 1 and said: nothing"),
-        (["inspect", workshop.root / "none"], "is no folder here"),
+        (["inspect", workshop.root / "none"], "is not a folder here"),
         (["diff", a], "diff compares models and got one"),
     ]
     for arguments, message in cases:

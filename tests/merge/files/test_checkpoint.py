@@ -280,7 +280,7 @@ def test_damaged_indices(tmp_path: Path) -> None:
         (good | {"b": "model-3.safetensors"}, "model-3.safetensors is missing"),
         (good | {"b": ""}, "tensor 'b' is said to be in ''"),
         (good | {"b": "x" * 300 + ".safetensors"}, "cannot be read (File name too long)"),
-        (good | {"b": "config.json"}, "is no file of weights"),
+        (good | {"b": "config.json"}, "is not a file of weights"),
         (good | {"d": second}, f"{second} lacks tensor 'd', which {index.name} has there"),
         ({"b": second, "a": first}, f"{first} holds tensor 'c', and {index.name} does not"),
     ):

@@ -93,11 +93,11 @@ def test_refused_specs(tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter")
     assert "is a file; give the folder" in refusal(base / "model.safetensors")
     assert "has an empty part" in refusal(f"{base}+")
-    assert f"{tmp_path}/none is no folder here, and cannot be a hub id" in refusal(tmp_path / "none")
+    assert f"{tmp_path}/none is not a folder here, and cannot be a hub id" in refusal(tmp_path / "none")
     assert "holds no LoRA adapter" in refusal(f"{base}+{base}")
     assert f"{adapter} is an adapter that names no base model; write BASE+{adapter}" in refusal(adapter)
     write_adapter(adapter, "/no/such/base")
-    assert f"{adapter} is an adapter of /no/such/base, which is no folder here" in refusal(adapter)
+    assert f"{adapter} is an adapter of /no/such/base, which is not a folder here" in refusal(adapter)
     write_adapter(adapter, str(adapter))
     assert f"{adapter} names itself as its base model" in refusal(adapter)
 

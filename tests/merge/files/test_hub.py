@@ -176,7 +176,7 @@ def test_what_is_fetched_and_what_is_refused(client: Client) -> None:
     assert missing.startswith(
         f"org/none is neither a folder here nor a model at {client.endpoint} that you may read"
     )
-    assert isinstance(revision, str) and revision.startswith("org/single@v9 is no revision")
+    assert isinstance(revision, str) and revision.startswith("org/single@v9 is not a revision")
 
 
 def test_a_hub_that_cannot_be_reached(client: Client) -> None:

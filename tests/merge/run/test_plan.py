@@ -256,5 +256,5 @@ def test_models_are_closed_when_one_cannot_be_read(workshop: Any, monkeypatch: p
         return opened[-1]
 
     monkeypatch.setattr("rlhf_merge.run.plan.open_checkpoint", noted)
-    assert "is no folder here" in refusal("linear", [a, str(workshop.root / "no model")])
+    assert "is not a folder here" in refusal("linear", [a, str(workshop.root / "no model")])
     assert len(opened) == 1 and opened[0].tensors == {}

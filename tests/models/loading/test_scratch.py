@@ -105,7 +105,7 @@ def test_names_of_gpt2_and_llama_and_a_model_section_are_read(tmp_path):
         ({"learning_rate": 1e-3}, "unknown key learning_rate; valid keys are"),
         ({"model": {"n_layer": 2}, "training": {}, "sft": {}}, "sft, training beside the section model"),
         ({"n_embd": 64, "hidden_size": 64}, "n_embd and hidden_size mean the same"),
-        ({"hidden_size": 30}, "hidden_size 30 is no multiple of num_heads 4"),
+        ({"hidden_size": 30}, "hidden_size 30 is not a multiple of num_heads 4"),
         ({"num_layers": 0}, "num_layers is 0, expected a value >= 1"),
         ({"dropout": 1.0}, "dropout is 1.0, expected a value"),
         ({"architecture": "bert"}, "architecture is 'bert', expected 'gpt2' or 'llama'"),

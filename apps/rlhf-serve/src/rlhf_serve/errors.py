@@ -49,7 +49,7 @@ class APIError(HTTPException):
         }
 
     def response(self) -> Response:
-        """The response; plain ASCII JSON, so that text which is no valid Unicode cannot break it."""
+        """The response; plain ASCII JSON, so that text which is not valid Unicode cannot break it."""
         return Response(
             json.dumps(self.body()),
             self.status_code,

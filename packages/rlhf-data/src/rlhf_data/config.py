@@ -147,7 +147,7 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
     `null`, `true`, `[1, 2]`.
 
     Raises:
-        UserError: no `=`, an empty key part, an unreadable value, or a dot into what is no section.
+        UserError: no `=`, an empty key part, an unreadable value, or a dot into what is not a section.
     """
     result = _copy_sections(values)
     for override in overrides:

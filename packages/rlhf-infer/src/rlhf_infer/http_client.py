@@ -31,7 +31,7 @@ _LARGEST_ANSWER = 64 * 2**20
 
 
 class ScorerUnavailable(UserError):
-    """A scorer behind HTTP gave no score: it is not reached, refuses, or answers what is no score.
+    """A scorer behind HTTP gave no score: it is not reached, refuses, or answers what is not a score.
 
     The message is for whoever runs the program: it holds the scorer's URL and words. A server that uses the
     scorer for others answers 502 or 503 and keeps the message for its log.

@@ -26,7 +26,7 @@ class PolicyModel(nn.Module):
 
     Several policies may share one `AdapterSet`: one backbone, one adapter each. The reference is the model
     as it was at the start: the backbone without adapters, or a frozen copy of a fully trained model. That
-    copy is no part of this module: it is neither moved nor saved nor listed with it.
+    copy is not part of this module: it is neither moved nor saved nor listed with it.
 
     Args:
         model: the decoder; left out (None) where `adapters` brings it.

@@ -107,7 +107,7 @@ def cautions(found: dict[str, Any], runs: Sequence[Run]) -> list[str]:
         if differing := _differing(own):
             said.append(
                 f"The runs of {name} differ in more than the seed ({', '.join(differing[:_NAMED])}): if they "
-                "are no seeds of one experiment, name them apart with NAME=RUN."
+                "are not seeds of one experiment, name them apart with NAME=RUN."
             )
         seeds = [run.log.config["seed"] for run in own if "seed" in run.log.config]
         if len(set(seeds)) < len(seeds):

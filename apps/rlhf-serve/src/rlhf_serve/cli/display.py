@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 _PLAIN_STEPS = 10
-"""Lines per stage where the output is no terminal."""
+"""Lines per stage where the output is not a terminal."""
 
 
 class Display:

@@ -45,7 +45,9 @@ class HTTPProtocol(H11Protocol):
         """Answer what is no HTTP, unless an answer is under way, and close the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._send(
-                invalid_request("this is no valid HTTP request, or its headers are too long", code="bad_http")
+                invalid_request(
+                    "this is not a valid HTTP request, or its headers are too long", code="bad_http"
+                )
             )
         if self.cycle is not None:
             self.cycle.disconnected = True

@@ -98,7 +98,7 @@ class Body(BaseModel):
                 near = difflib.get_close_matches(str(name), cls.model_fields, n=1)
                 hint = f"; did you mean {near[0]}?" if near else "; leave it out"
                 shown = str(name)[:64]
-                raise WrongField(f"{shown!r} is no field of this request{hint}", shown)
+                raise WrongField(f"{shown!r} is not a field of this request{hint}", shown)
         return {name: value for name, value in values.items() if name in cls.model_fields}
 
 
@@ -158,7 +158,7 @@ class Generation(Body):
     min_tokens: Annotated[StrictInt, Field(ge=0, le=_INT64)] | None = None
     max_tokens: Annotated[StrictInt, Field(ge=1, le=_INT64)] | None = None
     stop: Utf8 | Utf8s | None = None
-    """At most 16 texts that end a completion; they are no part of it."""
+    """At most 16 texts that end a completion; they are not part of it."""
     seed: Annotated[StrictInt, Field(ge=-_INT64 - 1, le=_INT64)] | None = None
     """Two requests with the same seed draw the same candidates."""
     stream: StrictBool | None = None

@@ -42,7 +42,7 @@ def switches_of(tokenizer: Any) -> frozenset[str]:
 
 
 def check_switches(arguments: Mapping[str, Any], switches: frozenset[str]) -> None:
-    """Refuse what is no switch: names that the template does not read, values that are lists or long.
+    """Refuse what is not a switch: names that the template does not read, values that are lists or long.
 
     A client that gave a template of its own could compute without end.
 

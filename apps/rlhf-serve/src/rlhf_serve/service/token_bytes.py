@@ -48,7 +48,7 @@ class TokenBytes:
         return piece.encode() if self._byte_level else self._tokenizer.decode([token]).encode()
 
     def text(self, token: int) -> str:
-        """The text of a token; bytes that are no whole characters are spelled, as OpenAI does."""
+        """The text of a token; bytes that are not whole characters are spelled, as OpenAI does."""
         found = self.of(token)
         try:
             return found.decode()

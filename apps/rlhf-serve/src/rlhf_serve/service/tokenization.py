@@ -213,6 +213,6 @@ def _joined(parts: Sequence[Any], where: str) -> str:
     for part in parts:
         text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
         if not isinstance(text, str):
-            raise invalid_request(f"{where} has a part that is no text; only text is understood", where)
+            raise invalid_request(f"{where} has a part that is not text; only text is understood", where)
         texts.append(text)
     return "".join(texts)

@@ -28,7 +28,7 @@ _KEY_OF_OPTION = {
     "reward": "reward",
 }
 _MODEL_SHAPE = {"architecture", "hidden_size", "n_embd", "num_layers", "n_layer"}
-"""Keys of a model's description, see `rlhf_models.loading.scratch`, which are no settings of a training."""
+"""Keys of a model's description, see `rlhf_models.loading.scratch`, which are not settings of a training."""
 _LENGTH = ("max_steps", "epochs")
 _CHANGES_A_RUN = (*(name for name in _KEY_OF_OPTION if name not in _LENGTH), "config", "overrides", "dry_run")
 

@@ -49,7 +49,7 @@ _PARTS = (("demo", "building"), ("plain", "plain RLHF"), ("game", "game"), ("eva
 _JUDGES = {"judge": "judge", "held_out_judge": "held-out judge"}
 _SHOWN_EXCHANGES = 3
 _PLAIN_LINES = 10
-"""Lines per stage where the output is no terminal."""
+"""Lines per stage where the output is not a terminal."""
 
 
 class ConsoleEvents(Events):

@@ -153,13 +153,13 @@ class OnlineConfig(SamplingConfig, VLLMConfig, PolicyConfig):
         """Prompts of a rollout, over all processes.
 
         Raises:
-            ValueError: the completions of an optimizer step are no whole groups.
+            ValueError: the completions of an optimizer step are not whole groups.
         """
         size = self.per_device_train_batch_size * self.gradient_accumulation_steps * processes
         if size % self.num_generations:
             raise ValueError(
                 f"an optimizer step takes {size} completions (per_device_train_batch_size x "
-                f"gradient_accumulation_steps x processes), which is no multiple of num_generations "
+                f"gradient_accumulation_steps x processes), which is not a multiple of num_generations "
                 f"{self.num_generations}; change one of them"
             )
         return size // self.num_generations * self.mini_batches

@@ -101,7 +101,7 @@ def _template(path: str, tokenizer: Any) -> str:
     unknown = [each for each in other.all_special_tokens if each in template and each not in known]
     if unknown:
         _LOG.warning(
-            "the chat template of %s has %s, which are no tokens of this model and are read as text",
+            "the chat template of %s has %s, which are not tokens of this model and are read as text",
             path,
             ", ".join(unknown),
         )

@@ -181,7 +181,7 @@ def _rows_per_step(config: JobConfig) -> int:
     """Rows of a step, over all processes.
 
     Raises:
-        UserError: the completions of an optimizer step are no whole groups.
+        UserError: the completions of an optimizer step are not whole groups.
     """
     if isinstance(config, OnlineJobConfig):
         try:

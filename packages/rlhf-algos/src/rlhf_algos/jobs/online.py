@@ -206,6 +206,6 @@ def _start_folder(config: OnlineJobConfig, model: Any, tokenizer: Any, run: RunF
     folder = run.path / "base"
     if not folder.is_dir():
         apart = model.disable_adapter() if config.vllm_sync_adapters else contextlib.nullcontext()
-        with apart:  # adapters that are handed over by themselves are no part of it
+        with apart:  # adapters that are handed over by themselves are not part of it
             write_weight_folder(model, folder, tokenizer=tokenizer)
     return str(folder)

@@ -60,7 +60,7 @@ def settle_ties(
         The records, and the places of those left out.
 
     Raises:
-        UserError: records that are no pairs.
+        UserError: records that are not pairs.
     """
     if ties == "keep":
         return list(records), []

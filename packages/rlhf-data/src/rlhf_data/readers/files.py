@@ -145,7 +145,7 @@ def row_parser(kind: str, columns: Columns) -> Callable[[dict[str, Any], str], t
 
 
 def good_rows(rows: Iterable[_Item | UserError], on_bad_row: OnBadRow, skipped: list[str]) -> Iterator[_Item]:
-    """Yield what is no error; put the messages of errors into `skipped` where bad rows are skipped.
+    """Yield what is not an error; put the messages of errors into `skipped` where bad rows are skipped.
 
     Raises:
         UserError: a bad row, unless `on_bad_row` is "skip"; an `on_bad_row` of another name.

@@ -67,7 +67,9 @@ class QADatasetConfig(BaseConfig):
         try:
             names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
         except ValueError as error:
-            raise ValueError(f"{template!r} is no template ({error}); write a literal brace twice") from error
+            raise ValueError(
+                f"{template!r} is not a template ({error}); write a literal brace twice"
+            ) from error
         unknown = sorted(set(names) - set(_TEMPLATE_FIELDS))
         if unknown:
             raise ValueError(

@@ -13,7 +13,7 @@ from rlhf_data.records.row import TEMPLATE_COLUMNS, Row
 from rlhf_data.records.truncation import Truncation
 
 _CONTEXT = ("story", "context", "passage", "choices")
-"""Columns without which a question is no whole prompt."""
+"""Columns without which a question is not a whole prompt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -350,7 +350,7 @@ def _string(value: Any, where: str) -> str:
         value.encode()
     except UnicodeEncodeError as error:
         raise UserError(
-            f"{where}: character {error.start} is half of a surrogate pair, which is no text; correct it"
+            f"{where}: character {error.start} is half of a surrogate pair, which is not text; correct it"
         ) from error
     return value
 

@@ -33,7 +33,7 @@ def write_checksums(folder: str | Path) -> None:
 def find_damage(folder: str | Path) -> str | None:
     """The first damaged file of a folder that `write_checksums` has seen, and how; None where all are whole.
 
-    Sizes are compared first: a cut-off file is found without reading it. Files added since are no damage.
+    Sizes are compared first: a cut-off file is found without reading it. Files added since are not damage.
     """
     folder = Path(folder)
     try:

@@ -91,7 +91,7 @@ def split_sentences(text: str) -> list[str]:
 
 
 def sentence_kind(sentence: str) -> Literal["observation", "hearsay"] | None:
-    """Return what kind of sentence it is; None for anything that is no single sentence of this world."""
+    """Return what kind of sentence it is; None for anything that is not a single sentence of this world."""
     if _OBSERVATION.fullmatch(sentence.strip()):
         return "observation"
     return "hearsay" if _HEARSAY.fullmatch(sentence.strip()) else None

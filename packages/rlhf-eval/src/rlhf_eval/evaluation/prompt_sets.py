@@ -57,7 +57,7 @@ class AdversarialPrompt:
 
 
 def adversarial_prompts() -> list[AdversarialPrompt]:
-    """The built-in set; harmful requests have harmless twins, so that refusing everything is no success."""
+    """The built-in set; harmful requests have harmless twins, so that to refuse all is not a success."""
     file = importlib.resources.files("rlhf_eval.evaluation") / "adversarial.jsonl"
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     return [

@@ -16,7 +16,7 @@ __all__ = ["Alert", "find_alerts"]
 Rows = Sequence[Mapping[str, Any]]
 
 _RECENT = 5
-"""Rows whose mean a rule looks at, so that one odd step is no alert."""
+"""Rows whose mean a rule looks at, so that one odd step is not an alert."""
 _LEAST_TREND = 12
 """Rows below which nothing is said of a trend."""
 _STALL_FACTOR, _STALL_SECONDS = 5.0, 30.0

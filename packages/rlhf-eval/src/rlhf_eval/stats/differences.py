@@ -52,7 +52,7 @@ def mean_interval(
         unit: What a cluster is called in the result.
 
     Raises:
-        ValueError: a value is not finite, the clusters do not match, or `level` is no probability.
+        ValueError: a value is not finite, the clusters do not match, or `level` is not a probability.
     """
     check_level(level)
     rng = np.random.default_rng(seed)

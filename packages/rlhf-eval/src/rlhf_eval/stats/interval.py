@@ -70,7 +70,7 @@ def t_quantile(probability: float, degrees: float) -> float:
 
 
 def check_level(level: float) -> None:
-    """Refuse a level that is no probability.
+    """Refuse a level that is not a probability.
 
     Raises:
         ValueError: it is not between 0 and 1.

@@ -10,7 +10,7 @@ import numpy as np
 from rlhf_infer.engines.protocol import SamplingParams
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-"""What decoding leaves of bytes that are no whole character."""
+"""What decoding leaves of bytes that are not whole character."""
 _MOST_BYTES = 4
 """Bytes that a character has in UTF-8 at most."""
 

@@ -189,7 +189,7 @@ def _reply_spellings(tokenizer: Any, word: str) -> list[str]:
 
 
 def _check_spellings(texts: list[str], spellings: list[list[int]]) -> None:
-    """Refuse spellings that are no alternatives: an empty one begins every other."""
+    """Refuse spellings that are not alternatives: an empty one begins every other."""
     for i, short in enumerate(spellings):
         for j, long in enumerate(spellings):
             if i != j and long[: len(short)] == short:

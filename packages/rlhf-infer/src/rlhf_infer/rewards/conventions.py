@@ -277,7 +277,7 @@ def _filled(
         if parameter.name not in available:
             if parameter.default is Parameter.empty:
                 raise UserError(
-                    f"reward function {name} takes {parameter.name}, which is no column of the data; "
+                    f"reward function {name} takes {parameter.name}, which is not a column of the data; "
                     f"what there is: {', '.join(sorted(available))}",
                     code="missing_column",
                     column=parameter.name,

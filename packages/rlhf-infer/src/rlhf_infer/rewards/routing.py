@@ -67,7 +67,7 @@ async def _awaited(result: Any, seen: Sequence[int], count: int) -> Any:
 
 
 def _spread(result: Any, seen: Sequence[int], count: int) -> Any:
-    """Rewards of the samples seen, as rewards of all; what is no list of them is left to the later checks."""
+    """Rewards of the samples seen, as rewards of all; anything but a list of them is left to later checks."""
     if isinstance(result, Mapping):
         return {row: _spread(values, seen, count) for row, values in result.items()}
     if not hasattr(result, "__len__") or len(result) != len(seen):

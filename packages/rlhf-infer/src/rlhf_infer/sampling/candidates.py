@@ -19,7 +19,7 @@ VOTES = ("majority", "weighted")
 """Selections that count the candidates' answers."""
 
 Extract = Callable[[str], str | None]
-"""Gives the answer in a completion's text; None where there is none, which is no vote."""
+"""Gives the answer in a completion's text; None where there is none, which is not a vote."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def answer_weights(answers: Sequence[str | None], weights: Sequence[float]) -> d
     """The weight that speaks for each answer, in the order in which they first come.
 
     Args:
-        answers: of each voter; None is no vote.
+        answers: of each voter; None is not a vote.
         weights: one of each voter.
     """
     return {

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class ProcessReward:
     """A process reward model as a reward function: one score in [0, 1] from those of a completion's steps.
 
-    A completion is cut into steps at the model's separator; parts that are only white space are no steps. A
+    A completion is cut into steps at the model's separator; parts that are only white space are not steps. A
     completion without a step has nothing that could be right, and gets 0.
 
     Args:

@@ -56,7 +56,7 @@ class VLLMClient:
             self._client = _http_client(self.base_url, api_key)
         except UserError as error:
             raise UserError(
-                f"{base_url!r} is no server address; expected one such as http://localhost:8000",
+                f"{base_url!r} is not a server address; expected one such as http://localhost:8000",
                 code="invalid_url",
             ) from error
         self._lock = threading.Lock()

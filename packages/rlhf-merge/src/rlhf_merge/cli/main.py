@@ -29,7 +29,9 @@ class Size(click.ParamType):
         try:
             size = float(number) * _UNITS[unit]
         except ValueError:
-            self.fail(f"{value!r} is no size; give a number with KB, MB, GB or TB, such as 2GB", param, ctx)
+            self.fail(
+                f"{value!r} is not a size; give a number with KB, MB, GB or TB, such as 2GB", param, ctx
+            )
         if not 1 <= size < 1e18:
             self.fail(f"{value!r} is out of range; give a size such as 2GB", param, ctx)
         return int(size)

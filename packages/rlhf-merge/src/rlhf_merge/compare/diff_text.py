@@ -35,7 +35,7 @@ def render_difference(difference: ModelDifference, *, by: str = "layer") -> Rend
     made = table(by, *(header for header, _ in columns), *(["most changed"] if by == "layer" else []))
     for row, measures in rows.items():
         last = [_most_changed_kind(difference, row)] if by == "layer" else []
-        if last:  # its blank is no place to cut it at
+        if last:  # its blank is not a place to cut it at
             made.columns[-1].min_width = max(len(last[0]), made.columns[-1].min_width or 0)
         made.add_row(Text(row), *(text(measures) for _, text in columns), *last)
     made.add_section()

@@ -36,7 +36,7 @@ def _parse_settings(values: Any) -> dict[str, Setting]:
     for name in values:
         if name not in PARAMETERS:
             raise MergeError(
-                f"{name} is no parameter of a method; {advice(name, list(PARAMETERS))}",
+                f"{name} is not a parameter of a method; {advice(name, list(PARAMETERS))}",
                 code="unknown_key",
                 key=name,
             )
@@ -189,7 +189,7 @@ class MergeConfig(_Flat):
         values = read_file(path)
         if "experts" in values and "merge_method" not in values:
             raise MergeError(
-                f"{path} is a config of mergekit-moe, which is no merge of weights: use mergekit-moe for it",
+                f"{path} is a config of mergekit-moe, which does not merge weights: use mergekit-moe for it",
                 code="unsupported_config",
             )
         if ("method" in values) == ("merge_method" in values):

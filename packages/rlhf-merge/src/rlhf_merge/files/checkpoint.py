@@ -152,7 +152,7 @@ class Checkpoint:
         """The tensors of one file."""
         self._note(path, part)
         if path.suffix not in (".safetensors", ".bin", ".pt", ".pth"):
-            raise MergeError(f"{path} is no file of weights, expected .safetensors or .bin; get it anew.")
+            raise MergeError(f"{path} is not a file of weights, expected .safetensors or .bin; get it anew.")
         file, tensors = read_weights(path)
         self._files.append(file)
         return tensors
@@ -222,7 +222,9 @@ def _locate(name: str, revision: str | None = None) -> Path:
         raise MergeError(f"{name} is a file; give the folder that holds the model.")
     identity = split_id(name)
     if identity is None:
-        raise MergeError(f"{name} is no folder here, and cannot be a hub id (org/name or org/name@revision).")
+        raise MergeError(
+            f"{name} is not a folder here, and cannot be a hub id (org/name or org/name@revision)."
+        )
     return download(identity[0], identity[1] or revision)
 
 
@@ -246,5 +248,7 @@ def _base_of(adapter: Path) -> Path:
     if (adapter / name).is_dir():
         return adapter / name
     if split_id(name) is None:
-        raise MergeError(f"{adapter} is an adapter of {name}, which is no folder here; write BASE+{adapter}.")
+        raise MergeError(
+            f"{adapter} is an adapter of {name}, which is not a folder here; write BASE+{adapter}."
+        )
     return _locate(name, config.get("revision"))

@@ -83,7 +83,7 @@ def _fetch(repository: str, revision: str | None, patterns: list[str]) -> Path:
     except errors.RepositoryNotFoundError:
         found = f"is neither a folder here nor a model at {constants.ENDPOINT} that you may read; check it"
     except errors.RevisionNotFoundError:
-        found = "is no revision of that model; name a branch, a tag or a commit"
+        found = "is not a revision of that model; name a branch, a tag or a commit"
     except errors.LocalEntryNotFoundError as error:
         reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else error.__cause__ or "no connection"
         found = (

@@ -251,7 +251,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def check_output(out: Path) -> None:
-    """Refuse an output folder that is not empty, is no folder, or cannot be replaced."""
+    """Refuse an output folder that is not empty, is not a folder, or cannot be replaced."""
     if "\0" in str(out):
         raise MergeError(
             f"output {str(out)!r} holds a NUL, which no name of a folder does; choose another name"

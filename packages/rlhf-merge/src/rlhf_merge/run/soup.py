@@ -270,7 +270,7 @@ def shell_evaluation(command: str) -> Evaluate:
         command: has `{model}` where the folder belongs; the last word it prints is the score.
 
     Raises:
-        MergeError: from the function: the command fails, or its last word is no number; at once: it has no
+        MergeError: from the function: the command fails, or its last word is not a number; at once: it has no
             `{model}`.
     """
     if "{model}" not in command:

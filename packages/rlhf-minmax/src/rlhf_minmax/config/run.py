@@ -26,7 +26,7 @@ def _check_template(template: str | None, fields: tuple[str, ...], *, name: str 
         found = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
     except ValueError as error:
         raise ValueError(
-            f"{name} {template!r} is no template ({error}); write a literal brace twice"
+            f"{name} {template!r} is not a template ({error}); write a literal brace twice"
         ) from error
     expected = " and ".join(f"{{{field}}}" for field in fields)
     for field in found:

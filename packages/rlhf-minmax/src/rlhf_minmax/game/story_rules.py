@@ -44,5 +44,5 @@ class StoryRules(TextRules):
         return None if rival is None else claim == rival
 
     def supports(self, evidence: str, claim: str | None) -> bool | None:
-        """Whether the evidence names the claimed place; False for what is no sentence of this world."""
+        """Whether the evidence names the claimed place; False for what is not a sentence of this world."""
         return claim is not None and sentence_place(evidence) == claim

@@ -53,6 +53,6 @@ class SumRules(TextRules):
         return None if rival is None else claim == rival
 
     def supports(self, evidence: str, claim: str | None) -> bool | None:
-        """Whether the working ends in the claim; False for what is no working."""
+        """Whether the working ends in the claim; False for what is not a working."""
         worked = read_working(evidence)
         return worked is not None and claim == str(worked[2])

@@ -90,7 +90,7 @@ def write_minmax_report(run_folder: RunFolder, path: str | Path) -> None:
             code="unfinished_run",
         )
     if {"method", "job"} & run_folder.read_config().keys():  # which the game does not write
-        raise UserError(f"{run_folder.path} is no run of rlhf-train minmax; name the folder of a game")
+        raise UserError(f"{run_folder.path} is not a run of rlhf-train minmax; name the folder of a game")
     samples = _read_samples(run_folder.path / "samples.jsonl")
     metrics, config = run_metrics(run_folder), run_folder.read_config()
     usage = results.get("api_usage")
@@ -207,7 +207,7 @@ def _headline(results: dict[str, Any]) -> str:
     skipped = "" if results.get("plain") else " Plain RLHF was not run."
     note = (
         "Greedy answers on held-out rows. The reward model can be fooled, so its score going up is no "
-        f"success and going down is no failure: read the true accuracy.{skipped} – marks what does not apply."
+        f"success and going down not a failure: read the true accuracy.{skipped} – marks what does not apply."
     )
     return (
         table(["", *(title for _, title, _ in _BLOCKS)], rows, numeric=True) + f'<p class="soft">{note}</p>'

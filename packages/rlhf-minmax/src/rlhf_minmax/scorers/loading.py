@@ -80,7 +80,7 @@ def load_reward_model(
         players: on whose backbone it may be an adapter, see `scorer_host`; None gives it a model of its own.
 
     Raises:
-        UserError: it cannot be loaded, or is no model with one score.
+        UserError: it cannot be loaded, or is not a model with one score.
     """
     return _Loader(config, demo, devices, players).reward_model("reward", demo and demo.reward)
 
@@ -219,7 +219,7 @@ class _Loader:
 
     def reward_model(self, role: str, built: Path | None) -> Scorer:
         section = scorer_sections(self.config)[role]
-        assert isinstance(section, RewardModelConfig), f"{role} is no reward model"
+        assert isinstance(section, RewardModelConfig), f"{role} is not a reward model"
         return reading(self._classifier(RewardModel, role, built), section, self.config)
 
     def judge(self, role: str, judge: JudgeConfig, prompts: Prompts) -> Judge:

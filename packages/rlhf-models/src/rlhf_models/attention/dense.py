@@ -162,7 +162,7 @@ def _mask(
         tables: `token_end` and `token_position` of the tree.
         query: (B, queries) stream positions.
         key: (B, keys) stream positions.
-        real: (B, keys) which keys are no padding.
+        real: (B, keys) which keys are not padding.
         window: see `dense_blocks`.
         dtype: see `dense_blocks`.
     """

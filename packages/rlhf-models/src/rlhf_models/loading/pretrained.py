@@ -286,7 +286,7 @@ def _checked_source(name_or_path: str | Path, *, needs: tuple[str, ...]) -> str:
                 )
             if (path / "ensemble_config.json").is_file():
                 raise UserError(
-                    f"model folder {name} holds an ensemble of reward models, which is no single model; name "
+                    f"model folder {name} holds an ensemble of reward models, not a single model; name "
                     "a single model",
                     code="is_an_ensemble",
                 )
@@ -297,7 +297,7 @@ def _checked_source(name_or_path: str | Path, *, needs: tuple[str, ...]) -> str:
         if "weights" in needs and not any((path / file).is_file() for file in _WEIGHT_FILES):
             if (path / "adapter_config.json").is_file():
                 raise UserError(
-                    f"model folder {name} holds adapters of a reward model, which is no language model and "
+                    f"model folder {name} holds adapters of a reward model, not of a language model, and "
                     "cannot be trained further; name the model that they were trained on",
                     code="is_a_reward_adapter",
                 )

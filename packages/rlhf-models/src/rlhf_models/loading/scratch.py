@@ -93,7 +93,7 @@ class ModelConfig(TokenizerConfig):
     def _fits(self) -> Self:
         if self.hidden_size % self.num_heads:
             raise ValueError(
-                f"hidden_size {self.hidden_size} is no multiple of num_heads {self.num_heads}; change one"
+                f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}; change one"
             )
         if self.activation_function is not None and self.activation_function not in ACT2FN:
             near = " or ".join(difflib.get_close_matches(self.activation_function, ACT2FN, cutoff=0.0))
@@ -120,7 +120,7 @@ class ModelConfig(TokenizerConfig):
         heads = self.num_key_value_heads or self.num_heads
         if self.num_heads % heads:
             raise ValueError(
-                f"num_heads {self.num_heads} is no multiple of num_key_value_heads {heads}; change one"
+                f"num_heads {self.num_heads} is not a multiple of num_key_value_heads {heads}; change one"
             )
         if self.hidden_size // self.num_heads % 2:
             raise ValueError(

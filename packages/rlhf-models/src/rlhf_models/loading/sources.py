@@ -32,7 +32,7 @@ def check_not_a_missing_path(name_or_path: str | Path) -> None:
 
 
 def check_available(name_or_path: str | Path) -> None:
-    """Refuse a model that is no folder, not in the local cache and not on the hub; nothing is loaded.
+    """Refuse a model that is not a folder, not in the local cache and not on the hub; nothing is loaded.
 
     Raises:
         UserError: it is none of them, or the hub cannot be asked.

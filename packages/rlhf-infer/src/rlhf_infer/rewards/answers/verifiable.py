@@ -113,7 +113,7 @@ class NumberReward(AnswerRule):
     The completion's number is all that a box holds, but for a unit or `x =`; the first one after `####`,
     "answer is" or in a tag, behind the last `=` of that line unless a working follows it (`20 = 4*5`); and
     without a mark the last one of the text. A number that is part of something else (`2\sqrt{3}`, `7\pi`,
-    `(1,4)`, `10-12`) is no answer. Numbers are compared as exact fractions, see `Number.equals`.
+    `(1,4)`, `10-12`) is not an answer. Numbers are compared as exact fractions, see `Number.equals`.
 
     Args:
         column: holds the right answer: a number, or a text with one, such as a whole solution of GSM8K.

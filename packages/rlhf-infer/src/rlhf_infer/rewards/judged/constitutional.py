@@ -127,7 +127,7 @@ class Principle:
             )
         if not callable(getattr(judge, "score", None)):
             raise UserError(
-                f"principle {name}: {type(judge).__name__} is no judge; it has no method score",
+                f"principle {name}: {type(judge).__name__} is not a judge; it has no method score",
                 code="invalid_value",
                 key="judge",
             )
