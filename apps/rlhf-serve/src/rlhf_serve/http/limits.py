@@ -118,7 +118,7 @@ class ConcurrencyLimiter:
 
 
 class Admission:
-    """A bounded queue: so many run at a time, so many wait, first come first served; others are refused.
+    """A bounded queue: some requests run, some wait, first come first served; further ones are refused.
 
     Args:
         max_running: at a time; >= 1.

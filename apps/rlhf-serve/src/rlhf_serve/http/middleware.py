@@ -23,7 +23,7 @@ from rlhf_serve.http.telemetry import OTHER, AccessLog, Metrics, RequestRecord, 
 MAX_BODY_BYTES = 4 * 2**20
 BODY_TIMEOUT_S = 30.0
 _DISCARDED, _DISCARD_S = 8, 1.0
-"""Of a refused body so many times the limit, and seconds, are read before the answer."""
+"""A refused body is read on before the answer, up to this multiple of the limit and this many seconds."""
 
 _ID = re.compile(r"[!-~]{1,128}")
 _HEADERS = {

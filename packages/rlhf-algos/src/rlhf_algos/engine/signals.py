@@ -23,7 +23,7 @@ class GracefulStop:
     and the flag stays down.
 
     Args:
-        notice: what standard error is told after the first signal's name; empty says nothing.
+        notice: written to standard error after the first signal's name; empty writes nothing.
 
     Attributes:
         signal: the signal that came, None until then.

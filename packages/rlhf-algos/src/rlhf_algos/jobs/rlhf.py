@@ -37,7 +37,7 @@ class RLHFOrchestrator:
     Args:
         config: the settings.
         run: the run's folder.
-        on_stage: told of the name of each stage as it begins.
+        on_stage: called with the name of each stage as it begins.
         on_report: see `TrainingJob`.
         progress: see `BaseTrainer`.
     """

@@ -39,7 +39,7 @@ class Job:
         name: of the method, a key of `METHODS`.
         config: the settings, of the method's `job_config`.
         run: the run's folder.
-        on_report: told of every step.
+        on_report: called after every step.
     """
 
     name: str

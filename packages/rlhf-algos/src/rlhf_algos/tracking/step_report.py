@@ -1,4 +1,4 @@
-"""What is told of a training after each step, for whoever shows it: metrics, pace, checkpoint."""
+"""What is reported of a training after each step: metrics, pace, checkpoint."""
 
 from __future__ import annotations
 

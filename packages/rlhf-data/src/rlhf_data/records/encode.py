@@ -105,7 +105,7 @@ class Builder:
         return item(index)
 
     def check_count(self, count: int) -> None:
-        """Raise `UserError` where so many records are too few; one is enough for most kinds."""
+        """Raise `UserError` where `count` records are too few; one is enough for most kinds."""
 
     def is_too_long(self, length: int) -> bool:
         """Whether a sequence of this length is to be shortened or left out before it is cut at its end."""

@@ -134,8 +134,8 @@ def diff_models(
         density: in (0, 1]; the signs compared are those of so large a share of every task vector's elements,
             the largest of each tensor. None: of all.
         threads: how many tensors at once; None is one for each processor.
-        on_total: told once, before anything is read, of the bytes that will be.
-        on_bytes: told of the bytes of every block; may be called from several threads.
+        on_total: called once, before anything is read, with the bytes that will be.
+        on_bytes: called with the bytes of every block, perhaps from several threads.
     """
     _check(others, density)
     with ExitStack() as stack:

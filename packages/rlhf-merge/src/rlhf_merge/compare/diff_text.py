@@ -14,8 +14,8 @@ from rlhf_merge.methods.task_vectors import Measures
 from rlhf_merge.report_text import clipped, cosine_text, number_text, plain, share_text, table
 
 _NAME_LENGTHS = {1: 0, 2: 12, 3: 7}
-"""Of so many models, the table has a column each, with so many characters of their names, and fits into 80
-characters; of more, it shows the most change."""
+"""Number of models: characters of their names in the head of their columns, so that the table fits into 80
+characters. Of more models than this, the table shows only the largest change."""
 
 _CHANGE = "change: norm of the difference, relative to the base's"
 _SIGNS = """signs opposed: share of the elements that models change with opposite signs

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _ANNOTATED = 300
-"""So many cells have their number written in them."""
+"""Up to this many cells have their number written in them."""
 _LOGARITHMIC = 30
-"""Where the largest change is more than so many times the smallest, the scale is logarithmic."""
+"""The scale is logarithmic where the largest change is more than this many times the smallest."""
 _PANELS_ABREAST = 4
 
 

@@ -17,8 +17,8 @@ from rlhf_merge.tensors import Readable
 _BLOCK_ELEMENTS = 1 << 16
 _LEAST_BLOCK_ROWS = 8
 _MOST_BLOCK_ROWS = 128
-"""A block is as many rows as have so many elements, within these limits: one of a single row is rounded
-otherwise, a small one costs calls, and a large one is formed twice where a piece ends inside it."""
+"""A block has about `_BLOCK_ELEMENTS` elements, within these numbers of rows: a block of one row is rounded
+otherwise, small blocks cost calls, and a large one is formed twice where a piece ends inside it."""
 
 
 @dataclass(frozen=True)

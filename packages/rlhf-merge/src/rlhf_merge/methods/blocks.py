@@ -65,7 +65,7 @@ class Inputs:
         models: the models' tensors, all of one shape.
         labels: what messages call the base (first, where there is one) and the models.
         seed: of random masks.
-        on_read: told of the bytes of every block that was read; may be called from several threads.
+        on_read: called with the bytes of every block that was read, perhaps from several threads.
     """
 
     name: str

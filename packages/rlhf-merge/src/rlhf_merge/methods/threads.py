@@ -41,8 +41,8 @@ def map_tensors(
         size: of an item.
         dtype: of the arithmetic on an item, and of the buffers it is given.
         threads: how many items at once; None is one for each processor this process may use.
-        on_bytes: told of the bytes of every block; may be called from several threads.
-        on_results: told of what is finished, every `POLL_SECONDS` at least; by the calling thread.
+        on_bytes: called with the bytes of every block, perhaps from several threads.
+        on_results: called by the calling thread with what is finished, every `POLL_SECONDS` at least.
 
     Raises:
         MergeError: an item's work raised it, which ends the work on the others.

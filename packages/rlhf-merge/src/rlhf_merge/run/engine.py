@@ -103,7 +103,7 @@ def merge_tensors(
         jobs: what to merge.
         sink: where to.
         threads: how many tensors at once.
-        on_bytes: told of progress.
+        on_bytes: called with the bytes that are done.
 
     Raises:
         MergeError: an input holds NaN or an infinity, the result's type cannot hold a value, or the disk is

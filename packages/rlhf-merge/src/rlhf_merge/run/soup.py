@@ -25,7 +25,7 @@ Evaluate = Callable[[Path], float]
 """Scores the model in a folder."""
 
 OnMerge = Callable[[int], OnBytes]
-"""Told of the bytes of a merge as it begins; what it returns is told of its progress."""
+"""Called with the bytes of a merge as it begins; what it returns is called with the bytes that are done."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ class ModelSoup:
                 place and whose last printed word is the score.
             higher_is_better: whether a greater score is a better one.
             restart: discard what an interrupted soup left, its scores too.
-            on_trial: told of every score.
-            on_merge: told of the bytes of each merge as it begins; what it returns is told of its progress.
+            on_trial: called with every score.
+            on_merge: see `OnMerge`.
 
         Raises:
             MergeError: the command fails or prints no number, a score is not finite, or see

@@ -35,7 +35,7 @@ from rlhf_minmax.players.past_players import Member, playing
 
 Metrics = dict[str, float | None]
 _OF_THE_FIRST = {"kl_start", "sampling_kl", "frac_groups_zero_std", "truth_to_judge_spread"}
-"""What is told of the critiques that all else of a step is measured on, where there are several batches."""
+"""Metrics of the first batch of critiques, on which all else of a step is measured, where there are several."""
 _FRESH = 500_000
 """Seeds of a step's further batches of critiques are so far apart."""
 
