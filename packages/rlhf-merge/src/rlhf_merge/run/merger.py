@@ -93,8 +93,8 @@ class ModelMerger:
         Args:
             out: the folder to make; may exist if it is empty.
             restart: discard what an interrupted merge left.
-            on_bytes: called with bytes read and written, `plan.bytes_read + plan.bytes_written` in all; those of
-                tensors finished earlier at once.
+            on_bytes: called with bytes read and written, `plan.bytes_read + plan.bytes_written` in all; those
+                of tensors finished earlier at once.
             plan: of this merge, where the caller has made it; it is closed.
             files: names and contents of further text files to put beside the model.
 

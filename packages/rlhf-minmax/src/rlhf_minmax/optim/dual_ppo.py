@@ -35,7 +35,7 @@ from rlhf_minmax.players.past_players import Member, playing
 
 Metrics = dict[str, float | None]
 _OF_THE_FIRST = {"kl_start", "sampling_kl", "frac_groups_zero_std", "truth_to_judge_spread"}
-"""Metrics of the first batch of critiques, where there are several: all else of a step is measured on it."""
+"""Metrics of the first batch of critiques where there are several: a step is measured on that one."""
 _FRESH = 500_000
 """Seeds of a step's further batches of critiques are so far apart."""
 
