@@ -117,6 +117,8 @@ def test_offline_methods_can_have_rows_of_their_own(
         {"overrides": ("grpo.max_steps=3",)},
         {"sweep": ("kto.beta=0.1,0.2",)},
         {"sweep": ("dpo.beta=0.1,0.1",)},
+        {"sweep": ("dpo.beta=0.1,0.10",)},
+        {"budget": "steps=1e30"},
         {"sweep": ("beta=0.1,0.2",)},
         {"sweep": ("dpo.beta=0.1,0.2",), "overrides": ("dpo.beta=0.3",)},
     ],

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator
 
 from rlhf_algos import METHODS
-from rlhf_data import BaseConfig, LocalPath, ModelPath, UserError
+from rlhf_data import BaseConfig, LocalPath, ModelPath, UserError, apply_overrides
 
 __all__ = ["Arm", "ComparisonPlan", "Unit", "parse_budget", "parse_seeds"]
 
@@ -31,6 +31,8 @@ _OURS = {
     "backend": "",
 }
 """Settings that the comparison makes, and the option that decides them."""
+_MOST = 1e15
+"""Of a budget; with more, steps would no longer be whole numbers."""
 
 
 class Arm(BaseConfig):
@@ -145,8 +147,11 @@ def parse_budget(text: str) -> tuple[Unit, float]:
         found = float(size)
     except ValueError:
         found = 0.0
-    if unit is None or not 0 < found < float("inf"):
-        raise UserError(f"--budget {text}: expected UNIT=N with one of {', '.join(_UNITS)}, as tokens=200000")
+    if unit is None or not 0 < found <= _MOST:
+        units = ", ".join(_UNITS)
+        raise UserError(
+            f"--budget {text}: expected UNIT=N with one of {units}, N at most {_MOST:.0e}, as tokens=200000"
+        )
     if unit != "seconds" and not found.is_integer():
         raise UserError(f"--budget {text}: expected a whole number of {unit}")
     return unit, found
@@ -199,7 +204,8 @@ def _swept(methods: Sequence[str], sweeps: Sequence[str]) -> dict[str, dict[str,
         key, _, values = sweep.partition("=")
         method, _, setting = key.partition(".")
         parts = [value.strip() for value in values.split(",")]
-        if method not in methods or not setting or not all(parts) or len(set(parts)) < len(parts):
+        meant = {str(apply_overrides({}, [f"{key}={part}"])) for part in parts if setting and part}
+        if method not in methods or len(meant) < len(parts):
             raise UserError(
                 f"--sweep {sweep}: expected METHOD.KEY=A,B, a method that is compared and different values"
             )
