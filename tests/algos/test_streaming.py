@@ -13,7 +13,7 @@ import pytest
 
 from raises import raises_error
 from rlhf_algos import METHODS
-from rlhf_algos.jobs.data import build_sets, load_rows
+from rlhf_algos.jobs.data import build_sets, load_rows, tell_left_out
 from rlhf_algos.offline.sft import SFTConfig, SFTTrainer
 from rlhf_algos.tracking.run_facts import MACHINE_KEYS
 from rlhf_data import RunFolder, StreamingSFTDataset, UserError, prompt_key
@@ -84,6 +84,32 @@ def test_a_mixture_is_a_file_of_sources_with_weights(tmp_path: Path, byte_tokeni
         sets(byte_tokenizer, mixture)
     with raises_error("invalid_value", key="subset_size"):
         sets(byte_tokenizer, mixture, subset_size=3)
+
+
+@pytest.mark.parametrize("ties", ["drop", "margin0"])
+def test_ties_are_settled_as_in_memory(
+    tmp_path: Path, byte_tokenizer: Any, caplog: pytest.LogCaptureFixture, ties: str
+) -> None:
+    pairs = [
+        {"prompt": f"p{i}", "chosen": f" {i}", "rejected": f"  {i}" if i == 5 else f" no {i}", "margin": 2}
+        for i in range(8)
+    ]
+    path, method = written(tmp_path / "a.jsonl", pairs), METHODS["reward"]
+    found = []
+    for streaming in (False, True):
+        settings = {"train_data": str(path), "eval_fraction": 0, "ties": ties, "streaming": streaming}
+        config = method.resolve(settings)
+        rows = load_rows(method, config)
+        train, _ = build_sets(method, config, rows, byte_tokenizer, max_length=None)
+        found.append(list(train))
+        assert tell_left_out(train) == ({"bad_rows": 0, "dropped_rows": 0} if streaming else {})
+    assert found[0] == found[1]
+    assert [pair.margin for pair in found[1]] == ([2] * 7 if ties == "drop" else [2] * 5 + [0] + [2] * 2)
+    assert ("ties that came: 1" in caplog.text) == (ties == "drop")
+    with raises_error("invalid_value"):
+        sets(
+            byte_tokenizer, written(tmp_path / "sft.jsonl", [{"prompt": "p", "completion": " a"}]), ties=ties
+        )
 
 
 def test_bad_rows_make_their_step_smaller_and_nothing_else(tmp_path: Path, byte_tokenizer: Any) -> None:

@@ -133,11 +133,11 @@ class DataConfig(BaseConfig):
                 continue
             if not self.train_data:
                 raise ValueError(f"{key} is {value}, for the rows of a file; give --train-data too")
-            if self.streaming:
-                raise ValueError(
-                    f"{key} is {value}, which needs all rows in memory, and streaming is true; set one of "
-                    "them otherwise, or prepare the rows with rlhf-report prepare"
-                )
+        if self.split != "prompt" and self.streaming:
+            raise ValueError(
+                f"split is {self.split}, which needs all rows in memory, and streaming is true; set one of "
+                "them otherwise, or prepare the rows with rlhf-report prepare"
+            )
         if self.split != "prompt" and self.eval_data:
             raise ValueError(f"split is {self.split}, and eval_data holds what is held out; leave one out")
         return self

@@ -182,6 +182,8 @@ def tell_left_out(examples: Any) -> dict[str, int]:
     found = rows_left_out(streamed)
     (bad, messages), (dropped, drop_messages) = found["bad"], found["dropped"]
     _warn_of_bad_rows("bad training rows that came", messages, bad)
+    tied, places = found["ties"]
+    _warn_of_bad_rows("ties that came", places, tied)
     _warn_of_dropped("training", dropped, drop_messages, streamed.builder.max_length)
     return {"bad_rows": bad, "dropped_rows": dropped}
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -23,6 +23,7 @@ from rlhf_data import (
     UserError,
     is_held_out,
     load_config_file,
+    settle_ties,
 )
 
 __all__ = ["held_out_records", "open_source", "rows_left_out", "taking"]
@@ -30,6 +31,7 @@ __all__ = ["held_out_records", "open_source", "rows_left_out", "taking"]
 _LOG = logging.getLogger(__name__)
 _MIXTURES = (".yaml", ".yml")
 _CHUNK = 256
+_Ties = Literal["keep", "drop", "margin0"]
 _LOOKED_AT = 20_000
 """Rows of a stream that are looked at to find held-out ones."""
 _HELD_OUT_SEED = 0
@@ -54,6 +56,46 @@ class MixtureConfig(BaseConfig):
     """The sources."""
 
 
+class SettledTies:
+    """Records of a source of which ties are left out, or get a margin of 0; see `settle_ties`.
+
+    Args:
+        source: the records.
+        ties: what happens to ties.
+
+    Attributes:
+        fingerprint: names the source, and what happens to ties.
+        tied: rows left out so far.
+    """
+
+    def __init__(self, source: RecordSource, ties: _Ties) -> None:
+        self._source, self.tied = source, LeftOut()
+        self._ties: _Ties = ties
+        self.fingerprint = f"{source.fingerprint} {ties}"
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def order(self, epoch: int, *, seed: int | None) -> Sequence[int]:
+        """See `RecordSource`."""
+        return self._source.order(epoch, seed=seed)
+
+    def read(self, numbers: Sequence[int]) -> list[list[Record] | UserError]:
+        """See `RecordSource`.
+
+        Raises:
+            UserError: records that are not pairs.
+        """
+        read = zip(numbers, self._source.read(numbers), strict=True)
+        return [each if isinstance(each, UserError) else self._settled(row, each) for row, each in read]
+
+    def _settled(self, number: int, records: list[Record]) -> list[Record]:
+        kept, tied = settle_ties(records, self._ties)
+        for where in tied:
+            self.tied.add(number, where)
+        return kept
+
+
 def open_source(config: JobConfig, kind: str) -> RecordSource:
     """Open the training rows of a job, those of a file or those that a mixture's file names.
 
@@ -64,6 +106,11 @@ def open_source(config: JobConfig, kind: str) -> RecordSource:
     Raises:
         UserError: a file is missing or cannot be streamed, or the mixture's file is wrong.
     """
+    source = _open_rows(config, kind)
+    return source if config.ties == "keep" else SettledTies(source, config.ties)
+
+
+def _open_rows(config: JobConfig, kind: str) -> RecordSource:
     path = Path(str(config.train_data))
     if path.suffix.lower() not in _MIXTURES:
         return RecordStream(
@@ -140,13 +187,14 @@ def rows_left_out(examples: StreamingDataset[Any]) -> dict[str, tuple[int, Seque
         examples: the training set.
 
     Returns:
-        Of "bad" and of "dropped" rows.
+        Of "bad" and of "dropped" rows, and of "ties".
     """
 
     def union(left_out: LeftOut) -> tuple[int, Sequence[str]]:
         return len(set(all_gather(sorted(left_out.numbers)))), left_out.messages
 
-    return {"bad": union(examples.bad), "dropped": union(examples.dropped)}
+    ties = examples.source.tied if isinstance(examples.source, SettledTies) else LeftOut()
+    return {"bad": union(examples.bad), "dropped": union(examples.dropped), "ties": union(ties)}
 
 
 def _beside(mixture: Path, name: str) -> str:
