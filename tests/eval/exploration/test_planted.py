@@ -19,7 +19,7 @@ from tests.eval.exploration.planted import (
 from rlhf_eval import auroc
 from rlhf_eval.exploration.analysis import prompt_groups
 from rlhf_eval.exploration.label_noise import find_label_noise
-from rlhf_eval.exploration.phrases import find_phrases
+from rlhf_eval.exploration.phrases import find_phrases, phrase_words
 from rlhf_eval.exploration.shortcuts import TOGETHER, audit_shortcuts, halves, predictors
 
 
@@ -54,13 +54,15 @@ def test_a_planted_phrase_is_first_and_whole():
         pair(p.prompt, f"{p.chosen} as an expert {words(rng, 2)}", p.rejected) if rng.random() < 0.3 else p
         for p in unbiased(600, 4)
     ]
-    found, tested, counted = find_phrases(table_of_words(pairs), opening=False)
+    counted = phrase_words(table_of_words(pairs), opening=False)
+    found, tested = find_phrases(counted)
     assert found[0].text == "as an expert" and found[0].z > 0 and found[0].rejected == 0
-    assert counted == 600 and tested > len(found)
+    assert counted.pairs == 600 and tested > len(found)
     swapped = flipped(pairs, set(range(600)))
-    mirrored, _, _ = find_phrases(table_of_words(swapped), opening=False)
+    mirrored, _ = find_phrases(phrase_words(table_of_words(swapped), opening=False))
     assert (mirrored[0].text, mirrored[0].z) == ("as an expert", pytest.approx(-found[0].z))
-    opening, _, _ = find_phrases(table_of_words([p for p in pairs if len(p.chosen) > 60]), opening=True)
+    long = table_of_words([p for p in pairs if len(p.chosen) > 60])
+    opening, _ = find_phrases(phrase_words(long, opening=True))
     assert all(each.text != "as an expert" for each in opening)  # it stands at the end
 
 

@@ -6,7 +6,7 @@ import pytest
 from tests.eval.exploration.planted import columns, pair
 
 from rlhf_data import pair_from_row
-from rlhf_eval.exploration import length_unit, pair_texts, word_table
+from rlhf_eval.exploration import WordCounter, length_unit, pair_texts, word_table, words_of_pairs
 from rlhf_eval.exploration.surface import COUNTS, SCRIPTS, script_of, strange_characters, surface_counts
 from rlhf_eval.exploration.words import words_of
 
@@ -101,3 +101,29 @@ def test_a_bag_holds_what_one_completion_alone_has():
         bag[row][found.bag_words[column]] = int(value)
     assert bag == [{"b": 1, "x": 1, "c": -1}] * 5 + [{"d": -1}] * 5
     assert found.lengths.tolist()[:4] == [4, 2, 4, 2]
+
+
+def test_words_do_not_depend_on_how_many_pairs_come_at_a_time():
+    pairs = [("a b b x", "a c"), ("c", "c d"), ("", "b é"), ("x c", "a a")] * 4
+    whole = word_table([pairs])
+    parts = word_table([pairs[:3], pairs[3:4], pairs[4:]])
+    assert parts.words == whole.words == ["a", "b", "x", "c", "d", "é"]
+    assert parts.bag_words == whole.bag_words
+    for name in ("ids", "lengths"):
+        assert getattr(parts, name).tolist() == getattr(whole, name).tolist()
+    for name in ("rows", "columns", "values"):
+        for rows in ("bag", "openings"):
+            assert getattr(getattr(parts, rows), name).tolist() == getattr(getattr(whole, rows), name).tolist()
+
+
+def test_a_full_counter_takes_no_further_pairs():
+    counter = WordCounter(most_words=3)
+    for _ in range(3):
+        counter.add(words_of_pairs([("one two", "three")]))
+        assert counter.is_full
+    assert counter.table().lengths.tolist() == [2, 1]
+
+
+def test_ascii_words_are_those_of_any_text():
+    text = "Don't 'quote' it''s a_b 3.5 rock'n'roll, x-ray\t'tis"
+    assert words_of(text) == words_of(f"{text} é")[:-1]

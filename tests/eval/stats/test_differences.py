@@ -19,7 +19,7 @@ from rlhf_eval.stats import (
     verdict_difference,
     wilson,
 )
-from rlhf_eval.stats.interval import MOST_UNITS, Interval, t_quantile
+from rlhf_eval.stats.interval import MOST_UNITS, Interval, t_quantile, unit_codes
 
 
 def test_wilson_by_hand() -> None:
@@ -108,6 +108,12 @@ def test_scores_that_all_agree_have_no_interval() -> None:
     assert found.estimate == pytest.approx(0.3) and math.isnan(found.low) and found.p_value is None
     assert math.isnan(mean_interval([]).estimate)
     assert math.isnan(mean_interval([1.0]).high)
+
+
+def test_units_are_numbered_by_their_first_rows_whatever_names_them() -> None:
+    clusters = np.array([7, 3, 7, 9, 3, 0])
+    assert unit_codes(clusters, 6).tolist() == unit_codes(clusters.tolist(), 6).tolist() == [0, 1, 0, 2, 1, 3]
+    assert unit_codes(np.zeros(0, dtype=int), 0).tolist() == []
 
 
 def test_many_units_are_grouped_and_the_error_stays() -> None:

@@ -10,10 +10,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, TypeVar
 
 from rlhf_data import UserError, data_files, pair_from_row, row_place, scan_rows
-from rlhf_eval.exploration import PairTable, PairTexts, columns_of_pairs, pair_texts
+from rlhf_eval.exploration import (
+    PairTable,
+    PairTexts,
+    PairWords,
+    WordCounter,
+    WordTable,
+    columns_of_pairs,
+    pair_texts,
+    words_of_pairs,
+)
 from rlhf_report.explore.spool import TextSpool
 
 __all__ = ["DataSet", "ReadPairs", "data_sets", "read_pairs", "scan_pairs", "story_pairs", "workers"]
@@ -24,6 +33,7 @@ _SERIAL_CHUNKS = 6
 _AHEAD = 4
 _MOST_WORKERS = 4
 _STORIES = 1000
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -45,11 +55,13 @@ class ReadPairs:
 
     Attributes:
         table: Their columns.
+        words: The words of their completions.
         files: The names that `table.file` counts.
         skipped: File and line of each row that was left out, and what is wrong with it.
     """
 
     table: PairTable
+    words: WordTable
     files: list[str]
     skipped: list[tuple[str, int, str]]
 
@@ -94,20 +106,21 @@ def read_pairs(
     count_tokens: CountTokens | None = None,
     done: Callable[[int], None] = lambda count: None,
 ) -> ReadPairs:
-    """Turn pairs into columns, and put their texts into the spool.
+    """Turn pairs into columns and words, and put their texts into the spool.
 
     Args:
         pairs: of `scan_pairs`.
         files: see `ReadPairs`.
         skipped: filled while the pairs are read.
         spool: where the texts go.
-        executor: computes columns in other processes, from some thousand pairs on; None computes here.
+        executor: computes both in other processes, from some thousand pairs on; None computes here.
         count_tokens: tokens of each text; None leaves them out.
         done: called with the number of pairs of each step.
 
     Raises:
         UserError: a row is bad, or no pair is left.
     """
+    counter = WordCounter()
 
     def spooled() -> Iterator[tuple[Any, ...]]:
         rows = iter(pairs)
@@ -115,15 +128,20 @@ def read_pairs(
             texts = [pair for _, pair in chunk]
             spool.add(texts)
             done(len(chunk))
-            yield texts, [place for place, _ in chunk], _tokens(texts, count_tokens)
+            places = [place for place, _ in chunk]
+            yield texts, places, _tokens(texts, count_tokens), not counter.is_full
 
-    parts = list(_mapped(executor, columns_of_pairs, spooled()))
+    parts = []
+    for columns, words in _mapped(executor, _columns_and_words, spooled()):
+        parts.append(columns)
+        if words is not None:
+            counter.add(words)
     if not parts:
         reason = (
             f": all {len(skipped)} rows are bad; the first: {skipped[0][2]}" if skipped else "; expected some"
         )
         raise UserError(f"{', '.join(files)} holds no pairs{reason}", code="no_row_left")
-    return ReadPairs(PairTable.joined(parts), files, skipped)
+    return ReadPairs(PairTable.joined(parts), counter.table(), files, skipped)
 
 
 def scan_pairs(
@@ -157,6 +175,16 @@ def scan_pairs(
             yield (set_number, file_number, line), pair
 
 
+def _columns_and_words(
+    pairs: Sequence[PairTexts],
+    places: Sequence[tuple[int, int, int]],
+    tokens: Sequence[Sequence[int]] | None,
+    with_words: bool,
+) -> tuple[PairTable, PairWords | None]:
+    words = words_of_pairs((pair.chosen, pair.rejected) for pair in pairs) if with_words else None
+    return columns_of_pairs(pairs, places, tokens), words
+
+
 def _tokens(pairs: Sequence[PairTexts], count: CountTokens | None) -> list[tuple[int, ...]] | None:
     if count is None:
         return None
@@ -179,14 +207,14 @@ def workers() -> Iterator[Executor | None]:
 
 
 def _mapped(
-    executor: Executor | None, function: Callable[..., PairTable], calls: Iterator[tuple[Any, ...]]
-) -> Iterator[PairTable]:
+    executor: Executor | None, function: Callable[..., _Result], calls: Iterator[tuple[Any, ...]]
+) -> Iterator[_Result]:
     """Results in the order of the calls; few calls, or all without an executor, are made here."""
     first = list(islice(calls, _SERIAL_CHUNKS))
     if executor is None or len(first) < _SERIAL_CHUNKS:
         yield from (function(*call) for call in chain(first, calls))
         return
-    waiting: deque[Future[PairTable]] = deque()
+    waiting: deque[Future[_Result]] = deque()
     for call in chain(first, calls):
         waiting.append(executor.submit(function, *call))
         if len(waiting) > _SERIAL_CHUNKS + _AHEAD:

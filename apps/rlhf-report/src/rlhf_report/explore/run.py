@@ -16,18 +16,17 @@ from rich.console import Console
 
 from rlhf_data import RunFolder, UserError, atomic_folder, atomic_write_json, atomic_write_text, finite
 from rlhf_eval.exploration import (
-    WordTable,
+    Exploration,
     choose_samples,
     draw_figures,
     exploration_page,
     explore_pairs,
     length_unit,
     sentences,
-    word_table,
 )
 from rlhf_eval.figures import can_draw
 from rlhf_report.explore.read import ReadPairs, data_sets, read_pairs, scan_pairs, story_pairs, workers
-from rlhf_report.explore.spool import TextSpool, near_completions, near_prompts, read_texts
+from rlhf_report.explore.spool import TextSpool, near_completions, near_prompts
 from rlhf_report.explore.written import samples_of, write_findings, write_pairs, write_samples
 
 __all__ = ["run_explore"]
@@ -69,9 +68,13 @@ def run_explore(options: Mapping[str, Any]) -> str:
                         count_tokens=count_tokens,
                         done=_Counter(say),
                     )
+                busy = executor if len(read.table) > _FEW_PAIRS else None
                 say(f"looking for near duplicates among {len(read.table):,} pairs")
-                words, near = _words_and_groups(spool, read, executor)
-            results = _explore(read, words, near, names, spool, folder, options, say)
+                near = _near(spool, length_unit(read.table), busy)
+                say("measuring")
+                found = explore_pairs(read.table, read.words, *near, seed=options["seed"], executor=busy)
+            say("writing")
+            results = _write(read, found, near, names, spool, folder, options)
             spool.unlink()
     except BaseException:
         with suppress(OSError):
@@ -83,31 +86,28 @@ def run_explore(options: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", f"{run.path / 'report.html'}"])
 
 
-def _words_and_groups(
-    spool: Path, read: ReadPairs, executor: Executor | None
-) -> tuple[WordTable, tuple[np.ndarray, np.ndarray]]:
-    """Words of the completions; groups of nearly equal prompts and of nearly equal pairs."""
-    unit = length_unit(read.table)
-    with _both(executor if len(read.table) > _FEW_PAIRS else None, spool, unit) as near:
-        words = word_table([texts[1:] for texts in batch] for batch in read_texts(spool))
-        prompts, completions = near()
-    return words, (prompts, _first_of(prompts, completions))
+def _near(spool: Path, unit: str, executor: Executor | None) -> tuple[np.ndarray, np.ndarray]:
+    """Groups of nearly equal prompts and of nearly equal pairs, by the number of their first pair."""
+    jobs = (near_prompts, near_completions)
+    if executor is None:
+        prompts, completions = (job(spool, unit) for job in jobs)
+    else:
+        futures = [executor.submit(job, spool, unit) for job in jobs]
+        prompts, completions = (future.result() for future in futures)
+    return prompts, _first_of(prompts, completions)
 
 
-def _explore(
+def _write(
     read: ReadPairs,
-    words: WordTable,
+    found: Exploration,
     near: tuple[np.ndarray, np.ndarray],
     names: Sequence[str],
     spool: Path,
     folder: Path,
     options: Mapping[str, Any],
-    say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Measure and write everything; returns what exploration.json holds."""
+    """Write everything; returns what exploration.json holds."""
     seed, table = options["seed"], read.table
-    say("measuring")
-    found = explore_pairs(table, words, *near, seed=seed)
     about = {
         "sets": list(names),
         "files": read.files,
@@ -118,7 +118,6 @@ def _explore(
     results: dict[str, Any] = finite(about | found.results)
     told = sentences(results)
     results["findings"] = [each._asdict() for each in told]
-    say("writing")
     samples = samples_of(choose_samples(table, found, options["samples"], seed=seed), spool, read, found)
     write_samples(folder / "samples.jsonl", samples)
     write_findings(folder / "findings.jsonl", read, found)
@@ -129,18 +128,6 @@ def _explore(
     if can_draw():
         draw_figures(results, folder)
     return results
-
-
-@contextmanager
-def _both(
-    executor: Executor | None, spool: Path, unit: str
-) -> Iterator[Callable[[], tuple[np.ndarray, np.ndarray]]]:
-    """Groups of near-duplicate prompts and completions, computed beside the block, given processes."""
-    if executor is None:
-        yield lambda: (near_prompts(spool, unit), near_completions(spool, unit))
-        return
-    futures = [executor.submit(job, spool, unit) for job in (near_prompts, near_completions)]
-    yield lambda: (futures[0].result(), futures[1].result())
 
 
 def _first_of(prompts: np.ndarray, completions: np.ndarray) -> np.ndarray:

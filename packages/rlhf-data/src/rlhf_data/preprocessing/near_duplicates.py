@@ -105,7 +105,7 @@ class NearDuplicateFinder:
         folded = " ".join(text.lower().split())
         if self._unit == "words":
             # Where there is no word at all, such as in a row of emoji, the text is one.
-            units = [self._hashes[word] for word in _WORD.findall(folded) or [folded]]
+            units = list(map(self._hashes.__getitem__, _WORD.findall(folded) or [folded]))
         else:
             units = list(map(ord, folded))
         self._values += units

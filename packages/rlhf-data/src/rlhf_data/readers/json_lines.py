@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 from collections.abc import Iterator
+from functools import lru_cache
 from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,15 @@ JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 
 def row_place(path: str | Path, number: int) -> str:
     """Return what an error message calls a row, such as `stories.jsonl, line 3`."""
+    return f"{_place(path)} {number}"
+
+
+@lru_cache(maxsize=256)
+def _place(path: str | Path) -> str:
+    """The part of `row_place` that all rows of a file share."""
     name = Path(path).name.lower()
     one_file = not set("*?") & set(str(path))
-    return f"{path}, {'line' if one_file and name.endswith((*JSON_LINES, '.csv')) else 'row'} {number}"
+    return f"{path}, {'line' if one_file and name.endswith((*JSON_LINES, '.csv')) else 'row'}"
 
 
 def open_lines(path: Path) -> BufferedIOBase:

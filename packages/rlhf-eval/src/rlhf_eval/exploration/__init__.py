@@ -12,13 +12,15 @@ from rlhf_eval.exploration.pair_texts import PairTexts, pair_texts
 from rlhf_eval.exploration.reading import choose_samples
 from rlhf_eval.exploration.sentences import sentences
 from rlhf_eval.exploration.shortcuts import length_unit, surface_differences
-from rlhf_eval.exploration.words import WordTable, word_table
+from rlhf_eval.exploration.words import PairWords, WordCounter, WordTable, word_table, words_of_pairs
 
 __all__ = [
     "ROW_RULES",
     "Exploration",
     "PairTable",
     "PairTexts",
+    "PairWords",
+    "WordCounter",
     "WordTable",
     "choose_samples",
     "columns_of_pairs",
@@ -31,4 +33,5 @@ __all__ = [
     "sentences",
     "surface_differences",
     "word_table",
+    "words_of_pairs",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,7 +20,7 @@ from rlhf_eval.exploration.lengths import (
     lengths_of,
 )
 from rlhf_eval.exploration.pair_table import PairTable
-from rlhf_eval.exploration.phrases import find_phrases
+from rlhf_eval.exploration.phrases import find_phrases, phrase_words
 from rlhf_eval.exploration.shortcuts import (
     TOGETHER,
     audit_shortcuts,
@@ -71,6 +73,7 @@ def explore_pairs(
     near_rows: np.ndarray,
     *,
     seed: int = 0,
+    executor: Executor | None = None,
 ) -> Exploration:
     """Measure everything.
 
@@ -80,9 +83,15 @@ def explore_pairs(
         near_prompts: (n,) number of the first pair with nearly the same prompt.
         near_rows: (n,) number of the first pair that is nearly the same.
         seed: of halves and folds.
+        executor: looks for phrases in other processes; None looks here.
     """
+    copies = np.ones(len(table), dtype=bool)
+    copies[np.unique(table.keys[:, 3], return_index=True)[1]] = False
+    phrases = {
+        place: _phrases(words, copies, opening=place == "opening", executor=executor)
+        for place in ("opening", "anywhere")
+    }
     clusters, unit = prompt_groups(table, near_prompts)
-    lengths = lengths_of(table)
     designs = predictors(table, words)
     audit = audit_shortcuts(designs, clusters, seed=seed)
     held_out = next(each.accuracy for each in audit if each.name == TOGETHER)
@@ -90,38 +99,41 @@ def explore_pairs(
     ratios, rare = odds_ratios(table, clusters)
     rows = find_rows(table, near_prompts, near_rows)
     rows["suspected_flip"] = noise.suspected, np.full(len(noise.suspected), -1)
-    copies = np.ones(len(table), dtype=bool)
-    copies[np.unique(table.keys[:, 3], return_index=True)[1]] = False
     results = {
         "pairs": len(table),
         "prompts": len(np.unique(table.keys[:, 0])),
         "prompt_groups": {"made_of": unit, "count": len(np.unique(clusters))},
-        "length_unit": length_unit(table),
-        "lengths": length_summaries(lengths),
-        "length_difference": length_difference(lengths[length_unit(table)]),
-        "turns": depth_of(table),
+        **_lengths(table, clusters),
         "hygiene": {
             rule: {"rows": len(rows[rule][0]), "severity": ROW_RULES[rule].severity} for rule in ROW_RULES
         },
         "leaks": leaks(table, near_prompts),
         "scripts": scripts_of(table),
-        "label_bias": label_bias(lengths, clusters),
-        "longer_where_they_differ": asdict(_longer(table, clusters)),
         "refusals": _refusals(table, clusters),
-        "length_bins": length_bins(table, clusters),
         "shortcuts": {
             "predictors": [asdict(each) for each in audit],
             "floor": TOGETHER,
             "pairs_with_words": len(designs[TOGETHER]),
         },
         "odds_ratios": {"features": [asdict(each) for each in ratios], "too_rare": rare},
-        "phrases": {
-            "opening": _phrases(words, copies, opening=True),
-            "anywhere": _phrases(words, copies, opening=False),
-        },
+        "phrases": {place: found() for place, found in phrases.items()},
         "label_noise": _noise(noise),
     }
     return Exploration(results, rows, noise)
+
+
+def _lengths(table: PairTable, clusters: np.ndarray) -> dict[str, Any]:
+    """What length is like, and what it has to do with the label."""
+    lengths, unit = lengths_of(table), length_unit(table)
+    return {
+        "length_unit": unit,
+        "lengths": length_summaries(lengths),
+        "length_difference": length_difference(lengths[unit]),
+        "turns": depth_of(table),
+        "label_bias": label_bias(lengths, clusters),
+        "longer_where_they_differ": asdict(_longer(table, clusters)),
+        "length_bins": length_bins(table, clusters),
+    }
 
 
 def _longer(table: PairTable, clusters: np.ndarray) -> Interval:
@@ -144,14 +156,23 @@ def _refusals(table: PairTable, clusters: np.ndarray) -> dict[str, Any]:
     }
 
 
-def _phrases(words: WordTable, copies: np.ndarray, *, opening: bool) -> dict[str, Any]:
-    found, tested, pairs = find_phrases(words, opening=opening, copies=copies)
-    return {
-        "tested": tested,
-        "pairs": pairs,
-        "found": len(found),
-        "phrases": [asdict(each) for each in found[:_MOST_PHRASES]],
-    }
+def _phrases(
+    words: WordTable, copies: np.ndarray, *, opening: bool, executor: Executor | None
+) -> Callable[[], dict[str, Any]]:
+    """What gives the phrases; an executor looks for them in the meantime."""
+    counted = phrase_words(words, opening=opening, copies=copies)
+    future = executor.submit(find_phrases, counted) if executor else None
+
+    def results() -> dict[str, Any]:
+        found, tested = future.result() if future else find_phrases(counted)
+        return {
+            "tested": tested,
+            "pairs": counted.pairs,
+            "found": len(found),
+            "phrases": [asdict(each) for each in found[:_MOST_PHRASES]],
+        }
+
+    return results
 
 
 def _noise(noise: LabelNoise) -> dict[str, Any]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy as np
 from rlhf_eval.exploration.words import WordTable
 from rlhf_eval.stats import benjamini_hochberg
 
-__all__ = ["Phrase", "find_phrases", "log_odds"]
+__all__ = ["Phrase", "PhraseWords", "find_phrases", "log_odds", "phrase_words"]
 
 _LONGEST = 4
 _OPENING_WORDS = 8
@@ -26,6 +25,23 @@ _SAME = 0.8
 """A phrase within a longer one is left out where the longer one is this share of it."""
 _LEVEL = 0.05
 _SIGNIFICANT = NormalDist().inv_cdf(0.975)
+
+
+@dataclass(frozen=True, eq=False)
+class PhraseWords:
+    """The words in which phrases are looked for.
+
+    Attributes:
+        names: The words that a phrase may have, from 1.
+        ids: (m,) number of each word, 0 where it is too rare to be in a phrase.
+        documents: (m,) the completion of each, rising; those of a pair are 2i (chosen) and 2i + 1.
+        pairs: How many pairs they are from: those with the first four million words.
+    """
+
+    names: list[str]
+    ids: np.ndarray
+    documents: np.ndarray
+    pairs: int
 
 
 @dataclass(frozen=True)
@@ -75,43 +91,14 @@ def log_odds(
     return delta, delta / np.sqrt(1 / sides[0][0] + 1 / sides[1][0])
 
 
-def find_phrases(
-    table: WordTable, *, opening: bool, copies: np.ndarray | None = None
-) -> tuple[list[Phrase], int, int]:
-    """Phrases of one to four words that differ between the sides, the largest |z| first.
-
-    A completion counts a phrase once, so that one that repeats itself is one witness. Parts of a longer
-    phrase that is nearly as frequent are not tested, which the counts of both sides together decide. Phrases
-    with |z| at most 1.96, or a corrected p-value above 5%, are left out.
+def phrase_words(table: WordTable, *, opening: bool, copies: np.ndarray | None = None) -> PhraseWords:
+    """The words in which phrases are looked for.
 
     Args:
-        table: the words.
+        table: the words of pairs.
         opening: whether only the first 8 words of each completion count.
         copies: (n,) whether a pair is a copy of one before it, and so no witness of its own.
-
-    Returns:
-        The phrases; how many were tested; how many pairs they were counted in (those with the first four
-        million words).
     """
-    ids, documents, pairs = _ids(table, opening, copies)
-    names, ids = _common(table, ids)
-    phrases: list[Phrase] = []
-    for n in range(1, _LONGEST + 1):
-        keys, counts, totals = _count(ids, documents, n)
-        numbers = zip(keys.tolist(), *counts, *log_odds(*counts, totals), strict=True)
-        phrases += [
-            Phrase(_name(key, names), int(chosen), int(rejected), float(delta), float(z), 1.0)
-            for key, chosen, rejected, delta, z in numbers
-        ]
-    tested = _without_parts(phrases)
-    p_values = benjamini_hochberg([2 * NormalDist().cdf(-abs(each.z)) for each in tested])
-    found = [replace(each, p_value=p) for each, p in zip(tested, p_values, strict=True)]
-    kept = [each for each in found if abs(each.z) > _SIGNIFICANT and each.p_value <= _LEVEL]
-    return sorted(kept, key=lambda phrase: -abs(phrase.z)), len(tested), pairs
-
-
-def _ids(table: WordTable, opening: bool, copies: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, int]:
-    """Words and the completion of each, of as many whole pairs as there is room for."""
     lengths = table.lengths
     ends = np.cumsum(lengths)
     used = np.minimum(lengths, _OPENING_WORDS) if opening else lengths
@@ -120,24 +107,48 @@ def _ids(table: WordTable, opening: bool, copies: np.ndarray | None) -> tuple[np
     room = np.searchsorted(np.cumsum(used), _MOST_IDS, "right") // 2 * 2
     lengths, used, starts = lengths[:room], used[:room], (ends - lengths)[:room]
     within = np.arange(used.sum()) - np.repeat(np.cumsum(used) - used, used)
-    documents = np.repeat(np.arange(room), used)
-    return table.ids[np.repeat(starts, used) + within], documents, int(room) // 2
-
-
-def _common(table: WordTable, ids: np.ndarray) -> tuple[list[str], np.ndarray]:
-    """Names of the words that may be in a phrase, and each word's number among them from 1; 0 for others."""
-    counts = np.bincount(ids, minlength=len(table.words))
+    ids = table.ids[np.repeat(starts, used) + within]
+    documents = np.repeat(np.arange(room, dtype=np.int32), used)
+    counts = np.bincount(ids, minlength=len(table.words))[: len(table.words)]
     frequent = np.flatnonzero(counts >= _RAREST)
     frequent = frequent[np.argsort(-counts[frequent], kind="stable")][:_MOST_COMMON]
-    numbers = np.zeros(len(counts), dtype=np.uint64)
-    numbers[frequent] = np.arange(1, len(frequent) + 1, dtype=np.uint64)
-    return ["", *(table.words[i] if i < len(table.words) else "" for i in frequent.tolist())], numbers[ids]
+    numbers = np.zeros(len(counts) + 1, dtype=np.uint16)
+    numbers[frequent] = np.arange(1, len(frequent) + 1)
+    names = ["", *(table.words[i] for i in frequent.tolist())]
+    return PhraseWords(names, numbers[ids], documents, int(room) // 2)
+
+
+def find_phrases(words: PhraseWords) -> tuple[list[Phrase], int]:
+    """Phrases of one to four words that differ between the sides, the largest |z| first.
+
+    A completion counts a phrase once, so that one that repeats itself is one witness. Parts of a longer
+    phrase that is nearly as frequent are not tested, which the counts of both sides together decide. Phrases
+    with |z| at most 1.96, or a corrected p-value above 5%, are left out.
+
+    Returns:
+        The phrases; how many were tested.
+    """
+    counted = [_count(words.ids, words.documents, n) for n in range(1, _LONGEST + 1)]
+    scores = [log_odds(*counts, totals) for _, counts, totals in counted]
+    tested = np.concatenate(_not_parts([(keys, sides[0] + sides[1]) for keys, sides, _ in counted]))
+    keys = np.concatenate([keys for keys, _, _ in counted])[tested]
+    sides = np.concatenate([np.stack(counts, axis=1) for _, counts, _ in counted])[tested]
+    deltas, z = (np.concatenate(each)[tested] for each in zip(*scores, strict=True))
+    p_values = benjamini_hochberg([2 * NormalDist().cdf(-each) for each in np.abs(z).tolist()])
+    kept = np.flatnonzero((np.abs(z) > _SIGNIFICANT) & (np.array(p_values) <= _LEVEL))
+    kept = kept[np.argsort(-np.abs(z[kept]), kind="stable")]
+    found = []
+    for i in kept.tolist():
+        chosen, rejected = sides[i].tolist()
+        text = _name(int(keys[i]), words.names)
+        found.append(Phrase(text, chosen, rejected, float(deltas[i]), float(z[i]), p_values[i]))
+    return found, len(keys)
 
 
 def _count(
     ids: np.ndarray, documents: np.ndarray, n: int
 ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray], tuple[float, float]]:
-    """Phrases of n words as keys of 16 bits a word, how many completions have each, and the totals."""
+    """Phrases of n words as rising keys of 16 bits a word, how many completions have each, and the totals."""
     size = max(len(ids) - n + 1, 0)
     keys, whole = np.zeros(size, dtype=np.uint64), np.ones(size, dtype=bool)
     for offset in range(n):
@@ -147,11 +158,12 @@ def _count(
     keys, of = keys[whole], documents[:size][whole]
     order = np.argsort(keys, kind="stable")  # completions are in order already
     keys, of = keys[order], of[order]
-    new = np.append(True, (keys[1:] != keys[:-1]) | (of[1:] != of[:-1])) if len(keys) else np.zeros(0, bool)
-    found, number = np.unique(keys[new], return_inverse=True)
-    counts = [np.bincount(number[of[new] % 2 == side], minlength=len(found)) for side in (0, 1)]
-    kept = counts[0] + counts[1] >= _RAREST
-    return found[kept], (counts[0][kept], counts[1][kept]), (float(counts[0].sum()), float(counts[1].sum()))
+    first = np.append(True, keys[1:] != keys[:-1])[: len(keys)]
+    new = first | np.append(True, of[1:] != of[:-1])[: len(keys)]
+    found, number, side = keys[first], np.cumsum(first)[new] - 1, of[new] % 2
+    chosen, rejected = (np.bincount(number[side == each], minlength=len(found)) for each in (0, 1))
+    kept = chosen + rejected >= _RAREST
+    return found[kept], (chosen[kept], rejected[kept]), (float(chosen.sum()), float(rejected.sum()))
 
 
 def _name(key: int, names: list[str]) -> str:
@@ -162,15 +174,18 @@ def _name(key: int, names: list[str]) -> str:
     return " ".join(names[number] for number in reversed(numbers))
 
 
-def _without_parts(phrases: list[Phrase]) -> list[Phrase]:
-    """The phrases without parts of longer ones that say the same."""
-    parts: dict[str, int] = {}
-    for phrase in phrases:
-        words, total = phrase.text.split(" "), phrase.chosen + phrase.rejected
-        for length in range(1, len(words)):
-            for start in range(len(words) - length + 1):
-                part = " ".join(words[start : start + length])
-                parts[part] = max(parts.get(part, 0), total)
-    return [
-        each for each in phrases if parts.get(each.text, 0) < math.ceil(_SAME * (each.chosen + each.rejected))
-    ]
+def _not_parts(phrases: list[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
+    """Whether a phrase says something that no longer one that has it as a part says as often.
+
+    Args:
+        phrases: keys and counts of the phrases of one word, of two, and so on. A part of a phrase is in as
+            many completions as that at least, so it is among them.
+    """
+    most = [np.zeros(len(keys), dtype=counts.dtype) for keys, counts in phrases]
+    for length, (keys, counts) in enumerate(phrases, start=1):
+        for part in range(1, length):
+            for dropped in range(length - part + 1):  # words behind the part
+                mask = np.uint64((1 << 16 * part) - 1)
+                at = np.searchsorted(phrases[part - 1][0], keys >> np.uint64(16 * dropped) & mask)
+                np.maximum.at(most[part - 1], at, counts)
+    return [longest < np.ceil(_SAME * counts) for longest, (_, counts) in zip(most, phrases, strict=True)]

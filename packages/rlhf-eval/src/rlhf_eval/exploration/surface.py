@@ -67,13 +67,12 @@ _HEAD = 500
 def surface_counts(text: str) -> tuple[float, ...]:
     """What `COUNTS` names, of one completion; a refusal counts 1 at most."""
     lower = text.replace("’", "'").lower()
-    has_tick = "`" in text
     return (
         len(text),
         len(text.split()),
         len(_LIST.findall(text)),
-        len(_MARKDOWN.findall(text)),
-        len(_CODE.findall(text)) if has_tick else 0,
+        len(_MARKDOWN.findall(text)) if "#" in text or "**" in text or "|" in text else 0,
+        len(_CODE.findall(text)) if "`" in text else 0,
         len(_NUMBER.findall(text)),
         text.count("?") + text.count("？") + text.count("؟"),
         text.count("!") + text.count("！"),
@@ -97,4 +96,5 @@ def script_of(text: str) -> int:
 
 def strange_characters(text: str) -> int:
     """Number of characters that do not print, and of traces of a wrong encoding (`â€™`, `Ã©`)."""
-    return 0 if text.isascii() and text.isprintable() else len(_STRANGE.findall(text))
+    line = text.replace("\n", "").replace("’", "")
+    return 0 if line.isascii() and line.isprintable() else len(_STRANGE.findall(text))

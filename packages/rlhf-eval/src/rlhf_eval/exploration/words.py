@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain, count
 
 import numpy as np
 
 from rlhf_eval.exploration.logistic import SparseRows
 
-__all__ = ["Vocabulary", "WordTable", "opening_keys", "word_table", "words_of"]
+__all__ = ["Encoded", "PairWords", "WordCounter", "WordTable", "word_table", "words_of", "words_of_pairs"]
 
 _CHARACTER = "\u0e00-\u0e7f\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 """Scripts without white space between words; each character counts as one."""
 _WORD = re.compile(rf"[{_CHARACTER}]|[^\W{_CHARACTER}]+(?:'[^\W{_CHARACTER}]+)*")
+_ASCII_WORD = re.compile(r"[a-z0-9_]+(?:'[a-z0-9_]+)*")
+"""The same of lower-case ASCII, in half the time."""
 _MOST_WORDS = 1 << 20
 """Distinct words that are told apart; all later ones count as one."""
 _RAREST = 5
@@ -24,21 +28,52 @@ _OPENING = 3
 
 def words_of(text: str) -> list[str]:
     """The words of a text in lower case, without punctuation."""
-    return _WORD.findall(text.lower().replace("’", "'"))
+    lower = text.lower().replace("’", "'")
+    return (_ASCII_WORD if lower.isascii() else _WORD).findall(lower)
 
 
-@dataclass(eq=False)
-class Vocabulary:
-    """Numbers of words, in the order in which they were seen first."""
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """Texts of completions as numbers that hold within them.
 
-    numbers: dict[str, int] = field(default_factory=dict)
+    Attributes:
+        names: The distinct texts, in the order in which they come first.
+        ids: (m,) number of each text in `names`, completion by completion: chosen, rejected, chosen, ...
+        lengths: (2n,) texts of each completion.
+    """
 
-    def encode(self, words: Sequence[str]) -> list[int]:
-        """The number of each word."""
-        numbers = self.numbers
-        if len(numbers) > _MOST_WORDS:
-            return [numbers.get(word, _MOST_WORDS) for word in words]
-        return [numbers.setdefault(word, len(numbers)) for word in words]
+    names: list[str]
+    ids: np.ndarray
+    lengths: np.ndarray
+
+    @staticmethod
+    def of(completions: Sequence[Sequence[str]]) -> Encoded:
+        """The texts of completions, numbered."""
+        lengths = np.fromiter(map(len, completions), dtype=np.int64, count=len(completions))
+        numbers: defaultdict[str, int] = defaultdict(count().__next__)
+        texts = chain.from_iterable(completions)
+        ids = np.fromiter(map(numbers.__getitem__, texts), dtype=np.int32, count=int(lengths.sum()))
+        return Encoded(list(numbers), ids, lengths)
+
+
+@dataclass(frozen=True, eq=False)
+class PairWords:
+    """The words of some pairs.
+
+    Attributes:
+        words: Of their completions.
+        openings: The first word, the first two and the first three of each completion, as far as it has them.
+    """
+
+    words: Encoded
+    openings: Encoded
+
+
+def words_of_pairs(pairs: Iterable[tuple[str, str]]) -> PairWords:
+    """The words of the chosen and the rejected completion of some pairs."""
+    found = [words_of(text) for pair in pairs for text in pair]
+    openings = [[" ".join(words[:n]) for n in range(1, min(_OPENING, len(words)) + 1)] for words in found]
+    return PairWords(Encoded.of(found), Encoded.of(openings))
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +82,8 @@ class WordTable:
 
     Attributes:
         words: The words by number.
-        ids: (m,) number of each word, completion by completion: chosen, rejected, chosen, ...
+        ids: (m,) number of each word, completion by completion: chosen, rejected, chosen, ...; those after
+            the first million of distinct words have the number behind the last one.
         lengths: (2n,) words of each completion.
         bag: (n, columns) 1 where only the chosen completion has a word, −1 where only the rejected one has.
         bag_words: The word of each of its columns.
@@ -62,45 +98,77 @@ class WordTable:
     openings: SparseRows
 
 
-def word_table(batches: Iterable[Sequence[tuple[str, str]]], *, most_words: int = 40_000_000) -> WordTable:
-    """Read the words of the completions of pairs.
+class WordCounter:
+    """Collects the words of pairs, some pairs at a time and in their order, into a `WordTable`.
 
     Args:
-        batches: the chosen and the rejected completion of each pair, some pairs at a time; read once.
-        most_words: words after which no further pair is read, which bounds memory to about 400 MB.
+        most_words: words after which no further pair is taken, which bounds memory to about 400 MB.
     """
-    vocabulary, first = Vocabulary(), Vocabulary()
-    ids: list[np.ndarray] = []
-    lengths: list[np.ndarray] = []
-    bags, openings = _Differences(), _Differences()
+
+    def __init__(self, most_words: int = 40_000_000) -> None:
+        self.left = most_words
+        self._words, self._openings = _Vocabulary(), _Vocabulary()
+        self._ids: list[np.ndarray] = []
+        self._lengths: list[np.ndarray] = []
+        self._bags, self._first = _Differences(), _Differences()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all further pairs are left out."""
+        return self.left <= 0
+
+    def add(self, pairs: PairWords) -> None:
+        """Add the next pairs, unless there are words enough."""
+        if self.is_full:
+            return
+        ids = self._words.encode(pairs.words)
+        self._ids.append(ids)
+        self._lengths.append(pairs.words.lengths)
+        self._bags.add(ids, pairs.words.lengths)
+        self._first.add(self._openings.encode(pairs.openings), pairs.openings.lengths)
+        self.left -= len(ids)
+
+    def table(self) -> WordTable:
+        """The words of all pairs that were taken."""
+        words = list(self._words.numbers)
+        bag, columns = self._bags.rows_of()
+        return WordTable(
+            words,
+            np.concatenate([np.zeros(0, np.int32), *self._ids]),
+            np.concatenate([np.zeros(0, np.int64), *self._lengths]),
+            bag,
+            [words[i] if i < len(words) else "" for i in columns.tolist()],
+            self._first.rows_of()[0],
+        )
+
+
+def word_table(batches: Iterable[Iterable[tuple[str, str]]]) -> WordTable:
+    """The words of the completions of pairs.
+
+    Args:
+        batches: the chosen and the rejected completion of each pair, some pairs at a time.
+    """
+    counter = WordCounter()
     for batch in batches:
-        found = [words_of(text) for pair in batch for text in pair]
-        ids.append(_numbers(vocabulary, found))
-        lengths.append(np.array([len(words) for words in found], dtype=np.int64))
-        bags.add(ids[-1], lengths[-1])
-        keys = [opening_keys(words) for words in found]
-        openings.add(_numbers(first, keys), np.array([len(each) for each in keys], dtype=np.int64))
-        if sum(map(len, ids)) >= most_words:
-            break
-    words = list(vocabulary.numbers)
-    bag, columns = bags.rows_of()
-    return WordTable(
-        words,
-        np.concatenate([np.zeros(0, np.int32), *ids]),
-        np.concatenate([np.zeros(0, np.int64), *lengths]),
-        bag,
-        [words[i] if i < len(words) else "" for i in columns.tolist()],
-        openings.rows_of()[0],
-    )
+        counter.add(words_of_pairs(batch))
+    return counter.table()
 
 
-def opening_keys(words: Sequence[str]) -> list[str]:
-    """The first word, the first two and the first three of a completion, as far as it has them."""
-    return [" ".join(words[:n]) for n in range(1, min(_OPENING, len(words)) + 1)]
+class _Vocabulary:
+    """Numbers of texts, in the order in which they were seen first."""
 
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
 
-def _numbers(vocabulary: Vocabulary, found: Sequence[Sequence[str]]) -> np.ndarray:
-    return np.array(vocabulary.encode([word for words in found for word in words]), dtype=np.int32)
+    def encode(self, found: Encoded) -> np.ndarray:
+        """The number of each text; `_MOST_WORDS` of those for which there is no room."""
+        numbers = self.numbers
+        for name in found.names:
+            if len(numbers) >= _MOST_WORDS:
+                break
+            numbers.setdefault(name, len(numbers))
+        of_names = [numbers.get(name, _MOST_WORDS) for name in found.names]
+        return np.array(of_names, dtype=np.int32)[found.ids]
 
 
 class _Differences:
@@ -115,15 +183,16 @@ class _Differences:
     def add(self, ids: np.ndarray, lengths: np.ndarray) -> None:
         """Add pairs, by the words of their completions and how many each has."""
         completion = np.repeat(np.arange(len(lengths)), lengths)
-        keys = (completion // 2) * (_MOST_WORDS + 1) + ids
-        # A completion counts a word once; where both have it, it says nothing.
-        parts = [np.unique(keys[completion % 2 == side]) for side in (0, 1)]
-        keys, first, counts = np.unique(np.concatenate(parts), return_index=True, return_counts=True)
-        alone = counts == 1
-        rows, columns = np.divmod(keys[alone], _MOST_WORDS + 1)
+        # Pair, word and side in one number: sorting it puts both sides of a word next to each other.
+        keys = np.sort(((completion // 2) * (_MOST_WORDS + 1) + ids) * 2 + completion % 2)
+        keys = keys[np.diff(keys, prepend=-1) > 0]  # a completion counts a word once
+        words = keys // 2
+        new = np.diff(words, prepend=-1, append=-1) != 0
+        alone = keys[new[:-1] & new[1:]]  # where both have it, it says nothing
+        rows, columns = np.divmod(alone // 2, _MOST_WORDS + 1)
         self.rows.append((rows + self.pairs).astype(np.int32))
         self.ids.append(columns.astype(np.int32))
-        self.signs.append(np.where(first[alone] < len(parts[0]), 1, -1).astype(np.int8))
+        self.signs.append((1 - 2 * (alone % 2)).astype(np.int8))
         self.pairs += len(lengths) // 2
 
     def rows_of(self) -> tuple[SparseRows, np.ndarray]:

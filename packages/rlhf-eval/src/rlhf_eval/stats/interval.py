@@ -89,6 +89,11 @@ def unit_codes(clusters: Sequence[Hashable] | np.ndarray | None, rows: int) -> n
         return np.arange(rows)
     if len(clusters) != rows:
         raise ValueError(f"got {len(clusters)} clusters for {rows} rows; one each is expected")
+    if isinstance(clusters, np.ndarray) and clusters.ndim == 1 and clusters.dtype.kind in "iu":
+        _, first, which = np.unique(clusters, return_index=True, return_inverse=True)
+        order = np.empty(len(first), dtype=np.intp)  # units are numbered in the order of their first rows
+        order[np.argsort(first)] = np.arange(len(first))
+        return order[which]
     codes: dict[Hashable, int] = {}
     return np.fromiter((codes.setdefault(key, len(codes)) for key in clusters), dtype=np.intp, count=rows)
 
