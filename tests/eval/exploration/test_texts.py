@@ -113,7 +113,9 @@ def test_words_do_not_depend_on_how_many_pairs_come_at_a_time():
         assert getattr(parts, name).tolist() == getattr(whole, name).tolist()
     for name in ("rows", "columns", "values"):
         for rows in ("bag", "openings"):
-            assert getattr(getattr(parts, rows), name).tolist() == getattr(getattr(whole, rows), name).tolist()
+            assert (
+                getattr(getattr(parts, rows), name).tolist() == getattr(getattr(whole, rows), name).tolist()
+            )
 
 
 def test_a_full_counter_takes_no_further_pairs():
