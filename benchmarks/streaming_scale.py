@@ -13,6 +13,7 @@ the rows as dicts and of short tokenised rows, in one process and in each of two
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -32,7 +33,7 @@ BATCH = 256
 
 
 def write(folder: Path, gigabytes: float) -> dict[str, Any]:
-    """Write the pairs as JSON lines, and as Parquet; their sizes."""
+    """Write the pairs as JSON lines, and as Parquet, where they are not yet; their sizes."""
     import pyarrow.json
     import pyarrow.parquet
 
@@ -41,8 +42,8 @@ def write(folder: Path, gigabytes: float) -> dict[str, Any]:
     pool = [" ".join(rng.choice(words, 53)) for _ in range(4000)]
     rows, shards = int(gigabytes * 1e9 / ROW_BYTES), max(2, round(gigabytes * 1e9 / SHARD_BYTES))
     for kind in ("jsonl", "parquet"):
-        (folder / kind).mkdir(parents=True)
-    for shard in range(shards):
+        (folder / kind).mkdir(parents=True, exist_ok=True)
+    for shard in range(len(list((folder / "parquet").iterdir())), shards):
         path = folder / "jsonl" / f"{shard:03}.jsonl"
         first, behind = rows * shard // shards, rows * (shard + 1) // shards
         picked = rng.integers(0, len(pool), (behind - first, 3)).tolist()
@@ -60,7 +61,7 @@ def write(folder: Path, gigabytes: float) -> dict[str, Any]:
 
 def write_short(path: Path, rows: int) -> None:
     """Write short texts to tokenise."""
-    path.parent.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
         file.writelines(f'{{"prompt": "{n}+{n % 7}=", "completion": "{n + n % 7}"}}\n' for n in range(rows))
 
@@ -142,6 +143,8 @@ def whole_pass(data: Path, tokenised: bool, rank: int, world_size: int, rows: in
     first = done = next(counts)
     started = time.perf_counter()
     for count in counts:
+        if done >= share:
+            break
         done += count
         if done >= share * (len(memory) + 1) / 10 and len(memory) < 10:
             memory.append(megabytes())
@@ -195,7 +198,7 @@ def passes(data: Path, cache: Path, rows: int, *, tokenised: bool) -> dict[str, 
     return found
 
 
-def everything(gigabytes: float, short_rows: int, folder: Path) -> dict[str, Any]:
+def everything(gigabytes: float, short_rows: int, pass_rows: int, folder: Path) -> dict[str, Any]:
     """Both sizes, both formats, and short tokenised rows."""
     from rlhf_data.streaming.line_index import _THREADS
 
@@ -207,8 +210,11 @@ def everything(gigabytes: float, short_rows: int, folder: Path) -> dict[str, Any
         data = folder / f"{size:g}"
         found = write(data, size)
         for kind in ("jsonl", "parquet"):
-            found[kind] = measure(data / kind, folder / "cache", before / "jsonl", found["rows"])
+            found[kind] = measure(
+                data / kind, folder / "cache", before / "jsonl", min(pass_rows, found["rows"])
+            )
         result[f"{size:g} GB"] = found
+        print(json.dumps(found), file=sys.stderr)
     short = folder / "short" / "short.jsonl"
     write_short(short, short_rows)
     result["tokenised"] = {"rows": short_rows} | passes(short, folder / "cache", short_rows, tokenised=True)
@@ -220,7 +226,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gb", type=float, default=0.2, help="gigabytes of JSON lines of the larger set")
     parser.add_argument("--short-rows", type=int, default=20_000, help="short rows that are tokenised")
-    parser.add_argument("--folder", type=Path, help="where the shards go; default a temporary folder")
+    parser.add_argument("--pass-rows", type=int, default=10**12, help="rows at which a pass is cut short")
+    parser.add_argument("--folder", type=Path, help="where the sets go; default the system's")
+    parser.add_argument(
+        "--keep", action="store_true", help="keep the sets in --folder, and take what is there"
+    )
     for name in ("--open", "--job", "--before", "--pass"):
         parser.add_argument(name, type=Path, help=argparse.SUPPRESS)
     for name in ("--tokenised", "--rank", "--world-size", "--rows"):
@@ -234,9 +244,13 @@ def main() -> None:
         names = ("tokenised", "rank", "world_size", "rows")
         found = whole_pass(options["pass"], *(options[name] for name in names))
     else:
-        with tempfile.TemporaryDirectory(dir=options["folder"]) as folder:
-            print(json.dumps(everything(options["gb"], options["short_rows"], Path(folder)), indent=2))
-            return
+        sizes = options["gb"], options["short_rows"], options["pass_rows"]
+        with contextlib.ExitStack() as stack:
+            folder = options["folder"]
+            if not options["keep"]:
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
+            print(json.dumps(everything(*sizes, folder), indent=2))
+        return
     print(json.dumps(found))
 
 
