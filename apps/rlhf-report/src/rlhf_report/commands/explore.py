@@ -18,6 +18,9 @@ from rlhf_report.options import bad_row_option
     metavar="NAME=COLUMN",
     help="The data's name of prompt, messages, chosen or rejected; may be repeated.",
 )
+@click.option(
+    "--by", multiple=True, metavar="COLUMN", help="Measure the pairs of each value of a column; repeatable."
+)
 @click.option("--tokenizer", metavar="MODEL", help="Count tokens too, with the tokenizer of this model.")
 @click.option("--subset-size", type=click.IntRange(1), metavar="N", help="Pairs to read at most.")
 @click.option(

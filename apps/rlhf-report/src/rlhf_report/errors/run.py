@@ -70,7 +70,7 @@ def report_errors(options: Mapping[str, Any]) -> str:
     rewards = _Rewards(
         *(load_scorer(options[name]) if options[name] else None for name in ("reward", *_OTHERS))
     )
-    run = RunFolder.create(options["output_dir"], job="errors")
+    run = RunFolder.create(options["output_dir"], job="errors", resumable=False)
     try:
         return _write_report(options, run, rewards, rows, curve_rows)
     except UserError:

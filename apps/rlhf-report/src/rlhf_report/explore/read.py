@@ -23,6 +23,7 @@ from rlhf_eval.exploration import (
     pair_texts,
     words_of_pairs,
 )
+from rlhf_report.explore.columns import RowColumns
 from rlhf_report.explore.spool import TextSpool
 
 __all__ = ["DataSet", "ReadPairs", "data_sets", "read_pairs", "scan_pairs", "story_pairs", "workers"]
@@ -33,6 +34,8 @@ _SERIAL_CHUNKS = 6
 _AHEAD = 4
 _MOST_WORKERS = 4
 _STORIES = 1000
+_SKIP = "or skip bad rows (--on-bad-row skip)"
+_LABELLED = "this looks like a completion with a label, as KTO learns from; explore reads pairs only"
 _Result = TypeVar("_Result")
 
 
@@ -145,13 +148,19 @@ def read_pairs(
 
 
 def scan_pairs(
-    sets: Sequence[DataSet], columns: Mapping[str, str], *, skip: bool, skipped: list[tuple[str, int, str]]
+    sets: Sequence[DataSet],
+    columns: Mapping[str, str],
+    beside: RowColumns,
+    *,
+    skip: bool,
+    skipped: list[tuple[str, int, str]],
 ) -> Iterator[Placed]:
     """Pairs of all files, in order.
 
     Args:
         sets: the data sets.
         columns: the files' names of columns.
+        beside: gets every row that is a pair.
         skip: whether bad rows are left out.
         skipped: what is wrong with those.
 
@@ -167,12 +176,17 @@ def scan_pairs(
                 pair = pair_texts(pair_from_row(row, row_place(file, line), columns))
             except UserError as error:
                 if not skip:
-                    raise UserError(
-                        f"{error}; or skip bad rows (--on-bad-row skip)", code=error.code, **error.fields
-                    ) from error
+                    hint = _LABELLED if error.code == "missing_column" and _is_labelled(row) else _SKIP
+                    raise UserError(f"{error}; {hint}", code=error.code, **error.fields) from error
                 skipped.append((file, line, str(error)))
                 continue
+            beside.add(row, pair)
             yield (set_number, file_number, line), pair
+
+
+def _is_labelled(row: Any) -> bool:
+    """Whether a row is a completion with a label, as KTO learns from, and no pair."""
+    return isinstance(row, dict) and bool({"label", "kto_tag"} & row.keys()) and "chosen" not in row
 
 
 def _columns_and_words(
@@ -193,13 +207,17 @@ def _tokens(pairs: Sequence[PairTexts], count: CountTokens | None) -> list[tuple
 
 
 @contextmanager
-def workers() -> Iterator[Executor | None]:
-    """As many processes as there are cores, which start when they get work; None on a single core."""
+def workers(most: int = _MOST_WORKERS) -> Iterator[Executor | None]:
+    """As many processes as there are cores, which start when they get work; None on a single core.
+
+    Args:
+        most: processes at most.
+    """
     cores = os.cpu_count() or 1
     if cores < 2:
         yield None
         return
-    executor = ProcessPoolExecutor(min(cores, _MOST_WORKERS), mp_context=get_context("spawn"))
+    executor = ProcessPoolExecutor(min(cores, most), mp_context=get_context("spawn"))
     try:
         yield executor
     finally:

@@ -23,8 +23,10 @@ from rlhf_eval.exploration import (
     explore_pairs,
     length_unit,
     sentences,
+    subset_sentences,
 )
 from rlhf_eval.figures import can_draw
+from rlhf_report.explore.columns import RowColumns
 from rlhf_report.explore.read import ReadPairs, data_sets, read_pairs, scan_pairs, story_pairs, workers
 from rlhf_report.explore.spool import TextSpool, near_completions, near_prompts
 from rlhf_report.explore.written import samples_of, write_findings, write_pairs, write_samples
@@ -46,14 +48,15 @@ def run_explore(options: Mapping[str, Any]) -> str:
     sets = data_sets(options["data"])
     count_tokens = _token_counter(options["tokenizer"]) if options["tokenizer"] else None
     skipped: list[tuple[str, int, str]] = []
+    beside = RowColumns(options["by"])
     if sets:
-        pairs = scan_pairs(sets, columns, skip=options["on_bad_row"] == "skip", skipped=skipped)
+        pairs = scan_pairs(sets, columns, beside, skip=options["on_bad_row"] == "skip", skipped=skipped)
     else:
         pairs = story_pairs(options["seed"])
     pairs = islice(pairs, options["subset_size"])
     names = [each.name for each in sets] or ["story world"]
     files = [file for each in sets for file in each.files] or names
-    run = RunFolder.create(options["output_dir"], job="exploration")
+    run = RunFolder.create(options["output_dir"], job="exploration", resumable=False)
     try:
         with _status() as say, atomic_folder(run.path) as folder:
             spool = folder / ".texts.arrow"
@@ -68,13 +71,19 @@ def run_explore(options: Mapping[str, Any]) -> str:
                         count_tokens=count_tokens,
                         done=_Counter(say),
                     )
+                by = beside.subsets(len(read.table))
                 busy = executor if len(read.table) > _FEW_PAIRS else None
                 say(f"looking for near duplicates among {len(read.table):,} pairs")
                 near = _near(spool, length_unit(read.table), busy)
-                say("measuring")
-                found = explore_pairs(read.table, read.words, *near, seed=options["seed"], executor=busy)
+            say("measuring")
+            with workers(1) as executor:  # a new one: those before still hold the memory of their work
+                executor = executor if len(read.table) > _FEW_PAIRS else None
+                found = explore_pairs(
+                    read.table, read.words, *near, by=by, seed=options["seed"], executor=executor
+                )
             say("writing")
-            results = _write(read, found, near, names, spool, folder, options)
+            about = {"sets": names, "unread_columns": dict(beside.unread)}
+            results = _write(read, found, near, about, spool, folder, options)
             spool.unlink()
     except BaseException:
         with suppress(OSError):
@@ -101,29 +110,29 @@ def _write(
     read: ReadPairs,
     found: Exploration,
     near: tuple[np.ndarray, np.ndarray],
-    names: Sequence[str],
+    about: Mapping[str, Any],
     spool: Path,
     folder: Path,
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Write everything; returns what exploration.json holds."""
     seed, table = options["seed"], read.table
-    about = {
-        "sets": list(names),
+    results: dict[str, Any] = {
+        **about,
         "files": read.files,
         "skipped_rows": len(read.skipped),
         "tokenizer": options["tokenizer"],
         "seed": seed,
     }
-    results: dict[str, Any] = finite(about | found.results)
-    told = sentences(results)
+    results = finite(results | found.results)
+    told = [*sentences(results), *subset_sentences(results["by"])]
     results["findings"] = [each._asdict() for each in told]
     samples = samples_of(choose_samples(table, found, options["samples"], seed=seed), spool, read, found)
     write_samples(folder / "samples.jsonl", samples)
     write_findings(folder / "findings.jsonl", read, found)
     write_pairs(folder / "pairs.parquet", spool, read, found, near)
     atomic_write_json(folder / "exploration.json", results)
-    page = exploration_page(results, told, samples, title=", ".join(names))
+    page = exploration_page(results, told, samples, title=", ".join(about["sets"]))
     atomic_write_text(folder / "report.html", page)
     if can_draw():
         draw_figures(results, folder)

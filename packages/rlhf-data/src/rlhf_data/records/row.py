@@ -22,7 +22,7 @@ _SYNONYMS = {
     "completion": ("output", "target", "reply", "text", "assistant", "generation", "solution"),
     "chosen": ("better", "preferred", "accepted", "winner", "positive", "response_chosen", "chosen_response"),
     "rejected": ("worse", "dispreferred", "loser", "negative", "response_rejected", "rejected_response"),
-    "label": ("labels", "preference", "is_good", "desirable", "rating", "score"),
+    "label": ("kto_tag", "labels", "preference", "is_good", "desirable", "rating", "score"),
     "completions": ("steps", "solution", "reasoning"),
     "labels": ("ratings", "step_labels", "scores"),
 }

@@ -50,6 +50,7 @@ class RunFolder:
         job: str = "minmax",
         root: str | Path = "outputs",
         resume: bool = False,
+        resumable: bool = True,
     ) -> Self:
         """Make the folder of a new run, or take up that of an old one, freed of what killed processes left.
 
@@ -58,6 +59,7 @@ class RunFolder:
             job: the job's name.
             root: where new folders are named.
             resume: whether a folder that is not empty may be used.
+            resumable: whether the job has `--resume`, which the error then names.
 
         Raises:
             UserError: the folder is not empty (and `resume` is off) or cannot be written to.
@@ -67,7 +69,8 @@ class RunFolder:
         remove_stale_temps(run.path)
         if not resume and any(run.path.iterdir()):
             raise UserError(
-                f"output folder {run.path} is not empty; choose another with --output-dir or use --resume",
+                f"output folder {run.path} is not empty; choose another with --output-dir"
+                + (" or use --resume" if resumable else ""),
                 code="folder_not_empty",
             )
         return run

@@ -12,6 +12,7 @@ from rlhf_eval.exploration.pair_texts import PairTexts, pair_texts
 from rlhf_eval.exploration.reading import choose_samples
 from rlhf_eval.exploration.sentences import sentences
 from rlhf_eval.exploration.shortcuts import length_unit, surface_differences
+from rlhf_eval.exploration.subsets import SubsetColumn, subset_sentences
 from rlhf_eval.exploration.words import PairWords, WordCounter, WordTable, word_table, words_of_pairs
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "PairTable",
     "PairTexts",
     "PairWords",
+    "SubsetColumn",
     "WordCounter",
     "WordTable",
     "choose_samples",
@@ -31,6 +33,7 @@ __all__ = [
     "length_unit",
     "pair_texts",
     "sentences",
+    "subset_sentences",
     "surface_differences",
     "word_table",
     "words_of_pairs",

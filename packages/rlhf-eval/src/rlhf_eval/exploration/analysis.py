@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -29,6 +29,7 @@ from rlhf_eval.exploration.shortcuts import (
     odds_ratios,
     predictors,
 )
+from rlhf_eval.exploration.subsets import SubsetColumn, measure_subsets
 from rlhf_eval.exploration.words import WordTable
 from rlhf_eval.stats import Interval, proportion_interval
 
@@ -72,6 +73,7 @@ def explore_pairs(
     near_prompts: np.ndarray,
     near_rows: np.ndarray,
     *,
+    by: Sequence[SubsetColumn] = (),
     seed: int = 0,
     executor: Executor | None = None,
 ) -> Exploration:
@@ -82,6 +84,7 @@ def explore_pairs(
         words: of their completions, or of the first of them.
         near_prompts: (n,) number of the first pair with nearly the same prompt.
         near_rows: (n,) number of the first pair that is nearly the same.
+        by: columns by whose values the pairs are looked at too.
         seed: of halves and folds.
         executor: looks for phrases in other processes; None looks here.
     """
@@ -118,6 +121,7 @@ def explore_pairs(
         "odds_ratios": {"features": [asdict(each) for each in ratios], "too_rare": rare},
         "phrases": {place: found() for place, found in phrases.items()},
         "label_noise": _noise(noise),
+        "by": measure_subsets(table, by, designs[TOGETHER], clusters, rows, noise.probabilities, seed=seed),
     }
     return Exploration(results, rows, noise)
 

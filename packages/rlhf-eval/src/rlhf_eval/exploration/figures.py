@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rlhf_eval.exploration.subsets import draw_subsets
 from rlhf_eval.figures import BLUE, GREY, ORANGE, Panel, make_panel, new_figure, save_png, styled
 
-__all__ = ["FIGURES", "draw_figures", "panels"]
+__all__ = ["FIGURES", "draw_figures", "panels", "subset_figure"]
 
+Figure = tuple[str, str, Callable[[Any, Mapping[str, Any]], None], float]
+"""Title, caption, drawing and height in inches."""
 _PHRASES = 12
 _LAST_DRAWN = "\u0530"
 """Figures show Latin, Greek and Cyrillic letters; matplotlib's font has few others."""
@@ -22,19 +25,37 @@ def panels(results: Mapping[str, Any]) -> dict[str, Panel]:
     """The figures of the page, by the names of their files."""
     return {
         name: make_panel(title, caption, lambda axes, draw=draw: draw(axes, results), height=height)
-        for name, (title, caption, draw, height) in FIGURES.items()
+        for name, (title, caption, draw, height) in _figures(results).items()
     }
 
 
 def draw_figures(results: Mapping[str, Any], folder: Path) -> None:
     """Write each figure as a PNG into a folder."""
-    for name, (title, _, draw, height) in FIGURES.items():
+    for name, (title, _, draw, height) in _figures(results).items():
         with styled():
             figure = new_figure(7, height * 1.3)
             axes = figure.add_subplot(1, 1, 1)
             draw(axes, results)
             axes.set_title(title)
             save_png(figure, folder / f"{name}.png")
+
+
+def _figures(results: Mapping[str, Any]) -> dict[str, Figure]:
+    """`FIGURES`, and one for each column that the pairs are looked at by."""
+    found: dict[str, Figure] = dict(FIGURES)
+    for number, column in enumerate(results.get("by", ())):
+        found[subset_figure(number)] = (
+            f"By {column['column']}",
+            "Each value's own pairs, with 95% intervals; one half is chance. A floor needs 200 pairs.",
+            lambda axes, results, column=column: draw_subsets(axes, column["values"]),
+            1.8 + 0.34 * len(column["values"]),
+        )
+    return found
+
+
+def subset_figure(number: int) -> str:
+    """The name of the figure of a column that the pairs are looked at by."""
+    return f"by_{number + 1}"
 
 
 def _draw_lengths(axes: Any, results: Mapping[str, Any]) -> None:
@@ -127,7 +148,7 @@ def _short(text: str) -> str:
     return (text if len(text) <= 28 else f"{text[:27]}…").replace("$", r"\$")
 
 
-FIGURES = {
+FIGURES: dict[str, Figure] = {
     "length_distribution": (
         "How long are completions?",
         "Completions by length; the longest hundredth is in the last bar.",
@@ -166,4 +187,4 @@ FIGURES = {
         4.4,
     ),
 }
-"""Title, caption, drawing and height in inches of each figure."""
+"""The figures of all data."""

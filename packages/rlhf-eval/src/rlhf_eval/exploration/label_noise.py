@@ -10,12 +10,14 @@ import numpy as np
 from rlhf_eval.exploration.logistic import Design, fit_pairs, probability_of_chosen
 from rlhf_eval.stats import Interval, proportion_interval
 
-__all__ = ["LabelNoise", "find_label_noise", "out_of_fold"]
+__all__ = ["LabelNoise", "find_label_noise", "noise_of", "out_of_fold"]
 
 _FOLDS = 5
 _MOST_FITTED = 15_000
 _SUREST = 0.1
 """Share of the pairs, those that the model is surest of, on which its errors bound the flips."""
+_FEWEST = 20
+"""Held-out prompts below which a model is not taken for better than chance, however often it is right."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +42,7 @@ class LabelNoise:
     @property
     def is_learnable(self) -> bool:
         """Whether the model does better than chance; where it does not, nothing here says anything."""
-        return self.accuracy.low > 0.5
+        return _is_learned(self.accuracy)
 
     @property
     def claims_rate(self) -> bool:
@@ -59,35 +61,44 @@ def out_of_fold(design: Design, clusters: np.ndarray, *, seed: int = 0) -> np.nd
         if len(others) > _MOST_FITTED:
             others = np.sort(rng.choice(others, _MOST_FITTED, replace=False))
         if len(inside):
-            scores = design.take(inside).dot(fit_pairs(design.take(others)))
-            found[inside] = probability_of_chosen(scores)
+            found[inside] = probability_of_chosen(design.scores(inside, fit_pairs(design.take(others))))
     return found
 
 
 def find_label_noise(
     design: Design, clusters: np.ndarray, held_out: Interval, *, seed: int = 0
 ) -> LabelNoise:
-    """Cross-fit a model of the label and look for labels that it contradicts.
+    """Cross-fit a model of the label and look for labels that it contradicts; see `noise_of`.
+
+    Args:
+        design: features of the pairs.
+        clusters: (n,) prompt of each pair; one prompt is never on both sides of a fold.
+        held_out: accuracy of the same features on the half that they were not fitted on.
+        seed: of the folds.
+    """
+    p = out_of_fold(design, clusters, seed=seed)
+    return noise_of(p, clusters[: len(p)], held_out)
+
+
+def noise_of(p: np.ndarray, clusters: np.ndarray, held_out: Interval) -> LabelNoise:
+    """What probabilities of the labels, by models of other prompts, say about flips.
 
     Confident learning (Northcutt, Jiang & Chuang 2021, https://arxiv.org/abs/1911.00068, eq. 1): a pair
     counts as labelled right where the probability of its label reaches t, the mean probability of the labels
     given, and as flipped where that of the other label does. Pairs have no order, so both classes share t.
 
     Args:
-        design: features of the pairs.
-        clusters: (n,) prompt of each pair; one prompt is never on both sides of a fold.
+        p: (n,) probability of each pair's label.
+        clusters: (n,) prompt of each pair.
         held_out: accuracy of the same features on the half that they were not fitted on. Of all folds it
             would not do: their models share most of their pairs, so that with no label to learn its spread
             over 60 sets of 600 pairs is 1.5 times that of independent verdicts.
-        seed: of the folds.
     """
-    p = out_of_fold(design, clusters, seed=seed)
-    clusters = clusters[: len(p)]
     right = (np.sign(p - 0.5) + 1) / 2
     threshold = max(float(p.mean()), 0.5) if len(p) else 0.5
     kept, flipped = p >= threshold, (1 - p >= threshold) & (p < 0.5)
     sure = np.argsort(-np.abs(p - 0.5), kind="stable")[: math.ceil(_SUREST * len(p))]
-    if not held_out.low > 0.5:  # the label was not learned: nothing is claimed
+    if not _is_learned(held_out):  # the label was not learned: nothing is claimed
         flipped, sure = np.zeros(len(p), dtype=bool), sure[:0]
         kept = flipped
     counted, suspected = kept | flipped, np.flatnonzero(flipped)
@@ -98,3 +109,7 @@ def find_label_noise(
         proportion_interval(flipped[counted].astype(float), clusters[counted], unit="prompt"),
         proportion_interval(1 - right[sure], clusters[sure], unit="prompt"),
     )
+
+
+def _is_learned(held_out: Interval) -> bool:
+    return held_out.low > 0.5 and held_out.n >= _FEWEST

@@ -10,12 +10,15 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 __all__ = ["Design", "SparseRows", "fit_pairs", "fit_with_errors", "probability_of_chosen"]
 
 _MOST_STEPS = 60
+_BLOCK = 10_000
+"""Pairs that are scored at a time, which bounds memory."""
 _MEMORY = 8
 """Pairs of steps and gradients that L-BFGS keeps."""
 _TOLERANCE = 3e-4
@@ -38,12 +41,17 @@ class SparseRows:
     values: np.ndarray
     shape: tuple[int, int]
 
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """(rows + 1,) first entry of each row; at the end, the number of entries."""
+        return np.searchsorted(self.rows, np.arange(self.shape[0] + 1))
+
     def take(self, chosen: np.ndarray) -> SparseRows:
         """Some of the rows, in rising order."""
-        ends = np.searchsorted(self.rows, np.arange(self.shape[0] + 1))
-        lengths = (ends[1:] - ends[:-1])[chosen]
+        starts = self.starts
+        lengths = (starts[1:] - starts[:-1])[chosen]
         within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        at = np.repeat(ends[:-1][chosen], lengths) + within
+        at = np.repeat(starts[:-1][chosen], lengths) + within
         rows = np.repeat(np.arange(len(chosen)), lengths)
         # bincount would make integers of this size of others, each time.
         columns = self.columns[at].astype(np.intp)
@@ -83,6 +91,11 @@ class Design:
         split = self.dense.shape[1]
         scores = self.dense @ weights[:split]
         return scores if self.sparse is None else scores + self.sparse.dot(weights[split:])
+
+    def scores(self, chosen: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        """(chosen,) scores of some of the pairs, in rising order."""
+        parts = [chosen[start : start + _BLOCK] for start in range(0, len(chosen), _BLOCK)]
+        return np.concatenate([np.zeros(0), *(self.take(part).dot(weights) for part in parts)])
 
     def transposed_dot(self, values: np.ndarray) -> np.ndarray:
         """(columns,) product of the transpose with a vector."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf_eval.exploration.figures import panels
+from rlhf_eval.exploration.figures import FIGURES, panels, subset_figure
 from rlhf_eval.exploration.hygiene import ROW_RULES
 from rlhf_eval.exploration.reading import KINDS
 from rlhf_eval.exploration.sentences import Sentence, percent
-from rlhf_eval.figures import can_draw
+from rlhf_eval.exploration.subsets import subsets_section
+from rlhf_eval.figures import Panel, can_draw
 from rlhf_eval.html import number, page, section, svg_figure, table, text, verbatim
 
 __all__ = ["exploration_page"]
@@ -57,12 +58,14 @@ def exploration_page(
         f"({groups['count']:,} of them).</p>\n"
     )
     body += _findings(findings)
-    if can_draw():
-        body += '<div class="grid">' + "".join(
-            f"<div><h3>{text(panel.title)}</h3>{svg_figure(panel.svg, panel.caption)}</div>"
-            for panel in panels(results).values()
+    drawn = panels(results) if can_draw() else {}
+    if drawn:
+        body += f'<div class="grid">{"".join(map(_figure, (drawn[name] for name in FIGURES)))}</div>\n'
+    for at, column in enumerate(results["by"]):
+        figure = _figure(drawn[subset_figure(at)]) if drawn else ""
+        body += section(
+            f"By {column['column']}", f'<div class="grid">{figure}</div>{subsets_section(column)}'
         )
-        body += "</div>\n"
     body += section("What predicts the label", _predictors(results))
     body += section("Features side by side", _odds(results))
     body += section("Phrases", _phrases(results))
@@ -76,6 +79,10 @@ def exploration_page(
         if chosen := [sample for sample in samples if sample["kind"] == kind]:
             body += section(heading, "".join(map(_card, chosen)))
     return page("What is in the preference data", body)
+
+
+def _figure(panel: Panel) -> str:
+    return f"<div><h3>{text(panel.title)}</h3>{svg_figure(panel.svg, panel.caption)}</div>"
 
 
 def _findings(findings: Sequence[Sentence]) -> str:

@@ -12,6 +12,16 @@ from rlhf_eval.exploration.shortcuts import TOGETHER
 __all__ = ["Sentence", "percent", "sentences"]
 
 _SHOWN = 3
+_ENOUGH = 194
+"""Prompts in which a share of 60% differs from one half at 5%, with a power of 80%:
+(1.96 · √(.5 · .5) + .8416 · √(.6 · .4))² / .1² = 193.9."""
+_UNREAD = {
+    "system": "a system text outside the prompt, which is left unread; write such prompts as messages",
+    "turn": "a column turn, which is left unread: a verdict on the first turn counts as one on the whole "
+    "conversation; keep the rows of the last turn only",
+    "weight": "a weight other than 1, which is left unread: every row counts once",
+}
+"""Columns that change what a pair means."""
 
 
 class Sentence(NamedTuple):
@@ -31,6 +41,8 @@ class Sentence(NamedTuple):
 def sentences(results: Mapping[str, Any]) -> list[Sentence]:
     """The findings, what concerns every pair first; 95% intervals in brackets."""
     return [
+        *_few(results),
+        *_unread(results),
         _length(results),
         _refusals(results),
         _floor(results),
@@ -54,6 +66,27 @@ def percent(share: Mapping[str, Any]) -> str:
 def excludes(share: Mapping[str, Any], value: float) -> bool:
     """Whether a share has an interval, and that lies on one side of the value."""
     return share["low"] is not None and (share["low"] > value or share["high"] < value)
+
+
+def _few(results: Mapping[str, Any]) -> list[Sentence]:
+    """What so few prompts cannot show, where they are few."""
+    prompts = results["prompt_groups"]["count"]
+    if prompts >= _ENOUGH:
+        return []
+    text = (
+        f"Only {prompts:,} different prompt{'s' if prompts > 1 else ''}: shares say little beyond these "
+        f"pairs, since it takes {_ENOUGH} prompts to tell a preference of 60% from none in four of five sets. "
+        "That shortcuts, phrases or flipped labels are not found here does not mean that there are none. "
+        "Counts of rows are exact."
+    )
+    return [Sentence("few prompts", True, text)]
+
+
+def _unread(results: Mapping[str, Any]) -> list[Sentence]:
+    return [
+        Sentence("unread column", True, f"{count:,} row{'s' if count > 1 else ''} with {_UNREAD[name]}.")
+        for name, count in results.get("unread_columns", {}).items()
+    ]
 
 
 def _length(results: Mapping[str, Any]) -> Sentence:

@@ -163,7 +163,7 @@ def audit_shortcuts(designs: Mapping[str, Design], clusters: np.ndarray, *, seed
         inside = np.arange(len(design))
         fitted = _at_most(inside[training[: len(design)]], seed)
         held_out = inside[~training[: len(design)]]
-        scores = design.take(held_out).dot(fit_pairs(design.take(fitted)))
+        scores = design.scores(held_out, fit_pairs(design.take(fitted)))
         values = (np.sign(scores) + 1) / 2
         interval = proportion_interval(values, clusters[held_out], unit="prompt")
         decided = _share(scores != 0)
@@ -201,10 +201,12 @@ def _ratio_steps(ratio: np.ndarray) -> Design:
 
 
 def _side_by_side(first: SparseRows, second: SparseRows) -> SparseRows:
-    rows = np.concatenate([first.rows, second.rows])
-    order = np.argsort(rows, kind="stable")
-    columns = np.concatenate([first.columns, second.columns + first.shape[1]])
-    values = np.concatenate([first.values, second.values])
-    return SparseRows(
-        rows[order], columns[order], values[order], (first.shape[0], first.shape[1] + second.shape[1])
-    )
+    """The columns of both; in each row the entries of the first come first."""
+    shape = first.shape[0], first.shape[1] + second.shape[1]
+    size = len(first.rows) + len(second.rows)
+    rows, columns = np.empty(size, dtype=np.int32), np.empty(size, dtype=np.int32)
+    values = np.empty(size, dtype=np.float32)
+    for each, before, offset in ((first, second.starts[:-1], 0), (second, first.starts[1:], first.shape[1])):
+        at = np.arange(len(each.rows)) + before[each.rows]
+        rows[at], columns[at], values[at] = each.rows, each.columns + offset, each.values
+    return SparseRows(rows, columns, values, shape)
