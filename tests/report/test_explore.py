@@ -143,7 +143,7 @@ def test_csv_other_columns_and_bad_rows(folder):
         {"prompt": "ما هو؟", "chosen": "هذا هو الجواب", "rejected": "لا أعرف"},
     ],
 )
-@pytest.mark.parametrize("count", [1, 30])
+@pytest.mark.parametrize("count", [1, 25])
 def test_few_rows_and_other_scripts(folder, row, count):
     write_rows(folder / "pairs.jsonl", [row] * count)
     results = explored("pairs.jsonl")
@@ -151,22 +151,58 @@ def test_few_rows_and_other_scripts(folder, row, count):
     assert results["label_noise"]["suspected"] == 0
 
 
+@pytest.mark.slow
 def test_every_figure_is_drawn_also_of_little_and_of_other_scripts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     chinese = {"prompt": "什么是机器学习？", "chosen": "机器学习是人工智能", "rejected": "我不知道。"}
-    write_rows(tmp_path / "pairs.jsonl", [chinese] * 12)
-    result = run("pairs.jsonl", "--output-dir", "out")
+    write_rows(tmp_path / "pairs.jsonl", [chinese | {"source": "a $5 web"}] * 12)
+    result = run("pairs.jsonl", "--by", "source", "--output-dir", "out")
     assert result.exit_code == 0, result.output
-    assert {path.name for path in Path("out").iterdir()} == WRITTEN | FIGURES
+    assert {path.name for path in Path("out").iterdir()} == WRITTEN | FIGURES | {"by_1.png"}
     page = Path("out/report.html").read_text()
-    assert page.count("data:image/svg+xml") == len(FIGURES)
+    assert page.count("data:image/svg+xml") == len(FIGURES) + 1
     assert not re.search(r"(?:src|href)=[\"'](?!data:)", page)
 
 
-def test_without_data_the_story_world_is_explored(folder):
+def test_without_data_the_story_world_is_explored(folder, monkeypatch):
+    monkeypatch.setattr("rlhf_report.explore.read._STORIES", 200)
     results = explored()
-    assert results["sets"] == ["story world"] and results["pairs"] == 1000
+    assert results["sets"] == ["story world"] and results["pairs"] == 200
     assert len(results["phrases"]["anywhere"]["phrases"]) == 0  # right and wrong answers name the same places
+
+
+def test_sources_are_told_apart(folder):
+    pairs = rows(60, 9)
+    for number, row in enumerate(pairs):
+        row |= {"source": "web" if number < 30 else "books" if number < 57 else f"rare {number}", "topic": ""}
+        if number < 30:
+            row["chosen"] = f"{row['rejected']} and more"
+    pairs[40]["topic"] = ["a", "b"]
+    write_rows(folder / "pairs.jsonl", pairs)
+    source, topic = explored("pairs.jsonl", "--by", "source", "--by", "topic")["by"]
+    assert [(each["value"], each["pairs"]) for each in source["values"]] == [
+        *(("web", 30), ("books", 27), ("other", 3))
+    ]
+    assert source["pooled"] == 3 and source["values"][0]["longer_where_they_differ"]["estimate"] == 1
+    assert [(each["value"], each["pairs"]) for each in topic["values"]] == [("(none)", 59), ('["a", "b"]', 1)]
+    (found,) = source["comparisons"]  # too few books are of unequal length to be compared
+    assert (found["value"], found["measure"], found["inside"]["yes"]) == ("web", "longer", 30)
+    page = Path("out/report.html").read_text()
+    assert "By source" in page and "source = web" in page and "3 values are pooled" in page
+
+
+def test_columns_that_change_the_meaning_and_are_not_read_are_said(folder):
+    pairs = rows(20, 10)
+    for row in pairs[:7]:
+        row["system"] = "Answer in verse."
+    pairs[8]["weight"] = 3.0
+    prompt = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hello"}]
+    answers = {side: [{"role": "assistant", "content": side}] for side in ("chosen", "rejected")}
+    write_rows(folder / "pairs.jsonl", [*pairs, {"system": "Be kind.", "prompt": prompt, **answers}])
+    results = explored("pairs.jsonl")
+    assert results["unread_columns"] == {"system": 7, "weight": 1}
+    told = [each["name"] for each in results["findings"]]
+    assert told.count("unread column") == 2 and "few prompts" in told
 
 
 def test_equal_arguments_give_equal_numbers(folder):
@@ -188,17 +224,21 @@ def test_equal_arguments_give_equal_numbers(folder):
         (["pairs.jsonl", "pairs.jsonl"], ["named twice"]),
         (["sft.jsonl", "--on-bad-row", "skip"], ["sft.jsonl", "bad", "chosen"]),
         (["pairs.jsonl", "--output-dir", "."], ["not empty"]),
+        (["pairs.jsonl", "--by", "promt"], ["--by promt", "perhaps prompt"]),
+        (["--by", "source"], ["--by source", "no row"]),
+        (["kto.jsonl"], ["kto.jsonl, line 1", "KTO"]),
     ],
 )
 def test_bad_input_is_one_sentence_and_leaves_nothing(folder, arguments, parts):
     write_rows(folder / "pairs.jsonl", rows(5))
     write_rows(folder / "sft.jsonl", [{"prompt": "a", "completion": "b"}])
+    write_rows(folder / "kto.jsonl", [{"prompt": "a", "completion": "b", "kto_tag": True}])
     (folder / "empty.jsonl").write_text("")
     before = {path.name for path in folder.iterdir()}
     result = run(*arguments)
     assert result.exit_code == 2 and "Traceback" not in result.output
     assert all(part in result.output for part in parts), result.output
-    assert len(result.output.strip().splitlines()) == 1
+    assert len(result.output.strip().splitlines()) == 1 and "--resume" not in result.output
     assert {path.name for path in folder.iterdir()} - {"outputs"} == before
     assert not list((folder / "outputs").glob("*"))
 

@@ -75,9 +75,9 @@ def _few(results: Mapping[str, Any]) -> list[Sentence]:
         return []
     text = (
         f"Only {prompts:,} different prompt{'s' if prompts > 1 else ''}: shares say little beyond these "
-        f"pairs, since it takes {_ENOUGH} prompts to tell a preference of 60% from none in four of five sets. "
-        "That shortcuts, phrases or flipped labels are not found here does not mean that there are none. "
-        "Counts of rows are exact."
+        f"pairs, since telling a preference of 60% from none takes {_ENOUGH} (in four of five sets). That "
+        "shortcuts, phrases or flipped labels are not found does not mean that there are none. Counts "
+        "of rows are exact."
     )
     return [Sentence("few prompts", True, text)]
 

@@ -16,9 +16,9 @@ _LONGEST_NAME = 24
 _NOTE = (
     "A value of fewer than 20 pairs, or beyond the 30 most frequent, is part of “other”. The floor is that "
     "of words and surface together, fitted on half of the value's own prompts and measured on the other "
-    "half, from 200 pairs on. Flipped is what confident learning estimates, where the label can be learned and the "
-    "estimate fits the errors among the surest pairs. Same prompt: rows whose prompt is also in rows of "
-    "other values. Intervals are 95%."
+    "half, from 200 pairs on. Flipped is what confident learning estimates, where the label is learned "
+    "and the estimate fits the errors among the surest pairs. Same prompt: rows whose prompt is also in "
+    "rows of other values. Intervals are 95%."
 )
 
 

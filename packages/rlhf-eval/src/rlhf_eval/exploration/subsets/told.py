@@ -52,5 +52,7 @@ def _difference(column: Mapping[str, Any], found: Mapping[str, Any]) -> Sentence
             f"{outside['yes']:,} of {outside['pairs']:,}: {ROW_RULES[measure].text}"
         )
     of = f"{column['column']} = {found['value']}"
-    p_value = "p < .001" if found["p_value"] < 0.001 else f"p = {found['p_value']:.3f}"
+    p_value = "p\N{NO-BREAK SPACE}< .001"
+    if found["p_value"] >= 0.001:
+        p_value = f"p\N{NO-BREAK SPACE}= {found['p_value']:.3f}".replace("0.", ".")
     return Sentence("subset", True, f"{of}: {text} ({p_value}, corrected for {column['compared']:,} tests).")
