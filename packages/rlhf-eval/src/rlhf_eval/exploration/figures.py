@@ -117,7 +117,7 @@ def _draw_phrases(axes: Any, results: Mapping[str, Any]) -> None:
     colors = [BLUE if each["z"] > 0 else ORANGE for each in shown]
     axes.barh(range(len(shown)), [each["z"] for each in shown], color=colors)
     axes.set_yticks(range(len(shown)), [_short(each["text"]) for each in shown])
-    axes.set_ylim(-0.6, max(len(shown), 6) - 0.4)
+    axes.set_ylim(min(len(shown) - 6, 0) - 0.6, len(shown) - 0.4)
     axes.axvline(0, color=GREY, linewidth=1)
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("z of the weighted log-odds; right: more in chosen")

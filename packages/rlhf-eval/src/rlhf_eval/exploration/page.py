@@ -62,10 +62,9 @@ def exploration_page(
     if drawn:
         body += f'<div class="grid">{"".join(map(_figure, (drawn[name] for name in FIGURES)))}</div>\n'
     for at, column in enumerate(results["by"]):
-        figure = _figure(drawn[subset_figure(at)]) if drawn else ""
-        body += section(
-            f"By {column['column']}", f'<div class="grid">{figure}</div>{subsets_section(column)}'
-        )
+        panel = drawn.get(subset_figure(at))
+        figure = f"<div>{svg_figure(panel.svg, panel.caption)}</div>" if panel else ""
+        body += section(f"By {column['column']}", subsets_section(column, figure))
     body += section("What predicts the label", _predictors(results))
     body += section("Features side by side", _odds(results))
     body += section("Phrases", _phrases(results))

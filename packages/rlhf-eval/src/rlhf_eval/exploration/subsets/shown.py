@@ -22,18 +22,20 @@ _NOTE = (
 )
 
 
-def subsets_section(column: Mapping[str, Any]) -> str:
+def subsets_section(column: Mapping[str, Any], figure: str = "") -> str:
     """The table of a column's values, with what it shows.
 
     Args:
         column: one of `measure_subsets`.
+        figure: HTML that stands beside the explanation.
     """
     unit = column["values"][0]["length_unit"]
     rows = [_row(each) for each in column["values"]]
     head = ["", "pairs", "prompts", f"{unit}, chosen", f"{unit}, rejected", "longer chosen, %", "floor, %"]
     head += ["flipped, %", "duplicates", "contradictions", "ties", "empty", "leaks", "same prompt"]
     pooled = f" {column['pooled']:,} values are pooled as “other”." if column["pooled"] else ""
-    return f"<p>{text(_NOTE + pooled)}</p>{table(head, rows, numeric=True)}"
+    beside = f'<div class="grid">{figure}<div><p>{text(_NOTE + pooled)}</p></div></div>'
+    return beside + table(head, rows, numeric=True)
 
 
 def _row(each: Mapping[str, Any]) -> list[str]:
