@@ -159,6 +159,22 @@ def test_a_checkpoint_wants_as_many_rows_in_a_step(tmp_path: Path, byte_tokenize
         made[2, 1].resume()
 
 
+def test_a_checkpoint_wants_the_rows_it_was_written_with(tmp_path: Path, byte_tokenizer: Any) -> None:
+    path = written(tmp_path / "a.jsonl", rows(6))
+
+    def trainer(data: Path) -> SFTTrainer:
+        config = SFTConfig.from_dict({"per_device_train_batch_size": 2, "max_steps": 2})
+        model = tiny_model("llama", vocab_size=len(byte_tokenizer), seed=0)
+        run = RunFolder.create(tmp_path / "run", resume=True)
+        return SFTTrainer(model, config, StreamingSFTDataset(data, byte_tokenizer), run=run)
+
+    trainer(path).train()
+    (tmp_path / "moved").mkdir()
+    assert trainer(written(tmp_path / "moved" / "b.jsonl", rows(6))).resume()
+    with raises_error("different_training_data", key="data"):
+        trainer(written(path, rows(6, "q"))).resume()
+
+
 @pytest.mark.slow
 def test_other_numbers_of_processes_and_kills_give_the_same_losses(
     run_processes: Callable[..., str], tmp_path: Path

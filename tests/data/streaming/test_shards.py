@@ -1,5 +1,6 @@
 """Every kind of shard gives the same rows; indexes are kept, and what is damaged or changed is noticed."""
 
+import errno
 import gzip
 import json
 import random
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from raises import raises_error
 from rlhf_data import StreamingPreferenceDataset, StreamingSFTDataset, UserError
 from rlhf_data.readers.lmdb_rows import LENGTH_KEY, row_key
-from rlhf_data.streaming import shards
+from rlhf_data.streaming import index_cache, shards
 from rlhf_data.streaming.line_index import line_blocks
 from rlhf_data.streaming.rows import ShardedRows
 
@@ -179,6 +180,19 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch, c
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert len(ShardedRows(_write(tmp_path, ".jsonl"))) == 97
     assert "cannot be kept" in caplog.text
+
+
+def test_a_full_disk_costs_the_index_but_not_the_unpacked_lines(tmp_path, monkeypatch, caplog):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(index_cache.np, "save", full)
+    assert len(ShardedRows(_write(tmp_path, ".jsonl"))) == 97
+    assert "cannot be kept" in caplog.text
+    monkeypatch.setattr(index_cache.shutil, "copyfileobj", full)
+    with raises_error("unwritable_cache"):
+        ShardedRows(_write(tmp_path, ".jsonl.gz"))
 
 
 def test_fingerprints_tell_sets_apart(tmp_path, tokenizer):

@@ -20,7 +20,7 @@ from rlhf_algos.engine.observers import Observers, observers_of
 from rlhf_algos.engine.optimizer import train_in_fp32
 from rlhf_algos.engine.optimizer_step import Share, optimizer_step, reduced, share_of_step
 from rlhf_algos.engine.parallel import Parallel
-from rlhf_algos.engine.step_examples import order_of, steps_of
+from rlhf_algos.engine.step_examples import check_same, data_of, order_of, steps_of
 from rlhf_algos.engine.trained_module import TrainedModule
 from rlhf_algos.engine.training_method import Example, TrainingMethod
 from rlhf_algos.tracking.debug import nonfinite_message
@@ -30,8 +30,6 @@ from rlhf_data import PackedBatch, RunFolder, UserError, atomic_folder
 from rlhf_models import compile_model
 
 __all__ = ["BaseTrainer", "LossOutput"]
-
-_SAME = {"num_examples": "training examples", "rows_per_step": "rows per step", "num_processes": "processes"}
 
 
 class BaseTrainer(TrainingMethod[Example]):
@@ -314,13 +312,7 @@ class BaseTrainer(TrainingMethod[Example]):
             UserError: the checkpoint is damaged or was made with other data or another model.
         """
         state = CheckpointManager.read_state(folder)
-        for key, have in self._identity().items():
-            if state.get(key, have) != have:
-                raise UserError(
-                    f"{folder} was written with {state[key]} {_SAME[key]}, there are now {have}; "
-                    "resume with the same",
-                    code="different_training_data",
-                )
+        check_same(folder, state, self._identity())
         if self.parallel.sharded and self.trained.prepared:
             raise ValueError("a sharded trainer takes up a checkpoint before its first step only")
         self.load_weights(Path(folder))
@@ -374,8 +366,9 @@ class BaseTrainer(TrainingMethod[Example]):
             raise ValueError("this trainer keeps no checkpoints: it was made without a run folder")
         return self.checkpoints
 
-    def _identity(self) -> dict[str, int]:
+    def _identity(self) -> dict[str, Any]:
         same = {"num_examples": len(self.examples), "rows_per_step": self.global_batch_size}
+        same |= data_of(self.examples)
         return same | ({"num_processes": self.parallel.world_size} if self.parallel.deepspeed else {})
 
     def _empty_step(self) -> dict[str, float]:

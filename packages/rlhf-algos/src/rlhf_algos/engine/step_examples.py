@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +13,14 @@ from rlhf_algos.engine.optimizer_step import epoch_order
 from rlhf_algos.engine.parallel import Parallel
 from rlhf_data import UserError, read_ahead
 
-__all__ = ["StepExamples", "examples_at", "is_streamed", "order_of", "steps_of"]
+__all__ = ["StepExamples", "check_same", "data_of", "examples_at", "is_streamed", "order_of", "steps_of"]
+
+_SAME = {
+    "num_examples": "number of training examples",
+    "rows_per_step": "number of rows per step",
+    "num_processes": "number of processes",
+    "data": "content of the data files",
+}
 
 
 class StepExamples(Sequence[Any]):
@@ -56,6 +65,33 @@ class StepExamples(Sequence[Any]):
 def is_streamed(examples: Any) -> bool:
     """Whether examples stay on disk, as those of a `StreamingDataset`, where a row may give none."""
     return hasattr(examples, "fetch")
+
+
+def data_of(examples: Any) -> dict[str, str]:
+    """What a checkpoint keeps of a set's files, to tell whether they changed; nothing of a set in memory."""
+    content = getattr(getattr(examples, "examples", examples), "content", None)
+    return {"data": hashlib.sha256(content.encode()).hexdigest()[:16]} if content else {}
+
+
+def check_same(folder: str | Path, state: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of training on other rows, or with steps of other sizes.
+
+    Args:
+        folder: the checkpoint.
+        state: what it holds; a key that an older one lacks is passed over.
+        now: what must be equal, by its key of `_SAME`.
+
+    Raises:
+        UserError: one of them differs.
+    """
+    for key, have in now.items():
+        if state.get(key, have) != have:
+            raise UserError(
+                f"{folder} was written with another {_SAME[key]} ({state[key]}, now {have}); resume with the "
+                "same",
+                code="different_training_data",
+                key=key,
+            )
 
 
 def examples_at(examples: Any, rows: Sequence[int]) -> list[Any]:

@@ -65,13 +65,14 @@ class SettledTies:
 
     Attributes:
         fingerprint: names the source, and what happens to ties.
+        content: that of the source.
         tied: rows left out so far.
     """
 
     def __init__(self, source: RecordSource, ties: _Ties) -> None:
         self._source, self.tied = source, LeftOut()
         self._ties: _Ties = ties
-        self.fingerprint = f"{source.fingerprint} {ties}"
+        self.fingerprint, self.content = f"{source.fingerprint} {ties}", source.content
 
     def __len__(self) -> int:
         return len(self._source)

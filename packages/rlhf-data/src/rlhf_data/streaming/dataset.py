@@ -165,6 +165,11 @@ class StreamingDataset(Sequence[Example]):
         parts = [self.source.fingerprint, *self._fingerprint, shape, getattr(tokenizer, "eos_token", None)]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
+    @property
+    def content(self) -> str:
+        """What changes with the contents of the files, but not with where they lie."""
+        return self.source.content
+
     def order(self, epoch: int, *, seed: int | None) -> Sequence[int]:
         """Numbers of the rows of an epoch in their order; without a seed as they are on disk."""
         return self.source.order(epoch, seed=seed)

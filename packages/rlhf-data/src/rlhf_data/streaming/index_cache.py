@@ -9,29 +9,47 @@ import hashlib
 import logging
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from rlhf_data.errors import UserError
 from rlhf_data.readers.json_lines import damaged, is_damage, open_lines
-from rlhf_data.runs.atomic import atomic_folder
+from rlhf_data.runs.atomic import DiskFullError, atomic_folder
 from rlhf_data.runs.paths import cache_folder
 from rlhf_data.streaming.shards import BlockIndex, LinesShard, Shard, shard_of
 
-__all__ = ["indexed", "opened_shard", "shard_key"]
+__all__ = ["content_hash", "indexed", "opened_shard", "shard_key"]
 
 _LOG = logging.getLogger(__name__)
 _FORMAT = 1
 """Of the index; another number is another index."""
 _COMPRESSED = (".jsonl.gz", ".jsonl.zst")
+_END_BYTES = 1 << 16
 OnProgress = Callable[[int, int], None]
 
 
 def shard_key(shard: Shard) -> str:
     """Return a name for a file as it is now: its path, size and time of change."""
     return hashlib.sha256(f"{_FORMAT} {shard.path.resolve()} {shard.stamp()}".encode()).hexdigest()[:32]
+
+
+def content_hash(shards: Sequence[Shard], indexes: Sequence[BlockIndex]) -> str:
+    """Return a hash that tells changed files, wherever they lie and whenever they were copied there.
+
+    It is over where the rows of each file are and its first and last 64 KiB, so that little is read.
+    """
+    digest = hashlib.sha256()
+    for shard, index in zip(shards, indexes, strict=True):
+        for numbers in index:
+            digest.update(numbers.tobytes())
+        size = shard.stamp()[0]
+        with open(shard.file, "rb") as file:
+            for start in (0, max(0, size - _END_BYTES)):
+                file.seek(start)
+                digest.update(file.read(_END_BYTES))
+    return digest.hexdigest()[:16]
 
 
 def opened_shard(path: str | Path) -> Shard:
@@ -48,10 +66,11 @@ def opened_shard(path: str | Path) -> Shard:
         with _alone(folder):
             if not folder.exists():
                 _unpack(path, folder)
-    except OSError as error:
+    except (OSError, DiskFullError) as error:
+        reason = "no space is left" if isinstance(error, DiskFullError) else error.strerror or error
         raise UserError(
             f"data file {path} is compressed, and {folder.parent}, where it is unpacked to be streamed, "
-            f"cannot be written ({error.strerror or error}); set XDG_CACHE_HOME to a folder with room, or "
+            f"cannot be written ({reason}); set XDG_CACHE_HOME to a folder with room, or "
             "unpack it",
             code="unwritable_cache",
         ) from error
@@ -79,8 +98,9 @@ def indexed(shard: Shard, on_progress: OnProgress) -> BlockIndex:
                 with atomic_folder(folder) as temporary:
                     np.save(temporary / file.name, np.stack(index))
             return BlockIndex(*np.load(file))
-    except OSError as error:
-        _LOG.warning("the index of %s cannot be kept (%s); the next run makes it again", shard.name, error)
+    except (OSError, DiskFullError) as error:
+        reason = "no space is left" if isinstance(error, DiskFullError) else error
+        _LOG.warning("the index of %s cannot be kept (%s); the next run makes it again", shard.name, reason)
         return shard.index(on_progress)
 
 

@@ -30,6 +30,7 @@ class DatasetMixture:
 
     Attributes:
         fingerprint: names sources and weights.
+        content: changes with what is in the sources, and with their weights.
 
     Raises:
         UserError: there is no source, or a weight is not above 0.
@@ -44,6 +45,7 @@ class DatasetMixture:
         self._sources = [source for source, _ in sources]
         self._counts = _rounded([weight for _, weight in sources])
         self.fingerprint = json.dumps([[source.fingerprint for source in self._sources], self._counts])
+        self.content = json.dumps([[source.content for source in self._sources], self._counts])
         # Each source's draws are spread evenly over the period; ties go to the earlier source.
         draws = sorted(
             ((number + 0.5) / count, source, number)

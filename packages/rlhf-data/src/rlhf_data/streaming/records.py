@@ -25,6 +25,7 @@ class RecordSource(Protocol):
     """Records by position: of one stream, or of a mixture."""
 
     fingerprint: str
+    content: str
 
     def __len__(self) -> int:
         """Positions of an epoch."""
@@ -55,6 +56,7 @@ class RecordStream:
 
     Attributes:
         fingerprint: names files and settings.
+        content: see `ShardedRows`.
         rows: the rows of the files.
         parts: records, and so positions, of a row.
 
@@ -78,6 +80,7 @@ class RecordStream:
             )
         self._parse = row_parser(kind, columns or {})
         self.rows = ShardedRows(path, limit=subset_size, on_progress=on_progress, window=window)
+        self.content = self.rows.content
         self.fingerprint = json.dumps([self.rows.fingerprint, kind, dict(columns or {}), subset_size])
         self.parts = 1
         peeked = self.read(range(min(_PEEKED, len(self.rows))))

@@ -13,7 +13,7 @@ import numpy as np
 
 from rlhf_data.errors import UserError
 from rlhf_data.readers.locations import data_files, is_hub_name
-from rlhf_data.streaming.index_cache import indexed, opened_shard, shard_key
+from rlhf_data.streaming.index_cache import content_hash, indexed, opened_shard, shard_key
 from rlhf_data.streaming.order import BlockOrder
 from rlhf_data.streaming.shards import Block, RowFields
 
@@ -35,6 +35,7 @@ class ShardedRows:
 
     Attributes:
         fingerprint: names the files as they were when they were opened.
+        content: a hash that changes with what is in them; see `content_hash`.
 
     Raises:
         UserError: a file is missing, damaged, or cannot be streamed; there is no row.
@@ -55,6 +56,7 @@ class ShardedRows:
         self.fingerprint = " ".join(map(shard_key, self._shards))
         self._stamps = [shard.stamp() for shard in self._shards]
         self._indexes = [indexed(shard, on_progress or _log_progress(shard.name)) for shard in self._shards]
+        self.content = content_hash(self._shards, self._indexes)
         self._window = window
         self._first_blocks = np.cumsum([0, *(len(index.rows) - 1 for index in self._indexes)])
         shard_rows = np.cumsum([0, *(index.rows[-1] for index in self._indexes)])

@@ -67,6 +67,11 @@ class Shard(ABC):
         self.path, self.name = path, name or path
         self._place = row_place(self.name, 0)[:-1]
 
+    @property
+    def file(self) -> Path:
+        """The file that holds the rows."""
+        return self.path
+
     def place(self, row: int) -> str:
         """Return what errors call a row, by its number from 0, such as `pairs.jsonl, line 3`."""
         return f"{self._place}{row + 1}"
@@ -94,7 +99,7 @@ class Shard(ABC):
             UserError: the file is not there.
         """
         try:
-            status = os.stat(self.path)
+            status = os.stat(self.file)
         except OSError as error:
             raise UserError(
                 f"data file {self.name} cannot be read ({error.strerror or error}); check the path",
@@ -261,9 +266,10 @@ class LMDBShard(Shard):
 
         return Block(row, sum(map(len, rows)))
 
-    def stamp(self) -> tuple[int, int]:
-        """See `Shard`; of the file in the folder."""
-        return LinesShard(self.path / "data.mdb", name=self.path).stamp()
+    @property
+    def file(self) -> Path:
+        """See `Shard`; it is in the folder."""
+        return self.path / "data.mdb"
 
 
 def shard_of(path: Path, *, name: Path | None = None) -> Shard:
