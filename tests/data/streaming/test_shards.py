@@ -4,6 +4,7 @@ import errno
 import gzip
 import json
 import random
+import shutil
 from typing import Any
 
 import lmdb
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from raises import raises_error
 from rlhf_data import StreamingPreferenceDataset, StreamingSFTDataset, UserError
 from rlhf_data.readers.lmdb_rows import LENGTH_KEY, row_key
-from rlhf_data.streaming import index_cache, shards
+from rlhf_data.streaming import shards
 from rlhf_data.streaming.line_index import line_blocks
 from rlhf_data.streaming.rows import ShardedRows
 
@@ -187,10 +188,10 @@ def test_a_full_disk_costs_the_index_but_not_the_unpacked_lines(tmp_path, monkey
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(index_cache.np, "save", full)
+    monkeypatch.setattr(np, "save", full)
     assert len(ShardedRows(_write(tmp_path, ".jsonl"))) == 97
     assert "cannot be kept" in caplog.text
-    monkeypatch.setattr(index_cache.shutil, "copyfileobj", full)
+    monkeypatch.setattr(shutil, "copyfileobj", full)
     with raises_error("unwritable_cache"):
         ShardedRows(_write(tmp_path, ".jsonl.gz"))
 
