@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,14 @@ def build_hub_cache(home: Path, name: str, model: Any, tokenizer: Any) -> None:
     tokenizer.save_pretrained(snapshot)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(_REVISION)
+
+
+@pytest.fixture(autouse=True)
+def own_import_path() -> Iterator[None]:
+    """A command adds the folders of the user's modules; the next test must not find its modules there."""
+    before = list(sys.path)
+    yield
+    sys.path[:] = before
 
 
 @pytest.fixture(scope="session")

@@ -295,7 +295,7 @@ def test_what_the_server_tells_about_itself(client: Any, server: Any) -> None:
         ({"stop": ["a"] * 17}, "stop", "up to 16 texts"),
         ({"seed": 0.5}, "seed", "seed"),
         ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
-        ({"stream_options": {"usage": 1}}, "stream_options.usage", "no field"),
+        ({"stream_options": {"usage": 1}}, "stream_options.usage", "not a field"),
         ({"stop": ["a", 3]}, "stop.1", "valid string"),
     ],
 )

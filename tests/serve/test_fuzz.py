@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import schemathesis
+import schemathesis.specs.openapi.schemas  # else pytest rewrites it within a test
 from hypothesis import HealthCheck, given, settings
 from pydantic import ValidationError
 from schemathesis import GenerationMode

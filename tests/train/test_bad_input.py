@@ -35,7 +35,7 @@ Writes = Callable[..., Path]
         ("training.seed=[1", ["training.seed=[1"]),
         ("policy_model.prompt_template='{story}'", ["policy_model", "{story}", "{prompt}"]),
         ("policy_model.prompt_template=Hello", ["policy_model", "lacks", "{prompt}"]),
-        ("policy_model.prompt_template='{prompt'", ["policy_model", "no template"]),
+        ("policy_model.prompt_template='{prompt'", ["policy_model", "not a template"]),
         ("policy_model.prompt_template='{prompt} {answer}'", ["policy_model", "{answer}"]),
         ("monitor_model.prompt_template='{prompt}'", ["monitor_model", "lacks", "{answer}"]),
         ("monitor_model.prompt_template='{answer}'", ["monitor_model", "lacks", "{prompt}"]),

@@ -188,7 +188,7 @@ def test_prompts_too_long_are_left_out_and_counted(
         ("grpo", ["--reward=length:target=4", "--set=reward_weights=[.inf]"], ["reward_weights", "inf"]),
         ("grpo", ["--reward="], ["''", "expected a rule"]),
         ("grpo", ["--set=task=sums"], ["task is 'sums'", "'arithmetic'"]),
-        ("grpo", ["--set=num_generations=3"], ["8 completions", "no multiple of num_generations 3"]),
+        ("grpo", ["--set=num_generations=3"], ["8 completions", "not a multiple of num_generations 3"]),
         ("ppo", ["--set=num_generations=3", "--dry-run"], ["8 completions", "num_generations 3"]),
         ("grpo", ["--set=num_generations=1"], ["num_generations is 1"]),
         ("grpo", ["--set=max_completion_length=512"], ["max_completion_length 512", "no room for a prompt"]),

@@ -108,7 +108,7 @@ def test_prompt_template_takes_text_as_it_is():
     [
         ("{question} {answer}", "placeholder {answer} is unknown"),
         ("{story}", "{question} is missing"),
-        ("{", "no template"),
+        ("{", "not a template"),
     ],
 )
 def test_bad_templates_are_refused(template, message):

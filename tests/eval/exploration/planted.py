@@ -63,3 +63,18 @@ def explored(pairs: Sequence[PairTexts], sources: Sequence[int] | None = None) -
 def first_of(keys: np.ndarray) -> np.ndarray:
     _, first, which = np.unique(keys, return_index=True, return_inverse=True)
     return first[which]
+
+
+def learnable(count: int, seed: int) -> list[PairTexts]:
+    """Pairs in which the chosen completion has a good word and the other a bad one, in two of three."""
+    rng = random.Random(seed)
+    pairs = []
+    for i in range(count):
+        parts = [words(rng, rng.randint(4, 10)) for _ in range(2)]
+        if rng.random() < 0.95:
+            parts = [
+                f"{parts[0]} {rng.choice(['thanks', 'indeed'])}",
+                f"{rng.choice(['damn', 'ugh'])} {parts[1]}",
+            ]
+        pairs.append(pair(f"question {i}", *parts))
+    return pairs

@@ -10,6 +10,7 @@ from tests.eval.exploration.planted import (
     columns,
     explored,
     flipped,
+    learnable,
     pair,
     table_of_words,
     unbiased,
@@ -109,21 +110,6 @@ def test_planted_leaks_are_counted_both_ways():
     assert (both[0, 1]["prompts"], both[0, 1]["whole_rows"]) == (2, 1)
     which, other = found.rows["prompt_in_another_set"]
     assert which.tolist() == [10, 20, 110, 120] and other.tolist() == [110, 120, 10, 20]
-
-
-def learnable(count: int, seed: int):
-    """Pairs in which the chosen completion has a good word and the other a bad one, in two of three."""
-    rng = random.Random(seed)
-    pairs = []
-    for i in range(count):
-        parts = [words(rng, rng.randint(4, 10)) for _ in range(2)]
-        if rng.random() < 0.95:
-            parts = [
-                f"{parts[0]} {rng.choice(['thanks', 'indeed'])}",
-                f"{rng.choice(['damn', 'ugh'])} {parts[1]}",
-            ]
-        pairs.append(pair(f"question {i}", *parts))
-    return pairs
 
 
 def test_flipped_labels_are_told_from_right_ones():

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from tests.eval.exploration.planted import columns, flipped, pair, table_of_words, unbiased
+from tests.eval.exploration.planted import columns, flipped, learnable, pair, table_of_words, unbiased
 
 from rlhf_eval.exploration import SubsetColumn, explore_pairs, subset_sentences
+from rlhf_eval.exploration.hygiene import ROW_RULES
+from rlhf_eval.exploration.label_noise import find_label_noise
+from rlhf_eval.exploration.shortcuts import TOGETHER, audit_shortcuts, predictors
+from rlhf_eval.exploration.subsets import measure_subsets
 from rlhf_eval.exploration.subsets.measured import _p_value, _share
 
 
@@ -60,3 +67,22 @@ def test_a_floor_is_that_of_the_value_s_own_pairs():
     floors = {each["value"]: each["floor"] for each in found["values"]}
     assert floors["easy"]["low"] > 0.8 and floors["coin"]["low"] < 0.5
     assert floors["easy"]["fitted"] == 110
+
+
+def test_flipped_labels_of_a_value_are_claimed_only_with_those_of_all_pairs():
+    pairs = flipped(learnable(1500, 9), set(random.Random(10).sample(range(1500), 150)))
+    table = columns(pairs)
+    prompts, names = table.keys[:, 0], ["even", "odd"]
+    design = predictors(table, table_of_words(pairs))[TOGETHER]
+    (audit,) = audit_shortcuts({TOGETHER: design}, prompts)
+    noise = find_label_noise(design, prompts, audit.accuracy)
+    column = [SubsetColumn("source", names, np.arange(1500) % 2)]
+
+    def claims(noise):
+        rows = {name: (np.arange(0), np.arange(0)) for name in ROW_RULES}
+        [found] = measure_subsets(table, column, design, prompts, rows, noise)
+        return [value["label_noise"]["claims_rate"] for value in found["values"]]
+
+    assert noise.claims_rate and claims(noise) == [True, True]
+    few = replace(noise.at_most, high=noise.flip_rate.low / 2)
+    assert claims(replace(noise, at_most=few)) == [False, False]

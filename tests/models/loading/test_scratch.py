@@ -111,7 +111,7 @@ def test_names_of_gpt2_and_llama_and_a_model_section_are_read(tmp_path):
         ({"architecture": "bert"}, "architecture is 'bert', expected 'gpt2' or 'llama'"),
         ({"activation_function": "gelu_nwe"}, "did you mean gelu_new"),
         ({"rope_theta": 1e4}, "rope_theta is set, which architecture gpt2 has not"),
-        ({"architecture": "llama", "num_key_value_heads": 3}, "no multiple of num_key_value_heads 3"),
+        ({"architecture": "llama", "num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
         ({"architecture": "llama", "hidden_size": 20}, "is 5, and rotary positions need an even number"),
         ({"vocab_size": 100}, "vocab_size 100 is too small"),
     ],

@@ -121,7 +121,7 @@ def explore_pairs(
         "odds_ratios": {"features": [asdict(each) for each in ratios], "too_rare": rare},
         "phrases": {place: found() for place, found in phrases.items()},
         "label_noise": _noise(noise),
-        "by": measure_subsets(table, by, designs[TOGETHER], clusters, rows, noise.probabilities, seed=seed),
+        "by": measure_subsets(table, by, designs[TOGETHER], clusters, rows, noise, seed=seed),
     }
     return Exploration(results, rows, noise)
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_eval.exploration.hygiene import ROW_RULES
-from rlhf_eval.exploration.label_noise import noise_of
+from rlhf_eval.exploration.label_noise import LabelNoise, noise_of
 from rlhf_eval.exploration.logistic import Design
 from rlhf_eval.exploration.pair_table import PairTable
 from rlhf_eval.exploration.shortcuts import TOGETHER, audit_shortcuts, length_unit, log_ratio
@@ -69,7 +69,7 @@ def measure_subsets(
     design: Design,
     clusters: np.ndarray,
     rows: Rows,
-    probabilities: np.ndarray,
+    noise: LabelNoise,
     *,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
@@ -84,7 +84,8 @@ def measure_subsets(
         design: what the floor's model looks at; perhaps of the first pairs only.
         clusters: (n,) unit of intervals.
         rows: for each rule, the pairs that break it.
-        probabilities: (m,) of the labels of the first m pairs.
+        noise: of the first m pairs together. A value of a few hundred pairs cannot tell flips from a model
+            that is often wrong, so its rate is claimed only where that of all pairs is.
         seed: of halves.
 
     Returns:
@@ -97,7 +98,7 @@ def measure_subsets(
     for column in columns:
         names, groups = _pooled(column)
         values = [
-            _of_value(table, groups == number, design, clusters, rows, probabilities, seed)
+            _of_value(table, groups == number, design, clusters, rows, noise, seed)
             for number in range(len(names))
         ]
         compared = list(_comparisons(names, groups, measures, codes))
@@ -133,7 +134,7 @@ def _of_value(
     design: Design,
     clusters: np.ndarray,
     rows: Rows,
-    probabilities: np.ndarray,
+    noise: LabelNoise,
     seed: int,
 ) -> dict[str, Any]:
     unit, ratio = length_unit(table), log_ratio(table)
@@ -146,14 +147,14 @@ def _of_value(
         for name, rules in _COUNTED.items()
     }
     known = np.flatnonzero(inside[: len(design)])
-    floor = noise = None
+    floor = label_noise = None
     if len(known) >= _FLOOR_PAIRS:
         (audit,) = audit_shortcuts({TOGETHER: design.take(known)}, clusters[known], seed=seed)
         floor = asdict(audit.accuracy) | {"fitted": audit.fitted}
-        found = noise_of(probabilities[known], clusters[known], audit.accuracy)
+        found = noise_of(noise.probabilities[known], clusters[known], audit.accuracy)
         if found.is_learnable:
-            noise = {
-                "claims_rate": found.claims_rate,
+            label_noise = {
+                "claims_rate": noise.claims_rate and found.claims_rate,
                 "flip_rate": asdict(found.flip_rate),
                 "at_most": asdict(found.at_most),
             }
@@ -165,7 +166,7 @@ def _of_value(
         "rejected_length": float(lengths[:, 1].mean()),
         "longer_where_they_differ": asdict(longer),
         "floor": floor,
-        "label_noise": noise,
+        "label_noise": label_noise,
         "rows": counts | {"prompts_of_other_values": int(np.isin(keys[inside], keys[~inside]).sum())},
     }
 
