@@ -49,6 +49,7 @@ from rlhf_models.language_model.logps import stream_forward as stream_forward
 from rlhf_models.language_model.logps import token_distributions as token_distributions
 from rlhf_models.language_model.logps import token_logps as token_logps
 from rlhf_models.language_model.router_loss import router_coefficient as router_coefficient
+from rlhf_models.language_model.shared_prefixes import share_prefixes as share_prefixes
 from rlhf_models.loading.pretrained import check_language_model as check_language_model
 from rlhf_models.loading.pretrained import check_prompt_fits as check_prompt_fits
 from rlhf_models.loading.pretrained import check_tokenizer_fits as check_tokenizer_fits

@@ -159,10 +159,10 @@ def hidden_states(model: Any, batch: PackedBatch) -> torch.Tensor:
     Returns:
         (N, hidden) in the model's dtype.
     """
-    return _run_batch(model, batch).last_hidden_state[0][: batch.num_tokens]
+    return run_batch(model, batch).last_hidden_state[0][: batch.num_tokens]
 
 
-def _run_batch(model: Any, batch: PackedBatch, **options: Any) -> Any:
+def run_batch(model: Any, batch: PackedBatch, **options: Any) -> Any:
     """What the backbone returns for a batch, with rows behind it on some processors (`rounding`)."""
     lm = causal_lm(model)
     check_positions(lm.config.get_text_config(), batch)
@@ -194,7 +194,7 @@ def token_logps(
         with_stats: also return `entropy`, `correct` and `mean_logits`, without gradients of their own.
         with_router_loss: also return the load-balancing loss of a model with experts; see `router_loss`.
     """
-    output = _run_batch(model, batch, **({"output_router_logits": True} if with_router_loss else {}))
+    output = run_batch(model, batch, **({"output_router_logits": True} if with_router_loss else {}))
     scores = score_hidden(
         model,
         output.last_hidden_state[0][: batch.num_tokens],
