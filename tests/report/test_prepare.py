@@ -91,7 +91,7 @@ GIVEN: dict[str, Any] = {
         ("file_not_found", {"dry_run": True, "kind": "preference", "data": ("none.jsonl",)}),
         ("invalid_value", {"dry_run": True, "truncation": "right"}),
         ("invalid_value", {"dry_run": True, "kind": "prompt", "margins": "similarity"}),
-        ("invalid_input", {"dry_run": True, "columns": ("chosen",)}),
+        ("invalid_option", {"dry_run": True, "columns": ("chosen",)}),
         ("unknown_column", {"dry_run": True, "columns": ("winner=chosen",)}),
     ],
 )

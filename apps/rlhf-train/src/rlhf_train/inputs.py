@@ -28,7 +28,7 @@ def check_inputs(config: BaseConfig) -> None:
             check_available(name)
         elif not Path(name).exists() and not (key in _ROWS and _may_be_on_hub(name)):
             hint = _DEEPSPEED if key == "deepspeed" else "check the path"
-            raise UserError(f"{key}: {name} does not exist; {hint}")
+            raise UserError(f"{key}: {name} does not exist; {hint}", code="file_not_found")
     for line in getattr(config, "reward", ()) if not isinstance(getattr(config, "reward", ()), dict) else ():
         if ":" not in line and "/" in line:
             check_available(line)

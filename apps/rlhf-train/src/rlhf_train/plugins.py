@@ -31,14 +31,19 @@ def load_methods(file: str) -> list[str]:
 
     path = Path(file).expanduser().absolute()
     if not path.is_file():
-        raise UserError(f"method module {file} does not exist; check the path given to --method-module")
+        raise UserError(
+            f"method module {file} does not exist; check the path given to --method-module",
+            code="file_not_found",
+        )
     known = [name for name, source in _FILES.items() if source == path]
     if known:
         return known
     name = f"rlhf_method_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise UserError(f"method module {file} is no Python file; its name must end in .py")
+        raise UserError(
+            f"method module {file} is no Python file; its name must end in .py", code="unknown_file_type"
+        )
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     before = set(METHODS)
@@ -85,8 +90,12 @@ def load_installed(name: str) -> None:
         found = entry.load()
     except (Exception, SystemExit) as error:  # of another's package
         raise UserError(
-            f"method {name}: {entry.value} cannot be imported ({type(error).__name__}: {error})"
+            f"method {name}: {entry.value} cannot be imported ({type(error).__name__}: {error})",
+            code="import_failed",
         ) from error
     if not isinstance(found, Method):
-        raise UserError(f"method {name}: {entry.value} is a {type(found).__name__}; expected a Method")
+        raise UserError(
+            f"method {name}: {entry.value} is a {type(found).__name__}; expected a Method",
+            code="invalid_value",
+        )
     METHODS[name] = found

@@ -97,17 +97,24 @@ def resumed_run(options: dict[str, Any], job: str, changing: Sequence[str]) -> R
     if given:
         names = ", ".join(_FLAG_OF.get(name, f"--{name.replace('_', '-')}") for name in given)
         raise UserError(
-            f"{names} cannot be combined with --resume, which keeps the run's own settings; leave it out"
+            f"{names} cannot be combined with --resume, which keeps the run's own settings; leave it out",
+            code="conflicting_options",
         )
     named, output = options["resume"], options["output_dir"]
     if named != NEWEST and output is not None and Path(named) != Path(output):
-        raise UserError(f"--resume {named} and --output-dir {output} name two folders; leave one out")
+        raise UserError(
+            f"--resume {named} and --output-dir {output} name two folders; leave one out",
+            code="conflicting_options",
+        )
     folder = output if named == NEWEST else named
     if folder is not None:
         return RunFolder.open(folder)
     run = newest_unfinished(ROOT, job)
     if run is None:
-        raise UserError(f"there is no unfinished run under {ROOT}/; name its folder: --resume DIR")
+        raise UserError(
+            f"there is no unfinished run under {ROOT}/; name its folder: --resume DIR",
+            code="no_whole_checkpoint",
+        )
     return run
 
 
@@ -144,7 +151,9 @@ def checkpoint_to_evaluate(run: RunFolder) -> Path:
     """
     checkpoint = run.latest_checkpoint()
     if checkpoint is None:
-        raise UserError(f"{run.path} has no checkpoint to evaluate; train it first")
+        raise UserError(
+            f"{run.path} has no checkpoint to evaluate; train it first", code="no_whole_checkpoint"
+        )
     return checkpoint
 
 

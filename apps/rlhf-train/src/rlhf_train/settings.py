@@ -49,7 +49,10 @@ def settings_of(method: str) -> list[Setting]:
 
         return list(_settings(RLHFConfig, {}))
     if method not in METHODS:
-        raise UserError(f"there is no method {method}; choose from minmax, rlhf, {', '.join(METHODS)}")
+        raise UserError(
+            f"there is no method {method}; choose from minmax, rlhf, {', '.join(METHODS)}",
+            code="unknown_kind",
+        )
     return list(_settings(METHODS[method].job_config, METHODS[method].tiny))
 
 

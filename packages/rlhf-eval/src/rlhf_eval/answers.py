@@ -92,7 +92,10 @@ def _lm_eval_answers(path: str) -> Iterator[Answer]:
     first_filter: Any = None
     for number, row in read_rows(path):
         if not _is_lm_eval(row):
-            raise UserError(f"{row_place(path, number)}: no doc and arguments; expected a sample of lm-eval")
+            raise UserError(
+                f"{row_place(path, number)}: no doc and arguments; expected a sample of lm-eval",
+                code="missing_value",
+            )
         first_filter = row.get("filter") if first_filter is None else first_filter
         if row.get("filter") == first_filter:
             yield _of_lm_eval(row, row_place(path, number))
@@ -101,7 +104,10 @@ def _lm_eval_answers(path: str) -> Iterator[Answer]:
 def _of_row(row: Mapping[str, Any], place: str) -> Answer:
     prompt = next((row[key] for key in _PROMPTS if row.get(key) is not None), None)
     if prompt is None:
-        raise UserError(f"{place}: no prompt; a row needs one of {', '.join(_PROMPTS)} to be joined by")
+        raise UserError(
+            f"{place}: no prompt; a row needs one of {', '.join(_PROMPTS)} to be joined by",
+            code="missing_value",
+        )
     texts = (*_NO_METRICS, *_PROMPTS, *_OUTPUTS)
     numbers = {key: _number(value) for key, value in row.items() if key not in texts}
     scores = {key: number for key, number in numbers.items() if number is not None}
@@ -160,7 +166,7 @@ def _of_inspect(sample: Mapping[str, Any], place: str) -> Answer:
         if isinstance(value, bool | int | float):
             scores[name] = float(value)
     if "input" not in sample:
-        raise UserError(f"{place}: no input; expected a sample of an inspect-ai log")
+        raise UserError(f"{place}: no input; expected a sample of an inspect-ai log", code="missing_value")
     output = sample.get("output")
     written = output.get("completion") if isinstance(output, dict) else output
     columns = {**(sample.get("metadata") or {}), **sample}
@@ -181,9 +187,13 @@ def _inspect_samples(path: Path) -> Iterator[Mapping[str, Any]] | None:
                 found = json.loads(path.read_bytes())
                 return iter(found.get("samples") or [])
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror or error})") from error
+        raise UserError(
+            f"{path} cannot be read ({error.strerror or error})", code="unreadable_file"
+        ) from error
     except ValueError as error:
-        raise UserError(f"{path}: no inspect-ai log ({error}); write it again") from error
+        raise UserError(
+            f"{path}: no inspect-ai log ({error}); write it again", code="damaged_file"
+        ) from error
     return None
 
 
@@ -196,7 +206,9 @@ def _zipped_samples(path: Path) -> Iterator[Mapping[str, Any]]:
                 if name.startswith("samples/") and name.endswith(".json"):
                     yield json.loads(archive.read(name))
     except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path}: no inspect-ai log ({error}); a .eval file is a zip of JSON") from error
+        raise UserError(
+            f"{path}: no inspect-ai log ({error}); a .eval file is a zip of JSON", code="damaged_file"
+        ) from error
 
 
 def _as_text(prompt: Any) -> str:

@@ -74,7 +74,8 @@ def load_scorer(spec: str) -> Scorer:
         from rlhf_infer.rewards.models import EnsembleReward, ModelReward
     except ImportError as error:
         raise UserError(
-            f'scoring needs more than is installed ({error}); run pip install "rlhf-report[models]"'
+            f'scoring needs more than is installed ({error}); run pip install "rlhf-report[models]"',
+            code="missing_package",
         ) from error
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     function: Any = RewardFunctionFactory.from_spec(spec, model_options={"device": device})

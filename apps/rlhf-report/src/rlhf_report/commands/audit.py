@@ -34,13 +34,18 @@ def command(run: Path, train: str | None, held_out: str | None, strict: bool, ou
     from rlhf_eval.monitor import held_out_keys, open_log
 
     if (train is None) != (held_out is None):
-        raise UserError("--train and --held-out name a pair of rewards; give both, or neither")
+        raise UserError(
+            "--train and --held-out name a pair of rewards; give both, or neither", code="conflicting_options"
+        )
     log = open_log(run)
     if not log.rows:
-        raise UserError(f"{run} has logged no step yet; audit it when it has")
+        raise UserError(f"{run} has logged no step yet; audit it when it has", code="nothing_logged")
     logged = {key for row in log.rows for key in row}
     if unknown := [key for key in (train, held_out) if key is not None and key not in logged]:
-        raise UserError(f"{run} logs no {', '.join(unknown)}; its keys are {', '.join(sorted(logged))}")
+        raise UserError(
+            f"{run} logs no {', '.join(unknown)}; its keys are {', '.join(sorted(logged))}",
+            code="missing_column",
+        )
     pairs = [(train, held_out)] if train and held_out else held_out_keys(log.rows, log.config)
     samples = log.samples()
     gaps = tuple(measure_gap(log.rows, *pair) for pair in pairs)

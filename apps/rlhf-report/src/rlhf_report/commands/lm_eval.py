@@ -29,6 +29,7 @@ def command(arguments: tuple[str, ...]) -> None:
         from rlhf_eval.harness.lm_eval_run import run
     except ImportError as error:
         raise UserError(
-            f'lm-eval is not installed ({error}); run pip install "rlhf-report[harness]"'
+            f'lm-eval is not installed ({error}); run pip install "rlhf-report[harness]"',
+            code="missing_package",
         ) from error
     run(arguments)

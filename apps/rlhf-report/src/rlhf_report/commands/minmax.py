@@ -22,7 +22,8 @@ def command(run: str, output_dir: str | None) -> None:
         from rlhf_minmax.report.page import run_metrics
     except ImportError as error:
         raise UserError(
-            f'this report needs more than is installed ({error}); run pip install "rlhf-report[minmax]"'
+            f'this report needs more than is installed ({error}); run pip install "rlhf-report[minmax]"',
+            code="missing_package",
         ) from error
     folder = RunFolder.open(run)
     place = folder.path if output_dir is None else ensure_writable_folder(Path(output_dir))

@@ -59,6 +59,8 @@ def command(
     from rlhf_report.watch.follow import Options, follow
 
     if not interval >= _SHORTEST:
-        raise UserError(f"--interval {interval}: expected {_SHORTEST:g} seconds or more")
+        raise UserError(
+            f"--interval {interval}: expected {_SHORTEST:g} seconds or more", code="invalid_option"
+        )
     options = Options(plot, interval, port, output, alert_command, once=once)
     follow(runs, log_dir, options)

@@ -66,15 +66,22 @@ def command(
 
     wanted = [each.strip() for each in formats.split(",") if each.strip()]
     if not wanted or any(each not in FORMATS for each in wanted):
-        raise UserError(f"--format {formats!r}: expected some of {', '.join(_FORMATS)}, with commas between")
+        raise UserError(
+            f"--format {formats!r}: expected some of {', '.join(_FORMATS)}, with commas between",
+            code="invalid_option",
+        )
     paths = {name: out_dir / f"samples.{name}" for name in wanted}
     if not overwrite and (there := [str(path) for path in paths.values() if path.exists()]):
-        raise UserError(f"{', '.join(there)} exists; choose another --out-dir, or give --overwrite")
+        raise UserError(
+            f"{', '.join(there)} exists; choose another --out-dir, or give --overwrite", code="file_exists"
+        )
     models = {}
     for source in sources:
         for name, completions in read_source(source, score=score).items():
             if name in models:
-                raise UserError(f"two models are called {name!r}; tell them apart with NAME=SOURCE")
+                raise UserError(
+                    f"two models are called {name!r}; tell them apart with NAME=SOURCE", code="repeated_name"
+                )
             models[name] = completions
     cases = matched(models)
     chosen = select_cases(cases, how, per_model, seed=seed)  # pyright: ignore[reportArgumentType]

@@ -29,7 +29,8 @@ def run_compare(given: dict[str, Any]) -> None:
     table = read_table(options)
     if len(options.files) == 1 and table.metric != PREFERENCE:
         raise UserError(
-            f"{options.files[0]} has no preferences, and nothing to compare it with; give two files"
+            f"{options.files[0]} has no preferences, and nothing to compare it with; give two files",
+            code="too_few_rows",
         )
     found = compare(table, options)
     cases = _cases(table, options, found)
@@ -43,20 +44,25 @@ def run_compare(given: dict[str, Any]) -> None:
 
 def _options(given: dict[str, Any]) -> Options:
     if math.isnan(given["level"]):
-        raise UserError("--level nan: expected a number between 0 and 1, such as 0.95")
+        raise UserError("--level nan: expected a number between 0 and 1, such as 0.95", code="invalid_option")
     if given["threshold"] is not None:
-        raise UserError("--threshold is for training runs, and these are files of answers; leave it out")
+        raise UserError(
+            "--threshold is for training runs, and these are files of answers; leave it out",
+            code="unused_option",
+        )
     files, names = [], []
     for entry in given["files"]:
         name, equals, path = entry.partition("=")
         named = equals and not Path(entry).exists()
         files.append(path if named else entry)
         if named and not name:
-            raise UserError(f"{entry}: the name before = is empty; expected NAME=FILE")
+            raise UserError(f"{entry}: the name before = is empty; expected NAME=FILE", code="invalid_option")
         names.append(encodable(name if named else name_of(entry)))
     for name in names:
         if names.count(name) > 1:
-            raise UserError(f"two files are called {name}; tell them apart with NAME=FILE")
+            raise UserError(
+                f"two files are called {name}; tell them apart with NAME=FILE", code="repeated_name"
+            )
     return Options(
         files=tuple(files),
         names=tuple(names),

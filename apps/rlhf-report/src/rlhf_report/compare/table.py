@@ -110,11 +110,16 @@ def read_table(options: Options) -> Table:
     keys = [key for key in columns[0].totals if all(key in column.totals for column in columns)]
     if not keys:
         shown = " and ".join(options.files[:2]) + " and others" * (len(options.files) > 2)
-        raise UserError(f"no prompt is in all of {shown}; files are joined by the text of their prompts")
+        raise UserError(
+            f"no prompt is in all of {shown}; files are joined by the text of their prompts",
+            code="no_common_prompt",
+        )
     groups = {labels[key][1] for key in keys} if options.cluster else keys
     if len(groups) < 2:
         unit = options.cluster or "prompt"
-        raise UserError(f"all that the files share is one {unit}; an interval needs two at the least")
+        raise UserError(
+            f"all that the files share is one {unit}; an interval needs two at the least", code="too_few_rows"
+        )
     cells = np.array([[column.totals[key] for column in columns] for key in keys])
     count = cells[:, :, :1]
     means = cells[:, :, 1:] / count
@@ -129,7 +134,8 @@ def read_table(options: Options) -> Table:
         if missing:
             raise UserError(
                 f"{options.baseline} has no output for {len(missing)} of the {len(keys)} prompts; "
-                "give the baseline's outputs of all of them"
+                "give the baseline's outputs of all of them",
+                code="missing_value",
             )
         against = np.repeat(np.array([baseline[key] for key in keys])[:, None], len(columns), axis=1)
     return Table(
@@ -192,7 +198,10 @@ def _read_column(path: str, metric: str, options: Options, labels: dict[bytes, t
         if options.slice or options.cluster:
             labels.setdefault(key, (_label(answer, options.slice), _label(answer, options.cluster)))
     if not column.totals:
-        raise UserError(f"{path} has no row with a number for {metric!r}; name another with --metric")
+        raise UserError(
+            f"{path} has no row with a number for {metric!r}; name another with --metric",
+            code="missing_column",
+        )
     return column
 
 
@@ -205,7 +214,9 @@ def _read_outputs(path: str) -> dict[bytes, tuple[float, ...]]:
     found = {}
     for answer in read_answers(path):
         if answer.output is None:
-            raise UserError(f"{answer.place}: no output; the baseline's rows need what it wrote")
+            raise UserError(
+                f"{answer.place}: no output; the baseline's rows need what it wrote", code="missing_value"
+            )
         found[key_of(answer.prompt)] = _measured(answer.output)
     return found
 
@@ -219,7 +230,9 @@ def _label(answer: Answer, name: str | None) -> str:
         return ""
     found = answer.columns.get(name)
     if found is None:
-        raise UserError(f"{answer.place}: no column {name!r}; the first file's rows need it")
+        raise UserError(
+            f"{answer.place}: no column {name!r}; the first file's rows need it", code="missing_column"
+        )
     return encodable(str(found))
 
 

@@ -39,7 +39,7 @@ def split_name(entry: str) -> tuple[str | None, str]:
     if not equals or Path(entry).exists():
         return None, entry
     if not name:
-        raise UserError(f"{entry}: the name before = is empty; expected NAME=PATH")
+        raise UserError(f"{entry}: the name before = is empty; expected NAME=PATH", code="invalid_option")
     return name, path
 
 
@@ -54,7 +54,9 @@ def are_runs(entries: Sequence[str]) -> bool:
     if any(kinds) and not all(kinds):
         run, other = paths[kinds.index(True)], paths[kinds.index(False)]
         if not other.exists():
-            raise UserError(f"{other} does not exist; give the folder of a run, or its log")
+            raise UserError(
+                f"{other} does not exist; give the folder of a run, or its log", code="file_not_found"
+            )
         raise UserError(
             f"{run} is a training run and {other} is a file of answers; compare one kind at a time"
         )
@@ -77,17 +79,23 @@ def find_runs(entries: Sequence[str]) -> list[FoundRun]:
         if not runs:
             raise UserError(
                 f"{path} holds no training run; expected a folder with {_METRICS}, TRL's checkpoints, or "
-                "<method>/seed-<n>/ folders of such runs"
+                "<method>/seed-<n>/ folders of such runs",
+                code="wrong_folder",
             )
         groups = {_group_of(each) for each in runs}
         if name is not None and len(groups) > 1:
             shown = ", ".join(sorted(str(group) for group in groups))
-            raise UserError(f"{entry} would be one name for runs of {shown}; name each of them")
+            raise UserError(
+                f"{entry} would be one name for runs of {shown}; name each of them", code="repeated_name"
+            )
         found += [FoundRun(each, name or _group_of(each)) for each in runs]
     places = [each.path.resolve() for each in found]
     for place, each in zip(places, found, strict=True):
         if places.count(place) > 1:
-            raise UserError(f"{each.path} is given twice; the seeds of a comparison are runs of their own")
+            raise UserError(
+                f"{each.path} is given twice; the seeds of a comparison are runs of their own",
+                code="repeated_name",
+            )
     return found
 
 

@@ -101,7 +101,8 @@ def read_runs(found: Sequence[FoundRun]) -> list[Run]:
         runs.append(Run(log, group, name, _results(each.path)))
     if not any(run.log.rows for run in runs):
         raise UserError(
-            f"{found[0].path} and the other runs have logged nothing yet; wait for their first step"
+            f"{found[0].path} and the other runs have logged nothing yet; wait for their first step",
+            code="nothing_logged",
         )
     return runs
 
@@ -126,13 +127,19 @@ def choose_metric(runs: Sequence[Run], wanted: str | None) -> str:
     if wanted is not None:
         if not any(wanted in each for each in keys):
             known = ", ".join(key for key in _METRICS if any(key in each for each in keys)) or "no usual one"
-            raise UserError(f"no run logs {wanted!r}; they have {known}: name another with --metric")
+            raise UserError(
+                f"no run logs {wanted!r}; they have {known}: name another with --metric",
+                code="missing_column",
+            )
         return wanted
     common = set.intersection(*keys)
     metric = next((key for key in _METRICS if key in common), None)
     if metric is None:
         shared = ", ".join(sorted(common - {"step", "epoch"})[:12]) or "none"
-        raise UserError(f"the runs share none of {', '.join(_METRICS)}, but {shared}; name one with --metric")
+        raise UserError(
+            f"the runs share none of {', '.join(_METRICS)}, but {shared}; name one with --metric",
+            code="missing_column",
+        )
     return metric
 
 

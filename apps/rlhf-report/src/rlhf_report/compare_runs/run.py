@@ -27,13 +27,19 @@ def run_compare_runs(given: dict[str, Any]) -> None:
     """
     for key, option in _OF_FILES.items():
         if given[key] is not None:
-            raise UserError(f"{option} is for files of answers, and these are training runs; leave it out")
+            raise UserError(
+                f"{option} is for files of answers, and these are training runs; leave it out",
+                code="unused_option",
+            )
     for option in ("level", "threshold"):
         if given[option] is not None and not math.isfinite(given[option]):
-            raise UserError(f"--{option} {given[option]}: expected a number")
+            raise UserError(f"--{option} {given[option]}: expected a number", code="invalid_option")
     runs = read_runs(find_runs(given["files"]))
     if len(runs) < 2:
-        raise UserError(f"{runs[0].log.path} is one run, and there is nothing to compare it with; give two")
+        raise UserError(
+            f"{runs[0].log.path} is one run, and there is nothing to compare it with; give two",
+            code="too_few_rows",
+        )
     metric = choose_metric(runs, given["metric"])
     lower = given["lower_is_better"] or is_loss(metric)
     methods = {run.method for run in runs} - {None}

@@ -96,7 +96,10 @@ def completions_of(options: Mapping[str, Any]) -> list[tuple[Text, list[Text]]]:
     """
     path = options["completions"]
     if bool(path) != bool(options["held_out_reward"]):
-        raise UserError("--completions and --held-out-reward belong together; give both or none")
+        raise UserError(
+            "--completions and --held-out-reward belong together; give both or none",
+            code="conflicting_options",
+        )
     if not path:
         return []
     groups: dict[str, tuple[Text, list[Text]]] = {}
@@ -118,7 +121,9 @@ def _read_pairs(options: Mapping[str, Any], columns: Mapping[str, str]) -> ReadR
     if not options["slices"]:
         return ReadRows(loaded.records, [], {})
     if loaded.skipped:
-        raise UserError("--slice needs rows that are all good; leave out --on-bad-row skip")
+        raise UserError(
+            "--slice needs rows that are all good; leave out --on-bad-row skip", code="unused_option"
+        )
     rows = [row for _, row in islice(read_rows(path), len(loaded.records))]
     return ReadRows(loaded.records, [], _groups(path, options["slices"], rows))
 
@@ -128,7 +133,9 @@ def _read_candidates(
 ) -> tuple[list[Candidates], list[dict[str, Any]]]:
     """The prompts, and their rows."""
     if unknown := sorted(set(columns) - set(_COLUMNS)):
-        raise UserError(f"columns: unknown column {unknown[0]!r}; expected {', '.join(_COLUMNS)}")
+        raise UserError(
+            f"columns: unknown column {unknown[0]!r}; expected {', '.join(_COLUMNS)}", code="unknown_key"
+        )
     path, found, rows = options["data"], [], []
     for number, row in scan_rows(path):
         try:
@@ -139,26 +146,32 @@ def _read_candidates(
         except UserError as error:
             if options["on_bad_row"] == "skip":
                 continue
-            raise UserError(f"{error}; or skip bad rows (--on-bad-row skip)") from error
+            text = f"{error}; or skip bad rows (--on-bad-row skip)"
+            raise UserError(text, code=error.code, **error.fields) from error
         found.append(each)
         rows.append(row)
         if len(found) == options["samples"]:
             break
     if not found:
-        raise UserError(f"{path}: all rows are bad; leave out --on-bad-row skip to see what is wrong")
+        raise UserError(
+            f"{path}: all rows are bad; leave out --on-bad-row skip to see what is wrong", code="no_row_left"
+        )
     return found, rows
 
 
 def _parse(row: Mapping[str, Any], columns: Mapping[str, str], where: str, *, scored: bool) -> Candidates:
     prompt = row.get("prompt")
     if not (isinstance(prompt, str) and prompt.strip()) and not _is_chat(prompt):
-        raise UserError(f"{where}, field {columns.get('prompt', 'prompt')}: expected a text or messages")
+        raise UserError(
+            f"{where}, field {columns.get('prompt', 'prompt')}: expected a text or messages",
+            code="invalid_value",
+        )
     sides = {}
     for side in ("chosen", "rejected"):
         value, field = row.get(side), f"{where}, field {columns.get(side, side)}"
         texts = [value] if isinstance(value, str) else value
         if not _is_texts(texts) or not all(isinstance(each, str) and each.strip() for each in texts):
-            raise UserError(f"{field}: expected a list of texts that say something")
+            raise UserError(f"{field}: expected a list of texts that say something", code="invalid_value")
         count = row.get({"chosen": "num_correct", "rejected": "num_incorrect"}[side])
         if count is not None and count != len(texts):
             raise UserError(f"{field}: {len(texts)} texts, where the row says that there are {count}")
@@ -174,13 +187,21 @@ def _parse(row: Mapping[str, Any], columns: Mapping[str, str], where: str, *, sc
 def _scores(value: Any, count: int, where: str) -> np.ndarray:
     """The scores of a row, of the correct completions first; each may stand in a list of its own."""
     if value is None:
-        raise UserError(f"{where}: no scores; give --reward-model, or rows with a score of each completion")
+        raise UserError(
+            f"{where}: no scores; give --reward-model, or rows with a score of each completion",
+            code="missing_value",
+        )
     try:
         scores = np.asarray(value, dtype=float).reshape(-1)
     except (TypeError, ValueError) as error:
-        raise UserError(f"{where}, field scores: expected a list of numbers ({error})") from error
+        raise UserError(
+            f"{where}, field scores: expected a list of numbers ({error})", code="invalid_value"
+        ) from error
     if len(scores) != count or not np.isfinite(scores).all():
-        raise UserError(f"{where}, field scores: expected {count} finite numbers, one for each completion")
+        raise UserError(
+            f"{where}, field scores: expected {count} finite numbers, one for each completion",
+            code="invalid_value",
+        )
     return scores
 
 
@@ -201,7 +222,10 @@ def _groups(path: str, slices: Sequence[str], rows: Sequence[Mapping[str, Any]])
     for name in slices:
         if missing := next((i for i, row in enumerate(rows, start=1) if name not in row), None):
             there = ", ".join(sorted(rows[missing - 1]))
-            raise UserError(f"{path}, row {missing}: no column {name} for --slice; the row has {there}")
+            raise UserError(
+                f"{path}, row {missing}: no column {name} for --slice; the row has {there}",
+                code="missing_column",
+            )
         groups[name] = [str(row[name]) for row in rows]
     return groups
 
@@ -218,5 +242,7 @@ def _is_chat(value: Any) -> TypeGuard[list[Message]]:
 def _named(option: str) -> tuple[str, str]:
     name, equals, column = option.partition("=")
     if not (name and equals and column):
-        raise UserError(f"--columns {option}: expected NAME=COLUMN, such as chosen=better")
+        raise UserError(
+            f"--columns {option}: expected NAME=COLUMN, such as chosen=better", code="invalid_option"
+        )
     return name, column

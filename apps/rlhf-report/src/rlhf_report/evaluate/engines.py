@@ -36,7 +36,10 @@ def check_engines(given: Mapping[str, Any], sources: Sequence[Source]) -> dict[s
 
         require_vllm()
     elif given["vllm_gpu_memory_utilization"] is not None:
-        raise UserError("--vllm-gpu-memory-utilization is for --backend vllm; give both or none")
+        raise UserError(
+            "--vllm-gpu-memory-utilization is for --backend vllm; give both or none",
+            code="conflicting_options",
+        )
     names = [each.name for each in sources if not each.is_file]
     servers: dict[str, str] = {}
     for option in given["vllm_servers"]:
@@ -45,10 +48,11 @@ def check_engines(given: Mapping[str, Any], sources: Sequence[Source]) -> dict[s
             name, url = (names[0] if len(names) == 1 else ""), option
         if name not in names or not url.startswith(("http://", "https://")):
             raise UserError(
-                f"--vllm-server {option}: expected NAME=URL, NAME one of {', '.join(names) or 'no model'}"
+                f"--vllm-server {option}: expected NAME=URL, NAME one of {', '.join(names) or 'no model'}",
+                code="invalid_option",
             )
         if name in servers:
-            raise UserError(f"--vllm-server: two servers for {name}; give one")
+            raise UserError(f"--vllm-server: two servers for {name}; give one", code="repeated_name")
         servers[name] = url.rstrip("/")
     return servers
 

@@ -31,12 +31,16 @@ def evaluation_folder(given: Mapping[str, Any]) -> RunFolder:
     if known:
         before = run.read_config()
         if before.get("job") != "evaluate":
-            raise UserError(f"{run.path} is not the folder of an evaluation; give another --output-dir")
+            raise UserError(
+                f"{run.path} is not the folder of an evaluation; give another --output-dir",
+                code="wrong_folder",
+            )
         changed = sorted(key for key in options if before.get(key) != options[key])
         if changed:
             raise UserError(
                 f"{run.path} holds an evaluation with another {changed[0].replace('_', '-')}; give the same "
-                "options to go on with it, or another --output-dir"
+                "options to go on with it, or another --output-dir",
+                code="different_config",
             )
         click.echo(f"going on with {run.path}", err=True)
     else:

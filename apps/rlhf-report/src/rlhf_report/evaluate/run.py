@@ -81,7 +81,10 @@ def run_evaluate(given: dict[str, Any]) -> str:
     skip = given["on_bad_row"] == "skip"
     kept = fitting(every, prompts, given["max_new_tokens"], one_tokenizer=with_kl, skip=skip)
     if len(kept) < 2:
-        raise UserError(f"{given['prompts']}: fewer than two prompts fit every model; give shorter ones")
+        raise UserError(
+            f"{given['prompts']}: fewer than two prompts fit every model; give shorter ones",
+            code="too_few_rows",
+        )
     written = {each.name: completions_of(each, kept, given["samples"]) for each in every if each.is_file}
     notes = [f"{len(prompts) - len(kept)} prompts fit not every model and were left out."] * (kept != prompts)
     notes += [f"{skipped} rows of {given['pairs']} could not be read and were left out."] * bool(skipped)
@@ -108,7 +111,8 @@ def _scorers(given: Mapping[str, Any], run: RunFolder) -> tuple[dict[str, Scorer
     for judge in judges:
         if [each.name for each in judges].count(judge.name) > 1:
             raise UserError(
-                f"two judges are called {judge.name}; tell them apart with name=... in their lines"
+                f"two judges are called {judge.name}; tell them apart with name=... in their lines",
+                code="repeated_name",
             )
         if judge.is_remote:
             judge.probe()
@@ -357,9 +361,9 @@ def _spread(scores: Mapping[str, np.ndarray], prompts: int, samples: int) -> lis
 
 def _check_options(given: Mapping[str, Any], reference: Source | None) -> None:
     if given["judges"] and reference is None:
-        raise UserError("--judge compares with --reference; give both")
+        raise UserError("--judge compares with --reference; give both", code="conflicting_options")
     if given["judge_labels"] and not given["judges"]:
-        raise UserError("--judge-labels corrects what a judge says; give --judge too")
+        raise UserError("--judge-labels corrects what a judge says; give --judge too", code="unused_option")
 
 
 def _pairs(path: str | None, on_bad_row: Any) -> tuple[list[PreferenceRecord], int]:

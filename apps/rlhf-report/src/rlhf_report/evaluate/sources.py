@@ -39,7 +39,7 @@ def parse_source(given: str) -> Source:
     name, equals, rest = given.partition("=")
     named = bool(equals) and not Path(given).exists()
     if named and not (name and rest):
-        raise UserError(f"--model {given}: expected NAME=PATH")
+        raise UserError(f"--model {given}: expected NAME=PATH", code="invalid_option")
     path = rest if named else given
     if Path(path).is_file():
         return Source(name if named else Path(path).name.split(".")[0], path, is_file=True)
@@ -55,7 +55,9 @@ def check_sources(sources: Sequence[Source], reference: Source | None) -> None:
     every = [*sources, *([reference] if reference else [])]
     for source in every:
         if [each.name for each in every].count(source.name) > 1:
-            raise UserError(f"two models are called {source.name}; tell them apart with NAME=PATH")
+            raise UserError(
+                f"two models are called {source.name}; tell them apart with NAME=PATH", code="repeated_name"
+            )
         if source.is_file:
             continue
         from rlhf_models import adapter_base, check_language_model, check_weights, is_adapter
@@ -103,7 +105,8 @@ def fitting(
                 prompt_ids(tokenizer, shape, record, max_new_tokens)
             except UserError as error:
                 if not skip:
-                    raise UserError(f"{error}; or leave such prompts out with --on-bad-row skip") from error
+                    text = f"{error}; or leave such prompts out with --on-bad-row skip"
+                    raise UserError(text, code=error.code, **error.fields) from error
                 continue
             fits.append(record)
         kept = fits
@@ -119,7 +122,9 @@ def completions_of(source: Source, prompts: Sequence[PromptRecord], count: int) 
     found: dict[bytes, list[Written]] = {}
     for answer in read_answers(source.path):
         if answer.output is None:
-            raise UserError(f"{answer.place}: no completion; expected what the model wrote")
+            raise UserError(
+                f"{answer.place}: no completion; expected what the model wrote", code="missing_value"
+            )
         found.setdefault(key_of(answer.prompt), []).append(Written(encodable(answer.output)))
     groups = []
     for record in prompts:

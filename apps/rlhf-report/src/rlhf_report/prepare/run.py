@@ -115,7 +115,9 @@ def _columns(given: tuple[str, ...]) -> dict[str, str]:
     for entry in given:
         name, equals, column = entry.partition("=")
         if not (name and equals and column):
-            raise UserError(f"--columns {entry}: expected NAME=COLUMN, such as chosen=better")
+            raise UserError(
+                f"--columns {entry}: expected NAME=COLUMN, such as chosen=better", code="invalid_option"
+            )
         found[name] = column
     return found
 

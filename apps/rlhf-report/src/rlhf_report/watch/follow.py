@@ -80,7 +80,9 @@ class _Watch:
         self.options, self.command = options, _command(options.alert_command)
         if options.output is not None:
             if not can_draw():
-                raise UserError("--output needs matplotlib; pip install 'rlhf-eval[plots]'")
+                raise UserError(
+                    "--output needs matplotlib; pip install 'rlhf-eval[plots]'", code="missing_package"
+                )
             ensure_writable_folder(options.output)
         self.runs = [(log, summarise(log)) for log in logs]
         self._changed = True
@@ -138,7 +140,9 @@ def _command(text: str | None) -> list[str] | None:
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise UserError(f"--alert-command {text!r} cannot be read: {error}") from error
+        raise UserError(
+            f"--alert-command {text!r} cannot be read: {error}", code="unreadable_file"
+        ) from error
     if not words or shutil.which(words[0]) is None:
         raise UserError(
             f"--alert-command: there is no program {words[0] if words else ''!r}; name one that runs"

@@ -75,7 +75,9 @@ def serving(port: int) -> Iterator[PageServer]:
         server = PageServer(port)
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"port {port} cannot be taken ({reason}); choose another with --serve") from error
+        raise UserError(
+            f"port {port} cannot be taken ({reason}); choose another with --serve", code="port_taken"
+        ) from error
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

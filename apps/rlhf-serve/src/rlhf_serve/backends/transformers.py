@@ -124,5 +124,6 @@ def check_backend(settings: ModelSettings) -> None:
     """
     if settings.backend == "vllm" and importlib.util.find_spec("vllm") is None:
         raise UserError(
-            'vLLM is not installed; run `pip install "rlhf-serve[vllm]"`, or use --backend transformers'
+            'vLLM is not installed; run `pip install "rlhf-serve[vllm]"`, or use --backend transformers',
+            code="missing_package",
         )

@@ -75,7 +75,7 @@ class VLLMBackend:
         try:
             engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **arguments))
         except (OSError, RuntimeError, TypeError, ValueError) as error:
-            raise UserError(f"vLLM cannot start with {model}: {error}") from error
+            raise UserError(f"vLLM cannot start with {model}: {error}", code="engine_not_started") from error
         return cls(engine, tokenizer, end_token_ids(model, tokenizer), folder)
 
     async def generate(self, draw: Draw, on_token: OnToken | None = None) -> list[Rollout]:

@@ -108,7 +108,9 @@ class _Output:
             with open(self.path, "rb+") as file:
                 file.truncate(sum(len(line) + 1 for line in lines[:-1]))
         except OSError as error:
-            raise UserError(f"{self.path} cannot be written ({error.strerror or error})") from error
+            raise UserError(
+                f"{self.path} cannot be written ({error.strerror or error})", code="unwritable"
+            ) from error
         return len(lines) - 1
 
     def _check_settings(self) -> None:
@@ -117,20 +119,23 @@ class _Output:
         except (OSError, ValueError) as error:
             raise UserError(
                 f"{self.path} exists, and {self.marks.name} beside it does not say how it was made; choose "
-                "another --output, or --overwrite"
+                "another --output, or --overwrite",
+                code="file_exists",
             ) from error
         for name, value in self.settings.items():
             if before.get(name) != value:
                 raise UserError(
                     f"{self.path} was made with {name}={before.get(name)!r}, now it is {value!r}; give the "
-                    "same settings, another --output, or --overwrite"
+                    "same settings, another --output, or --overwrite",
+                    code="different_config",
                 )
 
     def _check_rows(self, lines: Sequence[bytes]) -> None:
         if len(lines) > len(self.rows):
             raise UserError(
                 f"{self.path} has {len(lines)} rows, the input {len(self.rows)}; choose another --output, or "
-                "--overwrite"
+                "--overwrite",
+                code="different_config",
             )
         for number, (line, row) in enumerate(zip(lines, self.rows, strict=False), 1):
             try:
@@ -140,7 +145,8 @@ class _Output:
             if not same:
                 raise UserError(
                     f"{self.path}, line {number}: the prompt is not that of the input's row; choose another "
-                    "--output, or --overwrite"
+                    "--output, or --overwrite",
+                    code="different_config",
                 )
 
 
@@ -185,7 +191,10 @@ def _adaptive(settings: BatchSettings) -> ConfidenceBasedStopping | AdaptiveComp
     if budget is None:
         return settings.stopping.rule(settings.n) if settings.stop_early else None
     if settings.stop_early:
-        raise UserError("stop_early and budget both decide how much is sampled; give one of them")
+        raise UserError(
+            "stop_early and budget both decide how much is sampled; give one of them",
+            code="conflicting_options",
+        )
     if budget > settings.n:
         raise UserError(
             f"the budget is {budget} samples per prompt and n, the most of one prompt, {settings.n}; lower "

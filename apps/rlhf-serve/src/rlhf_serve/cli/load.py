@@ -85,7 +85,8 @@ def load_parts(settings: ModelSettings, say: Callable[[str], None], progress: An
         if importlib.util.find_spec("rlhf_minmax") is None:
             raise UserError(
                 "the demonstration is not installed; give --model and --reward-model, or run "
-                "pip install 'rlhf-serve[demo]'"
+                "pip install 'rlhf-serve[demo]'",
+                code="missing_package",
             )
         from rlhf_serve.cli.demo import CHAT_TEMPLATE, NAME, demo
 
@@ -100,7 +101,9 @@ def load_parts(settings: ModelSettings, say: Callable[[str], None], progress: An
         rewards = load_scorer(lines, settings.reward_weights, **_model_options(settings))
         say(f"reward: {', '.join(rewards.names)}")
     elif settings.reward_weights is not None:
-        raise UserError("reward_weights are given without a reward; give --reward-model too")
+        raise UserError(
+            "reward_weights are given without a reward; give --reward-model too", code="unused_option"
+        )
     return Parts(model, name, template, rewards, examples)
 
 
@@ -110,7 +113,9 @@ def _template(path: str | None) -> str | None:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"the chat template {path} cannot be read ({error}); give a text file") from error
+        raise UserError(
+            f"the chat template {path} cannot be read ({error}); give a text file", code="unreadable_file"
+        ) from error
 
 
 def _model_options(settings: ModelSettings) -> dict[str, Any]:

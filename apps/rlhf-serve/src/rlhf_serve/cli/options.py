@@ -34,7 +34,9 @@ def check_inputs(settings: ModelSettings) -> None:
         UserError: one is not there.
     """
     if isinstance(settings, BatchSettings) and not Path(settings.input_path).exists():
-        raise UserError(f"data file {settings.input_path} does not exist; check the path")
+        raise UserError(
+            f"data file {settings.input_path} does not exist; check the path", code="file_not_found"
+        )
     for name in (settings.model, *settings.reward):
         if name is not None and ":" not in name:
             check_not_a_missing_path(name)

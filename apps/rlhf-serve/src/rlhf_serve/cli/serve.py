@@ -83,6 +83,7 @@ def _listen(settings: ServeSettings) -> socket.socket:
     except OSError as error:
         raise UserError(
             f"{settings.host} port {settings.port} cannot be listened on ({error.strerror or error}); choose "
-            "another --port, or 0 for a free one"
+            "another --port, or 0 for a free one",
+            code="port_taken",
         ) from error
     return listener

@@ -43,7 +43,10 @@ def run_compare(options: dict[str, Any]) -> None:
         values = run.read_config()
         values.pop(_PROMPTS, None)
         if values.pop("job", None) != _JOB:
-            raise UserError(f"{run.path} is not the folder of a comparison; give another one with --resume")
+            raise UserError(
+                f"{run.path} is not the folder of a comparison; give another one with --resume",
+                code="wrong_folder",
+            )
         plan, context = (
             ComparisonPlan.from_dict(values, where=str(run.path / "config.json")),
             nullcontext(run),

@@ -79,7 +79,10 @@ def _nested(values: dict[str, Any], section: str, name: str, value: Any) -> dict
         return {name: value}
     inner = values.get(section) or {}
     if not isinstance(inner, dict):
-        raise UserError(f"{section} is {inner!r} in the config file, expected a section of keys and values")
+        raise UserError(
+            f"{section} is {inner!r} in the config file, expected a section of keys and values",
+            code="invalid_value",
+        )
     return {section: {**inner, name: value}}
 
 

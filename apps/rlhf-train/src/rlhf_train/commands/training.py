@@ -42,7 +42,8 @@ def run_training(method: str, options: dict[str, Any]) -> None:
     if options["resume"] is not None:
         if options["eval_only"] and _given_length(options):
             raise UserError(
-                "--max-steps and --epochs extend a training, and --eval-only trains nothing; leave one out"
+                "--max-steps and --epochs extend a training, and --eval-only trains nothing; leave one out",
+                code="conflicting_options",
             )
         run = resumed_run(options, method, _CHANGES_A_RUN)
         where = str(run.path / "config.json")

@@ -150,10 +150,11 @@ def parse_budget(text: str) -> tuple[Unit, float]:
     if unit is None or not 0 < found <= _MOST:
         units = ", ".join(_UNITS)
         raise UserError(
-            f"--budget {text}: expected UNIT=N with one of {units}, N at most {_MOST:.0e}, as tokens=200000"
+            f"--budget {text}: expected UNIT=N with one of {units}, N at most {_MOST:.0e}, as tokens=200000",
+            code="invalid_option",
         )
     if unit != "seconds" and not found.is_integer():
-        raise UserError(f"--budget {text}: expected a whole number of {unit}")
+        raise UserError(f"--budget {text}: expected a whole number of {unit}", code="invalid_option")
     return unit, found
 
 
@@ -168,7 +169,9 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     except ValueError:
         found = ()
     if not found or len(set(found)) != len(found) or min(found) < 0:
-        raise UserError(f"--seeds {text}: expected different whole numbers of 0 or more, as 0,1,2")
+        raise UserError(
+            f"--seeds {text}: expected different whole numbers of 0 or more, as 0,1,2", code="invalid_option"
+        )
     return found
 
 
@@ -178,7 +181,10 @@ def _arms(methods: Sequence[str], overrides: Sequence[str], sweeps: Sequence[str
             known = ", ".join(name for name, each in METHODS.items() if each.model == "policy")
             raise UserError(f"{method} does not train a policy; choose among {known}")
     if len(set(methods)) != len(methods):
-        raise UserError("a method is named twice; compare settings of one method with --sweep METHOD.KEY=A,B")
+        raise UserError(
+            "a method is named twice; compare settings of one method with --sweep METHOD.KEY=A,B",
+            code="repeated_name",
+        )
     swept = _swept(methods, sweeps)
     for setting in (*overrides, *sweeps):
         _check_setting(methods, setting)
@@ -188,12 +194,18 @@ def _arms(methods: Sequence[str], overrides: Sequence[str], sweeps: Sequence[str
         axes = [[(key, value) for value in values] for key, values in swept.get(method, {}).items()]
         for key in swept.get(method, {}):
             if any(each.partition("=")[0] == key for each in own):
-                raise UserError(f"{method}.{key} is given with --set and with --sweep; leave one out")
+                raise UserError(
+                    f"{method}.{key} is given with --set and with --sweep; leave one out",
+                    code="conflicting_options",
+                )
         for chosen in itertools.product(*axes):
             settings = (*own, *(f"{key}={value}" for key, value in chosen))
             found.append(Arm(method=method, values=dict(chosen), overrides=settings))
     if len(found) < 2:
-        raise UserError("there is one arm, and nothing to compare it with; name two methods, or --sweep one")
+        raise UserError(
+            "there is one arm, and nothing to compare it with; name two methods, or --sweep one",
+            code="too_few_rows",
+        )
     return found
 
 
@@ -207,7 +219,8 @@ def _swept(methods: Sequence[str], sweeps: Sequence[str]) -> dict[str, dict[str,
         meant = {str(apply_overrides({}, [f"{key}={part}"])) for part in parts if setting and part}
         if method not in methods or len(meant) < len(parts):
             raise UserError(
-                f"--sweep {sweep}: expected METHOD.KEY=A,B, a method that is compared and different values"
+                f"--sweep {sweep}: expected METHOD.KEY=A,B, a method that is compared and different values",
+                code="invalid_option",
             )
         found.setdefault(method, {})[setting] = parts
     return found

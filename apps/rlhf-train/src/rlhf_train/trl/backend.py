@@ -87,29 +87,39 @@ def check_settings(name: str, config: JobConfig) -> None:
     if trainer is None:
         known = [method for method in METHODS if METHODS[method].trl]
         raise UserError(
-            f"TRL has no trainer for {name}; choose one of {', '.join(known)}, or leave out --backend trl"
+            f"TRL has no trainer for {name}; choose one of {', '.join(known)}, or leave out --backend trl",
+            code="trl_refuses",
         )
     for key in _changed(config, _OURS_ALONE):
         raise UserError(
-            f"TRL cannot honour {key} {getattr(config, key)!r}; leave it out, or leave out --backend trl"
+            f"TRL cannot honour {key} {getattr(config, key)!r}; leave it out, or leave out --backend trl",
+            code="trl_refuses",
         )
     experts = isinstance(config, LanguageModelConfig) and config.router_aux_loss_coef is not None
     if experts and "experimental" in trainer:
         raise UserError(
             f"TRL takes the weight of the routers' loss for {name} from the model's config; "
-            "leave router_aux_loss_coef out, or leave out --backend trl"
+            "leave router_aux_loss_coef out, or leave out --backend trl",
+            code="trl_refuses",
         )
     if isinstance(config, SFTConfig) and config.disable_dropout:
-        raise UserError("TRL cannot honour disable_dropout for sft; leave it out, or leave out --backend trl")
+        raise UserError(
+            "TRL cannot honour disable_dropout for sft; leave it out, or leave out --backend trl",
+            code="trl_refuses",
+        )
     if isinstance(config, DPOConfig) and config.label_smoothing and config.loss_type == "sigmoid":
         raise UserError(
             "TRL takes no notice of label_smoothing with loss_type sigmoid; "
-            "take loss_type robust, or leave out --backend trl"
+            "take loss_type robust, or leave out --backend trl",
+            code="trl_refuses",
         )
     if ignored := _changed(config, _WITHOUT_EFFECT):
         _LOG.warning("without effect under --backend trl: %s", ", ".join(ignored))
     if importlib.util.find_spec("trl") is None:
-        raise UserError('--backend trl needs TRL, which is not installed; run pip install "rlhf-train[trl]"')
+        raise UserError(
+            '--backend trl needs TRL, which is not installed; run pip install "rlhf-train[trl]"',
+            code="missing_package",
+        )
 
 
 def _changed(config: JobConfig, keys: Sequence[str]) -> list[str]:
@@ -147,7 +157,10 @@ class TRLJob(Job):
             UserError: data, model or settings cannot be used, or the run is to be resumed.
         """
         if resume:
-            raise UserError("a run of --backend trl has no checkpoints to resume from; start a new one")
+            raise UserError(
+                "a run of --backend trl has no checkpoints to resume from; start a new one",
+                code="trl_refuses",
+            )
         clock = Clock()
         with _quiet():
             trainer, rows, tokenizer, recorder = self._prepare()
@@ -177,13 +190,17 @@ class TRLJob(Job):
         """
         if checkpoint is not None:
             raise UserError(
-                "checkpoints are evaluated by the engine that wrote them; leave out --backend trl"
+                "checkpoints are evaluated by the engine that wrote them; leave out --backend trl",
+                code="trl_refuses",
             )
         clock = Clock()
         with _quiet():
             trainer, rows, _, recorder = self._prepare()
             if not rows.held_out:
-                raise UserError("there are no held-out rows to evaluate on; give some with --eval-data")
+                raise UserError(
+                    "there are no held-out rows to evaluate on; give some with --eval-data",
+                    code="no_held_out_rows",
+                )
             clock.lap("loading")
             metrics = recorder.clean(trainer.evaluate())
             clock.lap("evaluation")
@@ -316,7 +333,7 @@ def _refusals() -> Iterator[None]:
         yield
     except (ValueError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"TRL refuses this job: {reason}") from error
+        raise UserError(f"TRL refuses this job: {reason}", code="trl_refuses") from error
 
 
 @contextlib.contextmanager

@@ -346,7 +346,9 @@ def _name_single_process() -> None:
 def _deepspeed_settings(path: str) -> dict[str, Any]:
     """What stands in a DeepSpeed file."""
     if importlib.util.find_spec("deepspeed") is None:
-        raise UserError('deepspeed is not installed; run pip install "rlhf-algos[deepspeed]"')
+        raise UserError(
+            'deepspeed is not installed; run pip install "rlhf-algos[deepspeed]"', code="missing_package"
+        )
     try:
         settings = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

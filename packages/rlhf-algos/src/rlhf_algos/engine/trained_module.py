@@ -117,7 +117,10 @@ class TrainedModule:
                 load_module_strict=False,  # it holds no frozen weights
             )
             if place is None:
-                raise UserError(f"{folder} holds no DeepSpeed state; resume as the run was started")
+                raise UserError(
+                    f"{folder} holds no DeepSpeed state; resume as the run was started",
+                    code="different_training_data",
+                )
         elif self.parallel.fsdp:
             load_full_optimizer(self.module, self.optimizer, folder / _OPTIMIZER)
         else:

@@ -109,7 +109,8 @@ def load_rows(method: Method, config: JobConfig) -> Rows:
         if not train:
             raise UserError(
                 f"{config.train_data}: all its prompts are held out, none is left to train on; "
-                "give more rows, or set eval_fraction to 0"
+                "give more rows, or set eval_fraction to 0",
+                code="no_row_left",
             )
         if not held_out:
             _LOG.info(
@@ -306,7 +307,8 @@ def _prompt_room(config: OnlineConfig, max_length: int | None) -> int | None:
     if room is not None and room < 1:
         raise UserError(
             f"max_completion_length {config.max_completion_length} leaves no room for a prompt in the "
-            f"model's context of {max_length}; lower it"
+            f"model's context of {max_length}; lower it",
+            code="context_too_short",
         )
     return room
 

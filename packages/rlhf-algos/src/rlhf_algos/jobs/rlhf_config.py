@@ -94,7 +94,9 @@ class RLHFConfig(BaseConfig):
             return own
         if self.data:
             if not Path(self.data).is_dir():
-                raise UserError(f"data folder {self.data} does not exist; check the path")
+                raise UserError(
+                    f"data folder {self.data} does not exist; check the path", code="file_not_found"
+                )
             path = Path(self.data) / _FILES[stage]
             if not path.exists():
                 raise UserError(

@@ -150,7 +150,10 @@ class TrainingJob(Job):
         clock = Clock()
         trainer, rows = self.prepare()
         if not len(trainer.eval_examples):
-            raise UserError("there are no held-out rows to evaluate on; give some with --eval-data")
+            raise UserError(
+                "there are no held-out rows to evaluate on; give some with --eval-data",
+                code="no_held_out_rows",
+            )
         if checkpoint is not None:
             trainer.load_checkpoint(checkpoint)
         clock.lap("loading")
@@ -258,7 +261,8 @@ def _check_extension(run: RunFolder, config: JobConfig) -> None:
     latest = run.latest_checkpoint()
     if latest is None:
         raise UserError(
-            f"{run.path} holds a finished run without a checkpoint; start a new one from its final/"
+            f"{run.path} holds a finished run without a checkpoint; start a new one from its final/",
+            code="no_whole_checkpoint",
         )
     state = CheckpointManager.read_state(latest)
     steps, epochs = state["step"], state["epoch"]
@@ -266,11 +270,13 @@ def _check_extension(run: RunFolder, config: JobConfig) -> None:
     if not longer:
         raise UserError(
             f"{run.path} holds a finished run of {steps} steps ({epochs:.3g} epochs); extend it with "
-            "--max-steps or --epochs above that, or start a new one with another --output-dir"
+            "--max-steps or --epochs above that, or start a new one with another --output-dir",
+            code="finished_run",
         )
     patience, bad = config.early_stopping_patience, state["stopping"]["bad_evaluations"]
     if patience is not None and bad >= patience:
         raise UserError(
             f"{run.path} stopped early, after {steps} steps, and would at once again; start a new run from "
-            "its final/"
+            "its final/",
+            code="finished_run",
         )

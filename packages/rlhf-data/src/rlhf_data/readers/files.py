@@ -265,7 +265,7 @@ def _read_json(path: Path) -> Rows:
             line=error.lineno,
         ) from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: invalid JSON ({error}); correct the file") from error
+        raise UserError(f"{path}: invalid JSON ({error}); correct the file", code="damaged_file") from error
     if isinstance(values, dict) and "data" in values:
         values = values["data"]
     if not isinstance(values, list):
@@ -372,7 +372,9 @@ def _decode(data: bytes, where: str) -> str:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         place = f"byte {error.start}" if line == 1 else f"line {line}"
-        raise UserError(f"{where}: not UTF-8 text ({place}); save the file as UTF-8") from error
+        raise UserError(
+            f"{where}: not UTF-8 text ({place}); save the file as UTF-8", code="invalid_text"
+        ) from error
 
 
 def _read_lmdb(path: Path) -> Rows:

@@ -34,7 +34,7 @@ def _choices(value: Any, where: str) -> tuple[tuple[str, ...], bool]:
     """Return the choices' texts, and whether they were given as numbers."""
     items = _split_choices(value, where) if isinstance(value, str) else value
     if not isinstance(items, list | tuple):
-        raise UserError(f"{where}: expected a list of texts, got {value!r}")
+        raise UserError(f"{where}: expected a list of texts, got {value!r}", code="invalid_value")
     for item in items:
         if isinstance(item, bool) or not isinstance(item, str | int | float) or not str(item).strip():
             raise UserError(

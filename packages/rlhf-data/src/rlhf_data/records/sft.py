@@ -65,13 +65,17 @@ def _parse(row: Row) -> tuple[Record, ...]:
         if row.has("messages"):
             messages, where = row.messages()
             if all(message["role"] != "assistant" or is_empty([message]) for message in messages):
-                raise UserError(f"{where}: expected at least one message that the assistant says")
+                raise UserError(
+                    f"{where}: expected at least one message that the assistant says",
+                    code="no_assistant_turn",
+                )
             return (ConversationRecord(messages, **row.common()),)
         if row.has("text"):
             text = row.said("text")
             if not isinstance(text, str):
                 raise UserError(
-                    f"{row.get('text')[1]}: expected a text, got messages; name the column messages"
+                    f"{row.get('text')[1]}: expected a text, got messages; name the column messages",
+                    code="invalid_value",
                 )
             return (TextRecord(text, **row.common()),)
         if row.has("chosen", "rejected"):

@@ -61,7 +61,10 @@ def _parse(row: Row) -> tuple[Record, ...]:
         return (StepwiseRecord(prompt, steps, row.labels("labels", len(steps)), **common),)
     chosen, rejected = row.texts("chosen"), row.texts("rejected")
     if chosen == rejected:
-        raise UserError(f"{row.where}, field rejected: the same steps as chosen; expected another solution")
+        raise UserError(
+            f"{row.where}, field rejected: the same steps as chosen; expected another solution",
+            code="same_as_chosen",
+        )
     labels = [
         row.labels(name, len(steps)) if row.has(name) else ()
         for name, steps in (("chosen_labels", chosen), ("rejected_labels", rejected))

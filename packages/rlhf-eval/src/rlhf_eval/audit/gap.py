@@ -81,7 +81,8 @@ def measure_gap(rows: Rows, train: str, held_out: str) -> Gap:
     if len(both) < _LEAST:
         raise UserError(
             f"{train} and {held_out} were both logged at {len(both)} steps; the gap needs {_LEAST}: "
-            "train longer, or lower eval_steps where they come from evaluations"
+            "train longer, or lower eval_steps where they come from evaluations",
+            code="nothing_logged",
         )
     start, size = (max(len(both) // share, _SHORTEST) for share in (_START, _END))
     trained, held = (_standardised(both, key, start) for key in (train, held_out))

@@ -54,7 +54,9 @@ class Ledger:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise UserError(f"{self.path} cannot be written ({error.strerror or error})") from error
+            raise UserError(
+                f"{self.path} cannot be written ({error.strerror or error})", code="unwritable"
+            ) from error
 
     def _read(self, path: Path) -> None:
         try:
@@ -64,7 +66,9 @@ class Ledger:
                 row = json.loads(line)
                 self.rows[row.pop("key")] = row
         except OSError as error:
-            raise UserError(f"{path} cannot be read ({error.strerror or error})") from error
+            raise UserError(
+                f"{path} cannot be read ({error.strerror or error})", code="unreadable_file"
+            ) from error
         except (ValueError, AttributeError, KeyError, TypeError) as error:
             raise UserError(
                 f"{path}, line {len(self.rows) + 1}: not a row of an evaluation; take the file away, and it "

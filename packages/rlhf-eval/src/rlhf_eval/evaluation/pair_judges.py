@@ -110,7 +110,8 @@ def load_judge(line: str, *, cache_folder: Path | None = None) -> PairJudge:
         from rlhf_infer.judges.pairwise import PAIR_NUMBER_TEMPLATE, PAIR_TEMPLATE, PairwiseJudge
     except ImportError as error:
         raise UserError(
-            f'a judge needs more than is installed ({error}); run pip install "rlhf-report[models]"'
+            f'a judge needs more than is installed ({error}); run pip install "rlhf-report[models]"',
+            code="missing_package",
         ) from error
     options: dict[str, Any] = {}
     if "template=" not in line:
@@ -142,9 +143,13 @@ def read_env_file(path: str) -> dict[str, str]:
         mode = os.stat(path).st_mode
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error})") from error
+        raise UserError(
+            f"{path} cannot be read ({getattr(error, 'strerror', None) or error})", code="unreadable_file"
+        ) from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise UserError(f"{path} holds keys and others may read it; run chmod 600 on it")
+        raise UserError(
+            f"{path} holds keys and others may read it; run chmod 600 on it", code="file_not_private"
+        )
     found = {}
     for number, line in enumerate(text.splitlines(), start=1):
         stripped = line.strip().removeprefix("export ").strip()
@@ -152,7 +157,7 @@ def read_env_file(path: str) -> dict[str, str]:
             continue
         name, equals, value = stripped.partition("=")
         if not equals or not name.strip().isidentifier():
-            raise UserError(f"{path}, line {number}: expected NAME=value")
+            raise UserError(f"{path}, line {number}: expected NAME=value", code="invalid_option")
         found[name.strip()] = value.strip().strip("'\"")
     return found
 

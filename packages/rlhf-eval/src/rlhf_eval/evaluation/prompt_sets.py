@@ -29,7 +29,7 @@ def load_prompts(path: str, count: int, *, on_bad_row: Any = "error") -> list[Pr
         found.setdefault(json.dumps(record.prompt), record)
     unique = list(found.values())
     if len(unique) < 2:
-        raise UserError(f"{path} has one prompt; an interval needs two at the least")
+        raise UserError(f"{path} has one prompt; an interval needs two at the least", code="too_few_rows")
     step = max(1.0, len(unique) / count)
     return [unique[int(i * step)] for i in range(min(count, len(unique)))]
 

@@ -124,7 +124,8 @@ def prompt_ids(tokenizer: Any, model: Any, record: PromptRecord, max_new_tokens:
     if not isinstance(read.prompt, str) and not tokenizer.chat_template:
         raise UserError(
             f"{record.where}: the prompt is messages, and a model has no chat template to read them by; give "
-            "prompts as plain texts"
+            "prompts as plain texts",
+            code="no_chat_template",
         )
     ids = Encoder(tokenizer).prompt(read.prompt, read.template)
     check_prompt_fits(model, len(ids) + max_new_tokens, f"{record.where}, with its completion,")

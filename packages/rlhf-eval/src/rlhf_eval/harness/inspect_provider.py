@@ -109,7 +109,10 @@ class PackedModel(ModelAPI):
             )
         unknown = [name for name in _UNKNOWN if getattr(config, name) is not None]
         if unknown:
-            raise UserError(f"the provider rlhf has no {unknown[0]}; leave it out of the generation settings")
+            raise UserError(
+                f"the provider rlhf has no {unknown[0]}; leave it out of the generation settings",
+                code="unknown_key",
+            )
         longest = config.max_tokens or self._room()
         try:
             ids = prompt_ids(self.tokenizer, self.model, self._record(input), longest)

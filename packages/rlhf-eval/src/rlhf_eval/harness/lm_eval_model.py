@@ -67,7 +67,9 @@ class PackedLM(TemplateLM):
             )
         if others:
             known = "pretrained, dtype, max_length, max_tokens, max_gen_toks, add_bos_token"
-            raise UserError(f"--model_args has {', '.join(others)}; the model rlhf takes {known}")
+            raise UserError(
+                f"--model_args has {', '.join(others)}; the model rlhf takes {known}", code="unknown_key"
+            )
         if not pretrained:
             raise UserError("--model_args names no model; add pretrained=MODEL", code="missing_value")
         for name, value in (
@@ -178,7 +180,8 @@ class PackedLM(TemplateLM):
         if not context or not continuation or len(continuation) > self.max_length:
             raise UserError(
                 f"a continuation of {len(continuation)} tokens behind a context of {len(context)} cannot be "
-                f"scored: both need one token at least, and it fits into {self.max_length} at most"
+                f"scored: both need one token at least, and it fits into {self.max_length} at most",
+                code="context_too_short",
             )
         kept = self.max_length + 1 - len(continuation)
         return context[-kept:], continuation
@@ -205,7 +208,8 @@ class PackedLM(TemplateLM):
         if kept < 1:
             raise UserError(
                 f"a completion of {params.max_new_tokens} tokens leaves no room for a context in "
-                f"{self.max_length}; give --gen_kwargs max_gen_toks=N below that"
+                f"{self.max_length}; give --gen_kwargs max_gen_toks=N below that",
+                code="context_too_short",
             )
         texts: dict[str, list[str]] = {}
         for times in sorted(set((counts := Counter(contexts)).values())):
@@ -232,7 +236,8 @@ class PackedLM(TemplateLM):
         if unknown:
             raise UserError(
                 f"the generation setting {unknown[0]} is not one of {', '.join((*_HARNESS, *_SAMPLING))}; "
-                "leave it out of the task or of --gen_kwargs"
+                "leave it out of the task or of --gen_kwargs",
+                code="unknown_key",
             )
         return SamplingParams(
             max_new_tokens=given["max_gen_toks"],

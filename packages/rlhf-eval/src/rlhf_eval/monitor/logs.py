@@ -144,9 +144,12 @@ def open_log(source: str | Path) -> RunLog:
     path = Path(source)
     if path.is_dir() and not (path / _METRICS).exists() and _trainer_state(path) is None:
         if not (path / _CONFIG).exists():
-            raise UserError(f"{path} has neither {_METRICS} nor {_TRL}; give the folder of a run, or its log")
+            raise UserError(
+                f"{path} has neither {_METRICS} nor {_TRL}; give the folder of a run, or its log",
+                code="wrong_folder",
+            )
     elif not path.exists():
-        raise UserError(f"{path} does not exist; give the folder of a run, or its log")
+        raise UserError(f"{path} does not exist; give the folder of a run, or its log", code="file_not_found")
     name = path.resolve().name if path.is_dir() else f"{path.resolve().parent.name}/{path.name}"
     log = RunLog(name, path)
     log.poll()

@@ -70,7 +70,10 @@ def _worst(cases: Sequence[Case], count: int) -> list[Case]:
 
 def _disagree(cases: Sequence[Case], count: int) -> list[Case]:
     if any(len(case.completions) < 2 for case in cases):
-        raise UserError("--select disagree compares the scores of several models; give more than one")
+        raise UserError(
+            "--select disagree compares the scores of several models; give more than one",
+            code="unused_option",
+        )
     return sorted(cases, key=lambda case: min(_scores(case)) - max(_scores(case)))[:count]
 
 

@@ -72,11 +72,15 @@ def read_source(source: str, *, score: str | None = None) -> dict[str, dict[str,
         if prompt is None or text is None:
             raise UserError(
                 f"{file}, row {number}: expected a prompt ({', '.join(_PROMPT)}) and a completion "
-                f"({', '.join(_COMPLETION)}), got {', '.join(map(str, row)) or 'nothing'}"
+                f"({', '.join(_COMPLETION)}), got {', '.join(map(str, row)) or 'nothing'}",
+                code="invalid_value",
             )
         found.setdefault(_model_of(row, name), {}).setdefault(prompt, _completion(row, text, score, file))
     if not found:
-        raise UserError(f"{file} holds no completions of the start or the end of a run; give another source")
+        raise UserError(
+            f"{file} holds no completions of the start or the end of a run; give another source",
+            code="missing_value",
+        )
     return found
 
 
@@ -85,10 +89,13 @@ def _of_harness(answers: Iterable[Answer], score: str | None) -> dict[str, Compl
     for answer in answers:
         metric = score or default_metric(set(answer.scores))
         if answer.output is None:
-            raise UserError(f"{answer.place}: no completion; expected what the model wrote")
+            raise UserError(
+                f"{answer.place}: no completion; expected what the model wrote", code="missing_value"
+            )
         if score is not None and score not in answer.scores:
             raise UserError(
-                f"{answer.place}: no number for --score {score}; it has {', '.join(answer.scores) or 'none'}"
+                f"{answer.place}: no number for --score {score}; it has {', '.join(answer.scores) or 'none'}",
+                code="missing_column",
             )
         facts = {key: value for key, value in answer.scores.items() if key != metric}
         known = answer.scores[metric] if metric is not None else None
@@ -107,7 +114,8 @@ def matched(models: Mapping[str, Mapping[str, Completion]]) -> list[Case]:
     if not prompts:
         counts = ", ".join(f"{name} {len(models[name])}" for name in names)
         raise UserError(
-            f"no prompt is common to all models (prompts: {counts}); give models that answered the same"
+            f"no prompt is common to all models (prompts: {counts}); give models that answered the same",
+            code="no_common_prompt",
         )
     return [Case(prompt, {name: models[name][prompt] for name in names}) for prompt in prompts]
 
@@ -116,7 +124,7 @@ def _named(source: str) -> tuple[str, Path]:
     name, separator, rest = source.partition("=")
     if separator and not Path(source).exists():
         if not name or not rest:
-            raise UserError(f"{source!r}: expected NAME=PATH")
+            raise UserError(f"{source!r}: expected NAME=PATH", code="invalid_option")
         return name, Path(rest)
     path = Path(source)
     return (path.resolve().name if path.is_dir() else path.name.split(".")[0]), path
@@ -126,7 +134,10 @@ def _file_of(path: Path) -> Path:
     if path.is_file():
         return path
     if not path.is_dir():
-        raise UserError(f"{path} does not exist; give a run folder, an evaluation or a file of completions")
+        raise UserError(
+            f"{path} does not exist; give a run folder, an evaluation or a file of completions",
+            code="file_not_found",
+        )
     for name in _FILES:
         if (path / name).is_file():
             return path / name
@@ -135,7 +146,10 @@ def _file_of(path: Path) -> Path:
             f"{path} is a model; let it write first: `rlhf-serve generate` writes its completions to a file",
             code="is_a_model",
         )
-    raise UserError(f"{path} has none of {', '.join(_FILES)}; give a run folder, an evaluation or a file")
+    raise UserError(
+        f"{path} has none of {', '.join(_FILES)}; give a run folder, an evaluation or a file",
+        code="wrong_folder",
+    )
 
 
 def _is_on_the_way(row: Mapping[str, Any]) -> bool:

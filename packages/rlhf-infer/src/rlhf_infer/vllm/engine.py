@@ -205,7 +205,7 @@ def _start(model: str, settings: VLLMSettings) -> Any:
     try:
         llm = LLM(model, worker_extension_cls="rlhf_infer.vllm.worker.WorkerExtension", **arguments)
     except (OSError, RuntimeError, TypeError, ValueError) as error:
-        raise UserError(f"vLLM cannot start with {model}: {error}") from error
+        raise UserError(f"vLLM cannot start with {model}: {error}", code="engine_not_started") from error
     llm.collective_rpc("return_exact_logps")
     return llm
 

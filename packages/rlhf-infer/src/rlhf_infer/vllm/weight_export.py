@@ -214,7 +214,9 @@ def active_adapter(model: Any) -> str | None:
     if any(getattr(module, "disable_adapters", False) is True for module in model.modules()):
         return None
     if len(model.active_adapters) != 1:
-        raise UserError(f"expected one active adapter, got {', '.join(model.active_adapters)}")
+        raise UserError(
+            f"expected one active adapter, got {', '.join(model.active_adapters)}", code="invalid_value"
+        )
     return model.active_adapters[0]
 
 

@@ -176,11 +176,16 @@ def diff_models(
 
 def _check(others: Sequence[str], density: float | None) -> None:
     if not others:
-        raise MergeError("a comparison needs a model beside the base, got none; name one")
+        raise MergeError(
+            "a comparison needs a model beside the base, got none; name one", code="invalid_value"
+        )
     if density is None:
         return
     if not 0 < density <= 1:
-        raise MergeError(f"density must be in (0, 1], got {density}; leave it out to compare all elements")
+        raise MergeError(
+            f"density must be in (0, 1], got {density}; leave it out to compare all elements",
+            code="invalid_value",
+        )
     if len(others) == 1:
         raise MergeError("density compares trimmed signs of task vectors, and there is but one; leave it out")
 

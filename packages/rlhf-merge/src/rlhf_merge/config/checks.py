@@ -16,7 +16,9 @@ def check(config: MergeConfig) -> None:
     """Check what only the config as a whole can tell."""
     if bool(config.models) == bool(config.slices):
         found = "both are given" if config.models else "neither is given"
-        raise MergeError(f"a config has either models or slices, and {found}; give one of them")
+        raise MergeError(
+            f"a config has either models or slices, and {found}; give one of them", code="conflicting_options"
+        )
     if config.stack is not None and not config.slices:
         raise MergeError(
             "stack says which layers slices cut, and there are none; leave it out",
@@ -25,13 +27,16 @@ def check(config: MergeConfig) -> None:
         )
     based = METHODS[config.method].base == "required"
     if based and config.base is None:
-        raise MergeError(f"{config.method} needs a base model and none is given; name it as the base")
+        raise MergeError(
+            f"{config.method} needs a base model and none is given; name it as the base", code="missing_value"
+        )
     _check_parameters(config.method, config.parameters, "")
     for index, entry in enumerate(config.models):
         _check_parameters(config.method, entry.parameters, f"models[{index}].", of_model=True)
         if based and entry.model == config.base:
             raise MergeError(
-                f"models[{index}] is the base {config.base} of {config.method}; leave it out of models"
+                f"models[{index}] is the base {config.base} of {config.method}; leave it out of models",
+                code="repeated_model",
             )
     if config.models:
         _check_count(config.method, len(config.models), "models")
@@ -68,14 +73,19 @@ def _check_slice(config: MergeConfig, part: Slice, index: int) -> None:
         found = [source for source in part.sources if source.model == base]
         if len(found) != 1:
             raise MergeError(
-                f"{where}.sources lists the base {base} {len(found)} times; list it once, with its layers"
+                f"{where}.sources lists the base {base} {len(found)} times; list it once, with its layers",
+                code="repeated_model",
             )
         if found[0].parameters:
             names = ", ".join(found[0].parameters)
-            raise MergeError(f"{where}.sources gives the base {base} {names}, which it cannot use; remove it")
+            raise MergeError(
+                f"{where}.sources gives the base {base} {names}, which it cannot use; remove it",
+                code="repeated_model",
+            )
     elif part.base is not None:
         raise MergeError(
-            f"{where} has a base of its own, which {config.method} does not use; leave it out there"
+            f"{where} has a base of its own, which {config.method} does not use; leave it out there",
+            code="repeated_model",
         )
     if len({source.layers[1] - source.layers[0] for source in part.sources}) > 1:
         listed = ", ".join(f"{source.model} {list(source.layers)}" for source in part.sources)
@@ -96,10 +106,14 @@ def _check_count(method: str, count: int, where: str) -> None:
 
 def _check_vocab(config: MergeConfig) -> None:
     if config.vocab == "base" and config.base is None:
-        raise MergeError("the vocabulary is to be the base's, but no base is given; name it or a model")
+        raise MergeError(
+            "the vocabulary is to be the base's, but no base is given; name it or a model",
+            code="missing_value",
+        )
     known = (None, "union", "truncate", "base", *config.model_specs)
     if config.vocab not in known:
         raise MergeError(
             f"vocab is {config.vocab!r}, expected union, truncate, base or one of "
-            f"{', '.join(config.model_specs)}"
+            f"{', '.join(config.model_specs)}",
+            code="invalid_value",
         )

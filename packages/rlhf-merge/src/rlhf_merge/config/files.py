@@ -19,13 +19,19 @@ def read_file(path: str | Path) -> dict[str, Any]:
     """Read a mapping from a `.yaml`, `.yml` or `.json` file."""
     path = Path(path)
     if path.suffix not in {".json", ".yaml", ".yml"}:
-        raise MergeError(f"config {path} is of unknown type {path.suffix!r}, expected .yaml, .yml or .json")
+        raise MergeError(
+            f"config {path} is of unknown type {path.suffix!r}, expected .yaml, .yml or .json",
+            code="unknown_file_type",
+        )
     with readable(f"config {path}"):
         text = path.read_text(encoding="utf-8")
         with named(str(path)):
             values = _parse_json(text) if path.suffix == ".json" else parse_yaml(text)
             if not isinstance(values, dict):
-                raise MergeError(f"the top level is {values!r}, expected a mapping from names to values")
+                raise MergeError(
+                    f"the top level is {values!r}, expected a mapping from names to values",
+                    code="invalid_value",
+                )
     return values
 
 
@@ -37,11 +43,11 @@ def parse_yaml(text: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         line = f" in line {mark.line + 1}" if mark else ""
         reason = getattr(error, "problem", None) or " ".join(str(error).split())
-        raise MergeError(f"invalid YAML{line} ({reason}); correct it") from error
+        raise MergeError(f"invalid YAML{line} ({reason}); correct it", code="invalid_yaml") from error
     except MergeError:
         raise
     except ValueError as error:  # a date that is none, for instance
-        raise MergeError(f"invalid YAML ({error}); quote the value") from error
+        raise MergeError(f"invalid YAML ({error}); quote the value", code="invalid_yaml") from error
 
 
 def dump_yaml(values: dict[str, Any]) -> str:
@@ -62,7 +68,9 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode):
                 if key.value in names:
                     line = key.start_mark.line + 1
-                    raise MergeError(f"key {key.value} is given again in line {line}; keep one")
+                    raise MergeError(
+                        f"key {key.value} is given again in line {line}; keep one", code="repeated_key"
+                    )
                 names.add(key.value)
         return node
 
@@ -83,7 +91,9 @@ def _parse_json(text: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
-        raise MergeError(f"invalid JSON in line {error.lineno} ({error.msg}); correct it") from error
+        raise MergeError(
+            f"invalid JSON in line {error.lineno} ({error.msg}); correct it", code="damaged_file"
+        ) from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -91,5 +101,5 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise MergeError(f"key {twice} is given again in one mapping; keep one")
+        raise MergeError(f"key {twice} is given again in one mapping; keep one", code="repeated_key")
     return values

@@ -32,7 +32,9 @@ from rlhf_merge.methods.spec import Values, check_values
 
 def _parse_settings(values: Any) -> dict[str, Setting]:
     if not isinstance(values, Mapping):
-        raise MergeError(f"parameters is {values!r}, expected a mapping from names to values")
+        raise MergeError(
+            f"parameters is {values!r}, expected a mapping from names to values", code="invalid_value"
+        )
     for name in values:
         if name not in PARAMETERS:
             raise MergeError(
@@ -172,7 +174,10 @@ class MergeConfig(_Flat):
         """
         with named(where):
             if not isinstance(values, Mapping):
-                raise MergeError(f"the top level is {values!r}, expected a mapping from names to values")
+                raise MergeError(
+                    f"the top level is {values!r}, expected a mapping from names to values",
+                    code="invalid_value",
+                )
             return cls(**{str(key): value for key, value in values.items() if value is not None})
 
     @classmethod

@@ -92,9 +92,11 @@ def fields_of_mergekit(values: Any) -> dict[str, Any]:
     with one_sentence():
         file = _File.model_validate(values)
     if (file.models is None) == (file.slices is None):
-        raise MergeError("a config has either models or slices; give one of them")
+        raise MergeError("a config has either models or slices; give one of them", code="conflicting_options")
     if file.tokenizer is not None and file.tokenizer_source is not None:
-        raise MergeError("tokenizer and tokenizer_source say the same thing; give one of them")
+        raise MergeError(
+            "tokenizer and tokenizer_source say the same thing; give one of them", code="conflicting_options"
+        )
     method, base = file.merge_method, _base(file)
     common = _settings(file.parameters, method, "parameters")
     for name, value in METHODS[method].mergekit_defaults.items():
@@ -127,12 +129,17 @@ def _settings(values: dict[Any, Any] | None, method: str, where: str) -> dict[st
         elif name == "int8_mask" or name in _NEUTRAL:
             flag = _setting(value, PARAMETERS["normalize"], path)
             if name in _NEUTRAL and flag.plain() is not False:
-                raise MergeError(f"{path} is {value!r}, but {method} has no such switch here; leave it out")
+                raise MergeError(
+                    f"{path} is {value!r}, but {method} has no such switch here; leave it out",
+                    code="unknown_key",
+                )
         elif name in PARAMETERS:
             listed = ", ".join(names) or "none"
-            raise MergeError(f"{path}: {method} has no parameter {name} in mergekit; it takes {listed}")
+            raise MergeError(
+                f"{path}: {method} has no parameter {name} in mergekit; it takes {listed}", code="unknown_key"
+            )
         else:
-            raise MergeError(f"{where}: unknown key {name}; {advice(name, list(names))}")
+            raise MergeError(f"{where}: unknown key {name}; {advice(name, list(names))}", code="unknown_key")
     return settings
 
 
@@ -152,7 +159,10 @@ def _base(file: _File) -> str | None:
         return file.base_model
     bases = [part.base_model for part in file.slices or []]
     if not bases or None in bases:
-        raise MergeError(f"base_model is missing, which {file.merge_method} needs; name the base model")
+        raise MergeError(
+            f"base_model is missing, which {file.merge_method} needs; name the base model",
+            code="missing_value",
+        )
     return bases[0]
 
 
@@ -178,7 +188,9 @@ def _models(items: list[_Entry], method: str, base: str | None) -> list[dict[str
 def _from_base(entries: list[dict[str, Any]], base: str | None, where: str) -> list[dict[str, Any]]:
     """Put the base first, from where slerp starts."""
     if all(entry["model"] != base for entry in entries):
-        raise MergeError(f"{where} lacks the base model {base}, where slerp starts; list it there")
+        raise MergeError(
+            f"{where} lacks the base model {base}, where slerp starts; list it there", code="missing_value"
+        )
     return sorted(entries, key=lambda entry: entry["model"] != base)
 
 

@@ -127,7 +127,9 @@ def _split(plain: Any, where: str) -> list[tuple[str | None, Any, str]]:
     """The filter, value and path of each rule; the one for every tensor, last in a mapping, has None."""
     if isinstance(plain, Mapping) and plain.keys() != _RULE_KEYS:
         if not plain:
-            raise MergeError(f"{where} is an empty mapping, expected filters with their values")
+            raise MergeError(
+                f"{where} is an empty mapping, expected filters with their values", code="invalid_value"
+            )
         rules = [(_filter(key, where), value, f"{where}[{key!r}]") for key, value in plain.items()]
         return sorted(rules, key=lambda rule: rule[0] is None)
     if isinstance(plain, Mapping):
@@ -139,7 +141,10 @@ def _split(plain: Any, where: str) -> list[tuple[str | None, Any, str]]:
 
 def _rule(rule: Any, where: str) -> tuple[str | None, Any, str]:
     if not isinstance(rule, Mapping) or "value" not in rule or not rule.keys() <= _RULE_KEYS:
-        raise MergeError(f"{where} is {rule!r}, expected a mapping with value and, if need be, filter")
+        raise MergeError(
+            f"{where} is {rule!r}, expected a mapping with value and, if need be, filter",
+            code="invalid_value",
+        )
     filter_ = rule.get("filter")
     return None if filter_ is None else _filter(filter_, where), rule["value"], f"{where}.value"
 
@@ -147,7 +152,8 @@ def _rule(rule: Any, where: str) -> tuple[str | None, Any, str]:
 def _filter(value: Any, where: str) -> str | None:
     if not isinstance(value, str) or not value:
         raise MergeError(
-            f"{where} has the filter {value!r}, expected a part of tensors' names, or '*' for the rest"
+            f"{where} has the filter {value!r}, expected a part of tensors' names, or '*' for the rest",
+            code="invalid_value",
         )
     return None if value == "*" else value
 
@@ -155,7 +161,10 @@ def _filter(value: Any, where: str) -> str | None:
 def _values(plain: Any, parameter: Parameter, where: str) -> tuple[Scalar, ...]:
     several = isinstance(plain, (list, tuple))
     if several and type(parameter.default) is int:
-        raise MergeError(f"{where} is a list, expected {parameter.expected}; it cannot vary with the depth")
+        raise MergeError(
+            f"{where} is a list, expected {parameter.expected}; it cannot vary with the depth",
+            code="invalid_value",
+        )
     values = []
     for index, value in enumerate(plain if several else [plain]):
         try:
@@ -166,5 +175,7 @@ def _values(plain: Any, parameter: Parameter, where: str) -> tuple[Scalar, ...]:
                 f"{path} is {value!r}, expected {error}", code="invalid_value", key=path
             ) from error
     if not values:
-        raise MergeError(f"{where} is an empty list, expected {parameter.expected} or a list of such")
+        raise MergeError(
+            f"{where} is an empty list, expected {parameter.expected} or a list of such", code="invalid_value"
+        )
     return tuple(values)

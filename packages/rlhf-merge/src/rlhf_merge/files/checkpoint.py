@@ -111,7 +111,8 @@ class Checkpoint:
     def _quantised(self, found: str) -> MergeError:
         """The error for a model whose numbers are packed."""
         return MergeError(
-            f"{self.folder} is quantised ({found}); `dequantize()` it in transformers, and give that."
+            f"{self.folder} is quantised ({found}); `dequantize()` it in transformers, and give that.",
+            code="quantized_model",
         )
 
     def _apply(self, tensors: dict[str, Readable], folder: Path, part: int) -> dict[str, Readable]:
@@ -134,25 +135,34 @@ class Checkpoint:
         for file in sorted(set(weight_map.values())):
             path = weights.with_name(file)
             if not regular(path).is_file():
-                raise MergeError(f"{path} is missing, which {weights.name} names; get the file.")
+                raise MergeError(
+                    f"{path} is missing, which {weights.name} names; get the file.", code="missing_value"
+                )
             for name, tensor in self._open_file(path).items():
                 if name not in weight_map:
                     raise MergeError(
-                        f"{path} holds tensor {name!r}, and {weights.name} does not; get both anew."
+                        f"{path} holds tensor {name!r}, and {weights.name} does not; get both anew.",
+                        code="damaged_file",
                     )
                 if weight_map[name] == file:
                     tensors[name] = tensor
         lacking = next((name for name in weight_map if name not in tensors), None)
         if lacking is not None:
             path = weights.with_name(weight_map[lacking])
-            raise MergeError(f"{path} lacks tensor {lacking!r}, which {weights.name} has there; get it anew.")
+            raise MergeError(
+                f"{path} lacks tensor {lacking!r}, which {weights.name} has there; get it anew.",
+                code="damaged_file",
+            )
         return tensors
 
     def _open_file(self, path: Path, part: int = 0) -> Mapping[str, Readable]:
         """The tensors of one file."""
         self._note(path, part)
         if path.suffix not in (".safetensors", ".bin", ".pt", ".pth"):
-            raise MergeError(f"{path} is not a file of weights, expected .safetensors or .bin; get it anew.")
+            raise MergeError(
+                f"{path} is not a file of weights, expected .safetensors or .bin; get it anew.",
+                code="unknown_file_type",
+            )
         file, tensors = read_weights(path)
         self._files.append(file)
         return tensors
@@ -182,7 +192,9 @@ def open_checkpoint(spec: str) -> Checkpoint:
         adapters: list[Path] = []
         while find_adapter(folder) is not None and find_weights(folder) is None:
             if folder in adapters:
-                raise MergeError(f"{folder} names itself as its base model; write BASE+{folder}.")
+                raise MergeError(
+                    f"{folder} names itself as its base model; write BASE+{folder}.", code="invalid_name"
+                )
             adapters.insert(0, folder)
             folder = _base_of(folder)
         adapters.extend(map(_locate, others))
@@ -242,7 +254,9 @@ def _base_of(adapter: Path) -> Path:
     config = read_json(adapter / ADAPTER_CONFIG)
     name = config.get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
-        raise MergeError(f"{adapter} is an adapter that names no base model; write BASE+{adapter}.")
+        raise MergeError(
+            f"{adapter} is an adapter that names no base model; write BASE+{adapter}.", code="missing_value"
+        )
     if _exists(name):
         return _locate(name)
     if (adapter / name).is_dir():

@@ -47,7 +47,8 @@ def dequantised(
             if tensor.dtype in FLOAT8 and len(tensor.shape) == 2:
                 raise MergeError(
                     f"{where}: {name!r} is an FP8 matrix without its scales {name + _SCALE!r}; copy the "
-                    "model anew."
+                    "model anew.",
+                    code="quantized_model",
                 )
             result[name] = tensor
             continue
@@ -57,7 +58,8 @@ def dequantised(
         if scale.shape != expected or tensor.dtype not in FLOAT8:
             raise MergeError(
                 f"{where}: {name + _SCALE!r} has shape {list(scale.shape)}, and {name!r} is {tensor.dtype} "
-                f"of shape {list(tensor.shape)}, expected {list(expected)} and FP8; copy the model anew."
+                f"of shape {list(tensor.shape)}, expected {list(expected)} and FP8; copy the model anew.",
+                code="quantized_model",
             )
         result[name] = ScaledTensor(tensor, scale, (rows, columns))
     return result

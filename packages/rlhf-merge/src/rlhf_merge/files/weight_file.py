@@ -167,7 +167,9 @@ def _read_safetensors(file: OpenFile) -> dict[str, Readable]:
         with safe_open(file.path, framework="numpy"):
             pass
     except SafetensorError as error:
-        raise MergeError(f"{file.path} is not a whole safetensors file ({error}); copy it anew.") from None
+        raise MergeError(
+            f"{file.path} is not a whole safetensors file ({error}); copy it anew.", code="damaged_file"
+        ) from None
     length = torch.empty(_LENGTH_BYTES, dtype=torch.uint8)
     file.read(0, length)
     text = torch.empty(int(length.view(torch.int64)), dtype=torch.uint8)
@@ -234,7 +236,8 @@ def _entries(path: Path, content: Any) -> list[tuple[str, torch.Tensor]]:
     if not isinstance(content, Mapping):
         raise MergeError(
             f"{path} holds a {type(content).__name__}, expected a dictionary of tensors; save the "
-            "state_dict()."
+            "state_dict().",
+            code="invalid_value",
         )
     return [(str(name), _checked(path, name, value)) for name, value in content.items()]
 
@@ -248,11 +251,13 @@ def _load(path: Path, device: str) -> Any:
     except pickle.UnpicklingError as error:
         raise MergeError(
             f"{path} is damaged or its pickle asks for more than tensors ({_reason(error)}), which is not "
-            "run: get the model as safetensors."
+            "run: get the model as safetensors.",
+            code="damaged_file",
         ) from None
     except Exception as error:  # what torch raises over damaged bytes differs between its versions
         raise MergeError(
-            f"{path} cannot be read as a file of torch.save ({_reason(error)}); copy it anew."
+            f"{path} cannot be read as a file of torch.save ({_reason(error)}); copy it anew.",
+            code="damaged_file",
         ) from None
 
 
@@ -268,7 +273,8 @@ def _reason(error: Exception) -> str:
 def _unread(path: Path, name: Any, kind: str) -> MergeError:
     return MergeError(
         f"{path}: tensor {name!r} is of type {kind}, expected {', '.join(DTYPES)}; dequantise the model "
-        "first."
+        "first.",
+        code="quantized_model",
     )
 
 
@@ -277,7 +283,8 @@ def _checked(path: Path, name: Any, value: Any) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise MergeError(
             f"{path}: entry {name!r} is a {type(value).__name__}, expected a tensor; save the state_dict() "
-            "alone."
+            "alone.",
+            code="invalid_value",
         )
     if value.layout != torch.strided or value.dtype not in DTYPES.values():
         kind = str(value.dtype if value.layout == torch.strided else value.layout).removeprefix("torch.")

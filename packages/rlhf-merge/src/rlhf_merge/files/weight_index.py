@@ -70,7 +70,9 @@ def read_weight_map(index: Path) -> dict[str, str]:
     """The file of each tensor, as an index says; every file lies in the index's folder."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise MergeError(f"{index} has no `weight_map` from tensors to files; copy it anew.")
+        raise MergeError(
+            f"{index} has no `weight_map` from tensors to files; copy it anew.", code="damaged_file"
+        )
     for name, file in weight_map.items():
         if not isinstance(file, str) or not file or Path(file).name != file:
             raise MergeError(
@@ -118,5 +120,6 @@ def no_weights(folder: Path) -> MergeError:
     )
     return MergeError(
         f"{folder} holds no weights: none of {names}, another single *.safetensors, or {ADAPTER_CONFIG} with "
-        f"{' or '.join(ADAPTER_FILES)}{there}."
+        f"{' or '.join(ADAPTER_FILES)}{there}.",
+        code="no_weights",
     )

@@ -91,7 +91,7 @@ def apply_adapter(
     _check_config(adapter)
     modules, whole = _sort(tensors, where)
     if not modules and not whole:
-        raise MergeError(f"{where} holds no tensors; save the adapter again.")
+        raise MergeError(f"{where} holds no tensors; save the adapter again.", code="damaged_file")
     names = _Names(base)
     result = _replaced(base, whole, names, where)
     changed: dict[str, str] = {}
@@ -105,7 +105,8 @@ def apply_adapter(
             )
         if name in changed:
             raise MergeError(
-                f"{where} adapts {name!r} twice, as {changed[name]!r} and as {module!r}; save it again."
+                f"{where} adapts {name!r} twice, as {changed[name]!r} and as {module!r}; save it again.",
+                code="damaged_file",
             )
         changed[name] = module
         update = _update(module, parts, name, result[name].shape, adapter)
@@ -122,18 +123,21 @@ def _check_config(adapter: _Adapter) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":
         raise MergeError(
-            f"{where} is an adapter of type {kind}, of which only LORA is read; merge it with peft first."
+            f"{where} is an adapter of type {kind}, of which only LORA is read; merge it with peft first.",
+            code="unsupported_adapter",
         )
     for setting in _REFUSED_SETTINGS:
         if config.get(setting):
             raise MergeError(
-                f"{where}: adapters with {setting} are not read; merge it with peft first, where it can be."
+                f"{where}: adapters with {setting} are not read; merge it with peft first, where it can be.",
+                code="unsupported_adapter",
             )
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.startswith(_REFUSED_INITS):
         raise MergeError(
             f"{where} was initialised with {init}, which changed the base too; save it as a plain LoRA with "
-            "`path_initial_model_for_weight_conversion` of peft, or merge it with peft first."
+            "`path_initial_model_for_weight_conversion` of peft, or merge it with peft first.",
+            code="unsupported_adapter",
         )
 
 
@@ -155,7 +159,10 @@ def _sort(adapter: Mapping[str, Readable], where: str) -> tuple[_Modules, dict[s
         part = match["part"] + (".bias" if match["kind"] == "bias" else "")
         parts = modules.setdefault(match["module"], {})
         if part in parts:
-            raise MergeError(f"{where} holds two updates of {match['module']!r}; save one adapter alone.")
+            raise MergeError(
+                f"{where} holds two updates of {match['module']!r}; save one adapter alone.",
+                code="damaged_file",
+            )
         parts[part] = tensor
     return modules, whole
 
@@ -210,7 +217,8 @@ def _update(
     if any(part not in parts for part in pair):
         held = ", ".join(f"lora_{part}" for part in parts)
         raise MergeError(
-            f"{where} holds {held} of {module!r} without lora_A and lora_B; save the adapter again."
+            f"{where} holds {held} of {module!r} without lora_A and lora_B; save the adapter again.",
+            code="damaged_file",
         )
     a, b = (parts[part] for part in pair)
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1] or 0 in (*a.shape, *b.shape):
@@ -243,12 +251,14 @@ def _magnitude(
         has = "no" if magnitude is None else "a"
         raise MergeError(
             f"{adapter.where}: use_dora is {expected}, and there is {has} lora_magnitude_vector of "
-            f"{module!r}; save the adapter again."
+            f"{module!r}; save the adapter again.",
+            code="damaged_file",
         )
     if magnitude is not None and math.prod(magnitude.shape) != outputs:
         raise MergeError(
             f"{adapter.where}: lora_magnitude_vector of {module!r} is {list(magnitude.shape)}, and the layer "
-            f"has {outputs} outputs; save the adapter again."
+            f"has {outputs} outputs; save the adapter again.",
+            code="damaged_file",
         )
     return magnitude
 

@@ -236,7 +236,8 @@ def _aligned(
         if config.vocab is not None:
             missing = next(spec for spec, count in rows.items() if count is None)
             raise MergeError(
-                f"vocab is {config.vocab}, but {missing} has no embedding of tokens; leave it out"
+                f"vocab is {config.vocab}, but {missing} has no embedding of tokens; leave it out",
+                code="invalid_value",
             )
         return None, tensors
     vocabularies = [
@@ -279,7 +280,10 @@ def _check_base(config: MergeConfig, checkpoints: Mapping[str, Checkpoint]) -> N
             base.adapter_folders,
         )
         if same and spec != config.base:
-            raise MergeError(f"{spec} is the base {config.base} by another name; leave it out of models")
+            raise MergeError(
+                f"{spec} is the base {config.base} by another name; leave it out of models",
+                code="repeated_model",
+            )
 
 
 def _digest(alignment: Alignment | None) -> str:

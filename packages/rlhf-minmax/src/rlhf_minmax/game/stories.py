@@ -49,7 +49,9 @@ class Stories:
         skipped = (*self.skipped, *left_out.values())
         for what, part in (("training", train), ("held-out", held_out)):
             if not part:
-                raise UserError(f"all {what} rows are left out; the first that was: {skipped[0]}")
+                raise UserError(
+                    f"all {what} rows are left out; the first that was: {skipped[0]}", code="no_row_left"
+                )
         return replace(self, train=train, held_out=held_out, building=building, skipped=skipped)
 
 

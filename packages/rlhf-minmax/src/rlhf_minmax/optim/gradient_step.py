@@ -267,7 +267,10 @@ class ZeroStepper(Stepper):
             str(folder / f"{role}_deepspeed"), tag=_ZERO_TAG, load_module_strict=False
         )
         if place is None:
-            raise UserError(f"{folder} holds no DeepSpeed state of the {role}; resume as the run was started")
+            raise UserError(
+                f"{folder} holds no DeepSpeed state of the {role}; resume as the run was started",
+                code="different_training_data",
+            )
 
     @torch.no_grad()
     def _hand_over(self) -> None:

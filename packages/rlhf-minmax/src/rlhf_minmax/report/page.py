@@ -90,7 +90,10 @@ def write_minmax_report(run_folder: RunFolder, path: str | Path) -> None:
             code="unfinished_run",
         )
     if {"method", "job"} & run_folder.read_config().keys():  # which the game does not write
-        raise UserError(f"{run_folder.path} is not a run of rlhf-train minmax; name the folder of a game")
+        raise UserError(
+            f"{run_folder.path} is not a run of rlhf-train minmax; name the folder of a game",
+            code="wrong_folder",
+        )
     samples = _read_samples(run_folder.path / "samples.jsonl")
     metrics, config = run_metrics(run_folder), run_folder.read_config()
     usage = results.get("api_usage")

@@ -204,12 +204,14 @@ def _check_kind(role: str, info: ModelInfo, *, scores: bool) -> None:
     if scores and not (is_classifier and info.config.num_labels == 1):
         raise UserError(
             f"the {role} model {info.name} is a {kind}, which gives no single score; "
-            "expected a sequence classification model with num_labels 1"
+            "expected a sequence classification model with num_labels 1",
+            code="wrong_model_kind",
         )
     if not scores and is_classifier:
         raise UserError(
             f"the {role} model {info.name} is a {kind}, which writes no text; "
-            "expected a causal language model"
+            "expected a causal language model",
+            code="wrong_model_kind",
         )
 
 

@@ -312,7 +312,8 @@ class MinMaxTrainer:
         if self.config.training.deepspeed and count != world_size():
             raise UserError(
                 f"{folder} holds the DeepSpeed state of {count} processes, there are {world_size()} now; "
-                "resume with as many"
+                "resume with as many",
+                code="different_training_data",
             )
         self._load_players(folder, state)
         if (folder / "past_policies").is_dir():

@@ -263,7 +263,9 @@ def _moved_with(folder: Path) -> list[Path]:
     except FileNotFoundError:
         return []
     except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{folder / _BASE_PATH} is damaged ({error!r}); restore or remove it") from error
+        raise UserError(
+            f"{folder / _BASE_PATH} is damaged ({error!r}); restore or remove it", code="damaged_file"
+        ) from error
 
 
 def adapter_tensors(folder: str | Path) -> dict[str, torch.Tensor]:

@@ -99,7 +99,10 @@ def _packed_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     for extra in ("s_aux", "position_bias"):
         if kwargs.get(extra) is not None:
-            raise UserError(f"{type(module).__name__} cannot score packed streams: it needs {extra}")
+            raise UserError(
+                f"{type(module).__name__} cannot score packed streams: it needs {extra}",
+                code="cannot_be_packed",
+            )
     options = AttentionOptions(scaling, kwargs.get("sliding_window"), softcap, kwargs.get("dropout", 0.0))
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     if torch.is_autocast_enabled(query.device.type):  # rotary embeddings make fp32 of queries and keys

@@ -101,7 +101,9 @@ def build_classifier(
         try:
             model = auto_class.from_config(config, dtype=causal_lm.dtype)
         except ValueError as error:
-            raise UserError(f"{type(causal_lm).__name__} has no variant with a scalar head") from error
+            raise UserError(
+                f"{type(causal_lm).__name__} has no variant with a scalar head", code="wrong_model_kind"
+            ) from error
         _new_head(model, head)
     model.base_model.load_state_dict(causal_lm.base_model.state_dict())
     model.name_or_path = causal_lm.name_or_path
@@ -348,7 +350,8 @@ def check_scoring_model(name_or_path: str | Path) -> None:
     if made and stored_head(config) is None:
         raise UserError(
             f"model {name_or_path} is a language model ({', '.join(made)}) and has no score; name a reward "
-            "model, such as the final folder of a run of `rlhf-train reward`"
+            "model, such as the final folder of a run of `rlhf-train reward`",
+            code="wrong_model_kind",
         )
 
 

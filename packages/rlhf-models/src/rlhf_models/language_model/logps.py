@@ -47,7 +47,10 @@ def _run(
     lm = prepare_for_packing(causal_lm(model))
     backbone: Any = lm.base_model
     if backbone is lm:
-        raise UserError(f"{type(lm).__name__} has no separate backbone to score packed streams with")
+        raise UserError(
+            f"{type(lm).__name__} has no separate backbone to score packed streams with",
+            code="cannot_be_packed",
+        )
     with packed_forward() as layers:
         output = backbone(
             input_ids=input_ids[None],
@@ -145,7 +148,8 @@ def _check_window(config: Any, windows: Collection[int | None]) -> None:
     if window is not None and used and all(seen is None for seen in windows):
         raise UserError(
             f"{config.model_type} cannot score packed streams: its sliding window of {window} tokens acts by "
-            "a mask only; take another architecture"
+            "a mask only; take another architecture",
+            code="cannot_be_packed",
         )
 
 

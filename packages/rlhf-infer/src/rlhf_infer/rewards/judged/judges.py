@@ -171,7 +171,9 @@ def _local(
 
     path = model_folder(options.pop("path"))
     if wrong := sorted(options.keys() - _LOCAL - {"max_tokens"}):
-        raise UserError(f"reward judge: {wrong[0]} goes with url, not with path; take it out")
+        raise UserError(
+            f"reward judge: {wrong[0]} goes with url, not with path; take it out", code="conflicting_options"
+        )
     loading = {**model_options, **options}
     budget = loading.pop("max_tokens", None)
     tokenizer = load_tokenizer(path)

@@ -92,7 +92,8 @@ class _Worker:
             self.end()
             raise UserError(
                 f"the process that compares formulas does not start ({' '.join(command)} ended with code "
-                f"{self._process.returncode}); run it by hand to see why"
+                f"{self._process.returncode}); run it by hand to see why",
+                code="engine_not_started",
             )
 
     def ask(self, pair: tuple[str, str]) -> bool | None:
