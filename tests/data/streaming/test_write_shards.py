@@ -19,6 +19,7 @@ ROWS = [
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(module, "BLOCK_ROWS", 10)
+    monkeypatch.setattr(module, "_MOST_CUTS", 8)
 
 
 def _source(path, rows):
@@ -54,15 +55,22 @@ def test_rows_come_back_in_order(tmp_path, kind, per_shard):
 @pytest.mark.parametrize(
     "rows",
     [
-        [{"a": 1}, {"a": "text"}],
-        [{"a": "text"}] * 15 + [{"a": [1]}],
-        [{"m": [{"role": "user"}]}, {"m": [{"role": "user", "tool_calls": []}]}],
+        [{"a": 1}, {"a": "text"}] * 40,  # would be a shard a row
+        [{"m": [{"role": "user"}, {"role": "user", "tool_calls": []}]}],
+        [{"a": 2**63}],
+        [{"a": {}}],
+        [{"a": [{"b": {}}]}],
+        [{}],
+        [{"a": json.loads("[" * 80 + "]" * 80)}],
+        [{"a": [1, 2.5]}],
     ],
 )
-def test_what_a_table_cannot_hold_is_refused_and_nothing_is_left(tmp_path, rows):
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_what_a_table_cannot_hold_is_refused_and_nothing_is_left(tmp_path, rows, kind):
     source = _source(tmp_path / "a.jsonl", rows)
-    with raises_error("mixed_types"):
-        write_shards([source], tmp_path / "out")
+    with raises_error("mixed_types") as caught:
+        write_shards([source], tmp_path / "out", shard_format=kind)
+    assert caught.value.fields["where"].startswith(f"{source}, line ")
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
     write_shards([source], tmp_path / "out", shard_format="jsonl")
     assert [row for _, row in read_rows(tmp_path / "out")] == rows
@@ -72,6 +80,38 @@ def test_columns_that_some_rows_lack(tmp_path):
     source = _source(tmp_path / "a.jsonl", [{"a": 1}] * 15 + [{"a": 1, "b": None}, {"b": "x"}])
     assert len(write_shards([source], tmp_path / "out")["shards"]) == 2  # the second has a column more
     assert [row for _, row in read_rows(tmp_path / "out")][-1] == {"a": None, "b": "x"}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"a": "text"}] * 15 + [{"a": [1]}] * 8,  # the types change within the second block of ten rows
+        [{"m": [{"role": "user"}]}, {"m": [{"role": "user", "tool_calls": [1]}]}],
+        [{"a": 1}, {"a": 1.0}, {"a": 2.5}],  # an integer would come back as 1.0
+        [{"a": 1}] * 3 + [{}, {"a": None}],
+    ],
+)
+def test_a_new_shard_begins_where_types_change(tmp_path, rows):
+    write_shards([_source(tmp_path / "a.jsonl", rows)], tmp_path / "out")
+    back = [row for _, row in read_rows(tmp_path / "out")]
+    assert [{name: row.get(name) for name in ("a", "m")} for row in rows] == [
+        {name: row.get(name) for name in ("a", "m")} for row in back
+    ]
+    assert [type(row.get("a")) for row in back] == [type(row.get("a")) for row in rows]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "lmdb"])
+def test_half_a_character_is_a_bad_row(tmp_path, kind):
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"a": "x"}\n{"a": "\\ud800"}\n')
+    with raises_error("invalid_text", where=f"{source}, line 2"):
+        write_shards([source], tmp_path / "out", shard_format=kind)
+    assert write_shards([source], tmp_path / "out", shard_format=kind, on_bad_row="skip")["bad_rows"] == 1
+
+
+def test_a_file_is_not_replaced(tmp_path):
+    with raises_error("not_a_folder"):
+        write_shards([tmp_path / "a"], _source(tmp_path / "b", ROWS))
 
 
 def test_bad_rows(tmp_path):

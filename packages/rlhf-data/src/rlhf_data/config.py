@@ -49,6 +49,13 @@ KNOWN_ELSEWHERE = {
 _LISTED = 20
 """Most keys that a message lists."""
 _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+_EXPECTED = {
+    "model_type": "expected a section of keys and values",
+    "tuple_type": "expected a list",
+    "list_type": "expected a list",
+    "too_short": "expected more items",
+}
+"""What pydantic says in its own words."""
 LocalPath = Annotated[str, AfterValidator(absolute_path)]
 """A file or folder, which becomes an absolute path where it is there, or another name, as on the hub."""
 ModelPath = Annotated[str, AfterValidator(absolute_path), AfterValidator(model_folder)]
@@ -226,8 +233,7 @@ def _first_mistake(model: type[BaseModel], errors: list[ErrorDetails], where: st
         said = f"{path}: {reason}" if path else reason
     else:
         expected = _allowed_range(field, error) or error["msg"].replace("Input should be", "expected", 1)
-        if error["type"] == "model_type":
-            expected = "expected a section of keys and values"
+        expected = _EXPECTED.get(error["type"], expected)
         said = f"{path or 'the top level'} is {error['input']!r}, {expected}"
     return UserError(f"{where}: {said}", code="invalid_value", key=path)
 
@@ -237,21 +243,27 @@ def _locate(
 ) -> tuple[str, type[BaseModel], FieldInfo | None]:
     """Follow an error's location: its dotted path, the innermost section and the field, if one is known."""
     parts: list[str] = []
-    owner, current, field = model, model, None
+    owner, field = model, None
+    current: type[BaseModel] | None = model
     for part in loc:
-        if current is None:
-            if isinstance(part, int):
-                parts[-1] += f"[{part}]"
-            continue
-        owner, field = current, current.model_fields.get(str(part))
-        current = _section_type(field.annotation) if field else None
-        parts.append(str(part))
+        if isinstance(part, int) and parts:
+            parts[-1] += f"[{part}]"
+            current = _item_type(field.annotation) if field else None
+        elif current is not None:
+            owner, field = current, current.model_fields.get(str(part))
+            current = _section_type(field.annotation) if field else None
+            parts.append(str(part))
     return ".".join(parts), owner, field
 
 
 def _section_type(annotation: Any) -> type[BaseModel] | None:
     options = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
     return next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), None)
+
+
+def _item_type(annotation: Any) -> type[BaseModel] | None:
+    """The section that each item of a list is."""
+    return next((found for found in map(_section_type, typing.get_args(annotation)) if found), None)
 
 
 def _is_union(annotation: Any) -> bool:

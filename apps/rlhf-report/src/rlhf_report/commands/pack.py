@@ -42,4 +42,7 @@ def command(data: tuple[str, ...], out: str, **options: Any) -> None:
         click.echo(err=True)
     if made["bad_rows"]:
         click.echo(f"left out: {made['bad_rows']:,} bad rows; the first: {made['skipped'][0]}", err=True)
-    click.echo(f"{made['rows']:,} rows in {len(made['shards']):,} shards of {made['format']}: {out}")
+    count = len(made["shards"])
+    click.echo(
+        f"{made['rows']:,} rows in {count:,} shard{'s' if count > 1 else ''} of {made['format']}: {out}"
+    )

@@ -57,12 +57,13 @@ class RowColumns:
 
     def _missing(self, name: str) -> UserError:
         by_name = {each.lower(): each for each in sorted(self._names)}
-        near = difflib.get_close_matches(name.lower(), by_name, n=1)
+        outer = name.partition(".")[0].lower()
+        near = [outer] if outer in by_name else difflib.get_close_matches(name.lower(), by_name, n=1)
         nearest = by_name[near[0]] if near else None
         hint = f"; perhaps {nearest} is meant" if nearest else ""
         present = ", ".join(by_name.values()) or "none"
         return UserError(
-            f"--by {name}: no row has a value in such a column{hint}; the columns are {present}",
+            f"--by {name or repr(name)}: no row has a value in such a column{hint}; there are {present}",
             code="missing_column",
             column=name,
             nearest=nearest,
@@ -71,11 +72,13 @@ class RowColumns:
 
 def _text(value: Any) -> str:
     """The name of a value; what is missing or empty has one too."""
-    if isinstance(value, str):
-        return value.strip() or _NONE
     if value is None or value == [] or value == {}:
         return _NONE
-    return json.dumps(value, ensure_ascii=False, default=str)
+    if isinstance(value, bool | int | float | list | dict):
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    else:
+        text = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+    return text.encode(errors="replace").decode().strip() or _NONE
 
 
 def _unread(row: Mapping[str, Any], pair: PairTexts) -> list[str]:

@@ -19,7 +19,6 @@ _SAME = {
     "num_examples": "number of training examples",
     "rows_per_step": "number of rows per step",
     "num_processes": "number of processes",
-    "data": "content of the data files",
 }
 
 
@@ -84,11 +83,18 @@ def check_same(folder: str | Path, state: Mapping[str, Any], now: Mapping[str, A
     Raises:
         UserError: one of them differs.
     """
+    if state.get("data", now.get("data")) != now.get("data"):
+        raise UserError(
+            f"{folder} was written with other data: a file, or a weight of the mixture, has changed since; "
+            "restore it, or start a new run",
+            code="different_training_data",
+            key="data",
+        )
     for key, have in now.items():
         if state.get(key, have) != have:
             raise UserError(
                 f"{folder} was written with another {_SAME[key]} ({state[key]}, now {have}); resume with the "
-                "same",
+                "same data and settings",
                 code="different_training_data",
                 key=key,
             )

@@ -77,16 +77,10 @@ def read_items(
             if isinstance(row, UserError):
                 yield Item(None, row, where, Path(path).name)
                 continue
-            source = Path(path).name if source_column is None else str(row.get(source_column))
-            if source_column is not None and row.get(source_column) is None:
-                error = UserError(
-                    f"{where}, field {source_column}: missing; expected the row's source",
-                    code="missing_column",
-                    column=source_column,
-                )
-                yield Item(None, error, where, Path(path).name)
-                continue
+            source = Path(path).name
             try:
+                if source_column is not None:
+                    source = _source(row, source_column, where)
                 records = parse(row, where)
                 if config.margins == "ratings":
                     records = tuple(_rated(record, row) for record in records)
@@ -95,6 +89,28 @@ def read_items(
                 continue
             for record in records:
                 yield Item(record, None, where, source)
+
+
+def _source(row: Mapping[str, Any], column: str, where: str) -> str:
+    """The source that a row names.
+
+    Raises:
+        UserError: the row names none, or what it names is not text.
+    """
+    if row.get(column) is None:
+        raise UserError(
+            f"{where}, field {column}: missing; expected the row's source",
+            code="missing_column",
+            column=column,
+        )
+    source = str(row[column])
+    if source.encode(errors="replace").decode() != source:
+        raise UserError(
+            f"{where}, field {column}: half of a surrogate pair is not text; correct it",
+            code="invalid_text",
+            column=column,
+        )
+    return source
 
 
 def detect_kind(path: str, columns: Mapping[str, str] | None = None) -> str:

@@ -120,8 +120,8 @@ def explain_full_disk(path: str | Path) -> Iterator[None]:
         if not _is_full_disk(error):
             raise
         raise DiskFullError(
-            f"{path} cannot be written: no space is left on the disk or in the quota; what was there before "
-            "is intact: free some space and continue with --resume"
+            f"{path} cannot be written: no space is left on the disk or in the quota; nothing that was there "
+            "is lost: free some space and start again, with --resume where the command has it"
         ) from error
 
 

@@ -36,7 +36,7 @@ def draw_figures(results: Mapping[str, Any], folder: Path) -> None:
             figure = new_figure(7, height * 1.3)
             axes = figure.add_subplot(1, 1, 1)
             draw(axes, results)
-            axes.set_title(title)
+            figure.suptitle(title)  # above a legend that stands above the axes
             save_png(figure, folder / f"{name}.png")
 
 
@@ -110,7 +110,11 @@ def _draw_phrases(axes: Any, results: Mapping[str, Any]) -> None:
     drawn = [each for each in found if max(each["text"]) < _LAST_DRAWN][:_PHRASES]
     shown = sorted(drawn, key=lambda each: each["z"])
     if not shown:
-        text = "the font lacks their script: see the table" if found else "none beyond chance"
+        text = "none beyond chance"
+        if found or results["phrases"]["opening"]["phrases"]:
+            text = (
+                "the font lacks their script: see the table" if found else "first words only: see the table"
+            )
         axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes)
         axes.set_yticks([])
         return

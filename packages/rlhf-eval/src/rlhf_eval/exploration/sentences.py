@@ -12,6 +12,7 @@ from rlhf_eval.exploration.shortcuts import TOGETHER
 __all__ = ["Sentence", "percent", "sentences"]
 
 _SHOWN = 3
+_PLACES = {"anywhere": "Phrases", "opening": "First words"}
 _ENOUGH = 194
 """Prompts in which a share of 60% differs from one half at 5%, with a power of 80%:
 (1.96 · √(.5 · .5) + .8416 · √(.6 · .4))² / .1² = 193.9."""
@@ -120,7 +121,7 @@ def _floor(results: Mapping[str, Any]) -> Sentence:
     text = (
         f"Without reading, the label is predicted in {percent(found[TOGETHER])} of held-out pairs by words "
         f"and surface together, {percent(found['bag of words'])} by a bag of words, "
-        f"{percent(found['length'])} by length alone: what a reward model must beat."
+        f"{percent(found['length'])} by length alone. A reward model must beat the best of them."
     )
     return Sentence("floor", excludes(found[TOGETHER], 0.5), text)
 
@@ -139,7 +140,16 @@ def _odds(results: Mapping[str, Any]) -> list[Sentence]:
 
 
 def _phrases(results: Mapping[str, Any]) -> list[Sentence]:
-    found = results["phrases"]["anywhere"]
+    found = [_of_phrases(results["phrases"][place], what) for place, what in _PLACES.items()]
+    if all(each is None for each in found):
+        return [Sentence("phrases", False, "No phrase is in ten completions, so none is tested.")]
+    return [each for each in found if each is not None]
+
+
+def _of_phrases(found: Mapping[str, Any], what: str) -> Sentence | None:
+    """What the phrases of a place show; None where none is frequent enough to be tested."""
+    if not found["tested"]:
+        return None
     sides = {
         "chosen": [each for each in found["phrases"] if each["z"] > 0][:_SHOWN],
         "rejected": [each for each in found["phrases"] if each["z"] < 0][:_SHOWN],
@@ -150,15 +160,10 @@ def _phrases(results: Mapping[str, Any]) -> list[Sentence]:
         for side, phrases in sides.items()
         if phrases
     ]
-    if not found["tested"]:
-        text = "No phrase is in ten completions, so none is tested."
-        return [Sentence("phrases", False, text)]
     if not lines:
-        text = f"None of the {found['tested']:,} phrases is more in one side than chance explains."
-        return [Sentence("phrases", False, text)]
-    return [
-        Sentence("phrases", True, f"Phrases ({found['found']} of {found['tested']:,}), {'; '.join(lines)}.")
-    ]
+        text = f"{what}: none of {found['tested']:,} is more frequent on one side than chance explains."
+        return Sentence("phrases", False, text)
+    return Sentence("phrases", True, f"{what} ({found['found']} of {found['tested']:,}), {'; '.join(lines)}.")
 
 
 def _noise(results: Mapping[str, Any]) -> Sentence:

@@ -33,10 +33,16 @@ def subset_sentences(columns: Sequence[Mapping[str, Any]]) -> list[Sentence]:
                 "are in exploration.json."
             )
             found.append(Sentence("subset", False, text))
-        if not compared and len(column["values"]) > 1:
+        if len(column["values"]) == 1:
+            only = column["values"][0]
+            why = f"every row has the value {only['value']}"
+            if column["pooled"]:
+                why = f"each of its {column['pooled']:,} values has fewer than 20 pairs"
+            found.append(Sentence("subset", False, f"By {column['column']}: {why}, so nothing is compared."))
+        elif not compared:
             text = (
                 f"By {column['column']}: no value differs from the others by more than chance explains "
-                f"({column['compared']:,} comparisons)."
+                f"({column['compared']:,} comparisons{' in all columns' if len(columns) > 1 else ''})."
             )
             found.append(Sentence("subset", False, text))
     return found
