@@ -18,6 +18,8 @@ _SUREST = 0.1
 """Share of the pairs, those that the model is surest of, on which its errors bound the flips."""
 _FEWEST = 20
 """Held-out prompts below which a model is not taken for better than chance, however often it is right."""
+_MOST_ERRORS = 0.25
+"""Share of contradicted labels where the model is surest, beyond which its own errors are most of them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,8 +48,9 @@ class LabelNoise:
 
     @property
     def claims_rate(self) -> bool:
-        """Whether the flip rate is to be believed: it is not above what `at_most` allows."""
-        return self.is_learnable and self.flip_rate.low <= self.at_most.high
+        """Whether the flip rate can be believed: it fits the errors on the surest pairs, which are few."""
+        sure = self.at_most.estimate <= _MOST_ERRORS
+        return self.is_learnable and sure and self.flip_rate.low <= self.at_most.high
 
 
 def out_of_fold(design: Design, clusters: np.ndarray, *, seed: int = 0) -> np.ndarray:

@@ -181,7 +181,7 @@ def _noise(results: Mapping[str, Any]) -> Sentence:
     if not found["claims_rate"]:
         text = (
             f"{start}: at most that share is flipped, if flips do not depend on the words. Confident "
-            f"learning's {percent(found['flip_rate'])} is above that: it counts the model's errors as flips."
+            f"learning's {percent(found['flip_rate'])} says no more: it counts the model's errors as flips."
         )
         return Sentence("label noise", False, text)
     rate = found["flip_rate"]
