@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
+from array import array
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
@@ -187,8 +188,8 @@ class _Sketches:
         self.factors = random.integers(0, 1 << 32, count, np.uint32) | np.uint32(1)
         self.terms = random.integers(0, 1 << 32, count, np.uint32)
         self.sets: list[NDArray[np.uint64]] = []
-        self.keys: list[NDArray[np.uint64]] = []
-        self.hashes: list[NDArray[np.uint64]] = []
+        # Arrays of Python's grow in place; joining a list of NumPy's would hold everything twice.
+        self.keys, self.hashes = array("Q"), array("Q")
         self.sizes: list[NDArray[np.int64]] = []
 
     def add(self, shingles: NDArray[np.uint64], counts: NDArray[np.int64], size: int) -> None:
@@ -203,8 +204,8 @@ class _Sketches:
         sizes = np.bincount(text, minlength=len(counts))
         starts = np.cumsum(sizes) - sizes
         self.sets.append(np.add.reduceat(_mix(shingles ^ np.uint64(_BASE)), starts))
-        self.keys.append(self._band_keys(shingles, starts))
-        self.hashes.append(shingles[np.arange(len(text)) - starts[text] < _SKETCH])
+        self.keys.frombytes(self._band_keys(shingles, starts).tobytes())
+        self.hashes.frombytes(shingles[np.arange(len(text)) - starts[text] < _SKETCH].tobytes())
         self.sizes.append(sizes)
 
     def _band_keys(self, shingles: NDArray[np.uint64], starts: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -224,9 +225,9 @@ class _Sketches:
         # Equal sets are compared with others once.  np.unique sorts by content, so that its order is
         # that of no file.
         _, first, member = np.unique(np.concatenate(self.sets), return_index=True, return_inverse=True)
-        keys = np.concatenate(self.keys)[first]
+        keys = np.frombuffer(self.keys, np.uint64).reshape(-1, self.bands)[first]
         sizes = np.concatenate(self.sizes)
-        compare = _Comparison(np.concatenate(self.hashes), sizes, first, threshold)
+        compare = _Comparison(np.frombuffer(self.hashes, np.uint64), sizes, first, threshold)
         forest = _Forest(len(first))
         for band in range(self.bands):
             for pairs in _candidates(keys[:, band]):
