@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -108,8 +109,8 @@ class WordCounter:
     def __init__(self, most_words: int = 40_000_000) -> None:
         self.left = most_words
         self._words, self._openings = _Vocabulary(), _Vocabulary()
-        self._ids: list[np.ndarray] = []
-        self._lengths: list[np.ndarray] = []
+        # Arrays of Python's grow in place; joining a list of NumPy's would hold everything twice.
+        self._ids, self._lengths = array("i"), array("i")
         self._bags, self._first = _Differences(), _Differences()
 
     @property
@@ -122,8 +123,8 @@ class WordCounter:
         if self.is_full:
             return
         ids = self._words.encode(pairs.words)
-        self._ids.append(ids)
-        self._lengths.append(pairs.words.lengths)
+        self._ids.frombytes(ids.tobytes())
+        self._lengths.frombytes(pairs.words.lengths.astype(np.int32).tobytes())
         self._bags.add(ids, pairs.words.lengths)
         self._first.add(self._openings.encode(pairs.openings), pairs.openings.lengths)
         self.left -= len(ids)
@@ -134,8 +135,8 @@ class WordCounter:
         bag, columns = self._bags.rows_of()
         return WordTable(
             words,
-            np.concatenate([np.zeros(0, np.int32), *self._ids]),
-            np.concatenate([np.zeros(0, np.int64), *self._lengths]),
+            np.frombuffer(self._ids, np.int32),
+            np.frombuffer(self._lengths, np.int32).astype(np.int64),
             bag,
             [words[i] if i < len(words) else "" for i in columns.tolist()],
             self._first.rows_of()[0],
@@ -176,9 +177,7 @@ class _Differences:
 
     def __init__(self) -> None:
         self.pairs = 0
-        self.rows: list[np.ndarray] = []
-        self.ids: list[np.ndarray] = []
-        self.signs: list[np.ndarray] = []
+        self.rows, self.ids, self.signs = array("i"), array("i"), array("b")
 
     def add(self, ids: np.ndarray, lengths: np.ndarray) -> None:
         """Add pairs, by the words of their completions and how many each has."""
@@ -190,21 +189,19 @@ class _Differences:
         new = np.diff(words, prepend=-1, append=-1) != 0
         alone = keys[new[:-1] & new[1:]]  # where both have it, it says nothing
         rows, columns = np.divmod(alone // 2, _MOST_WORDS + 1)
-        self.rows.append((rows + self.pairs).astype(np.int32))
-        self.ids.append(columns.astype(np.int32))
-        self.signs.append((1 - 2 * (alone % 2)).astype(np.int8))
+        self.rows.frombytes((rows + self.pairs).astype(np.int32).tobytes())
+        self.ids.frombytes(columns.astype(np.int32).tobytes())
+        self.signs.frombytes((1 - 2 * (alone % 2)).astype(np.int8).tobytes())
         self.pairs += len(lengths) // 2
 
     def rows_of(self) -> tuple[SparseRows, np.ndarray]:
         """Rows of ±1 with a column for what is in pairs enough, and the number that each stands for."""
-        ids = np.concatenate([np.zeros(0, np.int32), *self.ids])
+        ids = np.frombuffer(self.ids, np.int32)
         counts = np.bincount(ids, minlength=1)
         frequent = np.flatnonzero(counts >= _RAREST)
         numbers = np.full(len(counts), -1, dtype=np.int32)
         numbers[frequent] = np.arange(len(frequent))
         kept = numbers[ids] >= 0
-        rows, signs = (
-            np.concatenate([np.zeros(0, np.int32), *each])[kept] for each in (self.rows, self.signs)
-        )
+        rows, signs = np.frombuffer(self.rows, np.int32)[kept], np.frombuffer(self.signs, np.int8)[kept]
         entries = SparseRows(rows, numbers[ids[kept]], signs.astype(np.float32), (self.pairs, len(frequent)))
         return entries, frequent
