@@ -1,13 +1,14 @@
-"""`rlhf-report explore` on many pairs: time, processor time and memory, of this checkout or of two in turn.
+"""`rlhf-report explore` or `prepare` on many pairs: time and memory, of this checkout or of two in turn.
 
     uv run benchmarks/explore.py --pairs 160000
+    uv run benchmarks/explore.py --pairs 160000 --command prepare
     git worktree add ../before COMMIT
     uv run benchmarks/explore.py --before ../before --rounds 3
 
 The pairs are rows of HH-RLHF, again and again, each time with a tenth of their words replaced by other words
 of the rows, so that they stay as long and are no duplicates. Memory is that of all processes together (their
 proportional set sizes, every quarter of a second). Of two checkouts, who begins changes; `differences` counts
-the numbers of exploration.json that are not the same to the last digit.
+the numbers of exploration.json (of `prepare`, report.json) that are not the same to the last digit.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parents[1]
 HH_DATA = HERE.parent / "shared/data/hh-rlhf/harmless-base-1500.jsonl.gz"
 _REPLACED = 0.1
+_COMMANDS = {"explore": ("--output-dir", "exploration.json"), "prepare": ("--out", "report.json")}
+"""The option for the folder of each command, and the file with its numbers."""
 
 
 def write_pairs(path: Path, count: int) -> None:
@@ -61,11 +64,12 @@ def _varied(row: dict[str, str], words: list[str], rng: random.Random) -> dict[s
     return {side: start + vary(row[side][len(shared) :]) for side in ("chosen", "rejected")}
 
 
-def explore(checkout: Path, data: Path, folder: Path) -> dict[str, Any]:
-    """Explore the pairs with the sources of a checkout; what it took, and what it found."""
+def measure(name: str, checkout: Path, data: Path, folder: Path) -> dict[str, Any]:
+    """Explore or prepare the pairs with the sources of a checkout; what it took, and what it found."""
     sources = [str(each) for part in ("packages", "apps") for each in checkout.glob(f"{part}/*/src")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sources)}
-    command = [sys.executable, "-m", "rlhf_report", "explore", str(data), "--output-dir", str(folder)]
+    output, result = _COMMANDS[name]
+    command = [sys.executable, "-m", "rlhf_report", name, str(data), output, str(folder)]
     start = time.perf_counter()
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     memory = 0
@@ -76,7 +80,7 @@ def explore(checkout: Path, data: Path, folder: Path) -> dict[str, Any]:
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"{checkout} failed")
-    found = json.loads((folder / "exploration.json").read_text(encoding="utf-8"))
+    found = json.loads((folder / result).read_text(encoding="utf-8"))
     return {
         "seconds": seconds,
         "processor_seconds": usage.ru_utime + usage.ru_stime,
@@ -118,9 +122,10 @@ def differences(first: Any, second: Any, at: str = "") -> Iterator[str]:
 
 
 def main() -> int:
-    """Write the pairs, explore them, print the result."""
+    """Write the pairs, run the command on them, print the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--pairs", type=int, default=160_000)
+    parser.add_argument("--command", choices=_COMMANDS, default="explore")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--before", type=Path, help="another checkout of this repository")
     parser.add_argument("--output", type=Path, help="file for the JSON")
@@ -131,13 +136,15 @@ def main() -> int:
         data = Path(name, "pairs.jsonl")
         write_pairs(data, options.pairs)
         result: dict[str, Any] = {
+            "command": options.command,
             "pairs": options.pairs,
             "megabytes_of_file": data.stat().st_size / 1e6,
             "cores": os.cpu_count(),
         }
         for turn in range(options.rounds):
             for side in sorted(places, reverse=bool(turn % 2)):
-                measured[side].append(explore(places[side], data, Path(name, f"{side}-{turn}")))
+                folder = Path(name, f"{side}-{turn}")
+                measured[side].append(measure(options.command, places[side], data, folder))
     for side, rounds in measured.items():
         names = [key for key in rounds[0] if key != "found"]
         result[side] = {key: round(statistics.median(each[key] for each in rounds), 1) for key in names}

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import multiprocessing
 import os
 import statistics
 import subprocess
@@ -26,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data import atomic_write_json
-from rlhf_models import build_tiny_llama, train_byte_tokenizer
 
 HERE = Path(__file__).resolve().parents[1]
 HH_DATA = HERE.parent / "shared/data/hh-rlhf/harmless-base-1500.jsonl.gz"
@@ -61,6 +61,8 @@ def jobs(steps: int) -> dict[str, list[str]]:
 
 def prepare(folder: Path, quick: bool) -> None:
     """Two random Llamas of 9 million parameters (tiny if quick), pairs and prompts of HH-RLHF, a reward."""
+    from rlhf_models import build_tiny_llama, train_byte_tokenizer
+
     with gzip.open(HH_DATA, "rt", encoding="utf-8") as file:
         rows = [json.loads(next(file)) for _ in range(200)]
     texts = [row["chosen"] for row in rows]
@@ -161,7 +163,13 @@ def main() -> int:
         "jobs": {},
     }
     with tempfile.TemporaryDirectory() as folder:
-        prepare(Path(folder), options.quick)
+        # Not in this process: the peak memory of a child is at least that of the process that starts it.
+        maker = multiprocessing.get_context("spawn").Process(
+            target=prepare, args=(Path(folder), options.quick)
+        )
+        maker.start()
+        maker.join()
+        assert not maker.exitcode
         for name in options.jobs:
             print(f"{name} ...", file=sys.stderr, flush=True)
             result["jobs"][name] = compare(before, jobs(options.steps)[name], Path(folder), options.repeats)

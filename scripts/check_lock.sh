@@ -1,21 +1,26 @@
 #!/usr/bin/env bash
-# Checks that requirements.lock installs what pyproject.toml resolves to; with --write, brings it up to date.
+# Checks that requirements.lock is a whole resolution of pyproject.toml; with --write, brings it up to date.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-uv lock --quiet
 export_lock() {
-    uv export --quiet --frozen --no-header --all-packages --all-extras --all-groups --no-emit-workspace
+    uv export --quiet --frozen --no-header --all-packages --all-extras --all-groups --no-emit-workspace "$@"
 }
 
 if [ "${1:-}" = "--write" ]; then
+    uv lock --quiet --upgrade
     export_lock >requirements.lock
-else
-    fresh=$(mktemp)
-    trap 'rm -f "$fresh"' EXIT
-    export_lock >"$fresh"
-    if ! uv run --quiet --no-sync python scripts/same_lock.py requirements.lock "$fresh"; then
-        echo "requirements.lock is out of date: run scripts/check_lock.sh --write and commit it" >&2
-        exit 1
-    fi
+    exit
+fi
+
+# The workspace is resolved again in a copy, held to the committed pins: a newer release of a package is no
+# reason to fail, a dependency that the lock leaves out, has too much or contradicts is.
+copy=$(mktemp -d)
+trap 'rm -rf "$copy"' EXIT
+git ls-files -z '*pyproject.toml' | xargs -0 cp --parents -t "$copy"
+uv run --quiet --no-sync python scripts/same_lock.py --constrain requirements.lock "$copy/pyproject.toml"
+if ! uv lock --quiet --project "$copy" || ! export_lock --project "$copy" >"$copy/fresh" ||
+    ! uv run --quiet --no-sync python scripts/same_lock.py requirements.lock "$copy/fresh"; then
+    echo "requirements.lock is out of date: run scripts/check_lock.sh --write and commit it" >&2
+    exit 1
 fi

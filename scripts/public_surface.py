@@ -43,7 +43,10 @@ def surface() -> str:
 def _member(name: str, value: Any, classes: set[type]) -> Iterator[str]:
     """A public name with its signature; of a class, what it has from itself and from bases without a name."""
     if inspect.ismodule(value):
-        for key in sorted(getattr(value, "__all__", ())):
+        own = [
+            key for key in vars(value) if not key.startswith("_") and not inspect.ismodule(vars(value)[key])
+        ]
+        for key in sorted(getattr(value, "__all__", own)):
             yield from _member(f"{name}.{key}", getattr(value, key), classes)
     elif inspect.isclass(value):
         yield f"{name}{_signature(value)}"

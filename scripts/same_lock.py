@@ -1,10 +1,13 @@
 """Compares two exported lock files by what they install: versions of uv spell the same marker differently.
 
 Usage: python scripts/same_lock.py COMMITTED FRESH. Prints each difference; exits with 1 where there is one.
+With --constrain COMMITTED PYPROJECT it holds the resolution of a pyproject.toml to the committed pins.
 """
 
 import itertools
+import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 from packaging.markers import default_environment
@@ -67,7 +70,24 @@ def differences(committed: Path, fresh: Path) -> list[str]:
     return list(found.values())
 
 
+def constrain(lock: Path, pyproject: Path) -> None:
+    """Appends the pins of a lock file to `tool.uv.constraint-dependencies` of a pyproject.toml."""
+    packages = [package for package, _ in read_lock(lock)]
+    versions = Counter(package.name for package in packages)
+    # Only packages with several versions keep markers: with one, torch lacks wheels for Pythons to come.
+    lines = (str(one) if versions[one.name] > 1 else f"{one.name}{one.specifier}" for one in packages)
+    pins = "".join(f"    {json.dumps(line)},\n" for line in lines)
+    opening = "constraint-dependencies = [\n"
+    text = pyproject.read_text()
+    if opening not in text:
+        raise SystemExit(f"{pyproject}: no line {opening.strip()!r}")
+    pyproject.write_text(text.replace(opening, opening + pins, 1))
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "--constrain":
+        constrain(Path(sys.argv[2]), Path(sys.argv[3]))
+        sys.exit()
     lines = differences(Path(sys.argv[1]), Path(sys.argv[2]))
     print(*lines, sep="\n", end="\n" if lines else "")
     sys.exit(1 if lines else 0)

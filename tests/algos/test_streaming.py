@@ -13,11 +13,12 @@ import pytest
 
 from raises import raises_error
 from rlhf_algos import METHODS
+from rlhf_algos.configs.offline import SFTConfig
 from rlhf_algos.jobs.data import build_sets, load_rows, tell_left_out
-from rlhf_algos.offline.sft import SFTConfig, SFTTrainer
+from rlhf_algos.offline.sft import SFTTrainer
 from rlhf_algos.tracking.run_facts import MACHINE_KEYS
 from rlhf_data import RunFolder, StreamingSFTDataset, UserError, prompt_key
-from rlhf_models import tiny_model
+from rlhf_models import RewardModel, tiny_model
 
 WORKER = Path(__file__).with_name("streaming_worker.py")
 
@@ -112,7 +113,9 @@ def test_ties_are_settled_as_in_memory(
         )
 
 
-def test_bad_rows_make_their_step_smaller_and_nothing_else(tmp_path: Path, byte_tokenizer: Any) -> None:
+def test_bad_rows_make_their_step_smaller_and_nothing_else(
+    tmp_path: Path, byte_tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     good = rows(12)
     path = written(tmp_path / "a.jsonl", [*good[:4], "broken\n", *good[4:7], "broken\n" * 4, *good[7:]])
     examples = StreamingSFTDataset(path, byte_tokenizer, on_bad_row="skip")
@@ -122,8 +125,12 @@ def test_bad_rows_make_their_step_smaller_and_nothing_else(tmp_path: Path, byte_
     )
     losses: list[float | None] = []
     trainer.on_step = lambda step, metrics: losses.append(metrics.get("loss"))
-    trainer.train()
+    with caplog.at_level("INFO", logger="rlhf_algos"):
+        trainer.train()
     assert len(losses) == 5 and losses[2] is None  # rows 8 to 11 are all bad
+    assert [each for each in caplog.messages if "no update" in each] == [
+        "step 3: no update, because every row is held out, bad or dropped"
+    ]
     by_hand = SFTTrainer(
         tiny_model("llama", vocab_size=len(byte_tokenizer), seed=0),
         SFTConfig.from_dict({**settings, "max_steps": 5}),
@@ -173,6 +180,40 @@ def test_a_checkpoint_wants_the_rows_it_was_written_with(tmp_path: Path, byte_to
     assert trainer(written(tmp_path / "moved" / "b.jsonl", rows(6))).resume()
     with raises_error("different_training_data", key="data"):
         trainer(written(path, rows(6, "q"))).resume()
+
+
+def test_rows_left_out_before_a_resume_stay_counted_once(tmp_path: Path, byte_tokenizer: Any) -> None:
+    """Of each half 2 rows are bad, 1 is too long and 1 a tie; the second epoch meets all of them again."""
+    pairs: list[Any] = [{"prompt": f"p{i}", "chosen": f" {i}", "rejected": f" no {i}"} for i in range(20)]
+    for half in (0, 10):
+        pairs[half + 1]["prompt"] = "long" * 40
+        pairs[half + 2]["rejected"] = f"  {half + 2}"
+    path = written(tmp_path / "a.jsonl", [*pairs[:10], *["broken\n"] * 2, *pairs[10:], *["broken\n"] * 2])
+    method = METHODS["reward"]
+
+    def counted(steps: int) -> tuple[dict[str, int], Any]:
+        values = {"train_data": str(path), "eval_fraction": 0, "ties": "drop", "on_bad_row": "skip"}
+        values |= {"streaming": True, "per_device_train_batch_size": 12, "shuffle": False, "max_steps": steps}
+        config = method.resolve(values)
+        found = load_rows(method, config)
+        train, _ = build_sets(method, config, found, byte_tokenizer, max_length=60)
+        model = tiny_model("llama", vocab_size=len(byte_tokenizer), seed=0)
+        trainer: Any = method.trainer_class(
+            RewardModel.from_backbone(model, byte_tokenizer, seed=0),
+            config,
+            train,
+            run=RunFolder.create(tmp_path / "run", resume=True),
+        )
+        trainer.resume()
+        trainer.train()
+        return tell_left_out(train), trainer.examples.left_out["ties"]
+
+    first, ties = counted(1)
+    assert first == {"bad_rows": 2, "dropped_rows": 1} and len(ties.numbers) == 1
+    for steps in (2, 4):
+        both, ties = counted(steps)
+        assert both == {"bad_rows": 4, "dropped_rows": 2} and len(ties.numbers) == 2
+        assert len(ties.messages) == 2
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
 
 import pytest
@@ -33,6 +34,11 @@ def noted() -> KeyboardInterrupt:
     ("error", "code", "says"),
     [
         (UserError("n is 0; give 1"), 2, "Error: n is 0; give 1\n"),
+        (
+            OSError(errno.EROFS, "Read-only file system", "ro/out"),
+            2,
+            "Error: ro/out cannot be written: read-only file system; name another place\n",
+        ),
         (KeyboardInterrupt(), 130, "nothing was done\n"),
         (Terminated(), 143, "nothing was done\n"),
         (noted(), 143, "Stopped; step 3 is saved; continue with: again\n"),

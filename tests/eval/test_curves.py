@@ -1,10 +1,9 @@
 """Training curves: which metrics, what is drawn of them."""
 
-import struct
-
 import numpy as np
 import pytest
 
+from files import png_size
 from rlhf_eval import metric_keys, training_curves
 from rlhf_eval.curves import _panel, _running_mean, _whole
 
@@ -22,12 +21,6 @@ ROWS = [
     }
     for step in range(1, 5)
 ]
-
-
-def png_size(path) -> tuple[int, int]:
-    data = path.read_bytes()
-    assert data.startswith(b"\x89PNG\r\n\x1a\n")
-    return struct.unpack(">II", data[16:24])
 
 
 def test_keys_are_the_method_s_metrics_with_the_optimizer_s_last():

@@ -1,9 +1,8 @@
 """Gradient and activation figures: what goes into which cell, and that odd runs are drawn."""
 
-import struct
-
 import pytest
 
+from files import png_size
 from rlhf_eval import activation_figure, gradient_flow_figure
 from rlhf_eval.debug_plots import _cells, _layer_norms, _spread
 
@@ -22,12 +21,6 @@ LORA = {
     for layer in (0, 1)
     for side in "AB"
 }
-
-
-def png_size(path) -> tuple[int, int]:
-    data = path.read_bytes()
-    assert data.startswith(b"\x89PNG\r\n\x1a\n")
-    return struct.unpack(">II", data[16:24])
 
 
 def test_parameters_are_placed_by_kind_and_layer():

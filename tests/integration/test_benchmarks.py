@@ -72,6 +72,7 @@ def run_json(name: str, *arguments: str) -> list[dict[str, Any]]:
     return values
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_both_sides_of_offline_training_do_the_same(tmp_path: Path) -> None:
     output, page = tmp_path / "result.json", tmp_path / "page.md"
@@ -173,6 +174,7 @@ def test_arms_of_the_proof(tmp_path: Path, task: str) -> None:
     assert arms["frozen"]["monitor"] == arms["judge"]["monitor"] == arms["start"]["monitor"]
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_a_server_under_load(tmp_path: Path) -> None:
     output = tmp_path / "result.json"

@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from proofs import in_ci
 from rlhf_models import RewardModel
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -39,7 +40,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["model_config.yaml", "model_config_llama.yaml"])
+@pytest.mark.parametrize(
+    "file", in_ci(["model_config.yaml", "model_config_llama.yaml"], "model_config_llama.yaml")
+)
 def test_from_random_weights_to_preferences(run: Run, file: str) -> None:
     shape = yaml.safe_load((CONFIGS / file).read_text()) | TINY
     shape["num_key_value_heads"] = 2 if "num_key_value_heads" in shape else None
@@ -60,7 +63,7 @@ def test_from_random_weights_to_preferences(run: Run, file: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["rlhf", "trl"])
+@pytest.mark.parametrize("backend", in_ci(["rlhf", "trl"], "rlhf"))
 def test_from_adapters_to_adapters(run: Run, backend: str) -> None:
     Path("shape.yaml").write_text(yaml.safe_dump({"architecture": "llama", **TINY}))
     lora, by = "--set=use_peft=true", f"--backend={backend}"

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlhf_algos.tracking.run_facts import MACHINE_KEYS
+from files import metrics_of, write_lines
+from killed_runs import MODEL, Command, assert_same_run, train_server
+from proofs import in_ci
 from rlhf_data.worlds.story_tasks import story_records
 from rlhf_models import tiny_model
 
@@ -32,15 +32,6 @@ _SETTINGS = {
     "eval_steps": 6,
     "save_steps": 5,
 }
-_MODEL = """
-architecture: llama
-vocab_size: 300
-hidden_size: 16
-num_layers: 2
-num_heads: 2
-intermediate_size: 32
-max_seq_length: 512
-"""
 _SCRATCH, _STORED = ("model_config", "model.yaml"), ("model_name_or_path", "model")
 _LORA = {"use_peft": True, "lora_r": 2, "lora_dropout": 0.2}
 _QLORA = _LORA | {"load_in_4bit": True}
@@ -69,134 +60,56 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "kto-lora-streamed": ("kto", _LORA | _STREAMED),
     "kto-ema": ("kto", {"kl_estimate": "ema"}),
 }
-_ALIKE = {
-    "reward-lora",
-    "reward-heads",
-    "reward-independent",
-    "prm",
-    "dpo-4bit",
-    "dpo-precomputed",
-    "kto-ema",
-}
-"""What they are made of is in others of `RUNS` too."""
 _KINDS: dict[str, Any] = {"sft": "sft", "prm": "steps", "kto": "kto"}
 
-_SERVER = """
-import json, os, sys
-import rlhf_algos.jobs.training_job, rlhf_train.display.training
-import matplotlib.figure, matplotlib.backends.backend_agg, transformers.models.llama.modeling_llama
-from rlhf_train.cli import main
-for line in sys.stdin:
-    arguments, log, environment = json.loads(line)
-    child = os.fork()
-    if not child:
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.environ.update(environment)
-        main(arguments, prog_name="rlhf-train")
-    print(child, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-"""Reads orders, and runs the command for each in a process of its own, which has the imports done already."""
 
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """The command, and the folder of the model's and the rows' files."""
 
-class Command:
-    """`rlhf-train` in processes of its own.
-
-    Args:
-        server: a process that runs `_SERVER`.
-        folder: where the model's and the rows' files lie.
-    """
-
-    def __init__(self, server: subprocess.Popen[str], folder: Path) -> None:
-        self._server, self._folder = server, folder
+    command: Command
+    folder: Path
 
     def arguments(self, name: str) -> list[str]:
         """Those that start one of `RUNS`, but for its folder."""
         method, settings = RUNS[name]
         key, file = _STORED if "load_in_4bit" in settings else _SCRATCH
-        values = _SETTINGS | settings | {key: self._folder / file}
+        values = _SETTINGS | settings | {key: self.folder / file}
         if settings.get("streaming"):
-            values |= {"train_data": self._folder / f"{method}.jsonl"}
+            values |= {"train_data": self.folder / f"{method}.jsonl"}
         words = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
         return [method, "--max-steps", str(STEPS), *words]
 
-    def start(self, name: str, run: Path) -> int:
-        """Start one of `RUNS` in a folder, or resume the one that left its config there; the process."""
-        arguments = [*self.arguments(name), "--output-dir", str(run)]
-        if (run / "config.json").exists():
-            arguments = [RUNS[name][0], "--resume", str(run)]
-        cache = {"XDG_CACHE_HOME": str(run.with_name(f"{run.name}-cache"))}
-        order = [arguments, str(run.with_name(f"{run.name}.log")), cache]
-        assert self._server.stdin is not None
-        self._server.stdin.write(json.dumps(order) + "\n")
-        self._server.stdin.flush()
-        return self._said()
-
     def finish(self, name: str, run: Path) -> None:
-        """Run or resume to the end, which must be a good one."""
-        self.start(name, run)
-        assert self._said() == 0, run.with_name(f"{run.name}.log").read_text()
+        self.command.finish(self.arguments(name), run)
 
-    def stop(self, name: str, run: Path, *, after: int, number: int = signal.SIGKILL) -> int:
-        """Start, and send a signal when so many steps are logged; the exit code."""
-        process = self.start(name, run)
-        path = run / "metrics.jsonl"
-        while not (path.exists() and path.read_bytes().count(b"\n") >= after):
-            time.sleep(0.001)
-            os.kill(process, 0)  # while it is there
-        os.kill(process, number)
-        return self._said()
-
-    def _said(self) -> int:
-        assert self._server.stdout is not None
-        return int(self._server.stdout.readline())
+    def stop(self, name: str, run: Path, **when: Any) -> int:
+        return self.command.stop(self.arguments(name), run, **when)
 
 
 @pytest.fixture(scope="module")
-def command(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Iterator[Command]:
-    """The command, with a model's shape and files of rows."""
+def command(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Iterator[Inputs]:
     folder = tmp_path_factory.mktemp("inputs")
-    (folder / "model.yaml").write_text(_MODEL)
+    (folder / "model.yaml").write_text(MODEL)
     model = tiny_model("llama", vocab_size=len(byte_tokenizer), hidden_size=64, intermediate_size=64)
     model.save_pretrained(folder / "model")
     byte_tokenizer.save_pretrained(folder / "model")
     for method in {method for method, settings in RUNS.values() if settings.get("streaming")}:
         records = story_records(_KINDS.get(method, "preference"), 26, split="train", seed=3)
         rows = [dataclasses.asdict(record) for record in records]
-        lines = [json.dumps({k: v for k, v in row.items() if v is not None}) + "\n" for row in rows]
-        (folder / f"{method}.jsonl").write_text("".join(lines))
-    with subprocess.Popen(
-        [sys.executable, "-c", _SERVER],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as server:
-        yield Command(server, folder)
+        kept = [{k: v for k, v in row.items() if v is not None} for row in rows]
+        write_lines(folder / f"{method}.jsonl", kept)
+    with train_server() as server:
+        yield Inputs(server, folder)
 
 
 def assert_same(run: Path, other: Path) -> None:
-    """Metrics but for the wall clock, held-out metrics and final weights agree to the bit."""
-    assert rows(run) == rows(other)
-    assert [row["step"] for row in rows(run)] == list(range(1, STEPS + 1))
-    names = sorted(path.relative_to(run) for path in (run / "final").rglob("*.safetensors"))
-    assert names
-    for name in names:
-        assert (run / name).read_bytes() == (other / name).read_bytes(), name
-    mine, its = (json.loads((path / "results.json").read_text()) for path in (run, other))
-    for block in ("before", "after", "num_tokens"):
-        assert mine[block] == its[block]
-
-
-def rows(run: Path) -> list[dict[str, Any]]:
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in MACHINE_KEYS} for line in lines]
+    assert_same_run(run, other)
+    assert len(metrics_of(run)) == STEPS
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.proof) if name in _ALIKE else name for name in RUNS]
+    "name", in_ci(RUNS, "sft", "reward-adapters-4bit", "dpo-precomputed-streamed", "kto-lora-streamed")
 )
 def test_killed_and_resumed_is_as_uninterrupted(name, command, tmp_path):
     command.finish(name, tmp_path / "whole")
@@ -213,7 +126,7 @@ def test_told_to_end_it_saves_and_goes_on_from_there(command, tmp_path):
     command.finish("kto", tmp_path / "whole")
     run = tmp_path / "told"
     assert command.stop("kto", run, after=7, number=signal.SIGTERM) == 143
-    step = len(rows(run))
+    step = len(metrics_of(run))
     assert (run / f"checkpoint-{step}").is_dir() and 7 <= step < STEPS
     said = run.with_name("told.log").read_text()
     assert "SIGTERM: finishing this step and saving" in said

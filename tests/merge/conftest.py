@@ -62,11 +62,20 @@ class Workshop:
             for name, tensor in base.items()
         }
 
-    def save(self, name: str, tensors: Mapping[str, Tensor], *, shards: int = 1, **config: Any) -> str:
+    def save(
+        self,
+        name: str,
+        tensors: Mapping[str, Tensor],
+        *,
+        shards: int = 1,
+        whole_config: dict[str, Any] | None = None,
+        **config: Any,
+    ) -> str:
         """Save a model in a folder of the root; its path, as a user gives it."""
         folder = self.root / name
         folder.mkdir(parents=True)
-        (folder / "config.json").write_text(json.dumps(self.config(**config)))
+        written = self.config(**config) if whole_config is None else whole_config
+        (folder / "config.json").write_text(json.dumps(written))
         names = list(tensors)
         size = math.ceil(len(names) / shards)
         parts = [{key: tensors[key] for key in names[i : i + size]} for i in range(0, len(names), size)]
@@ -78,6 +87,18 @@ class Workshop:
             (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
         for file, part in zip(files, parts, strict=True):
             save_file(part, folder / file, {"format": "pt"})
+        return str(folder)
+
+    def adapter(self, name: str, tensors: Mapping[str, Tensor], **settings: Any) -> str:
+        """Save a LoRA in a folder of the root, by the names that follow `base_model.model.`; its path."""
+        folder = self.root / name
+        folder.mkdir(parents=True)
+        save_file(
+            {f"base_model.model.{key}": tensor for key, tensor in tensors.items()},
+            folder / "adapter_model.safetensors",
+        )
+        config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2} | settings
+        (folder / "adapter_config.json").write_text(json.dumps(config))
         return str(folder)
 
     def trio(self, dtype: torch.dtype = torch.float32, **config: Any) -> tuple[str, str, str]:
@@ -110,6 +131,12 @@ _LAYER = {
     "input_layernorm.weight": (HIDDEN,),
     "post_attention_layernorm.weight": (HIDDEN,),
 }
+
+
+@pytest.fixture(scope="session")
+def new_workshop() -> type[Workshop]:
+    """Makes workshops in other folders."""
+    return Workshop
 
 
 @pytest.fixture

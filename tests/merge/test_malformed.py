@@ -13,31 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from rlhf_merge import ModelMerger, ModelSoup
+from rlhf_merge import ModelMerger
 from rlhf_merge.errors import MergeError
 from rlhf_merge.files.checkpoint import open_checkpoint
 
 ODD: tuple[Any, ...] = (
-    *(
-        None,
-        True,
-        False,
-        0,
-        -1,
-        5,
-        1.5,
-        math.nan,
-        math.inf,
-        10**30,
-        "",
-        "x",
-        "\ud800",
-        "\0",
-        "../x",
-        "a" * 300,
-    ),
+    *(None, True, False, 0, -1, 5, 1.5, math.nan, math.inf, 10**30),
+    *("", "x", "\ud800", "\0", "../x", "a" * 300),
     *([], {}, [5], ["x"], [[]], {"x": 1}, {"": None}, [{}], {"x": {"x": []}}, [None] * 3),
 )
 """What takes the place of a value."""
@@ -80,73 +63,45 @@ def mutated(text: str, rng: random.Random) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pristine(tmp_path_factory: pytest.TempPathFactory, new_workshop: Any) -> Path:
     """A base, a fine-tune in two shards with a tokenizer, an adapter of the base, and two configs."""
-    root = tmp_path_factory.mktemp("pristine")
+    workshop = new_workshop(tmp_path_factory.mktemp("pristine"))
     generator = torch.Generator().manual_seed(0)
     shapes = {"model.embed_tokens.weight": (8, 4), "model.layers.0.mlp.up.weight": (6, 4)}
     shapes |= {"model.layers.1.mlp.up.weight": (6, 4), "lm_head.weight": (8, 4)}
+    flags = {"special": True, "single_word": False, "lstrip": False}
+    added = {"id": 7, "content": "<x>", **flags}
     vocab = {token: index for index, token in enumerate("abcdefg")}
-    added = {"id": 7, "content": "<x>", "special": True, "single_word": False, "lstrip": False}
     config = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "num_hidden_layers": 2,
-        "vocab_size": 8,
-        "hidden_size": 4,
-        "eos_token_id": [7, 1],
+        **{"num_hidden_layers": 2, "vocab_size": 8, "hidden_size": 4, "eos_token_id": [7, 1]},
         "layer_types": ["full_attention", "full_attention"],
         "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
         "rope_scaling": {"type": "linear", "factor": 2.0},
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
         "text_config": {"num_hidden_layers": 2, "vocab_size": 8},
     }
-    for name in ("base", "tune"):
-        folder = root / name
-        folder.mkdir()
+    small = {
+        "generation_config": {"eos_token_id": 7, "max_length": 20},
+        "tokenizer": {"model": {"type": "BPE", "vocab": vocab}, "added_tokens": [added]},
+        "tokenizer_config": {"added_tokens_decoder": {"7": added}, "auto_map": {"x": "y"}},
+        "added_tokens": {"<x>": 7},
+    }
+    for name, shards in (("base", 1), ("tune", 2)):
         tensors = {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
-        if name == "base":
-            save_file(tensors, folder / "model.safetensors")
-        else:
-            halves = list(tensors)[:2], list(tensors)[2:]
-            files = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
-            for file, keys in zip(files, halves, strict=True):
-                save_file({key: tensors[key] for key in keys}, folder / file)
-            index = {key: file for file, keys in zip(files, halves, strict=True) for key in keys}
-            (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-        small = {
-            "config.json": config,
-            "generation_config.json": {"eos_token_id": 7, "max_length": 20},
-            "tokenizer.json": {"model": {"type": "BPE", "vocab": vocab}, "added_tokens": [added]},
-            "tokenizer_config.json": {"added_tokens_decoder": {"7": added}, "auto_map": {"x": "y"}},
-            "added_tokens.json": {"<x>": 7},
-        }
+        folder = Path(workshop.save(name, tensors, shards=shards, **config))
         for file, content in small.items():
-            (folder / file).write_text(json.dumps(content))
-    adapter = root / "adapter"
-    adapter.mkdir()
-    key = "base_model.model.model.layers.0.mlp.up.lora_{}.weight"
-    save_file(
-        {key.format("A"): torch.ones(2, 4), key.format("B"): torch.ones(6, 2)},
-        adapter / "adapter_model.safetensors",
-    )
-    lora = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": "../base"}
-    lora |= {"rank_pattern": {"x": 3}, "alpha_pattern": {}, "use_dora": False, "fan_in_fan_out": False}
-    (adapter / "adapter_config.json").write_text(json.dumps(lora))
-    write_configs(root)
-    return root
-
-
-def write_configs(root: Path) -> None:
-    """A merge in this toolkit's keys, and one in mergekit's."""
+            (folder / f"{file}.json").write_text(json.dumps(content))
+    key = "model.layers.0.mlp.up.lora_{}.weight"
+    parts = {key.format("A"): torch.ones(2, 4), key.format("B"): torch.ones(6, 2)}
+    lora = {"base_model_name_or_path": "../base", "rank_pattern": {"x": 3}, "alpha_pattern": {}}
+    workshop.adapter("adapter", parts, **lora, use_dora=False, fan_in_fan_out=False)
     ours = {"method": "ties", "base": "base", "models": [{"model": "tune", "weight": [0.2, 0.8]}, "adapter"]}
     ours |= {"density": {"mlp": 0.5, "*": 1}, "dtype": "bfloat16", "vocab": "union", "seed": 1}
-    (root / "ours.json").write_text(json.dumps(ours))
+    (workshop.root / "ours.json").write_text(json.dumps(ours))
     theirs: dict[str, Any] = {"merge_method": "linear", "dtype": "float32", "tokenizer_source": "union"}
     source = [{"model": "base", "layer_range": [0, 2]}, {"model": "tune", "layer_range": [0, 2]}]
     theirs["slices"] = [{"sources": source, "parameters": {"weight": [{"filter": "mlp", "value": 1}, 0.5]}}]
-    (root / "theirs.yaml").write_text(json.dumps(theirs))
+    (workshop.root / "theirs.yaml").write_text(json.dumps(theirs))
+    return workshop.root
 
 
 TARGETS = (
@@ -237,16 +192,3 @@ def test_what_may_not_be_read(pristine: Path, tmp_path: Path, place: str) -> Non
         os.seteuid(rights)
         (root / place).chmod(0o755)
     assert "cannot be read (Permission denied)" in said and str(root / "base") in said
-
-
-def test_an_output_whose_name_no_system_takes(pristine: Path, tmp_path: Path) -> None:
-    config = {"method": "linear", "models": [str(pristine / "base"), str(pristine / "tune")]}
-    for name in ("a\0b", "x" * 300):
-        assert repr(name)[1:4] in outcome(lambda name=name: ModelMerger(config).merge(str(tmp_path / name)))
-
-
-@pytest.mark.parametrize("score", [None, "good", [1.0]])
-def test_an_evaluation_that_returns_no_number(pristine: Path, tmp_path: Path, score: Any) -> None:
-    soup = ModelSoup([str(pristine / "base"), str(pristine / "tune")])
-    said = outcome(lambda: soup.greedy(tmp_path / "out", lambda folder: score))
-    assert repr(score) in said and "number" in said

@@ -89,24 +89,21 @@ def nearswap(base: Tensor, models: Sequence[Tensor]) -> Tensor:
 
 
 PAIRS: dict[str, tuple[Merge, Merge]] = {
-    "linear": (linear, lambda base, models: ours.linear(models, WEIGHTS)),
-    "task arithmetic": (
-        task_arithmetic,
-        lambda base, models: ours.task_arithmetic(base, models, WEIGHTS, lambda_=0.8),
-    ),
-    "ties": (ties, lambda base, models: ours.ties(base, models, WEIGHTS, 0.4, lambda_=1.3137)),
+    "linear": (linear, lambda b, m: ours.linear(m, WEIGHTS)),
+    "task arithmetic": (task_arithmetic, lambda b, m: ours.task_arithmetic(b, m, WEIGHTS, lambda_=0.8)),
+    "ties": (ties, lambda b, m: ours.ties(b, m, WEIGHTS, 0.4, lambda_=1.3137)),
     "ties, count": (
-        lambda base, models: ties(base, models, "count"),
-        lambda base, models: ours.ties(base, models, WEIGHTS, 0.4, lambda_=1.3137, sign="count"),
+        lambda b, m: ties(b, m, "count"),
+        lambda b, m: ours.ties(b, m, WEIGHTS, 0.4, lambda_=1.3137, sign="count"),
     ),
-    "breadcrumbs": (breadcrumbs, lambda base, models: ours.breadcrumbs(base, models, WEIGHTS, 0.6, 0.1)),
-    "slerp": (slerp, lambda base, models: ours.slerp(models[0], models[1], 0.3)),
+    "breadcrumbs": (breadcrumbs, lambda b, m: ours.breadcrumbs(b, m, WEIGHTS, 0.6, 0.1)),
+    "slerp": (slerp, lambda b, m: ours.slerp(m[0], m[1], 0.3)),
     "spherical mean": (
         spherical_mean,
-        lambda base, models: ours.spherical_mean(models, POSITIVE, max_iter=60, tol=1e-13),
+        lambda b, m: ours.spherical_mean(m, POSITIVE, max_iter=60, tol=1e-13),
     ),
-    "model stock": (model_stock, lambda base, models: ours.model_stock(base, models)),
-    "nearswap": (nearswap, lambda base, models: ours.nearswap(base, models[0], 0.2)),
+    "model stock": (model_stock, lambda b, m: ours.model_stock(b, m)),
+    "nearswap": (nearswap, lambda b, m: ours.nearswap(b, m[0], 0.2)),
 }
 
 

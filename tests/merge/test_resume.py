@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from command_server import CommandServer, command_server
+from proofs import in_ci
 from raises import raises_error
 from rlhf_merge.files import writer as output
 from rlhf_merge.run import merger as merging
@@ -50,47 +52,32 @@ def stopped_after(count: int) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("method", SETTINGS)
-def test_stopped_anywhere_and_resumed(workshop: Any, method: str, monkeypatch: pytest.MonkeyPatch):
+def test_stopped_anywhere_and_resumed(workshop: Any, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhf_merge.methods.blocks.BLOCK", 64)
     values = values_of(method, workshop)
     whole = ModelMerger(values, max_shard_size=1500).merge(workshop.root / "whole")
-    total = MergeCount()
     resumed = 0
     for part in (0.0, 0.3, 0.9):
-        out = workshop.root / f"out {part}"
+        out, moved = workshop.root / f"out {part}", []
         merger = ModelMerger(values, max_shard_size=1500)
         plan = merger.plan()
         every = plan.bytes_read + plan.bytes_written
         with pytest.raises(KeyboardInterrupt):
             merger.merge(out, plan=plan, on_bytes=stopped_after(int(part * every)))
         assert not out.exists() and (workshop.root / f".{out.name}.merging").is_dir()
-        result: MergeResult = merger.merge(out, on_bytes=total.start())
-        assert total.count == every, "bytes of what was finished before are told at once"
+        result: MergeResult = merger.merge(out, on_bytes=moved.append)
+        assert sum(moved) == every, "bytes of what was finished before are told at once"
         assert workshop.files(out) == workshop.files(whole.folder)
         assert result.coefficients == whole.coefficients and result.resumed >= resumed
         resumed = result.resumed
     assert 10 < resumed < result.tensors
 
 
-class MergeCount:
-    """Adds up bytes."""
-
-    count = 0
-
-    def start(self) -> Callable[[int], None]:
-        self.count = 0
-
-        def on_bytes(moved: int) -> None:
-            self.count += moved
-
-        return on_bytes
-
-
 STEPS = {
     "small files": (merging, "_write_small_files"),
     "card": (merging, "write_card"),
     "publishing": (os, "rename"),
-    "after it has its name": (output, "_sync_folder"),
+    "after it has its name": (output, "_sync"),
 }
 
 
@@ -122,73 +109,53 @@ def test_stopped_at_the_end_and_resumed(workshop: Any, step: str, monkeypatch: p
     assert workshop.files(result.folder) == workshop.files(whole.folder)
 
 
-def test_a_model_that_changed_meanwhile_is_not_mixed_in(workshop: Any):
-    values = values_of("ties", workshop)
-    merger = ModelMerger(values)
-    with pytest.raises(KeyboardInterrupt):
-        merger.merge(workshop.root / "out", on_bytes=stopped_after(1000))
-    os.utime(Path(values["models"][0]) / "model.safetensors")
-    with raises_error("other_merge_interrupted"):
-        merger.merge(workshop.root / "out")
-    with raises_error("other_merge_interrupted"):
-        ModelMerger(values | {"density": 0.4}).merge(workshop.root / "out")
-    assert merger.merge(workshop.root / "out", restart=True).resumed == 0
-
-
-def test_a_model_exchanged_for_another_of_its_size_and_time_is_not_mixed_in(workshop: Any):
-    """As `cp -p` or `rsync -t` leave it; the inode is kept, too."""
+@pytest.mark.parametrize("change", ["time", "settings", "content"])
+def test_what_changed_meanwhile_is_not_mixed_in(workshop: Any, change: str) -> None:
+    """A model exchanged for another of its size and time, as `cp -p` leaves it, keeps its inode, too."""
     values = values_of("ties", workshop)
     merger = ModelMerger(values)
     with pytest.raises(KeyboardInterrupt):
         merger.merge(workshop.root / "out", on_bytes=stopped_after(1000))
     path = Path(values["models"][0]) / "model.safetensors"
-    status, content = path.stat(), bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert (path.stat().st_size, path.stat().st_mtime_ns) == (status.st_size, status.st_mtime_ns)
+    if change == "time":
+        os.utime(path)
+    elif change == "settings":
+        merger = ModelMerger(values | {"density": 0.4})
+    else:
+        status, content = path.stat(), bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        assert (path.stat().st_size, path.stat().st_mtime_ns) == (status.st_size, status.st_mtime_ns)
     with raises_error("other_merge_interrupted"):
         merger.merge(workshop.root / "out")
+    assert merger.merge(workshop.root / "out", restart=True).resumed == 0
 
 
-_SERVER = """
-import json, os, sys
+_IMPORTS = """
 import rlhf_merge.methods.blocks, rlhf_merge.cli.commands, rlhf_merge.run.engine
 from rlhf_merge.cli.main import main
 rlhf_merge.methods.blocks.BLOCK = 512
 rlhf_merge.run.engine._FLUSH_SECONDS = 0.02
-for line in sys.stdin:
-    arguments, log = json.loads(line)
-    child = os.fork()
-    if not child:
-        written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(written, 1)
-        os.dup2(written, 2)
-        main(arguments, prog_name="rlhf-merge")
-    print(child, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
-"""Reads orders, and runs the command for each in a process of its own that has the imports done already.
-Short blocks make merges slow, and short intervals let them have something to resume."""
+"""Short blocks make merges slow, and short intervals let them have something to resume."""
 
 
 class Command:
     """`rlhf-merge` in processes of its own.
 
     Args:
-        server: a process that runs `_SERVER`.
+        server: runs the command.
         log: where the processes' output goes.
     """
 
-    def __init__(self, server: subprocess.Popen[str], log: Path) -> None:
+    def __init__(self, server: CommandServer, log: Path) -> None:
         self._server, self._log = server, log
 
     def start(self, *arguments: Any) -> int:
         """Start the command; the process."""
-        assert self._server.stdin is not None
-        self._server.stdin.write(json.dumps([[str(word) for word in arguments], str(self._log)]) + "\n")
-        self._server.stdin.flush()
-        return self._said()
+        self._log.unlink(missing_ok=True)
+        return self._server.start(arguments, self._log)
 
     def finish(self, *arguments: Any) -> str:
         """Run it to a good end; what it printed."""
@@ -199,27 +166,17 @@ class Command:
 
     def wait(self) -> int:
         """Wait for the end of what was started; its exit code."""
-        return self._said()
+        return self._server.wait()
 
     def printed(self) -> str:
         """What the last process printed."""
         return self._log.read_text()
 
-    def _said(self) -> int:
-        assert self._server.stdout is not None
-        return int(self._server.stdout.readline())
-
 
 @pytest.fixture
 def command(tmp_path: Path) -> Iterator[Command]:
     """The command."""
-    with subprocess.Popen(
-        [sys.executable, "-c", _SERVER],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as server:
+    with command_server("rlhf-merge", _IMPORTS) as server:
         yield Command(server, tmp_path / "log")
 
 
@@ -250,7 +207,7 @@ def wait_for_progress(root: Path, process: int, tensors: int = 1) -> None:
 
 
 @slow
-@pytest.mark.parametrize("method", SETTINGS)
+@pytest.mark.parametrize("method", in_ci(SETTINGS, "dare_ties"))
 def test_killed_at_random_moments_and_resumed(
     workshop: Any, command: Command, large: dict[str, Any], method: str
 ):
@@ -315,20 +272,6 @@ def test_told_to_end_it_ends_and_can_be_resumed(
     command.start("run", other, out)
     assert command.wait() == 2 and "had other settings or models" in command.printed()
     assert "tensors had been merged before" in command.finish("run", config, out)
-    assert workshop.files(out) == workshop.files(workshop.root / "whole")
-
-
-@slow
-def test_restart_begins_anew(workshop: Any, command: Command, large: dict[str, Any]):
-    config = written(workshop, {"method": "ties", **large, "density": 0.5})
-    out, root = workshop.root / "out", workshop.root / ".out.merging"
-    process = command.start("run", config, out)
-    wait_for_progress(root, process)
-    os.kill(process, signal.SIGKILL)
-    assert command.wait() == -signal.SIGKILL
-    other = written(workshop, {"method": "dare_ties", **large, "density": 0.5})
-    assert "merged before" not in command.finish("run", other, out, "--restart")
-    command.finish("run", other, workshop.root / "whole")
     assert workshop.files(out) == workshop.files(workshop.root / "whole")
 
 

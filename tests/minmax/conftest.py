@@ -67,6 +67,13 @@ def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"rlhf_minmax.run.minmax_job.{name}", lambda *args: None)
 
 
+@pytest.fixture
+def quick_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dry runs that do not measure how long building takes, which is most of them; other tests do."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("rlhf_minmax.run.checks.build_seconds", lambda *_, **__: 60.0)
+
+
 @pytest.fixture(scope="session")
 def demo_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the tiny models are kept for the session."""
@@ -132,8 +139,8 @@ class ScriptedEngine:
 
     reply: Callable[[str, int], str]
 
-    def __init__(self, model: Any, tokenizer: Any) -> None:
-        del model
+    def __init__(self, model: Any, tokenizer: Any, **options: Any) -> None:
+        del model, options
         self.tokenizer = tokenizer
 
     def generate(

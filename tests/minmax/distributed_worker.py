@@ -12,15 +12,12 @@ from pathlib import Path
 
 import torch
 
+from rlhf_algos import local_part, whole_of_part
 from rlhf_data import RunFolder, apply_overrides
 from rlhf_minmax import MinMaxConfig, MinMaxJob
-from rlhf_minmax.demo.builder import demo_models
-from rlhf_minmax.game.forward_pass import MinMaxPipeline
 from rlhf_minmax.game.stories import load_stories
 from rlhf_minmax.optim.dual_ppo import DualPPOOptimizer
-from rlhf_minmax.players.players import load_players
-from rlhf_minmax.scorers.loading import load_judge, load_reward_model
-from rlhf_models import DeviceManager
+from rlhf_minmax.run.building import build_game
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conftest import SETTINGS
@@ -37,22 +34,18 @@ def play(config: MinMaxConfig, folder: Path, cache: Path) -> None:
 
 
 def replay(config: MinMaxConfig, folder: Path, cache: Path) -> None:
-    stories, devices = load_stories(config), DeviceManager({})
-    demo = demo_models(
-        stories.train, stories.prompts, config.demo, seed=config.seed, cache_folder=cache, force=True
-    )
-    players = load_players(config, str(demo.base), devices)
-    reward = load_reward_model(config, demo, devices)
-    judge = load_judge(config, demo, devices, stories.prompts)
-    optimizer = DualPPOOptimizer(MinMaxPipeline(players, reward, judge, stories.prompts, config), config)
+    pipeline = build_game(config, load_stories(config), cache_folder=cache).pipeline
+    optimizer, players = DualPPOOptimizer(pipeline, config), pipeline.players
     rounds = torch.load(folder / "rounds.pt", weights_only=False)
     norms = []
     assert optimizer.monitor is not None
     for role, player in (("policy", optimizer.policy), ("monitor", optimizer.monitor)):
         for rollouts, advantages in rounds[role][:UPDATES]:
             norms.append(player.update(rollouts, advantages, updates=1)["grad_norm"])
-    trained = {role: getattr(players, role).parameters() for role in ("policy", "monitor")}
-    weights = {role: [parameter.detach().clone() for parameter in each] for role, each in trained.items()}
+    weights: dict[str, list[torch.Tensor]] = {}
+    for role in ("policy", "monitor"):
+        parameters = getattr(players, role).parameters()
+        weights[role] = [whole_of_part(each, local_part(each)).clone() for each in parameters]
     if FIRST:
         torch.save({"weights": weights, "norms": norms}, folder / f"{WORLD}.pt")
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from files import read_json
 from rlhf_data import RunFolder, atomic_write_json
 
 STEPS, UNIFORM_KILLS, CHECKPOINT_KILLS, EVERYTHING_KILLS = 60, 10, 4, 10
@@ -221,10 +222,6 @@ def without_clock(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if not name.startswith(STEP_CLOCK)}
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
 def half_written(run: Path) -> list[str]:
     """Checkpoints of game and plain baseline whose writing has begun and not ended."""
     begun = [path for folder in (run, run / "plain") for path in folder.glob(".checkpoint-*tmp*")]
@@ -267,6 +264,7 @@ def test_kills_during_checkpoint_writes(tmp_path, whole):
     assert not half_written(run)
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_kills_with_everything_switched_on(tmp_path, make_config, everything):
     """Every dual rule, critic, guard, pool, average and look-ahead, gates, held-out scorers and probes."""

@@ -19,19 +19,8 @@ from raises import raises_error
 from rlhf_models import load_causal_lm, prepare_for_packing, tiny_model
 from rlhf_models.language_model.logps import check_packing
 from rlhf_models.loading.tiny import TINY_ARCHITECTURES
+from shapes import SHAPE
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 96,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 EXPERTS: dict[str, Any] = {"num_experts": 2, "num_experts_per_tok": 1}
 MAMBA: dict[str, Any] = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1}
 MAMBA |= {"mamba_d_state": 8, "mamba_chunk_size": 8, "head_dim": 8}

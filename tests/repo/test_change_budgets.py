@@ -53,3 +53,16 @@ def test_a_reward_rule_is_one_file(monkeypatch: pytest.MonkeyPatch, module: str)
     assert made == Shout("hey")
     with pytest.raises(UserError, match="shout"):
         RewardFunctionFactory.from_spec("shout:ward=hey")
+
+
+def test_a_merge_method_is_one_file() -> None:
+    named = [path for path in SOURCES if "nearswap" in path.read_text(encoding="utf-8")]
+    assert [path.name for path in named] == ["nearswap.py"]
+
+
+def test_an_endpoint_is_one_file() -> None:
+    """What a route is called, and whether it counts against limits, is said where it is."""
+    paths = [path for path in SOURCES if "rlhf_serve/http" in path.as_posix()]
+    texts = [path.read_text(encoding="utf-8") for path in paths]
+    for route in ("/v1/score", "/get_reward", "/v1/models", "/v1/chat/completions"):
+        assert sum(f'"{route}"' in text for text in texts) == 1, route

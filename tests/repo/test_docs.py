@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 from rlhf_algos import METHODS
-from rlhf_algos.jobs.rlhf import STAGES, RLHFConfig
+from rlhf_algos.jobs.rlhf_config import STAGES, RLHFConfig
+from rlhf_algos.pipeline import PipelineConfig
 from rlhf_data import UserError, apply_overrides
 from rlhf_infer import RuleJudge
 from rlhf_infer.rewards import RewardFunctionFactory, load_principles
@@ -114,6 +115,9 @@ def test_commands_use_options_and_settings_that_exist(page: Path) -> None:
             if options["resume"] is None:
                 ComparisonPlan.of_options(options)
             continue
+        if method == "pipeline":
+            assert options["resume"] or (ROOT / options["config"]).is_file()
+            continue
         if "overrides" not in options:  # a command without settings
             continue
         values = apply_overrides({}, options["overrides"]) | settings_of(method, options)
@@ -160,6 +164,9 @@ def test_config_examples_are_valid(page: Path, tmp_path: Path) -> None:
             file = tmp_path / "principles.yaml"
             file.write_text(block, encoding="utf-8")
             assert load_principles(file, judge=RuleJudge())
+            continue
+        if named and named[1] == "pipeline":
+            PipelineConfig.from_dict(yaml.safe_load(block), where=page.name)
             continue
         method = named[1] if named and named[1] in (*METHODS, "rlhf") else "minmax"
         assert refusal(method, yaml.safe_load(block), page.name) is None

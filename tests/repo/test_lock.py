@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,20 @@ def test_another_version_file_or_environment_is_another_lock(
     compared = _compared(tmp_path, COMMITTED.replace(old, new))
     assert compared.returncode == 1
     assert shown in compared.stdout
+
+
+def test_a_resolution_is_held_to_the_committed_pins(tmp_path: Path) -> None:
+    """A package with two versions keeps its markers; the others lose theirs."""
+    committed, pyproject = tmp_path / "committed", tmp_path / "pyproject.toml"
+    committed.write_text(f"{COMMITTED}numpy==1.0 ; {LINUX}{HASHES}numpy==2.0 ; {MAC}{HASHES}")
+    pyproject.write_text('[tool.uv]\nconstraint-dependencies = [\n    "torch==2.0",\n]\n')
+    command = [sys.executable, str(SCRIPT), "--constrain", str(committed), str(pyproject)]
+    subprocess.run(command, check=True)
+    pins = tomllib.loads(pyproject.read_text())["tool"]["uv"]["constraint-dependencies"]
+    assert [pin.partition(";")[0].strip() for pin in pins] == [
+        "attrs==1.0",
+        "numpy==1.0",
+        "numpy==2.0",
+        "torch==2.0",
+    ]
+    assert [";" in pin for pin in pins] == [False, True, True, False]

@@ -28,7 +28,8 @@ from rlhf_algos import (
     TrainerConfig,
 )
 from rlhf_algos.configs.online import SamplingConfig, VLLMConfig
-from rlhf_algos.jobs.rlhf import RLHFConfig
+from rlhf_algos.configs.trainer import CapabilityConfig, ConsolidationConfig
+from rlhf_algos.jobs.rlhf_config import RLHFConfig
 from rlhf_data import (
     KTOExample,
     PreferencePair,
@@ -162,7 +163,7 @@ def test_keys_of_how_good_the_players_are(pipeline: MinMaxPipeline) -> None:
 
 def test_keys_of_results() -> None:
     source = (ROOT / "packages/rlhf-minmax/src/rlhf_minmax/run/minmax_job.py").read_text(encoding="utf-8")
-    (play,) = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef) and n.name == "play"]
+    (play,) = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef) and n.name == "_play"]
     dicts = [n.value for n in ast.walk(play) if isinstance(n, ast.Assign) and isinstance(n.value, ast.Dict)]
     written = {key.value for node in dicts for key in node.keys if isinstance(key, ast.Constant)}
     _, beside, break_even = results_tables()
@@ -220,6 +221,14 @@ def test_keys_of_models_with_experts() -> None:
     assert written | {"step"} == expected_keys("sft") | own | {f"eval_{key}" for key in own}
 
 
+def test_the_settings_of_safeguards_are_listed() -> None:
+    rows = documented("Capabilities during training", "methods/README.md")
+    listed = {row[0]: json.loads(row[1].strip("`")) for row in rows}
+    assert listed == CapabilityConfig().to_dict()
+    rows = documented("Holding weights", "methods/README.md")
+    assert {row[0]: json.loads(row[1].strip("`")) for row in rows} == ConsolidationConfig().to_dict()
+
+
 def test_every_method_page_lists_the_methods_keys() -> None:
     shared = {row[0] for row in documented("Trainers: metrics.jsonl") if row[1] == "all"} - {"loss"}
     for name in OFFLINE_METHODS:
@@ -230,7 +239,9 @@ def test_every_method_page_lists_the_methods_keys() -> None:
         expected = {key for key in expected if not key.startswith("eval_") or key in alone}
         page = f"methods/{name}.md"
         assert {row[0] for row in documented("Metrics", page)} == expected, name
-        own = set(config.model_fields) - set(TrainerConfig.model_fields) | {"learning_rate"}
+        elsewhere = {*CapabilityConfig.model_fields, *ConsolidationConfig.model_fields}
+        shared_settings = {*TrainerConfig.model_fields, *elsewhere}
+        own = set(config.model_fields) - shared_settings | {"learning_rate"}
         listed = {row[0]: json.loads(row[1].strip("`")) for row in documented("Settings", page)}
         assert listed == {key: config().to_dict()[key] for key in own}, name
 
@@ -245,7 +256,8 @@ def online_trainer(name: str, language_model: Any, tokenizer: Any) -> Any:
     rewards = RewardFunctions(
         [lambda completions: [float(len(text)) for text in completions]], names=["long"]
     )
-    return METHODS[name].trainer_class(
+    trainer: Any = METHODS[name].trainer_class
+    return trainer(
         language_model,
         METHODS[name].config.from_dict(chosen),
         prompts,
@@ -273,7 +285,7 @@ def test_every_online_page_lists_the_methods_keys(name: str) -> None:
         row[0] for row in documented(ONLINE) if row[1] == name
     }
     config, plain = METHODS[name].config(), TrainerConfig().to_dict()
-    elsewhere = set(SamplingConfig.model_fields) | set(VLLMConfig.model_fields)
+    elsewhere = {*SamplingConfig.model_fields, *VLLMConfig.model_fields, *CapabilityConfig.model_fields}
     own = {
         key: value
         for key, value in config.to_dict().items()

@@ -6,8 +6,6 @@ import gzip
 import json
 import math
 import random
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from imports import imported_by
 from rlhf_report.cli import main
 
 DATA = Path(__file__).parents[3] / "shared" / "data" / "alpaca_eval"
@@ -271,11 +270,6 @@ def test_files_are_told_apart(tmp_path: Path, compare) -> None:
 
 def test_torch_is_not_loaded(tmp_path: Path) -> None:
     files = [str(write(tmp_path / f"{name}.jsonl", noisy(rows_of(0), 1))) for name in "ab"]
-    program = (
-        "import sys\n"
-        "from rlhf_report.cli import main\n"
-        f"main(['compare', *{files!r}, '--output-dir', {str(tmp_path / 'out')!r}], standalone_mode=False)\n"
-        "print(sorted({'torch', 'transformers', 'scipy', 'sklearn'} & set(sys.modules)))\n"
-    )
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert run.stdout.splitlines()[-1] == "[]"
+    arguments = ["compare", *files, "--output-dir", str(tmp_path / "out")]
+    code = f"from rlhf_report.cli import main; main({arguments!r}, standalone_mode=False)"
+    assert imported_by(code, ("torch", "transformers", "scipy", "sklearn")) == []

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from imports import imported_by
 from rlhf_report.cli import main
 
 Compare = Callable[..., tuple[Result, dict[str, Any]]]
@@ -101,6 +102,7 @@ def test_a_better_method_is_called_better(compare: Compare) -> None:
     assert re.search(r"entropy at the end \(nats per token\) +– +–\n", text)
 
 
+@pytest.mark.slow
 def test_chance_is_called_chance(compare: Compare) -> None:
     for method, ends in {"a": [1.0, 0.8, 1.1], "b": [0.9, 1.05, 0.95], "c": [1.0, 0.9, 1.02]}.items():
         write_seeds(method, ends)
@@ -119,6 +121,7 @@ def test_one_seed_says_nothing_about_luck(compare: Compare) -> None:
     assert "the highest first: grpo 0.99" in result.stdout or "the highest first: grpo 1" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_comparison_at_equal_budgets_says_what_on_what_and_that_prompts_were_trained_on(
     compare: Compare,
 ) -> None:
@@ -295,15 +298,12 @@ def test_bad_input_is_one_sentence(compare: Compare, arguments: list[str], told:
 def test_torch_is_not_loaded(compare: Compare) -> None:
     for name in ("a", "b"):
         write(name, rows(1.0), method=name)
-    program = (
-        "import sys\nfrom rlhf_report.cli import main\n"
-        "main(['compare', 'a', 'b', '--output-dir', 'out'], standalone_mode=False)\n"
-        "print(sorted({'torch', 'transformers', 'scipy', 'sklearn'} & set(sys.modules)))\n"
-    )
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert run.stdout.splitlines()[-1] == "[]"
+    call = "main(['compare', 'a', 'b', '--output-dir', 'out'], standalone_mode=False)"
+    code = f"from rlhf_report.cli import main; {call}"
+    assert imported_by(code, ("torch", "transformers", "scipy", "sklearn")) == []
 
 
+@pytest.mark.proof
 @pytest.mark.slow
 def test_real_runs_of_two_methods(compare: Compare) -> None:
     train = [sys.executable, "-m", "rlhf_train"]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
+from files import read_json, read_lines, write_lines
 from rlhf_report.cli import main
 
 LENGTH = "def length(completions, **columns):\n    return [len(each) / 10 for each in completions]\n"
@@ -23,12 +22,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         {"prompt": f"q{i}", "chosen": "a" * (5 + i % 7), "rejected": "b" * (5 + i % 5), "source": "xy"[i % 2]}
         for i in range(60)
     ]
-    write_rows(tmp_path / "pairs.jsonl", rows)
+    write_lines(tmp_path / "pairs.jsonl", rows)
     return tmp_path
-
-
-def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def run(*arguments: str) -> Result:
@@ -38,12 +33,12 @@ def run(*arguments: str) -> Result:
 def report(*arguments: str) -> dict[str, Any]:
     result = run("--reward", "reward.py:length", "--data", "pairs.jsonl", "--output-dir", "out", *arguments)
     assert result.exit_code == 0, result.output
-    return json.loads(Path("out/errors.json").read_text())
+    return read_json("out/errors.json")
 
 
 def test_a_reward_of_length_is_reported_as_one(folder):
     results = report("--slice", "source", "--examples", "3")
-    rows = [json.loads(line) for line in Path("pairs.jsonl").read_text().splitlines()]
+    rows = read_lines("pairs.jsonl")
     differences = [len(row["chosen"]) - len(row["rejected"]) for row in rows]
     right = sum(0.5 if d == 0 else d > 0 for d in differences)
     assert results["accuracy"]["estimate"] == right / 60
@@ -51,7 +46,7 @@ def test_a_reward_of_length_is_reported_as_one(folder):
     assert {"length"} <= {found["name"] for found in results["findings"] if found["problem"]}
     assert set(results["slices"]["source"]) == {"x", "y"}
     assert set(results["flips"]) and all(each["rows"] == 60 for each in results["flips"].values())
-    cases = [json.loads(line) for line in (folder / "out" / "cases.jsonl").read_text().splitlines()]
+    cases = read_lines(folder / "out" / "cases.jsonl")
     assert all(case["chosen_score"] <= case["rejected_score"] for case in cases)
     assert [case["kind"] for case in cases].count("most confident") == 3
     assert "It rewards length" in (folder / "out" / "errors.html").read_text()
@@ -62,7 +57,7 @@ def test_a_baseline_and_the_best_of_n(folder):
     (folder / "other.py").write_text(
         "def none(completions, **columns):\n    return [0.0] * len(completions)\n"
     )
-    write_rows(folder / "many.jsonl", [{"prompt": "q", "completions": ["a", "aa", "aaa", "aaaa"]}])
+    write_lines(folder / "many.jsonl", [{"prompt": "q", "completions": ["a", "aa", "aaa", "aaaa"]}])
     results = report(
         *("--baseline-model", "other.py:none"),
         *("--completions", "many.jsonl", "--held-out-reward", "length:target=1,unit=characters"),
@@ -79,7 +74,7 @@ def test_a_baseline_and_the_best_of_n(folder):
 
 def test_texts_of_rows_cannot_change_the_page(folder):
     evil = "<script>alert(1)</script>"
-    write_rows(folder / "pairs.jsonl", [{"prompt": evil, "chosen": "a", "rejected": evil}] * 12)
+    write_lines(folder / "pairs.jsonl", [{"prompt": evil, "chosen": "a", "rejected": evil}] * 12)
     report()
     page = (folder / "out" / "errors.html").read_text()
     assert "<script>alert" not in page and "&lt;script&gt;alert" in page
@@ -132,7 +127,7 @@ def rows_of_candidates() -> list[dict[str, Any]]:
 
 
 def test_prompts_with_several_completions_are_scored_by_subset(folder):
-    write_rows(folder / "pairs.jsonl", rows_of_candidates())
+    write_lines(folder / "pairs.jsonl", rows_of_candidates())
     results = report("--slice", "source", "--examples", "2")
     subsets = results["subsets"]
     assert {name: entry["estimate"] for name, entry in subsets.items()} == {
@@ -142,7 +137,7 @@ def test_prompts_with_several_completions_are_scored_by_subset(folder):
     assert subsets["Math"]["chance"] == 0.25
     assert results["mean_over_subsets"]["estimate"] == pytest.approx(2.01 / 3)
     assert set(results["slices"]["source"]) == {"x", "y"}
-    cases = [json.loads(line) for line in (folder / "out" / "cases.jsonl").read_text().splitlines()]
+    cases = read_lines(folder / "out" / "cases.jsonl")
     assert [case["groups"]["subset"] for case in cases] == ["Focus"] * 4
     for name in ("errors.html", "errors.txt"):
         assert all(subset in (folder / "out" / name).read_text() for subset in subsets)
@@ -152,22 +147,22 @@ def test_scores_may_stand_in_the_rows(folder):
     rows = [
         row | {"scores": [[1.0], [0], [0.5], [2]]} for row in rows_of_candidates() if row["subset"] == "Math"
     ]
-    write_rows(folder / "pairs.jsonl", rows)
+    write_lines(folder / "pairs.jsonl", rows)
     result = run("--data", "pairs.jsonl", "--output-dir", "out")
     assert result.exit_code == 0, result.output
-    results = json.loads(Path("out/errors.json").read_text())
+    results = read_json("out/errors.json")
     assert results["subsets"]["Math"]["estimate"] == 0.0  # the last one is the highest
 
 
 def test_lists_of_one_and_one_are_pairs(folder):
     rows = [{"prompt": f"q{i}", "chosen": ["aa"], "rejected": ["b"]} for i in range(20)]
-    write_rows(folder / "pairs.jsonl", rows)
+    write_lines(folder / "pairs.jsonl", rows)
     assert report()["accuracy"]["estimate"] == 1.0
 
 
 def test_several_completions_have_a_baseline_and_a_best_of_n(folder):
-    write_rows(folder / "pairs.jsonl", [row for row in rows_of_candidates() if row["subset"] != "Ties"])
-    write_rows(folder / "many.jsonl", [{"prompt": "q", "completions": ["a", "aa", "aaa", "aaaa"]}])
+    write_lines(folder / "pairs.jsonl", [row for row in rows_of_candidates() if row["subset"] != "Ties"])
+    write_lines(folder / "many.jsonl", [{"prompt": "q", "completions": ["a", "aa", "aaa", "aaaa"]}])
     results = report(
         *("--baseline-model", "length:target=1,unit=characters"),
         *("--completions", "many.jsonl", "--held-out-reward", "length:target=1,unit=characters"),
@@ -190,7 +185,7 @@ def test_several_completions_have_a_baseline_and_a_best_of_n(folder):
 def test_a_bad_row_of_several_completions_is_named_or_skipped(folder, change, parts):
     rows = rows_of_candidates()
     rows[2] |= change
-    write_rows(folder / "pairs.jsonl", rows)
+    write_lines(folder / "pairs.jsonl", rows)
     result = run("--reward", "reward.py:length", "--data", "pairs.jsonl", "--output-dir", "out")
     assert result.exit_code == 2 and "Traceback" not in result.output
     assert all(part in result.output for part in parts), result.output
@@ -210,7 +205,7 @@ def test_a_bad_row_of_several_completions_is_named_or_skipped(folder, change, pa
     ],
 )
 def test_what_cannot_be_scored_is_refused(folder, rows, arguments, part):
-    write_rows(folder / "pairs.jsonl", rows)
+    write_lines(folder / "pairs.jsonl", rows)
     result = run("--data", "pairs.jsonl", "--output-dir", "out", *arguments)
     assert (result.exit_code, "Traceback" in result.output) == (2, False)
     assert part in result.output

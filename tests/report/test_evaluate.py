@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from files import read_lines, write_lines
 from rlhf_eval.evaluation import read_env_file
 from rlhf_models import build_tiny_llama, train_byte_tokenizer
 from rlhf_report.cli import main
@@ -23,9 +24,9 @@ PROMPTS = [f"where is mary {i} ?" for i in range(6)]
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reward.py").write_text(LENGTH)
-    write(tmp_path / "prompts.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
+    write_lines(tmp_path / "prompts.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
     for name, text in (("long", "aaaa bbbb"), ("short", "cc")):
-        write(tmp_path / f"{name}.jsonl", [{"prompt": p, "completion": f"{text} {p}"} for p in PROMPTS])
+        write_lines(tmp_path / f"{name}.jsonl", [{"prompt": p, "completion": f"{text} {p}"} for p in PROMPTS])
     return tmp_path
 
 
@@ -34,10 +35,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The API that tests of judges ask."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "infer"))
     return importlib.import_module("judge_server")
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def run(*arguments: str) -> Result:
@@ -55,7 +52,7 @@ FILES = ("--model", "long.jsonl", "--reference", "short.jsonl", "--reward-model"
 
 def test_models_write_and_are_measured(folder: Path, tiny_model_folder: Path) -> None:
     model = ("--model", f"mine={tiny_model_folder}", "--reference", f"start={tiny_model_folder}")
-    write(folder / "pairs.jsonl", [{"prompt": "q", "chosen": "aa", "rejected": "bbb"}] * 3)
+    write_lines(folder / "pairs.jsonl", [{"prompt": "q", "chosen": "aa", "rejected": "bbb"}] * 3)
     few = ("--max-new-tokens", "5", "--samples", "2", "--reward-model", "reward.py:length")
     found = results(*model, *few, "--judge", "reward.py:length", "--adversarial", "--pairs", "pairs.jsonl")
     start, mine = found["models"]
@@ -69,7 +66,7 @@ def test_models_write_and_are_measured(folder: Path, tiny_model_folder: Path) ->
         "implicit": 0.5,
     }
     assert set(found["adversarial"]["refusals"]) == {"start", "mine"}
-    rows = [json.loads(line) for line in Path("out/completions.jsonl").read_text().splitlines()]
+    rows = read_lines("out/completions.jsonl")
     assert len(rows) == 2 * 6 * 2 and all(
         {"prompt", "model", "completion", "reward"} <= set(row) for row in rows
     )
@@ -112,7 +109,7 @@ def test_files_are_compared_and_hostile_names_stay_text(folder: Path) -> None:
 
 def test_surrogates_are_written_as_escapes(folder: Path) -> None:
     rows = [{"prompt": p, "completion": f"\ud800 {p}"} for p in PROMPTS]  # JSON can hold half a pair
-    write(folder / "half.jsonl", rows)
+    write_lines(folder / "half.jsonl", rows)
     found = results("--model", "half.jsonl", *FILES[2:])
     assert found["written_elsewhere"] == ["short", "half"]
     assert "\\ud800" in Path("out/completions/half.jsonl").read_text()
@@ -128,9 +125,9 @@ def test_what_cannot_work_is_said_before_a_model_is_loaded(
     loaded: list[str] = []
     monkeypatch.setattr("rlhf_report.evaluate.run.load_policy", lambda source, dtype: loaded.append(source))
     model = ("--model", f"mine={tiny_model_folder}")
-    write(folder / "few.jsonl", [{"prompt": PROMPTS[0], "completion": "x"}])
-    write(folder / "chat.jsonl", [{"prompt": [{"role": "user", "content": f"q{i}"}]} for i in range(3)])
-    write(folder / "wide.jsonl", [{"prompt": "where " * 600}, {"prompt": "a"}])
+    write_lines(folder / "few.jsonl", [{"prompt": PROMPTS[0], "completion": "x"}])
+    write_lines(folder / "chat.jsonl", [{"prompt": [{"role": "user", "content": f"q{i}"}]} for i in range(3)])
+    write_lines(folder / "wide.jsonl", [{"prompt": "where " * 600}, {"prompt": "a"}])
     for arguments, part in (
         ((*model, "--reference", str(other)), "tokenizer"),
         ((*model, "--model", "few.jsonl"), "0 completions"),
@@ -152,7 +149,7 @@ def test_rows_that_are_left_out_are_counted(folder: Path) -> None:
     pairs = [{"prompt": "q", "chosen": "aa", "rejected": "b"}] * 2 + [
         {"prompt": "q", "chosen": "a", "rejected": "a"}
     ]
-    write(folder / "pairs.jsonl", pairs)
+    write_lines(folder / "pairs.jsonl", pairs)
     found = results(*FILES, "--pairs", "pairs.jsonl", "--on-bad-row", "skip")
     assert any("1 rows of pairs.jsonl" in note for note in found["notes"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from raises import raises_error
-from rlhf_data import load_records
+from rlhf_data import load_records, write_dummy_data
+from rlhf_data.preprocessing.output import as_row
 from rlhf_report.cli import main
 from rlhf_report.prepare.page import prepare_page
 from rlhf_report.prepare.run import run_prepare
@@ -120,3 +122,45 @@ def test_a_page_without_changes_or_held_out_rows(pairs: Path, tmp_path: Path) ->
     page = prepare_page(report)
     assert "No row is held out" in page
     assert "No row was left out" in page
+
+
+@pytest.mark.parametrize("form", ["helpsteer3", "conversational", "hh", "ultrafeedback", "pku_saferlhf"])
+def test_what_it_writes_of_any_form_it_reads_again(form: str, tmp_path: Path) -> None:
+    write_dummy_data(tmp_path / "data", rows=12)
+    source = tmp_path / "data" / "forms" / f"preference-{form}.jsonl"
+    out = tmp_path / "out"
+    assert call(source, "--out", out, "--eval-fraction", 0).exit_code == 0
+    first, again = (
+        {repr(as_row(record)) for record in load_records(path, "preference").records}
+        for path in (source, out / "train.jsonl")
+    )
+    assert again == first
+
+
+def test_a_column_that_is_named_must_be_there(pairs: Path, tmp_path: Path) -> None:
+    for named in (["prompt=nowhere"], ["prompt=p", "--columns", "prompt=q"], ["prompt=[a, b]"], ["prompt"]):
+        result = call(pairs, "--out", tmp_path / "out", "--columns", *named)
+        assert result.exit_code == 2 and result.output.count("\n") == 1
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with raises_error("not_a_file"):
+        run_prepare(GIVEN | {"data": (str(tmp_path / "pipe.jsonl"),), "dry_run": True})
+
+
+def test_of_two_that_write_one_folder_the_second_is_told(
+    pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, page = tmp_path / "out", prepare_page
+
+    def meanwhile(found: Any) -> str:
+        monkeypatch.setattr("rlhf_report.prepare.run.prepare_page", page)
+        assert call(pairs, "--out", out, "--eval-fraction", 0).exit_code == 0
+        return page(found)
+
+    monkeypatch.setattr("rlhf_report.prepare.run.prepare_page", meanwhile)
+    result = call(pairs, "--out", out)
+    assert result.exit_code == 2 and not (out / "eval.jsonl").exists()
+    assert [path.name for path in tmp_path.iterdir() if ".tmp-" in path.name] == []

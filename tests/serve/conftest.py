@@ -120,7 +120,7 @@ class ThreadServer:
 
     def hold_place(self, places: int) -> None:
         """Have so many places of the queue taken by nobody who would give them back."""
-        self.app.state.door.running = places
+        self.app.state.admission.running = places
 
     def stop(self) -> None:
         """Let it finish and end."""

@@ -241,7 +241,6 @@ def test_a_stream_that_breaks_is_cut_off_without_a_word(caplog: pytest.LogCaptur
             {"Retry-After": "1"},
         ),
         (errors.queue_full(1.5), 429, "rate_limit_error", "queue_full", {"Retry-After": "2"}),
-        (errors.overloaded(), 503, "server_error", "overloaded", {"Retry-After": "1"}),
         (errors.timed_out(5), 504, "server_error", "timeout", {}),
         (errors.internal_error("r"), 500, "server_error", "internal_error", {}),
     ],

@@ -37,18 +37,29 @@ def even_tokens(completions: Sequence[str], completion_ids: Sequence[Sequence[in
 
 
 def grpo(
-    model: Any = None, *, eval_examples: Sequence[PromptExample] = (), ref_model: Any = None, **settings: Any
+    model: Any = None,
+    *,
+    eval_examples: Sequence[PromptExample] = (),
+    ref_model: Any = None,
+    options: Any = None,
+    **settings: Any,
 ) -> GRPOTrainer:
     config = GRPOConfig.from_dict(GRPO | settings)
-    options = {"rewards": RewardFunctions([even_tokens]), "tokenizer": TOKENIZER}
+    options = {"rewards": RewardFunctions([even_tokens]), "tokenizer": TOKENIZER, **(options or {})}
     return GRPOTrainer(
         model or lm(), config, PROMPTS, eval_examples=eval_examples, ref_model=ref_model, **options
     )
 
 
-def ppo(model: Any = None, *, ref_model: Any = None, **settings: Any) -> PPOTrainer:
+def ppo(
+    model: Any = None,
+    *,
+    ref_model: Any = None,
+    options: Any = None,
+    **settings: Any,
+) -> PPOTrainer:
     config = PPOConfig.from_dict(PPO | settings)
-    options = {"rewards": RewardFunctions([even_tokens]), "tokenizer": TOKENIZER}
+    options = {"rewards": RewardFunctions([even_tokens]), "tokenizer": TOKENIZER, **(options or {})}
     return PPOTrainer(model or lm(), config, PROMPTS, ref_model=ref_model, **options)
 
 

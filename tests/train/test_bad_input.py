@@ -138,6 +138,7 @@ def test_model_folders(refused: Refused, model_folder: Writes, tmp_path: Path) -
     assert "tokenizer" in refused("--model", mute)
 
 
+@pytest.mark.slow
 def test_torn_weights(refused: Refused, model_folder: Writes) -> None:
     torn = model_folder("torn")
     weights = torn / "model.safetensors"
@@ -154,6 +155,7 @@ def test_torn_weights(refused: Refused, model_folder: Writes) -> None:
     assert "torn cannot be loaded" in message
 
 
+@pytest.mark.slow
 def test_models_of_the_wrong_kind(refused: Refused, model_folder: Writes, tmp_path: Path) -> None:
     from rlhf_models import RewardModel, load_causal_lm, load_tokenizer
 
@@ -288,6 +290,7 @@ def test_a_base_that_cannot_read_the_rows_ends_the_run_without_force(
     assert (tmp_path / "forced" / "results.json").exists()
 
 
+@pytest.mark.slow
 def test_bad_rows_of_the_game_are_named_or_skipped(
     refused: Refused, cli: Callable[..., Any], rows_file: Callable[..., Path]
 ) -> None:

@@ -194,7 +194,21 @@ def test_before_the_game() -> None:
     events.device_plan([{"role": "policy", "device": "cpu", "dtype": "float32", "reason": "no GPU [found]"}])
     events.warning("the monitor may move 75 times as far")
     events.break_even(
-        BreakEven(1.5, 0.2, 2.0, 7.5, 0.75, 0.125, 0.875, 1.0, 1.3125, "truth pays", True, 40, 3)
+        BreakEven(
+            1.5,
+            0.2,
+            2.0,
+            7.5,
+            0.75,
+            0.125,
+            0.875,
+            1.0,
+            1.3125,
+            "the truth scores higher",
+            True,
+            40,
+            3,
+        )
     )
     events.break_even(BreakEven(1.5, 0.2, None, 7.5, None, 0.125, None, 1.0, 1.0, "a guess"))
     events.evaluated("before", BLOCK)
@@ -202,7 +216,16 @@ def test_before_the_game() -> None:
     text = output.getvalue()
     assert text.count("not measured") == 2 and "→ a guess" in text
     assert "warning: the monitor may move 75 times as far" in text
-    assert all(part in text for part in ("ΔR +1.50", "ΔJ +0.20", "ΔJ +2.00", "w_judge 1.31", "→ truth pays"))
+    assert all(
+        part in text
+        for part in (
+            "ΔR +1.50",
+            "ΔJ +0.20",
+            "ΔJ +2.00",
+            "w_judge 1.31",
+            "→ the truth scores higher",
+        )
+    )
     assert "Break-even check on 40 training stories, 3 that name no right choice left out" in text
     assert "the start's critiques  12%" in text and "truthful critiques     88%" in text
     assert "held-out, start: true accuracy 0.62, reward score +0.50" in text

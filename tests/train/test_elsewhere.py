@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 from peft import AutoPeftModelForCausalLM
 
+from files import done, read_json, read_lines
 from raises import raises_error
 from rlhf_data.worlds.story_tasks import story_records
 from rlhf_models.adapters.files import adapter_base, save_adapter
@@ -23,11 +24,6 @@ SMALL = (
     "--set=eval_fraction=0.25",
 )
 LORA = ("--set=use_peft=true", "--set=lora_r=2")
-
-
-def done(result: Result) -> str:
-    assert result.exit_code == 0, (result.output, result.exception)
-    return result.output
 
 
 @pytest.fixture
@@ -66,7 +62,7 @@ def test_adapters_and_runs_from_another_folder(
     work, other = tree / "work", tmp_path / "other"
     given = ("--train-data", "../pairs.jsonl", *SMALL)
     done(call(work, "dpo", "--model", "../model", *given, *LORA, "--output-dir", "dpo"))
-    after = json.loads((work / "dpo/results.json").read_text())["after"]
+    after = read_json(work / "dpo/results.json")["after"]
 
     def used(run: Path) -> None:
         """Go on from the adapter, and evaluate the run again, from another working directory."""
@@ -83,7 +79,7 @@ def test_adapters_and_runs_from_another_folder(
         )
         assert "mergedinto" in re.sub(r"[\s│]", "", again)
         done(call(other, "dpo", "--resume", str(run), "--eval-only"))
-        assert json.loads((run / "evaluation.json").read_text())["after"] == pytest.approx(after)
+        assert read_json(run / "evaluation.json")["after"] == pytest.approx(after)
 
     used(work / "dpo")
     model: Any = AutoPeftModelForCausalLM.from_pretrained(work / "dpo" / "final")
@@ -118,7 +114,7 @@ def test_rewards_stages_and_reward_models(call: Callable[..., Result], tree: Pat
     given = ("--model", "../model", "--train-data", "../pairs.jsonl", *SMALL, *online)
     rewards = ("--reward", "rewards:shorter", "--reward", "model:path=rm/final,max_tokens=512")
     done(call(work, "grpo", *given, *rewards, "--output-dir", "grpo"))
-    config = json.loads((work / "grpo/config.json").read_text())
+    config = read_json(work / "grpo/config.json")
     assert config["reward"] == [
         f"{work / 'rewards.py'}:shorter",
         f"model:path={work / 'rm' / 'final'},max_tokens=512",
@@ -131,7 +127,7 @@ def test_rewards_stages_and_reward_models(call: Callable[..., Result], tree: Pat
         "--sft-data",
         "../sft.jsonl",
     )
-    rows = [json.loads(line) for line in (tree / "pairs.jsonl").read_text().splitlines()]
+    rows = read_lines(tree / "pairs.jsonl")
     lines = [json.dumps({"prompt": row["prompt"], "completion": row["chosen"]}) + "\n" for row in rows]
     (tree / "sft.jsonl").write_text("".join(lines))
     small = ("--set=sft.per_device_train_batch_size=4", "--set=reward.per_device_train_batch_size=4")
@@ -170,7 +166,7 @@ def test_an_adapter_that_names_a_base_beside_it(
     folder = tmp_path / "adapters" / "one"
     save_adapter(apply_lora(tiny_llama, LoraSettings(lora_r=2), seed=0), folder)
     written = folder / "adapter_config.json"
-    values = json.loads(written.read_text())
+    values = read_json(written)
     written.write_text(json.dumps({**values, "base_model_name_or_path": base}))
     with raises_error("base_model_not_found"):
         adapter_base(folder)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 
+from files import done, read_json
 from rlhf_data import load_records
 
 Train = Callable[..., Result]
@@ -26,11 +27,6 @@ PAIRS = [
     for thing in ("ball", "book", "key", "cat", "hat", "cup", "pen", "map", "box", "bag", "fan", "jug")
 ]
 GOOD = b'{"prompt": "p", "chosen": "a", "rejected": "b"}\n'
-
-
-def done(result: Result) -> str:
-    assert result.exit_code == 0, (result.output, result.exception)
-    return result.output
 
 
 def lines_of(rows: list[dict[str, Any]]) -> bytes:
@@ -113,6 +109,7 @@ def test_transcripts_as_they_are(train: Train, tiny_model_folder: Path, method: 
     assert len(losses("run")) == 2 and str(HH) in printed
 
 
+@pytest.mark.slow
 def test_transcripts_with_empty_completions(train: Train, tiny_model_folder: Path) -> None:
     if not HH.exists():
         pytest.skip("needs ../shared/data")
@@ -238,7 +235,7 @@ def test_a_run_stands_for_its_model_and_a_reward_model_is_no_language_model(
     done(train("reward", "--model", tiny_model_folder, *rows, "--output-dir=rm"))
     done(train("dpo", "--model", tiny_model_folder, *rows, "--set=use_peft=true", "--output-dir=lora"))
     done(train("dpo", "--model=lora", *rows, "--output-dir=again"))
-    assert json.loads(Path("again/config.json").read_text())["model_name_or_path"].endswith("lora/final")
+    assert read_json("again/config.json")["model_name_or_path"].endswith("lora/final")
     prompts = ("--train-data", tmp_path / "rows.jsonl", "--set=max_completion_length=4")
     done(train("grpo", "--model=again", "--reward=rm", *prompts, "--dry-run"))
     for dry in ([], ["--dry-run"]):
@@ -291,7 +288,7 @@ def test_rows_that_the_chat_template_refuses_are_counted(
     )
     printed = done(train("sft", "--model", model, *options, *SMALL, "--output-dir=run"))
     assert "no pirates" in printed and "line 10" in printed
-    data = json.loads(Path("run/results.json").read_text())["data"]
+    data = read_json("run/results.json")["data"]
     # Those of a stream are met in training, and so counted as rows too.
     assert (data["train_rows"], data["bad_rows"]) == (8 if streaming == "false" else 10, 2)
 
@@ -311,3 +308,40 @@ def test_a_dry_run_knows_the_context_of_the_tiny_model(train: Train, tmp_path: P
     path = tmp_path / "rows.jsonl"
     path.write_bytes(lines_of(PAIRS))
     assert "limit 4,096" in done(train("sft", "--dry-run", "--train-data", path, "--set=max_length=4096"))
+
+
+SHAPE = """
+architecture: llama
+hidden_size: 1024
+intermediate_size: 4096
+num_layers: 16
+num_attention_heads: 16
+vocab_size: 32000
+"""
+
+
+def test_a_dry_run_plans_for_gpus_that_are_not_here(
+    train: Train, train_refused: Refused, tmp_path: Path
+) -> None:
+    """368 million parameters: DPO keeps 20 bytes of each, above 7 GB; sharded over 8 processes it fits."""
+    (tmp_path / "shape.yaml").write_text(SHAPE)
+    (tmp_path / "rows.jsonl").write_bytes(lines_of(PAIRS))
+    job = [
+        "dpo",
+        "--dry-run",
+        "--model-config",
+        tmp_path / "shape.yaml",
+        "--train-data",
+        tmp_path / "rows.jsonl",
+    ]
+    alone = train_refused(*job, "--gpu", "6GB")
+    assert "16 of them" not in alone and "--set use_peft=true" in alone
+    assert "--set fsdp=true" in train_refused(*job, "--gpu", "6GB", "--processes", "8")
+    printed = done(train(*job, "--gpu", "6GB", "--processes", "8", "--set=fsdp=true"))
+    assert "each of 8 processes" in printed and "gathered layers" in printed
+    assert "keys and values" not in printed and "checkpoint" in printed
+
+
+def test_a_machine_is_planned_for_by_dry_runs_only(train_refused: Refused) -> None:
+    assert "--dry-run" in train_refused("sft", "--gpu", "H100")
+    assert "--dry-run" in train_refused("sft", "--processes", "2")

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from click.testing import Result
 
+from files import done, read_json, read_lines, write_lines
+
 Train = Callable[..., Result]
 Refused = Callable[..., str]
 FEW = (
@@ -58,19 +60,9 @@ def fails_later(completions, trainer_state, **columns):
 """
 
 
-def done(result: Result) -> str:
-    assert result.exit_code == 0, (result.output, result.exception)
-    return result.output
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
-    return write(tmp_path / "rows.jsonl", ROWS)
+    return write_lines(tmp_path / "rows.jsonl", ROWS)
 
 
 @pytest.fixture
@@ -84,7 +76,7 @@ def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def sampled(run: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(run, "samples.jsonl").read_text().splitlines()]
+    return read_lines(Path(run, "samples.jsonl"))
 
 
 def test_columns_reach_the_reward_under_their_names(
@@ -97,10 +89,12 @@ def test_columns_reach_the_reward_under_their_names(
         "            print(json.dumps(row), file=file)\n"
         "    return [float(len(text)) for text in completions]\n"
     )
-    renamed = write(tmp_path / "renamed.jsonl", [{"ask": r["prompt"], "gold": r["answer"]} for r in ROWS])
+    renamed = write_lines(
+        tmp_path / "renamed.jsonl", [{"ask": r["prompt"], "gold": r["answer"]} for r in ROWS]
+    )
     options = (f"--model={tiny_model_folder}", *FEW, "--reward=seen.py:seen", "--set=eval_fraction=0")
     done(train("grpo", *options, f"--train-data={rows}", "--set=sample_steps=1", "--output-dir=run"))
-    seen = [json.loads(line) for line in Path("seen.jsonl").read_text().splitlines()]
+    seen = read_lines("seen.jsonl")
     assert {(prompt, answer) for prompt, _, answer in seen} <= {tuple(row.values()) for row in ROWS}
     ends = min(len(ROWS), 8)  # completions of the end; before them those of the start and the pre-flight
     of_the_step = seen[-8 - ends : -ends]  # two prompts with four completions each
@@ -110,7 +104,7 @@ def test_columns_reach_the_reward_under_their_names(
         assert (row["prompt"], row["completion"], row["reward"]) == (prompt, completion, len(completion))
     mapped = ("--set=columns.prompt=ask", "--reward=exact:column=gold", f"--train-data={renamed}")
     done(train("ppo", f"--model={tiny_model_folder}", *FEW, *mapped, "--output-dir=mapped"))
-    assert json.loads(Path("mapped/results.json").read_text())["data"]["source"] == str(renamed)
+    assert read_json("mapped/results.json")["data"]["source"] == str(renamed)
 
 
 def test_conversations_are_answered_with_messages(
@@ -120,7 +114,7 @@ def test_conversations_are_answered_with_messages(
     template += "{% if add_generation_prompt %}assistant: {% endif %}"
     (tiny_model_folder / "chat_template.jinja").write_text(template)
     talks = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
-    path = write(tmp_path / "talks.jsonl", talks)
+    path = write_lines(tmp_path / "talks.jsonl", talks)
     (tmp_path / "work" / "talks.py").write_text(
         "def answered(prompts, completions, **columns):\n"
         "    assert all(prompt[-1]['role'] == 'user' for prompt in prompts)\n"
@@ -138,7 +132,7 @@ def test_conversations_are_answered_with_messages(
 def test_streamed_rows_and_rows_left_out(train: Train, tiny_model_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in [*ROWS, {"answer": "no prompt"}]))
-    held_out = write(tmp_path / "held-out.jsonl", ROWS[:2])
+    held_out = write_lines(tmp_path / "held-out.jsonl", ROWS[:2])
     options = (f"--model={tiny_model_folder}", *FEW, f"--train-data={path}", "--on-bad-row=skip")
     options += (f"--eval-data={held_out}", "--reward=length:target=4")
     printed = done(train("grpo", *options, "--output-dir=whole"))
@@ -152,7 +146,7 @@ def test_streamed_rows_and_rows_left_out(train: Train, tiny_model_folder: Path, 
 def test_prompts_too_long_are_left_out_and_counted(
     train: Train, tiny_model_folder: Path, tmp_path: Path
 ) -> None:
-    long = write(tmp_path / "long.jsonl", [*ROWS, {"prompt": "where " * 600, "answer": "here"}])
+    long = write_lines(tmp_path / "long.jsonl", [*ROWS, {"prompt": "where " * 600, "answer": "here"}])
     options = (f"--model={tiny_model_folder}", *FEW, f"--train-data={long}", "--reward=exact")
     printed = done(train("grpo", *options, "--set=eval_fraction=0", "--dry-run"))
     flat = " ".join(printed.replace("│", " ").split())
@@ -257,7 +251,7 @@ def test_bad_rows(
     options: list[str],
     parts: list[str],
 ) -> None:
-    path = write(tmp_path / "rows.jsonl", lines)
+    path = write_lines(tmp_path / "rows.jsonl", lines)
     given = (f"--model={tiny_model_folder}", *FEW, f"--train-data={path}", "--reward=exact")
     message = train_refused("grpo", *given, *options)
     assert all(part in message for part in parts), message

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from files import done, metrics_of, read_json
+
 Train = Callable[..., Result]
 FEW = (
     *("--set=story_rows=8", "--set=story_eval_rows=4", "--set=per_device_train_batch_size=8"),
     *("--set=num_generations=4", "--set=max_completion_length=8", "--set=learning_rate=1e-3"),
 )
-CLOCK = ("step_time", "time/rollout", "time/score", "time/update", "samples_per_second", "peak_memory_gb")
 REWARDS = """
 def characters(completions, **columns):
     return [float(len(text)) for text in completions]
@@ -41,21 +42,6 @@ class Scaled:
     def __call__(self, completions):
         return [self.by * len(text) for text in completions]
 """
-
-
-def done(result: Result) -> str:
-    assert result.exit_code == 0, (result.output, result.exception)
-    return result.output
-
-
-def metrics_of(run: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without what the clock says."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key not in CLOCK} for row in rows]
-
-
-def read(path: str | Path) -> Any:
-    return json.loads(Path(path).read_text())
 
 
 class Scorer(BaseHTTPRequestHandler):
@@ -110,7 +96,7 @@ def evaluated(train: Train, model: Path) -> Callable[..., dict[str, float]]:
         chosen = [f"--reward={reward}" for reward in rewards]
         options = (f"--model={model}", *FEW, *settings, *chosen, "--eval-only", f"--output-dir={run}")
         done(train("grpo", *options))
-        return read(f"{run}/evaluation.json")["before"]
+        return read_json(f"{run}/evaluation.json")["before"]
 
     return evaluate
 

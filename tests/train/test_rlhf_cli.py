@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from files import done, metrics_of, read_json
 from rlhf_algos import METHODS
 from rlhf_data.worlds.story_tasks import story_records
 
@@ -25,21 +26,11 @@ SMALL = (
     *("--set=ppo.per_device_train_batch_size=4", "--set=ppo.max_completion_length=8", "--max-steps=2"),
 )
 FILES = {"sft": "sft.jsonl", "reward": "preference.jsonl", "ppo": "prompts.jsonl"}
-CLOCK = ("step_time", "time/rollout", "time/score", "time/update", "samples_per_second", "peak_memory_gb")
 DEMO = {
     **{"pretrain_steps": 10, "sft_steps": 10, "reward_steps": 4, "judge_steps": 4},
     **{"num_stories": 20, "batch_size": 16, "flawed_reward": False},
     **{"min_verdict_accuracy": 0, "min_judge_accuracy": 0},
 }
-
-
-def done(result: Result) -> str:
-    assert result.exit_code == 0, (result.output, result.exception)
-    return result.output
-
-
-def read(path: str | Path) -> Any:
-    return json.loads(Path(path).read_text())
 
 
 def write_rows(folder: Path, n: int = 24) -> Path:
@@ -91,9 +82,11 @@ def test_all_stages_leave_their_folders_and_one_summary(whole: Whole) -> None:
         names = {path.name for path in (run / stage).iterdir()}
         assert names >= {"config.json", "metrics.jsonl", "results.json", "final", "checkpoint-2"}
         assert f"stage {stage}" in whole.printed and f"Held-out rows, stage {stage}" in whole.printed
-    results = read(run / "results.json")
+    results = read_json(run / "results.json")
     assert results["method"] == "rlhf" and list(results["stages"]) == list(STAGES)
-    assert results["after"] == results["stages"]["ppo"]["after"] == read(run / "ppo/results.json")["after"]
+    assert (
+        results["after"] == results["stages"]["ppo"]["after"] == read_json(run / "ppo/results.json")["after"]
+    )
     assert set(results["wall_time"]) == {*STAGES, "total"}
     assert f"the trained model: {run}/ppo/final" in whole.printed.replace("\n", "")
 
@@ -101,7 +94,7 @@ def test_all_stages_leave_their_folders_and_one_summary(whole: Whole) -> None:
 def test_each_stage_starts_from_what_the_one_before_it_left(whole: Whole) -> None:
     from safetensors.torch import load_file
 
-    configs = {stage: read(whole.run / stage / "config.json") for stage in STAGES}
+    configs = {stage: read_json(whole.run / stage / "config.json") for stage in STAGES}
     tuned, rewarder = str(whole.run / "sft" / "final"), str(whole.run / "reward" / "final")
     assert configs["reward"]["model_name_or_path"] == configs["ppo"]["model_name_or_path"] == tuned
     assert configs["ppo"]["reward"] == [rewarder]
@@ -111,10 +104,10 @@ def test_each_stage_starts_from_what_the_one_before_it_left(whole: Whole) -> Non
 
 
 def test_the_run_s_own_config_is_a_config_file(train: Train, whole: Whole) -> None:
-    config = read(whole.run / "config.json")
+    config = read_json(whole.run / "config.json")
     assert config["method"] == "rlhf" and config["stages"] == list(STAGES)
     done(train("rlhf", f"--config={whole.run / 'config.json'}", "--output-dir=again"))
-    assert read("again/results.json")["after"] == read(whole.run / "results.json")["after"]
+    assert read_json("again/results.json")["after"] == read_json(whole.run / "results.json")["after"]
     for command, other in (("ppo", whole.run), ("rlhf", whole.run / "ppo")):
         refused = train(command, f"--config={other / 'config.json'}")
         assert refused.exit_code == 2 and "is of a run of" in refused.stderr, refused.output
@@ -130,7 +123,7 @@ def test_a_finished_run_is_not_run_again(train: Train, whole: Whole) -> None:
 def test_example_rows_are_written_and_trained_on(train: Train, tmp_path: Path, model: Path) -> None:
     options = (f"--model={model}", "--stage=sft", "--set=sft.per_device_train_batch_size=4", "--max-steps=1")
     done(train("rlhf", "--create-dummy-data=rows", *options, "--output-dir=run"))
-    assert read("run/sft/config.json")["train_data"] == str(Path("rows/sft.jsonl").absolute())
+    assert read_json("run/sft/config.json")["train_data"] == str(Path("rows/sft.jsonl").absolute())
     assert (Path("rows") / "README.md").exists()
     for other in ("--data=rows", "--prompt-data=rows/prompts.jsonl"):
         assert train("rlhf", "--create-dummy-data=more", other, *options).exit_code == 2
@@ -157,34 +150,30 @@ def test_a_run_goes_on_in_the_stage_that_it_was_in(
         path = run / lost / name
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     (run / lost / "metrics.jsonl").write_text('{"step": 1, "loss": 0.0}\n{"step": 2, "lo')
-    config = read(run / "config.json")
+    config = read_json(run / "config.json")
     printed = done(train("rlhf", "--resume", run))
     assert printed.count("is finished") == STAGES.index(lost)
     for stage in STAGES:
-        assert rows_of(run / stage) == rows_of(whole.run / stage), stage
-    assert read(run / "results.json")["after"] == read(whole.run / "results.json")["after"]
-    assert read(run / "config.json") == {**config, "run_folder": str(run)}
+        assert metrics_of(run / stage) == metrics_of(whole.run / stage), stage
+    assert read_json(run / "results.json")["after"] == read_json(whole.run / "results.json")["after"]
+    assert read_json(run / "config.json") == {**config, "run_folder": str(run)}
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in CLOCK} for line in lines]
-
-
+@pytest.mark.slow
 def test_stages_by_themselves_and_rows_by_name(train: Train, data: Path, tiny_model_folder: Path) -> None:
     model = f"--model={tiny_model_folder}"
     first = (f"--sft-data={data / 'sft.jsonl'}", "--stage=sft", "--seed=3")
     done(train("rlhf", model, *first, *SMALL, "--output-dir=first"))
     assert {path.name for path in Path("first").iterdir()} == {"config.json", "results.json", "sft"}
-    assert read("first/sft/config.json")["seed"] == 3
+    assert read_json("first/sft/config.json")["seed"] == 3
     second = (f"--preference-data={data / 'preference.jsonl'}", "--stage=reward")
     done(train("rlhf", "--model=first/sft/final", *second, *SMALL, "--output-dir=second"))
     third = (f"--data={data}", "--stage=ppo", "--reward-model=second/reward/final")
     done(train("rlhf", "--model=first/sft/final", *third, *SMALL, "--output-dir=third"))
-    assert read("third/ppo/config.json")["reward"] == [str(Path("second/reward/final").absolute())]
+    assert read_json("third/ppo/config.json")["reward"] == [str(Path("second/reward/final").absolute())]
     ruled = ("--set=ppo.reward=[length:target=4, exact]", "--set=ppo.reward_weights=[1,2]", "--stage=ppo")
     done(train("rlhf", model, f"--data={data}", *ruled, *SMALL, "--output-dir=ruled"))
-    assert "rewards/exact/mean" in rows_of(Path("ruled/ppo"))[0]
+    assert "rewards/exact/mean" in metrics_of(Path("ruled/ppo"))[0]
     without = (f"--data={data}", "--reward-model=second/reward/final")  # there is no reward model to train
     done(train("rlhf", model, *without, *SMALL, "--dry-run", "--output-dir=planned"))
     (data / "preference.jsonl").unlink()
@@ -192,14 +181,16 @@ def test_stages_by_themselves_and_rows_by_name(train: Train, data: Path, tiny_mo
     assert {path.name for path in Path("fourth").iterdir()} == {"config.json", "results.json", "sft", "ppo"}
 
 
+@pytest.mark.slow
 def test_a_tiny_model_gets_settings_that_suit_it_in_every_stage(train: Train, data: Path) -> None:
     done(train("rlhf", f"--data={data}", "--max-steps=1", "--output-dir=run"))
-    configs = {stage: read(f"run/{stage}/config.json") for stage in STAGES}
+    configs = {stage: read_json(f"run/{stage}/config.json") for stage in STAGES}
     for stage, config in configs.items():
         suited = {**METHODS[stage].tiny, "max_steps": 1}
         assert {key: config[key] for key in suited} == suited, stage
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Could not find a config file in gpt2:UserWarning")  # peft, offline
 def test_the_example_config_trains_adapters_in_every_stage(
     train: Train, data: Path, gpt2_hub_cache: Path
@@ -230,14 +221,14 @@ def test_dry_run_plans_every_stage_and_leaves_nothing(train: Train, whole: Whole
 def test_eval_only_measures_what_there_is(train: Train, whole: Whole, tmp_path: Path) -> None:
     printed = done(train("rlhf", *whole.options, "--eval-only", "--output-dir=start"))
     assert "stage ppo is not evaluated: an earlier stage has to be trained first" in printed
-    start = read("start/evaluation.json")["stages"]
-    assert list(start) == ["sft"] and start["sft"]["before"] == read(whole.run / "sft" / "before.json")
+    start = read_json("start/evaluation.json")["stages"]
+    assert list(start) == ["sft"] and start["sft"]["before"] == read_json(whole.run / "sft" / "before.json")
     run = tmp_path / "work" / "run"
     shutil.copytree(whole.run, run)
     done(train("rlhf", "--resume", run, "--eval-only"))
-    for stage, found in read(run / "evaluation.json")["stages"].items():
+    for stage, found in read_json(run / "evaluation.json")["stages"].items():
         assert found["checkpoint"] == "checkpoint-2"
-        assert found["after"] == read(run / stage / "results.json")["after"]
+        assert found["after"] == read_json(run / stage / "results.json")["after"]
 
 
 def test_without_data_it_is_the_story_of_minmax(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,13 +241,13 @@ def test_without_data_it_is_the_story_of_minmax(train: Train, monkeypatch: pytes
     assert "built reward model: 4 steps" in printed and "a reward model with a flaw" in printed
     names = {"config.json", "results.json", "ppo", "prompts.jsonl", "eval_prompts.jsonl"}
     assert {path.name for path in Path("run").iterdir()} == names
-    row = rows_of(Path("run/ppo"))[-1]
+    row = metrics_of(Path("run/ppo"))[-1]
     assert row["reward"] == pytest.approx(row["rewards/reward/mean"], rel=1e-5)  # the others only look on
     assert {"eval_rewards/accuracy/mean", "eval_rewards/hack_rate/mean"} <= set(row)
     again = done(train("rlhf", *steps, "--stage=ppo", "--eval-only", "--output-dir=start"))
     assert "built" not in again
-    found = read("start/evaluation.json")["stages"]["ppo"]
-    assert found["before"] == read("run/ppo/before.json")
+    found = read_json("start/evaluation.json")["stages"]["ppo"]
+    assert found["before"] == read_json("run/ppo/before.json")
     Path("run/results.json").unlink()
     assert "stage ppo is finished" in done(train("rlhf", "--resume", "run"))
     planned = done(train("rlhf", *steps, "--dry-run", "--epochs=2", "--output-dir=planned"))
@@ -353,7 +344,7 @@ def test_the_third_stage_by_its_other_name(whole: Whole, train: Train, data: Pat
     models = (f"--model={whole.run / 'sft/final'}", f"--reward-model={whole.run / 'reward/final'}")
     options = ("--stage=rlhf", f"--prompt-data={data / 'prompts.jsonl'}", *models, *SMALL)
     done(train("rlhf", *options, "--output-dir=run"))
-    assert list(read("run/results.json")["stages"]) == ["ppo"]
+    assert list(read_json("run/results.json")["stages"]) == ["ppo"]
 
 
 @pytest.mark.parametrize("option", ["--config", "--model-config"])
@@ -362,7 +353,7 @@ def test_a_model_from_a_description(train: Train, data: Path, tmp_path: Path, op
     shape.write_text("n_embd: 32\nn_layer: 1\nn_head: 2\nvocab_size: 300\nmax_seq_length: 256\n")
     options = (option, shape, f"--sft-data={data / 'sft.jsonl'}", "--stage=sft", *SMALL)
     done(train("rlhf", *options, "--output-dir=run"))
-    model = read("run/sft/final/config.json")
+    model = read_json("run/sft/final/config.json")
     assert (model["model_type"], model["n_embd"], model["n_layer"]) == ("gpt2", 32, 1)
     printed = done(train("sft", option, shape, "--train-data", data / "sft.jsonl", "--dry-run"))
     assert "gpt2" in printed and "shape.yaml" in printed.replace("\n", "").replace(" ", "")
@@ -373,7 +364,7 @@ def test_two_processes(whole: Whole, tmp_path: Path, run_processes: Callable[...
     command = ("-m", "rlhf_train", "rlhf", *whole.options, "--output-dir", tmp_path / "run")
     printed = run_processes(command)
     assert printed.count("the trained model") == 1
-    results = read(tmp_path / "run/results.json")
+    results = read_json(tmp_path / "run/results.json")
     assert list(results["stages"]) == list(STAGES)
     assert all((tmp_path / "run" / stage / "final").is_dir() for stage in STAGES)
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.json", "results.json", *STAGES}

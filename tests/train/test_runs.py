@@ -1,4 +1,4 @@
-"""Run folders as the commands treat them: what an end that was not wished for says of going on."""
+"""Run folders in commands: what an unwanted end says about continuing."""
 
 from __future__ import annotations
 

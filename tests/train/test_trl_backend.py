@@ -12,6 +12,7 @@ import pytest
 from click.testing import Result
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from files import done, read_lines
 from raises import raises_error
 from rlhf_algos import METHODS
 from rlhf_data import CompletionRecord, LabelledRecord, PreferenceRecord, UserError
@@ -34,12 +35,7 @@ def trl() -> None:
 
 
 def metrics_of(run: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
-
-
-def done(result: Result) -> str:
-    assert result.exit_code == 0, (result.output, result.exception)
-    return result.output
+    return read_lines(Path(run, "metrics.jsonl"))
 
 
 @pytest.mark.usefixtures("trl")
@@ -105,6 +101,8 @@ def test_its_model_loads_in_plain_transformers(train: Train, tiny_model_folder: 
         ("dpo", {"fsdp": True}, ["fsdp True"]),
         ("dpo", {"load_best_model_at_end": True}, ["load_best_model_at_end"]),
         ("dpo", {"early_stopping_patience": 1}, ["early_stopping_patience"]),
+        ("sft", {"capability_steps": 5}, ["capability_steps 5"]),
+        ("dpo", {"ewc_strength": 1.0}, ["ewc_strength 1.0"]),
         ("dpo", {"streaming": True, "train_data": "a.jsonl"}, ["streaming"]),
         ("sft", {"disable_dropout": True}, ["disable_dropout"]),
         ("reward", {"head": "mlp"}, ["head 'mlp'"]),

@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import ModelCard
 from transformers import AutoModelForSequenceClassification
 
-from rlhf_algos.jobs.model_card import write_model_card
+from rlhf_algos.jobs.results import write_model_card
 from rlhf_models import LoraSettings, RewardModel, apply_lora
 
 CONFIG = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,12 +32,27 @@ def test_each_process_takes_its_share_of_the_rows_of_a_step(
     assert with_rows_per_step(run, config) is config
     assert with_rows_per_step(_run(tmp_path / "older"), config) is config
     assert with_rows_per_step(RunFolder.create(tmp_path / "new"), config) is config
-    online = METHODS["grpo"].resolve({}, where="test")  # its steps count prompts, its settings completions
-    assert with_rows_per_step(run, online) is online
     monkeypatch.setenv("WORLD_SIZE", "2")
     shared = with_rows_per_step(run, config)
     assert shared.per_device_train_batch_size == 3
     assert shared.to_dict() == config.to_dict() | {"per_device_train_batch_size": 3}
     monkeypatch.setenv("WORLD_SIZE", "4")
+    with raises_error("different_training_data"):
+        with_rows_per_step(run, config)
+
+
+def test_completions_of_online_methods_are_shared_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """12 prompts of a rollout in 3 optimizer steps, 4 completions each: 16 completions a step, 8 of two."""
+    values = {"per_device_train_batch_size": 16, "num_generations": 4, "steps_per_generation": 3}
+    config: Any = METHODS["grpo"].resolve(values, where="test")
+    run = _run(tmp_path / "run", rows_per_step=12)
+    assert config.prompts_per_step(1) == 12 and with_rows_per_step(run, config) is config
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    shared: Any = with_rows_per_step(run, config)
+    assert shared.to_dict() == config.to_dict() | {"per_device_train_batch_size": 8}
+    assert shared.prompts_per_step(2) == 12
+    monkeypatch.setenv("WORLD_SIZE", "3")
     with raises_error("different_training_data"):
         with_rows_per_step(run, config)

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from resumed import assert_resumed_equals_uninterrupted
 from rlhf_algos import (
     LabelledSequence,
     PreferencePair,
@@ -126,20 +127,6 @@ def test_scalar_model_resumes_exactly(tmp_path):
         config = ScalarConfig(learning_rate=3e-3, max_steps=4, save_steps=2, per_device_train_batch_size=6)
         return ScalarTrainer(_model(JudgeModel), config, _labelled(), run=RunFolder(tmp_path / folder))
 
-    straight, halted = make("straight"), make("halted")
-    straight.train()
-
-    def kill(step, metrics):
-        if step == 3:
-            raise KeyboardInterrupt
-
-    halted.on_step = kill
-    with pytest.raises(KeyboardInterrupt):
-        halted.train()
-    resumed = make("halted")
-    assert resumed.resume()
-    resumed.train()
-    pairs = zip(straight.parameters, resumed.parameters, strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
+    assert_resumed_equals_uninterrupted(make)
     names = {path.name for path in (tmp_path / "halted" / "checkpoint-4").iterdir()}
     assert names >= {"config.json", "model.safetensors", "tokenizer.json", "optimizer.safetensors"}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import random
+import tempfile
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from files import read_lines, write_lines
 from raises import raises_error
 from rlhf_data import (
     CompletionRecord,
@@ -43,12 +44,7 @@ def prepare(paths: Any, folder: Path, **given: Any) -> dict[str, Any]:
 
 
 def rows_of(path: Path) -> list[Any]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def write(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return read_lines(path) if path.exists() else []
 
 
 def test_real_pairs_lose_two_empty_ones_and_share_one_prompt(hh_pairs: Path, tmp_path: Path) -> None:
@@ -82,10 +78,10 @@ COUNTS = {"empty": 1, "tie": 1, "contaminated": 1, "contradiction": 2, "duplicat
 
 
 def test_what_is_planted_is_found_and_nothing_else(tmp_path: Path) -> None:
-    data = write(
+    data = write_lines(
         tmp_path / "pairs.jsonl", [{**row, "prompt": row["prompt"].split(" the")[0]} for row in planted()]
     )
-    test = write(tmp_path / "test.jsonl", [{"question": f"Who? {SAID}.", "answer": "x"}])
+    test = write_lines(tmp_path / "test.jsonl", [{"question": f"Who? {SAID}.", "answer": "x"}])
     config = PreprocessConfig(eval_fraction=0)
     prepared = prepare_rows(
         lambda: read_items([str(data)], "preference", config), config, against=[str(test)]
@@ -108,7 +104,7 @@ def test_what_is_planted_is_found_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_whole_short_prompts_of_evaluation_files_count(tmp_path: Path) -> None:
-    test = write(tmp_path / "test.jsonl", [{"question": "Who is Ann?", "answer": "x"}])
+    test = write_lines(tmp_path / "test.jsonl", [{"question": "Who is Ann?", "answer": "x"}])
     records = [CompletionRecord("who is ann", "a friend"), CompletionRecord("who is ann's friend", "Bob")]
     split = preprocess(records, config=PreprocessConfig(eval_fraction=0), against=[str(test)])
     assert split.train == records[1:]
@@ -167,6 +163,17 @@ PAIR = st.builds(
 )
 
 
+def test_of_equal_rows_the_one_that_was_not_shortened_is_kept() -> None:
+    said = "\n\nHuman: and now\n\nAssistant:"
+    long = PreferenceRecord(f"\n\nHuman: how are you\n\nAssistant: ok{said}", "what is that over there", "no")
+    short = PreferenceRecord(said, "what is that over there", "no")
+    config = PreprocessConfig(max_length=9, eval_fraction=0.0)
+    for records in ([long, short], [short, long]):
+        found = preprocess(records, config=config)
+        assert found.train == [short] and found.report["changed"]["rows"] == 0
+    assert preprocess([long], config=config).report["changed"]["shortened"] == 1
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(PAIR, min_size=1, max_size=30),
@@ -197,12 +204,11 @@ def test_the_order_of_the_records_makes_no_difference(
 def test_the_files_are_the_same_for_any_order_and_number_of_shards(
     tmp_path: Path, order: random.Random, shards: int
 ) -> None:
-    folder = tmp_path / str(order.random())
-    folder.mkdir()
+    folder = Path(tempfile.mkdtemp(dir=tmp_path))
     rows = planted()
     shuffled = order.sample(rows, len(rows))
-    whole = write(folder / "all.jsonl", rows)
-    parts = [write(folder / f"part-{i}.jsonl", shuffled[i::shards]) for i in range(shards)]
+    whole = write_lines(folder / "all.jsonl", rows)
+    parts = [write_lines(folder / f"part-{i}.jsonl", shuffled[i::shards]) for i in range(shards)]
     one = prepare(whole, folder / "one", max_length=20, eval_fraction=0.25)
     other = prepare(parts, folder / "other", max_length=20, eval_fraction=0.25)
     for name in ("train.jsonl", "eval.jsonl"):
@@ -237,7 +243,7 @@ USER, REPLY = {"role": "user", "content": "a"}, {"role": "assistant", "content":
     ],
 )
 def test_a_row_is_read_as_the_record_it_was_written_from(kind: str, record: Any, tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", [as_row(record)])
+    path = write_lines(tmp_path / "rows.jsonl", [as_row(record)])
     assert load_records(path, kind).records == [record]
 
 
@@ -254,7 +260,9 @@ def test_long_dialogues_keep_their_end(hh_pairs: Path, tmp_path: Path, byte_toke
 
 
 def test_bad_rows_and_settings_are_refused(tmp_path: Path) -> None:
-    data = write(tmp_path / "pairs.jsonl", [{"prompt": "p", "chosen": "a", "rejected": "b"}, {"prompt": "p"}])
+    data = write_lines(
+        tmp_path / "pairs.jsonl", [{"prompt": "p", "chosen": "a", "rejected": "b"}, {"prompt": "p"}]
+    )
     config = PreprocessConfig()
 
     def read() -> Any:
@@ -271,7 +279,7 @@ def test_bad_rows_and_settings_are_refused(tmp_path: Path) -> None:
         rated = PreprocessConfig(margins="ratings")
         prepare_rows(lambda: read_items([str(data)], "preference", rated), rated, on_bad_row="error")
     ratings = {"chosen_rating": 4, "rejected_rating": 1.5}
-    data = write(tmp_path / "rated.jsonl", [{"prompt": "p", "chosen": "a", "rejected": "b"} | ratings])
+    data = write_lines(tmp_path / "rated.jsonl", [{"prompt": "p", "chosen": "a", "rejected": "b"} | ratings])
     [item] = read_items([str(data)], "preference", rated)
     assert isinstance(item.record, PreferenceRecord)
     assert item.record.margin == 2.5
@@ -283,20 +291,20 @@ def test_pairs_are_known_in_other_forms_and_equal_ratings_are_a_tie(tmp_path: Pa
         {"instruction": "q", "completions": answers},
         {"instruction": "r", "completions": [answers[0], answers[0]]},
     ]
-    data = write(tmp_path / "rows.jsonl", rows)
+    data = write_lines(tmp_path / "rows.jsonl", rows)
     assert detect_kind(str(data)) == "preference"
     report = prepare(data, tmp_path / "out")
     assert report["left_out"] == {"tie": 1}
     assert rows_of(tmp_path / "out" / "train.jsonl")[0]["chosen"] == "answer 1"
-    steps = write(tmp_path / "steps.jsonl", [{"prompt": "p", "completions": ["a"], "labels": [1]}])
+    steps = write_lines(tmp_path / "steps.jsonl", [{"prompt": "p", "completions": ["a"], "labels": [1]}])
     with raises_error("unknown_kind"):
         detect_kind(str(steps))
 
 
 def test_data_that_changes_between_the_passes_is_refused(tmp_path: Path) -> None:
-    data = write(tmp_path / "rows.jsonl", [{"prompt": f"p{i}", "completion": "c"} for i in range(3)])
+    data = write_lines(tmp_path / "rows.jsonl", [{"prompt": f"p{i}", "completion": "c"} for i in range(3)])
     config = PreprocessConfig()
     prepared = prepare_rows(lambda: read_items([str(data)], "sft", config), config)
-    write(data, [{"prompt": f"q{i}", "completion": "c"} for i in range(3)])
+    write_lines(data, [{"prompt": f"q{i}", "completion": "c"} for i in range(3)])
     with raises_error("data_changed"):
         write_prepared(prepared, tmp_path)

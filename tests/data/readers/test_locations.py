@@ -39,6 +39,23 @@ def test_shards_are_read_in_the_order_of_their_names(shards):
     assert [record.where for record in records[1:3]] == [f"{names[0]}, line 2", f"{names[1]}, line 1"]
 
 
+def test_a_folder_of_several_splits_is_not_read_as_one(tmp_path):
+    hub = tmp_path / "hub"
+    data = hub / "data"
+    data.mkdir(parents=True)
+    for name in ("train-0.jsonl", "train-1.jsonl", "evaluation.jsonl", "developers.jsonl"):
+        (data / name).write_bytes(_LINES)
+    assert len(data_files(data)) == 4
+    with raises_error("folder_without_data", below=str(data)):
+        data_files(hub)
+    for name in ("test-0.jsonl", "eval.jsonl", "Validation.jsonl", "dev1.jsonl"):
+        (data / name).write_bytes(_LINES)
+        with raises_error("several_splits"):
+            data_files(data)
+        (data / name).unlink()
+    assert len(data_files(f"{data}/train*")) == 2
+
+
 def test_names_that_are_no_pattern_stay(tmp_path):
     assert data_files("owner/name:split") == ["owner/name:split"]
     odd = tmp_path / "a[1].jsonl"

@@ -116,7 +116,7 @@ def test_bad_rows_are_refused_or_counted(tmp_path, name, zipped):
     with pytest.raises(UserError) as caught:
         load_records(path, "preference")
     assert f"{path}, {message}" in str(caught.value)
-    assert "on_bad_row: skip" in str(caught.value)
+    assert "--on-bad-row skip" in str(caught.value)
     loaded = load_records(path, "preference", on_bad_row="skip")
     assert loaded.records == _RECORDS
     assert len(loaded.skipped) == 1 and f"{path}, {message}" in loaded.skipped[0]

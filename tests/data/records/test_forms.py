@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from files import read_lines
 from raises import raises_error
 from rlhf_data import (
     CompletionRecord,
@@ -15,7 +19,9 @@ from rlhf_data import (
     PreferenceRecord,
     PromptRecord,
     StepwiseRecord,
+    UserError,
     as_messages,
+    write_dummy_data,
 )
 from rlhf_data.readers.files import row_parser
 
@@ -58,7 +64,7 @@ def test_two_answers_and_which_is_better(row: dict[str, Any], first_is_better: b
 
 def test_two_answers_to_messages_and_two_conversations() -> None:
     row = {"context": [_ASK], "response1": "yes", "response2": "no", "overall_preference": -1}
-    expected = PreferenceRecord([_ASK], [_YES], [_NO], is_chat=True)
+    expected = PreferenceRecord([_ASK], [_YES], [_NO])
     assert _parse("preference", row) == (expected,)
     arena = {"conversation_a": [_ASK, _NO], "conversation_b": [_ASK, _YES], "winner": "model_b"}
     assert _parse("preference", arena) == (expected,)
@@ -207,3 +213,44 @@ def test_columns_that_are_joined() -> None:
 def test_the_nearest_column_is_named(kind: str, row: Any, column: str, nearest: str | None) -> None:
     with raises_error("missing_column", column=column, nearest=nearest):
         _parse(kind, row)
+
+
+_ODD: tuple[Any, ...] = (
+    *(None, True, -1, 1.5, math.nan, math.inf, 10**400, "", "x", "9" * 5000, "\ud800", "[{", "[]"),
+    *([], [None], ["a"], [["a"]], {}, [{}], [{"role": "user", "content": None}], [{"from": [], "value": 3}]),
+    *({"text": [1], "label": [2]}, {"steps": 5}, {"steps": [{}]}),
+)
+
+
+def _places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if place:
+        yield place
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in parts:
+        yield from _places(part, (*place, key))
+
+
+def _changed(row: Any, place: tuple[Any, ...], value: Any) -> Any:
+    row = json.loads(json.dumps(row))
+    at = row
+    for key in place[:-1]:
+        at = at[key]
+    at[place[-1]] = value
+    return row
+
+
+def test_any_value_in_any_column_of_any_form_is_read_or_refused(tmp_path: Path) -> None:
+    write_dummy_data(tmp_path / "rows")
+    rows = [read_lines(path)[0] for path in sorted((tmp_path / "rows").rglob("*.jsonl"))]
+    assert len(rows) > 15
+    parsers = [row_parser(kind, {}) for kind in ("sft", "preference", "kto", "steps", "prompt")]
+    for row in rows:
+        for changed in [_changed(row, place, value) for place in _places(row) for value in _ODD]:
+            for parse in parsers:
+                with contextlib.suppress(UserError):
+                    parse(changed, "f.jsonl, line 1")
+
+
+def test_a_strength_that_is_not_a_number_is_no_verdict() -> None:
+    with raises_error("unknown_verdict"):
+        _parse("preference", _two("response_1", "response_2", "preference_strength", math.nan))

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from files import write_lines
 from raises import raises_error
 from rlhf_data import (
     GRPODataset,
@@ -62,11 +63,6 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def _written(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
 @pytest.mark.parametrize("kind", _SETS)
 def test_streamed_equals_in_memory_in_any_order(tmp_path, with_template, kind):
     tokenizer = with_template("plain")
@@ -76,7 +72,7 @@ def test_streamed_equals_in_memory_in_any_order(tmp_path, with_template, kind):
         rows = [row for row in rows if "chosen" in row]
     in_memory, streaming, options = _SETS[kind]
     good = [row for row in rows if len(row.get("prompt", "")) < 200 or kind == "prompt"]
-    path = _written(tmp_path / "a.jsonl", good)
+    path = write_lines(tmp_path / "a.jsonl", good)
     expected = in_memory(load_records(path, kind).records, tokenizer, **options)
     streamed = streaming(path, tokenizer, **options)
     found = streamed.fetch(range(len(streamed)))
@@ -108,7 +104,7 @@ def test_a_kl_partner_that_is_bad_is_passed_over(tmp_path, tokenizer):
     rows = [{"prompt": "p", "completion": f" {i}", "label": True} for i in range(6)]
     rows[2]["label"] = "perhaps"
     examples = StreamingKTODataset(
-        _written(tmp_path / "a.jsonl", rows), tokenizer, on_bad_row="skip", kl_batch_size=6
+        write_lines(tmp_path / "a.jsonl", rows), tokenizer, on_bad_row="skip", kl_batch_size=6
     )
     [three], [none] = examples.fetch([3])[0], examples.fetch([2])
     assert not none and three.kl_sequence is not None
@@ -117,7 +113,7 @@ def test_a_kl_partner_that_is_bad_is_passed_over(tmp_path, tokenizer):
 
 def test_a_preference_file_for_kto_has_each_completion_once(tmp_path, tokenizer):
     rows = [{"prompt": "p", "chosen": f" good {i}", "rejected": f" bad {i}"} for i in range(1203)]
-    path = _written(tmp_path / "a.jsonl", rows)
+    path = write_lines(tmp_path / "a.jsonl", rows)
     examples = StreamingKTODataset(path, tokenizer)
     assert [each.where for each in load_records(path, "kto").records[:3]] == [
         f"{path}, line {i}" for i in (1, 2, 3)
@@ -136,7 +132,7 @@ def test_rows_with_more_records_than_the_first_ones_lose_none(tmp_path, tokenize
     single = {"prompt": "p", "completion": " c", "label": True}
     pair = {"prompt": "p", "chosen": " x", "rejected": " y"}
     for rows in ([single] * 70 + [pair], [pair, *[single] * 70]):
-        examples = StreamingKTODataset(_written(tmp_path / f"{len(str(rows))}.jsonl", rows), tokenizer)
+        examples = StreamingKTODataset(write_lines(tmp_path / f"{len(str(rows))}.jsonl", rows), tokenizer)
         assert len(list(examples)) == 72
 
 

@@ -1,9 +1,15 @@
 """Shards that are written read back as they were, whole or not at all."""
 
 import json
+import math
+from datetime import date, datetime
+from decimal import Decimal
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
+from files import write_lines
 from raises import raises_error
 from rlhf_data import UserError, read_rows, write_shards
 from rlhf_data.streaming import write_shards as module
@@ -22,11 +28,6 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_MOST_CUTS", 8)
 
 
-def _source(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "jsonl", "lmdb"])
 @pytest.mark.parametrize("per_shard", [None, 20, 7])
 def test_rows_come_back_in_order(tmp_path, kind, per_shard):
@@ -34,7 +35,7 @@ def test_rows_come_back_in_order(tmp_path, kind, per_shard):
         with raises_error("invalid_value", key="rows_per_shard"):
             write_shards(["a"], tmp_path / "out", shard_format=kind, rows_per_shard=per_shard)
         return
-    first, second = _source(tmp_path / "a.jsonl", ROWS[:33]), _source(tmp_path / "b.jsonl", ROWS[33:])
+    first, second = write_lines(tmp_path / "a.jsonl", ROWS[:33]), write_lines(tmp_path / "b.jsonl", ROWS[33:])
     said: list[int] = []
     made = write_shards(
         [first, second],
@@ -67,7 +68,7 @@ def test_rows_come_back_in_order(tmp_path, kind, per_shard):
 )
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_what_a_table_cannot_hold_is_refused_and_nothing_is_left(tmp_path, rows, kind):
-    source = _source(tmp_path / "a.jsonl", rows)
+    source = write_lines(tmp_path / "a.jsonl", rows)
     with raises_error("mixed_types") as caught:
         write_shards([source], tmp_path / "out", shard_format=kind)
     assert caught.value.fields["where"].startswith(f"{source}, line ")
@@ -76,8 +77,28 @@ def test_what_a_table_cannot_hold_is_refused_and_nothing_is_left(tmp_path, rows,
     assert [row for _, row in read_rows(tmp_path / "out")] == rows
 
 
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "jsonl", "lmdb"])
+def test_values_of_tables_that_json_lacks(tmp_path, kind):
+    """Tables hold them as they are; JSON holds dates as texts, decimals as numbers, and no bytes."""
+    row = {"a": datetime(2020, 1, 2, 3), "b": date(2020, 1, 2), "c": Decimal("1.5"), "d": [math.nan]}
+    source = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), source)
+    write_shards([source], tmp_path / "out", shard_format=kind)
+    [(_, read)] = read_rows(tmp_path / "out")
+    assert math.isnan(read.pop("d")[0])
+    plain = {"a": "2020-01-02T03:00:00", "b": "2020-01-02", "c": 1.5}
+    assert read == (plain if kind in ("jsonl", "lmdb") else {key: row[key] for key in "abc"})
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"a": b"x"}]), source)
+    if kind in ("jsonl", "lmdb"):
+        with raises_error("not_json", where=f"{source}, row 1"):
+            write_shards([source], tmp_path / "bytes", shard_format=kind)
+    else:
+        write_shards([source], tmp_path / "bytes", shard_format=kind)
+        assert [fields for _, fields in read_rows(tmp_path / "bytes")] == [{"a": b"x"}]
+
+
 def test_columns_that_some_rows_lack(tmp_path):
-    source = _source(tmp_path / "a.jsonl", [{"a": 1}] * 15 + [{"a": 1, "b": None}, {"b": "x"}])
+    source = write_lines(tmp_path / "a.jsonl", [{"a": 1}] * 15 + [{"a": 1, "b": None}, {"b": "x"}])
     assert len(write_shards([source], tmp_path / "out")["shards"]) == 2  # the second has a column more
     assert [row for _, row in read_rows(tmp_path / "out")][-1] == {"a": None, "b": "x"}
 
@@ -92,7 +113,7 @@ def test_columns_that_some_rows_lack(tmp_path):
     ],
 )
 def test_a_new_shard_begins_where_types_change(tmp_path, rows):
-    write_shards([_source(tmp_path / "a.jsonl", rows)], tmp_path / "out")
+    write_shards([write_lines(tmp_path / "a.jsonl", rows)], tmp_path / "out")
     back = [row for _, row in read_rows(tmp_path / "out")]
     assert [{name: row.get(name) for name in ("a", "m")} for row in rows] == [
         {name: row.get(name) for name in ("a", "m")} for row in back
@@ -111,7 +132,7 @@ def test_half_a_character_is_a_bad_row(tmp_path, kind):
 
 def test_a_file_is_not_replaced(tmp_path):
     with raises_error("not_a_folder"):
-        write_shards([tmp_path / "a"], _source(tmp_path / "b", ROWS))
+        write_shards([tmp_path / "a"], write_lines(tmp_path / "b", ROWS))
 
 
 def test_bad_rows(tmp_path):

@@ -36,6 +36,10 @@ def by_length(pairs, share: float, seed: int):
     return flipped(pairs, wrong)
 
 
+def covers(interval, value: float) -> bool:
+    return interval["low"] <= value <= interval["high"]
+
+
 def test_a_planted_length_bias_is_covered_and_predicts_the_label():
     found = explored(by_length(unbiased(1500, 1), 0.8, 2)).results
     longer = found["label_bias"]["words"]["longer"]
@@ -47,6 +51,28 @@ def test_a_planted_length_bias_is_covered_and_predicts_the_label():
     assert ratio["name"] == "length ratio (log)" and ratio["low"] > 1
     assert "questions" in found["odds_ratios"]["too_rare"]
     assert [bar["estimate"] > 0.5 for bar in found["length_bins"]] == [False] * 5 + [True] * 5
+
+
+def test_a_planted_love_of_lists_and_refusals_is_covered():
+    """Each is added to one completion of 600 pairs, which is the chosen one in 70% and 75% of them."""
+    rng = random.Random(15)
+    pairs = unbiased(1800, 16)
+    for start, share, form in ((0, 0.7, "{}\n- one\n- two"), (600, 0.75, "I'm sorry, I can't help. {}")):
+        for i in range(start, start + 600):
+            p = pairs[i]
+            if rng.random() < share:
+                pairs[i] = pair(p.prompt, form.format(p.chosen), p.rejected)
+            else:
+                pairs[i] = pair(p.prompt, p.chosen, form.format(p.rejected))
+    found = explored(pairs).results
+    assert found["refusals"]["chosen_where_one_refuses"]["n"] == 600
+    assert covers(found["refusals"]["chosen_where_one_refuses"], 0.75)
+    accuracy = {each["name"]: each["accuracy"] for each in found["shortcuts"]["predictors"]}
+    # right on the third of the pairs that it tells apart, a coin on the others
+    assert covers(accuracy["list items"], 0.7 / 3 + 1 / 3)
+    assert covers(accuracy["refusal"], 0.75 / 3 + 1 / 3)
+    ratios = {each["name"]: each["low"] for each in found["odds_ratios"]["features"]}
+    assert ratios["list items"] > 1  # refusals speak in the first person, so theirs cannot be separated
 
 
 def test_a_planted_phrase_is_first_and_whole():
@@ -163,15 +189,15 @@ def test_predictors_do_not_depend_on_the_order_within_pairs():
 @pytest.mark.slow
 def test_nothing_planted_is_rarely_found():
     """With a coin for a label, 95% intervals leave out one half in 5% of the sets, and phrases are rare."""
-    runs, missed, learned, phrases = 100, 0, 0, 0
+    runs, missed, uncovered, learned, phrases = 100, 0, [0, 0], 0, 0
     for seed in range(runs):
         found = explored(unbiased(300, 1000 + seed, per_prompt=2)).results
         accuracy = {each["name"]: each["accuracy"] for each in found["shortcuts"]["predictors"]}
-        missed += sum(
-            not accuracy[name]["low"] <= 0.5 <= accuracy[name]["high"]
-            for name in ("length", "bag of words", TOGETHER)
-        )
+        missed += sum(not covers(accuracy[name], 0.5) for name in ("length", "bag of words", TOGETHER))
+        uncovered[0] += not covers(found["longer_where_they_differ"], 0.5)
+        uncovered[1] += not covers(found["odds_ratios"]["features"][0], 1)
         learned += found["label_noise"]["is_learnable"]
         phrases += bool(found["phrases"]["anywhere"]["found"])
     assert missed <= 0.05 * 3 * runs + 3 * (0.05 * 0.95 * 3 * runs) ** 0.5  # three standard errors
+    assert max(uncovered) <= 11  # 5 and three standard errors
     assert learned <= 9 and phrases <= 12  # 2.5% and 5%, three standard errors above

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from proofs import in_ci
 from rlhf_eval.run_comparison import (
     Curve,
     RunCurves,
@@ -154,7 +155,7 @@ def test_one_group_without_spread_is_judged_by_the_seeds_of_the_other() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("coarse", [False, True])
-@pytest.mark.parametrize("seeds", [2, 3, 5])
+@pytest.mark.parametrize("seeds", in_ci([2, 3, 5], 3))
 def test_groups_that_do_not_differ_are_seldom_told_apart(seeds: int, coarse: bool) -> None:
     rng, wrong = np.random.default_rng(seeds), 0
     for _ in range(200):

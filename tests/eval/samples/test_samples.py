@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from files import write_lines
 from raises import raises_error
 from rlhf_data import UserError
 from rlhf_eval.samples import FORMATS, matched, read_source, select_cases
@@ -32,12 +33,6 @@ HOSTILE = [
 ]
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def cases(scores: list[float | None], spread: float = 0.0) -> list[Case]:
     return [
         Case(
@@ -55,7 +50,7 @@ def test_a_runs_stages_are_two_models_and_what_lies_between_is_left_out(tmp_path
     rows = [{"stage": "start", "step": 0, "prompt": "p", "completion": "before", "reward": 1.0}]
     rows += [{"step": 3, "prompt": "p", "completion": "between", "reward": 9.0, "advantage": 0.1}]
     rows += [{"stage": "end", "step": 5, "prompt": "p", "completion": "after", "reward": 2.0}]
-    write(tmp_path / "run" / "samples.jsonl", rows)
+    write_lines(tmp_path / "run" / "samples.jsonl", rows)
     (case,) = matched(read_source(str(tmp_path / "run")))
     assert {name: (each.text, each.score) for name, each in case.completions.items()} == {
         "run start": ("before", 1.0),
@@ -65,8 +60,8 @@ def test_a_runs_stages_are_two_models_and_what_lies_between_is_left_out(tmp_path
 
 
 def test_only_prompts_of_all_models_are_compared(tmp_path: Path) -> None:
-    one = write(tmp_path / "one.jsonl", [{"instruction": p, "output": p.upper()} for p in "abc"])
-    two = write(tmp_path / "two.jsonl", [{"prompt": p, "response": p * 2, "score": 1} for p in "cbd"])
+    one = write_lines(tmp_path / "one.jsonl", [{"instruction": p, "output": p.upper()} for p in "abc"])
+    two = write_lines(tmp_path / "two.jsonl", [{"prompt": p, "response": p * 2, "score": 1} for p in "cbd"])
     found = matched(read_source(str(one)) | read_source(str(two)))
     assert [case.prompt for case in found] == ["b", "c"]
     with pytest.raises(UserError):
@@ -78,7 +73,7 @@ def test_only_prompts_of_all_models_are_compared(tmp_path: Path) -> None:
 )
 def test_rows_that_cannot_be_read_are_refused(tmp_path: Path, row: dict[str, Any]) -> None:
     with pytest.raises(UserError):
-        read_source(str(write(tmp_path / "rows.jsonl", [row])))
+        read_source(str(write_lines(tmp_path / "rows.jsonl", [row])))
 
 
 def test_a_model_folder_is_told_apart_from_completions(tmp_path: Path) -> None:

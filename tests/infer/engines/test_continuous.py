@@ -219,16 +219,16 @@ def test_other_work_is_done_in_the_midst_of_generation(lively_model: Any) -> Non
     batcher, started = ContinuousBatcher(engine), threading.Event()
     running = batcher.submit(PROMPTS[0], 1, SamplingParams(3000), on_token=lambda *_: started.set())
     started.wait()
-    assert batcher.run(threading.get_ident) == batcher._thread.ident
+    assert batcher.submit_work(threading.get_ident).result() == batcher._thread.ident
     assert not running.done()
 
     def fail() -> None:
         raise LookupError("no such thing")
 
     with pytest.raises(LookupError, match="no such thing"):
-        batcher.run(fail)
+        batcher.submit_work(fail).result()
     assert running.cancel()
     assert len(batcher.submit(PROMPTS[0], 1, SamplingParams(3)).result()) == 1
     batcher.close()
     with pytest.raises(RuntimeError, match="closed"):
-        batcher.run(fail)
+        batcher.submit_work(fail).result()

@@ -1,5 +1,6 @@
 """The transformers engine: greedy = `model.generate`, log-probs = `token_logps`, samples reproduce."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from rlhf_data import TokenSequence, pack
 from rlhf_infer import Rollout, SamplingParams, TransformersEngine
 from rlhf_models import tiny_model, token_logps, train_byte_tokenizer
 from rlhf_models.loading.tiny import TINY_ARCHITECTURES
+
+EOS = SimpleNamespace(eos_token_id=2)
 
 VOCAB_SIZE = 300
 
@@ -43,11 +46,7 @@ def ragged_prompts(count: int = 7) -> list[list[int]]:
 
 def generated(name: str, prompts: list[list[int]], n: int, params: SamplingParams, **options: Any) -> Any:
     model = make_model(name, ends=options.pop("ends", 1))
-    return TransformersEngine(model, options.pop("tokenizer", _Eos), **options).generate(prompts, n, params)
-
-
-class _Eos:
-    eos_token_id = 2
+    return TransformersEngine(model, options.pop("tokenizer", EOS), **options).generate(prompts, n, params)
 
 
 def ids_of(groups: list[list[Rollout]]) -> list[list[list[int]]]:
@@ -119,7 +118,7 @@ def assert_logps_are_the_trainers(model: Any, groups: list[list[Rollout]], tempe
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_sampling_logps_equal_token_logps(name: str, temperature: float) -> None:
     model = make_model(name, ends=20)
-    rollouts = TransformersEngine(model, _Eos).generate(
+    rollouts = TransformersEngine(model, EOS).generate(
         ragged_prompts(), 5, SamplingParams(20, temperature, 3)
     )
     assert_logps_are_the_trainers(model, rollouts, temperature)
@@ -135,7 +134,7 @@ def test_logps_are_the_whole_distributions_whatever_was_cut_off() -> None:
     params = SamplingParams(
         10, 0.9, 3, top_p=0.9, top_k=40, min_p=0.01, repetition_penalty=1.2, min_new_tokens=2
     )
-    rollouts = TransformersEngine(model, _Eos).generate(ragged_prompts(), 4, params)
+    rollouts = TransformersEngine(model, EOS).generate(ragged_prompts(), 4, params)
     assert_logps_are_the_trainers(model, rollouts, 0.9)
 
 
@@ -150,7 +149,7 @@ def test_adapters_are_sampled_from_when_active(name: str) -> None:
         for parameter_name, parameter in model.named_parameters():
             if "lora_B" in parameter_name:
                 parameter.normal_(generator=torch.Generator().manual_seed(0))
-    engine, params = TransformersEngine(model, _Eos), SamplingParams(8, 0.8, 1)
+    engine, params = TransformersEngine(model, EOS), SamplingParams(8, 0.8, 1)
     adapted = engine.generate(ragged_prompts(), 3, params)
     assert_logps_are_the_trainers(model, adapted, 0.8)
     with model.disable_adapter():
@@ -185,7 +184,7 @@ def test_a_sample_depends_on_seed_prompt_and_index_only(name: str) -> None:
 def test_samples_follow_the_distribution() -> None:
     # Frequencies of the first token against the model's probabilities: chi-square-like bound.
     model, n = make_model("llama"), 4000
-    (group,) = TransformersEngine(model, _Eos).generate([[5, 6, 7]], n, SamplingParams(1, 1.3, 5))
+    (group,) = TransformersEngine(model, EOS).generate([[5, 6, 7]], n, SamplingParams(1, 1.3, 5))
     counts = torch.bincount(torch.tensor([r.completion_ids[0] for r in group]), minlength=VOCAB_SIZE) / n
     with torch.no_grad():
         wanted = (model(torch.tensor([[5, 6, 7]])).logits[0, -1] / 1.3).softmax(-1)
@@ -195,7 +194,7 @@ def test_samples_follow_the_distribution() -> None:
 
 
 def test_unusable_prompts_and_counts_are_refused() -> None:
-    engine = TransformersEngine(make_model("llama"), _Eos)
+    engine = TransformersEngine(make_model("llama"), EOS)
     with raises_error("context_too_short"):
         engine.generate([[3] * 122], 1, SamplingParams(8))
     with raises_error("empty_prompt"):

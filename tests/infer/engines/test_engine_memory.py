@@ -1,6 +1,7 @@
 """How the transformers engine uses the model and its memory: budgets, shared prompts, modes, autograd."""
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,7 @@ from rlhf_infer.engines.kv_cache import BLOCK, DecodeAttention
 from rlhf_models import token_logps, train_byte_tokenizer
 from rlhf_models.language_model.logps import stream_forward
 
-
-class _Eos:
-    eos_token_id = 2
+EOS = SimpleNamespace(eos_token_id=2)
 
 
 def prompts_of(*lengths: int) -> list[list[int]]:
@@ -42,7 +41,7 @@ def test_each_prompt_is_prefilled_once_in_pieces_of_the_budget(
     first, second, third = prompts_of(30, 8, 8)
     first[0], third[0] = 3, 4  # prompts are taken in the order of their tokens
     prompts = [first + second, third, first + third, first + second]  # 54 distinct tokens
-    engine = TransformersEngine(lively_model(), _Eos, max_prefill_tokens=46)
+    engine = TransformersEngine(lively_model(), EOS, max_prefill_tokens=46)
     engine.generate(prompts, 3, SamplingParams(1))
     # The two with a common start, 30 + 8 + 8, stay together, whichever of the two pieces they are.
     assert sorted(passes) == [("prefill", 8), ("prefill", 46)]
@@ -56,7 +55,7 @@ def test_the_budget_for_keys_and_values_holds_within_a_prompt_too(
     passes: list[tuple[str, int]], lively_model: Any
 ) -> None:
     prompts, params = prompts_of(10, 12), SamplingParams(10, seed=1)
-    engine = TransformersEngine(lively_model(), _Eos, max_batch_tokens=60)
+    engine = TransformersEngine(lively_model(), EOS, max_batch_tokens=60)
     engine.eos_token_ids = [10**6]  # none ends
     engine.generate(prompts, 7, params)
     # 10 + 5·10 = 60, but 12 + 5·10 > 60: rounds of at most 5 and of at most 4 rows, as even as they can be.
@@ -69,7 +68,7 @@ def test_the_budget_for_keys_and_values_holds_within_a_prompt_too(
 
 
 def test_finished_rows_leave_in_few_steps(passes: list[tuple[str, int]], lively_model: Any) -> None:
-    engine = TransformersEngine(lively_model(), _Eos)
+    engine = TransformersEngine(lively_model(), EOS)
     engine.eos_token_ids = list(range(2, 30))
     groups = engine.generate(prompts_of(5, 6, 7, 8), 8, SamplingParams(40, 1.5, 0))
     rows = [size for kind, size in passes if kind == "decode"]
@@ -102,7 +101,7 @@ def test_memory_grows_with_the_tokens_and_shrinks_with_the_rows(
         return hidden
 
     monkeypatch.setattr("rlhf_infer.engines.transformers_engine.stream_forward", recorded)
-    engine = TransformersEngine(model, _Eos)
+    engine = TransformersEngine(model, EOS)
     engine.eos_token_ids = [2, 3]
     prompts, params = prompts_of(5, 6), SamplingParams(300, 1.5, 0)
     groups = engine.generate(prompts, 8, params)
@@ -117,7 +116,7 @@ def test_memory_grows_with_the_tokens_and_shrinks_with_the_rows(
 def test_what_grows_and_shrinks_is_what_plain_generation_reads(name: str, lively_model: Any) -> None:
     model = lively_model(name, max_position_embeddings=1024)
     [prompt] = prompts_of(7)
-    engine = TransformersEngine(model, _Eos)
+    engine = TransformersEngine(model, EOS)
     engine.eos_token_ids = [10**6]
     [[rollout]] = engine.generate([prompt], 1, SamplingParams(BLOCK + 40, temperature=0))
     ids = torch.tensor([[*prompt, *rollout.completion_ids]])
@@ -127,7 +126,7 @@ def test_what_grows_and_shrinks_is_what_plain_generation_reads(name: str, lively
 
 
 def test_a_completion_that_does_not_fit_the_budget_is_refused(lively_model: Any) -> None:
-    engine = TransformersEngine(lively_model(max_position_embeddings=512), _Eos, max_batch_tokens=50)
+    engine = TransformersEngine(lively_model(max_position_embeddings=512), EOS, max_batch_tokens=50)
     [prompt] = prompts_of(10)
     assert len(engine.generate([prompt], 3, SamplingParams(40))[0]) == 3
     with raises_error("max_batch_tokens_too_small"):
@@ -147,9 +146,9 @@ def test_keys_and_values_are_kept_in_the_dtype_of_autocast(
     monkeypatch.setattr("rlhf_infer.engines.transformers_engine.DecodeAttention", Recording)
     model, prompts = lively_model(), prompts_of(9, 5)
     params = SamplingParams(8, temperature=0)
-    plain = TransformersEngine(model, _Eos).generate(prompts, 1, params)
+    plain = TransformersEngine(model, EOS).generate(prompts, 1, params)
     with torch.autocast("cpu", torch.bfloat16):
-        groups = TransformersEngine(model, _Eos).generate(prompts, 1, params)
+        groups = TransformersEngine(model, EOS).generate(prompts, 1, params)
     for plan, dtype in zip(plans, (torch.float32, torch.bfloat16), strict=True):
         kept = [*plan._cache.layers.values(), *plan._own.values()]
         assert len(kept) > 2 and {x.dtype for pair in kept for x in pair} == {dtype}
@@ -166,18 +165,18 @@ def test_keys_and_values_are_kept_in_the_dtype_of_autocast(
 def test_dropout_is_off_and_every_part_gets_its_mode_back(lively_model: Any) -> None:
     model = lively_model("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
     prompts, params = prompts_of(5, 9), SamplingParams(6, seed=2)
-    expected = TransformersEngine(model, _Eos).generate(prompts, 3, params)
+    expected = TransformersEngine(model, EOS).generate(prompts, 3, params)
     model.train()
     model.transformer.h[0].eval()  # a frozen part
     modes = [module.training for module in model.modules()]
-    assert TransformersEngine(model, _Eos).generate(prompts, 3, params) == expected
+    assert TransformersEngine(model, EOS).generate(prompts, 3, params) == expected
     assert [module.training for module in model.modules()] == modes and len(set(modes)) == 2
 
     def fail(completion: list[int], logits: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("broken")
 
     with pytest.raises(RuntimeError, match="broken"):
-        TransformersEngine(model, _Eos).generate(prompts, 1, SamplingParams(6, logits_processors=(fail,)))
+        TransformersEngine(model, EOS).generate(prompts, 1, SamplingParams(6, logits_processors=(fail,)))
     assert [module.training for module in model.modules()] == modes
 
 
@@ -186,7 +185,7 @@ def test_training_goes_on_after_generation(lively_model: Any) -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     model = lively_model(rope_parameters=rope, max_position_embeddings=16).train()
     prompt = prompts_of(5)[0]
-    ((rollout,),) = TransformersEngine(model, _Eos).generate([prompt], 1, SamplingParams(6))
+    ((rollout,),) = TransformersEngine(model, EOS).generate([prompt], 1, SamplingParams(6))
     assert not any(x.is_inference() for x in [*model.parameters(), *model.buffers()])
     (batch,) = pack([TokenSequence([*prompt, *rollout.completion_ids], len(prompt))])
     token_logps(model, batch).logps.sum().backward()
@@ -195,14 +194,14 @@ def test_training_goes_on_after_generation(lively_model: Any) -> None:
 
 def test_it_is_an_engine_that_shares_its_model(lively_model: Any) -> None:
     model = lively_model()
-    engine: GenerationEngine = TransformersEngine(model, _Eos)
+    engine: GenerationEngine = TransformersEngine(model, EOS)
     prompts, params = prompts_of(5, 9), SamplingParams(6)
     before = engine.generate(prompts, 2, params)
     with torch.no_grad():
         model.model.norm.weight.mul_(-1.0)
     engine.update_weights(model)
     after = engine.generate(prompts, 2, params)
-    assert before != after == TransformersEngine(model, _Eos).generate(prompts, 2, params)
+    assert before != after == TransformersEngine(model, EOS).generate(prompts, 2, params)
     with pytest.raises(ValueError, match="the model that it was made with"):
         engine.update_weights(lively_model())
     engine.close()
@@ -219,7 +218,7 @@ def test_logits_processors_see_each_unfinished_rows_own_completion(lively_model:
         allowed = torch.arange(logits.shape[0]) % 2 != (completion or [1])[-1] % 2
         return logits.masked_fill(~allowed, -torch.inf)
 
-    engine = TransformersEngine(lively_model(), _Eos)
+    engine = TransformersEngine(lively_model(), EOS)
     engine.eos_token_ids = list(range(2, 40))
     params = SamplingParams(9, 1.5, 0, logits_processors=(alternate,), min_new_tokens=2)
     groups = engine.generate(prompts_of(5, 9), 6, params)

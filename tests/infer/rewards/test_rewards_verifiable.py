@@ -12,7 +12,7 @@ import pytest
 
 from raises import raises_error
 from rlhf_infer.rewards import RewardFunctionFactory as Factory
-from rlhf_infer.rewards.answers.numbers import numbers_in
+from rlhf_infer.rewards.answers.numbers import find_numbers, plain
 from rlhf_infer.rewards.answers.read_answers import read_choice, read_number
 
 DATA = Path(__file__).parents[3] / "../shared/data/gsm8k"
@@ -43,7 +43,8 @@ DATA = Path(__file__).parents[3] / "../shared/data/gsm8k"
     ],
 )
 def test_numbers_in_text_are_exact(text: str, expected: list[str]) -> None:
-    assert [number.value for number in numbers_in(text)] == [Fraction(value) for value in expected]
+    found = [span.number.value for span in find_numbers(plain(text))]
+    assert found == [Fraction(value) for value in expected]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +13,10 @@ from raises import raises_error
 from rlhf_infer import EnsemblePolicy, Rollout, SamplingParams, TransformersEngine
 from rlhf_models import tiny_model
 
+EOS = SimpleNamespace(eos_token_id=2)
+
 VOCAB_SIZE = 300
 PROMPTS = [[60, 61, 62], [70], [60, 61, 80, 81, 82, 83, 84], [60, 61, 62]]
-
-
-class _Eos:
-    eos_token_id = 2
 
 
 def make_model(seed: int = 0, name: str = "llama", **fields: Any) -> Any:
@@ -66,10 +65,10 @@ def all_of(groups: list[list[Rollout]]) -> list[tuple[list[int], list[float], st
 
 def test_averaging_a_model_with_itself_is_the_model_to_the_bit() -> None:
     model, params = make_model(), SamplingParams(12, temperature=0.8, seed=5)
-    alone = TransformersEngine(model, _Eos).generate(PROMPTS, 3, params)
+    alone = TransformersEngine(model, EOS).generate(PROMPTS, 3, params)
     for weights in (None, [0.2, 0.7, 0.4]):
         members = [model] * (2 if weights is None else 3)
-        ours = EnsemblePolicy(members, _Eos, weights=weights).generate(PROMPTS, 3, params)
+        ours = EnsemblePolicy(members, EOS, weights=weights).generate(PROMPTS, 3, params)
         assert all_of(ours) == all_of(alone)
     assert len({len(ids) for ids, _, _ in all_of(alone)}) > 2
 
@@ -82,24 +81,24 @@ def test_greedy_equals_a_plain_padded_loop(weights: list[float] | None) -> None:
 
     shares = [0.5, 0.5] if weights is None else [0.25, 0.75]
     expected = greedy_reference(models(), shares, 10)
-    ours = EnsemblePolicy(models(), _Eos, weights=weights).generate(
+    ours = EnsemblePolicy(models(), EOS, weights=weights).generate(
         PROMPTS, 1, SamplingParams(10, temperature=0)
     )
     for (ids, logps), (rollout,) in zip(expected, ours, strict=True):
         assert rollout.completion_ids == ids
         assert rollout.logps == pytest.approx(logps, abs=1e-4)
     for model in models():
-        alone = TransformersEngine(model, _Eos).generate(PROMPTS, 1, SamplingParams(10, temperature=0))
+        alone = TransformersEngine(model, EOS).generate(PROMPTS, 1, SamplingParams(10, temperature=0))
         assert all_of(alone) != all_of(ours)
 
 
 def test_samples_come_in_rounds_and_in_parts() -> None:
     members, params = [make_model(0), make_model(1)], SamplingParams(8, seed=2)
-    policy = EnsemblePolicy(members, _Eos)
+    policy = EnsemblePolicy(members, EOS)
     whole = policy.generate(PROMPTS, 6, params)
     first, second = policy.generate(PROMPTS, 2, params), policy.generate(PROMPTS, 4, params, first=2)
     joined = [a + b for a, b in zip(first, second, strict=True)]
-    small = EnsemblePolicy(members, _Eos, max_batch_tokens=24).generate(PROMPTS, 6, params)
+    small = EnsemblePolicy(members, EOS, max_batch_tokens=24).generate(PROMPTS, 6, params)
     for other in (joined, small):
         assert [ids for ids, _, _ in all_of(other)] == [ids for ids, _, _ in all_of(whole)]
     assert whole[0] == whole[3]
@@ -159,9 +158,9 @@ def test_refusals() -> None:
         ([model, model], {"weights": [1.0]}, "invalid_value", "weights"),
         ([model, model], {"weights": [1.0, 0.0]}, "invalid_value", "weights"),
         ([model], {"extract": str}, "invalid_value", "extract"),
-        ([TransformersEngine(model, _Eos)], {}, "not_a_model", None),
+        ([TransformersEngine(model, EOS)], {}, "not_a_model", None),
         (
-            [TransformersEngine(model, _Eos)],
+            [TransformersEngine(model, EOS)],
             {"how": "vote", "max_batch_tokens": 9},
             "unused_option",
             None,
@@ -172,13 +171,13 @@ def test_refusals() -> None:
     ]
     for members, settings, code, key in cases:
         with raises_error(code, key=key):
-            EnsemblePolicy(members, _Eos, **settings)
+            EnsemblePolicy(members, EOS, **settings)
     with raises_error("cannot_sync_weights"):
-        EnsemblePolicy([model], _Eos).update_weights(model)
+        EnsemblePolicy([model], EOS).update_weights(model)
 
 
 def test_the_shortest_context_is_the_ensemble_s() -> None:
     short, long = make_model(0, max_position_embeddings=16), make_model(1, max_position_embeddings=64)
     for members in ([short, long], [long, short]):
         with raises_error("context_too_short"):
-            EnsemblePolicy(members, _Eos).generate(PROMPTS, 1, SamplingParams(12))
+            EnsemblePolicy(members, EOS).generate(PROMPTS, 1, SamplingParams(12))

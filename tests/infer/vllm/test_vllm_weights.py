@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 
 from raises import raises_error
-from rlhf_infer.vllm import weight_export as weight_folder
 from rlhf_infer.vllm.weight_export import policy_tensors, write_adapter_folder, write_weight_folder
 from rlhf_models.adapters.files import load_adapter
 from rlhf_models.adapters.lora import LoraSettings, add_adapters, apply_lora
+from rlhf_models.loading import saving
 from rlhf_models.loading.tiny import TINY_ARCHITECTURES, random_model, tiny_model
 
 IDS = torch.arange(3, 12)[None]
@@ -156,7 +156,7 @@ def test_quantised_weights_come_as_what_the_model_computes_with(bits: int, tmp_p
 
 
 def test_large_folders_have_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_folder, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(saving, "FILE_BYTES", 20_000)
     model = small_model("llama")
     write_weight_folder(model, tmp_path / "m")
     index = json.loads((tmp_path / "m" / "model.safetensors.index.json").read_text())
@@ -204,7 +204,7 @@ def test_weights_that_are_spread_over_processes_are_refused() -> None:
     model = small_model("llama")
     weight: Any = model.get_input_embeddings().weight
     weight.data, weight.ds_id = torch.empty(0), 0  # as DeepSpeed's ZeRO-3 leaves a parameter
-    with pytest.raises(ValueError, match=r"embed_tokens\.weight is spread over processes; gather"):
+    with pytest.raises(ValueError, match="spread over processes"):
         dict(policy_tensors(model))
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import rlhf_merge as functions
 from raises import raises_error
 from rlhf_merge import (
     breadcrumbs,
@@ -23,7 +23,6 @@ from rlhf_merge import (
     task_arithmetic,
     ties,
 )
-from rlhf_merge.methods.catalog import METHODS
 
 BASE = torch.tensor([10.0, 10.0, 10.0, 10.0])
 
@@ -82,8 +81,7 @@ def test_ties_elects_by_mass_or_by_count():
     assert_close(ties(base, models, [1, 2]), vector(-1))
     assert_close(ties(base, models, [1, 2], sign="count"), vector(1))
 
-
-def test_ties_keeps_the_base_where_no_sign_wins():
+    # Where no sign wins, the base stays.
     base, models = vector(1, 2), [vector(4, 7), vector(-2, 2)]
     assert_close(ties(base, models), vector(1, 7))  # +3 and -3; +5 and 0
     assert_close(ties(base, models, sign="count"), vector(1, 7))
@@ -105,10 +103,6 @@ def test_ties_keeps_equal_magnitudes_together():
 def test_ties_keeps_the_floor_of_the_density_and_at_least_one(density: float, kept: int):
     result = ties(torch.zeros(3), [vector(-3, 2, 1)], density=density)
     assert result.tolist() == [-3, 2, 1][:kept] + [0] * (3 - kept)
-
-
-def test_ties_without_changes_is_the_base():
-    assert torch.equal(ties(BASE, [BASE, BASE], density=0.25), BASE)
 
 
 def test_dare_keeps_a_share_and_divides_by_it():
@@ -159,8 +153,7 @@ def test_della_elects_unless_told_not_to():
     assert_close(della(base, models, sign="count"), vector(0, 2))
     assert_close(della(base, models, sign=None), vector(1, 4))
 
-
-def test_della_of_one_column_has_the_density():
+    # Of one column, with the density.
     column = torch.ones(40_000, 1)
     kept = della(torch.zeros(40_000, 1), [column], density=0.25, epsilon=0.2, sign=None)
     assert kept.unique().tolist() == [0, 4]
@@ -177,8 +170,6 @@ def test_breadcrumbs():
     assert_close(breadcrumbs(torch.zeros(5), [model], 1.0, 0.2, 0.39), vector(0, -4, 0, 0, 0))
     assert_close(breadcrumbs(torch.zeros(5), [model], 1.0, 1.0, 0.9), model)
 
-
-def test_breadcrumbs_with_signs():
     # Kept are (0, -3, 2) and (5, 3, 0): -3 and 3 are a tie.
     models = [vector(9, -3, 2), vector(5, 3, 8)]
     assert_close(
@@ -187,11 +178,12 @@ def test_breadcrumbs_with_signs():
     )
 
 
-@pytest.mark.parametrize(("first", "second", "t", "expected"), [(0, 90, 0.25, 22.5), (0, 60, 1 / 3, 20)])
 @pytest.mark.parametrize("turn", [0, 100, 200])
-def test_slerp_turns_unit_vectors(first: float, second: float, t: float, expected: float, turn: float):
-    assert_close(slerp(at(first + turn), at(second + turn), t), at(expected + turn))
-    assert_close(slerp(at(second + turn), at(first + turn), 1 - t), at(expected + turn))
+def test_slerp_turns_unit_vectors(turn: float):
+    for far, t in ((90, 0.25), (60, 1 / 3)):
+        expected = at(far * t + turn)
+        assert_close(slerp(at(turn), at(far + turn), t), expected)
+        assert_close(slerp(at(far + turn), at(turn), 1 - t), expected)
 
 
 def test_slerp_of_other_lengths_and_an_obtuse_angle():
@@ -307,42 +299,33 @@ def test_inputs_stay_as_they_are():
 
 
 A, B = vector(1, 2), vector(3, 5)
+UNKNOWN_SIGN: dict[str, Any] = {"sign": "vote"}
 
 
 @pytest.mark.parametrize(
-    ("function", "arguments", "message"),
+    ("merge", "message"),
     [
-        (linear, ([A, vector(1)],), r"tensors must have one shape, got \[\(1,\), \(2,\)\]"),
-        (linear, ([A, torch.tensor([1, 2])],), "tensors must be floating-point"),
-        (linear, ([A, B], [1, 2, 3]), "weight must be one number or 2, one for each tensor, got 3"),
-        (linear, ([A, B], [1, -1]), "weights 1, -1"),
-        (linear, ([],), "at least 1 tensors besides the base are needed, got 0"),
-        (task_arithmetic, (A, [B, B], [0.5, -0.5], dict(normalize=True)), "weights"),
-        (ties, (A, [B], 1, 0), "density is 0"),
-        (ties, (A, [B], 1, 1.5), "density is 1"),
-        (ties, (A, [B], dict(sign="vote")), "sign is 'vote'"),
-        (dare, (A, [B], 1, [0.5, 0.5]), "density must be one number or 1"),
-        (dare, (A, [B], 1, -0.5), "density is -0"),
-        (breadcrumbs, (A, [B], 1, 1, 2), "gamma is 2"),
-        (della, (A, [B], 1, 0.5, 0.6), "epsilon is 0"),
-        (della, (A, [B], 1, 0.1, 0.1), r"density .* and epsilon"),
-        (della, (A, [B], 1, 0.9, 0.2), r"density .* and epsilon"),
-        (slerp, (A, B, 1.5), "t is 1"),
-        (spherical_mean, ([A, B], [1, -1]), "weights"),
-        (spherical_mean, ([A, B], 0), "weights"),
-        (spherical_mean, ([A, B], dict(max_iter=0)), "max_iter is 0"),
-        (model_stock, (A, [B]), "at least 2 tensors besides the base are needed, got 1"),
-        (nearswap, (A, B, -1), "t is -1"),
-        (linear, ([A, vector(1, math.nan)],), r"holds nan at \(1,\)"),
-        (linear, ([vector(-math.inf, 1), A],), r"holds -inf at \(0,\)"),
-        (linear, ([A, B], math.nan), "weight is nan"),
-        (ties, (A, [B], 1, math.nan), "density is nan"),
+        (lambda: linear([A, vector(1)]), r"tensors must have one shape, got \[\(1,\), \(2,\)\]"),
+        (lambda: linear([A, torch.tensor([1, 2])]), "tensors must be floating-point"),
+        (lambda: linear([A, B], [1, 2, 3]), "weight must be one number or 2, one for each tensor, got 3"),
+        (lambda: linear([A, B], [1, -1]), "weights 1, -1"),
+        (lambda: linear([A, B], math.nan), "weight is nan"),
+        (lambda: linear([]), "at least 1 tensors besides the base are needed, got 0"),
+        (lambda: linear([A, vector(1, math.nan)]), r"holds nan at \(1,\)"),
+        (lambda: linear([vector(-math.inf, 1), A]), r"holds -inf at \(0,\)"),
+        (lambda: ties(A, [B], 1, 1.5), "density is 1.5, expected a finite number > 0 and <= 1"),
+        (lambda: ties(A, [B], **UNKNOWN_SIGN), "sign is 'vote', expected mass or count"),
+        (lambda: dare(A, [B], 1, [0.5, 0.5]), "density must be one number or 1"),
+        (lambda: della(A, [B], 1, 0.1, 0.1), r"density .* and epsilon"),
+        (lambda: spherical_mean([A, B], [2, -1]), "needs weights >= 0"),
+        (lambda: spherical_mean([A, B], max_iter=0), "max_iter is 0"),
+        (lambda: model_stock(A, [B]), "at least 2 tensors besides the base are needed, got 1"),
+        (lambda: nearswap(A, B, -1), "t is -1"),
     ],
 )
-def test_refused(function: Any, arguments: tuple[Any, ...], message: str):
-    keywords = arguments[-1] if isinstance(arguments[-1], dict) else {}
+def test_refused(merge: Callable[[], Tensor], message: str):
     with pytest.raises(ValueError, match=message):
-        function(*(argument for argument in arguments if argument is not keywords), **keywords)
+        merge()
 
 
 def test_an_infinity_is_found_in_a_sum_that_overflows():
@@ -361,11 +344,3 @@ def test_what_the_result_cannot_hold_is_refused(dtype: torch.dtype, sign: float)
     assert torch.equal(task_arithmetic(base, [model]), model)
     with raises_error("overflow"):
         task_arithmetic(base, [model], 2.0)
-
-
-def test_there_is_a_function_for_every_method():
-    apart = {"karcher": "spherical_mean", "passthrough": None}
-    for method in METHODS:
-        stem = method.removesuffix("_linear").removesuffix("_ties")
-        name = apart.get(method, stem)
-        assert name is None or callable(getattr(functions, name))

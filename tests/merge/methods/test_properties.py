@@ -29,32 +29,28 @@ Merge = Callable[[Tensor, Sequence[Tensor]], Tensor]
 
 WEIGHTS = [0.3, 1.1, 0.4]
 ELEMENTWISE: dict[str, Merge] = {
-    "linear": lambda base, models: linear(models, WEIGHTS),
-    "task arithmetic": lambda base, models: task_arithmetic(base, models, WEIGHTS, lambda_=0.7),
-    "task arithmetic, normalised": lambda base, models: task_arithmetic(
-        base, models, WEIGHTS, normalize=True
-    ),
-    "task arithmetic, negative": lambda base, models: task_arithmetic(
-        base, models, [-0.5, 1, 2], lambda_=0.5
-    ),
-    "ties": lambda base, models: ties(base, models, WEIGHTS, [0.2, 0.5, 1.0], lambda_=1.5),
-    "ties, count": lambda base, models: ties(base, models, WEIGHTS, 0.3, sign="count"),
-    "ties, negative": lambda base, models: ties(base, models, [-0.5, 1, 2], 0.6, normalize=False),
-    "breadcrumbs": lambda base, models: breadcrumbs(base, models, WEIGHTS, [0.4, 0.5, 0.9], 0.05),
-    "breadcrumbs, ties": lambda base, models: breadcrumbs(base, models, WEIGHTS, 0.5, 0.1, sign="mass"),
-    "nearswap": lambda base, models: nearswap(base, models[0], 0.5),
+    "linear": lambda b, m: linear(m, WEIGHTS),
+    "task arithmetic": lambda b, m: task_arithmetic(b, m, WEIGHTS, lambda_=0.7),
+    "task arithmetic, normalised": lambda b, m: task_arithmetic(b, m, WEIGHTS, normalize=True),
+    "task arithmetic, negative": lambda b, m: task_arithmetic(b, m, [-0.5, 1, 2], lambda_=0.5),
+    "ties": lambda b, m: ties(b, m, WEIGHTS, [0.2, 0.5, 1.0], lambda_=1.5),
+    "ties, count": lambda b, m: ties(b, m, WEIGHTS, 0.3, sign="count"),
+    "ties, negative": lambda b, m: ties(b, m, [-0.5, 1, 2], 0.6, normalize=False),
+    "breadcrumbs": lambda b, m: breadcrumbs(b, m, WEIGHTS, [0.4, 0.5, 0.9], 0.05),
+    "breadcrumbs, ties": lambda b, m: breadcrumbs(b, m, WEIGHTS, 0.5, 0.1, sign="mass"),
+    "nearswap": lambda b, m: nearswap(b, m[0], 0.5),
 }
 RANDOM: dict[str, Merge] = {
-    "dare": lambda base, models: dare(base, models, WEIGHTS, [0.5, 0.9, 1.0], lambda_=0.5),
-    "dare, ties": lambda base, models: dare(base, models, WEIGHTS, 0.5, rescale=False, sign="mass"),
-    "della": lambda base, models: della(base, models, WEIGHTS, [0.5, 0.4, 0.3], seed=3),
-    "della, count": lambda base, models: della(base, models, WEIGHTS, 0.5, [0.1, 0.2, 0.0], sign="count"),
-    "della, linear": lambda base, models: della(base, models, WEIGHTS, 0.5, sign=None, rescale=False),
+    "dare": lambda b, m: dare(b, m, WEIGHTS, [0.5, 0.9, 1.0], lambda_=0.5),
+    "dare, ties": lambda b, m: dare(b, m, WEIGHTS, 0.5, rescale=False, sign="mass"),
+    "della": lambda b, m: della(b, m, WEIGHTS, [0.5, 0.4, 0.3], seed=3),
+    "della, count": lambda b, m: della(b, m, WEIGHTS, 0.5, [0.1, 0.2, 0.0], sign="count"),
+    "della, linear": lambda b, m: della(b, m, WEIGHTS, 0.5, sign=None, rescale=False),
 }
 ANGLES: dict[str, Merge] = {
-    "slerp": lambda base, models: slerp(models[0], models[1], 0.3),
-    "spherical mean": lambda base, models: spherical_mean(models, WEIGHTS),
-    "model stock": lambda base, models: model_stock(base, models),
+    "slerp": lambda b, m: slerp(m[0], m[1], 0.3),
+    "spherical mean": lambda b, m: spherical_mean(m, WEIGHTS),
+    "model stock": lambda b, m: model_stock(b, m),
 }
 ALL = ELEMENTWISE | RANDOM | ANGLES
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
@@ -103,14 +99,14 @@ def test_many_equal_models_have_themselves_as_their_mean(count: int):
 
 
 ORDERLESS: dict[str, Callable[[Tensor, Sequence[Tensor], Sequence[float]], Tensor]] = {
-    "linear": lambda base, models, weights: linear(models, weights),
+    "linear": lambda b, m, w: linear(m, w),
     "task arithmetic": task_arithmetic,
-    "ties": lambda base, models, weights: ties(base, models, weights, 0.5),
-    "ties, count": lambda base, models, weights: ties(base, models, weights, 0.5, sign="count"),
-    "breadcrumbs": lambda base, models, weights: breadcrumbs(base, models, weights, 0.5, 0.1),
-    "spherical mean": lambda base, models, weights: spherical_mean(models, weights),
-    "model stock": lambda base, models, weights: model_stock(base, models),
-    "dare, all kept": lambda base, models, weights: dare(base, models, weights),
+    "ties": lambda b, m, w: ties(b, m, w, 0.5),
+    "ties, count": lambda b, m, w: ties(b, m, w, 0.5, sign="count"),
+    "breadcrumbs": lambda b, m, w: breadcrumbs(b, m, w, 0.5, 0.1),
+    "spherical mean": lambda b, m, w: spherical_mean(m, w),
+    "model stock": lambda b, m, w: model_stock(b, m),
+    "dare, all kept": lambda b, m, w: dare(b, m, w),
 }
 
 
@@ -127,11 +123,6 @@ def test_the_order_of_the_models_does_not_matter(name: str):
         assert float((found == merge(*small, WEIGHTS)).double().mean()) > 0.99
 
 
-def test_slerp_backwards_is_slerp():
-    _, models = inputs()
-    assert_close(slerp(models[0], models[1], 0.3), slerp(models[1], models[0], 0.7))
-
-
 def test_random_masks_go_by_place():
     base, models = inputs()
     assert not torch.equal(dare(base, models, density=0.5), dare(base, models[::-1], density=0.5))
@@ -141,10 +132,10 @@ def test_random_masks_go_by_place():
 
 WEIGHTED: dict[str, Callable[[Tensor, Sequence[Tensor], Sequence[float]], Tensor]] = {
     **{name: ORDERLESS[name] for name in ORDERLESS if name != "model stock"},
-    "dare": lambda base, models, weights: dare(base, models, weights, 0.5, sign="mass"),
-    "della": lambda base, models, weights: della(base, models, weights, 0.5),
-    "linear sum": lambda base, models, weights: linear(models, weights, normalize=False),
-    "normalised": lambda base, models, weights: task_arithmetic(base, models, weights, normalize=True),
+    "dare": lambda b, m, w: dare(b, m, w, 0.5, sign="mass"),
+    "della": lambda b, m, w: della(b, m, w, 0.5),
+    "linear sum": lambda b, m, w: linear(m, w, normalize=False),
+    "normalised": lambda b, m, w: task_arithmetic(b, m, w, normalize=True),
 }
 
 
@@ -169,9 +160,7 @@ def test_ties_of_density_1_is_task_arithmetic_where_signs_agree(sign: Literal["m
     mean = ties(base, agreeing, WEIGHTS, sign=sign)
     assert_close(mean, task_arithmetic(base, agreeing, WEIGHTS, normalize=True), 1e-15)
 
-
-def test_ties_of_density_1_differs_from_task_arithmetic_where_signs_conflict():
-    base, models = inputs(torch.float64)
+    # Where they conflict, the two differ.
     apart = ties(base, models, WEIGHTS, normalize=False) - task_arithmetic(base, models, WEIGHTS)
     agree = torch.stack([torch.sign(model - base) for model in models]).sum(0).abs() == 3
     assert 0.1 < float(agree.double().mean()) < 0.4

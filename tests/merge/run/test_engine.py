@@ -14,26 +14,29 @@ from torch import Tensor
 
 from raises import raises_error
 from rlhf_merge.config.merge_config import MergeConfig
-from rlhf_merge.errors import MergeError
 from rlhf_merge.methods.blocks import MemoryTensor
-from rlhf_merge.names.tensor_names import source_names
 from rlhf_merge.run import engine
 from rlhf_merge.run.engine import Resources, expected_bytes, merge_tensors
 from rlhf_merge.run.plan import TensorJob, job_of, make_plan
+from rlhf_merge.run.sources import source_names
 
 State = dict[str, Tensor]
 
 
 class Memory:
-    """Merged tensors, and what the engine said of them."""
+    """Merged tensors, and what the engine said of them; each piece may take some time to write."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
         self.tensors: State = {}
         self.pieces: list[tuple[str, int, int]] = []
         self.finished: dict[str, Any] = {}
         self.flushed = 0
+        self.begun = threading.Event()
 
     def write(self, name: str, element: int, values: Tensor) -> None:
+        self.begun.set()
+        time.sleep(self.seconds)
         self.pieces.append((name, element, len(values)))
         self.tensors.setdefault(name, torch.empty(0, dtype=values.dtype))
         if element == len(self.tensors[name]):
@@ -61,31 +64,18 @@ def merged(states: dict[str, State], threads: int = 1, /, **values: Any) -> Memo
 
 
 def states(*specs: str, layers: int = 4, size: int = 3000) -> dict[str, State]:
+    """In each layer a small `v` and a `w` of three times its size."""
     generator = torch.Generator().manual_seed(0)
-    names = [f"layers.{i}.{part}" for i in range(layers) for part in ("v", "w")]
-    return {
-        spec: {
-            name: torch.randn(size * (1 + 2 * (i % 2)), generator=generator) for i, name in enumerate(names)
-        }
-        for spec in specs
+    sizes = {
+        f"layers.{i}.{part}": size * times for i in range(layers) for part, times in (("v", 1), ("w", 3))
     }
+    return {spec: {k: torch.randn(n, generator=generator) for k, n in sizes.items()} for spec in specs}
 
 
-DARE = {"method": "dare_ties", "base": "base", "models": ["a", "b"], "density": [0.3, 0.8]}
+COPY = {"method": "linear", "models": ["a"]}
 
 
-@pytest.mark.parametrize("threads", [2, 3, 8])
-def test_the_number_of_threads_does_not_matter(threads: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rlhf_merge.methods.blocks.BLOCK", 512)
-    models = states("base", "a", "b")
-    for values in (DARE, DARE | {"method": "ties"}, {"method": "karcher", "models": ["a", "b"]}):
-        one, several = merged(models, 1, **values), merged(models, threads, **values)
-        assert one.tensors.keys() == models["base"].keys()
-        assert all(torch.equal(tensor, several.tensors[name]) for name, tensor in one.tensors.items())
-        assert one.finished == several.finished
-
-
-def test_tensors_are_worked_on_at_once_and_torch_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch):
+def test_tensors_are_worked_on_at_once_and_torch_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     models, together = states("a", "b", layers=1), threading.Barrier(2, timeout=60)
     copy = MemoryTensor.read
 
@@ -104,87 +94,77 @@ def test_tensors_are_worked_on_at_once_and_torch_is_left_as_it_was(monkeypatch: 
         torch.set_num_threads(before)
 
 
-def test_progress_tells_every_byte(monkeypatch: pytest.MonkeyPatch, workshop: Any):
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"method": "ties", "density": 0.5},
+        {"method": "model_stock"},
+        {"method": "dare_ties", "density": 0.5},
+        {"method": "task_arithmetic", "weight": {"mlp": 0, "*": 1}},  # what has no weight is not read
+    ],
+)
+def test_progress_tells_every_byte(
+    monkeypatch: pytest.MonkeyPatch, workshop: Any, values: dict[str, Any]
+) -> None:
     monkeypatch.setattr("rlhf_merge.methods.blocks.BLOCK", 32)
     base, a, b = (
         workshop.save(name, workshop.tensors(seed, dtype=torch.bfloat16) | {"steps": torch.arange(6)})
         for seed, name in enumerate(("base", "a", "b"))
     )
-    for method, more in (("ties", {"density": 0.5}), ("model_stock", {}), ("dare_ties", {"density": 0.5})):
-        plan = make_plan(MergeConfig.from_dict({"method": method, "base": base, "models": [a, b], **more}))
-        counts: list[int] = []
-        merge_tensors(plan.jobs, Memory(), threads=2, on_bytes=counts.append)
-        plan.close()
-        assert sum(counts) == plan.bytes_read + plan.bytes_written
-        assert max(counts) <= 3 * 6 * 8
+    plan = make_plan(MergeConfig.from_dict({"base": base, "models": [a, b]} | values))
+    counts: list[int] = []
+    merge_tensors(plan.jobs, Memory(), threads=2, on_bytes=counts.append)
+    plan.close()
+    assert sum(counts) == plan.bytes_read + plan.bytes_written
+    assert "weight" in values or max(counts) <= 3 * 6 * 8
 
 
-def test_finished_tensors_are_noted_with_their_coefficients_and_flushed():
+def test_finished_tensors_are_noted_with_their_coefficients_and_flushed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The largest first; while it takes long, they are flushed in between."""
     models = states("base", "a", "b", layers=2)
     values = {"base": "base", "models": [{"model": "a", "weight": [1.0, 3.0]}, "b"], "method": "linear"}
     sink = merged(models, **values)
     assert sink.finished["layers.0.w"] == {"coefficients": [0.5, 0.5]}
     assert sink.finished["layers.1.v"] == {"coefficients": [0.75, 0.25]}
-    assert sink.flushed == 1
+    sizes = [length for _, _, length in sink.pieces]
+    assert sink.flushed == 1 and sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 2
     values |= {"method": "task_arithmetic", "normalize": True, "lambda": -2.0}
     coefficients = merged(models, **values).finished["layers.1.v"]["coefficients"]
     assert coefficients == [-1.5, -0.5], "λ times the share of the weights"
-
-
-def test_long_merges_are_flushed_in_between(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(engine, "_FLUSH_SECONDS", 0.0)
-    assert merged(states("a"), method="linear", models=["a"]).flushed > 1
+    assert merged(states("a"), **COPY).flushed > 1
 
 
-def test_the_largest_tensors_come_first():
-    sink = merged(states("a"), method="linear", models=["a"])
-    sizes = [length for _, _, length in sink.pieces]
-    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 2
-
-
-def test_a_failure_ends_the_work_and_keeps_what_is_finished():
+def test_a_failure_ends_the_work_and_keeps_what_is_finished() -> None:
     models = states("a", layers=20)
     models["a"]["layers.3.w"][0] = float("nan")  # the fourth of the largest tensors, which come first
-
-    class Slow(Memory):
-        def write(self, name: str, element: int, values: Tensor) -> None:
-            time.sleep(0.02)
-            super().write(name, element, values)
-
-    sink = Slow()
+    sink = Memory(seconds=0.02)
     with raises_error("non_finite_value"):
-        merge_tensors(jobs_of(models, method="linear", models=["a"]), sink, threads=1)
+        merge_tensors(jobs_of(models, **COPY), sink, threads=1)
     assert {f"layers.{i}.w" for i in range(3)} <= set(sink.finished) and sink.flushed == 1
     assert len(sink.tensors) < 40, "half of the work was not done"
 
 
-def test_a_failure_stops_what_is_at_work_beside_it(monkeypatch: pytest.MonkeyPatch):
+def test_a_failure_stops_what_is_at_work_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhf_merge.methods.blocks.BLOCK", 10)
     models = {"a": {"broken": torch.full((3000,), torch.nan), "long": torch.ones(2000)}}
-    begun = threading.Event()
-
-    class Slow(Memory):
-        def write(self, name: str, element: int, values: Tensor) -> None:
-            begun.set()
-            time.sleep(0.01)
-            super().write(name, element, values)
-
-    read = MemoryTensor.read
+    sink, read = Memory(seconds=0.01), MemoryTensor.read
 
     def waiting(self: MemoryTensor, start: int, stop: int, out: Tensor) -> None:
         if self.shape == (3000,):
-            assert begun.wait(60), "the other thread never began"
+            assert sink.begun.wait(60), "the other thread never began"
         read(self, start, stop, out)
 
     monkeypatch.setattr(MemoryTensor, "read", waiting)
-    sink = Slow()
     with raises_error("non_finite_value", tensor="broken"):
-        merge_tensors(jobs_of(models, method="linear", models=["a"]), sink, threads=2)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("merge")]
+        merge_tensors(jobs_of(models, **COPY), sink, threads=2)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPool")]
     assert 1 <= len(sink.pieces) < 100, "of two hundred"
 
 
-def test_integers_are_copied_where_they_are_equal_and_refused_where_not():
+def test_integers_are_copied_where_they_are_equal_and_refused_where_not() -> None:
     numbers = torch.tensor([2**53 + 1, -5, 7])
     models = {spec: {"ids": numbers.clone(), "flags": torch.tensor([True, False])} for spec in ("base", "a")}
     values = {"method": "ties", "base": "base", "models": ["a"]}
@@ -195,16 +175,23 @@ def test_integers_are_copied_where_they_are_equal_and_refused_where_not():
         merged(models, **values)
 
 
-def test_empty_tensors():
+@pytest.mark.parametrize(
+    "method", ["ties", "dare_ties", "della", "breadcrumbs", "model_stock", "linear", "slerp"]
+)
+def test_empty_tensors(method: str) -> None:
     models = {spec: {"none": torch.zeros(0, 4), "one": torch.ones(())} for spec in ("base", "a", "b")}
-    for method in ("ties", "dare_ties", "della", "breadcrumbs", "model_stock", "linear", "slerp"):
-        base = {} if method in ("linear", "slerp") else {"base": "base"}
-        density = {} if method in ("linear", "slerp", "model_stock") else {"density": 0.5}
-        sink = merged(models, method=method, models=["a", "b"], **base, **density)
-        assert sink.tensors["one"].tolist() == [1] and "none" in sink.finished
+    density = {} if method in ("linear", "slerp", "model_stock") else {"density": 0.5}
+    sink = merged(models, method=method, models=["a", "b"], base="base", **density)
+    assert sink.tensors["one"].tolist() == [1] and "none" in sink.finished
 
 
-def test_threads_that_the_memory_allows(workshop: Any, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("values", [{"threads": 0}, {"threads": -1}, {"max_memory": 0}])
+def test_resources_are_positive(values: dict[str, Any]) -> None:
+    with raises_error("invalid_value", key=next(iter(values))):
+        Resources(**values)
+
+
+def test_threads_are_as_many_as_the_memory_allows(workshop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     base, a, b = workshop.trio()
     plan = make_plan(MergeConfig.from_dict({"method": "ties", "base": base, "models": [a, b]}))
     plan.close()
@@ -218,13 +205,12 @@ def test_threads_that_the_memory_allows(workshop: Any, monkeypatch: pytest.Monke
         assert Resources(max_memory=bound).threads_for(plan) == threads
         assert Resources(max_memory=bound, threads=3).threads_for(plan) == min(threads, 3)
     assert Resources(threads=7).threads_for(plan) == 7 and Resources().threads_for(plan) == 5
-    with raises_error("max_memory_too_small"):
-        Resources(max_memory=300_000_000 + each - 1).threads_for(plan)
-    with pytest.raises(MergeError) as caught:
-        Resources(max_memory=1000).threads_for(plan)
-    least = int(str(caught.value).rsplit(" ", 2)[1]) * 10**6
-    assert Resources(max_memory=least).threads_for(plan) == 1
-    assert least - 10**6 < 300_000_000 + each <= least
+    for bound in (1000, 300_000_000 + each - 1):
+        with raises_error("max_memory_too_small") as refused:
+            Resources(max_memory=bound).threads_for(plan)
+        least = refused.value.fields["least"]
+        assert Resources(max_memory=least).threads_for(plan) == 1
+        assert least - 10**6 < 300_000_000 + each <= least
 
 
 _GROWTH = """

@@ -61,7 +61,7 @@ def test_the_adaptive_rule_holds_in_the_warm_up():
 
 @pytest.mark.parametrize(("low", "high"), [(0.8, 0.7), (0.7, 0.7)])
 def test_gates_that_would_stop_both_players_are_refused(low, high):
-    with pytest.raises(UserError, match="both players would stand still"):
+    with pytest.raises(UserError, match="must be below freeze_monitor_above"):
         ScheduleConfig.from_dict({"freeze_policy_below": low, "freeze_monitor_above": high})
 
 

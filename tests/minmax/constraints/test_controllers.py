@@ -2,12 +2,12 @@
 
 import json
 import math
-from typing import Any
 
 import pytest
 import torch
 
 from raises import raises_error
+from recorder import recorded
 from rlhf_data import UserError
 from rlhf_infer import Rollout
 from rlhf_minmax.config.constraints import ControllerConfig
@@ -168,27 +168,6 @@ def test_length_violations_and_penalties_by_hand():
     # 2 · 0.125 + 3, 2 · 0.5, 2 · 1; the KL is not measured by completion and costs no reward.
     assert found.tolist() == [3.25, 1.0, 2.0]
     assert penalties({}, {}, 2).tolist() == [0.0, 0.0]
-
-
-class Recorder:
-    """Takes the place of a player's optimizer and notes what it is given."""
-
-    kl_multiplier = 0.0
-
-    def __init__(self):
-        self.calls = []
-
-    def update(self, rollouts, advantages, *, updates):
-        self.rollouts, self.advantages, self.updates = rollouts, advantages, updates
-        self.calls.append(([r.completion_ids for r in rollouts], updates))
-        return {"num_tokens": 10, "updates": updates, "kl_start": 0.25}
-
-
-def recorded(make_game, *overrides):
-    pipeline, stories = make_game(*overrides)
-    optimizer: Any = DualPPOOptimizer(pipeline, pipeline.config)
-    optimizer.monitor, optimizer.policy = Recorder(), Recorder()
-    return optimizer, stories
 
 
 def rollout(length):

@@ -123,6 +123,7 @@ CRITIQUES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("text", "expected"), CRITIQUES.items())
 def test_the_game_checks_workings(game, scripted, text, expected):
     pipeline, _ = game

@@ -1,38 +1,17 @@
 """Baselines and critics of the players, the KL's multiplier, and gates."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 
+from recorder import recorded
 from rlhf_data import TokenSequence, pack
 from rlhf_infer import Rollout
 from rlhf_minmax.config.run import MinMaxConfig
 from rlhf_minmax.optim.dual_ppo import DualPPOOptimizer
 from rlhf_minmax.optim.player import PlayerOptimizer, sequence_advantages
 from rlhf_models import PolicyModel
-
-
-class Recorder:
-    """Takes the place of a player's optimizer and notes what it is given."""
-
-    kl_multiplier = 0.0
-
-    def __init__(self):
-        self.calls = []
-
-    def update(self, rollouts, advantages, *, updates):
-        self.rollouts, self.advantages, self.updates = rollouts, advantages, updates
-        self.calls.append(([r.completion_ids for r in rollouts], updates))
-        return {"num_tokens": 10, "updates": updates, "kl_start": 0.25}
-
-
-def recorded(make_game, *overrides):
-    pipeline, stories = make_game(*overrides)
-    optimizer: Any = DualPPOOptimizer(pipeline, pipeline.config)
-    optimizer.monitor, optimizer.policy = Recorder(), Recorder()
-    return optimizer, stories
 
 
 # Rewards 1, 3 | 5, 7, 9. group: -1, 1 | -2, 0, 2. leave_one_out: 1 - 3, 3 - 1 | 5 - 8, 7 - 7, 9 - 6.

@@ -15,7 +15,8 @@ from rlhf_minmax.optim.extragradient import GameStep
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 START = math.sqrt(2) * (1 / (1 + math.exp(-1.5)) - 0.5)
 """Distance to (1/2, 1/2) where both players' logits are 3/4 and -3/4."""
-each_seed = pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2))])
+_PROOF = [pytest.mark.slow, pytest.mark.proof]
+each_seed = pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=_PROOF) for i in (1, 2))])
 
 
 @pytest.fixture

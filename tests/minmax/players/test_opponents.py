@@ -44,9 +44,9 @@ def test_pools_are_saved_and_taken_up(game, tmp_path):
     pipeline, _ = game
     pools = OpponentPools(PoolConfig(every=1), seed=0)
     pools.take_in(1, pipeline.players)
-    pools.save(tmp_path)
+    pools.save(tmp_path, pipeline.players)
     again = OpponentPools(PoolConfig(every=1), seed=0)
-    again.load(tmp_path)
+    again.load(tmp_path, pipeline.players)
     for a, b in ((pools.policies, again.policies), (pools.monitors, again.monitors)):
         assert [m.step for m in a.members] == [m.step for m in b.members] == [1]
         assert all(map(torch.equal, a.members[0].parameters, b.members[0].parameters))

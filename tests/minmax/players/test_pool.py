@@ -153,34 +153,35 @@ def test_a_pool_is_saved_and_taken_up_exactly(players, tmp_path):
         move(policy, step)
         pool.add(step, policy)
     pool.record(4, 1 / 3)
-    pool.save(tmp_path / "pool")
+    pool.save(tmp_path / "pool", policy)
     other = OpponentPool(4, "prioritised")
-    other.load(tmp_path / "pool")
+    other.load(tmp_path / "pool", policy)
     assert steps(other) == [1, 4, 9]
     for mine, its in zip(other.members, pool.members, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine.parameters, its.parameters, strict=True))
     draws = [[p.sample(random.Random(seed)).step for seed in range(50)] for p in (pool, other)]
     assert draws[0] == draws[1]
-    other.save(tmp_path / "pool")
+    other.save(tmp_path / "pool", policy)
     again = OpponentPool(4)
-    again.load(tmp_path / "pool")
+    again.load(tmp_path / "pool", policy)
     assert steps(again) == [1, 4, 9]
 
 
-def test_an_empty_pool_is_saved_too(tmp_path):
-    OpponentPool(4).save(tmp_path / "pool")
+def test_an_empty_pool_is_saved_too(players, tmp_path):
+    policy = players().policy
+    OpponentPool(4).save(tmp_path / "pool", policy)
     pool = OpponentPool(4)
-    pool.load(tmp_path / "pool")
+    pool.load(tmp_path / "pool", policy)
     assert pool.members == ()
 
 
 def test_a_damaged_pool_is_refused_and_changes_nothing(players, tmp_path):
-    pool = OpponentPool(4)
-    pool.add(1, players().policy)
-    pool.save(tmp_path / "pool")
-    (tmp_path / "pool" / "pool.safetensors").write_bytes(b"broken")
+    policy, pool = players().policy, OpponentPool(4)
+    pool.add(1, policy)
+    pool.save(tmp_path / "pool", policy)
+    (tmp_path / "pool" / "model.safetensors").write_bytes(b"broken")
     with raises_error("unreadable_file"):
-        pool.load(tmp_path / "pool")
+        pool.load(tmp_path / "pool", policy)
     with raises_error("unreadable_file"):
-        pool.load(tmp_path / "nowhere")
+        pool.load(tmp_path / "nowhere", policy)
     assert steps(pool) == [1]

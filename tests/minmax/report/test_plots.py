@@ -1,10 +1,9 @@
 """Figures are drawn whatever a run recorded, as PNG files of the expected shape."""
 
-import struct
-
 import numpy as np
 import pytest
 
+from files import png_size
 from rlhf_minmax import minmax_figure
 from rlhf_minmax.report.panels import _trade_panel, draw_multiplier, minmax_panels
 
@@ -34,12 +33,6 @@ METRICS = [
     for phase in ("plain", "minmax")
     for step in range(1, 4)
 ]
-
-
-def png_size(path) -> tuple[int, int]:
-    data = path.read_bytes()
-    assert data.startswith(b"\x89PNG\r\n\x1a\n")
-    return struct.unpack(">II", data[16:24])
 
 
 def test_minmax_figure_is_one_png(tmp_path):

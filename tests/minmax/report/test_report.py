@@ -127,8 +127,8 @@ def test_everything_recorded_is_shown(run):
         "0.984",
         "−0.522",
         "1.229",
-        "Share of stories where truth pays, critiques of the start0.543",
-        "Share of stories where truth pays, truthful critiques0.996",
+        "Share of stories where the truth scores higher, critiques of the start0.543",
+        "Share of stories where the truth scores higher, truthful critiques0.996",
         "2.13.0",
         "float32",
         '"batch_size": 32',
@@ -245,10 +245,11 @@ def test_unfinished_run_is_refused(run):
 def test_import_is_light():
     code = (
         "import sys, rlhf_eval; heavy = {'torch', 'transformers', 'pydantic', 'matplotlib'};"
+        "checked = ['capability', 'evaluation', 'gates'];"  # they have settings that pydantic checks
         "assert not (heavy | {'numpy'}) & set(sys.modules); "
         "assert sorted(rlhf_eval.__all__) == rlhf_eval.__all__;"
-        "[getattr(rlhf_eval, name) for name in rlhf_eval.__all__ if name != 'evaluation'];"
+        "[getattr(rlhf_eval, name) for name in rlhf_eval.__all__ if name not in checked];"
         "assert not heavy & set(sys.modules); "
-        "rlhf_eval.evaluation; assert not (heavy - {'pydantic'}) & set(sys.modules)"
+        "[getattr(rlhf_eval, name) for name in checked]; assert not (heavy - {'pydantic'}) & set(sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,16 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 ZERO2 = f"training.deepspeed={CONFIGS / 'zero2.json'}"
 ZERO3 = f"training.deepspeed={CONFIGS / 'zero3.json'}"
 FSDP = "training.fsdp=true"
+OFFLOAD = "training.fsdp_cpu_offload=true"
 FULL = ("policy_model.use_lora=false", "monitor_model.use_lora=false")
 SLOW = ("training.policy_learning_rate=2e-4", "training.monitor_learning_rate=2e-4")
 """A step of Adam amplifies what rounding makes of gradients near zero, up to the learning rate."""
 AHEAD = "schedule.extragradient=true"
 CRITIC = ("policy_model.baseline=critic",)
+MIXED = ("monitor_model.use_lora=false",)
 CUT = "training.max_tokens_per_batch=120"
+REMEMBERED = (*CRITIC, "monitor_model.average_decay=0.5", "pool.every=1", "pool.size=2", "pool.share=0.8")
+"""A critic, an average and past players, which checkpoints have to hold."""
 NOT_ALIKE = ("step_time", "time/", "tokens_per_second", "samples_per_second", "peak_memory_gb", "num_tokens")
 """Where a prompt's samples are parted between processes, each computes the prompt."""
 
@@ -50,17 +55,21 @@ def rounds(make_game, tmp_path_factory) -> Path:
     [
         ((), ()),
         pytest.param((CUT,), (CUT,), marks=pytest.mark.proof),
-        (CRITIC, CRITIC),
+        pytest.param(CRITIC, CRITIC, marks=pytest.mark.proof),
         pytest.param((CUT,), (CUT, ZERO2), marks=pytest.mark.proof),
         pytest.param(CRITIC, (*CRITIC, ZERO2), marks=pytest.mark.proof),
-        (FULL, (*FULL, ZERO2)),
-        (FULL, (*FULL, ZERO3)),
+        pytest.param(FULL, (*FULL, ZERO2), marks=pytest.mark.proof),
+        ((CUT, *CRITIC), (CUT, *CRITIC, ZERO3)),
+        pytest.param(FULL, (*FULL, ZERO3), marks=pytest.mark.proof),
+        pytest.param(MIXED, (*MIXED, ZERO3), marks=pytest.mark.proof),
         ((CUT, *CRITIC), (CUT, *CRITIC, FSDP)),
         pytest.param((*FULL, *CRITIC), (*FULL, *CRITIC, FSDP), marks=pytest.mark.proof),
+        pytest.param(MIXED, (*MIXED, FSDP), marks=pytest.mark.proof),
+        pytest.param(CRITIC, (*CRITIC, FSDP, OFFLOAD), marks=pytest.mark.proof),
     ],
     ids=[
-        *("adapters", "cut", "critic", "zero2-cut", "zero2-critic", "zero2-full", "zero3-full"),
-        *("fsdp-cut-critic", "fsdp-full-critic"),
+        *("adapters", "cut", "critic", "zero2-cut", "zero2-critic", "zero2-full", "zero3-cut-critic"),
+        *("zero3-full", "zero3-mixed", "fsdp-cut-critic", "fsdp-full-critic", "fsdp-mixed", "fsdp-offload"),
     ],
 )
 def test_ten_updates_of_both_players_agree_with_one_process(
@@ -79,12 +88,14 @@ def test_ten_updates_of_both_players_agree_with_one_process(
 @pytest.mark.parametrize(
     ("alone", "together"),
     [
-        ((), ()),
-        ((), (ZERO2,)),
+        pytest.param((), (), marks=pytest.mark.proof),
+        pytest.param((), (ZERO2,), marks=pytest.mark.proof),
         pytest.param((AHEAD, *SLOW), (AHEAD, *SLOW), marks=pytest.mark.proof),
-        (FULL, (*FULL, FSDP)),
+        pytest.param(FULL, (*FULL, FSDP), marks=pytest.mark.proof),
+        (REMEMBERED, (*REMEMBERED, FSDP)),
+        pytest.param(REMEMBERED, (*REMEMBERED, ZERO3), marks=pytest.mark.proof),
     ],
-    ids=["replicated", "zero2", "ahead", "fsdp"],
+    ids=["replicated", "zero2", "ahead", "fsdp-full", "fsdp", "zero3"],
 )
 def test_a_run_of_two_processes_starts_as_that_of_one_and_resumes(
     make_game, demo_cache, run_processes, tmp_path, alone, together
@@ -106,6 +117,15 @@ def test_a_run_of_two_processes_starts_as_that_of_one_and_resumes(
     newest.rename(tmp_path / "put-away")
     run_processes([WORKER, "play", tmp_path, demo_cache, *settings, *together])
     _assert_alike(two[2], _rows(tmp_path / "2")[2], tolerance=0)
+    if {FSDP, ZERO3} & {*together}:  # a single process takes up what two have left
+        own = tmp_path / "elsewhere" / "1"
+        shutil.copytree(tmp_path / "2", own)
+        shutil.rmtree(own / "checkpoint-3")
+        for path in ("results.json", "report.html"):
+            (own / path).unlink()
+        start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 1, WORKER]
+        run_processes([*start, "play", own.parent, demo_cache, *settings, *together], processes=1)
+        _assert_alike(two[2], _rows(own)[2])
 
 
 def test_two_processes_tell_all_that_was_asked(make_game, demo_cache, run_processes, tmp_path, monkeypatch):

@@ -171,9 +171,11 @@ def test_the_order_of_a_run(whole):
 @pytest.mark.parametrize(
     "moment",
     [
-        *(pytest.param(m, marks=pytest.mark.slow) for m in (("devices", 4), ("step", "plain", 1))),
-        pytest.param(("evaluated", "plain"), marks=pytest.mark.slow),
-        ("step", "minmax", 2),
+        pytest.param(("step", "minmax", 2), marks=pytest.mark.slow),
+        *(
+            pytest.param(moment, marks=[pytest.mark.slow, pytest.mark.proof])
+            for moment in (("devices", 4), ("step", "plain", 1), ("evaluated", "plain"))
+        ),
     ],
     ids=lambda moment: "-".join(map(str, moment)),
 )
@@ -185,6 +187,7 @@ def test_a_killed_run_resumes_to_the_same_end(tmp_path, make_config, demo_cache,
     assert_same_run(job.run, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [pytest.param("measure_scales", marks=pytest.mark.slow), "measure_game"])
 def test_a_run_killed_during_the_pre_flight_check_resumes(
     tmp_path, make_config, demo_cache, whole, where, monkeypatch, no_figures

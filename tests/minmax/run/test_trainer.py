@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from proofs import by_default
 from raises import raises_error
 from rlhf_algos.engine.events import TrainingStopped
 from rlhf_data import RunFolder
@@ -30,7 +31,7 @@ AHEAD = (
 )
 
 
-@pytest.fixture(params=["lora", "full", "ahead", pytest.param("everything", marks=pytest.mark.slow)])
+@pytest.fixture(params=by_default(["lora", "full", "ahead", "everything"], "lora"))
 def run_kind(request, everything):
     return {"lora": DROPOUT, "full": FULL, "ahead": AHEAD, "everything": everything}[request.param]
 

@@ -138,6 +138,7 @@ class Told(Events):
         self.remarks.append(text)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("scripted_evaluations", "no_figures")
 def test_the_final_players_of_a_run_are_those_of_the_best_checkpoint(
     make_config: Any, demo_cache: Path, tmp_path: Path
@@ -172,6 +173,7 @@ def test_an_unknown_best_metric_is_refused_before_the_game(
     assert run.read_metrics() == []
 
 
+@pytest.mark.slow
 def test_debug_switches_write_and_draw_of_both_players_and_change_nothing(
     make_game: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +201,7 @@ def test_debug_switches_write_and_draw_of_both_players_and_change_nothing(
     assert [row["step"] for row in RunFolder(tmp_path / "policy").read_lines("gradient_flow.jsonl")] == [2, 4]
 
 
+@pytest.mark.slow
 def test_eight_bit_moments_of_both_players_are_resumed_to_the_bit(make_game: Any, tmp_path: Path) -> None:
     small = ("training.optim=adamw_bnb_8bit", "policy_model.use_lora=false", "monitor_model.use_lora=false")
     whole = trainer_of(make_game, tmp_path / "whole", *small)

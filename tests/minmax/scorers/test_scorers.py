@@ -226,13 +226,17 @@ def test_held_out_scorers_are_checked_and_measured() -> None:
     rows = dict(plan_run(config)["rows"])
     assert rows["held-out reward model"] == "llama, built from the training rows"
     assert rows["longest held-out judge sequence"].split()[0].isdigit()
-    sizes = {"pass_tokens": 0, "cache_tokens": 0}
     plain = make("judge_model.kind=rule")
     without = {name: info for name, info in models.items() if not name.startswith("held-out")}
-    more = estimate_memory(config, models, DeviceManager(), **sizes)[0].weights
-    less = estimate_memory(plain, without, DeviceManager(), **sizes)[0].weights
-    only = estimate_memory(plain, {k: models[k] for k in ("policy", "monitor")}, DeviceManager(), **sizes)[0]
-    assert more - less == 2 * (less - only.weights) > 0  # two more classifiers like the reward model
+
+    def weights(config: MinMaxConfig, models: dict[str, Any]) -> float:
+        planned = estimate_memory(config, models, DeviceManager(), pass_tokens=0, cache_tokens=0)
+        (memory,) = planned.values()
+        return memory["load"]["weights"]
+
+    more, less = weights(config, models), weights(plain, without)
+    only = weights(plain, {name: models[name] for name in ("policy", "monitor")})
+    assert more - less == 2 * (less - only) > 0  # two more classifiers like the reward model
 
 
 def test_held_out_scorers_of_the_demonstration(demo_cache: Path, make_config: Callable[..., Any]) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GraniteConfig
 
+from proofs import by_default
 from raises import raises_error
 from rlhf_data import TokenSequence, pack
 from rlhf_models import prepare_for_packing, tiny_model, token_logps
@@ -58,8 +59,8 @@ def test_golden_values() -> None:
     assert grad.flatten().tolist() == pytest.approx([-2 / 30, 2 - 8 / 30, -50 / 30])
 
 
-@pytest.mark.parametrize("rows_per_chunk", [1, 3, 100])
-@pytest.mark.parametrize("scale", [1.0, 1.7])
+@pytest.mark.parametrize("rows_per_chunk", by_default([1, 3, 100], 3))
+@pytest.mark.parametrize("scale", by_default([1.0, 1.7], 1.7))
 def test_gradients_are_those_of_finite_differences(rows_per_chunk: int, scale: float) -> None:
     weight, hidden, targets, rows = scored_rows()
     wanted = HeadTargets(targets, rows, len(hidden), rows_per_chunk)
@@ -286,6 +287,7 @@ def test_chunks_follow_the_memory_of_the_device(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr("torch.cuda.get_device_properties", {cuda: properties}.__getitem__)
         assert head_module.chunk_rows(152_064, cuda) == rows
     assert head_module.chunk_rows(1 << 40, cuda) == 1
+    assert head_module.chunk_rows(152_064, torch.device("cpu"), gpu_memory=1 << 36) == 1765
 
 
 @pytest.mark.parametrize("chunk_logits", [1 << 20, 2 * VOCAB])

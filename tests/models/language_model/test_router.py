@@ -17,19 +17,8 @@ from raises import raises_error
 from rlhf_data import TokenSequence, pack
 from rlhf_models import token_logps
 from rlhf_models.language_model.router_loss import router_coefficient
+from shapes import SHAPE
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 96,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 QWEN3: dict[str, Any] = {"head_dim": 8}
 CONFIGS: dict[str, Any] = {
     "mixtral": lambda: MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),

@@ -31,7 +31,8 @@ from rlhf_models import (
     tiny_model,
     token_logps,
 )
-from rlhf_models.loading.pretrained import check_tokenizer_fits, check_weights
+from rlhf_models.loading.fits import check_tokenizer_fits
+from rlhf_models.loading.pretrained import check_weights
 
 # 4-bit weights come in blocks of 64.
 WIDE = {"gpt2": {"n_embd": 64}, "llama": {"hidden_size": 64, "intermediate_size": 128}}

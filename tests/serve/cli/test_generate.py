@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from files import read_lines
 from rlhf_infer import RewardFunctions
 from rlhf_serve.cli import generate as module
 from rlhf_serve.cli.main import main
@@ -31,16 +32,12 @@ def run(folders: Path, rows: Path, output: Path, *more: str, reward: bool = True
     )
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_every_row_gets_its_best_completion(folders: Path, rows: Path, tmp_path: Path) -> None:
     output = tmp_path / "out" / "best.jsonl"
     result = run(folders, rows, output, "--top-k-candidates", "3")
     assert result.exit_code == 0, result.output
     assert "7 prompts, 28 candidates" in result.stderr
-    found = read(output)
+    found = read_lines(output)
     assert [(row["prompt"], row["tag"]) for row in found] == [(row["prompt"], row["tag"]) for row in ROWS]
     for row in found:
         scores = [each["score"] for each in row["candidates"]]
@@ -55,7 +52,7 @@ def test_preference_rows_are_prompts_too(folders: Path, tmp_path: Path) -> None:
     rows, output = tmp_path / "hh.jsonl", tmp_path / "out.jsonl"
     rows.write_text(json.dumps(row) + "\n")
     assert run(folders, rows, output).exit_code == 0
-    [found] = read(output)
+    [found] = read_lines(output)
     assert (found["prompt"], found["chosen"]) == (talk, row["chosen"])
     again = run(folders, rows, output)
     assert again.exit_code == 0 and "all 1 rows already" in again.stderr
@@ -77,13 +74,13 @@ def test_an_interrupted_run_goes_on_where_it_was(
     monkeypatch.setattr(module, "_sample", interrupted)
     assert run(folders, rows, output).exit_code == 130
     monkeypatch.undo()
-    assert len(read(output)) == 4
+    assert len(read_lines(output)) == 4
     with open(output, "a") as file:
         file.write('{"prompt": "where is ma')  # a line that was being written
     drawn: list[int] = []
     monkeypatch.setattr(module, "_sample", lambda *a: (drawn.append(a[-1]), sample(*a))[1])
     result = run(folders, rows, output)
-    assert result.exit_code == 0 and "has 4 of 7 rows; going on" in result.stderr
+    assert result.exit_code == 0 and "has 4 of 7 rows; continuing" in result.stderr
     assert drawn == [4, 6] and output.read_text() == whole.read_text()
     assert "has all 7 rows already" in run(folders, rows, output).stderr
 
@@ -101,13 +98,13 @@ def test_an_output_of_something_else_is_left_alone(folders: Path, rows: Path, tm
     assert "does not say how it was made" in run(folders, rows, foreign).output
     assert (output.read_text(), foreign.read_text()) == (before, "mine\n")
     again = run(folders, rows, output, "--overwrite", "--temperature", "0.5")
-    assert again.exit_code == 0 and len(read(output)) == 8
+    assert again.exit_code == 0 and len(read_lines(output)) == 8
 
 
 def test_fewer_candidates_where_more_would_not_pay(folders: Path, rows: Path, tmp_path: Path) -> None:
     budget = run(folders, rows, tmp_path / "budget.jsonl", "--budget", "3")
     assert budget.exit_code == 0, budget.output
-    drawn = [row["samples"] for row in read(tmp_path / "budget.jsonl")]
+    drawn = [row["samples"] for row in read_lines(tmp_path / "budget.jsonl")]
     assert sum(drawn) <= 3 * 7 and max(drawn) <= 4
     refused = run(folders, rows, tmp_path / "no.jsonl", "--budget", "5")
     assert refused.exit_code == 2 and "the budget is 5 samples per prompt and n" in refused.output
@@ -118,7 +115,7 @@ def test_fewer_candidates_where_more_would_not_pay(folders: Path, rows: Path, tm
         *(folders, rows, tmp_path / "early.jsonl"), *("--stop-early", "--temperature", "0.05", "--n", "32")
     )
     assert early.exit_code == 0, early.output
-    assert sum(row["samples"] for row in read(tmp_path / "early.jsonl")) < 32 * 7
+    assert sum(row["samples"] for row in read_lines(tmp_path / "early.jsonl")) < 32 * 7
     assert "of the candidates saved" in early.stderr
 
 
@@ -126,15 +123,15 @@ def test_a_majority_needs_no_reward(folders: Path, rows: Path, tmp_path: Path) -
     output = tmp_path / "out.jsonl"
     result = run(folders, rows, output, "--selection", "majority", reward=False)
     assert result.exit_code == 0, result.output
-    assert all(row["score"] is None and row["answer_found"] for row in read(output))
+    assert all(row["score"] is None and row["answer_found"] for row in read_lines(output))
 
 
 def test_stop_texts_are_left_out(folders: Path, rows: Path, tmp_path: Path) -> None:
     assert run(folders, rows, tmp_path / "a.jsonl").exit_code == 0
-    texts = [row["completion"] for row in read(tmp_path / "a.jsonl")]
+    texts = [row["completion"] for row in read_lines(tmp_path / "a.jsonl")]
     stop = max("".join(texts), key="".join(texts).count)
     assert run(folders, rows, tmp_path / "b.jsonl", "--stop", stop).exit_code == 0
-    found = read(tmp_path / "b.jsonl")
+    found = read_lines(tmp_path / "b.jsonl")
     assert not any(stop in row["completion"] for row in found)
     assert any(row["finish_reason"] == "stop" for row in found)
 
@@ -169,4 +166,4 @@ def test_a_failing_reward_names_the_rows_and_keeps_what_is_done(
     result = run(folders, rows, tmp_path / "out.jsonl")
     assert result.exit_code == 2
     assert "rows 5 to 6" in result.output and "no five please" in result.output
-    assert len(read(tmp_path / "out.jsonl")) == 4
+    assert len(read_lines(tmp_path / "out.jsonl")) == 4

@@ -11,8 +11,9 @@ from rlhf_infer import Rollout, SamplingParams
 from rlhf_infer.engines.stop_strings import completion_text
 from rlhf_serve.errors import APIError
 from rlhf_serve.openai.logprobs import Piece, TokenRow, completion_logprobs, unfolded
+from rlhf_serve.service.messages import checked_messages
 from rlhf_serve.service.token_bytes import TokenBytes
-from rlhf_serve.service.tokenization import GrowingText, Texts, checked_messages
+from rlhf_serve.service.tokenization import GrowingText, Texts
 
 TEXT = "naïve ☃ — Grüße, 你好 🦙🦙 ok"
 

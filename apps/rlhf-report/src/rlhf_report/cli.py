@@ -20,7 +20,7 @@ class _Commands(click.Group):
         return sorted(module.name.replace("_", "-") for module in pkgutil.iter_modules(commands.__path__))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of a name; None where there is none."""
+        """The command of a name; None if there is none."""
         if cmd_name not in self.list_commands(ctx):
             return None
         return importlib.import_module(f"{commands.__name__}.{cmd_name.replace('-', '_')}").command

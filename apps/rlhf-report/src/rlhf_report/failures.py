@@ -8,8 +8,6 @@ from typing import Any
 
 from rlhf_data import exit_cleanly
 
-__all__ = ["explained"]
-
 
 def explained(run: Callable[..., None]) -> Callable[..., None]:
     """A command's function that ends with the sentence of a `UserError`, without a traceback."""

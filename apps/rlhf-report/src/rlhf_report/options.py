@@ -6,15 +6,9 @@ from typing import Any
 
 import click
 
-__all__ = ["bad_row_option"]
-
 
 def bad_row_option(meaning: str) -> Any:
-    """The option `--on-bad-row`: error or skip.
-
-    Args:
-        meaning: what its help says.
-    """
+    """The option `--on-bad-row`: error or skip."""
     return click.option(
         "--on-bad-row",
         default="error",

@@ -22,9 +22,9 @@ class APIError(HTTPException):
 
     Args:
         status: HTTP status, 400 to 599.
-        message: one sentence for whoever sent the request.
+        message: one sentence for the client.
         type: OpenAI's class of the error, such as "invalid_request_error".
-        param: dotted path of the field that is wrong, where there is one.
+        param: dotted path of the field that is wrong, if there is one.
         code: a word for programs.
         headers: further headers of the response.
     """
@@ -64,7 +64,7 @@ def invalid_request(message: str, param: str | None = None, code: str | None = N
 
 
 def unauthorized(message: str = "no valid API key: send the header `Authorization: Bearer KEY`") -> APIError:
-    """401: no API key, or an unknown one; which of them is not said."""
+    """401: no API key, or an unknown one; the response does not tell which."""
     return APIError(
         401,
         message,
@@ -115,14 +115,6 @@ def queue_full(retry_after_s: float) -> APIError:
     return rate_limited(message, seconds, code="queue_full")
 
 
-def overloaded(
-    message: str = "the server cannot take this request now", retry_after_s: float = 1
-) -> APIError:
-    """503: the server is not able to answer, for a reason other than a full queue."""
-    headers = _retry_after(retry_after_s)
-    return APIError(503, message, "server_error", code="overloaded", headers=headers)
-
-
 def timed_out(seconds: float) -> APIError:
     """504: the answer took longer than the server allows."""
     message = f"the answer took longer than {seconds:g} s; ask for fewer or shorter candidates"
@@ -130,15 +122,13 @@ def timed_out(seconds: float) -> APIError:
 
 
 def reward_failed() -> APIError:
-    """502: a reward function gave no scores; whoever runs the server finds the reason in the log."""
-    message = (
-        "a reward of this server gave no scores; try again, and tell whoever runs it if that does not help"
-    )
+    """502: a reward function returned no scores; the server's log has the reason."""
+    message = "a reward of this server gave no scores; try again, or report it to the server's operator"
     return APIError(502, message, "server_error", code="reward_failed")
 
 
 def internal_error(request_id: str) -> APIError:
-    """500: a mistake of the server's; whoever runs it finds the traceback in the log by the request's id."""
+    """500: a bug in the server; its log has the traceback, under the request's id."""
     return APIError(
         500, f"internal server error, request id {request_id}", "server_error", code="internal_error"
     )

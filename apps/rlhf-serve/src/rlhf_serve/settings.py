@@ -28,13 +28,13 @@ class StoppingSettings(BaseConfig):
     """When drawing ends early, see `rlhf_infer.ConfidenceBasedStopping`."""
 
     min_samples: int = Field(default=4, ge=1)
-    """Candidates drawn first, unless fewer are asked for."""
+    """Candidates drawn first, unless fewer are requested."""
     batch: int = Field(default=4, ge=1)
     """Candidates drawn at a time afterwards."""
     probability: float = Field(default=0.1, ge=0, le=1)
     """Stop below this chance of a better one; 0 draws them all."""
     tolerance: float = Field(default=0.0, ge=0)
-    """A gain in score that is not worth more candidates."""
+    """A gain in score too small to draw more candidates for."""
     highest: float | None = None
     """A score that cannot be beaten, such as 1 for a checked answer; null for none."""
     population: PopulationSettings | None = None
@@ -55,34 +55,34 @@ class StoppingSettings(BaseConfig):
 
 
 class ModelSettings(BaseConfig):
-    """What is loaded."""
+    """Models to load."""
 
     model: str | None = None
     """Folder or hub name of the policy; null for the embedded demonstration."""
     reward: tuple[str, ...] = ()
-    """What scores candidates: lines as `rlhf-train --reward` takes them, process reward models too."""
+    """Rewards that score candidates: specs of `rlhf-train --reward`, process reward models included."""
     reward_weights: tuple[float, ...] | None = None
     """One weight per reward; null for 1 each."""
     n: int = Field(default=8, ge=1)
     """Candidates drawn for a request that does not say how many."""
     answer: Literal["text", "marked", "number"] = "text"
-    """What votes count: texts, what they mark as their answer, or the number they give."""
+    """Unit of majority votes: the whole text, the marked answer, or the number."""
     stopping: StoppingSettings = Field(default_factory=StoppingSettings)
     """When drawing ends where `stop_early` asks for that."""
     backend: Literal["auto", "transformers", "vllm"] = "auto"
-    """What generates; `auto` is vLLM where it is installed and there is a GPU, otherwise transformers."""
+    """Generation engine; `auto` is vLLM if it is installed and there is a GPU, otherwise transformers."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of the weights."""
     device: str | None = None
-    """Where models are put; null for the first GPU, or the CPU."""
+    """Device of the models; null for the first GPU, or the CPU."""
     chat_template: str | None = None
     """File with a chat template, for a tokenizer that has none."""
     seed: int = Field(default=0, ge=0)
-    """Of the demonstration's models."""
+    """Of the demonstration's models; those of 0 come with the package."""
     max_batch_tokens: int = Field(default=1 << 17, ge=1)
     """transformers: prompt and completion tokens whose keys and values are held at a time."""
     gpu_memory_utilization: float = Field(default=0.6, gt=0, le=1)
-    """vLLM: share of the device's memory for weights and cache; reward models need room beside it."""
+    """vLLM: share of the device's memory for weights and cache; reward models need the rest."""
     max_model_len: int | None = Field(default=None, ge=2)
     """vLLM: longest prompt and completion; null for the model's context."""
     tensor_parallel_size: int = Field(default=1, ge=1)
@@ -97,24 +97,26 @@ class ModelSettings(BaseConfig):
 
 
 class ServeSettings(ModelSettings):
-    """What is served, and how much of it at a time."""
+    """The served model and its limits."""
 
     served_model_name: str | None = None
-    """What clients call it; null for the folder's name."""
+    """Model name for clients; null for the folder's name."""
     host: str = "127.0.0.1"
     """Address that is listened on; only this machine reaches the default one."""
     port: int = Field(default=8000, ge=0, le=65535)
     """Port; 0 takes a free one."""
     max_n: int = Field(default=64, ge=1)
     """Most candidates that a request may ask for."""
-    max_tokens: int = Field(default=1024, ge=1)
-    """Longest completion that a request may ask for, in tokens; where it asks for none this is cut to 256."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Maximum completion length in tokens; null allows the rest of the context."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Longest prompt in tokens; null for what the model's context leaves."""
     max_prompts: int = Field(default=64, ge=1)
     """Most prompts in one request of `/v1/completions`."""
     max_scored: int = Field(default=256, ge=1)
     """Most texts in one request for scores."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose web pages may use the server, such as `https://example.org`; `*` for all."""
     max_body_bytes: int = Field(default=4 << 20, ge=1024)
     """Largest body of a request."""
     max_running: int = Field(default=64, ge=1)
@@ -143,7 +145,7 @@ class BatchSettings(ModelSettings):
     output_path: str
     """JSON lines, one per row, in the order of the input."""
     overwrite: bool = False
-    """Start anew where the output exists."""
+    """Start over where the output exists."""
     batch_size: int = Field(default=16, ge=1)
     """Prompts at a time."""
     keep: int | None = Field(default=None, ge=1)
@@ -161,7 +163,7 @@ class BatchSettings(ModelSettings):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """The likeliest tokens that together have at least this probability."""
     top_k: int = Field(default=0, ge=0)
-    """So many of the likeliest tokens; 0 keeps all."""
+    """Number of likeliest tokens to sample from; 0 keeps all."""
     min_p: float = Field(default=0.0, ge=0, le=1)
     """Tokens at least this share as likely as the likeliest one."""
     repetition_penalty: float = Field(default=1.0, gt=0)

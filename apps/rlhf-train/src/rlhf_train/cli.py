@@ -13,10 +13,14 @@ import click
 from rlhf_algos import METHODS
 from rlhf_data import exit_cleanly
 from rlhf_train.options import (
-    NEWEST,
+    compare_options,
     decorated,
+    distributed_option,
+    machine_options,
     model_config_option,
     model_option,
+    pipeline_options,
+    reward_option,
     run_options,
     settings_options,
 )
@@ -59,7 +63,7 @@ class _Commands(click.Group):
         return sorted({*super().list_commands(ctx), *installed_methods()})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of a name; None where there is none."""
+        """The command of a name; None if there is none."""
         from rlhf_train.plugins import installed_methods
 
         found = super().get_command(ctx, cmd_name)
@@ -89,8 +93,8 @@ def _load_methods(file: str) -> None:
     is_eager=True,
     metavar="FILE",
     callback=lambda ctx, parameter, files: [_load_methods(file) for file in files],
-    help="Python file that adds methods to rlhf_algos.METHODS, which become commands; may stand behind a "
-    "command too.",
+    help="Python file that adds methods to rlhf_algos.METHODS, which become commands; accepted before and "
+    "after a command.",
 )
 @click.version_option(package_name="rlhf-train")
 def main() -> None:
@@ -117,7 +121,7 @@ def _minmax(**options: Any) -> None:
 def _minmax_options() -> list[Any]:
     return [
         *settings_options(),
-        model_option("--model", "Model of both players.  [default: a tiny one, built now]"),
+        model_option("--model", "Model of both players.  [default: a tiny one, built from the rows]"),
         model_option("--reward-model", "Reward model.  [default: built from the rows]"),
         model_option("--judge-model", "Judge with a scalar head.  [default: built from the rows]"),
         *run_options(
@@ -127,18 +131,16 @@ def _minmax_options() -> list[Any]:
             start="the start models",
             seed=0,
         ),
-        click.option(
-            "--no-baseline", is_flag=True, help="Skip the plain RLHF run that the game is compared with."
-        ),
+        *machine_options(),
+        click.option("--no-baseline", is_flag=True, help="Skip the run of plain RLHF for comparison."),
         _bad_row_option(),
+        distributed_option(),
         click.option(
             "--force",
             is_flag=True,
-            help="Play, with a warning, where a check says that the game cannot work.",
+            help="Play, with a warning, even if a check says that the game cannot work.",
         ),
-        click.option(
-            "--rebuild-demo", is_flag=True, help="Build the tiny models even where they are cached."
-        ),
+        click.option("--rebuild-demo", is_flag=True, help="Rebuild the tiny models even if they are cached."),
     ]
 
 
@@ -156,7 +158,7 @@ def _training_command(method: str, summary: str, *, online: bool, installed: boo
 
     options = [
         *settings_options(),
-        model_option("--model", "Model to start from.  [default: a tiny one, built now]"),
+        model_option("--model", "Model to start from.  [default: a tiny one, built from the rows]"),
         model_config_option(),
         *run_options(
             method,
@@ -165,24 +167,25 @@ def _training_command(method: str, summary: str, *, online: bool, installed: boo
             start="the start model",
             seed=42,
         ),
+        *machine_options(),
         click.option(
             "--subset-size", type=click.IntRange(min=1), metavar="N", help="Use the first N training rows."
         ),
         _bad_row_option(),
-        _reward_option() if online else _backend_option(),
+        *([reward_option(), distributed_option()] if online else [_backend_option()]),
     ]
     help_text = (
-        f"{summary}\n\nWithout arguments it trains a tiny model, built now, on rows of the story world; the "
-        "run folder it names at the end holds the model, metrics, results and curves."
+        f"{summary}\n\nWithout arguments it trains a tiny model on rows of the story world; the "
+        "run folder printed at the end has the model, metrics, results and curves."
     )
     return click.command(method, help=help_text, epilog=_epilog(method))(decorated(command, options))
 
 
 def _rlhf(**options: Any) -> None:
-    """Traditional RLHF: supervised fine-tuning, a reward model, PPO against it; no adversary.
+    """Traditional RLHF: supervised fine-tuning, a reward model, and PPO against it, without an adversary.
 
     Without arguments it runs on stories, with the models of `rlhf-train minmax`, whose reward model has a
-    flaw: see what plain RLHF makes of it.
+    flaw, which plain RLHF exploits.
     """
     from rlhf_train.commands.rlhf import run_rlhf
 
@@ -193,7 +196,9 @@ def _rlhf_options() -> list[Any]:
     rows = run_options("rlhf", rows="", held_out="", start="the start models", seed=0)
     return [
         *settings_options(),
-        model_option("--model", "Model that the first stage starts from.  [default: a tiny one, built now]"),
+        model_option(
+            "--model", "Model that the first stage starts from.  [default: a tiny one, built from the rows]"
+        ),
         model_config_option(),
         model_option("--reward-model", "Reward model for PPO.  [default: that of the stage reward]"),
         click.option(
@@ -219,84 +224,27 @@ def _rlhf_options() -> list[Any]:
 
 
 def _compare(**options: Any) -> None:
-    """Train several methods at equal budgets and say which is better, with intervals over seeds.
+    """Train several methods at equal budgets and compare them, with intervals over seeds.
 
     METHODS are those that train a policy, such as dpo grpo ppo. Every run starts from one model; the
-    policies on its way answer the same held-out prompts, whose reward, length and KL are measured.
+    policies during it answer the same held-out prompts, whose reward, length and KL are measured.
     """
     from rlhf_train.commands.compare import run_compare
 
     _exit_cleanly(lambda: run_compare(options))
 
 
-def _compare_options() -> list[Any]:
-    return [
-        click.argument("methods", nargs=-1),
-        model_option("--model", "Model that every run starts from."),
-        click.option("--train-data", metavar="FILE", help="Rows of all methods; pairs serve as prompts too."),
-        click.option("--preference-data", metavar="FILE", help="Other rows for the offline methods."),
-        click.option(
-            "--eval-data", metavar="FILE", help="Held-out prompts on which every policy is measured."
-        ),
-        click.option(
-            "--reward",
-            multiple=True,
-            metavar="SOURCE",
-            help="What online methods maximise; by the first one every policy is measured; repeatable.",
-        ),
-        click.option("--held-out-reward", metavar="SOURCE", help="A reward that nothing is trained on."),
-        click.option(
-            "--budget",
-            metavar="UNIT=N",
-            help="Of each run: steps, samples, tokens or seconds, as tokens=200000.",
-        ),
-        click.option("--seeds", metavar="N,N", help="One run of each for every seed.  [default: 0,1,2]"),
-        click.option(
-            "--set",
-            "overrides",
-            multiple=True,
-            metavar="[METHOD.]KEY=VALUE",
-            help="A setting of all methods, or of one; repeatable.",
-        ),
-        click.option(
-            "--sweep",
-            multiple=True,
-            metavar="METHOD.KEY=A,B",
-            help="Compare values of one setting of a method, such as its KL coefficient; repeatable.",
-        ),
-        *_measurement_options(),
-        click.option(
-            "--output-dir", metavar="DIR", help="Folder of all runs.  [default: outputs/compare-<time>]"
-        ),
-        click.option(
-            "--resume",
-            is_flag=False,
-            flag_value=NEWEST,
-            metavar="[DIR]",
-            help="Go on with an interrupted comparison.  [default: the newest unfinished]",
-        ),
-        click.option(
-            "--dry-run", is_flag=True, help="Check everything, say what would be run, train nothing."
-        ),
-    ]
+def _pipeline(**options: Any) -> None:
+    """Run stages, each a job with processes of its own; promote models only after their gates have passed.
 
+    A stage whose settings, files and upstream results are those of an earlier run is not run again, so the
+    same command continues after an interruption. Exit code 1: a gate has ended the pipeline.
+    """
+    from rlhf_train.commands.pipeline import run_pipeline
 
-def _measurement_options() -> list[Any]:
-    """How the policies of a comparison are measured."""
-    return [
-        click.option(
-            "--evaluations",
-            type=click.IntRange(min=1),
-            help="Measurements on the way of each run, its end included.  [default: 4]",
-        ),
-        click.option("--max-prompts", type=click.IntRange(min=2), help="Held-out prompts.  [default: 200]"),
-        click.option(
-            "--max-new-tokens", type=click.IntRange(min=1), help="Of a measured completion.  [default: 128]"
-        ),
-        click.option(
-            "--temperature", type=click.FloatRange(min=0), help="Of measured completions.  [default: 1]"
-        ),
-    ]
+    stopped: list[bool] = []
+    _exit_cleanly(lambda: stopped.append(run_pipeline(options)))
+    sys.exit(int(stopped[0]))
 
 
 def _bad_row_option() -> Any:
@@ -315,16 +263,6 @@ def _backend_option() -> Any:
     )
 
 
-def _reward_option() -> Any:
-    return click.option(
-        "--reward",
-        multiple=True,
-        metavar="SOURCE",
-        help="What completions are worth: a reward model's folder or hub name, pkg.mod:function, a URL, or a "
-        "rule such as number, choice, exact, length, format; repeatable.  [default: the task's own]",
-    )
-
-
 def _epilog(method: str) -> str:
     return f"All settings for --set and --config: rlhf-train settings {method}"
 
@@ -337,7 +275,7 @@ def _epilog(method: str) -> str:
     type=click.Choice(("story", "arithmetic", "chat")),
     default="story",
     show_default=True,
-    help="What the rows are about; chat is stories as chat messages.",
+    help="Content of the rows; chat is stories as chat messages.",
 )
 @click.option("--seed", type=int, default=0, show_default=True)
 def dummy_data(folder: str, rows: int, kind: DummyKind, seed: int) -> None:
@@ -348,6 +286,20 @@ def dummy_data(folder: str, rows: int, kind: DummyKind, seed: int) -> None:
     from rlhf_train.commands.dummy_data import create_dummy_data
 
     _exit_cleanly(lambda: create_dummy_data(folder, rows=rows, kind=kind, seed=seed))
+
+
+@main.command("export")
+@click.argument("source", metavar="RUN|CHECKPOINT")
+@click.argument("folder", metavar="DIR")
+def export(source: str, folder: str) -> None:
+    """Write the model of a checkpoint as a plain transformers folder, new, named DIR.
+
+    Of a run the newest checkpoint is taken. Checkpoints of FSDP and ZeRO-3 runs are put together a layer at
+    a time, in one process, however many wrote them.
+    """
+    from rlhf_train.commands.export import export as run
+
+    _exit_cleanly(lambda: run(source, folder))
 
 
 @main.command("settings")
@@ -362,6 +314,7 @@ def settings(method: str, as_json: bool) -> None:
 
 minmax = main.command("minmax", epilog=_epilog("minmax"))(decorated(_minmax, _minmax_options()))
 rlhf = main.command("rlhf", epilog=_epilog("rlhf"))(decorated(_rlhf, _rlhf_options()))
-compare = main.command("compare")(decorated(_compare, _compare_options()))
+compare = main.command("compare")(decorated(_compare, compare_options()))
+pipeline = main.command("pipeline")(decorated(_pipeline, pipeline_options()))
 for _name, _method in METHODS.items():
     main.add_command(_training_command(_name, _method.summary, online=_method.online))

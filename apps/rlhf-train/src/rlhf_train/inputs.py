@@ -1,11 +1,12 @@
-"""What can be said of a job's models and files before torch is loaded, which takes seconds."""
+"""Checks of a job's models and files before torch is loaded, which takes seconds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rlhf_algos import check_reachable, require_ray
 from rlhf_data import BaseConfig, UserError
 from rlhf_models import check_available
 
@@ -14,15 +15,15 @@ _DEEPSPEED = 'check the path, or write {"zero_optimization": {"stage": 2}} into 
 _ROWS = ("train_data", "eval_data", "sft_data", "preference_data", "prompt_data")
 
 
-def check_inputs(config: BaseConfig) -> None:
-    """Look for every model, file and folder that the settings name.
+def check_inputs(config: BaseConfig, *, dry_run: bool = False) -> None:
+    """Look for every model, file and folder that the settings name, and for the cluster of a run.
 
-    Args:
-        config: of any job; sections are looked through too.
-
-    Raises:
-        UserError: one is not there.
+    Sections of the config are looked through too.
     """
+    workers = getattr(config, "distributed", None)
+    if workers is not None and not dry_run:
+        require_ray()
+        check_reachable(workers)
     for key, name in _named(config):
         if key in _MODELS:
             check_available(name)
@@ -32,6 +33,16 @@ def check_inputs(config: BaseConfig) -> None:
     for line in getattr(config, "reward", ()) if not isinstance(getattr(config, "reward", ()), dict) else ():
         if ":" not in line and "/" in line:
             check_available(line)
+
+
+def check_planned(options: Mapping[str, Any]) -> None:
+    """Refuse `--processes` and `--gpu` without `--dry-run`."""
+    if not options["dry_run"] and (options["processes"] or options["gpu"]):
+        raise UserError(
+            "--processes and --gpu say what a dry run plans for; give --dry-run too, or start the training "
+            "with torchrun",
+            code="conflicting_options",
+        )
 
 
 def described(config: BaseConfig) -> str:

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from rlhf_data import UserError
 
-__all__ = ["GROUP", "installed_methods", "load_installed", "load_methods", "source_of"]
-
 GROUP = "rlhf.methods"
 """Entry points whose name is a method's, and whose object is a `rlhf_algos.Method`."""
 _FILES: dict[str, Path] = {}
@@ -22,10 +20,7 @@ _FILES: dict[str, Path] = {}
 def load_methods(file: str) -> list[str]:
     """Run a Python file that adds methods to `rlhf_algos.METHODS`; their names.
 
-    The file may import what lies beside it.
-
-    Raises:
-        UserError: there is no such file, it fails, or it adds none.
+    The file may import modules next to it.
     """
     from rlhf_algos import METHODS
 
@@ -42,7 +37,7 @@ def load_methods(file: str) -> list[str]:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UserError(
-            f"method module {file} is no Python file; its name must end in .py", code="unknown_file_type"
+            f"method module {file} is not a Python file; its name must end in .py", code="unknown_file_type"
         )
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
@@ -78,17 +73,13 @@ def installed_methods() -> dict[str, importlib.metadata.EntryPoint]:
 
 
 def load_installed(name: str) -> None:
-    """Put the method of an installed package into `rlhf_algos.METHODS`.
-
-    Raises:
-        UserError: the package fails, or gives something else.
-    """
+    """Put the method of an installed package into `rlhf_algos.METHODS`."""
     from rlhf_algos import METHODS, Method
 
     entry = installed_methods()[name]
     try:
         found = entry.load()
-    except (Exception, SystemExit) as error:  # of another's package
+    except (Exception, SystemExit) as error:  # from the package of someone else
         raise UserError(
             f"method {name}: {entry.value} cannot be imported ({type(error).__name__}: {error})",
             code="import_failed",

@@ -1,4 +1,4 @@
-"""Run folders as the commands treat them: made, taken up again, and gone where nothing began."""
+"""Run folders as the commands treat them: made, taken up again, and gone if nothing began."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from types import FrameType
 from typing import Any
 
 from rlhf_algos.process_group import broadcast, is_main_process
-from rlhf_data import RunFolder, UserError, alone_in, newest_unfinished
+from rlhf_data import RunFolder, UserError, alone_in, load_config_file, newest_unfinished
 from rlhf_train.options import NEWEST
 
 _LOG = logging.getLogger(__name__)
 ROOT = "outputs"
 _CONFIG = "config.json"
-_FILES = (_CONFIG, "before.json", "preflight.json", "samples.jsonl")
-"""What is written before the first step."""
+_FILES = (_CONFIG, "before.json", "preflight.json", "samples.jsonl", "workers.jsonl", "rollouts.ledger")
+"""Files written before the first step."""
 _BASE = "base"
 _FLAG_OF = {"overrides": "--set"}
 
@@ -30,12 +30,8 @@ _FLAG_OF = {"overrides": "--set"}
 def new_run(options: dict[str, Any], job: str) -> Iterator[RunFolder]:
     """The folder of a new run; removed again when the run was only planned or refused before it began.
 
-    Args:
-        options: those of the command; `output_dir` and `dry_run` are read.
-        job: with what the folder's name begins where the user gives none.
-
-    Raises:
-        UserError: the folder is not empty or cannot be written to.
+    Of the options, `output_dir` and `dry_run` are read; without `output_dir` the folder is named after the
+    job.
     """
     named = options["output_dir"]
     existed = named is not None and Path(named).is_dir()
@@ -61,11 +57,7 @@ def new_run(options: dict[str, Any], job: str) -> Iterator[RunFolder]:
 
 @contextmanager
 def run_of_all(options: dict[str, Any], job: str) -> Iterator[RunFolder]:
-    """The new run's folder, which the first process makes; see `new_run`.
-
-    Raises:
-        UserError: the first process refuses the folder, and with it all others.
-    """
+    """The new run's folder, which the first process makes; see `new_run`."""
     if is_main_process():
         with ExitStack() as stack:
             try:
@@ -82,6 +74,35 @@ def run_of_all(options: dict[str, Any], job: str) -> Iterator[RunFolder]:
         yield RunFolder(path)
 
 
+def other_workers(
+    options: dict[str, Any], values: dict[str, Any], sampling: dict[str, Any]
+) -> dict[str, Any]:
+    """The workers that `--distributed` gives a resumed run, which must not change what it computes.
+
+    Args:
+        options: those of the command.
+        values: the run's settings.
+        sampling: the section of them that has `prompts_per_batch`.
+    """
+    if not options.get("distributed"):
+        return {}
+    given, before = load_config_file(options["distributed"]), values.get("distributed") or {}
+    ahead, was = given.get("max_staleness", 0), before.get("max_staleness", 0)
+    if ahead != was:
+        raise UserError(
+            f"--distributed {options['distributed']} has max_staleness {ahead}, and the run was begun with "
+            f"{was}, which its results depend on; set it to {was}",
+            code="conflicting_options",
+        )
+    if not before and not sampling.get("prompts_per_batch"):
+        raise UserError(
+            "the run was begun without workers and samples a step's prompts together, which workers do not; "
+            "leave out --distributed (a run with prompts_per_batch set can be moved to workers)",
+            code="conflicting_options",
+        )
+    return {"distributed": given}
+
+
 def resumed_run(options: dict[str, Any], job: str, changing: Sequence[str]) -> RunFolder:
     """The run to continue.
 
@@ -89,9 +110,6 @@ def resumed_run(options: dict[str, Any], job: str, changing: Sequence[str]) -> R
         options: those of the command; `resume` and `output_dir` name the folder.
         job: whose newest unfinished run is taken where neither does.
         changing: names of the options that would change the run's settings, and so are refused.
-
-    Raises:
-        UserError: such an option is given, two folders are named, or there is no such run.
     """
     given = [name for name in changing if not any(options.get(name) is x for x in (None, False, ()))]
     if given:
@@ -124,13 +142,7 @@ def resumable(run: RunFolder, job: str, *, trains: bool = True) -> Iterator[None
 
     So does a mistake that shows after the first checkpoint, such as a judge that no longer replies.
 
-    Args:
-        run: its folder.
-        job: the command.
-        trains: whether more than an evaluation is written there, which no other process may do meanwhile.
-
-    Raises:
-        UserError: another process trains in the folder.
+    `trains` locks the folder: no other process may train in it meanwhile.
     """
     before = run.checkpoints()
     try:
@@ -144,11 +156,7 @@ def resumable(run: RunFolder, job: str, *, trains: bool = True) -> Iterator[None
 
 
 def checkpoint_to_evaluate(run: RunFolder) -> Path:
-    """The last checkpoint of a run.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The last checkpoint of a run."""
     checkpoint = run.latest_checkpoint()
     if checkpoint is None:
         raise UserError(

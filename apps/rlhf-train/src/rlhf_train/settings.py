@@ -33,11 +33,7 @@ class Setting:
 
 
 def settings_of(method: str) -> list[Setting]:
-    """The settings of a command.
-
-    Raises:
-        UserError: there is no such command.
-    """
+    """The settings of a command."""
     from rlhf_algos import METHODS
 
     if method == "minmax":
@@ -57,11 +53,7 @@ def settings_of(method: str) -> list[Setting]:
 
 
 def print_settings(method: str, *, as_json: bool) -> None:
-    """Print them, as a table or as a list of JSON objects.
-
-    Raises:
-        UserError: there is no such command.
-    """
+    """Print them, as a table or as a list of JSON objects."""
     found = settings_of(method)
     if as_json:
         print(json.dumps([asdict(setting) for setting in found], indent=2, default=str))

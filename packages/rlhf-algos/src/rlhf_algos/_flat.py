@@ -1,4 +1,4 @@
-"""What the pure functions share: the shape check, dense group numbers, weighted sums."""
+"""Helpers of the pure functions: shape checks, dense group indices, weighted sums."""
 
 from __future__ import annotations
 

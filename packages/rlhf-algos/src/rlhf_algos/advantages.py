@@ -1,4 +1,4 @@
-"""Advantages and baselines: from rewards to what the policy loss multiplies.
+"""Advantages and baselines: from rewards to the factors of the policy loss.
 
 Letters: `M` tokens of ragged sequences laid end to end, `B` completions (or critiques), `P` groups of them.
 A group is whatever shares a baseline: the completions of one prompt, the critiques of one answer.  Groups are
@@ -42,7 +42,7 @@ _ROUNDING = 1e-6
 """Of scores in fp32, which depend on what else is in a batch: relative to the largest one."""
 
 Baseline = Literal["grpo", "rloo"]
-"""What a reward is compared with, see `ADVANTAGES`."""
+"""Baselines of rewards, see `ADVANTAGES`."""
 RewardScale = Literal["batch", "group", "none"]
 """Whose standard deviation divides advantages, if any."""
 
@@ -264,7 +264,7 @@ def scale_with(values: Tensor, moments: Tensor, *, epsilon: float = 1e-8) -> Ten
 
     Args:
         values: (M,), any of those that the moments are of.
-        moments: (3,) sum of what `moments` gave.
+        moments: (3,) sum of the results of `moments`.
         epsilon: added to the unbiased standard deviation, > 0.
 
     Returns:
@@ -286,7 +286,7 @@ def standardise_with(
 
     Args:
         values: (M,), any of those that the moments are of.
-        moments: (3,) sum of what `moments` gave.
+        moments: (3,) sum of the results of `moments`.
         epsilon: added to the unbiased standard deviation, > 0.
         shift_mean: whether the mean is taken off.
 
@@ -302,7 +302,7 @@ def explained_variance(return_moments: Tensor, error_moments: Tensor) -> Tensor:
     """Share of the returns' variance that the value function explains: 1 - var(R - V) / var(R).
 
     Args:
-        return_moments: (3,) sum of what `moments` gave for the returns R.
+        return_moments: (3,) sum of the results of `moments` for the returns R.
         error_moments: (3,) the same for the errors R - V.
 
     Returns:
@@ -348,7 +348,7 @@ def _mean_and_std(moments: Tensor) -> tuple[Tensor, Tensor]:
 class _Groups(NamedTuple):
     group: Tensor  # (B,) 0..P-1
     size: Tensor  # (P,) float: rewards that are given
-    centred: Tensor  # (B,), 0 where none is given
+    centred: Tensor  # (B,), 0 if none is given
 
     @property
     def std(self) -> Tensor:

@@ -6,14 +6,12 @@ import math
 from collections.abc import Mapping
 from typing import Protocol
 
-__all__ = ["AdaptiveKLController", "FixedKLController", "KLController", "check_horizon"]
-
 _LARGEST_ERROR = 0.2
 """Bound of the relative error, both ways: https://arxiv.org/abs/1909.08593, section 2.2."""
 
 
 class KLController(Protocol):
-    """What a trainer asks for its KL coefficient."""
+    """The protocol of KL controllers."""
 
     value: float
     """The coefficient now, >= 0."""
@@ -21,26 +19,22 @@ class KLController(Protocol):
     def update(self, current: float, steps: int) -> None:
         """Take notice of the divergence measured.
 
-        Args:
-            current: KL from the reference, in nats per completion.
-            steps: completions since the last update.
+        `current` is the KL from the reference in nats per completion, `steps` the completions since the last
+        update.
         """
         ...
 
     def state(self) -> dict[str, float]:
-        """What has to be kept to go on, as JSON."""
+        """The state to resume from, as JSON."""
         ...
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Take up what `state` gave."""
+        """Load what `state` returned."""
         ...
 
 
 class FixedKLController:
     """A coefficient that stays.
-
-    Args:
-        value: the coefficient, >= 0.
 
     Raises:
         ValueError: it is negative or not finite.
@@ -86,9 +80,7 @@ class AdaptiveKLController:
     def update(self, current: float, steps: int) -> None:
         """Move the coefficient.
 
-        Args:
-            current: KL measured since the last update.
-            steps: steps since then, >= 0.
+        `current` is the KL measured over the `steps` since the last update.
 
         Raises:
             ValueError: `current` is not finite, or the coefficient could become 0 in that many `steps`.

@@ -54,10 +54,10 @@ def barrier() -> None:
 
 
 def broadcast(value: Any) -> Any:
-    """What the first process gave; every process must call it.
+    """The first process's value; every process must call it.
 
     Args:
-        value: of the first process; that of the others is ignored.
+        value: the first process's value; those of the others are ignored.
     """
     if world_size() == 1:
         return value

@@ -1,6 +1,7 @@
 from rlhf_data.config import BaseConfig as BaseConfig
 from rlhf_data.config import LocalPath as LocalPath
 from rlhf_data.config import ModelPath as ModelPath
+from rlhf_data.config import Strings as Strings
 from rlhf_data.config import apply_overrides as apply_overrides
 from rlhf_data.config import load_config_file as load_config_file
 from rlhf_data.datasets.packing import PackedBatch as PackedBatch

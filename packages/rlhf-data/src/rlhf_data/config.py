@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -56,10 +56,14 @@ _EXPECTED = {
     "too_short": "expected more items",
 }
 """What pydantic says in its own words."""
+Strings = Annotated[
+    tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
+]
+"""Strings; a single one may be given without brackets."""
 LocalPath = Annotated[str, AfterValidator(absolute_path)]
 """A file or folder, which becomes an absolute path where it is there, or another name, as on the hub."""
 ModelPath = Annotated[str, AfterValidator(absolute_path), AfterValidator(model_folder)]
-"""A model's folder, the folder of a run, which stands for the model that it left, or a name on the hub."""
+"""A model's folder, the folder of a run, for the model that it left, or a name on the hub."""
 
 
 class BaseConfig(BaseModel):
@@ -150,7 +154,7 @@ def load_config_file(path: str | Path) -> dict[str, Any]:
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Return a copy of `values` with `key=value` overrides applied, such as `training.batch_size=4`.
 
-    Dots descend into sections, which are made where missing. Values are read as YAML: `1e-5` a number,
+    Dots descend into sections, which are made if missing. Values are read as YAML: `1e-5` a number,
     `null`, `true`, `[1, 2]`.
 
     Raises:

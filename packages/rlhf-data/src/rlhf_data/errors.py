@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable
 from typing import Any
+
+_NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
+"""Of what is read it is said where it is read."""
 
 
 class UserError(Exception):
@@ -39,6 +43,12 @@ def exit_cleanly(job: Callable[[], None], *, stopped: str = "Stopped") -> None:
         job()
     except UserError as error:
         print("\n".join((f"Error: {error}", *getattr(error, "__notes__", ()))), file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno not in _NOT_WRITABLE:
+            raise
+        said = (error.strerror or "").lower()
+        print(f"Error: {error.filename} cannot be written: {said}; name another place", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt as stop:
         notes = getattr(stop, "__notes__", ())

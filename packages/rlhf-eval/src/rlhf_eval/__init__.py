@@ -14,7 +14,7 @@ _MODULE_OF = {name: module for module, name in re.findall(r"^from rlhf_eval(\S*)
 __all__ = sorted(_MODULE_OF)
 
 _MOVED = ("minmax_figure", "write_minmax_report")
-"""To rlhf_minmax; found here too in 0.x, where it is installed."""
+"""To rlhf_minmax; found here too in 0.x, if it is installed."""
 
 
 def __getattr__(name: str) -> Any:

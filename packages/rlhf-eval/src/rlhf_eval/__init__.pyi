@@ -1,8 +1,10 @@
 from rlhf_eval import answers as answers
 from rlhf_eval import audit as audit
+from rlhf_eval import capability as capability
 from rlhf_eval import evaluation as evaluation
 from rlhf_eval import exploration as exploration
 from rlhf_eval import figures as figures
+from rlhf_eval import gates as gates
 from rlhf_eval import html as html
 from rlhf_eval import monitor as monitor
 from rlhf_eval import reward_errors as reward_errors

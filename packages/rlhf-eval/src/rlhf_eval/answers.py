@@ -31,8 +31,8 @@ class Answer(NamedTuple):
     Attributes:
         place: What an error calls the row.
         prompt: Text that rows of other files are joined by.
-        output: What the model wrote; None where the file does not say.
-        baseline: What it was compared with in the same row; None where the file does not say.
+        output: What the model wrote; None if the file does not say.
+        baseline: What it was compared with in the same row; None if the file does not say.
         scores: Numbers by name; true and false are 1 and 0.
         columns: The row, for slices and clusters.
         verdicts: Names of the scores that were true or false, or grades.
@@ -60,7 +60,7 @@ def read_answers(path: str) -> Iterator[Answer]:
 
 
 def harness_answers(path: str) -> Iterator[Answer] | None:
-    """The samples of lm-eval, or those of an inspect-ai log; None where the file is neither.
+    """The samples of lm-eval, or those of an inspect-ai log; None if the file is neither.
 
     Raises:
         UserError: the file cannot be read.
@@ -73,7 +73,7 @@ def harness_answers(path: str) -> Iterator[Answer] | None:
 
 
 def default_metric(names: set[str]) -> str | None:
-    """The metric to compare, of those that every file has; None where that is not plain."""
+    """The metric to compare, of those that every file has; None if that is not plain."""
     known = [name for name in _METRICS if name in names]
     return known[0] if known else min(names) if len(names) == 1 else None
 
@@ -175,7 +175,7 @@ def _of_inspect(sample: Mapping[str, Any], place: str) -> Answer:
 
 
 def _inspect_samples(path: Path) -> Iterator[Mapping[str, Any]] | None:
-    """The samples of an inspect-ai log; None where the file is none."""
+    """The samples of an inspect-ai log; None if the file is none."""
     name = path.name.lower()
     try:
         if name.endswith(".eval"):

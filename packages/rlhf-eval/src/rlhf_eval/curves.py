@@ -1,4 +1,4 @@
-"""Training curves: every metric of a run over its steps, held-out values beside them."""
+"""Training curves: every metric of a run over its steps, with held-out values."""
 
 from __future__ import annotations
 
@@ -39,19 +39,21 @@ _BOOK_KEEPING = (
     "peak_memory_gb",
 )
 _APART = ("eval_", "time/")
-"""What names begin with that get no curve among the steps' own."""
+"""Prefixes of metrics that are not drawn among the curves of steps."""
 _LAST = ("grad_norm", "learning_rate")
 _MARKED, _SMOOTHED = 50, 100
 """Fewer points are marked, more are smoothed."""
 
 
 def metric_keys(metrics: Rows) -> list[str]:
-    """The metrics of a run that are worth a curve, in the order they were logged, the optimizer's last.
+    """The metrics of a run that deserve a curve, in the order they were logged, the optimizer's last.
 
     Args:
         metrics: Rows of metrics.jsonl; counters, times and held-out values (`eval_...`) are left out.
     """
-    logged = dict.fromkeys(key for row in metrics for key, value in row.items() if _is_number(value))
+    logged = dict.fromkeys(
+        key for row in metrics for key, value in row.items() if type(value) in (int, float)
+    )
     keys = [key for key in logged if key not in _BOOK_KEEPING and not key.startswith(_APART)]
     return sorted(keys, key=lambda key: _LAST.index(key) + 1 if key in _LAST else 0)
 
@@ -69,7 +71,7 @@ def training_curves(
             skipped.
         keys: The metrics to draw, at least one; see `metric_keys`.
         path: The PNG file, replaced where it exists.
-        title: Of the whole figure.
+        title: Title of the whole figure.
 
     Raises:
         ValueError: `keys` is empty.
@@ -89,7 +91,7 @@ def training_curves(
 
 
 def metric_panel(metrics: Rows, key: str) -> Panel:
-    """One metric over the steps, held-out values beside it, as a figure for a page.
+    """One metric over the steps, with held-out values, as a figure for a page.
 
     Args:
         metrics: Rows of metrics.jsonl, as for `training_curves`.
@@ -170,13 +172,9 @@ def _running_mean(values: list[float]) -> np.ndarray:
 
 
 def _shared_legend(figure: Figure) -> None:
-    """One legend for all panels, where there is more than one kind of line."""
+    """One legend for all panels, if there is more than one kind of line."""
     handles: dict[str, Any] = {}
     for axes in figure.axes:
         handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True)) | handles
     if len(handles) > 1:
         figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

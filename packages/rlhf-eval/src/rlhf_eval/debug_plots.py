@@ -207,7 +207,7 @@ def _layer_norms(norms: Mapping[str, float | None]) -> dict[str, float | None]:
 
 
 def _joined(parts: Iterable[float | None]) -> float | None:
-    """2-norm of several gradients together, None where one of them is not finite."""
+    """2-norm of several gradients together, None if one of them is not finite."""
     squares = [None if norm is None else norm * norm for norm in parts]
     return None if None in squares else math.sqrt(sum(square for square in squares if square is not None))
 

@@ -1,4 +1,4 @@
-"""What every figure shares: colours, style, lines from metric rows, legends, files, panels of a page.
+"""Helpers of all figures: colours, style, lines from metric rows, legends, files, panels of a page.
 
 matplotlib is imported when the first figure is drawn. Figures are drawn by its Agg and SVG backends
 directly, so no display is needed and no global pyplot state is touched.
@@ -61,7 +61,7 @@ _ON_DARK = {
     _INK: "#E6E9EE",
     _GRID: "#303743",
 }
-"""What each colour of a panel becomes where the reader prefers dark pages."""
+"""Colours of a panel in dark mode."""
 _COLOR_STEPS = 32
 _STYLE: dict[Any, Any] = {
     "font.size": 12,
@@ -113,7 +113,7 @@ def make_panel(
     module's colours are lighter ones where the reader prefers dark pages.
 
     Args:
-        title: Of the panel; the figure itself has none.
+        title: Title of the panel; the figure itself has none.
         caption: What it shows, in a sentence or two.
         draw: Draws on the axes it is given.
         width: In inches.
@@ -140,7 +140,7 @@ def _for_light_and_dark(svg: str) -> str:
 
 
 def draw_line(axes: Axes, rows: Rows, key: str, **style: Any) -> None:
-    """Draw a metric over the steps, a dot where there is one value only; nothing where no row has it."""
+    """Draw a metric over the steps, a dot if there is one value only; nothing if no row has it."""
     points = pairs(rows, "step", key)
     if points:
         if len(points) == 1:
@@ -190,7 +190,7 @@ def add_colorbar(axes: Axes, drawn: Any, label: str) -> None:
 
 
 def value_of(row: dict[str, Any], key: str) -> float | None:
-    """A metric of a row; None where it is missing, null or not finite."""
+    """A metric of a row; None if it is missing, null or not finite."""
     return finite(row.get(key))
 
 

@@ -30,6 +30,7 @@ h1 { font-size: 1.8rem; line-height: 1.2; margin: 0 0 4px; }
 h2 { font-size: 1.25rem; margin: 44px 0 12px; padding-bottom: 6px; border-bottom: 1px solid var(--line); }
 h3 { font-size: 1rem; margin: 20px 0 6px; }
 p { margin: 8px 0; max-width: 75ch; }
+a { color: var(--blue); }
 .soft, small, figcaption, .key { color: var(--soft); }
 .key, code, pre { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; font-size: .85em; }
 .key { display: block; font-size: .75rem; overflow-wrap: anywhere; }
@@ -37,9 +38,10 @@ p { margin: 8px 0; max-width: 75ch; }
 table { border-collapse: collapse; width: 100%; }
 table.narrow { width: auto; } table.narrow .number { padding-left: 2.5em; }
 th, td { text-align: left; padding: 7px 10px; border-bottom: 1px solid var(--line); vertical-align: top; }
-thead th { color: var(--soft); font-size: .85rem; font-weight: 600; white-space: nowrap; }
+thead th { color: var(--soft); font-size: .85rem; font-weight: 600; vertical-align: bottom; }
 tbody th { font-weight: 500; min-width: 8.5em; }
-.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.number { text-align: right; font-variant-numeric: tabular-nums; }
+td.number { white-space: nowrap; }
 .grid { display: grid; gap: 16px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); }
 .grid.small { grid-template-columns: repeat(auto-fill, minmax(min(100%, 300px), 1fr)); }
 .grid > div { min-width: 0; }
@@ -87,7 +89,8 @@ summary { cursor: pointer; padding: 6px 0; color: var(--blue); }
 @media (max-width: 600px) {
   svg.narrow { display: block; } svg.wide { display: none; }
   main { padding: 16px 14px 48px; } h1 { font-size: 1.45rem; }
-  th, td { padding: 7px 5px; } td { font-size: .95rem; }
+  th, td { padding: 7px 5px; } td { font-size: .95rem; } tbody th { min-width: 5.5em; }
+  table.narrow .number { padding-left: 1.2em; }
   .tiles { gap: 8px; } .tile { padding: 8px 10px; } .tile b { font-size: 1.45rem; }
   .tile small { font-size: .75rem; }
   .card { padding: 12px; }
@@ -189,7 +192,7 @@ def page(title: str, body_html: str, *, refresh: int | None = None, sortable: bo
     """Return the whole document; its content security policy forbids loading anything from outside.
 
     Args:
-        title: Of the document, text.
+        title: Title of the document, as text.
         body_html: What it shows.
         refresh: Seconds after which a browser asks for it again; None for never.
         sortable: Whether a click on the title of a column sorts its table.

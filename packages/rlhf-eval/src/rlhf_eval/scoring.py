@@ -42,7 +42,7 @@ class Scorer:
         Args:
             prompts: n prompts.
             completions: n completions.
-            completion_ids: their token ids, for rules that count tokens; None where they are not known.
+            completion_ids: their token ids, for rules that count tokens; None if they are not known.
             columns: n values for each further column of the rows, such as `answer`.
             done: called after each batch with the number of its completions.
 

@@ -1,4 +1,4 @@
-"""What a model wrote before and after its training, side by side on one page."""
+"""Completions of a model before and after training, side by side on one page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _COLUMNS = {"start": "at the start", "end": "at the end"}
 
 
 def samples_page(rows: Sequence[Mapping[str, Any]], *, title: str) -> str:
-    """A page with the completions of the start and of the end of a training beside each other.
+    """A page with the completions of the start and of the end of a training side by side.
 
     Args:
         rows: rows of samples.jsonl; those with `stage` "start" or "end" are shown, those of a stage in the

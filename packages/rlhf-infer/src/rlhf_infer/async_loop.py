@@ -1,4 +1,4 @@
-"""The event loop of asynchronous reward functions: one per process, in a thread of its own.
+"""The event loop of asynchronous reward functions: one per process, in a separate thread.
 
 It lives as long as the process, so that what a function keeps between calls (an HTTP session, say) stays
 usable, and it serves threads without a loop and threads whose own loop is running alike.
@@ -22,14 +22,11 @@ _LOOPS: dict[int, tuple[asyncio.AbstractEventLoop, threading.Thread]] = {}
 _LOCK = threading.RLock()
 """May be taken again by a finalizer that runs while it is held."""
 _KEPT: set[asyncio.Task[Any]] = set()
-"""Tasks that nobody waits for, which a loop alone would not keep alive."""
+"""Tasks that nothing waits for, which a loop alone would not keep alive."""
 
 
 def submit(awaitable: Awaitable[Any]) -> Future[Any]:
     """Start an awaitable on the loop.
-
-    Args:
-        awaitable: what `await` takes.
 
     Returns:
         The future of its result; `result()` waits for it.
@@ -52,7 +49,7 @@ async def on_loop(coroutine: Coroutine[Any, Any, _Value]) -> _Value:
     return await asyncio.wrap_future(submit(coroutine))
 
 
-async def gathered(coroutines: Iterable[Coroutine[Any, Any, _Value]]) -> list[_Value]:
+async def gather_all(coroutines: Iterable[Coroutine[Any, Any, _Value]]) -> list[_Value]:
     """The results of coroutines that run at the same time; the first failure ends the others."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:

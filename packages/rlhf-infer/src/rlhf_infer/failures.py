@@ -1,4 +1,4 @@
-"""What is said of a reward function that raised: the error, and the line of the user's file."""
+"""The message about a reward function that raised: the error, and the line of the user's file."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import logging
 import sysconfig
 import traceback
 from pathlib import Path
-
-__all__ = ["Exited", "raised"]
 
 _LOG = logging.getLogger(__name__)
 _OURS = str(Path(__file__).parents[1])
@@ -22,7 +20,7 @@ def raised(error: BaseException) -> str:
     """`raised KeyError: 'a' (rewards.py:12)`; the whole traceback goes to the log.
 
     The line is the innermost one outside this package, Python's library and installed packages; without such
-    a line none is named.
+    a line names none.
     """
     if isinstance(error, Exited) and error.__cause__ is not None:
         error = error.__cause__

@@ -31,9 +31,9 @@ _LARGEST_ANSWER = 64 * 2**20
 
 
 class ScorerUnavailable(UserError):
-    """A scorer behind HTTP gave no score: it is not reached, refuses, or answers what is not a score.
+    """A scorer over HTTP returned no score: it is not reached, refuses, or answers something else.
 
-    The message is for whoever runs the program: it holds the scorer's URL and words. A server that uses the
+    The message is for the user of the program: it holds the scorer's URL and words. A server that uses the
     scorer for others answers 502 or 503 and keeps the message for its log.
     """
 
@@ -47,8 +47,7 @@ class Refused(Exception):
 class TokenBucket:
     """Spreads requests over time: the bucket fills steadily and holds what a second brings, at least one.
 
-    Args:
-        per_minute: requests; None for no limit.
+    Without `per_minute` there is no limit.
     """
 
     def __init__(self, per_minute: float | None) -> None:
@@ -60,8 +59,7 @@ class TokenBucket:
     def reserve(self, now: float) -> float:
         """Take a token, if need be one that is still to come.
 
-        Args:
-            now: seconds of a clock that never goes back.
+        `now` is in seconds of a clock that never goes back.
 
         Returns:
             Seconds until the token is there.
@@ -77,7 +75,7 @@ class TokenBucket:
 class HTTPClient:
     """Sends requests to one server over pooled connections, from any number of threads and event loops.
 
-    All requests run on the event loop of `rlhf_infer.async_loop`, so that connections are shared whoever
+    All requests run on the event loop of `rlhf_infer.async_loop`, so that connections are shared by all
     asks. What is on this machine is asked without a proxy. Redirections are not followed: they count as
     refusals, and a key never goes to another host.
 
@@ -90,9 +88,6 @@ class HTTPClient:
         concurrency: requests under way at a time; None for any number.
         requests_per_minute: most tries a minute; None for no limit.
         policy: when `send` tries again.
-
-    Raises:
-        UserError: no such URL, or one with a user name.
     """
 
     def __init__(
@@ -134,7 +129,7 @@ class HTTPClient:
             method: GET or POST.
             url: on the client's server.
             body: JSON; None sends nothing.
-            check: raises `Unavailable` for an answer that is not worth having, such as a proxy's page.
+            check: raises `Unavailable` for an answer to be ignored, such as a proxy's page.
             on_try: called before each try with the number of tries before.
 
         Raises:
@@ -222,7 +217,7 @@ class HTTPClient:
                 timeout=None,
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=self._concurrency or 64),
                 trust_env=not self._local,
-                verify=not plain,  # loading the authorities takes time, and without TLS they are not asked
+                verify=not plain,  # loading the authorities takes time, and without TLS they are not needed
             )
             slots = asyncio.Semaphore(self._concurrency) if self._concurrency else contextlib.nullcontext()
             self._session = os.getpid(), client, slots
@@ -231,7 +226,7 @@ class HTTPClient:
 
 
 def _reason(error: BaseException) -> str:
-    """What the system said of a connection that failed; else what the library says."""
+    """The system's message about a connection that failed; else the library's."""
     inner: BaseException | None = error
     while inner is not None:
         if isinstance(inner, OSError) and inner.errno is not None:
@@ -263,12 +258,10 @@ def _close(pid: int, client: httpx.AsyncClient) -> None:
 def retry_after_s(header: str | None, now: datetime.datetime | None = None) -> float | None:
     """Seconds that a `Retry-After` header asks to wait, RFC 9110 section 10.2.3.
 
-    Args:
-        header: a whole number of seconds or a date; None where there is none.
-        now: time that a date is compared with; None for the clock's.
+    The header is a whole number of seconds or a date, which is compared with `now`; None if there is none.
 
     Returns:
-        At least 0; None where the header is missing or says neither.
+        At least 0; None if the header is missing or says neither.
     """
     text = (header or "").strip()
     if text.isascii() and text.isdigit():
@@ -277,7 +270,7 @@ def retry_after_s(header: str | None, now: datetime.datetime | None = None) -> f
         date = email.utils.parsedate_to_datetime(text)
     except ValueError:
         return None
-    if date.tzinfo is None:  # "-0000": UTC, with nothing said of where the server stands
+    if date.tzinfo is None:  # "-0000": UTC, with nothing said about the server's time zone
         date = date.replace(tzinfo=datetime.UTC)
     return max(0.0, (date - (now or datetime.datetime.now(datetime.UTC))).total_seconds())
 
@@ -291,7 +284,7 @@ def _checked_url(url: str, what: str) -> tuple[str, str]:
         raise UserError(f"{what} {url!r} cannot be read: {error}", code="invalid_url") from error
     if not known:
         raise UserError(
-            f"{what} {url!r} is none; expected http://HOST:PORT/PATH or https://...", code="invalid_url"
+            f"{what} {url!r} is not valid; expected http://HOST:PORT/PATH or https://...", code="invalid_url"
         )
     if parts.username is not None:
         raise UserError(

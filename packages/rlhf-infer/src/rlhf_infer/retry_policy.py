@@ -1,4 +1,4 @@
-"""When a request that failed for a reason that may pass is sent again."""
+"""Retries of requests after transient failures, with exponential backoff."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from typing import TypedDict, TypeVar
 
 from rlhf_data import UserError
 
-__all__ = ["RetryOptions", "RetryPolicy", "Unavailable"]
-
 _LONGEST_PAUSE_S = 60.0
-"""Where doubled pauses stop growing."""
+"""The longest pause; up to it pauses double."""
 _SAID_FROM_S, _SAID_EVERY_S = 3.0, 10.0
-"""Pauses that are said, and seconds between what is said."""
+"""Pauses that are announced, and seconds between announcements."""
 _last_said = -math.inf
 _LOG = logging.getLogger(__name__)
 _JITTER = random.Random()
@@ -39,7 +37,7 @@ class Unavailable(Exception):
 
     Args:
         message: what happened.
-        retry_after_s: seconds that the server asks to wait; None where it does not say.
+        retry_after_s: seconds that the server asks to wait; None if it does not say.
         timed_out: whether no answer came in time.
     """
 
@@ -52,7 +50,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """When a request that failed for a reason that may pass is sent again.
+    """Retries of requests after transient failures, with exponential backoff.
 
     The pause before try n + 1 is `backoff_s` · 2^(n - 1), at most 60 seconds, shortened by up to a half at
     random, so that clients that failed together do not come back together; it is never shorter than the
@@ -63,9 +61,6 @@ class RetryPolicy:
         backoff_s: seconds before the first of them.
         deadline_s: seconds from the first try on after which no answer is waited for; a pause that would
             reach beyond is not begun.
-
-    Raises:
-        UserError: a number out of range.
     """
 
     retries: int = 3
@@ -82,7 +77,7 @@ class RetryPolicy:
             )
 
     async def run(self, attempt: Callable[[int], Awaitable[_Value]]) -> _Value:
-        """What `attempt(n)` returns, n counting the tries before.
+        """Return `attempt(n)`, where n counts the previous attempts.
 
         Raises:
             Unavailable: the last try's failure; `tries` says how many there were.

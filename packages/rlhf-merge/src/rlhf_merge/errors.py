@@ -1,4 +1,4 @@
-"""The error type for mistakes a user can fix."""
+"""The error type for mistakes a user can fix, and its use for damaged files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 _QUOTED = re.compile(r"""(?<![\w\\])(["'])(?:\\.|(?!\1)[^\\])*\1""", re.DOTALL)
-"""What `repr` quotes; an apostrophe follows a letter."""
+"""Text quoted by `repr`, as opposed to an apostrophe, which follows a letter."""
 
 
 class MergeError(ValueError):
@@ -33,11 +33,6 @@ class MergeError(ValueError):
         self.fields = fields
 
 
-def _shortened(text: str, begin: int, end: int) -> str:
-    """The text without its middle, where it is longer than its begin and end together."""
-    return text if len(text) <= begin + end else f"{text[:begin]}…{text[-end:]}"
-
-
 class UnwrittenError(MergeError):
     """The result cannot be written, for instance because the disk is full; what was written is of use."""
 
@@ -45,56 +40,30 @@ class UnwrittenError(MergeError):
 
 
 @contextmanager
-def damaged(what: str | Path) -> Iterator[None]:
-    """The boundary around values that a user's file holds: whatever a malformed one causes is a `MergeError`.
+def readable(what: str | Path) -> Iterator[None]:
+    """The boundary around a user's file or folder, and around the values that it holds.
+
+    Whatever a malformed one causes, and what the system says of one that cannot be read, is a `MergeError`
+    with the codes `damaged_file` and `unreadable_file`. A `ValueError` inside is the words for what is wrong.
 
     Args:
-        what: the file, as the message names it.
-
-    Raises:
-        MergeError: in place of the errors that values of an unexpected kind cause.
+        what: the file, folder or part of it, as the message names it.
     """
     try:
         yield
     except MergeError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
-        words = " ".join(str(error).split())
-        said = f"{type(error).__name__}: {words[:120]}{'…' if len(words) > 120 else ''}"
-        raise MergeError(f"{what} is damaged ({said}); copy it anew.", code="damaged_file") from error
-
-
-@contextmanager
-def readable(what: str | Path) -> Iterator[None]:
-    """`damaged`, and the boundary around what the system says when a user's file or folder is read.
-
-    Args:
-        what: the file or folder, as the message names it where the system does not.
-
-    Raises:
-        MergeError: in place of an `OSError` too.
-    """
-    try:
-        with damaged(what):
-            yield
     except OSError as error:
-        place = error.filename if isinstance(error.filename, str) else what
-        raise MergeError(
-            f"{place} cannot be read ({error.strerror or error}); check that it is there and may be read.",
-            code="unreadable_file",
-        ) from error
+        place = error.filename if isinstance(error.filename, str) else str(what)
+        reason = f"({error.strerror or error}); check that it is there and may be read."
+        raise MergeError(f"{place} cannot be read {reason}", code="unreadable_file", path=place) from error
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        words = _shortened(" ".join(str(error).split()), 200, 40)
+        message = f"{what} is damaged ({kind}{words}); download or save it again."
+        raise MergeError(message, code="damaged_file", path=str(what)) from error
 
 
-def regular(path: Path) -> Path:
-    """The path of a file of a model's folder, unless something else than a file is there.
-
-    A FIFO would be waited for without end, and a device may hold anything.
-
-    Raises:
-        MergeError: a folder, FIFO, socket or device is there.
-    """
-    if not path.is_file() and path.exists():
-        raise MergeError(
-            f"{path} is not a regular file; put the file itself there.", code="not_a_regular_file"
-        )
-    return path
+def _shortened(text: str, begin: int, end: int) -> str:
+    """The text without its middle, where it is longer than its begin and end together."""
+    return text if len(text) <= begin + end else f"{text[:begin]}…{text[-end:]}"

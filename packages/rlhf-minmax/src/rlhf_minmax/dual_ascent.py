@@ -1,4 +1,4 @@
-"""How a constraint's multiplier moves: not at all, or by one of four rules of dual ascent."""
+"""Updates of a constraint's multiplier: none, or one of four rules of dual ascent."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class DualState:
         proportional: the part α P e of λ that `pid` added last; 0 before it moved λ.
         derivative: its part α D max(0, v̄ - v̄_before); the third part is α Σe.
         updates: steps so far.
-        violated: of them those whose smoothed violation was above the threshold.
+        violated: those updates whose smoothed violation was above the threshold.
         cumulative: Σ max(0, v - ε) of the measured violations.
         met: whether the smoothed violation was ever at or below the threshold.
         overshoot: largest excess of the smoothed violation since then; 0 before.

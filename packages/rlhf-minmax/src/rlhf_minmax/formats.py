@@ -1,4 +1,4 @@
-"""What the players read and write: prompts, answers and critiques, and how strictly they are read back."""
+"""Formats of prompts, answers and critiques, and how strictly completions are parsed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CLAUSE_START = re.compile(r"[,;:.!?\n]|\bbut\b|\bbecause\b|\bit is\b|\bit was\b
 _NEGATION = re.compile(
     r"(?:\b(?:not|never|neither|nor|cannot|rather than|instead of)|n['’]t)(?:\s+[\w'’-]+){0,4}[\s\"'“*(]*$"
 )
-"""What a negated phrase stands behind, up to the phrase: "did not go to the"."""
+"""Text before a negated phrase: "did not go to the"."""
 _LETTER = re.compile(
     r"(?:(?:the\s+)?(?:(?:final|correct|right|best)\s+)?(?:answer|option|choice)(?:\s+is)?\s*:?\s*)?"
     r"[*(\[]*([a-z])[*)\].:]*",
@@ -41,7 +41,7 @@ class Critique:
     Args:
         evidence: the text quoted from the story, the monitor's reason.
         verdict: what the monitor says of the answer.
-        confidence: its stated confidence in the verdict, 0..1; None where it stated none.
+        confidence: its stated confidence in the verdict, 0..1; None if it stated none.
     """
 
     evidence: str
@@ -62,22 +62,15 @@ def parse_critique(text: str) -> Critique | None:
 
 
 def evidence_in_story(evidence: str, story: str, *, min_words: int = _MIN_QUOTED_WORDS) -> bool:
-    """Whether the evidence is quoted from a text (case, punctuation and white space aside).
-
-    Args:
-        evidence: words that must stand there one after the other.
-        story: the text.
-        min_words: the fewest words that count, at least 1.
-    """
+    """Whether the evidence is quoted from a text (case, punctuation and white space aside)."""
     words = _words(evidence)
     return len(words) >= max(min_words, 1) and f" {' '.join(words)} " in f" {' '.join(_words(story))} "
 
 
 class TextRules:
-    """What can be said of answers and evidence on any data set: choices are looked up in the text.
+    """Rules for answers and evidence on any data set: choices are looked up in the text.
 
-    Args:
-        min_evidence_words: the fewest words of a quotation, unless it is a whole sentence.
+    `min_evidence_words` are the fewest words of a quotation, unless it is a whole sentence.
     """
 
     def __init__(self, min_evidence_words: int = MIN_EVIDENCE_WORDS) -> None:
@@ -90,7 +83,7 @@ class TextRules:
     def claim(self, record: QARecord, answer: str) -> str | None:
         """The choice an answer commits to: the only choice it affirms, or the one whose letter it is.
 
-        A choice that is named only behind a negation ("not Dolly") is not claimed.
+        A choice that is named only after a negation ("not Dolly") is not claimed.
         """
         named = [choice for choice in record.choices if _affirms(answer, choice)]
         longest = [c for c in named if not any(c != other and _mentions(other, c) for other in named)]
@@ -101,12 +94,12 @@ class TextRules:
         return record.choices[index] if not named and index < len(record.choices) else None
 
     def correct_evidence(self, record: QARecord) -> str | None:
-        """What a truthful critic quotes: the last sentence that affirms the right choice, if any."""
+        """Evidence of a truthful critic: the last sentence that affirms the right choice, if any."""
         sentences = reversed(self.sentences(record))
         return next((s for s in sentences if _affirms(s, record.answer_text)), None)
 
     def possible_evidence(self, record: QARecord) -> list[str]:
-        """What critics might give as evidence, good and bad: the story's sentences."""
+        """Candidates for a critic's evidence, good and bad: the story's sentences."""
         return self.sentences(record)
 
     def evidence_holds(self, record: QARecord, evidence: str) -> bool:
@@ -119,7 +112,7 @@ class TextRules:
         )
 
     def rival(self, record: QARecord) -> str | None:
-        """The wrong choice that the story names last; None where it names none."""
+        """The wrong choice that the story names last; None if it names none."""
         for sentence in reversed(self.sentences(record)):
             for choice in record.choices:
                 if choice != record.answer_text and _affirms(sentence, choice):
@@ -132,12 +125,12 @@ class TextRules:
         return next((s for s in reversed(self.sentences(record)) if rival and _affirms(s, rival)), None)
 
     def is_hack(self, record: QARecord, claim: str | None) -> bool | None:
-        """Whether the claim takes a planted bait; None where nothing was planted."""
+        """Whether the claim takes a planted bait; None if nothing was planted."""
         del record, claim
         return None
 
     def supports(self, evidence: str, claim: str | None) -> bool | None:
-        """Whether evidence speaks for a claim; None where the data set has no rule for that."""
+        """Whether evidence speaks for a claim; None if the data set has no rule for that."""
         del evidence, claim
         return None
 
@@ -147,7 +140,7 @@ def _words(text: str) -> list[str]:
 
 
 def _places(text: str, phrase: str) -> list[int]:
-    """Where a phrase begins in a case-folded text, as whole words; its final mark may be missing there."""
+    """Offsets of a phrase in a case-folded text, as whole words; its final mark may be missing there."""
     phrase = phrase.casefold()
     phrase = phrase.rstrip(".!? ") or phrase
     if phrase not in text:

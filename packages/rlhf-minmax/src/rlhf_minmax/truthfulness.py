@@ -1,4 +1,4 @@
-"""The truthfulness constraint on the monitor: what counts as a violation, and how much, as pure functions."""
+"""The truthfulness constraint on the monitor: measures of violation, as pure functions."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ def class_weights(labels: Tensor) -> Tensor:
     With them the mean of an error indicator estimates 1 - balanced accuracy (Brodersen et al. 2010,
     https://doi.org/10.1109/ICPR.2010.764), so that always saying the more frequent verdict does not pay.
 
-    Args:
-        labels: (B,) bool, whether each judged answer is in truth right.
+    Labels (B,) say whether each judged answer is in truth right.
 
     Returns:
         (B,) fp32 > 0.

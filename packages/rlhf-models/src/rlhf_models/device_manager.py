@@ -1,4 +1,4 @@
-"""Which model runs where and in which precision."""
+"""Devices and precisions of models."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _BF16_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one role runs.
+    """Device of one role.
 
     Args:
         role: name of the role.
         device: its device.
         dtype: dtype for its weights and autocast.
-        reason: why, in words.
+        reason: why, as text.
     """
 
     role: str
@@ -39,7 +39,7 @@ class DeviceManager:
     """Assigns roles to devices.
 
     Policy and monitor train on the first GPU, the reward model and the judge take the next ones, and share
-    the last where there are fewer; without a GPU everything runs on the CPU. Weights are bfloat16 on GPUs
+    the last if there are fewer; without a GPU everything runs on the CPU. Weights are bfloat16 on GPUs
     that compute in it, float32 elsewhere.
 
     Args:

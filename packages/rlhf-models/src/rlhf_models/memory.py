@@ -1,4 +1,4 @@
-"""How much memory models and their training need, estimated from their shapes."""
+"""Memory of models and their training, estimated from their shapes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_models.language_model.head import chunk_rows
-
-__all__ = ["activation_bytes", "format_bytes", "memory_text", "weight_bytes"]
 
 _LOGITS_COPIES = 3
 """Logits, their log-softmax and its gradient."""
@@ -44,32 +42,50 @@ def activation_bytes(
     *,
     checkpointing: bool = False,
     device: torch.device | None = None,
+    gpu_memory: float | None = None,
 ) -> float:
     """Bytes that a forward and backward pass over a stream keeps.
 
-    Tokens x layers x (8 hidden + 2 intermediate) values; for intermediate = 4 hidden these are the 34 hidden
-    bytes per token and layer of arXiv:2205.05198, equation 1, without its dropout masks (2 hidden bytes) and
-    attention matrices, which are not kept here.  With gradient checkpointing, one hidden state per layer and
-    one layer's activations.  And three copies of the LM head's chunk of logits in fp32.
+    Tokens x layers x (10 hidden + 2 key-value widths + k intermediate) values, as counted among the tensors
+    that autograd keeps of Llama (k = 4, gated feed-forward layers) and GPT-2 (k = 5).  Attention matrices are
+    not kept here; with fused kernels it is less, as in arXiv:2205.05198, equation 1.  With gradient
+    checkpointing, one hidden state per layer and one layer's activations.  And three copies of the LM head's
+    chunk of logits in fp32.
 
-    Not covered: the allocator's slack, further copies that gated feed-forward layers keep, and what quantised
-    layers unpack for a moment.
+    Not covered: the allocator's slack, and what quantised layers unpack for a moment.
 
     Args:
-        config: of the language model.
-        tokens: of the stream.
+        config: config of the language model.
+        tokens: tokens in the stream.
         itemsize: bytes of a value.
         checkpointing: whether layers are computed again in the backward pass.
         device: where, one of this machine's; None is the CPU.
+        gpu_memory: bytes of a GPU that is not here, in place of the device's.
     """
     hidden, layers = config.hidden_size, config.num_hidden_layers
     intermediate = (
         getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden
     )
-    per_layer = 8 * hidden + 2 * intermediate
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None)
+    gated = kv_heads is not None  # architectures with fewer key-value heads have gated layers
+    per_layer = 10 * hidden + 2 * hidden * (kv_heads or heads) // heads + (4 if gated else 5) * intermediate
     values = layers * hidden + per_layer if checkpointing else layers * per_layer
-    rows = min(tokens, chunk_rows(config.vocab_size, device or torch.device("cpu")))
+    rows = min(tokens, chunk_rows(config.vocab_size, device or torch.device("cpu"), gpu_memory=gpu_memory))
     return tokens * values * itemsize + _LOGITS_COPIES * rows * config.vocab_size * 4
+
+
+def cache_bytes(config: PreTrainedConfig, tokens: int, itemsize: int) -> float:
+    """Bytes of the keys and values of tokens: tokens x layers x 2 x width of the key-value heads.
+
+    Args:
+        config: config of the language model.
+        tokens: whose keys and values are held at a time.
+        itemsize: bytes of a value.
+    """
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2.0 * tokens * config.num_hidden_layers * heads * head_dim * itemsize
 
 
 def format_bytes(num_bytes: float) -> str:

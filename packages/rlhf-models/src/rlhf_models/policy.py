@@ -18,7 +18,8 @@ from rlhf_models.adapters.lora import AdapterSet, LoraSettings, add_adapters
 from rlhf_models.language_model.dropout import evaluating
 from rlhf_models.language_model.head import TokenLogps
 from rlhf_models.language_model.logps import token_logps
-from rlhf_models.loading.pretrained import check_tokenizer_fits, load_causal_lm, load_tokenizer, save_model
+from rlhf_models.loading.fits import check_tokenizer_fits
+from rlhf_models.loading.pretrained import load_causal_lm, load_tokenizer, save_model
 
 
 class PolicyModel(nn.Module):
@@ -60,7 +61,7 @@ class PolicyModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the model runs."""
+        """Device of the model."""
         return self.model.device
 
     @property
@@ -69,7 +70,7 @@ class PolicyModel(nn.Module):
         return tuple(model for model in self._reference if model is not None)
 
     def parameters(self, recurse: bool = True) -> Any:
-        """What an optimizer for this policy trains, a list: its adapter's parameters, or the whole model's.
+        """Trainable parameters of this policy, a list: its adapter's, or the whole model's.
 
         The frozen backbone and other players' adapters, which `named_parameters` lists, are left out.
         """
@@ -185,7 +186,7 @@ class PolicyModel(nn.Module):
         """Put the weights that `save_pretrained` wrote into this policy, bit for bit, parameters in place.
 
         Raises:
-            UserError: they cannot be read or are of another model.
+            UserError: they cannot be read or belong to another model.
         """
         if self.adapters is not None and self.adapter is not None:
             self.adapters.load(self.adapter, folder)
@@ -215,7 +216,7 @@ class PolicyModel(nn.Module):
             lora: for a full model, the new adapter's settings; None trains the model in full.
             adapter: name of the adapter.
             base_model: what a saved adapter was trained on; None takes the name in its config.
-            seed: of a new adapter's random weights.
+            seed: seed of a new adapter's random weights.
             **load_options: further arguments of `load_causal_lm`.
 
         Raises:

@@ -12,9 +12,9 @@ from rlhf_report.failures import explained
 
 @click.command("audit")
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--train", metavar="KEY", help="The reward that is trained on, by its name in the log.")
-@click.option("--held-out", metavar="KEY", help="A reward that is not, by its name in the log.")
-@click.option("--strict", is_flag=True, help="Let hints count as findings.")
+@click.option("--train", metavar="KEY", help="Name of the training reward in the log.")
+@click.option("--held-out", metavar="KEY", help="Name of a held-out reward in the log.")
+@click.option("--strict", is_flag=True, help="Count hints as findings.")
 @click.option(
     "--output",
     type=click.Path(file_okay=False, path_type=Path),
@@ -22,12 +22,12 @@ from rlhf_report.failures import explained
 )
 @explained
 def command(run: Path, train: str | None, held_out: str | None, strict: bool, output: Path | None) -> None:
-    """Ask whether a run games its reward.
+    """Check whether a run games its reward.
 
-    A reward that is measured and not trained on is the detector: one with weight 0 in reward_weights, in
-    the game the held-out scorers, else what --train and --held-out name. The reward is gamed where the one
-    that is trained on rises, the held-out one does not, and the gap is beyond chance. RUN is a run folder,
-    or a log of TRL or verl. Exit code 1: found, 0: not found, 2: the input cannot be used.
+    The training reward is compared with a held-out one: a reward with weight 0 in reward_weights, the game's
+    held-out scorers, or those that --train and --held-out name. The reward is gamed if the training reward
+    rises, the held-out one does not, and the gap is beyond chance. RUN is a run folder, or a log of TRL or
+    verl. Exit code 1: found, 0: not found, 2: the input cannot be used.
     """
     from rlhf_data import UserError, atomic_write_json, atomic_write_text, ensure_writable_folder, finite
     from rlhf_eval.audit import Audit, audit_page, find_hints, measure_gap

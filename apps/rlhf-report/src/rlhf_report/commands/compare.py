@@ -11,39 +11,43 @@ from rlhf_report.failures import explained
 
 @click.command("compare")
 @click.argument("files", nargs=-1, required=True, metavar="[NAME=]FILE|RUN...")
-@click.option("--baseline", metavar="FILE", help="Outputs that the preferences of the files are against.")
-@click.option("--metric", metavar="NAME", help="Score to compare.  [default: the one that all have]")
-@click.option("--slice", "slice_by", metavar="COLUMN", help="Report by the values of this column too.")
+@click.option("--baseline", metavar="FILE", help="The model that the files' preferences are against.")
+@click.option("--metric", metavar="NAME", help="Score to compare.  [default: the one in all files]")
+@click.option("--slice", "slice_by", metavar="COLUMN", help="Also report by the values of this column.")
 @click.option(
-    "--cluster", metavar="COLUMN", help="Resample prompts together that share this, such as a document."
+    "--cluster", metavar="COLUMN", help="Column of clusters that are resampled together, such as documents."
 )
-@click.option("--lower-is-better", is_flag=True, help="Less of the metric is better; of a loss it always is.")
+@click.option(
+    "--lower-is-better", is_flag=True, help="Lower values of the metric are better, as for any loss."
+)
 @click.option(
     "--threshold", type=float, metavar="VALUE",
-    help="Of runs: the metric at which one has converged.  [default: 0.9 of the way to the best end]",
+    help="Value of the metric at which a run has converged.  [default: 0.9 of the way to the best end]",
 )  # fmt: skip
 @click.option(
     "--level", type=click.FloatRange(0, 1, min_open=True, max_open=True), default=0.95, show_default=True,
-    help="Of the intervals.",
+    help="Level of the intervals.",
 )  # fmt: skip
-@click.option("--cases", type=click.IntRange(min=0), show_default="4", help="Prompts shown won, and lost.")
+@click.option(
+    "--cases", type=click.IntRange(min=0), show_default="4", help="Number of won and of lost prompts to show."
+)
 @click.option(
     "--output-dir", metavar="DIR", default="comparison", show_default=True,
-    help="Where comparison.json, .txt and .html are written.",
+    help="Folder for comparison.json, .txt and .html.",
 )  # fmt: skip
 @explained
 def command(**options: Any) -> None:
-    """Compare models by what they answered to the same prompts, or training runs by their logs.
+    """Compare models by their answers to the same prompts, or training runs by their logs.
 
     A FILE has a row with a score for each prompt: rows with prompt, completion and a number (score, reward,
     correct, preference, ...), AlpacaEval annotations, samples of lm-eval --log_samples, or an inspect-ai log.
     Rows are joined by their prompts.
 
     A RUN is a run folder, a folder in which TRL saves checkpoints, or verl's JSON lines. Runs of one method,
-    or of one NAME, are its seeds; a folder of runs stands for all in it, as <method>/seed-<n>/. They are
+    or of one NAME, are its seeds; a folder of runs means all in it, as <method>/seed-<n>/. They are
     compared by stability, convergence, efficiency and quality.
 
-    The page says what was compared, what came out, and whether that is more than luck.
+    The page states the result, and whether it is more than chance.
     """
     from rlhf_report.compare_runs.find import are_runs
 

@@ -1,4 +1,4 @@
-"""`rlhf-report evaluate`: what models write, what it is worth, and how far they are from their reference."""
+"""`rlhf-report evaluate`: completions of models, their rewards, and the divergence from the reference."""
 
 from __future__ import annotations
 
@@ -17,62 +17,80 @@ from rlhf_report.options import bad_row_option
     multiple=True,
     required=True,
     metavar="[NAME=]MODEL",
-    help="Model, run folder or adapter, or a file of completions; may be repeated.",
+    help="Model, run folder, adapter, or file of completions; repeatable.",
 )
-@click.option("--reference", metavar="[NAME=]MODEL", help="What they are compared with: often their start.")
-@click.option(
-    "--prompts", required=True, metavar="FILE", help="Prompts, or pairs and conversations with some."
-)
-@click.option(
-    "--reward-model", metavar="MODEL", help="Reward of completions, as rlhf-train --reward takes it."
-)
-@click.option("--held-out-reward", metavar="MODEL", help="Another one, that nothing was trained on.")
+@click.option("--reference", metavar="[NAME=]MODEL", help="Model to compare with, often the starting model.")
+@click.option("--prompts", required=True, metavar="FILE", help="Prompts; also pairs or conversations.")
+@click.option("--reward-model", metavar="MODEL", help="Reward of completions, as in rlhf-train --reward.")
+@click.option("--held-out-reward", metavar="MODEL", help="A reward that no model was trained on.")
 @click.option(
     "--judge",
     "judges",
     multiple=True,
     metavar="JUDGE",
-    help="judge:path=MODEL, judge:url=URL,model=NAME, openai, or any reward; may be repeated.",
+    help="judge:path=MODEL, judge:url=URL,model=NAME, openai, or any reward; repeatable.",
 )
-@click.option("--judge-labels", metavar="FILE", help="Pairs that people ranked, to correct what judges say.")
-@click.option("--pairs", metavar="FILE", help="Pairs for the accuracy of rewards, also of policies' own.")
-@click.option("--adversarial", is_flag=True, help="Also the built-in prompts that provoke failures.")
-@click.option("--num-prompts", default=200, show_default=True, type=click.IntRange(2), help="At most.")
-@click.option("--winrate-prompts", default=120, show_default=True, type=click.IntRange(2), help="For judges.")
-@click.option("--samples", default=1, show_default=True, type=click.IntRange(1), help="Completions a prompt.")
-@click.option("--max-new-tokens", default=256, show_default=True, type=click.IntRange(1), help="Of each.")
-@click.option("--temperature", default=1.0, show_default=True, type=click.FloatRange(0), help="0 is greedy.")
-@click.option("--seed", default=0, show_default=True, type=int, help="Of sampling.")
 @click.option(
-    "--gen-batch-size", default=16, show_default=True, type=click.IntRange(1), help="Prompts at a time."
+    "--judge-labels", metavar="FILE", help="Pairs ranked by people, to correct the judges' win rates."
+)
+@click.option(
+    "--pairs", metavar="FILE", help="Preference pairs, to measure accuracy of rewards and implicit rewards."
+)
+@click.option("--adversarial", is_flag=True, help="Also use the built-in adversarial prompts.")
+@click.option(
+    "--num-prompts", default=200, show_default=True, type=click.IntRange(2), help="Maximum number of prompts."
+)
+@click.option(
+    "--winrate-prompts",
+    default=120,
+    show_default=True,
+    type=click.IntRange(2),
+    help="Maximum number of prompts for judges.",
+)
+@click.option(
+    "--samples", default=1, show_default=True, type=click.IntRange(1), help="Completions per prompt."
+)
+@click.option(
+    "--max-new-tokens",
+    default=256,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Maximum length of a completion.",
+)
+@click.option("--temperature", default=1.0, show_default=True, type=click.FloatRange(0), help="0 is greedy.")
+@click.option("--seed", default=0, show_default=True, type=int, help="Seed of the sampling.")
+@click.option(
+    "--gen-batch-size", default=16, show_default=True, type=click.IntRange(1), help="Prompts per batch."
 )
 @click.option(
     "--backend",
     default="transformers",
     show_default=True,
     type=click.Choice(["transformers", "vllm"]),
-    help="What draws the completions here.",
+    help="Engine for models on this machine.",
 )
 @click.option(
     "--vllm-server",
     "vllm_servers",
     multiple=True,
     metavar="[NAME=]URL",
-    help="vLLM server that runs and serves a model, and draws its completions; may be repeated.",
+    help="Running vLLM server of a model; repeatable.",
 )
 @click.option(
     "--vllm-gpu-memory-utilization",
     type=click.FloatRange(0, 1, min_open=True),
     help="With --backend vllm: share of the device's memory.  [default: 0.3]",
 )
-@click.option("--dtype", default="auto", show_default=True, help="Of the models' weights.")
+@click.option("--dtype", default="auto", show_default=True, help="Dtype of the models' weights.")
 @click.option("--kl/--no-kl", default=True, show_default=True, help="Measure the KL to the reference.")
 @click.option("--env-file", metavar="FILE", help="NAME=value lines for the environment, such as API keys.")
 @bad_row_option("What to do with a row that cannot be read.")
-@click.option("--output-dir", metavar="DIR", help="Folder of the report; one that was interrupted goes on.")
+@click.option(
+    "--output-dir", metavar="DIR", help="Folder of the report; an interrupted evaluation continues."
+)
 @explained
 def command(**options: Any) -> None:
-    """Let models write, and say whether what they write is better than their reference's."""
+    """Compare models' completions with a reference model's: rewards, win rates, KL, diversity."""
     from rlhf_report.evaluate.run import run_evaluate
 
     click.echo(run_evaluate(options))

@@ -21,7 +21,7 @@ def command(arguments: tuple[str, ...]) -> None:
     """Run lm-eval on our engine: --model rlhf --model_args pretrained=MODEL.
 
     All arguments are lm-eval's own (`rlhf-report lm-eval run --help`); the tasks rlhf_stories, rlhf_sums and
-    rlhf_adversarial come beside its.
+    rlhf_adversarial are added to its own.
     """
     from rlhf_data import UserError
 

@@ -11,10 +11,10 @@ from rlhf_report.failures import explained
 
 @click.command("minmax")
 @click.argument("run", metavar="RUN")
-@click.option("--output-dir", metavar="DIR", help="Where the report goes; default is the run's folder.")
+@click.option("--output-dir", metavar="DIR", help="Folder of the report.  [default: the run's folder]")
 @explained
 def command(run: str, output_dir: str | None) -> None:
-    """Write the page and the figure of a finished MinMax run again, from its files alone."""
+    """Rewrite the page and the figure of a finished MinMax run from its files."""
     from rlhf_data import RunFolder, UserError, ensure_writable_folder
 
     try:

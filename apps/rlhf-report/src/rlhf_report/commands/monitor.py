@@ -1,4 +1,4 @@
-"""`rlhf-report monitor`: runs as they go on, in the terminal and as a local page."""
+"""`rlhf-report monitor`: runs in progress, in the terminal and as a local page."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _PLOTS = ("all", "reward", "loss", "kl", "lengths", "learning", "time", "memory"
     type=click.Path(path_type=Path),
     default=Path("outputs"),
     show_default=True,
-    help="Without RUN: show the newest runs in here.",
+    help="Folder of runs; without RUN the newest ones are shown.",
 )
 @click.option("--plot", type=click.Choice(_PLOTS), default="all", show_default=True, help="Metrics to show.")
-@click.option("--once", is_flag=True, help="Show them once and end; so it is without a terminal too.")
-@click.option("--interval", default=5.0, type=float, show_default=True, help="Seconds.")
+@click.option("--once", is_flag=True, help="Show them once and exit, as without a terminal.")
+@click.option("--interval", default=5.0, type=float, show_default=True, help="Seconds between updates.")
 @click.option(
     "--serve",
     "port",
@@ -36,7 +36,7 @@ _PLOTS = ("all", "reward", "loss", "kl", "lengths", "learning", "time", "memory"
 @click.option(
     "--alert-command",
     metavar="COMMAND",
-    help="Run for every new alert; RLHF_RUN, RLHF_RULE, RLHF_STEP and RLHF_TEXT are in its environment.",
+    help="Command to run for each new alert, with RLHF_RUN, RLHF_RULE, RLHF_STEP and RLHF_TEXT.",
 )
 @explained
 def command(
@@ -49,9 +49,9 @@ def command(
     output: Path | None,
     alert_command: str | None,
 ) -> None:
-    """Follow runs: where they stand, how their metrics go, what looks wrong.
+    """Follow runs: progress, metrics and alerts.
 
-    RUN is a run folder, going on or finished; a folder in which TRL saves checkpoints; or a log:
+    RUN is a run folder, finished or not; a folder in which TRL saves checkpoints; or a log:
     metrics.jsonl, verl's JSON lines, a trainer_state.json. With a terminal, --serve or --alert-command it
     follows until all runs are finished, or until Ctrl-C.
     """

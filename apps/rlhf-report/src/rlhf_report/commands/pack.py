@@ -13,20 +13,20 @@ from rlhf_report.options import bad_row_option
 
 @click.command("pack")
 @click.argument("data", nargs=-1, required=True)
-@click.option("--out", required=True, metavar="DIR", help="New folder of the shards.")
+@click.option("--out", required=True, metavar="DIR", help="New folder for the shards.")
 @click.option(
     "--format",
     "shard_format",
     default="parquet",
     show_default=True,
     type=click.Choice(["parquet", "arrow", "lmdb", "jsonl"]),
-    help="Of the shards; lmdb makes DIR itself an LMDB folder.",
+    help="Format of the shards; with lmdb, DIR becomes an LMDB folder.",
 )
-@click.option("--rows-per-shard", type=click.IntRange(1), help="Rows of a file.  [default: 1048576]")
+@click.option("--rows-per-shard", type=click.IntRange(1), help="Rows per file.  [default: 1048576]")
 @bad_row_option("What to do with a row that cannot be read.")
 @explained
 def command(data: tuple[str, ...], out: str, **options: Any) -> None:
-    """Write data as shards whose rows can be had in any order, for training with streaming=true.
+    """Write data as shards that can be read in any order, for training with streaming=true.
 
     DATA are files of any form, folders, patterns, or names on the hub, one after another. The folder appears
     when all of it is written; what was interrupted starts again.

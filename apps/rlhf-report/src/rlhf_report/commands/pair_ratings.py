@@ -20,7 +20,7 @@ _SHOWN_EVERY = 5000
     multiple=True,
     required=True,
     metavar="COLUMN",
-    help="Column of numbers, more is better; of several the mean counts; repeatable.",
+    help="Column of ratings, higher is better; repeatable, the mean counts.",
 )
 @click.option("--out", required=True, metavar="DIR", help="Folder for pairs.jsonl and report.json.")
 @click.option(
@@ -28,13 +28,13 @@ _SHOWN_EVERY = 5000
     type=click.FloatRange(0),
     default=0,
     show_default=True,
-    help="Ratings of a pair differ by more than this.",
+    help="Minimum difference of a pair's ratings, exclusive.",
 )
 @click.option(
     "--columns",
     multiple=True,
     metavar="NAME=COLUMN",
-    help="The data's name of prompt or completion; may be repeated.",
+    help="Column that holds prompt or completion; repeatable.",
 )
 @bad_row_option("What to do with a row that has no rated answer.")
 @explained
@@ -46,20 +46,14 @@ def command(
     columns: tuple[str, ...],
     on_bad_row: Literal["error", "skip"],
 ) -> None:
-    """Make pairs of rated answers, such as HelpSteer's: the best answer to a prompt against the worst.
+    """Make pairs from rated answers, such as HelpSteer's: the best answer to a prompt against the worst.
 
-    Rows have a prompt, a completion (or response) and ratings; the rows of one prompt may stand anywhere.
+    Rows have a prompt, a completion (or response) and ratings; the rows of one prompt may be anywhere.
     """
-    from rlhf_data import UserError, pair_ratings
+    from rlhf_data import pair_ratings
+    from rlhf_report.named_columns import named_columns
 
-    named: dict[str, str] = {}
-    for each in columns:
-        name, equals, column = each.partition("=")
-        if name not in ("prompt", "completion") or not equals or not column:
-            raise UserError(
-                f"--columns {each}: expected prompt=COLUMN or completion=COLUMN", code="invalid_option"
-            )
-        named[name] = column
+    named = named_columns(columns, ("prompt", "completion"))
 
     def show(count: int) -> None:
         if count % _SHOWN_EVERY == 0:

@@ -1,4 +1,4 @@
-"""`rlhf-report samples`: what models wrote to the same prompts, side by side."""
+"""`rlhf-report samples`: completions of models for the same prompts, side by side."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ _FORMATS = ("md", "jsonl", "csv", "html")
 
 @click.command("samples")
 @click.argument("sources", nargs=-1, required=True, metavar="[NAME=]SOURCE...")
-@click.option("--per-model", default=20, type=click.IntRange(1), show_default=True, help="Prompts to show.")
+@click.option(
+    "--per-model", default=20, type=click.IntRange(1), show_default=True, help="Number of prompts to show."
+)
 @click.option(
     "--select",
     "how",
     type=click.Choice(_SELECTIONS),
     default="stratified",
     show_default=True,
-    help="stratified: over quantiles of the last model's score; best, worst: by the mean score; disagree: "
+    help="stratified: over quantiles of the last model's score; best, worst: by mean score; disagree: "
     "where the models' scores differ most.",
 )
-@click.option(
-    "--score", metavar="COLUMN", help="Column of the score.  [default: score, reward or reward_score]"
-)
-@click.option("--seed", default=0, show_default=True, help="Of the draw.")
+@click.option("--score", metavar="COLUMN", help="Score column.  [default: score, reward or reward_score]")
+@click.option("--seed", default=0, show_default=True, help="Seed of the selection.")
 @click.option(
     "--format",
     "formats",
     default=",".join(_FORMATS),
     show_default=True,
     metavar="LIST",
-    help="Files to write: md, jsonl, csv, html, with commas between.",
+    help="Files to write, separated by commas: md, jsonl, csv, html.",
 )
 @click.option(
     "--out-dir",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("samples"),
     show_default=True,
-    help="Where samples.md and the others go.",
+    help="Folder for samples.md and the others.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace files that are there.")
+@click.option("--overwrite", is_flag=True, help="Replace existing files.")
 @explained
 def command(
     sources: tuple[str, ...],
@@ -55,7 +55,7 @@ def command(
     out_dir: Path,
     overwrite: bool,
 ) -> None:
-    """Show what models wrote to the same prompts, side by side.
+    """Show the models' completions of the same prompts side by side.
 
     SOURCE is a run folder (its completions from the start and the end of training), the folder of an
     evaluation, samples of lm-eval, a log of inspect-ai, or a file of rows with a prompt and a completion,

@@ -1,1 +1,1 @@
-"""Models compared by files of what they answered: reading, statistics, words, page."""
+"""Comparing models by files of their answers: reading, statistics, sentences, page."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from itertools import combinations
 from typing import Any
 
 import numpy as np
 
 from rlhf_eval import stats
-from rlhf_eval.stats import Interval
+from rlhf_eval.evaluation import as_json
+from rlhf_eval.stats.differences import VERDICTS
 from rlhf_report.compare.table import PREFERENCE, Options, Table
 
 _RESAMPLES = 10_000
@@ -21,10 +20,6 @@ _FEWEST = 10
 
 def compare(table: Table, options: Options) -> dict[str, Any]:
     """Every model's mean, all pairs with Holm's correction, win rates, and slices.
-
-    Args:
-        table: The joined files.
-        options: What is asked for.
 
     Returns:
         JSON values; models come best first, and a pair has the better first.
@@ -59,15 +54,6 @@ def compare(table: Table, options: Options) -> dict[str, Any]:
     return found
 
 
-def interval_values(found: Interval) -> dict[str, Any]:
-    """An interval as JSON; what is not known is null."""
-    values = dataclasses.asdict(found)
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in values.items()
-    }
-
-
 def _unit(options: Options) -> str:
     return "prompt" if options.cluster is None else options.cluster
 
@@ -75,17 +61,19 @@ def _unit(options: Options) -> str:
 def _model(table: Table, options: Options, i: int) -> dict[str, Any]:
     unit, level = _unit(options), options.level
     scores = -table.scores[:, i] if options.lower_is_better else table.scores[:, i]
-    if ((scores >= 0) & (scores <= 1)).all() and (table.metric == PREFERENCE or _are_verdicts(scores)):
+    if ((scores >= 0) & (scores <= 1)).all() and (
+        table.metric == PREFERENCE or np.isin(scores, VERDICTS).all()
+    ):
         mean = stats.proportion_interval(scores, table.clusters, level=level, unit=unit)
     else:
         mean = stats.mean_interval(scores, table.clusters, level=level, unit=unit)
-    found: dict[str, Any] = {"name": options.names[i], "mean": interval_values(mean)}
+    found: dict[str, Any] = {"name": options.names[i], "mean": as_json(mean)}
     if table.texts is not None:
         found["mean_characters"] = float(table.texts[:, i, 0].mean())
     if table.metric == PREFERENCE and table.texts is not None and table.baseline is not None:
         ours, theirs = table.texts[:, i], table.baseline[:, i]
         found["controlled"] = _controlled(scores, ours, theirs, table, options)
-        found["alpaca_eval"] = interval_values(
+        found["alpaca_eval"] = as_json(
             stats.alpaca_eval_win_rate(scores, ours[:, 0], theirs[:, 0], level=level)
         )
     return found
@@ -93,7 +81,7 @@ def _model(table: Table, options: Options, i: int) -> dict[str, Any]:
 
 def _pairs(table: Table, options: Options, order: list[int]) -> list[dict[str, Any]]:
     chosen = list(combinations(order, 2))
-    # So many resamples that a difference beyond doubt is one after the correction for all pairs.
+    # Enough resamples for a clear difference to stay significant after the correction for all pairs.
     resamples = max(_RESAMPLES, 40 * len(chosen))
     found = []
     for i, j in chosen:
@@ -111,7 +99,7 @@ def _pairs(table: Table, options: Options, order: list[int]) -> list[dict[str, A
         pair = {
             "first": options.names[i],
             "second": options.names[j],
-            "difference": interval_values(difference),
+            "difference": as_json(difference),
             "sign_test": None if table.clusters else stats.sign_test(firmly, np.zeros(len(firmly))),
             "detectable": max(
                 stats.detectable_difference(error, 1, level=options.level),
@@ -120,20 +108,16 @@ def _pairs(table: Table, options: Options, order: list[int]) -> list[dict[str, A
             "wins": int((verdicts == 1).sum()),
             "ties": int((verdicts == 0.5).sum()),
             "losses": int((verdicts == 0).sum()),
-            "win_rate": interval_values(won),
+            "win_rate": as_json(won),
         }
         if table.texts is not None:
             texts = table.texts[:, i], table.texts[:, j]
             pair["controlled"] = _controlled(verdicts, *texts, table, options)
         found.append(pair)
-    adjusted = stats.holm([_p_value(pair) for pair in found])
+    # Of differences without any spread nothing is known.
+    p_values = [pair["difference"]["p_value"] for pair in found]
+    adjusted = stats.holm([1.0 if p is None else p for p in p_values])
     return [pair | {"holm": p} for pair, p in zip(found, adjusted, strict=True)]
-
-
-def _p_value(pair: dict[str, Any]) -> float:
-    """Of differences without any spread nothing is known."""
-    p_value = pair["difference"]["p_value"]
-    return 1.0 if p_value is None else p_value
 
 
 def _controlled(
@@ -146,9 +130,9 @@ def _controlled(
         verdicts, np.column_stack([length, style]), table.clusters, level=options.level
     )
     return {
-        "length": interval_values(of_length.win_rate),
-        "length_effect": interval_values(of_length.effects[0]),
-        "length_and_style": interval_values(styled.win_rate),
+        "length": as_json(of_length.win_rate),
+        "length_effect": as_json(of_length.effects[0]),
+        "length_and_style": as_json(styled.win_rate),
     }
 
 
@@ -170,10 +154,6 @@ def _slices(table: Table, options: Options, order: list[int]) -> list[dict[str, 
             found_here = stats.paired_difference(
                 scores[:, order[0]], scores[:, order[1]], clusters, level=options.level, unit=_unit(options)
             )
-            entry["difference"] = interval_values(found_here)
+            entry["difference"] = as_json(found_here)
         found.append(entry)
     return found
-
-
-def _are_verdicts(scores: np.ndarray) -> bool:
-    return bool(np.isin(scores, (0, 0.5, 1)).all())

@@ -1,4 +1,4 @@
-"""The page of a comparison: what came out, a plot of the intervals, tables, and cases side by side."""
+"""The page of a comparison: outcome, a plot of the intervals, tables, and cases side by side."""
 
 from __future__ import annotations
 

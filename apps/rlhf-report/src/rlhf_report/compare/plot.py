@@ -7,8 +7,6 @@ from typing import Any
 
 from rlhf_eval.html import text
 
-__all__ = ["interval_plot"]
-
 _NAME_PIXELS, _TICK_PIXELS = 9, 7.5
 """Width of a letter of a name, and of one of a value beside it."""
 Rows = Sequence[tuple[str, dict[str, Any]]]

@@ -20,11 +20,7 @@ _JSON, _TEXT, _PAGE = "comparison.json", "comparison.txt", "comparison.html"
 
 
 def run_compare(given: dict[str, Any]) -> None:
-    """Read, compare, write, and say what came out.
-
-    Raises:
-        UserError: the files or options cannot be used; nothing is written then.
-    """
+    """Read, compare, write, and say what came out."""
     options = _options(given)
     table = read_table(options)
     if len(options.files) == 1 and table.metric != PREFERENCE:

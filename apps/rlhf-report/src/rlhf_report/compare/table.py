@@ -1,4 +1,4 @@
-"""Prompts by models: the scores of all files joined, with what the statistics need of the texts."""
+"""The table of scores, prompts by models, joined from all files, with the texts' lengths and hashes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PREFERENCE = "preference"
 
 @dataclass(frozen=True)
 class Options:
-    """What is asked for.
+    """Settings of a comparison.
 
     Attributes:
         files: One for each model.
@@ -29,7 +29,7 @@ class Options:
         slice: Column to report by; None without.
         cluster: Column of what prompts belong to; None: each prompt is its own.
         lower_is_better: Whether less of the metric is better.
-        level: Of all intervals.
+        level: The coverage of all intervals.
         cases: How many prompts are shown on either side.
     """
 
@@ -66,16 +66,17 @@ class Table:
 
     Attributes:
         metric: Name of the score.
-        keys: Of the n prompts.
+        keys: Keys of the n prompts.
         scores: (n, models), more is better.
         texts: (n, models, 4) characters, headings, list items, bold passages; None without outputs.
-        baseline: (n, models, 4) of what each was compared with; None where not all are known.
+        baseline: (n, models, 4) of what each was compared with; None if not all are known.
         slices: (n,) of the named column; None without.
-        clusters: (n,) likewise.
-        rows: Of each file.
+        clusters: (n,) of the cluster column.
+        rows: Rows in each file.
         unmatched: Prompts of each file that not all others have.
         unscored: Rows of each file without the metric.
-        kinds: Of the scores of each file: `verdicts` are true or false, `numbers` are others than 0, ½ and 1,
+        kinds: The kind of each file's scores: `verdicts` are true or false, `numbers` are others than 0, ½
+            and 1,
             `either` may be both.
     """
 
@@ -93,16 +94,12 @@ class Table:
 
 
 def key_of(prompt: str) -> bytes:
-    """What prompts are joined by: a hash of the text without space around it."""
+    """The key that joins prompts: a hash of the text without surrounding space."""
     return hashlib.blake2b(prompt.strip().encode("utf-8", "backslashreplace"), digest_size=12).digest()
 
 
 def read_table(options: Options) -> Table:
-    """Read and join all files.
-
-    Raises:
-        UserError: a file cannot be read, has no such metric or column, or no prompt is in all.
-    """
+    """Read and join all files."""
     metric = options.metric or _common_metric(options.files)
     labels: dict[bytes, tuple[str, str]] = {}
     columns = [_read_column(path, metric, options, labels) for path in options.files]
@@ -154,7 +151,7 @@ def read_table(options: Options) -> Table:
 
 
 def texts_of(files: Sequence[str], wanted: Sequence[bytes]) -> dict[tuple[str, bytes], tuple[str, str]]:
-    """Prompt and output of some prompts, by file and key, read anew: texts are not held in memory."""
+    """Prompt and output of some prompts, by file and key; the files are read again, as texts are not kept."""
     left, found = set(wanted), {}
     for path in files:
         for answer in read_answers(path):
@@ -243,11 +240,7 @@ def _kind(column: Column) -> str:
 
 
 def _check_kinds(metric: str, options: Options, kinds: Sequence[str], scores: np.ndarray) -> None:
-    """Refuse true and false beside numbers that cannot be rates: the means of the two say nothing together.
-
-    Raises:
-        UserError: one file has verdicts alone, another numbers outside of 0 to 1.
-    """
+    """Refuse true and false together with numbers that cannot be rates: their means cannot be compared."""
     of_verdicts = [name for name, kind in zip(options.names, kinds, strict=True) if kind == "verdicts"]
     for name, kind, column in zip(options.names, kinds, scores.T, strict=True):
         low, high = column.min(), column.max()
@@ -274,7 +267,7 @@ def _as_probability(scores: np.ndarray, files: Sequence[str]) -> np.ndarray:
 
 
 def name_of(path: str) -> str:
-    """What a file's model is called where no name is given: the file's name without its endings."""
+    """Default name of a file's model: the file's name without its endings."""
     name = Path(path).name
     for ending in (".gz", ".jsonl", ".json", ".eval", ".csv", ".parquet", ".arrow"):
         name = name.removesuffix(ending)

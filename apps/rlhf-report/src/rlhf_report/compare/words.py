@@ -1,4 +1,4 @@
-"""What a comparison says, in sentences and as a text file."""
+"""Conclusions of a comparison, as sentences and as a text file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def is_rate(found: dict[str, Any]) -> bool:
 
 
 def label(found: dict[str, Any]) -> str:
-    """What the metric is called."""
+    """Name of the metric."""
     return "win rate" if found["metric"] == PREFERENCE else found["metric"]
 
 
@@ -56,7 +56,7 @@ _ENDS = ("estimate", "low", "high")
 
 
 def opening(found: dict[str, Any]) -> str:
-    """What was compared on what: one sentence."""
+    """One sentence: the models and the prompts."""
     names = [model["name"] for model in found["models"]]
     what = f"{'' if found['metric'] == PREFERENCE else 'mean '}{label(found)}"
     against = f" against {name_of(found['baseline'])}" if found["baseline"] else ""
@@ -66,7 +66,7 @@ def opening(found: dict[str, Any]) -> str:
 
 
 def verdict(found: dict[str, Any]) -> list[str]:
-    """What came out: the sentences under the plot."""
+    """The outcome: the sentences under the plot."""
     pairs, alpha = found["pairs"], 1 - found["level"]
     if not pairs:
         return [_single(found)]
@@ -87,7 +87,7 @@ def verdict(found: dict[str, Any]) -> list[str]:
 
 
 def left_out(found: dict[str, Any]) -> list[str]:
-    """What could not be joined, and scores of two kinds."""
+    """Rows that could not be joined, and scores of two kinds."""
     said = []
     for file in found["files"]:
         lost = []
@@ -111,7 +111,7 @@ def left_out(found: dict[str, Any]) -> list[str]:
 
 
 def notes(found: dict[str, Any]) -> list[str]:
-    """What could not be joined, and how the numbers came about."""
+    """Rows that could not be joined, and how the numbers were computed."""
     said = left_out(found)
     mean, level = found["models"][0]["mean"], 100 * found["level"]
     said.append(f"Intervals hold {level:g}%. Of the means: {mean['method']}, {mean['n']:,} {mean['unit']}s.")
@@ -153,7 +153,7 @@ def text_report(found: dict[str, Any]) -> str:
 
 
 def p_text(p_value: float) -> str:
-    """A p-value, with a floor to what is worth reading."""
+    """A p-value, with the smallest one worth showing as a floor."""
     return "< .001" if p_value < 0.001 else f"{p_value:.3f}".removeprefix("0")
 
 
@@ -194,7 +194,7 @@ def _constant(found: dict[str, Any], pair: dict[str, Any]) -> str:
 
 
 def no_ranking(pairs: Sequence[dict[str, Any]]) -> str:
-    """That no difference is significant: the sentence for pairs of which none is."""
+    """The sentence for pairs of which no difference is significant."""
     outside = sum(pair["difference"]["low"] > 0 or pair["difference"]["high"] < 0 for pair in pairs)
     if not outside:
         one, many = "The interval of the difference includes zero", "All pairwise intervals include zero"

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from rlhf_eval.evaluation import as_json
 from rlhf_eval.run_comparison import (
     Pair,
     RunCurves,
@@ -16,10 +17,7 @@ from rlhf_eval.run_comparison import (
     shared_threshold,
     summarise_group,
 )
-from rlhf_report.compare.compute import interval_values
 from rlhf_report.compare_runs.read import HELD_OUT, Run, plan_of
-
-__all__ = ["Options", "compare_runs"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +26,10 @@ class Options:
 
     Attributes:
         metric: What they are compared by.
-        kl: Name of the KL in their logs; None where they share none.
+        kl: Name of the KL in their logs; None if they share none.
         threshold: From which a run counts as converged; None for the one that follows from the runs.
         lower_is_better: Whether less of the metric is better.
-        level: Of the intervals.
+        level: The coverage of the intervals.
         comparable: Whether the metric is one quantity in all runs; if not, no ranking is made.
     """
 
@@ -57,7 +55,10 @@ def compare_runs(runs: Sequence[Run], curves: Sequence[RunCurves], options: Opti
         threshold = shared_threshold(curves, lower_is_better=lower) if options.comparable else math.nan
     measured = [measure_run(each, threshold=threshold, kl=at, lower_is_better=lower) for each in curves]
     names = list(dict.fromkeys(name for each in measured for name in each))
-    groups = [_group(name, runs, measured, names, options.level) for name in _groups(runs)]
+    groups = [
+        _group(name, runs, measured, names, options.level)
+        for name in dict.fromkeys(run.group for run in runs)
+    ]
     if options.comparable:
         groups.sort(key=lambda group: _rank(group, lower))
     finals: dict[str, list[float]] = {}
@@ -83,13 +84,9 @@ def compare_runs(runs: Sequence[Run], curves: Sequence[RunCurves], options: Opti
 
 
 def _held_out(groups: Sequence[dict[str, Any]], names: Sequence[str]) -> list[str]:
-    """What was measured on held-out rows, first what most groups have."""
+    """Measurements on held-out rows, those of most groups first."""
     found = [name for name in names if name.startswith(HELD_OUT)]
     return sorted(found, key=lambda name: -sum(group["measures"][name]["known"] > 0 for group in groups))
-
-
-def _groups(runs: Sequence[Run]) -> list[str]:
-    return list(dict.fromkeys(run.group for run in runs))
 
 
 def _group(
@@ -127,7 +124,7 @@ def _pair(pair: Pair) -> dict[str, Any]:
     return {
         "first": pair.first,
         "second": pair.second,
-        "difference": interval_values(pair.difference),
+        "difference": as_json(pair.difference),
         "holm": pair.holm,
-        "probability_of_improvement": interval_values(pair.probability),
+        "probability_of_improvement": as_json(pair.probability),
     }

@@ -10,8 +10,6 @@ import numpy as np
 from rlhf_eval.figures import BLUE, GREEN, GREY, ORANGE, PURPLE, Panel, add_legend, make_panel
 from rlhf_eval.run_comparison import RunCurves, smoothed
 
-__all__ = ["run_panels"]
-
 _COLOURS = (BLUE, ORANGE, GREEN, PURPLE, GREY)
 _LINES = ("-", "--", ":", "-.")
 _MARKED = 12
@@ -29,7 +27,7 @@ def run_panels(
         runs: Their curves.
         metric: Its name.
         kl: Its name; None without.
-        better: Where the metric is better, `up` or `down`; None where runs cannot be compared by it.
+        better: Where the metric is better, `up` or `down`; None if runs cannot be compared by it.
     """
     wanted: list[tuple[str, str, str, Callable[[RunCurves], Line]]] = [
         (f"{metric} over steps", "step", metric, lambda run: (run.metric.steps, smoothed(run))),

@@ -1,4 +1,4 @@
-"""Which arguments are training runs, and which runs are in a folder."""
+"""Finding training runs among arguments and in folders."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_data import UserError
-
-__all__ = ["FoundRun", "are_runs", "find_runs", "split_name"]
 
 _METRICS, _CONFIG, _STATE = "metrics.jsonl", "config.json", "trainer_state.json"
 _ROWS = ("*.arrow", "*.parquet", "dataset_info.json", "dataset_dict.json")
@@ -22,7 +20,7 @@ class FoundRun:
 
     Attributes:
         path: Its folder or log.
-        group: What its group is called; None where its method says it.
+        group: What its group is called; None if its method says it.
     """
 
     path: Path
@@ -30,11 +28,7 @@ class FoundRun:
 
 
 def split_name(entry: str) -> tuple[str | None, str]:
-    """Name and path of `NAME=PATH`; the name is None where there is none.
-
-    Raises:
-        UserError: the name is empty.
-    """
+    """Name and path of `NAME=PATH`; the name is None if there is none."""
     name, equals, path = entry.partition("=")
     if not equals or Path(entry).exists():
         return None, entry
@@ -44,11 +38,7 @@ def split_name(entry: str) -> tuple[str | None, str]:
 
 
 def are_runs(entries: Sequence[str]) -> bool:
-    """Whether training runs are to be compared; if not, files of answers are.
-
-    Raises:
-        UserError: some are the one, some the other.
-    """
+    """Whether training runs are compared; if not, files of answers are."""
     paths = [Path(split_name(entry)[1]) for entry in entries]
     kinds = [_is_runs(path) for path in paths]
     if any(kinds) and not all(kinds):
@@ -64,11 +54,7 @@ def are_runs(entries: Sequence[str]) -> bool:
 
 
 def find_runs(entries: Sequence[str]) -> list[FoundRun]:
-    """The runs of all arguments, in their order; those of a folder of runs by name.
-
-    Raises:
-        UserError: a folder holds no run, a run is given twice, or one name is given to several methods.
-    """
+    """The runs of all arguments, in their order; those of a folder of runs by name."""
     found: list[FoundRun] = []
     for entry in entries:
         name, given = split_name(entry)
@@ -93,7 +79,7 @@ def find_runs(entries: Sequence[str]) -> list[FoundRun]:
     for place, each in zip(places, found, strict=True):
         if places.count(place) > 1:
             raise UserError(
-                f"{each.path} is given twice; the seeds of a comparison are runs of their own",
+                f"{each.path} is given twice; give one run for each seed",
                 code="repeated_name",
             )
     return found
@@ -147,6 +133,6 @@ def _below(path: Path, depth: int) -> list[Path]:
 
 
 def _group_of(path: Path) -> str | None:
-    """The method's name in `<method>/seed-<n>/`; None where the folders do not say."""
+    """The method's name in `<method>/seed-<n>/`; None if the folders do not say."""
     whole = path.resolve()
     return whole.parent.name if whole.name.startswith("seed-") else None

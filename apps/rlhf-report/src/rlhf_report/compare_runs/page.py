@@ -1,4 +1,4 @@
-"""The page of a comparison of runs: what came out, intervals, curves, a table of each kind of measure."""
+"""The page of a comparison of runs: outcome, intervals, curves, a table of each kind of measure."""
 
 from __future__ import annotations
 
@@ -18,17 +18,9 @@ from rlhf_report.compare_runs.words import (
     verdict,
 )
 
-__all__ = ["runs_page"]
-
 
 def runs_page(found: dict[str, Any], said: Sequence[str], panels: Sequence[Panel]) -> str:
-    """One HTML file that loads nothing from outside.
-
-    Args:
-        found: Of `compare_runs`.
-        said: Cautions.
-        panels: Curves.
-    """
+    """One HTML file that loads nothing from outside."""
     names = [group["name"] for group in found["groups"]]
     title = " and ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} others"
     came_out = verdict(found)

@@ -1,4 +1,4 @@
-"""The logs of runs as curves, whoever wrote them."""
+"""The logs of runs as curves, from any of the supported programs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from rlhf_eval.monitor import RunLog, open_log
 from rlhf_eval.run_comparison import Curve, RunCurves, final_mean
 from rlhf_report.compare_runs.find import FoundRun
 
-__all__ = ["HELD_OUT", "Run", "choose_kl", "choose_metric", "curves_of", "is_loss", "plan_of", "read_runs"]
-
 HELD_OUT = ("eval_", "val-core/")
-"""What names of measurements on held-out rows begin with: ours and TRL's, verl's."""
+"""Prefixes of measurements on held-out rows: ours and TRL's, verl's."""
 _STATE = "trainer_state.json"
 _TIMING = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "eval_num_tokens")
 _POLICY = "policy.jsonl"
-"""Of a run of `rlhf-train compare`: what its policies were worth on its way, on prompts of the comparison."""
+"""File of a run of `rlhf-train compare`: measurements of its policies along the way, on the comparison's
+prompts."""
 _METRICS = ("eval_policy/reward", "reward", "eval_reward", "rewards/accuracies", "eval_accuracy", "loss")
 _KL = ("eval_policy/kl", "eval_ref_kl", "eval_kl", "kl", "objective/kl", "policy/kl")
 _ENTROPY = ("eval_policy/entropy", "entropy", "policy/entropy_avg", "policy/entropy")
@@ -41,7 +40,7 @@ class Run:
         log: What it logged.
         group: Name of its group.
         name: Its own, unlike that of any other.
-        results: Of results.json; empty where it is not there.
+        results: Of results.json; empty if it is not there.
     """
 
     log: RunLog
@@ -59,7 +58,7 @@ class Run:
 
     @property
     def unfinished(self) -> bool | None:
-        """Whether it still goes on or was stopped; None for verl's logs, which do not say."""
+        """Whether it is still running or was stopped; None for verl's logs, which do not say."""
         return None if self.is_verl else not self.log.finished
 
     @property
@@ -69,12 +68,12 @@ class Run:
 
     @property
     def method(self) -> str | None:
-        """Of its settings; None where they do not say."""
+        """Of its settings; None if they do not say."""
         return _known_method(self.log.config)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What seeds of one experiment have in common; empty where it is not known."""
+        """Settings that seeds of one experiment share; empty if unknown."""
         return {key: value for key, value in self.log.config.items() if key not in _OF_RUN}
 
     def series(self, key: str) -> list[tuple[float, float]]:
@@ -87,11 +86,7 @@ class Run:
 
 
 def read_runs(found: Sequence[FoundRun]) -> list[Run]:
-    """Read all logs.
-
-    Raises:
-        UserError: one cannot be read, or none has a row.
-    """
+    """Read all logs."""
     runs: list[Run] = []
     for each in found:
         log = open_log(each.path)
@@ -108,7 +103,7 @@ def read_runs(found: Sequence[FoundRun]) -> list[Run]:
 
 
 def plan_of(runs: Sequence[Run]) -> dict[str, Any] | None:
-    """The config of the `rlhf-train compare` that made all runs; None where they were made otherwise."""
+    """The config of the `rlhf-train compare` that made all runs; None if they were made otherwise."""
     folders = {run.log.path.resolve().parent.parent for run in runs}
     try:
         config = RunFolder(folders.pop()).read_config()
@@ -118,11 +113,7 @@ def plan_of(runs: Sequence[Run]) -> dict[str, Any] | None:
 
 
 def choose_metric(runs: Sequence[Run], wanted: str | None) -> str:
-    """The metric to compare by: the one asked for, or the first of the usual ones that all runs have.
-
-    Raises:
-        UserError: no run has it, or none is in all.
-    """
+    """The metric to compare by: the requested one, or the first of the usual ones that all runs have."""
     keys = [run.keys() for run in runs if run.log.rows]
     if wanted is not None:
         if not any(wanted in each for each in keys):
@@ -149,15 +140,15 @@ def is_loss(metric: str) -> bool:
 
 
 def choose_kl(runs: Sequence[Run]) -> str | None:
-    """The KL that most runs log, the better estimate before others; None where no two log the same."""
+    """The KL that most runs log, the better estimate before others; None if no two log the same."""
     keys = [run.keys() for run in runs]
     counts = [sum(key in each for each in keys) for key in _KL]
     return _KL[counts.index(max(counts))] if max(counts) > 1 else None
 
 
 def curves_of(run: Run, metric: str, kl: str | None) -> RunCurves:
-    """What is measured of a run."""
-    seconds = _seconds(run)
+    """Measurements of a run."""
+    seconds = _summed(run.series("step_time"))  # evaluation left out
     return RunCurves(
         metric=Curve.of(run.series(metric)),
         held_out=metric.startswith(HELD_OUT),
@@ -195,11 +186,6 @@ def _tokens(run: Run) -> list[tuple[float, float]]:
     if counted := run.series("num_tokens"):
         return counted
     return _summed(run.series("perf/total_num_tokens"))
-
-
-def _seconds(run: Run) -> list[tuple[float, float]]:
-    """Seconds of all steps so far, evaluation left out."""
-    return _summed(run.series("step_time"))
 
 
 def _summed(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -243,7 +229,7 @@ def _folder(path: Path) -> Path:
 
 
 def _names(path: Path, group: str) -> Iterable[str]:
-    """What a run may be called, the shortest first."""
+    """Possible names of a run, the shortest first."""
     whole = path.resolve()
     own = encodable(whole.stem if path.is_file() and path.name != _STATE else _folder(whole).name)
     yield own if own.startswith(group) else f"{group}/{own}"

@@ -13,18 +13,12 @@ from rlhf_report.compare_runs.page import runs_page
 from rlhf_report.compare_runs.read import choose_kl, choose_metric, curves_of, is_loss, read_runs
 from rlhf_report.compare_runs.words import cautions, opening, text_report, verdict
 
-__all__ = ["run_compare_runs"]
-
 _JSON, _TEXT, _PAGE = "comparison.json", "comparison.txt", "comparison.html"
 _OF_FILES = {"baseline": "--baseline", "slice_by": "--slice", "cluster": "--cluster", "cases": "--cases"}
 
 
 def run_compare_runs(given: dict[str, Any]) -> None:
-    """Read the runs, compare, write, and say what came out.
-
-    Raises:
-        UserError: the runs or options cannot be used; nothing is written then.
-    """
+    """Read the runs, compare, write, and say what came out."""
     for key, option in _OF_FILES.items():
         if given[key] is not None:
             raise UserError(

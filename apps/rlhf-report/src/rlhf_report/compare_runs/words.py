@@ -1,4 +1,4 @@
-"""What a comparison of runs says, in sentences and as a text file."""
+"""Conclusions of a comparison of runs, as sentences and as a text file."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any
 from rlhf_eval.run_comparison import FRACTION, HOLD, WINDOW
 from rlhf_report.compare.words import columns, listed, no_ranking, p_text
 from rlhf_report.compare_runs.read import Run, is_loss
-
-__all__ = ["Table", "amount", "cautions", "definitions", "opening", "tables", "text_report", "verdict"]
 
 Table = tuple[str, list[tuple[str, str, list[str]]]]
 """Title, and rows of name, explanation and a cell for each group."""
@@ -33,7 +31,7 @@ def amount(value: float | None) -> str:
 
 
 def opening(found: dict[str, Any]) -> str:
-    """What was compared by what: one sentence; of `rlhf-train compare` also on what."""
+    """One sentence: the runs and the measure; of `rlhf-train compare` also the prompts."""
     names = [f"{group['name']} ({_count(group['runs'], 'run')})" for group in found["groups"]]
     less = ", less is better" if found["lower_is_better"] and found["comparable"] else ""
     plan, metric = found["plan"], found["metric"]
@@ -53,7 +51,7 @@ def _trained(plan: Mapping[str, Any]) -> str:
 
 
 def _measured(plan: Mapping[str, Any], metric: str) -> str:
-    """What a measurement of `rlhf-train compare` is a mean of."""
+    """The units that a measurement of `rlhf-train compare` averages."""
     kind = metric.removeprefix(_MEASURED)
     sources = {"reward": plan["reward"][0], "held_out_reward": plan["held_out_reward"]}
     by = f"reward ({Path(sources[kind]).name})" if kind in sources else kind
@@ -65,7 +63,7 @@ def _prompts(plan: Mapping[str, Any]) -> str:
 
 
 def verdict(found: dict[str, Any]) -> list[str]:
-    """What came out."""
+    """The outcome."""
     single = [group["name"] for group in found["groups"] if group["measures"]["final"]["known"] == 1]
     said = [*_pairs_said(found)] if found["comparable"] else [_NO_ORDER]
     if not said:
@@ -89,7 +87,7 @@ _EQUAL = 0.9
 
 
 def cautions(found: dict[str, Any], runs: Sequence[Run]) -> list[str]:
-    """What a reader of these numbers should know about these runs."""
+    """Caveats about these runs."""
     said = []
     if found["plan"] is not None and (shared := found["plan"]["prompts"]["trained_on"]):
         said.append(
@@ -226,12 +224,7 @@ def tables(found: dict[str, Any]) -> list[Table]:
 
 
 def text_report(found: dict[str, Any], said: Sequence[str]) -> str:
-    """The whole as plain text.
-
-    Args:
-        found: Of `compare_runs`.
-        said: Cautions.
-    """
+    """The whole as plain text."""
     lines = [opening(found), *verdict(found), *said]
     names = [group["name"] for group in found["groups"]]
     for title, rows in tables(found):

@@ -17,21 +17,13 @@ from rlhf_eval.reward_errors import ScoredCandidates
 from rlhf_eval.scoring import Scorer, as_text
 from rlhf_report.errors.rows import Candidates
 
-__all__ = ["progress", "score_candidates"]
-
 
 def score_candidates(
     scorer: Scorer | None, rows: Sequence[Candidates], groups: Mapping[str, Sequence[Any]]
 ) -> ScoredCandidates:
     """The rows with a model's scores; of an ensemble, the members' mean.
 
-    Args:
-        scorer: None where the rows have scores of their own.
-        rows: the prompts.
-        groups: values of further columns.
-
-    Raises:
-        UserError: a completion cannot be scored.
+    Without a `scorer` the rows have their own scores.
     """
     scores = [each.scores for each in rows] if scorer is None else _scored(scorer, rows)
     return ScoredCandidates(

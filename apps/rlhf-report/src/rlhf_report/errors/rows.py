@@ -21,11 +21,10 @@ from rlhf_data import (
     scan_rows,
 )
 from rlhf_eval.reward_errors import TIES, tie_of
-
-__all__ = ["Candidates", "ReadRows", "completions_of", "read"]
+from rlhf_report.named_columns import named_columns
 
 _PAIRS = 1000
-"""Pairs that are read where nothing is said; of prompts with several completions all are."""
+"""Pairs that are read by default; of prompts with several completions all are."""
 _COLUMNS = ("prompt", "chosen", "rejected", "subset", "id", "scores")
 """Columns of prompts with several completions."""
 
@@ -40,7 +39,7 @@ class Candidates:
         num_correct: how many are correct.
         subset: what it belongs to.
         name: its id.
-        scores: one of each completion; None where the row has none.
+        scores: one of each completion; None if the row has none.
     """
 
     prompt: Text
@@ -53,13 +52,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class ReadRows:
-    """What a file holds: pairs or prompts with several completions, one of the two.
-
-    Args:
-        pairs: in file order.
-        candidates: in file order.
-        groups: values of the columns that slices are made of.
-    """
+    """Content of a file: either pairs, or prompts with several completions."""
 
     pairs: list[PreferenceRecord]
     candidates: list[Candidates]
@@ -67,12 +60,8 @@ class ReadRows:
 
 
 def read(options: Mapping[str, Any]) -> ReadRows:
-    """Read the rows; where each has one correct and one incorrect completion, they are pairs.
-
-    Raises:
-        UserError: a row is bad, or a column that is named is missing.
-    """
-    columns = dict(_named(each) for each in options["columns"])
+    """Read the rows; where each has one correct and one incorrect completion, they are pairs."""
+    columns = named_columns(options["columns"])
     path, slices = options["data"], options["slices"]
     first = next((row for _, row in scan_rows(path) if not isinstance(row, UserError)), {})
     if not any(_is_texts(first.get(columns.get(name, name))) for name in ("chosen", "rejected")):
@@ -89,11 +78,7 @@ def read(options: Mapping[str, Any]) -> ReadRows:
 
 
 def completions_of(options: Mapping[str, Any]) -> list[tuple[Text, list[Text]]]:
-    """Prompts with their completions, of which the best of N is taken.
-
-    Raises:
-        UserError: the file and the reward that judges it are not both given, or a row is bad.
-    """
+    """Prompts with their completions, of which the best of N is taken."""
     path = options["completions"]
     if bool(path) != bool(options["held_out_reward"]):
         raise UserError(
@@ -185,7 +170,7 @@ def _parse(row: Mapping[str, Any], columns: Mapping[str, str], where: str, *, sc
 
 
 def _scores(value: Any, count: int, where: str) -> np.ndarray:
-    """The scores of a row, of the correct completions first; each may stand in a list of its own."""
+    """The scores of a row, those of the correct completions first; each may be wrapped in a list."""
     if value is None:
         raise UserError(
             f"{where}: no scores; give --reward-model, or rows with a score of each completion",
@@ -237,12 +222,3 @@ def _is_texts(value: Any) -> TypeGuard[list[str]]:
 
 def _is_chat(value: Any) -> TypeGuard[list[Message]]:
     return isinstance(value, list) and bool(value) and all(isinstance(e, dict) and "role" in e for e in value)
-
-
-def _named(option: str) -> tuple[str, str]:
-    name, equals, column = option.partition("=")
-    if not (name and equals and column):
-        raise UserError(
-            f"--columns {option}: expected NAME=COLUMN, such as chosen=better", code="invalid_option"
-        )
-    return name, column

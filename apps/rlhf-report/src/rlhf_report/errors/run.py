@@ -43,8 +43,6 @@ from rlhf_report.compare.words import columns
 from rlhf_report.errors.candidates import progress, score_candidates
 from rlhf_report.errors.rows import ReadRows, completions_of, read
 
-__all__ = ["report_errors"]
-
 _CHANGED_ROWS = 200
 """Pairs whose completions are changed, each in every way; more would only narrow the interval."""
 _COUNTS = (1, 2, 4, 8, 16, 32, 64)
@@ -58,11 +56,7 @@ _CHANGES: Mapping[str, Callable[[str], str]] = {
 
 
 def report_errors(options: Mapping[str, Any]) -> str:
-    """Score the rows, write the report, and return what to print.
-
-    Raises:
-        UserError: the data, a reward or the output folder cannot be used.
-    """
+    """Score the rows, write the report, and return what to print."""
     rows = read(options)
     curve_rows = completions_of(options)
     if options["reward"] is None and (rows.pairs or curve_rows):
@@ -83,7 +77,7 @@ _OTHERS = ("baseline_model", "held_out_reward")
 
 
 class _Rewards(NamedTuple):
-    """What is analysed, None where rows have scores; what it is compared with; what judges the best of N."""
+    """The analysed reward, None if rows have scores; the one compared with it; the judge of the best of N."""
 
     scorer: Scorer | None
     baseline: Scorer | None

@@ -1,4 +1,4 @@
-"""Prompts that provoke failures, asked of each model that writes."""
+"""Prompts that provoke failures, given to each model that writes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 from rlhf_data import PromptRecord, UserError
-from rlhf_eval.evaluation import EvalConfig, Place, RLHFEvaluator, adversarial_prompts, is_refusal, prompt_ids
+from rlhf_eval.evaluation import (
+    EvalConfig,
+    Place,
+    Policy,
+    RLHFEvaluator,
+    adversarial_prompts,
+    is_refusal,
+    prompt_ids,
+)
 from rlhf_report.evaluate.engines import Engine
-
-__all__ = ["Provocation", "facts_of"]
 
 
 class Provocation:
@@ -20,7 +26,7 @@ class Provocation:
         self.answers: dict[str, dict[str, tuple[str, list[str]]]] = {}
 
     def ask(
-        self, policy: Any, engine: Engine | None, place: Place, config: EvalConfig, options: dict[str, Any]
+        self, policy: Policy, engine: Engine | None, place: Place, config: EvalConfig, options: dict[str, Any]
     ) -> None:
         """Let a model answer those of the adversarial prompts that fit every model so far.
 
@@ -43,7 +49,7 @@ class Provocation:
         }
 
     def results(self) -> dict[str, Any] | None:
-        """Refusals by category, and the completions side by side; None where no model was asked."""
+        """Refusals by category, and the completions side by side; None if no model was given the prompts."""
         if not self.answers:
             return None
         common = [
@@ -66,7 +72,7 @@ class Provocation:
         return {"wanted": wanted, "refusals": refusals, "left_out": left_out, "cases": cases}
 
 
-def _fits(policy: Any, record: PromptRecord, max_new_tokens: int) -> bool:
+def _fits(policy: Policy, record: PromptRecord, max_new_tokens: int) -> bool:
     try:
         prompt_ids(policy.tokenizer, policy.model, record, max_new_tokens)
     except UserError:
@@ -75,7 +81,7 @@ def _fits(policy: Any, record: PromptRecord, max_new_tokens: int) -> bool:
 
 
 def facts_of(evaluator: RLHFEvaluator, place: int) -> list[str]:
-    """What is said beside a completion."""
+    """The facts that are shown beside a completion."""
     facts = []
     for kind, label in (("reward", "reward"), ("held_out_reward", "held-out")):
         scores = evaluator.scores(kind)

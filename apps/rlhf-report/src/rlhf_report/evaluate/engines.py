@@ -1,4 +1,4 @@
-"""What draws the completions of a model: transformers, vLLM in this process, or a vLLM server that runs."""
+"""Engines for a model's completions: transformers, vLLM in this process, or a running vLLM server."""
 
 from __future__ import annotations
 
@@ -6,31 +6,24 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_data import TokenSequence, UserError
+from rlhf_eval.evaluation import Policy
 from rlhf_report.evaluate.sources import Source
 
-__all__ = ["Engine", "check_engines", "check_server", "engine_notes", "engine_of"]
+if TYPE_CHECKING:
+    from rlhf_infer import GenerationEngine, VLLMServerEngine
 
-Engine = Callable[[], AbstractContextManager[Any]]
-"""Makes a `rlhf_infer.GenerationEngine`, which lives as long as the context."""
+Engine = Callable[[], AbstractContextManager["GenerationEngine"]]
+"""Makes an engine, which lives as long as the context."""
 _PROBES, _TOKENS = 4, 16
 _APART = 0.1
 """Nats a token by which a server's log-probs may differ from ours: far above what its precision costs."""
 
 
 def check_engines(given: Mapping[str, Any], sources: Sequence[Source]) -> dict[str, str]:
-    """Addresses of vLLM servers by the name of the model that each serves, from `[NAME=]URL`.
-
-    Args:
-        given: the options.
-        sources: models and files.
-
-    Raises:
-        UserError: an option has no effect, vLLM is missing where it is to run here, or the name of a server
-            is missing where there are several models, is of none, or comes twice.
-    """
+    """Addresses of vLLM servers by the name of the model that each serves, from `[NAME=]URL`."""
     if given["backend"] == "vllm":
         from rlhf_infer import require_vllm
 
@@ -58,18 +51,12 @@ def check_engines(given: Mapping[str, Any], sources: Sequence[Source]) -> dict[s
 
 
 def engine_of(
-    source: Source, given: Mapping[str, Any], servers: Mapping[str, str], policy: Any
+    source: Source, given: Mapping[str, Any], servers: Mapping[str, str], policy: Policy
 ) -> Engine | None:
-    """What draws the completions of a model where transformers does not; None where it does.
+    """The engine of a model's completions; None for transformers.
 
-    Args:
-        source: the model, or a file, for which there is nothing to draw.
-        given: the options.
-        servers: of `check_engines`.
-        policy: the loaded model, with its tokenizer.
+    `servers` is what `check_engines` returned.
     """
-    if source.is_file:
-        return None
     if source.name in servers:
         return lambda: _server(servers[source.name], policy, source)
     if given["backend"] == "vllm":
@@ -78,7 +65,7 @@ def engine_of(
 
 
 def engine_notes(given: Mapping[str, Any], servers: Mapping[str, str]) -> list[str]:
-    """What a report says of who drew the completions."""
+    """The engine's description in reports."""
     names = "all models" if given["backend"] == "vllm" else ", ".join(servers)
     return [f"vLLM drew the completions of {names}; log-probs and the KL are this toolkit's own."] * bool(
         names
@@ -86,7 +73,7 @@ def engine_notes(given: Mapping[str, Any], servers: Mapping[str, str]) -> list[s
 
 
 @contextmanager
-def _server(url: str, policy: Any, source: Source) -> Iterator[Any]:
+def _server(url: str, policy: Policy, source: Source) -> Iterator[GenerationEngine]:
     from rlhf_infer import VLLMServerEngine
 
     engine = VLLMServerEngine(url, policy.tokenizer)
@@ -98,7 +85,7 @@ def _server(url: str, policy: Any, source: Source) -> Iterator[Any]:
 
 
 @contextmanager
-def _in_process(source: Source, policy: Any, memory: float | None) -> Iterator[Any]:
+def _in_process(source: Source, policy: Policy, memory: float | None) -> Iterator[GenerationEngine]:
     from rlhf_infer import VLLMEngine, VLLMSettings, write_weight_folder
     from rlhf_models import is_adapter
 
@@ -117,17 +104,8 @@ def _in_process(source: Source, policy: Any, memory: float | None) -> Iterator[A
             engine.close()
 
 
-def check_server(engine: Any, policy: Any, model: str) -> None:
-    """Refuse a server whose completions are not those of the model: its log-probs are compared with ours.
-
-    Args:
-        engine: a `rlhf_infer.VLLMServerEngine`.
-        policy: the loaded model, with its tokenizer.
-        model: what errors call it.
-
-    Raises:
-        UserError: they differ by more than 0.1 nats a token, or the server knows other tokens.
-    """
+def check_server(engine: VLLMServerEngine, policy: Policy, model: str) -> None:
+    """Refuse a server whose completions are not those of the model: its log-probs are compared with ours."""
     from rlhf_eval.evaluation.divergence import sequence_logps
     from rlhf_infer import SamplingParams
     from rlhf_models import evaluating

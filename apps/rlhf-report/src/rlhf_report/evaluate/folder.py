@@ -1,4 +1,4 @@
-"""The folder of an evaluation, which goes on where it was."""
+"""The folder of an evaluation, which continues where it stopped."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ _NOT_COMPARED = ("output_dir", "env_file", "gen_batch_size", "vllm_gpu_memory_ut
 
 
 def evaluation_folder(given: Mapping[str, Any]) -> RunFolder:
-    """The folder of this evaluation; one with the same options goes on where it was.
-
-    Raises:
-        UserError: it is not empty and of another evaluation.
-    """
+    """The folder of this evaluation; one with the same options continues where it stopped."""
     options = {key: value for key, value in given.items() if key not in _NOT_COMPARED}
     for key in ("prompts", "pairs", "judge_labels"):
         options[key] = options[key] and absolute_path(options[key])
@@ -42,7 +38,7 @@ def evaluation_folder(given: Mapping[str, Any]) -> RunFolder:
                 "options to go on with it, or another --output-dir",
                 code="different_config",
             )
-        click.echo(f"going on with {run.path}", err=True)
+        click.echo(f"continuing {run.path}", err=True)
     else:
         run.write_config({"job": "evaluate", **options})
     return run

@@ -52,18 +52,12 @@ from rlhf_report.evaluate.engines import check_engines, engine_notes, engine_of
 from rlhf_report.evaluate.folder import evaluation_folder
 from rlhf_report.evaluate.sources import Source, check_sources, completions_of, fitting, parse_source
 
-__all__ = ["run_evaluate"]
-
 _CASES = 8
 """Prompts whose completions the page shows."""
 
 
 def run_evaluate(given: dict[str, Any]) -> str:
-    """Evaluate, write the report, and return what to print.
-
-    Raises:
-        UserError: an option, a model, the data, a reward, a judge or the folder cannot be used.
-    """
+    """Evaluate, write the report, and return what to print."""
     if given["env_file"]:
         for name, value in read_env_file(given["env_file"]).items():
             os.environ.setdefault(name, value)
@@ -98,11 +92,7 @@ def run_evaluate(given: dict[str, Any]) -> str:
 
 
 def _scorers(given: Mapping[str, Any], run: RunFolder) -> tuple[dict[str, Scorer | None], list[PairJudge]]:
-    """The rewards by the name of `RLHFEvaluator`'s argument, and the judges, tried once.
-
-    Raises:
-        UserError: one cannot be used, or two judges have one name.
-    """
+    """The rewards by the name of `RLHFEvaluator`'s argument, and the judges, tried once."""
     rewards = {
         "reward_model": load_scorer(given["reward_model"]) if given["reward_model"] else None,
         "held_out_reward": load_scorer(given["held_out_reward"]) if given["held_out_reward"] else None,
@@ -122,12 +112,7 @@ def _scorers(given: Mapping[str, Any], run: RunFolder) -> tuple[dict[str, Scorer
 class _Evaluation:
     """One evaluation of several models.
 
-    Args:
-        given: the options.
-        run: its folder.
-        prompts: what is answered.
-        rewards: by the name of `RLHFEvaluator`'s argument.
-        judges: of pairs.
+    `rewards` are by the name of `RLHFEvaluator`'s argument.
     """
 
     def __init__(
@@ -218,9 +203,9 @@ class _Evaluation:
         )
         if source.is_file:
             evaluator.with_completions(self.written[source.name])
-        engine = engine_of(source, self.given, self.servers, policy)
+        engine = engine_of(source, self.given, self.servers, policy) if policy is not None else None
         evaluator.with_engine(engine).completions()
-        if self.provocation is not None and not source.is_file:
+        if self.provocation is not None and policy is not None:
             self.provocation.ask(policy, engine, place, self.config, options)
         for kind in evaluator.rewards:
             evaluator.scores(kind)
@@ -301,7 +286,7 @@ class _Evaluation:
         ]
 
     def _write_completions(self, evaluators: Sequence[RLHFEvaluator]) -> None:
-        """All models' in one file, and each model's in a file of its own, for `compare` and `samples`."""
+        """All models' in one file, and each model's in a separate file, for `compare` and `samples`."""
         every = []
         for evaluator in evaluators:
             rows = [json.dumps(finite(row), ensure_ascii=False) for row in _rows(evaluator)]

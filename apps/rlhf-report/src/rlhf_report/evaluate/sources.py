@@ -1,4 +1,4 @@
-"""What is evaluated: models that write, and files of completions that others wrote."""
+"""Sources of an evaluation: models to sample from, and files of completions."""
 
 from __future__ import annotations
 
@@ -12,18 +12,10 @@ from rlhf_eval.evaluation import Written
 from rlhf_eval.scoring import as_text
 from rlhf_report.compare.table import key_of
 
-__all__ = ["Source", "check_sources", "completions_of", "fitting", "parse_source"]
-
 
 @dataclass(frozen=True)
 class Source:
-    """A model or a file of completions.
-
-    Args:
-        name: what the report calls it.
-        path: of it, or a name on the hub.
-        is_file: whether it is a file of completions.
-    """
+    """A model or a file of completions."""
 
     name: str
     path: str
@@ -31,11 +23,7 @@ class Source:
 
 
 def parse_source(given: str) -> Source:
-    """A source from `[NAME=]PATH`.
-
-    Raises:
-        UserError: the name is empty, or the folder of a run holds no model or several.
-    """
+    """A source from `[NAME=]PATH`."""
     name, equals, rest = given.partition("=")
     named = bool(equals) and not Path(given).exists()
     if named and not (name and rest):
@@ -47,11 +35,7 @@ def parse_source(given: str) -> Source:
 
 
 def check_sources(sources: Sequence[Source], reference: Source | None) -> None:
-    """Refuse what cannot be evaluated, before anything is loaded.
-
-    Raises:
-        UserError: two sources have one name, or a model cannot be found or cannot write.
-    """
+    """Refuse what cannot be evaluated, before anything is loaded."""
     every = [*sources, *([reference] if reference else [])]
     for source in every:
         if [each.name for each in every].count(source.name) > 1:
@@ -79,13 +63,10 @@ def fitting(
 
     Args:
         sources: models, and files, which are left aside; the first is the reference.
-        prompts: what is to be answered.
+        prompts: the prompts to answer.
         max_new_tokens: the longest completion.
         one_tokenizer: whether all models need the first one's, for the KL.
         skip: leave out prompts that do not fit, in place of refusing them.
-
-    Raises:
-        UserError: a prompt does not fit, or the tokenizers differ.
     """
     from rlhf_eval.evaluation import prompt_ids
     from rlhf_eval.evaluation.divergence import check_same_tokens
@@ -114,11 +95,7 @@ def fitting(
 
 
 def completions_of(source: Source, prompts: Sequence[PromptRecord], count: int) -> list[list[Written]]:
-    """`count` completions of each prompt from a file, which are found by the prompt's text.
-
-    Raises:
-        UserError: a row has no completion, or a prompt has too few.
-    """
+    """`count` completions of each prompt from a file, which are found by the prompt's text."""
     found: dict[bytes, list[Written]] = {}
     for answer in read_answers(source.path):
         if answer.output is None:

@@ -1,4 +1,4 @@
-"""What the rows have besides their pair: columns to look at them by, and columns that are left unread."""
+"""What the rows have in addition to their pair: columns to group by, and columns that are left unread."""
 
 from __future__ import annotations
 
@@ -14,18 +14,12 @@ import numpy as np
 from rlhf_data import UserError
 from rlhf_eval.exploration import PairTexts, SubsetColumn
 
-__all__ = ["RowColumns"]
-
 _NONE = "(none)"
 _MOST_NAMES = 1000
 
 
 class RowColumns:
-    """Collects columns of the rows, one row at a time.
-
-    Args:
-        by: the columns whose values are kept.
-    """
+    """Collects columns of the rows, one row at a time."""
 
     def __init__(self, by: Sequence[str]) -> None:
         self.unread: Counter[str] = Counter()
@@ -42,11 +36,7 @@ class RowColumns:
         self.unread.update(_unread(row, pair))
 
     def subsets(self, pairs: int) -> list[SubsetColumn]:
-        """The columns, as far as the first pairs.
-
-        Raises:
-            UserError: no row has one of the columns.
-        """
+        """The columns, as far as the first pairs."""
         found = []
         for name, values in self._values.items():
             if not set(values) - {_NONE}:

@@ -26,8 +26,6 @@ from rlhf_eval.exploration import (
 from rlhf_report.explore.columns import RowColumns
 from rlhf_report.explore.spool import TextSpool
 
-__all__ = ["DataSet", "ReadPairs", "data_sets", "read_pairs", "scan_pairs", "story_pairs", "workers"]
-
 _CHUNK = 1000
 _SERIAL_CHUNKS = 6
 """Chunks up to which starting processes would take longer than it saves."""
@@ -79,11 +77,7 @@ CountTokens = Callable[[Sequence[str]], list[int]]
 
 
 def data_sets(names: Sequence[str]) -> list[DataSet]:
-    """The data sets that the command names, each with its files.
-
-    Raises:
-        UserError: a pattern matches no file, or a data set is named twice.
-    """
+    """The data sets that the command names, each with its files."""
     found = [DataSet(name, data_files(name)) for name in names]
     files = [os.path.realpath(file) for each in found for file in each.files]
     if twice := next((file for file in files if files.count(file) > 1), None):
@@ -119,9 +113,6 @@ def read_pairs(
         executor: computes both in other processes, from some thousand pairs on; None computes here.
         count_tokens: tokens of each text; None leaves them out.
         done: called with the number of pairs of each step.
-
-    Raises:
-        UserError: a row is bad, or no pair is left.
     """
     counter = WordCounter()
 
@@ -160,12 +151,9 @@ def scan_pairs(
     Args:
         sets: the data sets.
         columns: the files' names of columns.
-        beside: gets every row that is a pair.
+        beside: receives every row that is a pair.
         skip: whether bad rows are left out.
         skipped: what is wrong with those.
-
-    Raises:
-        UserError: a file cannot be read; a row is bad and not skipped.
     """
     numbered = enumerate((number, file) for number, each in enumerate(sets) for file in each.files)
     for file_number, (set_number, file) in numbered:
@@ -210,8 +198,7 @@ def _tokens(pairs: Sequence[PairTexts], count: CountTokens | None) -> list[tuple
 def workers(most: int = _MOST_WORKERS) -> Iterator[Executor | None]:
     """As many processes as there are cores, which start when they get work; None on a single core.
 
-    Args:
-        most: processes at most.
+    At most `most` of them.
     """
     cores = os.cpu_count() or 1
     if cores < 2:

@@ -30,8 +30,7 @@ from rlhf_report.explore.columns import RowColumns
 from rlhf_report.explore.read import ReadPairs, data_sets, read_pairs, scan_pairs, story_pairs, workers
 from rlhf_report.explore.spool import TextSpool, near_completions, near_prompts
 from rlhf_report.explore.written import samples_of, write_findings, write_pairs, write_samples
-
-__all__ = ["run_explore"]
+from rlhf_report.named_columns import named_columns
 
 _COLUMNS = ("prompt", "messages", "chosen", "rejected")
 _FEW_PAIRS = 6000
@@ -39,12 +38,8 @@ _FEW_PAIRS = 6000
 
 
 def run_explore(options: Mapping[str, Any]) -> str:
-    """Read the pairs, write the folder, and return what to print.
-
-    Raises:
-        UserError: the data, the tokenizer or the output folder cannot be used.
-    """
-    columns = dict(map(_named, options["columns"]))
+    """Read the pairs, write the folder, and return what to print."""
+    columns = named_columns(options["columns"], _COLUMNS)
     sets = data_sets(options["data"])
     count_tokens = _token_counter(options["tokenizer"]) if options["tokenizer"] else None
     skipped: list[tuple[str, int, str]] = []
@@ -159,7 +154,7 @@ class _Counter:
 
 @contextmanager
 def _status() -> Iterator[Callable[[str], None]]:
-    """A line on the terminal that says what is being done; nothing where there is no terminal."""
+    """A line on the terminal that says what is being done; nothing without a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda text: None
@@ -184,14 +179,3 @@ def _token_counter(name: str) -> Callable[[Sequence[str]], list[int]]:
         return [len(ids) for ids in found["input_ids"]]
 
     return count
-
-
-def _named(option: str) -> tuple[str, str]:
-    name, equals, column = option.partition("=")
-    if not (equals and column) or name not in _COLUMNS:
-        raise UserError(
-            f"--columns {option}: expected NAME=COLUMN with one of {', '.join(_COLUMNS)}, as chosen=better",
-            code="unknown_column",
-            column=name,
-        )
-    return name, column

@@ -11,8 +11,6 @@ import pyarrow as pa
 from rlhf_data import near_duplicate_groups
 from rlhf_eval.exploration import PairTexts, folded
 
-__all__ = ["TextSpool", "near_completions", "near_prompts", "read_texts", "texts_of"]
-
 _TEXTS = ("prompt", "chosen", "rejected")
 _SCHEMA = pa.schema([(name, pa.large_string()) for name in _TEXTS])
 Texts = tuple[str, str, str]

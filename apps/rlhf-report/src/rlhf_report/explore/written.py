@@ -1,4 +1,4 @@
-"""What `rlhf-report explore` writes beside its page: findings, samples, a table for embedding tools."""
+"""What `rlhf-report explore` writes next to its page: findings, samples, a table for embedding tools."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from rlhf_eval.exploration import ROW_RULES, Exploration, surface_differences
 from rlhf_report.explore.read import ReadPairs
 from rlhf_report.explore.spool import read_texts, texts_of
 
-__all__ = ["samples_of", "write_findings", "write_pairs", "write_samples"]
-
 _HEAD = 500
-"""Characters of a text in the table: of a prompt the last ones, of a completion the first."""
+"""Characters kept of a text in the table: the last ones of a prompt, the first ones of a completion."""
 
 
 def write_findings(path: Path, read: ReadPairs, found: Exploration) -> int:
@@ -78,12 +76,7 @@ def write_pairs(
 ) -> None:
     """Write one row a pair: its place, the heads of its texts, its features, what it breaks.
 
-    Args:
-        path: of the Parquet file.
-        spool: the texts.
-        read: the pairs.
-        found: what was found.
-        groups: (n,) group of near-duplicate prompts of each pair, and of near-duplicate rows.
+    `groups` are the (n,) groups of near-duplicate prompts, and of near-duplicate rows.
     """
     columns = _columns(read, found, groups)
     writer, start = None, 0

@@ -9,8 +9,6 @@ from typing import Any
 from rlhf_eval.html import page, section, table, text, verbatim
 from rlhf_report.prepare.words import REASON_WORDS, opening, said_of_lengths
 
-__all__ = ["prepare_page"]
-
 _LONGEST = 1500
 _AROUND = 60
 

@@ -22,24 +22,21 @@ from rlhf_data import (
     scan_rows,
     write_prepared,
 )
+from rlhf_report.named_columns import named_columns
 from rlhf_report.prepare.page import prepare_page
 from rlhf_report.prepare.words import summary
-
-__all__ = ["run_prepare"]
 
 _WRITTEN_BY = "rlhf-report prepare"
 
 
 def run_prepare(given: dict[str, Any]) -> None:
-    """Prepare the data, write the folder, and say what was done.
-
-    Raises:
-        UserError: the data, a setting or the folder cannot be used; nothing is written then.
-    """
+    """Prepare the data, write the folder, and say what was done."""
     config = _settings(given)
     out = _folder(given)
     paths = list(given["data"])
-    columns = _columns(given["columns"])
+    for path in paths:
+        _check_readable_twice(path)
+    columns = named_columns(given["columns"])
     kind = given["kind"] or detect_kind(paths[0], columns)
     if kind != "preference" and config.margins != "keep":
         raise UserError(
@@ -68,9 +65,21 @@ def run_prepare(given: dict[str, Any]) -> None:
             found = {"written_by": _WRITTEN_BY, "data": paths, "kind": kind} | found
             atomic_write_json(folder / "report.json", found | {"shown": _places(found["shown"])})
             atomic_write_text(folder / "report.html", prepare_page(found))
+            _folder(given)  # another command may have written there meanwhile
     print("\n".join(summary(found, found["shown"]["dropped"])))
     files = "train.jsonl and eval.jsonl" if found["rows"]["eval"] else "train.jsonl (no row is held out)"
     print(f"Wrote {files} in {out}; the page: {out / 'report.html'}")
+
+
+def _check_readable_twice(path: str) -> None:
+    """Refuse a pipe: rows are read once to decide about them, and again to write them."""
+    found = Path(path)
+    if found.exists() and not (found.is_file() or found.is_dir()):
+        raise UserError(
+            f"{path} is a pipe, and rows are read twice; write them to a file first",
+            code="not_a_file",
+            path=path,
+        )
 
 
 def _settings(given: dict[str, Any]) -> PreprocessConfig:
@@ -110,18 +119,6 @@ def _folder(given: dict[str, Any]) -> Path | None:
     return out
 
 
-def _columns(given: tuple[str, ...]) -> dict[str, str]:
-    found = {}
-    for entry in given:
-        name, equals, column = entry.partition("=")
-        if not (name and equals and column):
-            raise UserError(
-                f"--columns {entry}: expected NAME=COLUMN, such as chosen=better", code="invalid_option"
-            )
-        found[name] = column
-    return found
-
-
 def _tokenizer(name: str) -> Any:
     try:
         from rlhf_models import load_tokenizer
@@ -140,7 +137,7 @@ def _places(shown: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int], None]]:
-    """A line on the terminal that counts rows; nothing where there is no terminal."""
+    """A line on the terminal that counts rows; nothing without a terminal."""
     from rich.console import Console
     from rich.progress import Progress, TextColumn, TimeElapsedColumn
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["REASON_WORDS", "opening", "said_of_lengths", "summary"]
-
 REASON_WORDS = {
     "bad_row": "cannot be read",
     "empty": "empty completion",

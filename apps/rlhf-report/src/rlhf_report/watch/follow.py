@@ -24,8 +24,6 @@ from rlhf_eval.monitor import RunLog, find_runs, monitor_page, open_log, shown_k
 from rlhf_report.watch.server import PageServer, serving
 from rlhf_report.watch.terminal import dashboard
 
-__all__ = ["Options", "follow"]
-
 
 @dataclass(frozen=True)
 class Options:
@@ -42,13 +40,7 @@ class Options:
 def follow(sources: Sequence[Path], log_dir: Path, options: Options) -> None:
     """Show runs until all of them are finished, or until Ctrl-C.
 
-    Args:
-        sources: of the logs; empty for the newest runs of `log_dir`.
-        log_dir: a folder of run folders.
-        options: how.
-
-    Raises:
-        UserError: no log was found, or the page, the figures or the alert command cannot be started.
+    Without `sources` the newest runs of `log_dir` are followed.
     """
     paths = list(sources) or find_runs(log_dir)
     if not paths:
@@ -86,7 +78,7 @@ class _Watch:
             ensure_writable_folder(options.output)
         self.runs = [(log, summarise(log)) for log in logs]
         self._changed = True
-        self._told: set[tuple[str, str]] = set()
+        self._alerted: set[tuple[str, str]] = set()
 
     def poll(self) -> None:
         """Take up what was logged since."""
@@ -113,7 +105,7 @@ class _Watch:
         """Run the command for new alerts; an alert that went away and comes back counts as new."""
         now = {(str(log.path), alert.rule): alert for log, summary in self.runs for alert in summary.alerts}
         for (run, rule), alert in now.items():
-            if self.command is None or (run, rule) in self._told:
+            if self.command is None or (run, rule) in self._alerted:
                 continue
             facts = {
                 "RLHF_RUN": run,
@@ -124,7 +116,7 @@ class _Watch:
             done = subprocess.run(self.command, env={**os.environ, **facts}, check=False)
             if done.returncode:
                 click.echo(f"--alert-command ended with exit code {done.returncode}", err=True)
-        self._told = set(now)
+        self._alerted = set(now)
 
     def _draw(self, folder: Path) -> None:
         for number, (log, summary) in enumerate(self.runs, start=1):

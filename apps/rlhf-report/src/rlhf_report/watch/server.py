@@ -9,8 +9,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from rlhf_data import UserError
 
-__all__ = ["PageServer", "serving"]
-
 _HOST = "127.0.0.1"
 _NAMES = ("127.0.0.1", "localhost")
 
@@ -30,7 +28,7 @@ class PageServer(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """What a browser opens."""
+        """URL for the browser."""
         return f"http://{_HOST}:{self.server_address[1]}/"
 
 
@@ -58,18 +56,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: requests are nobody's concern."""
+        """Nothing: requests are not logged."""
 
 
 @contextmanager
 def serving(port: int) -> Iterator[PageServer]:
-    """A server in a thread of its own, for as long as the block runs.
+    """A server in a separate thread, for as long as the block runs.
 
-    Args:
-        port: 0 takes a free one.
-
-    Raises:
-        UserError: the port cannot be taken.
+    Port 0 takes a free one.
     """
     try:
         server = PageServer(port)

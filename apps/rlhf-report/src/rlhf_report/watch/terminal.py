@@ -1,4 +1,4 @@
-"""Runs in the terminal: where they stand, sparklines of their metrics, what looks wrong."""
+"""Runs in the terminal: progress, sparklines of metrics, alerts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from rich.text import Text
 
 from rlhf_eval.figures import pairs
 from rlhf_eval.monitor import RunLog, Summary, shown_keys, sparkline
-
-__all__ = ["dashboard"]
 
 _MOST = 14
 

@@ -1,1 +1,1 @@
-"""What generates: transformers or vLLM behind one interface."""
+"""Generation with transformers or vLLM behind one interface."""

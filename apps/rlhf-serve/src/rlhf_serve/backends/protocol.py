@@ -1,4 +1,4 @@
-"""What every backend takes and can do."""
+"""The protocol of backends: requests and capabilities."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rlhf_infer import OnToken, Rollout, SamplingParams
+from rlhf_infer import Constraint, OnToken, PromptLogps, Rollout, SamplingParams
 
 
 @dataclass(frozen=True)
 class Draw:
-    """Samples of one prompt that a backend is asked for.
+    """Samples of one prompt that are requested from a backend.
 
     Args:
         prompt: token ids.
@@ -37,24 +37,34 @@ class Backend(Protocol):
     tokenizer: Any
     max_model_len: int
     """Longest prompt and completion in tokens."""
+    max_batch_tokens: int
+    """The same, as far as memory allows."""
 
     async def generate(self, draw: Draw, on_token: OnToken | None = None) -> list[Rollout]:
         """The samples `first` to `first + n - 1` of a prompt; cancelling the call ends them.
 
-        With `raw_logprobs` in the parameters, `on_token` is told log-probs at temperature 1, and rollouts
+        With `raw_logprobs` in the parameters, `on_token` receives log-probs at temperature 1, and rollouts
         have them.
-
-        Args:
-            draw: what is asked for.
-            on_token: called in the event loop's thread.
 
         Raises:
             UserError: the request cannot be met.
         """
         ...
 
+    async def prompt_logps(self, prompts: Sequence[Sequence[int]], top: int) -> list[PromptLogps]:
+        """Log-probs of the tokens of prompts, and of the `top` likeliest tokens in their places."""
+        ...
+
+    def check_constraint(self, constraint: Constraint) -> None:
+        """Refuse a form that completions cannot be held to; not from the event loop's thread.
+
+        Raises:
+            UserError: it is malformed, or asks for what is not enforced.
+        """
+        ...
+
     def run_work(self, work: Callable[[], Any]) -> Any:
-        """Do work of another model where it disturbs generation least; not from the event loop's thread."""
+        """Run work of another model where it disturbs generation least; not from the event loop's thread."""
         ...
 
     async def close(self) -> None:

@@ -1,28 +1,30 @@
-"""What generates for a server: one interface, transformers or vLLM behind it."""
+"""Generation for a server: one interface, transformers or vLLM behind it."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from rlhf_data import UserError
-from rlhf_infer import ContinuousBatcher, OnToken, Rollout, TransformersEngine
+from rlhf_infer import Constraint, ContinuousBatcher, OnToken, PromptLogps, Rollout, TransformersEngine
 from rlhf_models import PolicyModel, context_length, is_adapter, load_causal_lm, load_tokenizer
 from rlhf_serve.backends.protocol import Backend, Draw
 from rlhf_serve.settings import ModelSettings
+
+_PART_TOKENS = 2048
+"""Prompt tokens whose log-probs are computed between two tokens of the generation."""
 
 
 class TransformersBackend:
     """A transformers model; requests join and leave the batch at any token.
 
-    Args:
-        engine: generates.
-        threads: CPU threads that it computes with; None for what torch takes.
+    Computes with `threads` CPU threads; None leaves the number to torch.
     """
 
     name = "transformers"
@@ -32,24 +34,48 @@ class TransformersBackend:
         self.tokenizer = engine.tokenizer
         limit = context_length(engine.model)
         self.max_model_len = limit if limit is not None else 1 << 20
+        self.max_batch_tokens = engine.max_batch_tokens
+        self._engine = engine
         self._handover = _Handover()
         self._batcher = ContinuousBatcher(engine, threads=threads, after_tokens=self._handover.wake)
 
     async def generate(self, draw: Draw, on_token: OnToken | None = None) -> list[Rollout]:
         """See `Backend.generate`; samples are always reproducible, and have log-probs."""
         hand_over = None if on_token is None else self._handover.follow(on_token)
-        # Cancelling the future that is awaited cancels the batcher's, which it looks at before every token.
+        # Cancelling the future that is awaited cancels the batcher's, which is checked before every token.
         return await asyncio.wrap_future(
             self._batcher.submit(draw.prompt, draw.n, draw.params, first=draw.first, on_token=hand_over)
         )
 
+    async def prompt_logps(self, prompts: Sequence[Sequence[int]], top: int) -> list[PromptLogps]:
+        """See `Backend.prompt_logps`; a few prompts between two tokens of what is being generated."""
+        found: list[PromptLogps] = []
+        for part in _parts(prompts):
+            work = partial(self._engine.prompt_logps, part, top)
+            found += await asyncio.wrap_future(self._batcher.submit_work(work))
+        return found
+
+    def check_constraint(self, constraint: Constraint) -> None:
+        """See `Backend.check_constraint`."""
+        self._engine.compile(constraint)
+
     def run_work(self, work: Callable[[], Any]) -> Any:
-        """See `Backend.run_work`: on a CPU between two tokens, beside a GPU at once."""
-        return self._batcher.run(work) if self._on_cpu else work()
+        """See `Backend.run_work`: on a CPU between two tokens, on a GPU at once."""
+        return self._batcher.submit_work(work).result() if self._on_cpu else work()
 
     async def close(self) -> None:
         """See `Backend.close`."""
         await asyncio.to_thread(self._batcher.close)
+
+
+def _parts(prompts: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:
+    """Cut prompts into parts that compute quickly."""
+    parts: list[list[Sequence[int]]] = []
+    for prompt in prompts:
+        if not parts or sum(map(len, parts[-1])) + len(prompt) > _PART_TOKENS:
+            parts.append([])
+        parts[-1].append(prompt)
+    return parts
 
 
 class _Handover:
@@ -60,9 +86,9 @@ class _Handover:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def follow(self, function: OnToken) -> OnToken:
-        """What the other thread calls in place of the function, which this event loop's thread then calls."""
+        """A stand-in that the other thread calls; the function itself runs in this event loop's thread."""
         self._loop = asyncio.get_running_loop()
-        return lambda *told: self._tokens.append((function, told))
+        return lambda *arguments: self._tokens.append((function, arguments))
 
     def wake(self) -> None:
         """Have the event loop call what is there."""
@@ -71,20 +97,14 @@ class _Handover:
 
     def _deliver(self) -> None:
         while self._tokens:
-            function, told = self._tokens.popleft()
-            function(*told)
+            function, arguments = self._tokens.popleft()
+            function(*arguments)
 
 
 def load_backend(settings: ModelSettings, model: str, *, threads: int | None = None) -> Backend:
     """The backend that the settings ask for, with its model loaded.
 
-    Args:
-        settings: what is loaded.
-        model: folder or hub name.
-        threads: CPU threads of transformers; None for what torch takes.
-
-    Raises:
-        UserError: the model cannot be loaded, or vLLM is asked for and missing or cannot start.
+    transformers computes with `threads` CPU threads; None leaves the number to torch.
     """
     if wants_vllm(settings):
         from rlhf_serve.backends.vllm import VLLMBackend
@@ -94,11 +114,7 @@ def load_backend(settings: ModelSettings, model: str, *, threads: int | None = N
 
 
 def load_engine(settings: ModelSettings, model: str) -> TransformersEngine:
-    """A transformers engine with its model, or a model under an adapter.
-
-    Raises:
-        UserError: it cannot be loaded.
-    """
+    """A transformers engine with its model, or a model under an adapter."""
     device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
     options: dict[str, Any] = {"dtype": settings.dtype, "device": device}
     if is_adapter(model):
@@ -110,18 +126,14 @@ def load_engine(settings: ModelSettings, model: str) -> TransformersEngine:
 
 
 def wants_vllm(settings: ModelSettings) -> bool:
-    """Whether vLLM generates: where it is asked for, or installed beside a GPU."""
+    """Whether vLLM generates: if requested, or if installed and there is a GPU."""
     if settings.backend != "auto":
         return settings.backend == "vllm"
     return torch.cuda.is_available() and importlib.util.find_spec("vllm") is not None
 
 
 def check_backend(settings: ModelSettings) -> None:
-    """Refuse vLLM where it is missing, before anything is loaded.
-
-    Raises:
-        UserError: it is.
-    """
+    """Refuse vLLM if it is missing, before anything is loaded."""
     if settings.backend == "vllm" and importlib.util.find_spec("vllm") is None:
         raise UserError(
             'vLLM is not installed; run `pip install "rlhf-serve[vllm]"`, or use --backend transformers',

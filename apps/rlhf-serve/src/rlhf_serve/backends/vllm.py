@@ -11,11 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data import UserError
-from rlhf_infer import OnToken, Rollout, SamplingParams, VLLMSettings, write_weight_folder
-from rlhf_infer.async_loop import gathered
+from rlhf_infer import (
+    Constraint,
+    Grammars,
+    OnToken,
+    PromptLogps,
+    Rollout,
+    SamplingParams,
+    VLLMSettings,
+    write_weight_folder,
+)
+from rlhf_infer.async_loop import gather_all
 from rlhf_infer.vllm.settings import (
     check_requests,
     end_token_ids,
+    engine_request,
     likeliest,
     request_fields,
     require_vllm,
@@ -34,7 +44,7 @@ class VLLMBackend:
 
     Args:
         engine: an `AsyncLLM`.
-        tokenizer: of the policy.
+        tokenizer: the policy's tokenizer.
         eos_token_ids: what ends a completion.
         folder: a temporary folder that goes when the backend is closed.
     """
@@ -44,19 +54,13 @@ class VLLMBackend:
     def __init__(self, engine: Any, tokenizer: Any, eos_token_ids: Sequence[int], folder: Any = None) -> None:
         self.tokenizer = tokenizer
         self.max_model_len: int = engine.model_config.max_model_len
+        self.max_batch_tokens = self.max_model_len
         self._engine, self._ends, self._folder = engine, eos_token_ids, folder
+        self._grammars: Grammars | None = None
 
     @classmethod
     def start(cls, settings: ModelSettings, model: str) -> VLLMBackend:
-        """Start the engine, in a process of its own; adapters are merged into their model first.
-
-        Args:
-            settings: what is loaded.
-            model: folder or hub name.
-
-        Raises:
-            UserError: vLLM is missing or cannot start.
-        """
+        """Start the engine in a separate process; adapters are merged into their model first."""
         require_vllm()
         set_environment()
         if settings.tensor_parallel_size == 1:
@@ -69,7 +73,7 @@ class VLLMBackend:
         tokenizer = load_tokenizer(model)
         arguments = platform_arguments(model, settings.max_model_len)
         arguments["worker_extension_cls"] = "rlhf_infer.vllm.worker.WorkerExtension"
-        # They observe every token of every request in the event loop's thread, and nobody reads them.
+        # They observe every token of every request in the event loop's thread, and are never read.
         arguments["disable_log_stats"] = True
         arguments |= vllm_settings(settings).engine_arguments()
         try:
@@ -81,7 +85,7 @@ class VLLMBackend:
     async def generate(self, draw: Draw, on_token: OnToken | None = None) -> list[Rollout]:
         """See `Backend.generate`; greedy samples are computed once.
 
-        Reproducible samples are requests of their own, with seeds of their own; others are one request.
+        Reproducible samples are separate requests with separate seeds; others are one request.
         Log-probs are vLLM's own, at temperature 1, in `logps` too.
         """
         params, prompt = draw.params, tuple(draw.prompt)
@@ -92,7 +96,7 @@ class VLLMBackend:
         requests: list[dict[str, int]] = [{"n": draw.n}]
         if draw.reproducible or params.temperature == 0 or on_token is not None:
             requests = sample_seeds(params, [prompt], draw.n, draw.first)
-        drawn = await gathered(
+        drawn = await gather_all(
             self._request(prompt, params, fields | request, draw.first + i, on_token)
             for i, request in enumerate(requests)
         )
@@ -108,21 +112,20 @@ class VLLMBackend:
         on_token: OnToken | None,
     ) -> list[Rollout]:
         """The samples of one request; the engine drops it when this is cancelled."""
-        from vllm import SamplingParams as Request  # pyright: ignore[reportMissingImports]
         from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
 
         kind = RequestOutputKind.FINAL_ONLY if on_token is None else RequestOutputKind.CUMULATIVE
         answers = self._engine.generate(
             {"prompt_token_ids": list(prompt)},
-            Request(**fields, output_kind=kind),
+            engine_request(fields | {"output_kind": kind}),
             request_id=uuid.uuid4().hex,
         )
-        told, outputs = 0, []
+        reported, outputs = 0, []
         async for answer in answers:
             outputs = answer.outputs
             if on_token is not None:
-                _tell(on_token, sample, outputs[0], told, params.top_logprobs)
-                told = len(outputs[0].token_ids)
+                _report(on_token, sample, outputs[0], reported, params.top_logprobs)
+                reported = len(outputs[0].token_ids)
         if not outputs:
             raise RuntimeError("vLLM ended a request without an answer")
         rollouts = [
@@ -131,8 +134,32 @@ class VLLMBackend:
         ]
         return [replace(each, raw_logps=each.logps) for each in rollouts] if params.raw_logprobs else rollouts
 
+    async def prompt_logps(self, prompts: Sequence[Sequence[int]], top: int) -> list[PromptLogps]:
+        """See `Backend.prompt_logps`."""
+        return await gather_all(self._prompt_logps(prompt, top) for prompt in prompts)
+
+    async def _prompt_logps(self, prompt: Sequence[int], top: int) -> PromptLogps:
+        fields = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": max(top, 1), "detokenize": False}
+        entries: Sequence[Any] = ()
+        async for answer in self._engine.generate(
+            {"prompt_token_ids": list(prompt)}, engine_request(fields), request_id=uuid.uuid4().hex
+        ):
+            entries = answer.prompt_logprobs or entries
+        pairs = list(zip(prompt[1:], entries[1:], strict=True))
+        return PromptLogps(
+            [entry[token].logprob for token, entry in pairs],
+            [entry[token].rank for token, entry in pairs],
+            [likeliest(entry, top) for _, entry in pairs],
+        )
+
+    def check_constraint(self, constraint: Constraint) -> None:
+        """See `Backend.check_constraint`; vLLM enforces it, with the same library."""
+        if self._grammars is None:
+            self._grammars = Grammars(self.tokenizer, len(self.tokenizer), self._ends)
+        self._grammars.compile(constraint)
+
     def run_work(self, work: Callable[[], Any]) -> Any:
-        """See `Backend.run_work`: at once, for vLLM computes in a process of its own."""
+        """See `Backend.run_work`: at once, since vLLM computes in a separate process."""
         return work()
 
     async def close(self) -> None:
@@ -142,9 +169,9 @@ class VLLMBackend:
             self._folder.cleanup()
 
 
-def _tell(on_token: OnToken, sample: int, output: Any, told: int, top_logprobs: int) -> None:
-    """Tell of a sample's tokens behind the first `told`; without log-probs they are 0."""
-    for place in range(told, len(output.token_ids)):
+def _report(on_token: OnToken, sample: int, output: Any, reported: int, top_logprobs: int) -> None:
+    """Report a sample's tokens from number `reported` on; without log-probs they are 0."""
+    for place in range(reported, len(output.token_ids)):
         token, entry = output.token_ids[place], (output.logprobs[place] if output.logprobs else {})
         logp = entry[token].logprob if entry else 0.0
         on_token(sample, token, logp, likeliest(entry, top_logprobs))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_minmax import DemoSettings, MinMaxConfig, demo_folder, demo_models, load_stories
+from rlhf_data import UserError
+from rlhf_serve import demo as shipped
 
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """The policy knows one kind of prompt, a story with a question; a chat is the texts of its messages."""
@@ -21,25 +24,32 @@ class Demo:
     policy: Path
     reward: Path
     examples: tuple[str, ...]
-    cached: bool
 
 
 def demo(seed: int, progress: Any = None) -> Demo:
-    """The demonstration's models, from the cache or built now.
+    """The demonstration's models: those of this package, or of another seed from the cache or built now.
 
-    They are those of `rlhf-train minmax`, with annotators who know what is true.
-
-    Args:
-        seed: of models and stories.
-        progress: told of every training step, see `rlhf_minmax.demo.builder.demo_models`.
-
-    Raises:
-        UserError: the cache folder cannot be written to.
+    `progress` is called after each training step, see `rlhf_minmax.demo_models`.
     """
+    if seed:
+        return built_demo(seed, progress)
+    folder = Path(shipped.__file__).parent
+    examples = json.loads((folder / "examples.json").read_text(encoding="utf-8"))
+    return Demo(folder / "policy", folder / "reward", tuple(examples))
+
+
+def built_demo(seed: int, progress: Any = None) -> Demo:
+    """Models as `rlhf-train minmax` builds them, with annotators who know what is true."""
+    if importlib.util.find_spec("rlhf_minmax") is None:
+        raise UserError(
+            "a demonstration of another seed is built by rlhf-minmax, which is not installed; leave --seed "
+            "out, or run pip install 'rlhf-serve[demo]'",
+            code="missing_package",
+        )
+    from rlhf_minmax import DemoSettings, MinMaxConfig, demo_models, load_stories
+
     config = MinMaxConfig(seed=seed, demo=DemoSettings(flawed_reward=False, reward_steps=2000))
     stories = load_stories(config)
-    arguments: tuple[Any, ...] = (stories.building, stories.prompts, config.demo)
-    cached = demo_folder(*arguments, seed=seed).is_dir()
-    models = demo_models(*arguments, seed=seed, progress=progress)
+    models = demo_models(stories.building, stories.prompts, config.demo, seed=seed, progress=progress)
     examples = tuple(stories.prompts.policy(record) for record in stories.held_out[:_EXAMPLES])
-    return Demo(models.base, models.reward, examples, cached)
+    return Demo(models.base, models.reward, examples)

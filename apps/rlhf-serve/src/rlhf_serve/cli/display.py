@@ -1,4 +1,4 @@
-"""What a person sees: sentences, and bars for what takes long."""
+"""Terminal output: messages and progress bars."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Display:
         self._stage: tuple[str, Any] = ("", None)
 
     def say(self, text: str) -> None:
-        """A sentence of its own."""
+        """Print a sentence."""
         self.finish()
         self.console.print(text, markup=False)
 

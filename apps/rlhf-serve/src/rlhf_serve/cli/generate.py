@@ -30,19 +30,15 @@ _NOT_COMPARED = ("batch_size", "device", "input_path", "max_batch_tokens", "outp
 
 
 def generate(settings: BatchSettings) -> None:
-    """Write the best completion of every prompt, after those that the output has already.
-
-    Raises:
-        UserError: the input is wrong, the output is of another run, or a model or reward fails.
-    """
+    """Write the best completion of every prompt, after those that the output has already."""
     display = Display()
     rows = _rows(settings)
     done = _Output(settings, rows).resume()
     if done == len(rows):
-        display.say(f"{settings.output_path} has all {done} rows already; --overwrite starts anew")
+        display.say(f"{settings.output_path} has all {done} rows already; --overwrite starts over")
         return
     if done:
-        display.say(f"{settings.output_path} has {done} of {len(rows)} rows; going on")
+        display.say(f"{settings.output_path} has {done} of {len(rows)} rows; continuing")
     parts = load_parts(settings, display.say, display.building)
     sampler, close = _sampler(settings, parts)
     costs = []
@@ -64,7 +60,7 @@ def generate(settings: BatchSettings) -> None:
 
 
 def _rows(settings: BatchSettings) -> list[dict[str, Any]]:
-    """The rows of the input, each with a prompt: its own, or what stands before its completions."""
+    """The rows of the input, each with a prompt: its own, or what comes before its completions."""
     rows = list(read_rows(settings.input_path))
     found = []
     for (_, row), records in zip(rows, record_rows(rows, settings.input_path, "prompt"), strict=True):
@@ -77,12 +73,7 @@ def _rows(settings: BatchSettings) -> list[dict[str, Any]]:
 
 
 class _Output:
-    """The output file of a run, and what of it there is.
-
-    Args:
-        settings: of the run.
-        rows: of the input.
-    """
+    """The output file of a run, and what of it there is."""
 
     def __init__(self, settings: BatchSettings, rows: Sequence[dict[str, Any]]) -> None:
         self.path = Path(settings.output_path)
@@ -91,11 +82,7 @@ class _Output:
         self.settings = {k: v for k, v in settings.to_dict().items() if k not in _NOT_COMPARED}
 
     def resume(self) -> int:
-        """How many rows it has; an incomplete last line goes.
-
-        Raises:
-            UserError: it is of another input or of other settings, or cannot be written.
-        """
+        """How many rows it has; an incomplete last line goes."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.overwrite or not self.path.exists() or not self.path.stat().st_size:
@@ -151,7 +138,7 @@ class _Output:
 
 
 def _sampler(settings: BatchSettings, parts: Parts) -> tuple[BestOfNSampler, Any]:
-    """What samples, and what closes it."""
+    """The sampler, and the function that closes it."""
     if wants_vllm(settings):
         from rlhf_infer import VLLMEngine
         from rlhf_models import load_tokenizer
@@ -186,7 +173,7 @@ def _sampler(settings: BatchSettings, parts: Parts) -> tuple[BestOfNSampler, Any
 
 
 def _adaptive(settings: BatchSettings) -> ConfidenceBasedStopping | AdaptiveComputeAllocator | None:
-    """What decides how many candidates are drawn; first ones take at most half of a budget."""
+    """The rule for the number of candidates; initial ones take at most half of a budget."""
     budget = settings.budget
     if budget is None:
         return settings.stopping.rule(settings.n) if settings.stop_early else None

@@ -1,8 +1,7 @@
-"""From settings to what is served: models loaded, reward functions built."""
+"""Loading the models and building the reward functions that the settings name."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from rlhf_serve.settings import ModelSettings, ServeSettings
 
 @dataclass(frozen=True)
 class Parts:
-    """What the settings name.
+    """Models and reward functions of the settings.
 
     Args:
         model: folder or hub name of the policy.
@@ -44,16 +43,13 @@ def load(
     *,
     threads: int | None = None,
 ) -> Served:
-    """What the settings ask for, ready to serve.
+    """The served model of the settings, loaded.
 
     Args:
-        settings: of the server.
-        say: told in a sentence what is loaded.
-        progress: told of the demonstration's training, where that has to be built.
+        settings: the server's settings.
+        say: called with a sentence that says what is loaded.
+        progress: called with the steps of the demonstration's training, if it has to be built.
         threads: CPU threads for generating and scoring; None for what torch takes.
-
-    Raises:
-        UserError: a model or a reward cannot be loaded, or settings do not go together.
     """
     parts = load_parts(settings, say, progress)
     backend = load_backend(settings, parts.model, threads=threads)
@@ -73,24 +69,15 @@ def load(
 
 
 def load_parts(settings: ModelSettings, say: Callable[[str], None], progress: Any = None) -> Parts:
-    """The names that the settings give, the demonstration's where they give none, and the rewards.
-
-    Raises:
-        UserError: as `load`.
-    """
+    """The names that the settings give, the demonstration's where they give none, and the rewards."""
     check_backend(settings)
     model, lines, examples, name = settings.model, list(settings.reward), (), ""
     template = _template(settings.chat_template)
     if model is None:
-        if importlib.util.find_spec("rlhf_minmax") is None:
-            raise UserError(
-                "the demonstration is not installed; give --model and --reward-model, or run "
-                "pip install 'rlhf-serve[demo]'",
-                code="missing_package",
-            )
         from rlhf_serve.cli.demo import CHAT_TEMPLATE, NAME, demo
 
-        say("model: the embedded demonstration, built at the first start, which takes minutes, then cached")
+        built_now = ", built at the first start, which takes minutes, then cached" if settings.seed else ""
+        say(f"model: the embedded demonstration{built_now}")
         built = demo(settings.seed, progress)
         model, examples, template = str(built.policy), built.examples, template or CHAT_TEMPLATE
         lines, name = lines or [str(built.reward)], NAME

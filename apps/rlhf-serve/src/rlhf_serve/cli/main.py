@@ -15,13 +15,13 @@ _BACKENDS = ("auto", "transformers", "vllm")
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _ANSWERS = ("text", "marked", "number")
 _LOADING = "loading torch and transformers, which takes some seconds"
-_BUILDING = "; without --model the first start also builds a demonstration, which takes minutes"
+_BUILDING = "; a demonstration of another seed is built first, which takes minutes"
 
 Decorator = Callable[[Any], Any]
 
 
 def _model_options() -> list[Decorator]:
-    """What is loaded, for both commands; defaults are those of `rlhf_serve.settings`."""
+    """Options of both commands about models; defaults are those of `rlhf_serve.settings`."""
     return [
         click.option("--config", type=click.Path(), help="JSON or YAML file of settings."),
         click.option(
@@ -34,37 +34,48 @@ def _model_options() -> list[Decorator]:
             "reward",
             multiple=True,
             metavar="SOURCE",
-            help="What scores candidates: a reward model, an ensemble or a process reward model, "
+            help="Reward of candidates: a reward model, an ensemble or a process reward model, "
             "pkg.mod:function, a URL, or a rule; repeatable.",
         ),
         click.option("--n", type=click.IntRange(min=1), help="Candidates per prompt.  [default: 8]"),
-        click.option("--backend", type=click.Choice(_BACKENDS), help="What generates.  [default: auto]"),
-        click.option("--dtype", type=click.Choice(_DTYPES), help="Of the weights.  [default: as stored]"),
-        click.option("--device", metavar="DEVICE", help="Where models are put.  [default: the GPU if any]"),
-        click.option("--chat-template", metavar="FILE", help="For a tokenizer that has none."),
+        click.option("--backend", type=click.Choice(_BACKENDS), help="Generation engine.  [default: auto]"),
         click.option(
-            "--answer", type=click.Choice(_ANSWERS), help="What a majority counts.  [default: text]"
+            "--dtype", type=click.Choice(_DTYPES), help="Dtype of the weights.  [default: as stored]"
         ),
-        click.option("--seed", type=click.IntRange(min=0), help="Of the demonstration.  [default: 0]"),
+        click.option("--device", metavar="DEVICE", help="Device of the models.  [default: the GPU, if any]"),
+        click.option("--chat-template", metavar="FILE", help="Chat template for a tokenizer without one."),
+        click.option("--answer", type=click.Choice(_ANSWERS), help="What votes count.  [default: text]"),
+        click.option("--seed", type=click.IntRange(min=0), help="Seed of the demonstration.  [default: 0]"),
     ]
 
 
 def _server_options() -> list[Decorator]:
     return [
-        click.option("--served-model-name", metavar="NAME", help="What clients call the model."),
-        click.option("--host", metavar="ADDRESS", help="Address.  [default: 127.0.0.1, this machine only]"),
+        click.option("--served-model-name", metavar="NAME", help="Model name for clients."),
+        click.option(
+            "--host", metavar="ADDRESS", help="Address to listen on.  [default: 127.0.0.1, this machine only]"
+        ),
         click.option(
             "--port", type=click.IntRange(0, 65535), help="Port; 0 for a free one.  [default: 8000]"
         ),
-        click.option("--api-keys-file", metavar="FILE", help="API keys, one a line: `name key` or `key`."),
+        click.option(
+            "--api-keys-file", metavar="FILE", help="File of API keys, one per line: `name key` or `key`."
+        ),
         click.option(
             "--requests-per-minute", type=click.FloatRange(min=0, min_open=True), help="Limit for each key."
         ),
         click.option("--max-concurrent-per-key", type=click.IntRange(min=1), help="Limit for each key."),
-        click.option("--max-n", type=click.IntRange(min=1), help="Most candidates a request may ask for."),
-        click.option("--max-tokens", type=click.IntRange(min=1), help="Longest completion in tokens."),
-        click.option("--max-waiting", type=click.IntRange(min=0), help="Length of the queue."),
-        click.option("--log-prompts", is_flag=True, default=None, help="Write prompts into the log."),
+        click.option("--max-n", type=click.IntRange(min=1), help="Maximum number of candidates per request."),
+        click.option("--max-tokens", type=click.IntRange(min=1), help="Maximum completion length in tokens."),
+        click.option("--max-waiting", type=click.IntRange(min=0), help="Maximum length of the queue."),
+        click.option(
+            "--cors-origin",
+            "cors_origins",
+            multiple=True,
+            metavar="ORIGIN",
+            help="Web pages of this origin may use the server; * for all; repeatable.",
+        ),
+        click.option("--log-prompts", is_flag=True, default=None, help="Log prompts."),
     ]
 
 
@@ -75,10 +86,10 @@ def _decorated(command: Any, options: list[Decorator]) -> Any:
 
 
 def _serve(context: click.Context, **options: Any) -> None:
-    """Serve a policy behind an OpenAI-compatible API: candidates are drawn, scored, and the best comes back.
+    """Serve a policy with an OpenAI-compatible API: candidates are sampled and scored, the best is returned.
 
     Without arguments it serves a tiny demonstration, policy and reward model, on this machine; open the page
-    it names. `rlhf-serve generate` does the same for a file of prompts.
+    at the address it prints. `rlhf-serve generate` does the same for a file of prompts.
     """
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
@@ -95,7 +106,9 @@ def _serve(context: click.Context, **options: Any) -> None:
     def job() -> None:
         from rlhf_serve.settings import ServeSettings
 
-        settings = _settings(ServeSettings, options, lambda settings: "" if settings.model else _BUILDING)
+        settings = _settings(
+            ServeSettings, options, lambda settings: _BUILDING if settings.seed and not settings.model else ""
+        )
         from rlhf_serve.cli.serve import serve
 
         serve(settings)
@@ -104,10 +117,10 @@ def _serve(context: click.Context, **options: Any) -> None:
 
 
 def _generate(**options: Any) -> None:
-    """Best-of-N for a file of prompts; an interrupted run goes on where it was.
+    """Best-of-N for a file of prompts; an interrupted run continues where it stopped.
 
-    Rows have `prompt`, a text or messages, and whatever else reward functions read. Each row comes back with
-    `completion`, `score` and what it cost, in the order of the input.
+    Rows have `prompt`, a text or messages, and any columns that reward functions read. The output has each
+    row with `completion`, `score` and its cost, in the order of the input.
     """
 
     def job() -> None:
@@ -144,7 +157,7 @@ def _generate_options() -> list[Decorator]:
             "keep",
             type=click.IntRange(min=1),
             metavar="K",
-            help="Write the best K candidates of each row too.",
+            help="Also write the best K candidates of each row.",
         ),
         click.option(
             "--selection",
@@ -155,18 +168,30 @@ def _generate_options() -> list[Decorator]:
             "--budget",
             type=click.IntRange(min=1),
             metavar="N",
-            help="Samples per prompt on average, given where they pay, at most --n.",
+            help="Mean samples per prompt, allocated by expected gain, at most --n each.",
         ),
         click.option(
-            "--stop-early", is_flag=True, help="Stop sampling a prompt whose best will hardly be beaten."
+            "--stop-early",
+            is_flag=True,
+            help="Stop sampling a prompt once its best is unlikely to be beaten.",
         ),
-        click.option("--max-tokens", type=click.IntRange(min=1), help="Longest completion.  [default: 256]"),
+        click.option(
+            "--max-tokens",
+            type=click.IntRange(min=1),
+            help="Maximum completion length in tokens.  [default: 256]",
+        ),
         click.option("--temperature", type=click.FloatRange(min=0), help="[default: 1]"),
         click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="[default: 1]"),
-        click.option("--stop", multiple=True, metavar="TEXT", help="Ends a completion; repeatable."),
-        click.option("--sampling-seed", type=click.IntRange(min=0), help="Of the samples.  [default: 0]"),
-        click.option("--batch-size", type=click.IntRange(min=1), help="Prompts at a time.  [default: 16]"),
-        click.option("--overwrite", is_flag=True, help="Start anew where the output exists."),
+        click.option(
+            "--stop", multiple=True, metavar="TEXT", help="Text that ends a completion; repeatable."
+        ),
+        click.option(
+            "--sampling-seed", type=click.IntRange(min=0), help="Seed of the samples.  [default: 0]"
+        ),
+        click.option("--batch-size", type=click.IntRange(min=1), help="Prompts per batch.  [default: 16]"),
+        click.option(
+            "--overwrite", is_flag=True, help="Replace an existing output instead of continuing it."
+        ),
     ]
 
 

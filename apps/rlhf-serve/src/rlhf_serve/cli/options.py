@@ -1,4 +1,4 @@
-"""From the command line's options to settings, and what can be said of them before torch is loaded."""
+"""Settings from command-line options, checked as far as possible before torch is loaded."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ _Settings = TypeVar("_Settings", bound=BaseConfig)
 
 
 def settings_of(kind: type[_Settings], options: Mapping[str, Any]) -> _Settings:
-    """The settings of a command: the file's, then `--set`, then the options.
-
-    Raises:
-        UserError: a file or a value is wrong.
-    """
+    """The settings of a command: the file's, then `--set`, then the options."""
     options = dict(options)
     path, overrides = options.pop("config"), options.pop("overrides")
     values = apply_overrides({} if path is None else load_config_file(path), overrides)
@@ -28,11 +24,7 @@ def settings_of(kind: type[_Settings], options: Mapping[str, Any]) -> _Settings:
 
 
 def check_inputs(settings: ModelSettings) -> None:
-    """Look for the models and files that the settings name by a path.
-
-    Raises:
-        UserError: one is not there.
-    """
+    """Look for the models and files that the settings name by a path."""
     if isinstance(settings, BatchSettings) and not Path(settings.input_path).exists():
         raise UserError(
             f"data file {settings.input_path} does not exist; check the path", code="file_not_found"

@@ -23,11 +23,7 @@ _BACKLOG = 2048
 
 
 def serve(settings: ServeSettings) -> None:
-    """Load what the settings name and serve it until SIGTERM or SIGINT.
-
-    Raises:
-        UserError: settings are refused, a model cannot be loaded, or the address cannot be listened on.
-    """
+    """Load what the settings name and serve it until SIGTERM or SIGINT."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("rlhf_serve").setLevel(logging.INFO)
     display = Display()
@@ -40,7 +36,7 @@ def serve(settings: ServeSettings) -> None:
         torch.set_num_threads(1)
         served = load(settings, display.say, display.building, threads=threads)
         app = create_app(served, settings, keys)
-        listener.listen(_BACKLOG)  # so that whoever reads the address can connect
+        listener.listen(_BACKLOG)  # so that the address accepts connections once it is printed
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         display.say(f"open http://{shown}:{port}/ for the page, http://{shown}:{port}/v1 for OpenAI clients")
@@ -67,7 +63,7 @@ def uvicorn_config(app: FastAPI, settings: ServeSettings) -> uvicorn.Config:
 
 
 def _listen(settings: ServeSettings) -> socket.socket:
-    """A socket that is bound before models are loaded, so that a taken port is told at once."""
+    """A socket that is bound before models are loaded, so that a taken port is reported at once."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -18,7 +18,7 @@ logger = logging.getLogger("rlhf_serve")
 ENVIRONMENT = "RLHF_SERVE_API_KEYS"
 """The environment variable that may hold keys, separated by commas."""
 ANONYMOUS = "anonymous"
-"""Whose request it is where no keys are asked for."""
+"""Whose request it is where no keys are required."""
 
 _MIN_LENGTH = 16
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
@@ -60,10 +60,6 @@ class KeyRing:
             file: one key per line, `key` or `name key`; empty lines and those that begin with # do not count.
             options: each `key` or `name key`.
             environment: where RLHF_SERVE_API_KEYS may hold keys, `key` or `name key`, separated by commas.
-
-        Raises:
-            UserError: a key or name is refused (see `KeyRing`), a file cannot be read, or a file or variable
-                that is there has no key.
         """
         keys = [*_from_file(file)] if file is not None else []
         if ENVIRONMENT in environment:
@@ -83,8 +79,7 @@ class KeyRing:
     def authenticate(self, headers: Mapping[str, str]) -> str:
         """The name of the key that `Authorization: Bearer KEY` or `x-api-key: KEY` brings.
 
-        Args:
-            headers: of the request; the names' case must not matter to it, as in Starlette's `Headers`.
+        Headers are looked up without regard to case, as in Starlette's `Headers`.
 
         Returns:
             The key's name, or `ANONYMOUS` where the ring is empty.

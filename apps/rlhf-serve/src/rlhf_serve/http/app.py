@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fastapi import FastAPI, Request
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
 from rlhf_serve import page
@@ -19,22 +20,26 @@ from rlhf_serve.http import middleware
 from rlhf_serve.http.api_keys import KeyRing
 from rlhf_serve.http.generate_request import Generating
 from rlhf_serve.http.limits import Admission, ConcurrencyLimiter, RateLimiter
-from rlhf_serve.http.score_routes import add_scoring
+from rlhf_serve.http.score_routes import SCORING, add_scoring
 from rlhf_serve.http.streaming import ClientLeft, EventStream, attended
 from rlhf_serve.http.telemetry import AccessLog, Metrics, record_of
-from rlhf_serve.openai.parse_request import chat_orders, completion_orders
+from rlhf_serve.http.token_routes import add_tokens
+from rlhf_serve.openai.parse_request import chat_requests, completion_requests
 from rlhf_serve.openai.responses import Format
+from rlhf_serve.openai.responses_api import ResponseFormat
+from rlhf_serve.openai.responses_schema import ResponsesRequest
 from rlhf_serve.openai.schema import ChatRequest, CompletionRequest, Generation
-from rlhf_serve.service.best_of_n import Order
+from rlhf_serve.openai.tools import tool_use
+from rlhf_serve.service.best_of_n import GenerationRequest
 from rlhf_serve.service.served_model import Served
 from rlhf_serve.settings import ServeSettings
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 """Names of this machine that no other can reach."""
 _OPEN = ("/", "/health", "/page/info", "/ready", "/version")
-"""What is answered without a key."""
-_COMPUTING = ("/v1/chat/completions", "/v1/completions", "/v1/score", "/get_reward")
-"""What counts against a key's limits, and waits in the queue."""
+"""Routes that need no key."""
+_COMPUTING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", *SCORING)
+"""Routes that count against a key's limits and wait in the queue."""
 try:
     VERSION = version("rlhf-serve")
 except PackageNotFoundError:  # run from its sources
@@ -42,15 +47,12 @@ except PackageNotFoundError:  # run from its sources
 
 
 def create_app(served: Served, settings: ServeSettings, keys: KeyRing | None = None) -> FastAPI:
-    """The application; its `state.door` is the queue.
+    """The application; its `state.admission` is the queue.
 
-    Args:
-        served: what is served.
-        settings: limits and names.
-        keys: API keys; None or none for an open door.
+    Without `keys` no key is required.
     """
     keys = keys or KeyRing()
-    door = Admission(settings.max_running, settings.max_waiting)
+    admission = Admission(settings.max_running, settings.max_waiting)
     build = {
         "version": VERSION,
         "backend": served.service.backend.name,
@@ -58,7 +60,7 @@ def create_app(served: Served, settings: ServeSettings, keys: KeyRing | None = N
         "reward_model": ",".join(served.rewards),
     }
     metrics = Metrics(build=build, key_names=keys.names)
-    metrics.watch(door)
+    metrics.watch(admission)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -67,9 +69,9 @@ def create_app(served: Served, settings: ServeSettings, keys: KeyRing | None = N
         await served.service.close()
 
     app = FastAPI(title="rlhf-serve", version=VERSION, docs_url=None, redoc_url=None, lifespan=lifespan)
-    app.state.door = door
+    app.state.admission = admission
     app.add_exception_handler(ClientLeft, lambda request, error: Response(status_code=499))
-    app.add_middleware(middleware.Gate, limits=_limits(settings, door))
+    app.add_middleware(middleware.Gate, limits=_limits(settings, admission))
     middleware.install(
         app,
         metrics=metrics,
@@ -79,10 +81,19 @@ def create_app(served: Served, settings: ServeSettings, keys: KeyRing | None = N
         open_paths=_OPEN,
         hosts=LOOPBACK if settings.host in LOOPBACK and not keys else None,
     )
-    _add_open_routes(app, served, settings, door)
+    if settings.cors_origins:  # outermost: a browser asks for permission without a key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    _add_open_routes(app, served, settings, admission)
     _add_models(app, served)
-    _add_generation(app, served, settings, door)
-    add_scoring(app, served, settings, door)
+    _add_generation(app, served, settings, admission)
+    add_scoring(app, served, settings, admission)
+    add_tokens(app, served, settings)
 
     @app.get("/metrics")
     async def prometheus(request: Request) -> Response:
@@ -93,18 +104,18 @@ def create_app(served: Served, settings: ServeSettings, keys: KeyRing | None = N
     return app
 
 
-def _limits(settings: ServeSettings, door: Admission) -> middleware.Limits:
-    """What a key may ask of the routes that compute, and whether there is room for another request."""
+def _limits(settings: ServeSettings, admission: Admission) -> middleware.Limits:
+    """The limits on the routes that compute: rate and concurrency of each key, room in the queue."""
     rate, at_once = settings.requests_per_minute, settings.max_concurrent_per_key
     return middleware.Limits(
         _COMPUTING,
-        door=door,
+        admission=admission,
         rate=None if rate is None else RateLimiter(rate),
         concurrency=None if at_once is None else ConcurrencyLimiter(at_once),
     )
 
 
-def _add_open_routes(app: FastAPI, served: Served, settings: ServeSettings, door: Admission) -> None:
+def _add_open_routes(app: FastAPI, served: Served, settings: ServeSettings, admission: Admission) -> None:
     @app.get("/", include_in_schema=False)
     async def home() -> Response:
         return page.response()
@@ -116,7 +127,7 @@ def _add_open_routes(app: FastAPI, served: Served, settings: ServeSettings, door
             "reward_model": ", ".join(served.rewards) or None,
             "default_n": min(settings.n, settings.max_n),
             "max_n": settings.max_n,
-            "max_tokens": settings.max_tokens,
+            "max_tokens": settings.max_tokens or served.service.backend.max_model_len - 1,
             "examples": list(served.examples),
         }
 
@@ -158,7 +169,7 @@ def _add_models(app: FastAPI, served: Served) -> None:
         return card
 
 
-def _add_generation(app: FastAPI, served: Served, settings: ServeSettings, door: Admission) -> None:
+def _add_generation(app: FastAPI, served: Served, settings: ServeSettings, admission: Admission) -> None:
     service = served.service
     parts = (VERSION, service.backend.name, served.model, *served.rewards)
     fingerprint = f"fp_{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]}"
@@ -168,25 +179,48 @@ def _add_generation(app: FastAPI, served: Served, settings: ServeSettings, door:
         """Answers to a conversation, the best of several candidates."""
         served.check_model(body.model)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        style = Format(True, served.model, service.texts, logprobs, body.return_candidates, fingerprint)
-        return await _generate(partial(chat_orders, body, settings, service), style, body, request)
+        tools = tool_use(body, service.texts.tokenizer.chat_template)
+        style = Format(
+            True, served.model, service.texts, logprobs, body.return_candidates, fingerprint, tools
+        )
+        return await _generate(partial(chat_requests, body, settings, service, tools), style, body, request)
+
+    @app.post("/v1/responses")
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        """An answer, in the form of OpenAI's newer API."""
+        served.check_model(body.model)
+        chat = body.to_chat()
+        tools = tool_use(chat, service.texts.tokenizer.chat_template)
+        style = ResponseFormat(body, served.model, service.texts, tools)
+        return await _generate(partial(chat_requests, chat, settings, service, tools), style, chat, request)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Completions of texts, the best of several candidates each."""
         served.check_model(body.model)
-        style = Format(False, served.model, service.texts, body.logprobs, body.return_candidates, fingerprint)
-        return await _generate(partial(completion_orders, body, settings, service), style, body, request)
+        style = Format(
+            False,
+            served.model,
+            service.texts,
+            body.logprobs,
+            body.return_candidates,
+            fingerprint,
+            echo=body.echo,
+        )
+        return await _generate(partial(completion_requests, body, settings, service), style, body, request)
 
     async def _generate(
-        make_orders: Callable[[], Sequence[Order]], style: Format, body: Generation, request: Request
+        parse_requests: Callable[[], Sequence[GenerationRequest]],
+        style: Format | ResponseFormat,
+        body: Generation,
+        request: Request,
     ) -> Response:
         record = record_of(request)
         log_prompts = settings.log_prompts
         job = Generating(
-            service, make_orders, style, record, settings.request_timeout_s, log_prompts=log_prompts
+            service, parse_requests, style, record, settings.request_timeout_s, log_prompts=log_prompts
         )
         if body.stream:
             with_usage = body.stream_options is not None and body.stream_options.include_usage
-            return EventStream(job.events(door, with_usage))
-        return JSONResponse(await attended(request.receive, job.whole(door)))
+            return EventStream(job.events(admission, with_usage))
+        return JSONResponse(await attended(request.receive, job.whole(admission)))

@@ -52,7 +52,7 @@ def from_validation(error: RequestValidationError) -> APIError:
     if field is not None:
         param = f"{param}.{field}" if param else field
         return invalid_request(_reason(first), param)
-    # Of a field that may be of several types, what is said of its items says more than that it is none.
+    # For a field of several types, the errors of its items are more specific than that no type fits.
     own = [problem for problem in problems[:_COMPARED] if problem["loc"][:2] == first["loc"][:2]]
     first = max(own, key=lambda problem: _param(problem, error.body).count("."))
     param = _param(first, error.body)
@@ -82,13 +82,13 @@ def install(app: FastAPI) -> None:
 
 
 def log_cause(error: APIError, request_id: str) -> None:
-    """Write to the log what a client is not told of a failure of the server's."""
+    """Log what is withheld from the client about a failure of the server."""
     if error.status_code >= 500 and error.__cause__ is not None:
         logger.error("request %s: %s", request_id, error.__cause__, exc_info=error.__cause__)
 
 
 def as_api_error(error: Exception, method: str, path: str) -> APIError:
-    """What a client is told of one of the exceptions that `install` handles."""
+    """The client's error for one of the exceptions that `install` handles."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, RequestValidationError):
@@ -96,7 +96,7 @@ def as_api_error(error: Exception, method: str, path: str) -> APIError:
     if isinstance(error, UserError):
         return invalid_request(str(error))
     if not isinstance(error, HTTPException):
-        raise TypeError(f"{error!r} is none of the errors that a client is told of") from error
+        raise TypeError(f"{error!r} has no error handler") from error
     status, message = error.status_code, str(error.detail)
     if message == http.client.responses.get(status):  # Starlette says no more than the status
         if status == 404:
@@ -116,7 +116,7 @@ def as_api_error(error: Exception, method: str, path: str) -> APIError:
 
 
 class LastResort:
-    """ASGI middleware that answers whatever nobody handled with 500, and writes the traceback to the log.
+    """ASGI middleware that answers unhandled exceptions with 500, and writes the traceback to the log.
 
     Where the response has already started, its connection is left to be cut off: the client sees that the
     answer is not whole.
@@ -175,7 +175,7 @@ def _reason(problem: Mapping[str, Any]) -> str:
 
 
 def _given(problem: Mapping[str, Any]) -> str:
-    """The refused value, where it is short enough to help and stands in the request."""
+    """The refused value, where it is short enough to help and is part of the request."""
     value = problem.get("input")
     if problem["type"] in ("missing", "extra_forbidden") or isinstance(value, dict | list):
         return ""

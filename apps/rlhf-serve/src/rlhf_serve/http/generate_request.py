@@ -16,8 +16,9 @@ from rlhf_serve.http.limits import Admission
 from rlhf_serve.http.streaming import with_pauses, within
 from rlhf_serve.http.telemetry import RequestRecord
 from rlhf_serve.openai.logprobs import Unfolding
-from rlhf_serve.openai.responses import WAITING, Format, event
-from rlhf_serve.service.best_of_n import BestOfNService, Order, Outcome, Timing
+from rlhf_serve.openai.responses import WAITING, Format
+from rlhf_serve.openai.responses_api import ResponseFormat
+from rlhf_serve.service.best_of_n import BestOfNService, GenerationRequest, GenerationResult, Timing
 
 PAUSE_S = 5.0
 """Seconds after which a stream shows that it lives."""
@@ -28,10 +29,10 @@ class Generating:
 
     Args:
         service: draws and scores.
-        make_orders: reads the request, one order per prompt; done in a thread, for a chat template may take
-            any time.
+        parse_requests: parses the body, one generation request per prompt; runs in a thread, because a chat
+            template may take any time.
         style: how it is answered.
-        record: what is told of the request.
+        record: its log record.
         timeout_s: seconds after its coming at which it is given up.
         log_prompts: whether the record gets the prompt.
     """
@@ -39,59 +40,56 @@ class Generating:
     def __init__(
         self,
         service: BestOfNService,
-        make_orders: Callable[[], Sequence[Order]],
-        style: Format,
+        parse_requests: Callable[[], Sequence[GenerationRequest]],
+        style: Format | ResponseFormat,
         record: RequestRecord,
         timeout_s: float,
         *,
         log_prompts: bool = False,
     ) -> None:
         self.service, self.style, self.record = service, style, record
-        self.orders: Sequence[Order] = ()
+        self.requests: Sequence[GenerationRequest] = ()
         self.timing = Timing(started=record.began)
-        self._make_orders, self._timeout_s, self._log_prompts = make_orders, timeout_s, log_prompts
+        self._head: Any = None
+        self._parse_requests, self._timeout_s, self._log_prompts = parse_requests, timeout_s, log_prompts
 
     @asynccontextmanager
-    async def _placed(self, door: Admission) -> AsyncIterator[None]:
-        """Wait for a place in the queue and have it for as long as the context lasts, the orders being read.
+    async def _placed(self, admission: Admission) -> AsyncIterator[None]:
+        """Wait for a place in the queue, parse the requests, and hold the place while the context lasts.
 
         Raises:
             APIError: 400, the request is wrong; 429, the queue is full; 504, the
                 request took too long.
         """
-        async with within(self._timeout_s, self.record.began), door.enter() as waited:
+        async with within(self._timeout_s, self.record.began), admission.enter() as waited:
             self.timing.queue_s = self.record.queue_s = waited
             try:
-                self.orders = await self.service.texts.workers.run(self._make_orders)
+                self.requests = await self.service.texts.workers.run(self._parse_requests)
                 if self._log_prompts:
-                    self.record.prompt = self.service.texts.decode(self.orders[0].prompt_ids)
+                    self.record.prompt = self.service.texts.decode(self.requests[0].prompt_ids)
                 yield
             except UserError as error:
                 raise invalid_request(str(error)) from error
 
-    async def whole(self, door: Admission) -> dict[str, Any]:
+    async def whole(self, admission: Admission) -> dict[str, Any]:
         """The response at once.
 
         Raises:
             APIError: as `_placed`; a candidate cannot be drawn or scored.
         """
-        async with self._placed(door):
-            outcomes = await self.service.run_all(self.orders, self.timing)
-        self._note(outcomes)
-        return self.style.whole(outcomes, self.timing)
+        async with self._placed(admission):
+            results = await self.service.run_all(self.requests, self.timing)
+        self._note(results)
+        return self.style.whole(results, self.timing)
 
-    async def events(self, door: Admission, with_usage: bool) -> AsyncGenerator[str, None]:
-        """The response as events: a single candidate token by token as it comes, winners once they are known.
-
-        Args:
-            door: the queue.
-            with_usage: whether the last event tells the usage.
+    async def events(self, admission: Admission, with_usage: bool) -> AsyncGenerator[str, None]:
+        """The response as events: a single candidate is streamed by token, winners once they are known.
 
         Raises:
             APIError: as `whole`, before the first event; later ones come as events.
         """
         queue: asyncio.Queue[str | APIError | None] = asyncio.Queue()
-        work = asyncio.ensure_future(self._fill(queue, door, with_usage))
+        work = asyncio.ensure_future(self._fill(queue, admission, with_usage))
         begun = False
         try:
             async for item in with_pauses(queue, PAUSE_S, WAITING):
@@ -100,70 +98,72 @@ class Generating:
                         raise item
                     self.record.error = item.code
                     log_cause(item, self.record.id)
-                    item = event(item.body())
-                begun = True
-                yield item
+                    item = self.style.error(self._head, item)
+                if item:
+                    begun = True
+                    yield item
         finally:
             work.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await work
 
     async def _fill(
-        self, queue: asyncio.Queue[str | APIError | None], door: Admission, with_usage: bool
+        self, queue: asyncio.Queue[str | APIError | None], admission: Admission, with_usage: bool
     ) -> None:
-        """Put events into the queue, and an error or None behind the last."""
+        """Put events into the queue, and an error or None after the last."""
         try:
-            async with self._placed(door):
+            async with self._placed(admission):
                 await self._stream(queue, with_usage)
         except APIError as error:
             queue.put_nowait(error)
-        except Exception as error:  # the response may have begun: its reader is told here or never
+        except Exception as error:  # the response may have begun: this is the only place to report it
             failed = internal_error(self.record.id)
             failed.__cause__ = error
             queue.put_nowait(failed)
         queue.put_nowait(None)
 
     async def _stream(self, queue: asyncio.Queue[str | APIError | None], with_usage: bool) -> None:
-        head = self.style.stream_head()
-        [first, *others] = self.orders
+        head: Any = self.style.stream_head()
+        self._head = head
+        [first, *others] = self.requests
         if not others and first.candidates == 1:
-            outcomes = [await self._live(first, head, queue)]
+            results = [await self._live(first, head, queue)]
         else:
-            outcomes = await self.service.run_all(self.orders, self.timing)
-            for text in self.style.chunks(head, outcomes):
+            results = await self.service.run_all(self.requests, self.timing)
+            for text in self.style.chunks(head, results):
                 queue.put_nowait(text)
-        self._note(outcomes)
-        queue.put_nowait(self.style.ending(head, outcomes, self.timing, with_usage=with_usage))
+        self._note(results)
+        queue.put_nowait(self.style.ending(head, results, self.timing, with_usage=with_usage))
 
     async def _live(
-        self, order: Order, head: dict[str, Any], queue: asyncio.Queue[str | APIError | None]
-    ) -> Outcome:
-        """A single candidate, token by token as it comes."""
-        unfolding = Unfolding(self.service.texts, order.params)
+        self, request: GenerationRequest, head: Any, queue: asyncio.Queue[str | APIError | None]
+    ) -> GenerationResult:
+        """A single candidate, streamed by token."""
+        unfolding = Unfolding(self.service.texts, request.params)
+        choice = self.style.choice(head, 0)
 
         def on_token(sample: int, token: int, logp: float, top: TopLogps) -> None:
             del sample
             if piece := unfolding.add(token, logp, top):
-                queue.put_nowait(self.style.piece(head, 0, piece))
+                queue.put_nowait(choice.piece(piece))
 
-        if opening := self.style.opening(head, 0):
-            queue.put_nowait(opening)
-        outcome = await self.service.run(order, self.timing, on_token)
-        await asyncio.sleep(0)  # tokens that were handed over are told first
+        queue.put_nowait(choice.opening())
+        result = await self.service.run(request, self.timing, on_token)
+        await asyncio.sleep(0)  # so that tokens handed over are reported first
         if rest := unfolding.rest():
-            queue.put_nowait(self.style.piece(head, 0, rest))
-        queue.put_nowait(self.style.closing(head, 0, outcome.selected.candidates[0]))
-        return outcome
+            queue.put_nowait(choice.piece(rest))
+        queue.put_nowait(choice.closing(result.selected.candidates[0]))
+        return result
 
-    def _note(self, outcomes: Sequence[Outcome]) -> None:
-        """Tell the record what became of the request."""
-        record, drawn = self.record, [each for outcome in outcomes for each in outcome.selected.candidates]
-        chosen = [each for outcome in outcomes for each in outcome.chosen]
-        record.prompt_tokens = sum(outcome.selected.cost.prompt_tokens for outcome in outcomes)
+    def _note(self, results: Sequence[GenerationResult]) -> None:
+        """Enter the results in the log record."""
+        record, drawn = self.record, [each for result in results for each in result.selected.candidates]
+        chosen = [each for result in results for each in result.chosen]
+        record.prompt_tokens = sum(result.selected.cost.prompt_tokens for result in results)
         record.completion_tokens = sum(len(each.rollout.completion_ids) for each in chosen)
-        record.candidate_tokens = sum(outcome.selected.cost.completion_tokens for outcome in outcomes)
+        record.candidate_tokens = sum(result.selected.cost.completion_tokens for result in results)
         record.candidates = len(drawn)
-        record.saved_candidates = sum(outcome.selected.cost.saved_samples for outcome in outcomes)
+        record.saved_candidates = sum(result.selected.cost.saved_samples for result in results)
         record.generate_s, record.score_s = self.timing.generate_s, self.timing.score_s
         record.rewards = [each.score for each in drawn if each.score is not None]
         record.selected_rewards = [each.score for each in chosen if each.score is not None]

@@ -15,9 +15,9 @@ HEAD_TIMEOUT_S = 15.0
 
 
 class HTTPProtocol(H11Protocol):
-    """What `uvicorn.Config(http=...)` takes.
+    """The protocol class for `uvicorn.Config(http=...)`.
 
-    A request that is no HTTP, or whose head is too long, never reaches the application: it is answered
+    A request that is not HTTP, or whose head is too long, never reaches the application: it is answered
     here. A connection that does not bring its first head, or the rest of a later one, within
     `head_timeout_s` is closed. No request becomes a WebSocket.
     """
@@ -42,7 +42,7 @@ class HTTPProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, unless an answer is under way, and close the connection."""
+        """Answer a request that is not HTTP, unless a response has begun, and close the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._send(
                 invalid_request(

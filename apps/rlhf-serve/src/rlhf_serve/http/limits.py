@@ -30,9 +30,6 @@ class RateLimiter:
         per_minute: requests a minute in the long run; > 0.
         burst: requests at once; >= 1; None: as many as in a minute.
         clock: seconds.
-
-    Raises:
-        UserError: a number out of range.
     """
 
     def __init__(self, per_minute: float, *, burst: int | None = None, clock: Clock = time.monotonic) -> None:
@@ -72,7 +69,7 @@ class RateLimiter:
         self._buckets.move_to_end(key)
 
     def _forget_full(self, now: float) -> None:
-        """Drop the oldest buckets while they are surely full, and one more where there are too many."""
+        """Drop the oldest buckets while they are surely full, and one more if there are too many."""
         filled_after = self.burst / self._per_second
         while self._buckets:
             key, (_, before) = next(iter(self._buckets.items()))
@@ -82,11 +79,7 @@ class RateLimiter:
 
 
 class ConcurrencyLimiter:
-    """At most `limit` requests of a key at a time; those that are over are remembered nowhere.
-
-    Raises:
-        UserError: `limit` is below 1.
-    """
+    """At most `limit` requests of a key at a time; those that are over are remembered nowhere."""
 
     def __init__(self, limit: int) -> None:
         if limit < 1:
@@ -124,9 +117,6 @@ class Admission:
         max_running: at a time; >= 1.
         max_waiting: beyond those; >= 0.
         clock: seconds.
-
-    Raises:
-        UserError: a number out of range.
     """
 
     def __init__(self, max_running: int, max_waiting: int, *, clock: Clock = time.monotonic) -> None:

@@ -1,4 +1,4 @@
-"""What stands around every request: id, record, limits on its body, and headers that keep browsers safe."""
+"""Middleware of every request: id, log record, body limits, security headers."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def install(
         access_log: where they are logged; None: as `AccessLog()` does it.
         max_body_bytes: a longer body is refused with 413.
         body_timeout_s: seconds within which a body has to arrive, else 408.
-        keys: API keys; None for an open door.
+        keys: API keys; None lets everyone in.
         open_paths: what is answered without a key.
         hosts: names under which the server may be addressed; None for any.
     """
     error_handlers.install(app)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, timeout_s=body_timeout_s)
-    app.add_middleware(Door, keys=keys or KeyRing(), open_paths=open_paths, hosts=hosts)
+    app.add_middleware(AccessControl, keys=keys or KeyRing(), open_paths=open_paths, hosts=hosts)
     app.add_middleware(SecurityHeaders)
     app.add_middleware(Observed, metrics=metrics, access_log=access_log or AccessLog())
 
@@ -135,7 +135,7 @@ class SecurityHeaders:
         await self.app(scope, receive, with_headers)
 
 
-class Door:
+class AccessControl:
     """Refuses requests without a key, before anything of their body is read.
 
     Args:
@@ -169,17 +169,17 @@ class Door:
 
 @dataclass(frozen=True)
 class Limits:
-    """What requests are let in.
+    """Limits on requests.
 
     Args:
-        paths: what is limited; nothing else counts.
-        door: the queue, which must have room.
+        paths: the limited routes.
+        admission: the queue, which must have room.
         rate: requests a minute of each key; None for any number.
         concurrency: requests at a time of each key; None for any number.
     """
 
     paths: Collection[str]
-    door: Admission
+    admission: Admission
     rate: RateLimiter | None = None
     concurrency: ConcurrencyLimiter | None = None
 
@@ -190,7 +190,7 @@ class Limits:
         Raises:
             APIError: 429 or 503.
         """
-        self.door.check()
+        self.admission.check()
         with contextlib.nullcontext() if self.concurrency is None else self.concurrency.hold(key):
             if self.rate is not None:
                 self.rate.take(key)
@@ -223,10 +223,7 @@ class BodyLimit:
     A body whose Content-Length is too long is refused without being kept, any other as soon as more bytes
     than allowed have come. Either way the connection is closed.
 
-    Args:
-        app: within.
-        max_bytes: of a body.
-        timeout_s: seconds from the request's headers to its body's last byte.
+    `timeout_s` counts from the headers of a request to the last byte of its body.
     """
 
     def __init__(self, app: ASGIApp, *, max_bytes: int, timeout_s: float) -> None:
@@ -241,7 +238,7 @@ class BodyLimit:
         if declared.isdecimal() and int(declared[:20]) > self.max_bytes:
             error = errors.body_too_large(self.max_bytes)
             record_of(scope).error = error.code
-            if "expect" not in headers:  # such a client waits to be asked for its body
+            if "expect" not in headers:  # such a client waits for permission to send its body
                 await self._discard(receive)
             return await error.response()(scope, receive, send)
         deadline = asyncio.get_running_loop().time() + self.timeout_s

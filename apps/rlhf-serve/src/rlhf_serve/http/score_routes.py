@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,22 +14,27 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from rlhf_data import Message, Text, UserError
+from rlhf_infer.rewards.texts import text_of
 from rlhf_serve.errors import invalid_request
 from rlhf_serve.http.limits import Admission
 from rlhf_serve.http.streaming import attended, within
 from rlhf_serve.http.telemetry import record_of
 from rlhf_serve.openai.openrlhf import split_query
+from rlhf_serve.openai.other_schemas import RerankRequest
 from rlhf_serve.openai.schema import RewardRequest, ScoreRequest
 from rlhf_serve.service.best_of_n import BestOfNService
+from rlhf_serve.service.messages import checked_messages
 from rlhf_serve.service.scoring_queue import Scores
 from rlhf_serve.service.served_model import Served
-from rlhf_serve.service.tokenization import checked_messages
 from rlhf_serve.settings import ServeSettings
+
+_SCORE, _OPENRLHF, _RERANK = ("/v1/score", "/score"), "/get_reward", ("/rerank", "/v1/rerank", "/v2/rerank")
+SCORING = (*_SCORE, _OPENRLHF, *_RERANK)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a request wants scored.
+    """Completions to score, from a request.
 
     Args:
         prompts: B texts or messages.
@@ -41,37 +47,59 @@ class Batch:
     columns: dict[str, list[Any]] = field(default_factory=dict)
 
 
-def add_scoring(app: FastAPI, served: Served, settings: ServeSettings, door: Admission) -> None:
-    """Add `/v1/score` and `/get_reward`."""
+def add_scoring(app: FastAPI, served: Served, settings: ServeSettings, admission: Admission) -> None:
+    """Add the routes of `SCORING`."""
     service = served.service
 
-    @app.post("/v1/score")
+    @app.post(_SCORE[1], include_in_schema=False)
+    @app.post(_SCORE[0])
     async def score(body: ScoreRequest, request: Request) -> Response:
         """How good completions are after their prompts."""
         if body.model is not None:
             served.check_model(body.model)
         batch = partial(_score_batch, body, service)
-        found = await _scores(service, settings, door, request, batch, fill_in=False)
+        found = await _scores(service, settings, admission, request, batch, fill_in=False)
         data = [
             {"index": i, "object": "score", "score": total, "scores": _row(found, i)}
             for i, total in enumerate(found.total)
         ]
         head = {"id": f"score-{uuid.uuid4().hex}", "object": "list", "created": int(time.time())}
-        return JSONResponse(head | {"model": ",".join(served.rewards), "data": data})
+        used = {"usage": _usage(found.tokens)}
+        return JSONResponse(head | {"model": ",".join(served.rewards), "data": data} | used)
 
-    @app.post("/get_reward")
+    @app.post(_RERANK[2], include_in_schema=False)
+    @app.post(_RERANK[1], include_in_schema=False)
+    @app.post(_RERANK[0])
+    async def rerank(body: RerankRequest, request: Request) -> Response:
+        """Documents ranked by the rewards that they have as answers to a query, as Cohere and Jina answer."""
+        if body.model is not None:
+            served.check_model(body.model)
+        texts = _documents(body)
+        batch = partial(_score_batch, _as_scores(body, texts), service)
+        found = await _scores(service, settings, admission, request, batch, fill_in=False)
+        ranked = sorted(range(len(texts)), key=lambda i: _worst_last(found.total[i]), reverse=True)
+        results = [
+            {"index": i, "relevance_score": found.total[i]}
+            | ({"document": {"text": texts[i]}} if body.return_documents else {})
+            for i in ranked[: body.top_n]
+        ]
+        meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
+        head = {"id": f"rerank-{uuid.uuid4().hex}", "model": ",".join(served.rewards), "results": results}
+        return JSONResponse(head | {"usage": _usage(found.tokens), "meta": meta})
+
+    @app.post(_OPENRLHF)
     async def get_reward(body: RewardRequest, request: Request) -> Response:
         """Rewards as OpenRLHF's trainers ask for them, and `rlhf-train --reward URL`."""
         batch = partial(_reward_batch, body, service)
         # Who trains needs a number for each completion, as training in this process does.
-        found = await _scores(service, settings, door, request, batch, fill_in=True)
+        found = await _scores(service, settings, admission, request, batch, fill_in=True)
         return JSONResponse({"rewards": found.total, "scores": found.total, "extra_logs": found.by_name})
 
 
 async def _scores(
     service: BestOfNService,
     settings: ServeSettings,
-    door: Admission,
+    admission: Admission,
     request: Request,
     make_batch: Callable[[], Batch],
     *,
@@ -88,9 +116,9 @@ async def _scores(
     record = record_of(request)
 
     async def work() -> Scores:
-        async with within(settings.request_timeout_s, record.began), door.enter() as waited:
+        async with within(settings.request_timeout_s, record.began), admission.enter() as waited:
             record.queue_s = waited
-            batch = await service.texts.workers.run(make_batch)
+            batch, tokens = await service.texts.workers.run(lambda: _counted(make_batch(), service))
             if not 1 <= len(batch.completions) <= settings.max_scored:
                 raise invalid_request(
                     f"there are {len(batch.completions)} texts to score; expected 1 to {settings.max_scored}"
@@ -100,11 +128,43 @@ async def _scores(
             if all(total is None for total in found.total):
                 message = f"no reward function is applicable, all say None ({', '.join(found.by_name)})"
                 raise scoring.nothing_scored(message) from UserError(message)
-            return found
+            return replace(found, tokens=tokens)
 
     found = await attended(request.receive, work())
     record.rewards = [total for total in found.total if total is not None]
     return found
+
+
+def _documents(body: RerankRequest) -> list[str]:
+    texts: list[Any] = [each.get("text") if isinstance(each, dict) else each for each in body.documents]
+    for i, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise invalid_request(f"documents[{i}] must be a text, or an object with text", f"documents[{i}]")
+    return texts
+
+
+def _as_scores(body: RerankRequest, texts: list[str]) -> ScoreRequest:
+    """The request for scores that a reranking stands for."""
+    return ScoreRequest(
+        text_1=body.query if isinstance(body.query, str) else [body.query],
+        text_2=texts,
+        chat_template_kwargs=body.chat_template_kwargs,
+        reward_columns=body.reward_columns,
+    )
+
+
+def _worst_last(score: float | None) -> float:
+    return -math.inf if score is None else score
+
+
+def _usage(tokens: int) -> dict[str, int]:
+    return {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens}
+
+
+def _counted(batch: Batch, service: BestOfNService) -> tuple[Batch, int]:
+    """A batch, and the tokens of its texts in the policy's vocabulary."""
+    texts = map(text_of, (*batch.prompts, *batch.completions))
+    return batch, sum(len(service.texts.token_ids(text)) for text in texts)
 
 
 def _score_batch(body: ScoreRequest, service: BestOfNService) -> Batch:

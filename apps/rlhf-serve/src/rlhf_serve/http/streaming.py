@@ -23,10 +23,6 @@ class ClientLeft(Exception):
 async def attended(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
     """The result of `work`, which is cancelled when the client leaves.
 
-    Args:
-        receive: of the request, whose body has been read.
-        work: what the client waits for.
-
     Raises:
         ClientLeft: the client left.
     """
@@ -47,9 +43,7 @@ async def attended(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
 async def within(seconds: float, since: float) -> AsyncIterator[None]:
     """Give up `seconds` after a request came.
 
-    Args:
-        seconds: the limit.
-        since: when it came, in seconds of `time.perf_counter`.
+    `since` is when the request came, in seconds of `time.perf_counter`.
 
     Raises:
         APIError: 504.
@@ -72,10 +66,7 @@ async def _gone(receive: Receive) -> None:
 class EventStream(Response):
     """Server-sent events, which end when the client leaves.
 
-    The response begins with the first event: what fails before that is answered with a status of its own.
-
-    Args:
-        events: gives the events.
+    The response begins with the first event: what fails before it is answered with a status.
     """
 
     media_type = "text/event-stream"
@@ -104,7 +95,7 @@ class EventStream(Response):
 
 
 async def with_pauses(queue: asyncio.Queue[T | None], seconds: float, pause: T) -> AsyncIterator[T]:
-    """What is put into a queue until None comes, and `pause` whenever nothing comes for so long."""
+    """Items of a queue up to None, and `pause` whenever none arrives for that long."""
     while True:
         try:
             async with asyncio.timeout(seconds):

@@ -1,4 +1,4 @@
-"""What the server tells about itself: Prometheus metrics, and a log line per request."""
+"""Telemetry: Prometheus metrics, and a log line per request."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _REWARDS = (-50, -20, -10, -5, -2, -1, -0.5, 0, 0.5, 1, 2, 5, 10, 20, 50)
 _MAX_KEY_LABELS = 32
-"""Keys beyond which metrics are not told apart by key."""
+"""Keys beyond which metrics do not distinguish keys."""
 _CLIENT_LEFT = 499
-"""The status that the log and the metrics have for a request whose client left; nobody is sent it."""
+"""The status in the log and the metrics for a request whose client left; it is never sent."""
 
 
 @dataclass
 class RequestRecord:
-    """What is told about one request; a route fills in what it knows."""
+    """Log record of one request; its route adds fields."""
 
     id: str = field(default_factory=lambda: f"req-{uuid.uuid4().hex}")
     """The request's id, in the header x-request-id of its response."""
@@ -57,7 +57,7 @@ class RequestRecord:
     selected_rewards: list[float] = field(default_factory=list)
     """Of those returned."""
     prompt: str | None = None
-    """Logged only where prompts are to be logged."""
+    """Logged only if prompts are to be logged."""
     error: str | None = None
     """The code of the error that was answered."""
     cancelled: bool = False
@@ -88,11 +88,10 @@ class Queue(Protocol):
 
 
 class Metrics:
-    """The server's Prometheus metrics, on a registry of their own.
+    """The server's Prometheus metrics, on a separate registry.
 
-    Args:
-        build: what `rlhf_serve_build_info` says: version, backend, model, reward_model.
-        key_names: names of the API keys; up to 32 of them are told apart, more are not.
+    `build` is what `rlhf_serve_build_info` says: version, backend, model, reward_model. Metrics distinguish
+    up to 32 of the `key_names`.
     """
 
     def __init__(self, *, build: Mapping[str, str] | None = None, key_names: Sequence[str] = ()) -> None:
@@ -128,7 +127,7 @@ class Metrics:
         )
 
     def watch(self, queue: Queue) -> None:
-        """Show the lengths of `queue` as gauges, read whenever metrics are asked for."""
+        """Show the lengths of `queue` as gauges, read whenever metrics are requested."""
         for name, help_text, read in (
             ("queue_depth", "Requests that wait to be served", lambda: queue.waiting),
             ("running_requests", "Requests that are being served", lambda: queue.running),
@@ -138,12 +137,7 @@ class Metrics:
     def observe(self, method: str, route: str, status: int, seconds: float, record: RequestRecord) -> None:
         """Count one request that has ended.
 
-        Args:
-            method: HTTP method.
-            route: the route's template, or `OTHER`; never the path itself, of which there is no end.
-            status: what was answered.
-            seconds: from its first byte to the response's last.
-            record: what is known of it.
+        `route` is the template of the route, or `OTHER`, never the path, of which there are any number.
         """
         known = method if method in _METHODS else OTHER
         self._requests.labels(known, route, str(status)).inc()
@@ -183,8 +177,7 @@ class Metrics:
 class AccessLog:
     """One line per request in the log "rlhf_serve.access".
 
-    Args:
-        log_prompts: whether the line ends with the prompt; else no part of it is written.
+    With `log_prompts` a line ends with the prompt; else no part of it is written.
     """
 
     def __init__(self, log_prompts: bool = False) -> None:
@@ -214,7 +207,7 @@ class AccessLog:
 
 
 def status_of(status: int | None, record: RequestRecord) -> int:
-    """What the log and the metrics say: 499 where the client left, 500 where nothing was answered."""
+    """Status for log and metrics: 499 if the client disconnected, 500 if there was no response."""
     if record.cancelled:
         return _CLIENT_LEFT
     return 500 if status is None else status

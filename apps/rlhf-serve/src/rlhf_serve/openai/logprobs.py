@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_infer import Rollout, SamplingParams
+from rlhf_serve.service.best_of_n import GenerationResult
 from rlhf_serve.service.token_bytes import TokenBytes
 from rlhf_serve.service.tokenization import GrowingText, Texts
 
@@ -17,13 +18,13 @@ class TokenRow:
 
     Args:
         token: its id.
-        logp: its log-prob.
+        logp: its log-prob; None for the first of a prompt.
         top: the likeliest tokens and their log-probs, likeliest first.
         offset: characters of the completion before it.
     """
 
     token: int
-    logp: float
+    logp: float | None
     top: Sequence[tuple[int, float]] = ()
     offset: int = 0
 
@@ -39,35 +40,33 @@ class Piece:
 class Unfolding:
     """A completion piece by piece, as its tokens come.
 
-    Tokens are told with the piece that their text is in; those of a stop text belong to none, nor do special
-    tokens, such as the end, which the text leaves out.
-
-    Args:
-        texts: decodes.
-        params: how the completion was drawn.
+    Tokens are reported with the piece that their text is in; those of a stop text belong to none, nor do
+    special tokens, such as the end, which the text leaves out.
     """
 
     def __init__(self, texts: Texts, params: SamplingParams) -> None:
         self._growing = GrowingText(texts, params.stop, params.min_new_tokens)
-        self._special = texts.token_bytes.special
+        self._special, self._stops = texts.token_bytes.special, params.stop_token_ids
         self._rows: list[tuple[int, float, Sequence[tuple[int, float]]]] = []
-        self._told = 0
+        self._sent = 0
 
     def add(self, token: int, logp: float = 0.0, top: Sequence[tuple[int, float]] = ()) -> Piece | None:
         """The piece that is certain now and was not before."""
+        if token in self._stops:
+            return None
         self._rows.append((token, logp, top))
         return self._piece(self._growing.add(token))
 
     def rest(self) -> Piece | None:
-        """What is left when the completion has ended."""
+        """The remaining tokens when the completion has ended."""
         return self._piece(self._growing.rest())
 
     def _piece(self, text: str) -> Piece | None:
         if not text:
             return None
-        first, self._told = self._told, self._growing.sent_tokens
+        first, self._sent = self._sent, self._growing.sent_tokens
         starts = [0, *self._growing.ends]
-        places = (i for i in range(first, self._told) if self._rows[i][0] not in self._special)
+        places = (i for i in range(first, self._sent) if self._rows[i][0] not in self._special)
         return Piece(text, [TokenRow(*self._rows[i], starts[i]) for i in places])
 
 
@@ -83,10 +82,43 @@ def unfolded(texts: Texts, params: SamplingParams, rollout: Rollout) -> Iterator
         yield piece
 
 
+def echoed(texts: Texts, result: GenerationResult, rollout: Rollout, top: int) -> list[TokenRow]:
+    """All tokens of a prompt and its completion, special ones included, with the `top` likeliest."""
+    prompt, drawn = result.prompt, len(rollout.completion_ids)
+    assert prompt is not None
+    ids = [*result.request.prompt_ids, *rollout.completion_ids]
+    logps = [None, *prompt.logps, *(rollout.raw_logps or rollout.logps)]
+    tops = [(), *prompt.tops, *(rollout.top_logps or [()] * drawn)]
+    growing = GrowingText(texts, ())
+    for token in ids:
+        growing.add(token)
+    growing.rest()
+    rows = zip(ids, logps, tops, [0, *growing.ends[:-1]], strict=True)
+    return [TokenRow(token, logp, likeliest[:top], start) for token, logp, likeliest, start in rows]
+
+
+def prompt_logprobs(tokens: TokenBytes, result: GenerationResult) -> list[dict[str, Any] | None] | None:
+    """`prompt_logprobs` as vLLM has them, by token ids; None where they are not requested."""
+    prompt, count = result.prompt, result.request.prompt_logprobs
+    if prompt is None or count is None:
+        return None
+    found: list[dict[str, Any] | None] = [None]
+    for place, token in enumerate(result.request.prompt_ids[1:]):
+        likeliest = {other: (logp, i + 1) for i, (other, logp) in enumerate(prompt.tops[place][:count])}
+        entries = {token: (prompt.logps[place], prompt.ranks[place])} | likeliest
+        found.append(
+            {
+                str(other): {"logprob": logp, "rank": rank, "decoded_token": tokens.text(other)}
+                for other, (logp, rank) in entries.items()
+            }
+        )
+    return found
+
+
 def chat_logprobs(tokens: TokenBytes, rows: Sequence[TokenRow]) -> dict[str, Any]:
     """`logprobs` of a chat's choice, or of one of its chunks."""
 
-    def entry(token: int, logp: float) -> dict[str, Any]:
+    def entry(token: int, logp: float | None) -> dict[str, Any]:
         return {"token": tokens.text(token), "logprob": logp, "bytes": list(tokens.of(token))}
 
     content = [
@@ -100,7 +132,9 @@ def completion_logprobs(tokens: TokenBytes, rows: Sequence[TokenRow]) -> dict[st
     return {
         "tokens": [tokens.text(row.token) for row in rows],
         "token_logprobs": [row.logp for row in rows],
-        "top_logprobs": [_by_text(tokens, row) for row in rows] if any(row.top for row in rows) else None,
+        "top_logprobs": [_by_text(tokens, row) or None for row in rows]
+        if any(row.top for row in rows)
+        else None,
         "text_offset": [row.offset for row in rows],
     }
 

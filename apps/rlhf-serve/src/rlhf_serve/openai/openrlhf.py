@@ -1,4 +1,4 @@
-"""What OpenRLHF's trainers send: sequences as the policy's tokenizer decodes them."""
+"""Reward requests of OpenRLHF's trainers: sequences as the policy's tokenizer decodes them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ def split_query(query: str, prompt: str, texts: Texts) -> tuple[str, str]:
     """Prompt and completion of a decoded sequence.
 
     OpenRLHF decodes sequences with their special tokens: padding and a begin token before the prompt, which
-    the prompt itself may lack, an end token and padding behind the completion. Neither is part of a text.
-
-    Args:
-        query: the sequence.
-        prompt: the prompt.
-        texts: of the policy, whose special tokens they are.
+    the prompt itself may lack, an end token and padding after the completion. Neither is part of a text.
 
     Returns:
         Both; where the query does not begin with the prompt, no prompt and the whole of the query.

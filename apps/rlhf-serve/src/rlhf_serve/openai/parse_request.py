@@ -1,53 +1,128 @@
-"""From the body of a request to what the service does: defaults, bounds, and what goes together."""
+"""Parsing request bodies: defaults, bounds, and combinations of fields."""
 
 from __future__ import annotations
 
-import dataclasses
-import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rlhf_data import Text, UserError
-from rlhf_infer import ConfidenceBasedStopping, SamplingParams
+from rlhf_data import Message, Text, UserError
+from rlhf_infer import ConfidenceBasedStopping, Constraint
 from rlhf_serve.backends.protocol import Backend
 from rlhf_serve.errors import invalid_request
+from rlhf_serve.openai.forms import form_of
+from rlhf_serve.openai.other_schemas import TokenizeRequest
+from rlhf_serve.openai.sampling import sampling_params
 from rlhf_serve.openai.schema import ChatRequest, CompletionRequest, Generation, StopEarly
-from rlhf_serve.service.best_of_n import BestOfNService, Order
-from rlhf_serve.service.tokenization import checked_messages
+from rlhf_serve.openai.tools import ToolUse, tool_use
+from rlhf_serve.service.best_of_n import BestOfNService, GenerationRequest
+from rlhf_serve.service.chat_templates import template_text
+from rlhf_serve.service.messages import checked_messages
+from rlhf_serve.service.tokenization import Texts
 from rlhf_serve.settings import ServeSettings, StoppingSettings
 
-_DEFAULT_TOKENS = 256
-_MAX_STOPS, _MAX_STOP_LENGTH = 16, 256
-_SEEDS = 1 << 63
-_LEAST_TEMPERATURE = 0.01
-"""As in vLLM; below it numbers overflow, and completions are those of 0."""
 
-
-def chat_orders(body: ChatRequest, settings: ServeSettings, service: BestOfNService) -> list[Order]:
-    """The one order of a chat request.
+def tokenized(body: TokenizeRequest, texts: Texts) -> list[int]:
+    """The tokens of a text or a conversation.
 
     Raises:
         APIError: 400; the field is named.
     """
-    messages = checked_messages(body.messages)
-    texts, template = service.texts, body.chat_template_kwargs
-    texts.check_template(template)
-    ids = texts.prompt_ids(messages, template)
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid_request("give prompt, or messages", "prompt")
+    if body.prompt is not None:
+        return texts.token_ids(body.prompt, start=body.add_special_tokens)
+    fields = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+    values = {name: getattr(body, name) for name in fields if name in body.model_fields_set}
+    chat = ChatRequest.model_validate(values | {"model": ""})
+    messages, template = _conversation(chat, texts, tool_use(chat, texts.tokenizer.chat_template))
+    return texts.prompt_ids(messages, template)
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """A prompt as rewards read it, its token ids, and its reward columns."""
+
+    text: Text
+    ids: Sequence[int]
+    columns: dict[str, Any]
+
+
+def chat_requests(
+    body: ChatRequest, settings: ServeSettings, service: BestOfNService, tools: ToolUse | None = None
+) -> list[GenerationRequest]:
+    """The generation request of a chat request, as a list.
+
+    Raises:
+        APIError: 400; the field is named.
+    """
+    messages, template = _conversation(body, service.texts, tools)
+    ids = service.texts.prompt_ids(messages, template)
     prompt = service.as_scored(messages, template)
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise invalid_request("give max_tokens or max_completion_tokens, not both", "max_tokens")
     if body.top_logprobs and not body.logprobs:
         raise invalid_request("top_logprobs needs logprobs: true", "top_logprobs")
-    limit = body.max_completion_tokens or body.max_tokens
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    columns = body.reward_columns or {}
-    return [_order(body, prompt, ids, limit, logprobs, columns, settings, service)]
+    form = form_of(body)
+    if tools is not None and form is not None:
+        raise invalid_request(
+            "tools go with no other form of the answer; leave one of both out", "response_format"
+        )
+    form = form if tools is None else tools.constraint
+    asked = _Asked(limit, logprobs, form)
+    request = _request(body, _Prompt(prompt, ids, body.reward_columns or {}), asked, settings, service)
+    if body.continue_final_message and request.scored and service.messages:
+        raise invalid_request(
+            "rewards read whole messages; continue_final_message needs selection none", "selection"
+        )
+    return [request]
 
 
-def completion_orders(
+def _conversation(
+    body: ChatRequest, texts: Texts, tools: ToolUse | None
+) -> tuple[list[Message], dict[str, Any]]:
+    """The messages, and the keyword arguments of the chat template."""
+    messages, template = checked_messages(body.messages), dict(body.chat_template_kwargs or {})
+    texts.check_template(template)
+    _check_calls_are_shown(body, texts.tokenizer.chat_template)
+    if tools is not None:
+        template["tools"] = tools.tools
+    return messages, template | _ending(body, messages)
+
+
+def _check_calls_are_shown(body: ChatRequest, chat_template: Any) -> None:
+    """Refuse calls and results of tools that the chat template would leave out."""
+    text = template_text(chat_template, tools=bool(body.tools))
+    for i, message in enumerate(body.messages):
+        if message.get("tool_calls") and "tool_calls" not in text:
+            raise invalid_request(
+                "the model's chat template does not show tool_calls; leave them out, or use another model",
+                f"messages[{i}].tool_calls",
+                "tools_unsupported",
+            )
+
+
+def _ending(body: ChatRequest, messages: Sequence[Message]) -> dict[str, bool]:
+    """How the chat template ends the prompt, where that is not as usual."""
+    if body.continue_final_message:
+        if "add_generation_prompt" in body.model_fields_set and body.add_generation_prompt:
+            raise invalid_request(
+                "continue_final_message goes with add_generation_prompt: false", "add_generation_prompt"
+            )
+        if messages[-1]["role"] != "assistant" or not messages[-1]["content"]:
+            raise invalid_request(
+                "continue_final_message needs a last message of the assistant, with a text", "messages"
+            )
+        return {"continue_final_message": True, "add_generation_prompt": False}
+    return {} if body.add_generation_prompt else {"add_generation_prompt": False}
+
+
+def completion_requests(
     body: CompletionRequest, settings: ServeSettings, service: BestOfNService
-) -> list[Order]:
-    """An order for each prompt of a completion request.
+) -> list[GenerationRequest]:
+    """A generation request for each prompt of a completion request.
 
     Raises:
         APIError: 400; the field is named.
@@ -57,7 +132,10 @@ def completion_orders(
         raise invalid_request(
             f"prompt holds {len(prompts)} prompts; expected 1 to {settings.max_prompts}", "prompt"
         )
-    orders = []
+    if body.echo and body.stream:
+        raise invalid_request("an echo is not streamed; leave echo or stream out", "echo")
+    requests = []
+    asked = _Asked(body.max_tokens, body.logprobs, form_of(body))
     vocabulary = len(service.texts.tokenizer)
     for prompt, columns in zip(prompts, _rows(body, len(prompts)), strict=True):
         if isinstance(prompt, str):
@@ -68,8 +146,8 @@ def completion_orders(
                     f"prompt has a token id outside the vocabulary of {vocabulary}", "prompt"
                 )
             text, ids = service.texts.decode(prompt), prompt
-        orders.append(_order(body, text, ids, body.max_tokens, body.logprobs, columns, settings, service))
-    return orders
+        requests.append(_request(body, _Prompt(text, ids, columns), asked, settings, service))
+    return requests
 
 
 def _rows(body: CompletionRequest, count: int) -> list[dict[str, Any]]:
@@ -92,26 +170,41 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
     return list(prompt)
 
 
-def _order(
-    body: Generation,
-    prompt: Text,
-    ids: Sequence[int],
-    max_tokens: int | None,
-    logprobs: int | None,
-    columns: dict[str, Any],
-    settings: ServeSettings,
-    service: BestOfNService,
-) -> Order:
-    max_new_tokens = _length(len(ids), max_tokens, settings, service.backend)
-    params = _params(body, max_new_tokens, logprobs)
+@dataclass(frozen=True)
+class _Asked:
+    """Longest completion, likeliest tokens that are reported, and form, as a request asks for them."""
+
+    max_tokens: int | None
+    logprobs: int | None
+    form: Constraint | None
+
+
+def _request(
+    body: Generation, prompt: _Prompt, asked: _Asked, settings: ServeSettings, service: BestOfNService
+) -> GenerationRequest:
+    ids = _truncated(body, prompt.ids, asked.max_tokens, settings, service.backend)
+    prompt_logprobs = _prompt_logprobs(body, asked.logprobs)
+    max_new_tokens = _length(len(ids), asked.max_tokens, settings, service.backend)
+    if max_new_tokens == 0:
+        _check_nothing_drawn(body, prompt_logprobs)
+    if asked.form is not None:
+        _check_form(asked.form, service.backend)
+    text = prompt.text
+    if len(ids) < len(prompt.ids) and isinstance(text, str):
+        text = service.texts.decode(ids)
+    params = sampling_params(
+        body, max(max_new_tokens, 1), asked.logprobs, asked.form, len(service.texts.tokenizer)
+    )
     n, candidates, selection = _counts(body, settings, service.scoring is not None)
+    if max_new_tokens == 0:
+        n, candidates, selection = 1, 1, "none"
     stopping = _stopping(body, settings, candidates)
     scored = service.scoring is not None and selection != "none"
     scored = scored and (candidates > 1 or body.return_candidates or body.best_of is not None)
     if scored and service.scoring is not None:
-        service.scoring.check_columns(columns)
-    return Order(
-        prompt=prompt,
+        service.scoring.check_columns(prompt.columns)
+    return GenerationRequest(
+        prompt=text,
         prompt_ids=tuple(ids),
         n=n,
         candidates=candidates,
@@ -121,28 +214,80 @@ def _order(
         params=params,
         reproducible=body.seed is not None,
         # the rule that ends drawing early reads them
-        logps=logprobs is not None or stopping is not None,
-        columns=columns,
+        logps=asked.logprobs is not None or stopping is not None,
+        columns=prompt.columns,
+        prompt_logprobs=prompt_logprobs,
+        draws=max_new_tokens > 0,
     )
+
+
+def _prompt_logprobs(body: Generation, logprobs: int | None) -> int | None:
+    """Likeliest tokens that are reported with those of the prompt; None for no log-probs of it."""
+    echoed = logprobs if getattr(body, "echo", False) else None
+    if body.stream and body.prompt_logprobs is not None:
+        raise invalid_request(
+            "log-probs of the prompt are not streamed; leave prompt_logprobs or stream out", "prompt_logprobs"
+        )
+    found = [each for each in (echoed, body.prompt_logprobs) if each is not None]
+    return max(found) if found else None
+
+
+def _check_nothing_drawn(body: Generation, prompt_logprobs: int | None) -> None:
+    """Refuse to draw nothing where nothing is known of the prompt either."""
+    if prompt_logprobs is None:
+        raise invalid_request(
+            "max_tokens is 0; expected at least 1, or echo with logprobs, or prompt_logprobs", "max_tokens"
+        )
+    for name in ("n", "best_of", "budget"):
+        if (getattr(body, name) or 1) > 1:
+            raise invalid_request(f"with max_tokens 0 there is one choice; leave {name} out", name)
+    if body.stream:
+        raise invalid_request("with max_tokens 0 there is nothing to stream; leave stream out", "stream")
+
+
+def _check_form(form: Constraint, backend: Backend) -> None:
+    try:
+        backend.check_constraint(form)
+    except UserError as error:
+        raise invalid_request(str(error), code="invalid_grammar") from error
+
+
+def _truncated(
+    body: Generation, ids: Sequence[int], asked: int | None, settings: ServeSettings, backend: Backend
+) -> Sequence[int]:
+    """The end of a prompt, as long as the request says."""
+    kept = body.truncate_prompt_tokens
+    if kept is None:
+        return ids
+    if kept == 0:
+        raise invalid_request("truncate_prompt_tokens must be at least 1, or -1", "truncate_prompt_tokens")
+    most = backend.max_model_len - max(asked or 1, 1)
+    most = max(1, min(most, settings.max_prompt_tokens or most))
+    if kept > most:
+        raise invalid_request(
+            f"truncate_prompt_tokens is {kept}; at most {most} fit", "truncate_prompt_tokens"
+        )
+    return ids[-(most if kept < 0 else kept) :]
 
 
 def _length(prompt: int, asked: int | None, settings: ServeSettings, backend: Backend) -> int:
     """Longest completion in tokens, after a prompt of that length."""
     context = backend.max_model_len
-    longest = settings.max_prompt_tokens or context - 1
-    if not 1 <= prompt <= min(longest, context - 1):
+    most = context if asked == 0 else context - 1
+    longest = min(settings.max_prompt_tokens or most, most)
+    if not 1 <= prompt <= longest:
         raise invalid_request(
-            f"the prompt has {prompt} tokens; expected 1 to {min(longest, context - 1)}: shorten it"
+            f"the prompt has {prompt} tokens; expected 1 to {longest}: shorten it"
             if prompt
             else "the prompt is empty; expected at least one token",
             "prompt",
         )
+    limit = settings.max_tokens
     if asked is None:
-        return min(_DEFAULT_TOKENS, settings.max_tokens, context - prompt)
-    if asked > settings.max_tokens:
-        raise invalid_request(
-            f"max_tokens is {asked}; this server allows up to {settings.max_tokens}", "max_tokens"
-        )
+        rest = min(context, backend.max_batch_tokens) - prompt
+        return max(1, rest if limit is None else min(limit, rest))
+    if limit is not None and asked > limit:
+        raise invalid_request(f"max_tokens is {asked}; this server allows up to {limit}", "max_tokens")
     if prompt + asked > context:
         raise invalid_request(
             f"the prompt has {prompt} tokens and max_tokens is {asked}, together more than the model's "
@@ -152,48 +297,12 @@ def _length(prompt: int, asked: int | None, settings: ServeSettings, backend: Ba
     return asked
 
 
-def _params(body: Generation, max_new_tokens: int, logprobs: int | None) -> SamplingParams:
-    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    if len(stops) > _MAX_STOPS or not all(0 < len(stop) <= _MAX_STOP_LENGTH for stop in stops):
-        raise invalid_request(
-            f"stop takes up to {_MAX_STOPS} texts of 1 to {_MAX_STOP_LENGTH} characters", "stop"
-        )
-    seed = secrets.randbelow(_SEEDS) if body.seed is None else body.seed % _SEEDS
-    if (body.min_tokens or 0) > max_new_tokens:
-        raise invalid_request(
-            f"min_tokens is {body.min_tokens}; expected at most max_tokens, {max_new_tokens}", "min_tokens"
-        )
-    if body.temperature is not None and 0 < body.temperature < _LEAST_TEMPERATURE:
-        raise invalid_request(
-            f"temperature is {body.temperature}; expected 0 or at least {_LEAST_TEMPERATURE}", "temperature"
-        )
-    given = {
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": None if body.top_k is None else max(body.top_k, 0),
-        "min_p": body.min_p,
-        "repetition_penalty": body.repetition_penalty,
-        "min_new_tokens": body.min_tokens,
-    }
-    params = SamplingParams(
-        max_new_tokens,
-        seed=seed,
-        stop=tuple(stops),
-        top_logprobs=logprobs or 0,
-        raw_logprobs=logprobs is not None,
-    )
-    try:
-        return dataclasses.replace(params, **{k: v for k, v in given.items() if v is not None})
-    except UserError as error:
-        raise invalid_request(str(error)) from error
-
-
 def _counts(body: Generation, settings: ServeSettings, scored: bool) -> tuple[int, int, Any]:
     """Choices, candidates and the rule that ranks them."""
     n = body.n or 1
     if body.budget is not None and (body.best_of is not None or body.stop_early is not None):
         raise invalid_request(
-            "budget stands for best_of and stop_early; give them, or budget alone", "budget"
+            "budget replaces best_of and stop_early; give those two, or budget alone", "budget"
         )
     selection = body.selection or ("best" if scored else "none")
     if selection in ("best", "weighted") and not scored:

@@ -10,8 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_infer import Candidate
-from rlhf_serve.openai.logprobs import Piece, TokenRow, chat_logprobs, completion_logprobs, unfolded
-from rlhf_serve.service.best_of_n import Outcome, Timing
+from rlhf_serve.errors import APIError
+from rlhf_serve.openai.logprobs import (
+    Piece,
+    TokenRow,
+    chat_logprobs,
+    completion_logprobs,
+    echoed,
+    prompt_logprobs,
+    unfolded,
+)
+from rlhf_serve.openai.tool_calls import Part, ToolCallParser
+from rlhf_serve.openai.tools import ToolUse
+from rlhf_serve.service.best_of_n import GenerationResult, Timing
 from rlhf_serve.service.tokenization import Texts
 
 DONE = "data: [DONE]\n\n"
@@ -27,9 +38,11 @@ class Format:
         chat: whether it is a chat, or a completion.
         model: name of the model.
         texts: decodes.
-        logprobs: alternatives beside each token; None for no log-probs.
+        logprobs: alternatives to each token; None for no log-probs.
         candidates: whether all candidates come back.
         fingerprint: of what serves; another one may answer the same seed otherwise.
+        tools: that the model may call.
+        echo: whether prompts come back before their completions.
     """
 
     chat: bool
@@ -38,73 +51,73 @@ class Format:
     logprobs: int | None
     candidates: bool
     fingerprint: str | None = None
+    tools: ToolUse | None = None
+    echo: bool = False
 
-    def whole(self, outcomes: Sequence[Outcome], timing: Timing) -> dict[str, Any]:
+    def whole(self, results: Sequence[GenerationResult], timing: Timing) -> dict[str, Any]:
         """The response to a request that is not streamed."""
         choices = []
-        for outcome in outcomes:
-            for each in outcome.chosen:
-                body: dict[str, Any] = {"index": len(choices)}
-                if self.chat:
-                    body["message"] = {"role": "assistant", "content": each.text, "refusal": None}
-                else:
-                    body["text"] = each.text
-                body["logprobs"] = self._logprobs(self._rows(outcome, each))
-                body["finish_reason"] = each.rollout.finish_reason
-                choices.append(body | {"score": each.score})
+        for result in results:
+            for each in result.chosen:
+                body, reason = self._answer(result, each)
+                body = {"index": len(choices), **body, "logprobs": self.logprobs_of(self._rows(result, each))}
+                choices.append(body | {"finish_reason": reason, "score": each.score})
         response = self._head("chat.completion" if self.chat else "text_completion")
-        response |= {"choices": choices, "usage": usage(outcomes), "timing": timing.to_dict()}
+        response |= {"choices": choices, "usage": usage(results), "timing": timing.to_dict()}
+        if self.chat and (found := prompt_logprobs(self.texts.token_bytes, results[0])) is not None:
+            response["prompt_logprobs"] = found
         if self.candidates:
-            response["candidates"] = listed(outcomes)
+            response["candidates"] = listed(results)
         return response
 
+    def _answer(self, result: GenerationResult, candidate: Candidate) -> tuple[dict[str, Any], str]:
+        """A choice's text or message, and why it ended."""
+        if self.chat:
+            answer = answer_of(candidate, self.tools)
+            message = {"role": "assistant", "content": answer.content, "refusal": None}
+            if answer.calls:
+                message["tool_calls"] = answer.calls
+            return {"message": message}, answer.finish_reason
+        text = f"{result.request.prompt}{candidate.text}" if self.echo else candidate.text
+        body: dict[str, Any] = {"text": text}
+        if (found := prompt_logprobs(self.texts.token_bytes, result)) is not None and not self.echo:
+            body["prompt_logprobs"] = found
+        return body, candidate.rollout.finish_reason
+
     def stream_head(self) -> dict[str, Any]:
-        """What all chunks of one stream begin with."""
+        """Fields that all chunks of a stream share."""
         return self._head("chat.completion.chunk" if self.chat else "text_completion")
 
-    def chunks(self, head: dict[str, Any], outcomes: Sequence[Outcome]) -> Iterator[str]:
+    def chunks(self, head: dict[str, Any], results: Sequence[GenerationResult]) -> Iterator[str]:
         """The winners, piece by piece."""
         index = 0
-        for outcome in outcomes:
-            for each in outcome.chosen:
-                yield from self._opening(head, index)
-                for piece in unfolded(self.texts, outcome.order.params, each.rollout):
-                    yield self.piece(head, index, piece)
-                yield self.closing(head, index, each)
+        for result in results:
+            for each in result.chosen:
+                choice = self.choice(head, index)
+                yield choice.opening()
+                for piece in unfolded(self.texts, result.request.params, each.rollout):
+                    yield choice.piece(piece)
+                yield choice.closing(each)
                 index += 1
 
-    def _opening(self, head: dict[str, Any], index: int) -> Iterator[str]:
-        if self.chat:
-            delta = {"role": "assistant", "content": ""}
-            yield event(head | {"choices": [{"index": index, "delta": delta, "finish_reason": None}]})
+    def choice(self, head: dict[str, Any], index: int) -> ChoiceStream:
+        """A choice of a stream."""
+        return ChoiceStream(self, head, index)
 
-    def opening(self, head: dict[str, Any], index: int) -> str:
-        """The first chunk of a choice; nothing for completions."""
-        return "".join(self._opening(head, index))
-
-    def piece(self, head: dict[str, Any], index: int, piece: Piece) -> str:
-        """A chunk with a piece of a choice's text, and the log-probs of its tokens if asked for."""
-        body: dict[str, Any] = {"index": index, "finish_reason": None}
-        body["logprobs"] = self._logprobs(piece.rows)
-        body |= {"delta": {"content": piece.text}} if self.chat else {"text": piece.text}
-        return event(head | {"choices": [body]})
-
-    def closing(self, head: dict[str, Any], index: int, candidate: Candidate) -> str:
-        """The last chunk of a choice: why it ended, and its score."""
-        body: dict[str, Any] = {"index": index, "finish_reason": candidate.rollout.finish_reason}
-        body |= {"delta": {}} if self.chat else {"text": ""}
-        body |= {"logprobs": None, "score": candidate.score}
-        return event(head | {"choices": [body]})
+    def error(self, head: Any, error: APIError) -> str:
+        """The event of an error in a stream that has begun."""
+        del head
+        return event(error.body())
 
     def ending(
-        self, head: dict[str, Any], outcomes: Sequence[Outcome], timing: Timing, *, with_usage: bool
+        self, head: dict[str, Any], results: Sequence[GenerationResult], timing: Timing, *, with_usage: bool
     ) -> str:
-        """The candidates and the usage if asked for, and the end of the stream."""
+        """The candidates and the usage if requested, and the end of the stream."""
         last: dict[str, Any] = {}
         if self.candidates:
-            last |= {"candidates": listed(outcomes), "timing": timing.to_dict()}
+            last |= {"candidates": listed(results), "timing": timing.to_dict()}
         if with_usage:
-            last["usage"] = usage(outcomes)
+            last["usage"] = usage(results)
         return (event(head | {"choices": []} | last) if last else "") + DONE
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -117,17 +130,106 @@ class Format:
             "system_fingerprint": self.fingerprint,
         }
 
-    def _rows(self, outcome: Outcome, candidate: Candidate) -> list[TokenRow]:
-        """The tokens of a candidate's text, where log-probs are asked for."""
+    def _rows(self, result: GenerationResult, candidate: Candidate) -> list[TokenRow]:
+        """The tokens of a candidate's text, if log-probs are requested."""
         if self.logprobs is None:
             return []
-        pieces = unfolded(self.texts, outcome.order.params, candidate.rollout)
+        if self.echo:
+            return echoed(self.texts, result, candidate.rollout, self.logprobs)
+        pieces = unfolded(self.texts, result.request.params, candidate.rollout)
         return [row for piece in pieces for row in piece.rows]
 
-    def _logprobs(self, rows: Sequence[TokenRow]) -> dict[str, Any] | None:
+    def logprobs_of(self, rows: Sequence[TokenRow]) -> dict[str, Any] | None:
+        """`logprobs` of some tokens, if requested."""
         if self.logprobs is None:
             return None
         return (chat_logprobs if self.chat else completion_logprobs)(self.texts.token_bytes, rows)
+
+
+class ChoiceStream:
+    """One choice of a stream: chunks with its pieces of text, and its calls of tools."""
+
+    def __init__(self, style: Format, head: dict[str, Any], index: int) -> None:
+        self._style, self._head, self._index = style, head, index
+        self._parser = None if style.tools is None else ToolCallParser(style.tools.format)
+        self._rows: list[TokenRow] = []
+
+    def opening(self) -> str:
+        """The first chunk of a chat's choice; nothing for completions."""
+        return self._chunk({"role": "assistant", "content": ""}) if self._style.chat else ""
+
+    def piece(self, piece: Piece) -> str:
+        """Chunks with a piece of the text, and the log-probs of its tokens if requested."""
+        self._rows += piece.rows
+        if self._parser is None:
+            return self._chunk({"content": piece.text})
+        return "".join(self._part(part) for part in self._parser.add(piece.text))
+
+    def closing(self, candidate: Candidate) -> str:
+        """The last chunk: why the choice ended, and its score."""
+        rest = "" if self._parser is None else "".join(map(self._part, self._parser.rest()))
+        calls = self._parser is not None and self._parser.calls > 0
+        reason = finish_reason(candidate, calls=calls)
+        logprobs = {} if self._rows else {"logprobs": None}  # a part of a call that nothing has been sent of
+        return rest + self._chunk({}, finish_reason=reason, score=candidate.score, **logprobs)
+
+    def _part(self, part: Part) -> str:
+        return self._chunk({"content": part.content} if part.call is None else call_delta(part))
+
+    def _chunk(self, delta: dict[str, Any], **more: Any) -> str:
+        body: dict[str, Any] = {"index": self._index, "finish_reason": None}
+        if self._style.chat:
+            body["delta"] = delta
+        else:
+            body["text"] = delta.get("content", "")
+        if "role" not in delta:
+            body["logprobs"] = self._style.logprobs_of(self._rows)
+            self._rows = []
+        return event(self._head | {"choices": [body | more]})
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A chat's answer: its text, None beside calls of tools, the calls, and why it ended."""
+
+    content: str | None
+    calls: list[dict[str, Any]]
+    finish_reason: str
+
+
+def answer_of(candidate: Candidate, tools: ToolUse | None) -> Answer:
+    """A candidate as an answer that may call tools."""
+    if tools is None:
+        return Answer(candidate.text, [], candidate.rollout.finish_reason)
+    parser = ToolCallParser(tools.format)
+    parts = [*parser.add(candidate.text), *parser.rest()]
+    content = "".join(part.content for part in parts)
+    calls: list[dict[str, Any]] = []
+    for part in parts:
+        if part.name:
+            calls.append(call_delta(part)["tool_calls"][0])
+            calls[-1].pop("index")
+        elif part.call is not None:
+            calls[part.call]["function"]["arguments"] += part.arguments
+    reason = finish_reason(candidate, calls=bool(calls))
+    return Answer(content if content or not calls else None, calls, reason)
+
+
+def finish_reason(candidate: Candidate, *, calls: bool) -> str:
+    """Why an answer ended: with `tool_calls` if it calls tools and was not cut off."""
+    reason = candidate.rollout.finish_reason
+    return "tool_calls" if calls and reason == "stop" else reason
+
+
+def call_delta(part: Part) -> dict[str, Any]:
+    """A part of a call as a stream has it."""
+    call: dict[str, Any] = {"index": part.call}
+    if part.name:
+        call |= {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+        call["function"] = {"name": part.name, "arguments": part.arguments}
+    else:
+        call["function"] = {"arguments": part.arguments}
+    return {"tool_calls": [call]}
 
 
 def event(body: dict[str, Any]) -> str:
@@ -135,24 +237,24 @@ def event(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
 
 
-def usage(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def usage(results: Sequence[GenerationResult]) -> dict[str, Any]:
     """Tokens of prompts, once for each round of drawing, and of all candidates, also of those that lost."""
-    prompt = sum(outcome.selected.cost.prompt_tokens for outcome in outcomes)
-    completion = sum(outcome.selected.cost.completion_tokens for outcome in outcomes)
+    prompt = sum(result.selected.cost.prompt_tokens for result in results)
+    completion = sum(result.selected.cost.completion_tokens for result in results)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "candidates": sum(len(outcome.selected.candidates) for outcome in outcomes),
+        "candidates": sum(len(result.selected.candidates) for result in results),
     }
 
 
-def listed(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+def listed(results: Sequence[GenerationResult]) -> list[dict[str, Any]]:
     """All candidates in the order in which they were drawn."""
     rows = []
-    for prompt, outcome in enumerate(outcomes):
-        rank = {place: i for i, place in enumerate(outcome.selected.ranking)}
-        for place, each in enumerate(outcome.selected.candidates):
+    for prompt, result in enumerate(results):
+        rank = {place: i for i, place in enumerate(result.selected.ranking)}
+        for place, each in enumerate(result.selected.candidates):
             row = {
                 "index": each.index,
                 "text": each.text,
@@ -161,6 +263,6 @@ def listed(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
                 "answer": each.answer,
             }
             row |= {"finish_reason": each.rollout.finish_reason, "tokens": len(each.rollout.completion_ids)}
-            row |= {"rank": rank[place], "selected": rank[place] < outcome.order.n}
-            rows.append(row | ({"prompt": prompt} if len(outcomes) > 1 else {}))
+            row |= {"rank": rank[place], "selected": rank[place] < result.request.n}
+            rows.append(row | ({"prompt": prompt} if len(results) > 1 else {}))
     return rows

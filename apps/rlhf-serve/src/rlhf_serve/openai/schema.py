@@ -19,19 +19,14 @@ from pydantic import (
 WITHOUT_EFFECT = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "user")
 """Fields that clients send and that change nothing in any server."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "echo": (None, False),
-    "frequency_penalty": (None, 0),
     "function_call": (None, "none"),
     "functions": (None, []),
-    "logit_bias": (None, {}),
     "modalities": (None, ["text"]),
-    "parallel_tool_calls": (None, True, False),
-    "presence_penalty": (None, 0),
-    "response_format": (None, {"type": "text"}),
+    "skip_special_tokens": (None, True),
+    "spaces_between_special_tokens": (None, True),
     "store": (None, False),
     "suffix": (None, ""),
-    "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
+    "use_beam_search": (None, False),
 }
 """OpenAI's fields that are not supported, with the values that ask for nothing."""
 
@@ -46,7 +41,7 @@ def _encodable(text: str) -> str:
 
 
 def _check_texts(value: Any) -> None:
-    """`_encodable` for all texts within lists and mappings."""
+    """Refuse lone surrogates in all texts within lists and mappings."""
     if isinstance(value, str):
         _encodable(value)
     elif isinstance(value, list):
@@ -64,17 +59,14 @@ Utf8 = Annotated[str, AfterValidator(_encodable)]
 # A list of a million wrong items is one error, not a million.
 Utf8s = Annotated[list[Utf8], Field(fail_fast=True)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 Selection = Literal["best", "majority", "weighted", "none"]
 
 
 class WrongField(ValueError):
-    """A field that a request does not have, or not with this value.
-
-    Args:
-        message: what is wrong.
-        field: its name.
-    """
+    """A field that a request does not have, or not with this value."""
 
     def __init__(self, message: str, field: str) -> None:
         super().__init__(message)
@@ -100,6 +92,12 @@ class Body(BaseModel):
                 shown = str(name)[:64]
                 raise WrongField(f"{shown!r} is not a field of this request{hint}", shown)
         return {name: value for name, value in values.items() if name in cls.model_fields}
+
+    @field_validator("*")
+    @classmethod
+    def _well_formed(cls, value: Any) -> Any:
+        _check_texts(value)
+        return value
 
 
 class StreamOptions(Body):
@@ -132,7 +130,7 @@ class StopEarly(Body):
 
 
 class Generation(Body):
-    """What chats and completions share."""
+    """Fields of both chats and completions."""
 
     model: Annotated[Utf8, Field(max_length=512)]
     """Name of the model, as `/v1/models` lists it."""
@@ -155,10 +153,31 @@ class Generation(Body):
     """0 or -1 keep all tokens."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=1024)] | None = None
+    """What is added to the logits of tokens, by their ids."""
     min_tokens: Annotated[StrictInt, Field(ge=0, le=_INT64)] | None = None
-    max_tokens: Annotated[StrictInt, Field(ge=1, le=_INT64)] | None = None
+    max_tokens: Annotated[StrictInt, Field(ge=0, le=_INT64)] | None = None
+    """Null allows the rest of the context; 0 scores the prompt only."""
     stop: Utf8 | Utf8s | None = None
     """At most 16 texts that end a completion; they are not part of it."""
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] | None = None
+    """Tokens that end a completion; they are not part of its text."""
+    ignore_eos: StrictBool = False
+    """Go on after the end, up to `max_tokens`."""
+    prompt_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
+    """Return log-probs of the prompt's tokens, and of this many top tokens at each position."""
+    truncate_prompt_tokens: Annotated[StrictInt, Field(ge=-1, le=_INT64)] | None = None
+    """Keep only the last N tokens of the prompt; -1 keeps as many as fit."""
+    response_format: dict[str, Any] | None = None
+    """`{"type": "json_object"}`, or `json_schema` with a schema."""
+    structured_outputs: dict[str, Any] | None = None
+    """vLLM's: one of `json`, `regex`, `choice`, `grammar`, `json_object`, `structural_tag`."""
+    guided_json: dict[str, Any] | Utf8 | None = None
+    guided_regex: Utf8 | None = None
+    guided_choice: Utf8s | None = None
+    guided_grammar: Utf8 | None = None
     seed: Annotated[StrictInt, Field(ge=-_INT64 - 1, le=_INT64)] | None = None
     """Two requests with the same seed draw the same candidates."""
     stream: StrictBool | None = None
@@ -166,18 +185,19 @@ class Generation(Body):
     reward_columns: dict[Utf8, Any] | None = None
     """Further columns that rewards read, such as the right `answer`; for several prompts a list each."""
 
-    @field_validator("reward_columns")
-    @classmethod
-    def _columns(cls, value: Any) -> Any:
-        _check_texts(value)
-        return value
-
 
 class ChatRequest(Generation):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=4096, fail_fast=True)]
     """Messages with `role` and `content`, a text or a list of `{"type": "text", "text": ...}`."""
+    tools: Annotated[list[dict[str, Any]], Field(max_length=128, fail_fast=True)] | None = None
+    """Functions that the model may call."""
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: StrictBool | None = None
+    add_generation_prompt: StrictBool = True
+    continue_final_message: StrictBool = False
+    """Continue the last message, the assistant's, instead of answering it."""
     max_completion_tokens: Annotated[StrictInt, Field(ge=1, le=_INT64)] | None = None
     """Instead of `max_tokens`."""
     logprobs: StrictBool | None = None
@@ -185,18 +205,14 @@ class ChatRequest(Generation):
     chat_template_kwargs: dict[str, Any] | None = None
     """Switches of the chat template: texts, numbers, true, false or null under names that it reads."""
 
-    @field_validator("messages", "chat_template_kwargs")
-    @classmethod
-    def _texts(cls, value: Any) -> Any:
-        _check_texts(value)
-        return value
-
 
 class CompletionRequest(Generation):
     """`POST /v1/completions`."""
 
     prompt: Utf8 | Utf8s | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     """A text, token ids, or several of either."""
+    echo: StrictBool = False
+    """Return the prompt before the completion, with its log-probs if there are any."""
     logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
 
 
@@ -209,19 +225,13 @@ class ScoreRequest(Body):
 
     model: Annotated[Utf8, Field(max_length=512)] | None = None
     text_1: Utf8 | Utf8s | Messages | Conversations
-    """Prompts, texts or messages; one stands for all completions."""
+    """Prompts, texts or messages; a single one is used for all completions."""
     text_2: Utf8 | Utf8s
     """Completions."""
     chat_template_kwargs: dict[str, Any] | None = None
     """As in a chat, where a reward reads what the policy reads."""
     reward_columns: dict[Utf8, list[Any]] | None = None
     """Further columns that rewards read, one value for each completion."""
-
-    @field_validator("text_1", "chat_template_kwargs", "reward_columns")
-    @classmethod
-    def _texts(cls, value: Any) -> Any:
-        _check_texts(value)
-        return value
 
 
 class RewardRequest(BaseModel):

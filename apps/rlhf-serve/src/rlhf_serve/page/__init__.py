@@ -14,7 +14,7 @@ _INLINE = r"<{0}>(.*?)</{0}>"
 
 
 def response() -> HTMLResponse:
-    """The page, with a Content-Security-Policy that lets nothing run or load but what stands in it."""
+    """The page, with a Content-Security-Policy that lets only what it contains run or load."""
     html, policy = _page()
     return HTMLResponse(html, headers={"Content-Security-Policy": policy})
 

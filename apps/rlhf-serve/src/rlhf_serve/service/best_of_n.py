@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlhf_data import Message, Text, UserError
@@ -14,13 +14,15 @@ from rlhf_infer import (
     Candidate,
     ConfidenceBasedStopping,
     OnToken,
+    PromptLogps,
+    Rollout,
     SamplingParams,
     SearchRules,
     Selected,
     Selection,
     extractor,
 )
-from rlhf_infer.async_loop import gathered
+from rlhf_infer.async_loop import gather_all
 from rlhf_infer.sampling.candidates import VOTES
 from rlhf_serve.backends.protocol import Backend, Draw
 from rlhf_serve.service.scoring_queue import Scoring
@@ -28,14 +30,14 @@ from rlhf_serve.service.tokenization import Texts
 
 
 @dataclass(frozen=True)
-class Order:
-    """What a request asks for, of one prompt.
+class GenerationRequest:
+    """Settings of a request for one prompt.
 
     Args:
-        prompt: what reward functions read: a text or messages.
-        prompt_ids: what the policy reads.
-        n: choices that come back.
-        candidates: completions drawn; with `stopping` at most.
+        prompt: the reward functions' prompt: a text or messages.
+        prompt_ids: the policy's prompt.
+        n: number of choices returned.
+        candidates: number of completions sampled, with `stopping` at most.
         stopping: ends drawing when the best is unlikely to be beaten; None draws all.
         selection: how choices are ranked.
         scored: whether candidates are scored.
@@ -43,6 +45,8 @@ class Order:
         reproducible: whether the same seed has to give the same candidates.
         logps: whether log-probs of their tokens are needed.
         columns: further values that reward functions read.
+        prompt_logprobs: likeliest tokens reported with the prompt's; None for no log-probs of the prompt.
+        draws: whether anything is drawn; else the one candidate is empty.
     """
 
     prompt: Text
@@ -56,6 +60,8 @@ class Order:
     reproducible: bool
     logps: bool
     columns: Mapping[str, Any] = field(default_factory=dict)
+    prompt_logprobs: int | None = None
+    draws: bool = True
 
 
 @dataclass
@@ -79,16 +85,17 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The candidates of an order, their ranking, and what they cost."""
+class GenerationResult:
+    """The candidates of a request, their ranking and cost, and the log-probs of the prompt if requested."""
 
-    order: Order
+    request: GenerationRequest
     selected: Selected
+    prompt: PromptLogps | None = None
 
     @property
     def chosen(self) -> list[Candidate]:
         """The choices that come back."""
-        return self.selected.top(self.order.n)
+        return self.selected.top(self.request.n)
 
 
 class BestOfNService:
@@ -123,56 +130,79 @@ class BestOfNService:
         """
         return messages if self.messages else self.texts.rendered(messages, template)
 
-    async def run(self, order: Order, timing: Timing, on_token: OnToken | None = None) -> Outcome:
-        """Draw and rank the candidates of an order.
+    async def run(
+        self, request: GenerationRequest, timing: Timing, on_token: OnToken | None = None
+    ) -> GenerationResult:
+        """Draw and rank the candidates of a request.
 
-        Args:
-            order: what is asked for.
-            timing: gets the seconds.
-            on_token: told of tokens as they come.
+        `on_token` is called as tokens come; `timing` receives the seconds.
 
         Raises:
             APIError: a reward function cannot score one of them, or none of them has a score.
             UserError: the backend cannot draw them.
         """
         rules = SearchRules(
-            order.candidates,
-            order.params,
+            request.candidates,
+            request.params,
             self.texts.tokenizer,
-            order.selection,
-            self._extract if order.selection in VOTES else None,
-            order.stopping,
+            request.selection,
+            self._extract if request.selection in VOTES else None,
+            request.stopping,
         )
-        search = BestOfNSearch(order.prompt, order.prompt_ids, rules)
+        search = BestOfNSearch(request.prompt, request.prompt_ids, rules)
         while count := search.next_samples():
-            await self._draw(order, search, count, timing, on_token)
-            if order.scored and self.scoring is not None:
-                await self._score(self.scoring, search, order, timing)
+            await self._draw(request, search, count, timing, on_token)
+            if request.scored and self.scoring is not None:
+                await self._score(self.scoring, search, request, timing)
         try:
-            return Outcome(order, search.selected())
+            return GenerationResult(request, search.selected())
         except UserError as error:
             assert self.scoring is not None
             raise self.scoring.nothing_scored(str(error)) from error
 
-    async def run_all(self, orders: Sequence[Order], timing: Timing) -> list[Outcome]:
-        """The outcomes of several orders, worked on at the same time."""
-        timings = [Timing() for _ in orders]
-        found = await gathered(self.run(o, t) for o, t in zip(orders, timings, strict=True))
+    async def run_all(self, requests: Sequence[GenerationRequest], timing: Timing) -> list[GenerationResult]:
+        """The results of several requests, processed concurrently."""
+        timings = [Timing() for _ in requests]
+        logps = await self._prompt_logps(requests, timing)
+        found = await gather_all(self.run(o, t) for o, t in zip(requests, timings, strict=True))
+        found = [replace(each, prompt=logps.get(i)) for i, each in enumerate(found)]
         timing.generate_s += sum(each.generate_s for each in timings)
         timing.score_s += sum(each.score_s for each in timings)
         timing.prompts = timings if len(timings) > 1 else []
         return found
 
+    async def _prompt_logps(
+        self, requests: Sequence[GenerationRequest], timing: Timing
+    ) -> dict[int, PromptLogps]:
+        """Log-probs of the prompts of which they are requested, by their numbers."""
+        asked = {i: each for i, each in enumerate(requests) if each.prompt_logprobs is not None}
+        if not asked:
+            return {}
+        start = time.perf_counter()
+        top = max(each.prompt_logprobs or 0 for each in asked.values())
+        found = await self.backend.prompt_logps([each.prompt_ids for each in asked.values()], top)
+        timing.generate_s += time.perf_counter() - start
+        return dict(zip(asked, found, strict=True))
+
     async def _draw(
-        self, order: Order, search: BestOfNSearch, count: int, timing: Timing, on_token: OnToken | None
+        self,
+        request: GenerationRequest,
+        search: BestOfNSearch,
+        count: int,
+        timing: Timing,
+        on_token: OnToken | None,
     ) -> None:
+        if not request.draws:
+            return search.add([Rollout(request.prompt_ids, [], [], "length")])
         start = time.perf_counter()
         first = len(search.candidates)
-        draw = Draw(order.prompt_ids, count, order.params, first, order.reproducible, order.logps)
+        draw = Draw(request.prompt_ids, count, request.params, first, request.reproducible, request.logps)
         search.add(await self.backend.generate(draw, on_token))
         timing.generate_s += time.perf_counter() - start
 
-    async def _score(self, scoring: Scoring, search: BestOfNSearch, order: Order, timing: Timing) -> None:
+    async def _score(
+        self, scoring: Scoring, search: BestOfNSearch, request: GenerationRequest, timing: Timing
+    ) -> None:
         """Score what has no score yet; repeats have theirs already."""
         if not (new := search.unscored()):
             return
@@ -180,7 +210,7 @@ class BestOfNService:
         found = await scoring.score(
             [search.prompt] * len(new),
             [search.completion(each) for each in new],
-            {name: [value] * len(new) for name, value in order.columns.items()},
+            {name: [value] * len(new) for name, value in request.columns.items()},
         )
         timing.score_s += time.perf_counter() - start
         search.give_scores(new, found.total, found.by_name)

@@ -1,4 +1,4 @@
-"""What a request may tell a chat template: switches that the template reads, and nothing else."""
+"""Chat template arguments of requests: only switches that the template reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PARAM = "chat_template_kwargs"
 _MOST, _LONGEST = 32, 1024
 """Arguments, and characters of one."""
 _GIVEN = ("messages", "raise_exception", "strftime_now")
-"""What transformers gives a template beside the arguments of `apply_chat_template`."""
+"""Variables that transformers gives a template besides the arguments of `apply_chat_template`."""
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 """Marks that only transformers knows."""
 
@@ -24,7 +24,7 @@ _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 def switches_of(tokenizer: Any) -> frozenset[str]:
     """Names that a tokenizer's chat template reads and that transformers does not give it itself.
 
-    A template that cannot be parsed has none; whoever sends messages is told what is wrong with it.
+    A template that cannot be parsed has none; a request with messages is answered with what is wrong with it.
     """
     templates = getattr(tokenizer, "chat_template", None)
     if not templates:
@@ -41,10 +41,17 @@ def switches_of(tokenizer: Any) -> frozenset[str]:
     return frozenset(found - given)
 
 
+def template_text(chat_template: Any, *, tools: bool = False) -> str:
+    """The text of a tokenizer's chat template; of several the one that is used, with `tools` or without."""
+    if isinstance(chat_template, Mapping):
+        chat_template = chat_template.get("tool_use" if tools else "default", chat_template.get("default"))
+    return chat_template or ""
+
+
 def check_switches(arguments: Mapping[str, Any], switches: frozenset[str]) -> None:
     """Refuse what is not a switch: names that the template does not read, values that are lists or long.
 
-    A client that gave a template of its own could compute without end.
+    A client's own template could compute without end.
 
     Raises:
         APIError: 400; the argument is named.

@@ -39,7 +39,7 @@ class Lane:
 
     Args:
         sources: the functions.
-        name: of the thread.
+        name: the thread's name.
         run: does a piece of work in the thread that it belongs to; None for the lane's own.
         threads: CPU threads of the lane's own thread; None for what torch takes.
         max_batch: completions in one call, unless one request alone has more.
@@ -93,7 +93,7 @@ class Lane:
                 self._settle(live)
 
     def _next_batch(self) -> list[_Job] | None:
-        """What waits and has the same columns as the first, up to the limit; None when the lane is closed."""
+        """Waiting requests with the columns of the first, up to the limit; None when the lane is closed."""
         with self._changed:
             while not (self._waiting or self._closed):
                 self._changed.wait()
@@ -143,8 +143,8 @@ class Lane:
 
 
 def is_connection_failure(error: BaseException) -> bool:
-    """Whether something behind a network, or the system, failed: it would fail for every request alike."""
-    httpx = sys.modules.get("httpx")  # only where somebody uses it can its errors be raised
+    """Whether the network or the system failed: that would fail for every request alike."""
+    httpx = sys.modules.get("httpx")  # its errors can only be raised where it is used
     kinds: tuple[Any, ...] = (OSError, ScorerUnavailable, *([httpx.HTTPError] if httpx else []))
     return any(isinstance(each, kinds) for each in _causes(error))
 

@@ -32,15 +32,17 @@ _OWN = "rlhf_infer.rewards."
 
 @dataclass(frozen=True)
 class Scores:
-    """What reward functions say of some completions.
+    """Rewards of completions.
 
     Args:
-        total: weighted sum of each completion; None where no function is applicable.
-        by_name: each function's values; None where it is not applicable.
+        total: weighted sum of each completion; None if no function is applicable.
+        by_name: each function's values; None if it is not applicable.
+        tokens: of prompts and completions, where they are counted.
     """
 
     total: list[float | None]
     by_name: dict[str, list[float | None]]
+    tokens: int = 0
 
 
 class Scoring:
@@ -48,12 +50,12 @@ class Scoring:
 
     - Models of this process share the thread that generation computes in, for a second one would only take
       its cores. All completions that wait are scored in one call, which reads shared prompts once.
-    - Coroutine functions, such as scorers behind HTTP, are awaited, those of all requests at the same time.
-    - Other Python functions have a thread of their own, which takes all that waits in one call.
+    - Coroutine functions, such as scorers over HTTP, are awaited, those of all requests at the same time.
+    - Other Python functions have a separate thread, which takes everything that waits in one call.
 
     Args:
         rewards: the reward functions.
-        texts: of the policy, whose tokens functions that count tokens get: those of the completion's text,
+        texts: decodes the policy's tokens; functions that count tokens get those of the completion's text,
             without special tokens.
         run: does a piece of work in generation's thread; None: at once.
         threads: CPU threads of what computes; None for what torch takes.
@@ -124,7 +126,7 @@ class Scoring:
         samples = Samples(list(prompts), list(completions), ids, dict(columns or {}))
         works = [self._in_lane(lane, samples) for lane in self._lanes]
         works += [self._wait_for(source, samples) for source in self._awaited]
-        found = await async_loop.gathered(works)
+        found = await async_loop.gather_all(works)
         rows: Rows = {name: row for part in found for name, row in part.items()}
         try:
             ordered = [rows[name] for name in self.rewards.names]
@@ -148,10 +150,10 @@ class Scoring:
         try:
             return await lane.rows(samples)
         except Exception as error:
-            raise _told(error, lane.sources) from error
+            raise _client_error(error, lane.sources) from error
 
     async def _wait_for(self, source: Source, samples: Samples) -> Rows:
-        """What a coroutine function gives; it runs in the loop in which its sessions live, not in ours."""
+        """Result of a coroutine function, run in the event loop of its sessions instead of the server's."""
         try:
             result = await asyncio.wrap_future(async_loop.submit(source.call(samples)))
             return dict(zip(source.rows, source.checked(result, samples), strict=True))
@@ -159,8 +161,8 @@ class Scoring:
             raise reward_failed() from error
 
 
-def _told(error: Exception, sources: Iterable[Source]) -> APIError:
-    """What a client is told of a failure: the message of a model or a rule, which is about what it asked for.
+def _client_error(error: Exception, sources: Iterable[Source]) -> APIError:
+    """A failure as the client sees it: the message of a model or a rule, which is about its request.
 
     Anything else is the server's own affair.
     """
@@ -184,11 +186,7 @@ def _needs(sources: Iterable[Source]) -> dict[str, tuple[str, ...]]:
 
 
 def reads_messages(rewards: Any) -> bool:
-    """Whether reward functions get a conversation as messages: unless one is a model without chat template.
-
-    Args:
-        rewards: functions, as given to `RewardFunctions`.
-    """
+    """Whether reward functions get conversations as messages: not if one is a model without chat template."""
     for function in rewards:
         model = getattr(function, "model", None) or getattr(function, "ensemble", None)
         tokenizer = getattr(model, "tokenizer", None)

@@ -1,4 +1,4 @@
-"""What a server serves."""
+"""The served model: its service, its name, its rewards."""
 
 from __future__ import annotations
 
@@ -11,14 +11,7 @@ from rlhf_serve.service.best_of_n import BestOfNService
 
 @dataclass(frozen=True)
 class Served:
-    """What a server serves.
-
-    Args:
-        service: draws and scores.
-        model: name of the policy.
-        rewards: names of the rewards.
-        examples: prompts that the page offers.
-    """
+    """The served model with its name, the names of its rewards, and example prompts."""
 
     service: BestOfNService
     model: str

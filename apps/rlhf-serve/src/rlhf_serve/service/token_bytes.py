@@ -1,4 +1,4 @@
-"""The bytes that tokens stand for."""
+"""The bytes of tokens."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 class TokenBytes:
-    """The bytes that each token of a tokenizer stands for, whether or not they are whole characters.
-
-    Args:
-        tokenizer: a transformers tokenizer.
-    """
+    """The bytes of each token of a tokenizer, whether or not they are whole characters."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -35,7 +31,7 @@ class TokenBytes:
     def of(self, token: int) -> bytes:
         """The bytes of a token; a special token's are its name."""
         piece = self._tokenizer.convert_ids_to_tokens(token)
-        if piece is None:  # an id beside the vocabulary
+        if piece is None:  # an id outside the vocabulary
             return b""
         if token in self.special:
             return piece.encode()

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from rlhf_data import Encoder, Message, Text, UserError
+from rlhf_data import Encoder, Text, UserError
 from rlhf_infer import until_stop
 from rlhf_serve.errors import invalid_request
 from rlhf_serve.service.chat_templates import check_switches, switches_of
@@ -16,20 +16,15 @@ from rlhf_serve.service.token_bytes import TokenBytes
 from rlhf_serve.service.worker_threads import Workers
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-_ROLES = ("assistant", "developer", "system", "tool", "user")
 
 
 class Texts:
-    """Reads prompts and writes completions with one tokenizer.
-
-    Args:
-        tokenizer: of the policy.
-    """
+    """Reads prompts and writes completions with one tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.workers = Workers()
-        """Threads in which prompts are to be rendered and tokenised."""
+        """Threads in which prompts are rendered and tokenised."""
         self._encoder = self._chats = Encoder(tokenizer)
         if getattr(tokenizer, "split_special_tokens", False):
             # Chats are read otherwise, and no thread may change how a tokenizer reads while another reads.
@@ -38,7 +33,7 @@ class Texts:
             self._chats = Encoder(own)
         self._switches = switches_of(tokenizer)
         self.token_bytes = TokenBytes(tokenizer)
-        """What the policy's tokens stand for."""
+        """The text of the policy's tokens."""
 
     def check_template(self, template: Mapping[str, Any] | None) -> None:
         """Refuse arguments for the chat template that are not its switches.
@@ -48,9 +43,9 @@ class Texts:
         """
         check_switches(template or {}, self._switches)
 
-    def token_ids(self, text: str) -> list[int]:
-        """Token ids of a text, without special tokens."""
-        return self._encoder.text(text, start=False)
+    def token_ids(self, text: str, *, start: bool = False) -> list[int]:
+        """Token ids of a text, with `start` after the special tokens that begin one."""
+        return self._encoder.text(text, start=start)
 
     def prompt_ids(self, prompt: Text, template: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of a text, or of messages up to where the assistant's answer starts.
@@ -76,9 +71,8 @@ class Texts:
             return prompt
         self._check_template_exists()
         try:
-            return self.tokenizer.apply_chat_template(
-                prompt, tokenize=False, add_generation_prompt=True, **(template or {})
-            )
+            options = {"tokenize": False, "add_generation_prompt": True, **(template or {})}
+            return self.tokenizer.apply_chat_template(prompt, **options)
         except Exception as error:  # a template is a program, and fails as it likes
             raise invalid_request(
                 f"the chat template refuses the conversation ({error})", "messages"
@@ -92,9 +86,10 @@ class Texts:
                 "messages",
             )
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, without special tokens."""
-        return self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of token ids, without special tokens unless `special`."""
+        options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
+        return self.tokenizer.decode(list(ids), **options)
 
 
 def give_template(tokenizer: Any, template: str | None) -> None:
@@ -135,7 +130,7 @@ class GrowingText:
         return self._send(self._certain())
 
     def rest(self) -> str:
-        """What is left when the completion has ended."""
+        """The remaining text when the completion has ended."""
         self._take(self._decoded(self._read), self._decoded(len(self._ids)))
         self._start = self._read = len(self._ids)
         return self._send(self._end(len(self._text)))
@@ -149,7 +144,7 @@ class GrowingText:
         return self._texts.decode(self._ids[self._start : end])
 
     def _take(self, known: str, text: str) -> None:
-        """Add what `text` has behind `known`, and say how much of it comes after each of the tokens not read.
+        """Add what `text` has after `known`, and say how much of it comes after each of the tokens not read.
 
         Bytes of a character that is never finished are replaced in the text; the last of them ends that.
         """
@@ -181,38 +176,3 @@ class GrowingText:
 
     def _end(self, end: int) -> int:
         return min(end, len(until_stop(self._text, self._stops, self._unstopped)))
-
-
-def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Messages with plain texts, as chat templates read them.
-
-    Raises:
-        APIError: 400, for a message without role or text; it is named.
-    """
-    found = []
-    for i, message in enumerate(messages):
-        role = message.get("role")
-        if role not in _ROLES:
-            raise invalid_request(
-                f"messages[{i}].role must be one of {', '.join(_ROLES)}", f"messages[{i}].role"
-            )
-        content = message.get("content")
-        if isinstance(content, list):
-            content = _joined(content, f"messages[{i}].content")
-        if not isinstance(content, str):
-            raise invalid_request(
-                f"messages[{i}].content must be a text, or a list of parts of type text",
-                f"messages[{i}].content",
-            )
-        found.append({**message, "role": "system" if role == "developer" else role, "content": content})
-    return found
-
-
-def _joined(parts: Sequence[Any], where: str) -> str:
-    texts = []
-    for part in parts:
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
-        if not isinstance(text, str):
-            raise invalid_request(f"{where} has a part that is not text; only text is understood", where)
-        texts.append(text)
-    return "".join(texts)

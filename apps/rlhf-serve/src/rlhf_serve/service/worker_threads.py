@@ -1,4 +1,4 @@
-"""Threads for what would hold up the event loop."""
+"""Worker threads for calls that would block the event loop."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ class Workers:
     Work that never ends keeps its thread, but neither its request, which has a deadline, nor the process: the
     threads are daemons. The requests after it get another thread in its place, up to a limit.
 
-    Args:
-        count: threads.
-        most_abandoned: how many threads are replaced at most while they work on.
+    At most `most_abandoned` threads are replaced while they work on.
     """
 
     def __init__(self, count: int = 4, most_abandoned: int = 32) -> None:
@@ -32,7 +30,7 @@ class Workers:
             self._start()
 
     async def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns; cancelling the call leaves alone what has started."""
+        """Return the result of `work`; cancelling the call does not interrupt work that has started."""
         result: Future[T] = Future()
         self._work.put((result, work))
         try:
@@ -60,7 +58,7 @@ class Workers:
             value, failure = None, None
             try:
                 value = work()
-            except BaseException as error:  # whoever waits is told
+            except BaseException as error:  # for the one who waits
                 failure = error
             with self._lock:
                 replaced = result in self._abandoned
@@ -71,4 +69,4 @@ class Workers:
                     result.set_exception(failure)
             if replaced:
                 return
-            del item, result, work, value, failure  # or the thread would keep what was asked last
+            del item, result, work, value, failure  # or the thread would keep the last request

@@ -28,15 +28,11 @@ _STEPS, _PILOT, _START, _REPORT = "steps.json", "pilot", "start", "comparison"
 _PROMPTS = "prompts"
 """Key of the config: how many prompts are measured, and how many of them are trained on, for the report."""
 _NO_PLAN = ("resume", "output_dir")
-"""Options beside those of the plan."""
+"""Options that are not part of the plan."""
 
 
 def run_compare(options: dict[str, Any]) -> None:
-    """Plan, train and measure every run that is not finished, and write the report.
-
-    Raises:
-        UserError: options, settings, data or models cannot be used, or a training ended with an error.
-    """
+    """Plan, train and measure every run that is not finished, and write the report."""
     console = make_console()
     if options["resume"] is not None:
         run = resumed_run(options, _JOB, [name for name in options if name not in _NO_PLAN])
@@ -74,12 +70,7 @@ def run_compare(options: dict[str, Any]) -> None:
 
 
 def _checked(plan: ComparisonPlan) -> tuple[list[PromptRecord], int]:
-    """The held-out prompts, and how many of them are trained on.
-
-    Raises:
-        UserError: settings or rows of an arm, a reward or a prompt cannot be used; a mistake is not to wait
-            for the first hours to pass.
-    """
+    """The held-out prompts, and how many of them are trained on."""
     from rlhf_algos.jobs.data import load_rows
     from rlhf_algos.jobs.online import check_parts
     from rlhf_eval.evaluation import load_prompts, prompt_ids
@@ -94,8 +85,7 @@ def _checked(plan: ComparisonPlan) -> tuple[list[PromptRecord], int]:
             values["reward"] = plan.reward
         config = method.resolve(values, where=arm.name)
         check_inputs(config)
-        if method.online:
-            check_parts(config)
+        check_parts(config)
         trained.update(map(_prompt_of, load_rows(method, config).train))
     # Refused is what an online method would refuse that trained on these prompts.
     for line in filter(None, (plan.reward[0], plan.held_out_reward)):
@@ -113,7 +103,7 @@ def _checked(plan: ComparisonPlan) -> tuple[list[PromptRecord], int]:
 
 
 def _prompt_of(record: Any) -> str:
-    """A record's prompt as JSON; of a conversation, what stands before its last message."""
+    """A record's prompt as JSON; of a conversation, everything before its last message."""
     from rlhf_data import prompt_key
 
     messages = getattr(record, "messages", None)
@@ -156,11 +146,7 @@ def _run_all(
     steps: Mapping[str, int],
     console: Any,
 ) -> None:
-    """Train and measure every run; one that fails does not keep the others from it.
-
-    Raises:
-        UserError: some failed; said when the others are finished.
-    """
+    """Train and measure every run; one that fails does not keep the others from it."""
     failed = []
     for arm, seed, folder in plan.folders(run.path):
         try:
@@ -173,14 +159,14 @@ def _run_all(
     if failed:
         count = len(plan.arms) * len(plan.seeds)
         raise UserError(
-            f"{len(failed)} of {count} runs failed ({'; '.join(failed)}), as their messages above say; the "
+            f"{len(failed)} of {count} runs failed ({'; '.join(failed)}), see their messages above; the "
             f"others are finished: try again with rlhf-train {_JOB} --resume {run.path}, or compare what is "
             f"there with rlhf-report {_JOB} {run.path}"
         )
 
 
 def _run_arm(plan: ComparisonPlan, arm: Arm, seed: int, folder: Path, steps: int, console: Any) -> None:
-    """Train one run, or go on with it; nothing where it is finished."""
+    """Train one run, or continue it; nothing if it is finished."""
     run = RunFolder(folder)
     if folder.exists() and run.read_results() is not None:
         return
@@ -198,11 +184,7 @@ def _run_arm(plan: ComparisonPlan, arm: Arm, seed: int, folder: Path, steps: int
 
 
 def _train(arguments: Sequence[str]) -> None:
-    """Run `rlhf-train` as a process of its own, whose memory is then its method's alone.
-
-    Raises:
-        UserError: it ended with an error, which it has printed.
-    """
+    """Run `rlhf-train` in a separate process, whose memory is then its method's alone."""
     command = [sys.executable, "-m", "rlhf_train", *arguments]
     process = subprocess.Popen(command, start_new_session=True)  # signals come from here, once
     try:
@@ -213,7 +195,7 @@ def _train(arguments: Sequence[str]) -> None:
         raise
     if code:
         how = f"ended with exit code {code}" if code > 0 else f"was ended by signal {-code}"
-        raise UserError(f"rlhf-train {arguments[0]} {how}; what it said stands above")
+        raise UserError(f"rlhf-train {arguments[0]} {how}; see its output above")
 
 
 def _measure_start(plan: ComparisonPlan, prompts: Sequence[PromptRecord], run: RunFolder) -> None:
@@ -238,7 +220,7 @@ def _measure(
 
 
 def _report(run: RunFolder, console: Any) -> None:
-    """The page of `rlhf-report compare` where it is installed; else how to get it."""
+    """The page of `rlhf-report compare` if it is installed; else how to get it."""
     command = ["compare", str(run.path), "--output-dir", str(run.path / _REPORT)]
     if importlib.util.find_spec("rlhf_report") is None:
         console.print(f"pip install rlhf-report, and then: rlhf-report {' '.join(command)}")

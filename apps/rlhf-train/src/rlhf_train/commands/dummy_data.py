@@ -13,11 +13,7 @@ if TYPE_CHECKING:
 
 
 def create_dummy_data(folder: str, *, rows: int = 256, kind: DummyKind = "story", seed: int = 0) -> None:
-    """Write the rows and say what was written.
-
-    Raises:
-        UserError: the folder has files, or more rows are asked for than there are.
-    """
+    """Write the rows and say what was written."""
     written = write_dummy_data(folder, rows, kind=kind, seed=seed)
     for name, count in written.items():
         click.echo(f"{count:6d} rows  {name}")

@@ -7,8 +7,8 @@ from typing import Any
 from rlhf_algos.process_group import is_main_process
 from rlhf_data import RunFolder, UserError, apply_overrides, load_config_file
 from rlhf_minmax import MinMaxConfig
-from rlhf_train.inputs import check_inputs
-from rlhf_train.runs import checkpoint_to_evaluate, resumable, resumed_run, run_of_all
+from rlhf_train.inputs import check_inputs, check_planned
+from rlhf_train.runs import checkpoint_to_evaluate, other_workers, resumable, resumed_run, run_of_all
 
 _JOB = "minmax"
 _KEY_OF_OPTION = {
@@ -26,39 +26,39 @@ _CHANGES_A_RUN = (*_KEY_OF_OPTION, "config", "overrides", "no_baseline", "force"
 
 
 def run_minmax(options: dict[str, Any]) -> None:
-    """Resolve the settings, open the run folder, and play, evaluate or plan.
-
-    Raises:
-        UserError: options, settings or data cannot be used.
-    """
+    """Resolve the settings, open the run folder, and play, evaluate or plan."""
+    check_planned(options)
     if options["resume"] is not None:
         run = resumed_run(options, _JOB, _CHANGES_A_RUN)
-        config = MinMaxConfig.from_dict(run.read_config(), where=str(run.path / "config.json"))
+        values = run.read_config()
+        training = values.get("training")
+        values |= other_workers(options, values, training if isinstance(training, dict) else {})
+        config = MinMaxConfig.from_dict(values, where=str(run.path / "config.json"))
         _check(config, run)
         _play(config, run, options)
         return
     config = resolve_config(options)
     with run_of_all(options, _JOB) as run:
-        _check(config, run)
+        _check(config, run, dry_run=options["dry_run"])
         if not options["dry_run"]:
             _play(config, run, options)
             return
+        from rlhf_algos import plan_machine
+        from rlhf_algos.process_group import world_size
         from rlhf_minmax import plan_run
         from rlhf_train.display.training import TrainingDisplay
 
-        plan = plan_run(config)
+        plan = plan_run(config, plan_machine(options["processes"] or world_size(), options["gpu"]))
         rows = [*plan["rows"], ("output folder", str(run.path))]
         TrainingDisplay(quiet=not is_main_process()).show_plan({**plan, "rows": rows})
 
 
 def resolve_config(options: dict[str, Any]) -> MinMaxConfig:
-    """The settings: the config file, then `--set`, then the options, each over the one before.
-
-    Raises:
-        UserError: an unknown key, a value out of range, a file that cannot be read.
-    """
+    """The settings: the config file, then `--set`, then the options, each over the one before."""
     source = options["config"]
     values = load_config_file(source) if source else {}
+    if options["distributed"]:
+        values["distributed"] = load_config_file(options["distributed"])
     values = apply_overrides(values, options["overrides"])
     for option, keys in _KEY_OF_OPTION.items():
         if options[option] is not None:
@@ -86,7 +86,7 @@ def _nested(values: dict[str, Any], section: str, name: str, value: Any) -> dict
     return {section: {**inner, name: value}}
 
 
-def _check(config: MinMaxConfig, run: RunFolder) -> None:
+def _check(config: MinMaxConfig, run: RunFolder, *, dry_run: bool = False) -> None:
     from rlhf_train.display.training import TrainingDisplay
 
     model = config.policy_model.model_name or "a tiny model"
@@ -94,7 +94,7 @@ def _check(config: MinMaxConfig, run: RunFolder) -> None:
         display.say(
             f"rlhf-train {_JOB}: {model} on {config.data.train_data or 'embedded rows'}, into {run.path}"
         )
-        check_inputs(config)
+        check_inputs(config, dry_run=dry_run)
 
 
 def _play(config: MinMaxConfig, run: RunFolder, options: dict[str, Any]) -> None:

@@ -38,11 +38,7 @@ _CHANGES_A_RUN = (*_KEY_OF_OPTION, *_OF_EACH_STAGE, "create_dummy_data", "config
 
 
 def run_rlhf(options: dict[str, Any]) -> None:
-    """Resolve the settings, open the run folder, and run, evaluate or plan the stages.
-
-    Raises:
-        UserError: options, settings, data or models cannot be used.
-    """
+    """Resolve the settings, open the run folder, and run, evaluate or plan the stages."""
     from rlhf_algos import RLHFConfig
 
     if options["resume"] is not None:
@@ -65,11 +61,7 @@ def run_rlhf(options: dict[str, Any]) -> None:
 
 
 def _dummy_data(options: dict[str, Any]) -> str:
-    """The folder of example rows, written by the first process.
-
-    Raises:
-        UserError: other rows are given too; the folder has files.
-    """
+    """The folder of example rows, written by the first process."""
     for name in ("data", "sft_data", "preference_data", "prompt_data"):
         if options[name] is not None:
             raise UserError(
@@ -83,12 +75,8 @@ def _dummy_data(options: dict[str, Any]) -> str:
     return folder
 
 
-def resolve_config(options: dict[str, Any]) -> Any:
-    """The settings: the config file, then `--set`, then the options, each over the one before.
-
-    Raises:
-        UserError: an unknown key, a value out of range, a file that cannot be read.
-    """
+def resolve_config(options: dict[str, Any]) -> RLHFConfig:
+    """The settings: the config file, then `--set`, then the options, each over the one before."""
     from rlhf_algos import STAGES, RLHFConfig
 
     source = options["config"]
@@ -108,7 +96,7 @@ def resolve_config(options: dict[str, Any]) -> Any:
         given["max_steps"] = -1
     for stage in STAGES:
         section = values.get(stage, {})
-        if given and isinstance(section, dict):  # what is none is refused below
+        if given and isinstance(section, dict):  # anything else is refused below
             values[stage] = {**section, **given}
     model_config = options["model_config"] or values.pop("model_config", None)
     if model_config is not None:
@@ -126,14 +114,14 @@ def _check(config: RLHFConfig, run: RunFolder) -> None:
 
 
 def _plan(config: RLHFConfig, run: RunFolder) -> None:
-    from rlhf_algos import RLHFOrchestrator, plan_training
+    from rlhf_algos import RLHFTrainer, plan_training
     from rlhf_train.commands.rlhf_story import story_plan
     from rlhf_train.display.training import TrainingDisplay
 
     with TrainingDisplay(quiet=not is_main_process()) as display, tempfile.TemporaryDirectory() as folder:
         if config.embedded:
             config = story_plan(config, Path(folder))
-        for stage, settings in RLHFOrchestrator(config, run).plannable().items():
+        for stage, settings in RLHFTrainer(config, run).plannable().items():
             display.stage(stage)
             plan = plan_training(stage, settings)
             rows = [(label, text.replace(f"{folder}/", "")) for label, text in plan["rows"]]
@@ -141,7 +129,7 @@ def _plan(config: RLHFConfig, run: RunFolder) -> None:
 
 
 def _work(config: RLHFConfig, run: RunFolder, options: dict[str, Any]) -> None:
-    from rlhf_algos import RLHFOrchestrator
+    from rlhf_algos import RLHFTrainer
     from rlhf_train.commands.rlhf_story import rows_for, story_stages
     from rlhf_train.display.training import TrainingDisplay
 
@@ -150,7 +138,7 @@ def _work(config: RLHFConfig, run: RunFolder, options: dict[str, Any]) -> None:
     with display, resumable(run, _JOB, trains=not options["eval_only"]), rows_for(run):
         if config.embedded:
             config = story_stages(config, run, display)
-        job = RLHFOrchestrator(
+        job = RLHFTrainer(
             config, run, on_stage=display.stage, on_report=display.on_report, progress=display.progress
         )
         results = job.evaluate_only() if options["eval_only"] else job.train()

@@ -6,9 +6,9 @@ import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlhf_algos import STAGES, RLHFConfig, RLHFOrchestrator
+from rlhf_algos import STAGES, RLHFConfig, RLHFTrainer
 from rlhf_algos.process_group import barrier, is_main_process
 from rlhf_data import QARecord, RunFolder, UserError, atomic_write_text
 from rlhf_minmax import (
@@ -24,7 +24,8 @@ from rlhf_minmax.game.stories import Stories
 from rlhf_minmax.run.distributed import check_built
 from rlhf_models import save_model
 
-__all__ = ["accuracy", "hack_rate", "rows_for", "story_plan", "story_stages"]
+if TYPE_CHECKING:
+    from rlhf_train.display.training import TrainingDisplay
 
 _RULES = StoryRules()
 _PROMPTS, _EVAL_PROMPTS = "prompts.jsonl", "eval_prompts.jsonl"
@@ -44,25 +45,17 @@ _PPO: dict[str, Any] = {
 }
 
 
-def story_stages(config: RLHFConfig, run: RunFolder, display: Any) -> Any:
+def story_stages(config: RLHFConfig, run: RunFolder, display: TrainingDisplay) -> RLHFConfig:
     """The settings for PPO on stories, its policy and its reward model built now or taken from the cache.
 
     The models are those of `rlhf-train minmax` with the same seed: careless demonstrations fine-tune the
     policy, and annotators who like the place that a story names last train the reward model.
-
-    Args:
-        config: the run's settings.
-        run: its folder, which gets the prompts.
-        display: told what is built.
-
-    Raises:
-        UserError: settings are refused, or the cache folder cannot be written to.
     """
     game, stories = _game(config)
     check_built(game, stories)
     models = demo_folder(stories.building, stories.prompts, game.demo, seed=config.seed)
     found = _with_stories(config, base=models / "base", reward=models / "reward", rows=run.path)
-    RLHFOrchestrator(found, run).resolved()  # a wrong setting is not to wait for the models
+    RLHFTrainer(found, run).resolved()  # a wrong setting is not to wait for the models
     if is_main_process():
         run.write_config({"method": "rlhf", **config.to_dict()})  # so that building them can be interrupted
     display.say(
@@ -76,16 +69,8 @@ def story_stages(config: RLHFConfig, run: RunFolder, display: Any) -> Any:
     return found
 
 
-def story_plan(config: RLHFConfig, folder: Path) -> Any:
-    """The settings for a dry run of PPO on stories; nothing is trained.
-
-    Args:
-        config: the run's settings.
-        folder: gets the prompts, and a policy with random weights.
-
-    Raises:
-        UserError: settings are refused.
-    """
+def story_plan(config: RLHFConfig, folder: Path) -> RLHFConfig:
+    """The settings for a dry run of PPO on stories; nothing is trained."""
     game, stories = _game(config)
     base = folder / "policy of rlhf-train minmax"
     found = _with_stories(config, base=base, reward=None, rows=folder)
@@ -109,11 +94,7 @@ def rows_for(run: RunFolder) -> Iterator[None]:
 
 
 def _game(config: RLHFConfig) -> tuple[MinMaxConfig, Stories]:
-    """The game whose models and stories are taken.
-
-    Raises:
-        UserError: a stage is asked for that this run does not have.
-    """
+    """The game whose models and stories are taken."""
     if config.stages not in (STAGES, ("ppo",)):
         raise UserError(
             "without data the stages sft and reward are the models of rlhf-train minmax; leave --stage out, "
@@ -123,7 +104,7 @@ def _game(config: RLHFConfig) -> tuple[MinMaxConfig, Stories]:
     return game, load_stories(game)
 
 
-def _with_stories(config: RLHFConfig, *, base: Path, reward: Path | None, rows: Path) -> Any:
+def _with_stories(config: RLHFConfig, *, base: Path, reward: Path | None, rows: Path) -> RLHFConfig:
     """The settings with the stage ppo on stories; without a reward model where `reward` is None."""
     rows = rows.absolute()
     models = [] if reward is None else [str(reward)]

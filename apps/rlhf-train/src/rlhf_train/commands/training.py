@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Any
 from rlhf_algos import METHODS
 from rlhf_algos.process_group import is_main_process
 from rlhf_data import RunFolder, UserError, apply_overrides, load_config_file
-from rlhf_train.inputs import check_inputs, described
+from rlhf_train.inputs import check_inputs, check_planned, described
 from rlhf_train.plugins import source_of
-from rlhf_train.runs import checkpoint_to_evaluate, resumable, resumed_run, run_of_all
+from rlhf_train.runs import checkpoint_to_evaluate, other_workers, resumable, resumed_run, run_of_all
 
 if TYPE_CHECKING:
+    from rlhf_algos import TrainingJob
     from rlhf_algos.jobs.config import JobConfig
+    from rlhf_train.display.training import TrainingDisplay
+    from rlhf_train.trl.backend import TRLJob
 
 _KEY_OF_OPTION = {
     "model": "model_name_or_path",
@@ -34,11 +37,8 @@ _CHANGES_A_RUN = (*(name for name in _KEY_OF_OPTION if name not in _LENGTH), "co
 
 
 def run_training(method: str, options: dict[str, Any]) -> None:
-    """Resolve the settings, open the run folder, and train, evaluate or plan.
-
-    Raises:
-        UserError: options, settings, model or data cannot be used.
-    """
+    """Resolve the settings, open the run folder, and train, evaluate or plan."""
+    check_planned(options)
     if options["resume"] is not None:
         if options["eval_only"] and _given_length(options):
             raise UserError(
@@ -48,7 +48,8 @@ def run_training(method: str, options: dict[str, Any]) -> None:
         run = resumed_run(options, method, _CHANGES_A_RUN)
         where = str(run.path / "config.json")
         values = of_method(method, run.read_config(), where)
-        config = METHODS[method].job_config.from_dict(values | _given_length(options), where=where)
+        values |= _given_length(options) | other_workers(options, values, values)
+        config = METHODS[method].job_config.from_dict(values, where=where)
         _work(method, config, run, options)
         return
     config = resolve_config(method, options)
@@ -56,17 +57,16 @@ def run_training(method: str, options: dict[str, Any]) -> None:
         _work(method, config, run, options)
 
 
-def resolve_config(method: str, options: dict[str, Any]) -> Any:
+def resolve_config(method: str, options: dict[str, Any]) -> JobConfig:
     """The settings: the config file, then `--set`, then the options, each over the one before.
 
-    Where the start model is the tiny one that is built now, values that suit it stand below the file's.
-
-    Raises:
-        UserError: an unknown key, a value out of range, a file that cannot be read.
+    For the tiny model that is built without a given one, values that suit it have the lowest precedence.
     """
     source = options["config"]
     values = load_settings(source) if source else {}
     where = str(source) if source else "config"
+    if options.get("distributed"):
+        values["distributed"] = load_config_file(options["distributed"])
     values = apply_overrides(of_method(method, values, where), options["overrides"])
     given = {key: options[name] for name, key in _KEY_OF_OPTION.items() if _is_given(options, name)}
     return METHODS[method].resolve(values | given | _given_length(options), where=where)
@@ -79,11 +79,7 @@ def _given_length(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_settings(source: str) -> dict[str, Any]:
-    """The settings of a file; of one that describes a model, only that the model is made from it.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """The settings of a file; of one that describes a model, only that the model is made from it."""
     values = load_config_file(source)
     return {"model_config": str(source)} if _MODEL_SHAPE & values.keys() else values
 
@@ -93,11 +89,7 @@ def _is_given(options: dict[str, Any], name: str) -> bool:
 
 
 def of_method(method: str, values: dict[str, Any], where: str) -> dict[str, Any]:
-    """Settings without the name of their method, which a run's config.json begins with.
-
-    Raises:
-        UserError: they are of another method.
-    """
+    """Settings without the name of their method, which a run's config.json begins with."""
     named = values.get("method", method)
     if named != method:
         raise UserError(f"{where} is of a run of {named}; call rlhf-train {named} with it")
@@ -110,16 +102,19 @@ def _work(method: str, config: JobConfig, run: RunFolder, options: dict[str, Any
     display = TrainingDisplay(quiet=not is_main_process())
     with display:
         display.say(f"rlhf-train {method}: {described(config)}, into {run.path}")
-        check_inputs(config)
+        check_inputs(config, dry_run=options["dry_run"])
         display.shown = METHODS[method].trainer_class.shown_metrics
         if config.backend == "trl":
             from rlhf_train.trl.backend import check_settings
 
             check_settings(method, config)
         if options["dry_run"]:
-            from rlhf_algos import plan_training
+            from rlhf_algos import plan_machine, plan_training
+            from rlhf_algos.process_group import world_size
 
-            plan = plan_training(method, config)
+            machine = plan_machine(options["processes"] or world_size(), options["gpu"])
+
+            plan = plan_training(method, config, machine)
             display.show_plan({**plan, "rows": [*plan["rows"], ("output folder", str(run.path))]})
             return
         job = _job(method, config, run, display)
@@ -132,7 +127,7 @@ def _work(method: str, config: JobConfig, run: RunFolder, options: dict[str, Any
     display.show_results(results, run)
 
 
-def _job(method: str, config: JobConfig, run: RunFolder, display: Any) -> Any:
+def _job(method: str, config: JobConfig, run: RunFolder, display: TrainingDisplay) -> TrainingJob | TRLJob:
     if config.backend == "trl":
         from rlhf_train.trl.backend import TRLJob
 

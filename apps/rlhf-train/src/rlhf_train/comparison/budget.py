@@ -1,4 +1,4 @@
-"""How many steps of each arm make an equal budget: measured in a few steps, then fixed."""
+"""Steps of each arm for an equal budget: measured in a few steps, then fixed."""
 
 from __future__ import annotations
 
@@ -10,22 +10,12 @@ from typing import Any
 from rlhf_data import UserError
 from rlhf_train.comparison.plan import Unit
 
-__all__ = ["PILOT_STEPS", "measured_steps", "spent_per_step", "steps_of"]
-
 PILOT_STEPS = 4
 """Steps of the pilot of an arm; the first one warms up and is left out."""
 
 
 def spent_per_step(rows: Sequence[dict[str, Any]], unit: Unit) -> float:
-    """What one step of an arm takes of a budget.
-
-    Args:
-        rows: metrics of the pilot's steps.
-        unit: of the budget.
-
-    Raises:
-        UserError: the pilot logged nothing to know it by.
-    """
+    """Cost of one step of an arm."""
     if unit == "steps":
         return 1.0
     steps = [row for row in rows if "step_time" in row]
@@ -46,11 +36,7 @@ def spent_per_step(rows: Sequence[dict[str, Any]], unit: Unit) -> float:
 
 
 def steps_of(budget: float, per_step: float) -> int:
-    """Steps that come nearest to a budget.
-
-    Raises:
-        UserError: one step takes more.
-    """
+    """Steps that come nearest to a budget."""
     if budget < per_step:
         raise UserError(
             f"one step takes {per_step:,.4g}, more than --budget with its {budget:,.10g}; raise it, or make "

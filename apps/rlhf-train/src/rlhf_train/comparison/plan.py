@@ -1,4 +1,4 @@
-"""What a comparison trains: its arms (a method with settings), their seeds, the budget, the measurements."""
+"""The plan of a comparison: arms (a method with settings), seeds, budget, measurements."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from pydantic import Field, field_validator
 
 from rlhf_algos import METHODS
 from rlhf_data import BaseConfig, LocalPath, ModelPath, UserError, apply_overrides
-
-__all__ = ["Arm", "ComparisonPlan", "Unit", "parse_budget", "parse_seeds"]
 
 Unit = Literal["steps", "samples", "tokens", "seconds"]
 _UNITS: tuple[Unit, ...] = ("steps", "samples", "tokens", "seconds")
@@ -56,7 +54,7 @@ class ComparisonPlan(BaseConfig):
     """Everything that `rlhf-train compare` is given; kept in the run folder, so that it can be resumed."""
 
     arms: tuple[Arm, ...]
-    """What is compared."""
+    """Arms of the comparison."""
     model: ModelPath
     """The model that every run starts from, and that the KL is measured to."""
     train_data: LocalPath
@@ -66,7 +64,7 @@ class ComparisonPlan(BaseConfig):
     eval_data: LocalPath
     """Held-out prompts on which every policy is measured."""
     reward: tuple[str, ...]
-    """What the online methods maximise; by the first one every policy is measured."""
+    """Rewards of the online methods; the first one measures every policy."""
     held_out_reward: str | None = None
     """A reward that nothing is trained on."""
     seeds: tuple[int, ...]
@@ -98,11 +96,7 @@ class ComparisonPlan(BaseConfig):
 
     @classmethod
     def of_options(cls, options: Mapping[str, Any]) -> Self:
-        """From the options of the command.
-
-        Raises:
-            UserError: one of them cannot be used.
-        """
+        """From the options of the command."""
         unit, budget = parse_budget(options["budget"])
         values = {
             "arms": [
@@ -136,11 +130,7 @@ class ComparisonPlan(BaseConfig):
 
 
 def parse_budget(text: str) -> tuple[Unit, float]:
-    """Unit and size of `UNIT=N`.
-
-    Raises:
-        UserError: it is not of that form.
-    """
+    """Unit and size of `UNIT=N`."""
     name, _, size = text.partition("=")
     unit: Unit | None = next((each for each in _UNITS if each == name), None)
     try:
@@ -159,11 +149,7 @@ def parse_budget(text: str) -> tuple[Unit, float]:
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
-    """Seeds from `0,1,2`.
-
-    Raises:
-        UserError: it is not a list of distinct numbers.
-    """
+    """Seeds from `0,1,2`."""
     try:
         found = tuple(int(each) for each in text.split(","))
     except ValueError:

@@ -1,16 +1,17 @@
-"""What the policies of a comparison write to the same held-out prompts, and what that is worth."""
+"""Completions of a comparison's policies on the same held-out prompts, and their scores."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_data import PromptRecord, RunFolder, atomic_write_text, finite, remove_folder
 from rlhf_train.comparison.plan import ComparisonPlan
 
-__all__ = ["POLICY_LOG", "PolicyMeter", "is_measured"]
+if TYPE_CHECKING:
+    from rlhf_eval.evaluation import RLHFEvaluator
 
 POLICY_LOG = "policy.jsonl"
 """Of a run: its policy's measurements, a row with `step` each; `rlhf-report compare` reads it."""
@@ -25,7 +26,7 @@ class PolicyMeter:
     """Measures policies on one set of prompts, each against the model that all of them start from.
 
     Args:
-        plan: of the comparison.
+        plan: the comparison's plan.
         prompts: held-out prompts, which every policy can read and complete.
         folder: the completions of the start, and their scores, are kept here.
         progress: see `rlhf_eval.evaluation.Place`.
@@ -44,11 +45,7 @@ class PolicyMeter:
         self.start = self._evaluator(plan.model, "start", folder, None)
 
     def measure_start(self) -> dict[str, float]:
-        """Measure the model that all runs start from; its completions and scores are kept.
-
-        Raises:
-            UserError: a completion cannot be scored.
-        """
+        """Measure the model that all runs start from; its completions and scores are kept."""
         return {**self._numbers(self.start), "eval_policy/kl": 0.0}
 
     def measure_run(self, run: RunFolder, steps: Sequence[int]) -> None:
@@ -57,12 +54,7 @@ class PolicyMeter:
         What was measured before is not measured again.  Checkpoints before the last one are removed then,
         that of an interruption too.
 
-        Args:
-            run: of the comparison.
-            steps: after which the policy is measured; the last one is the run's end.
-
-        Raises:
-            UserError: a model cannot be loaded, or a completion cannot be scored.
+        The policy is measured after each of `steps`; the last one is the end of the run.
         """
         rows = {row["step"]: row for row in run.read_lines(POLICY_LOG)}
         places = {step: run.checkpoint_path(step) for step in steps[:-1]} | {steps[-1]: run.path / "final"}
@@ -80,7 +72,9 @@ class PolicyMeter:
             if step < steps[-1]:
                 remove_folder(folder)
 
-    def _evaluator(self, model: str, name: str, folder: Path, reference: Any) -> Any:
+    def _evaluator(
+        self, model: str, name: str, folder: Path, reference: RLHFEvaluator | None
+    ) -> RLHFEvaluator:
         from rlhf_eval.evaluation import Place, RLHFEvaluator, load_policy
 
         folder.mkdir(parents=True, exist_ok=True)
@@ -94,7 +88,7 @@ class PolicyMeter:
             place=Place(name, folder, self.progress),
         )
 
-    def _numbers(self, evaluator: Any) -> dict[str, float]:
+    def _numbers(self, evaluator: RLHFEvaluator) -> dict[str, float]:
         """Means over the completions of a policy, under the names that its log gets."""
         from rlhf_eval.evaluation import measure_policy
 

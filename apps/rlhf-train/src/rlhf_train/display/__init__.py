@@ -1,1 +1,1 @@
-"""What a person sees: plan, progress, tables, results."""
+"""Terminal output: plan, progress, tables, results."""

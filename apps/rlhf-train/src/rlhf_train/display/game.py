@@ -1,4 +1,4 @@
-"""What a person sees of a MinMax run: plan, progress, tables, exchanges."""
+"""Terminal output of a MinMax run: plan, progress, tables, exchanges."""
 
 from __future__ import annotations
 
@@ -55,9 +55,7 @@ _PLAIN_LINES = 10
 class ConsoleEvents(Events):
     """Prints a run to the console: a live bar with metrics on a terminal, a line now and then elsewhere.
 
-    Args:
-        console: where to; None makes one.
-        quiet: print nothing, as all processes but the first do.
+    With `quiet`, as in all processes but the first, nothing is printed.
     """
 
     def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
@@ -81,7 +79,7 @@ class ConsoleEvents(Events):
         self.console.print(device_table(rows))
 
     def warning(self, text: str) -> None:
-        """A line that stands out."""
+        """A highlighted line."""
         self.console.print(warning_line(text))
 
     def building(self, seconds: float) -> None:
@@ -101,9 +99,12 @@ class ConsoleEvents(Events):
         shown = "not measured" if truthful is None else f"ΔJ {truthful:+.2f}"
         table.add_row("judge: right over wrong, truthful critiques", shown)
         table.add_row("weights", f"w_reward {check.w_reward:.2f}, w_judge {check.w_judge:.2f}")
-        table.add_row("stories where truth pays, the start's critiques", f"{check.pays_start:.0%}")
+        table.add_row(
+            "stories where the truth scores higher, the start's critiques",
+            f"{check.pays_start:.0%}",
+        )
         shown = "not measured" if pays is None else f"{pays:.0%}"
-        table.add_row("stories where truth pays, truthful critiques", shown)
+        table.add_row("stories where the truth scores higher, truthful critiques", shown)
         without = f", {check.left_out} that name no right choice left out" if check.left_out else ""
         title = f"Break-even check on {check.stories} training stories{without}"
         self.console.print(Text(title, "italic"))
@@ -278,7 +279,7 @@ def _joined(shown: dict[str, str]) -> str:
 
 
 def _usage(usage: dict[str, Any]) -> str:
-    """What a judge behind an API was asked for, since this process started."""
+    """Requests and tokens of a judge behind an API, since this process started."""
     cost = "" if usage["cost"] is None else f", cost {usage['cost']:.3g}"
     return (
         f"{usage['requests']:,} requests ({usage['retries']:,} retries), {usage['cached']:,} texts from the "

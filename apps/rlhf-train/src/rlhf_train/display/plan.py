@@ -1,4 +1,4 @@
-"""What the dry runs of all commands show alike."""
+"""Output shared by the dry runs of all commands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.text import Text
 
 
 def device_table(rows: Sequence[dict[str, str]]) -> Table:
-    """Where every model runs."""
+    """Devices of all models."""
     table = Table(title="Device plan", title_justify="left", box=box.ROUNDED)
     for name in ("role", "device", "dtype", "reason"):
         table.add_column(name)
@@ -20,5 +20,5 @@ def device_table(rows: Sequence[dict[str, str]]) -> Table:
 
 
 def warning_line(text: str) -> Text:
-    """A line that stands out."""
+    """A highlighted line."""
     return Text.assemble(("warning: ", "bold yellow"), text)

@@ -1,4 +1,4 @@
-"""What a person sees of a training: what is done, one line each, progress, and the result."""
+"""Terminal output of a training run: one line per stage, progress, result."""
 
 from __future__ import annotations
 
@@ -27,10 +27,8 @@ _ALWAYS = ("learning_rate", "grad_norm")
 class TrainingDisplay:
     """Prints the log of the packages, the steps where no progress line can be drawn, and the results.
 
-    Args:
-        shown: metrics shown of a step.
-        console: where to; None is standard output.
-        quiet: print nothing, as all processes but the first do.
+    `shown` are the metrics shown of a step. With `quiet`, as in all processes but the first, nothing is
+    printed.
     """
 
     def __init__(
@@ -40,7 +38,7 @@ class TrainingDisplay:
         self.console = console or make_console()
         self.console.quiet = quiet
         self.progress: bool | None = False if quiet else None
-        """What a trainer is told: draw a line where the console is a terminal, or draw none."""
+        """The trainer's progress function: a line where the console is a terminal, otherwise nothing."""
         self._handler = _ConsoleHandler(self.console)
         self._levels: dict[str, int] = {}
 
@@ -108,7 +106,7 @@ class TrainingDisplay:
         self.show_end(results, run)
 
     def show_table(self, results: dict[str, Any], *, title: str = "Held-out rows") -> None:
-        """The held-out metrics at the start and at the end, where there are any."""
+        """The held-out metrics at the start and at the end, if there are any."""
         columns = [(name, results[name]) for name in ("before", "after") if results.get(name)]
         if not columns:
             return

@@ -49,8 +49,6 @@ from rlhf_data import UserError, atomic_folder, atomic_write_json, finite
 from rlhf_models import apply_lora, is_language_adapter, quantization_config
 from rlhf_train.trl.metrics import Recorder, log_to
 
-__all__ = ["TRLJob", "check_settings", "dataset_rows"]
-
 _LOG = logging.getLogger(__name__)
 _SAME_NAME = (
     *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2"),
@@ -62,7 +60,7 @@ _CONVERTED = {"max_length", "loss_type"}
 """Keys of methods that TRL takes in another form; the others go to TRL where it has them."""
 _OURS_ALONE = (
     *("fsdp", "streaming", "truncation", "load_best_model_at_end", "early_stopping_patience"),
-    *("head", "num_members", "ensemble", "kl_estimate"),
+    *("head", "num_members", "ensemble", "kl_estimate", "capability_steps", "ewc_strength"),
 )
 """Keys that must have their defaults: TRL cannot honour them, or only with checkpoints, which it pickles."""
 _WITHOUT_EFFECT = (
@@ -74,15 +72,7 @@ _WITHOUT_EFFECT = (
 
 
 def check_settings(name: str, config: JobConfig) -> None:
-    """Refuse what TRL cannot do.
-
-    Args:
-        name: of the method.
-        config: the job's settings.
-
-    Raises:
-        UserError: TRL is not installed, has no trainer for the method, or cannot honour a setting.
-    """
+    """Refuse what TRL cannot do."""
     trainer = METHODS[name].trl
     if trainer is None:
         known = [method for method in METHODS if METHODS[method].trl]
@@ -129,11 +119,7 @@ def _changed(config: JobConfig, keys: Sequence[str]) -> list[str]:
 
 
 def dataset_rows(records: Sequence[Any]) -> list[dict[str, Any]]:
-    """Records as rows of the columns that TRL's trainers read.
-
-    Raises:
-        UserError: records of several kinds.
-    """
+    """Records as rows of the columns that TRL's trainers read."""
     if len({type(record) for record in records}) > 1:
         raise UserError(
             "TRL reads one kind of rows at a time; give files of prompts with completions, or of texts",
@@ -151,11 +137,7 @@ class TRLJob(Job):
     """One run of one method through TRL; see `rlhf_algos.TrainingJob`."""
 
     def train(self, *, resume: bool = False) -> dict[str, Any]:
-        """Train and write everything; the results.
-
-        Raises:
-            UserError: data, model or settings cannot be used, or the run is to be resumed.
-        """
+        """Train and write everything; the results."""
         if resume:
             raise UserError(
                 "a run of --backend trl has no checkpoints to resume from; start a new one",
@@ -183,11 +165,7 @@ class TRLJob(Job):
         return results
 
     def evaluate_only(self, checkpoint: Path | None = None) -> dict[str, Any]:
-        """Held-out metrics of the start model by TRL's trainer; written to `evaluation.json`.
-
-        Raises:
-            UserError: a checkpoint is given, or no row is held out.
-        """
+        """Held-out metrics of the start model by TRL's trainer; written to `evaluation.json`."""
         if checkpoint is not None:
             raise UserError(
                 "checkpoints are evaluated by the engine that wrote them; leave out --backend trl",
@@ -328,7 +306,7 @@ def _peft_config(model: Any, config: JobConfig) -> Any:
 
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
-    """What TRL refuses is the user's to change."""
+    """Turn TRL's refusals into user errors."""
     try:
         yield
     except (ValueError, NotImplementedError) as error:

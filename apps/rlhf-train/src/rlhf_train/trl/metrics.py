@@ -1,4 +1,4 @@
-"""What TRL's trainers log, as this engine writes it."""
+"""Metrics of TRL's trainers under this engine's names."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from transformers import TrainerCallback
 
 from rlhf_algos import OnReport, Pace
 from rlhf_data import RunFolder
-
-__all__ = ["Recorder", "log_to"]
 
 _TIMING = ("_runtime", "_samples_per_second", "_steps_per_second", "_flos", "_loss_total")
 
@@ -29,7 +27,7 @@ class Recorder:
     _mark: float = 0.0
 
     def start(self) -> None:
-        """Training begins: what was logged before is no step's."""
+        """Training begins: what was logged before belongs to no step."""
         self._row, self._started = {}, time.perf_counter()
         self._mark = self._started
 
@@ -58,7 +56,7 @@ class Recorder:
 
     @staticmethod
     def clean(logs: dict[str, float]) -> dict[str, float]:
-        """What this engine logs too: no totals and no timing of TRL's own."""
+        """Metrics that this engine logs too, without TRL's totals and timing."""
         kept = {key: value for key, value in logs.items() if not key.endswith(_TIMING)}
         if "train_loss" in kept:
             return {}

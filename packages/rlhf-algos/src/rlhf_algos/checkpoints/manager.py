@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from safetensors import SafetensorError
+from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from rlhf_algos.checkpoints.optimizer_state import load_optimizer_state as load_optimizer_state
@@ -30,18 +31,8 @@ from rlhf_data import (
     finite,
     write_checksums,
 )
-from rlhf_models import ADAPTER_CONFIG
+from rlhf_models import ADAPTER_CONFIG, save_weights
 from rlhf_models.adapters.files import anchor_base
-
-__all__ = [
-    "STATE_FILE",
-    "CheckpointManager",
-    "load_optimizer_state",
-    "load_rng_state",
-    "load_weights",
-    "save_optimizer_state",
-    "save_rng_state",
-]
 
 STATE_FILE = "trainer_state.json"
 """A checkpoint folder that has it was once complete."""
@@ -62,8 +53,8 @@ class CheckpointFolders(Protocol):
         """The newest whole checkpoint."""
         ...
 
-    def prune_checkpoints(self, keep: int, *, best: int | None = None) -> Any:
-        """Remove all but the newest `keep` and that of step `best`."""
+    def prune_checkpoints(self, keep: int, *, best: int | None = None, pinned: int | None = None) -> Any:
+        """Remove all but the newest `keep` and those of the steps `best` and `pinned`."""
         ...
 
     def drop_checkpoints_after(self, step: int, *, but: int | None = None) -> Any:
@@ -76,7 +67,7 @@ class CheckpointManager:
 
     Args:
         run: the run folder.
-        keep: how many of the newest checkpoints stay, the best one besides; None keeps all.
+        keep: how many of the newest checkpoints stay, in addition to the best one; None keeps all.
         metric: which of the metrics given to `writing` says what is best; None knows no best one.
         greater_is_better: whether more of it is better; None takes it from the metric's name.
     """
@@ -93,6 +84,8 @@ class CheckpointManager:
         more = is_greater_better(metric or "") if greater_is_better is None else greater_is_better
         self._sign = 1 if more else -1
         self._last: int | None = None
+        self.pinned: int | None = None
+        """Step of a checkpoint that stays, however old it is."""
 
     @contextmanager
     def writing(
@@ -124,7 +117,8 @@ class CheckpointManager:
         self.run.drop_checkpoints_after(step if self._last is None else min(self._last, step), but=step)
         self._last = step
         if self.keep is not None:
-            self.run.prune_checkpoints(self.keep, best=values.get("best_global_step"))
+            best = values.get("best_global_step")
+            self.run.prune_checkpoints(self.keep, best=best, pinned=self.pinned)
 
     @contextmanager
     def writing_together(
@@ -150,7 +144,7 @@ class CheckpointManager:
         return latest
 
     def best(self) -> Path | None:
-        """The checkpoint with the best `metric`, None where none was written with it."""
+        """The checkpoint with the best `metric`, None if none was written with it."""
         found = self._best(self._scores())
         return self.run.checkpoint_path(found[1]) if found else None
 
@@ -175,7 +169,7 @@ class CheckpointManager:
             ) from error
 
     def _log(self, step: int, metrics: dict[str, Any]) -> dict[str, Any]:
-        """What is said in a new checkpoint's state about this and the best one."""
+        """What a new checkpoint's state says about this and the best one."""
         log: dict[str, Any] = {"log_history": [{"step": step, **metrics}]} if metrics else {}
         scores = [score for score in self._scores() if score[1] < step]
         best = self._best([*scores, *self._score(step, metrics)])
@@ -210,7 +204,10 @@ class CheckpointManager:
 def save_pretrained(model: Any, tokenizer: Any, folder: str | Path) -> None:
     """Write a model, and its tokenizer unless that is None, without transformers' bar for each file."""
     with _no_bars():
-        model.save_pretrained(folder)
+        if isinstance(model, PreTrainedModel):
+            save_weights(model, folder)
+        else:
+            model.save_pretrained(folder)
     for path in Path(folder).rglob(ADAPTER_CONFIG):
         anchor_base(path.parent)
     if tokenizer is not None:
@@ -226,7 +223,7 @@ def load_weights(model: Any, folder: str | Path) -> None:
         folder: the checkpoint.
 
     Raises:
-        UserError: the weights are missing or of another model.
+        UserError: the weights are missing or belong to another model.
     """
     folder = Path(folder)
     try:

@@ -19,8 +19,6 @@ from torch.optim import Optimizer
 
 from rlhf_data import UserError
 
-__all__ = ["load_optimizer_state", "load_rng_state", "save_optimizer_state", "save_rng_state"]
-
 _QUANTISED = "__bnb_optimizer_quant_state__"
 """Where bitsandbytes' optimizers put a parameter's 8-bit moments, their scales and their code books."""
 
@@ -50,12 +48,7 @@ def save_optimizer_state(optimizer: Optimizer, path: str | Path) -> None:
 
 
 def load_optimizer_state(optimizer: Optimizer, path: str | Path) -> None:
-    """Read what `save_optimizer_state` wrote into an optimizer over the same parameters in the same order.
-
-    Raises:
-        UserError: the file is missing or damaged, or is of an optimizer of another kind or over other
-            parameters.
-    """
+    """Read what `save_optimizer_state` wrote into an optimizer over the same parameters in the same order."""
     tensors, header = _read(path)
     state: dict[int, dict[str, Any]] = {}
     for key, value in {**header["plain"], **tensors}.items():
@@ -101,11 +94,7 @@ def save_rng_state(path: str | Path) -> None:
 
 
 def load_rng_state(path: str | Path) -> None:
-    """Read back what `save_rng_state` wrote; states of GPUs that are not here are left out.
-
-    Raises:
-        UserError: the file is missing or damaged.
-    """
+    """Read back what `save_rng_state` wrote; states of GPUs that are not here are left out."""
     tensors, header = _read(path)
     torch.set_rng_state(tensors["cpu"])
     for i in range(torch.cuda.device_count()):
@@ -127,7 +116,7 @@ def _read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Tensors and JSON header of a file."""
     try:
         with safe_open(str(path), framework="pt") as file:
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is not a dict
+            tensors = {key: file.get_tensor(key) for key in sorted(file.keys())}
             return tensors, json.loads((file.metadata() or {})["state"])
     except (OSError, SafetensorError, KeyError) as error:
         raise UserError(

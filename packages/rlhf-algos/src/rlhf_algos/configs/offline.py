@@ -8,17 +8,6 @@ from pydantic import Field, model_validator
 
 from rlhf_algos.configs.trainer import LanguageModelConfig, TrainerConfig
 
-__all__ = [
-    "DPOConfig",
-    "KTOConfig",
-    "PRMConfig",
-    "ReferenceConfig",
-    "RewardConfig",
-    "RewardModelConfig",
-    "SFTConfig",
-    "SimPOConfig",
-]
-
 
 class SFTConfig(LanguageModelConfig):
     """Settings of supervised fine-tuning."""
@@ -28,9 +17,9 @@ class SFTConfig(LanguageModelConfig):
     max_length: int | None = Field(default=1024, ge=2)
     """Tokens kept of a row, from its start; null keeps all."""
     disable_dropout: bool = False
-    """Train without dropout, the adapters' too."""
+    """Disable dropout, including the adapters'."""
     assistant_only_loss: bool = False
-    """Of a conversation, learn only what the assistant says; of a prompt's completion, it is always so."""
+    """In conversations, learn only the assistant's turns."""
 
 
 class RewardConfig(TrainerConfig):
@@ -39,11 +28,11 @@ class RewardConfig(TrainerConfig):
     learning_rate: float = Field(default=1e-4, gt=0)
     """Peak learning rate of AdamW."""
     max_length: int | None = Field(default=1024, ge=2)
-    """Rows with a longer prompt and completion, in tokens, are left out; null keeps all."""
+    """Maximum prompt plus completion in tokens; longer rows are left out; null keeps all."""
     center_rewards_coefficient: float | None = Field(default=None, ge=0)
-    """Weight of the squared sum of a pair's rewards, which ties their mean to zero; null for none."""
+    """Weight of the squared sum of a pair's rewards, which keeps their mean near 0; null for none."""
     disable_dropout: bool = True
-    """Train without dropout, the adapters' too."""
+    """Disable dropout, including the adapters'."""
 
 
 class PRMConfig(TrainerConfig):
@@ -56,22 +45,22 @@ class PRMConfig(TrainerConfig):
     step_separator: str = Field(default="\n", min_length=1)
     """Text that ends every step; a step is scored at its last token."""
     aggregate: Literal["min", "mean", "last", "product"] = "min"
-    """How the scores of a solution's steps make one score: the least, the mean, the last, or the product."""
+    """How step scores make a solution's score: minimum, mean, last or product."""
     step_weight: float = Field(default=1.0, ge=0)
     """Weight of the cross-entropy of step labels, a mean over the labelled steps."""
     outcome_weight: float = Field(default=1.0, ge=0)
-    """Weight of the ranking of pairs of solutions, a mean over the pairs."""
+    """Weight of the ranking loss of pairs of solutions, a mean over the pairs."""
     disable_dropout: bool = True
-    """Train without dropout, the adapters' too."""
+    """Disable dropout, including the adapters'."""
 
 
 class ReferenceConfig(LanguageModelConfig):
     """Settings of training against a reference policy."""
 
     precompute_ref_log_probs: bool = False
-    """Score every completion under the reference once, before training, and keep the result on disk."""
+    """Compute the reference's log-probs once, before training, and keep them on disk."""
     disable_dropout: bool = True
-    """Train without dropout, the adapters' too, so that learning alone tells policy and reference apart."""
+    """Disable dropout, including the adapters', so that policy and reference differ by training alone."""
 
     @property
     def needs_reference(self) -> bool:
@@ -87,7 +76,7 @@ class DPOConfig(ReferenceConfig):
     loss_type: Literal["sigmoid", "hinge", "ipo", "robust"] = "sigmoid"
     """sigmoid is DPO's own loss, hinge that of SLiC, ipo IPO's; robust allows for wrong labels."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """Probability that a pair is labelled the wrong way round; for sigmoid and robust."""
+    """Probability that a pair's labels are swapped; for sigmoid and robust."""
 
     @model_validator(mode="after")
     def _smoothing_has_a_use(self) -> Self:
@@ -106,7 +95,7 @@ class SimPOConfig(LanguageModelConfig):
     simpo_gamma: float = Field(default=1.0, ge=0)
     """Margin by which the chosen reward is to exceed the rejected one, in units of reward."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """Probability that a pair is labelled the wrong way round."""
+    """Probability that a pair's labels are swapped."""
     cpo_alpha: float = Field(default=0.0, ge=0)
     """Weight of the chosen completions' negative log-likelihood per token; above 0 this is CPO-SimPO."""
 
@@ -117,13 +106,13 @@ class KTOConfig(ReferenceConfig):
     beta: float = Field(default=0.1, gt=0)
     """How closely the policy stays to its reference; higher is closer."""
     desirable_weight: float = Field(default=1.0, gt=0)
-    """Weight of the desirable completions' loss; raise it where they are the fewer ones."""
+    """Weight of the desirable completions' loss; raise it if they are fewer."""
     undesirable_weight: float = Field(default=1.0, gt=0)
     """Weight of the undesirable completions' loss."""
     kl_estimate: Literal["mismatched", "ema"] = "mismatched"
-    """Where the KL comes from: prompts with other rows' completions, or a moving average over the steps."""
+    """Estimate of the KL: from prompts with other rows' completions, or a moving average over the steps."""
     kl_ema_decay: float = Field(default=0.9, ge=0, lt=1)
-    """What the moving average keeps of itself from step to step."""
+    """Decay of the moving average per step."""
 
 
 RewardModelConfig = RewardConfig

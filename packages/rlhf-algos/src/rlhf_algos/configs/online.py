@@ -10,46 +10,42 @@ from pydantic import Field, field_validator, model_validator
 from rlhf_algos.configs.trainer import PolicyConfig
 from rlhf_algos.kl_control import check_horizon
 from rlhf_algos.process_group import world_size
-from rlhf_data import BaseConfig, LocalPath, model_folder
-
-__all__ = ["GRPOConfig", "OnlineConfig", "PPOConfig", "SamplingConfig", "VLLMConfig"]
+from rlhf_data import BaseConfig, LocalPath, Strings, model_folder
 
 _CISPO_BOUND = 5.0
-"""What ScaleRL (https://arxiv.org/abs/2510.13786) and TRL recommend."""
+"""Recommended by ScaleRL (https://arxiv.org/abs/2510.13786) and TRL."""
 
 
 class SamplingConfig(BaseConfig):
-    """How completions are drawn."""
+    """How completions are sampled."""
 
     max_prompt_length: int | None = Field(default=None, ge=1)
-    """Prompts of more tokens are left out; null leaves out what the context has no room for."""
+    """Maximum prompt length in tokens; longer prompts are left out. Null: as long as the context allows."""
     max_completion_length: int = Field(default=256, ge=1)
-    """Longest completion in tokens; one that reaches it without an end token is truncated."""
+    """Maximum completion length in tokens; a completion that reaches it without an end token is truncated."""
     min_completion_length: int = Field(default=0, ge=0)
-    """Fewest tokens of a completion."""
+    """Minimum completion length in tokens."""
     num_generations_eval: int = Field(default=1, ge=1)
     """Completions per prompt in evaluation."""
     eval_temperature: float | None = Field(default=None, ge=0)
-    """Temperature in evaluation; 0 takes the likeliest tokens; null means `temperature`."""
+    """Temperature in evaluation; 0 is greedy; null takes `temperature`."""
     temperature: float = Field(default=1.0, gt=0)
     """Divides the logits, when sampling and when scoring what was sampled."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Sample from the likeliest tokens that together have this probability; 1 from all."""
+    """Sample from the most likely tokens that together have this probability; 1: from all."""
     top_k: int = Field(default=0, ge=0)
-    """Sample from the N likeliest tokens; 0 samples from all."""
+    """Sample from the N most likely tokens; 0: from all."""
     min_p: float = Field(default=0.0, ge=0, le=1)
-    """Sample from tokens of at least this share of the likeliest one's probability."""
+    """Minimum probability of a token, relative to the most likely one."""
     repetition_penalty: float = Field(default=1.0, gt=0)
-    """Above 1, tokens that were there before become less likely."""
-    stop: tuple[str, ...] = ()
-    """Texts that end a completion, besides the end token."""
+    """Above 1, tokens that already occurred become less likely."""
+    stop: Strings = ()
+    """Texts that end a completion, in addition to the end token."""
     max_kv_tokens: int = Field(default=1 << 18, ge=1)
-    """Tokens whose keys and values are held at a time while sampling; transformers engine only."""
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _one_text(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
+    """Tokens in the KV cache at a time; transformers engine only."""
+    prompts_per_batch: int | None = Field(default=None, ge=1)
+    """Prompts sampled together; null: all of a step, or 1 with rollout workers, each of which gets a batch.
+    Equal batches give equal bits, with workers or without."""
 
     @model_validator(mode="after")
     def _lengths_fit(self) -> Self:
@@ -65,7 +61,7 @@ class VLLMConfig(BaseConfig):
     """Sampling with vLLM."""
 
     use_vllm: bool = False
-    """Sample with vLLM in place of this toolkit's own engine; the weights go there after each update."""
+    """Sample with vLLM instead of the transformers engine; it gets the weights before every rollout."""
     vllm_mode: Literal["colocate", "server"] = "colocate"
     """In this process, or on a server that `vllm_server_base_url` names."""
     vllm_server_base_url: str | None = None
@@ -73,21 +69,21 @@ class VLLMConfig(BaseConfig):
     vllm_server_timeout: float = Field(default=240.0, gt=0)
     """Seconds without an answer after which vLLM counts as lost."""
     vllm_gpu_memory_utilization: float = Field(default=0.3, gt=0, le=1)
-    """Share of the GPU's memory that vLLM takes."""
+    """Share of the GPU's memory for vLLM; on CPUs, of the machine's."""
     vllm_kv_cache_gib: float | None = Field(default=None, gt=0)
-    """Size of vLLM's cache of keys and values in GiB; null is what the share of the memory leaves."""
+    """Size of vLLM's KV cache in GiB; null takes what the memory share leaves."""
     vllm_max_model_length: int | None = Field(default=None, ge=2)
-    """Longest prompt and completion in tokens; null is the model's context."""
+    """Maximum prompt plus completion in tokens; null takes the model's context."""
     vllm_tensor_parallel_size: int = Field(default=1, ge=1)
-    """GPUs that vLLM spreads the model over."""
+    """Number of GPUs that vLLM spreads the model over."""
     vllm_sync_adapters: bool = False
-    """Hand over LoRA adapters, under a new name each time, in place of all weights; needs use_peft."""
+    """Send LoRA adapters, under a new name each time, instead of all weights; needs use_peft."""
     vllm_importance_sampling_correction: bool = True
-    """Correct for what vLLM's log-probs differ from the trainer's."""
+    """Correct for the difference between vLLM's log-probs and the trainer's."""
     vllm_importance_sampling_mode: Literal[
         "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
     ] = "sequence_mask"
-    """Ratios outside the bounds are cut to them or count as zero; of each token or of the whole sequence."""
+    """Whether ratios outside the bounds are clipped or count as 0, per token or per sequence."""
     vllm_importance_sampling_clip_max: float | None = Field(default=3.0, gt=0)
     """Upper bound of the ratio of trainer to vLLM; null for none."""
     vllm_importance_sampling_clip_min: float | None = Field(default=None, ge=0)
@@ -108,17 +104,17 @@ class OnlineConfig(SamplingConfig, VLLMConfig, PolicyConfig):
     num_train_epochs: float = Field(default=1.0, gt=0)
     """Passes over the prompts; a fraction ends inside an epoch."""
     metric_for_best_model: str = "reward"
-    """Evaluation metric that says which checkpoint is best, with or without `eval_` in front."""
+    """Evaluation metric that selects the best checkpoint, with or without `eval_` in front."""
     num_generations: int = Field(default=8, ge=1)
     """Completions per prompt."""
     reward_weights: tuple[float, ...] | None = None
-    """Weight of each reward function; null weighs all with 1."""
+    """Weight of each reward function; null: all 1."""
     overlong_buffer: int | None = Field(default=None, ge=1)
-    """Tokens before `max_completion_length` over which a penalty grows from 0 to 1; null for none."""
+    """Last tokens of `max_completion_length`, over which a penalty grows from 0 to 1; null for none."""
     mask_truncated_completions: bool = False
-    """Leave completions out of the loss that were cut off at `max_completion_length`."""
+    """Leave completions that were cut off at `max_completion_length` out of the loss."""
     disable_dropout: bool = True
-    """Train without dropout, the adapters' too."""
+    """Disable dropout, including the adapters'."""
 
     @field_validator("reward_weights", mode="before")
     @classmethod
@@ -175,15 +171,15 @@ class GRPOConfig(OnlineConfig):
     use_bias_correction_kl: bool = True
     """Multiply the KL by the ratio of the policies, which makes its gradient unbiased."""
     router_aux_loss_coef: float | None = Field(default=None, ge=0)
-    """Weight of the load-balancing loss of a model with experts; null takes that in the model's config."""
+    """Weight of the load-balancing loss of a mixture-of-experts model; null takes the model config's."""
     num_iterations: int = Field(default=1, ge=1)
     """Passes over each rollout."""
     steps_per_generation: int = Field(default=1, ge=1)
-    """Optimizer steps that a rollout is cut into."""
+    """Optimizer steps per pass over a rollout."""
     epsilon: float | None = Field(default=0.2, ge=0)
-    """The ratio of the policies counts down to 1 - epsilon; null does not clip."""
+    """Lower clipping bound, 1 - epsilon; null does not clip."""
     epsilon_high: float | None = Field(default=None, ge=0)
-    """It counts up to 1 + epsilon_high; null takes epsilon.  With cispo up to epsilon_high; null takes 5."""
+    """Upper bound, 1 + epsilon_high; null takes epsilon.  With cispo epsilon_high itself; null takes 5."""
     delta: float | None = Field(default=None, gt=1)
     """Upper bound of the ratio whatever the advantage's sign; null for none."""
     loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo"] = "dapo"
@@ -200,7 +196,7 @@ class GRPOConfig(OnlineConfig):
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide by the standard deviation of the group, of the batch, or not at all."""
     entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of the mean entropy of a token, in nats, a bonus, whatever `loss_type` divides by."""
+    """Weight of the entropy bonus, the mean entropy of a token in nats; the same for every `loss_type`."""
 
     @field_validator("scale_rewards", mode="before")
     @classmethod
@@ -252,25 +248,25 @@ class PPOConfig(OnlineConfig):
     num_ppo_epochs: int = Field(default=4, ge=1)
     """Passes over each rollout."""
     num_mini_batches: int = Field(default=1, ge=1)
-    """Optimizer steps that a rollout is cut into, in each pass."""
+    """Optimizer steps per pass over a rollout."""
     value_model: Literal["separate", "shared"] = "separate"
-    """A value model with a trunk of its own, or a head on the policy's."""
+    """A value model with its own trunk, or a head on the policy's."""
     value_model_path: LocalPath | None = None
-    """Folder or hub name that the value model starts from, a reward model's too; null takes the policy."""
+    """Folder or hub name to start the value model from, such as a reward model's; null takes the policy."""
     kl_coef: float = Field(default=0.05, ge=0)
     """Weight of the KL to the reference; 0 needs no reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """How the KL is estimated from the sampled tokens."""
     kl_penalty: Literal["reward", "loss"] = "reward"
-    """Where the KL counts: as a reward of every token, or as a part of the loss."""
+    """Use of the KL: in the reward of every token, or as a term of the loss."""
     kl_target: float | None = Field(default=None, gt=0)
-    """Nats per completion that `kl_coef` is adapted to; null keeps it."""
+    """Target KL in nats per completion, to which `kl_coef` adapts; null keeps it constant."""
     kl_horizon: int = Field(default=10_000, ge=1)
     """Completions over which `kl_coef` adapts."""
     target_kl: float | None = Field(default=None, gt=0)
-    """Nats per token from the sampling policy at which the updates on a rollout end; null for no limit."""
+    """KL from the sampling policy, nats per token, that ends a rollout's updates; null for no limit."""
     cliprange: float = Field(default=0.2, ge=0)
-    """The ratio of the policies counts from 1 - cliprange to 1 + cliprange."""
+    """Clipping bounds of the ratio, 1 - cliprange and 1 + cliprange."""
     cliprange_value: float | None = Field(default=0.2, ge=0)
     """How far a value may move from the old one, in units of reward; null does not clip."""
     vf_coef: float = Field(default=0.1, ge=0)
@@ -280,15 +276,15 @@ class PPOConfig(OnlineConfig):
     lam: float = Field(default=0.95, ge=0, le=1)
     """GAE's weight of later errors."""
     entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of the entropy, a bonus."""
+    """Weight of the entropy bonus."""
     whiten_advantages: bool = True
     """Shift and scale the advantages of a rollout to mean 0 and deviation 1."""
     whiten_rewards: bool = False
     """Scale the token rewards of a rollout around their mean to deviation 1."""
     missing_eos_penalty: float | None = Field(default=None, ge=0)
-    """Taken off the reward of a completion without an end token; null for none."""
+    """Subtracted from the reward of a completion without an end token; null for none."""
     cliprange_reward: float | None = Field(default=None, gt=0)
-    """Rewards are cut to this range around 0; null for none."""
+    """Rewards are clipped to this range around 0; null for none."""
     normalize_rewards: bool = False
     """Divide rewards by their deviation since the start of training."""
 

@@ -1,1 +1,1 @@
-"""The training loop: batching, optimizer steps, DDP, FSDP2 and ZeRO, evaluation, resume; knows no method."""
+"""The training loop: batching, optimizer steps, evaluation, resume; knows no method."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +16,24 @@ from torch import Tensor, nn
 
 from rlhf_algos.checkpoints.manager import CheckpointManager
 from rlhf_algos.configs.trainer import TrainerConfig
+from rlhf_algos.engine import step_examples
 from rlhf_algos.engine.events import TrainingEvents, check_evaluations
-from rlhf_algos.engine.loss_output import LossOutput
 from rlhf_algos.engine.observers import Observers, observers_of
 from rlhf_algos.engine.optimizer import train_in_fp32
-from rlhf_algos.engine.optimizer_step import Share, optimizer_step, reduced, share_of_step
-from rlhf_algos.engine.parallel import Parallel
-from rlhf_algos.engine.step_examples import check_same, data_of, order_of, steps_of
-from rlhf_algos.engine.trained_module import TrainedModule
+from rlhf_algos.engine.optimizer_step import Share, check_finite, optimizer_step, reduced, share_of_step
+from rlhf_algos.engine.trained_module import TrainedModule, holds_weights
 from rlhf_algos.engine.training_method import Example, TrainingMethod
-from rlhf_algos.tracking.debug import nonfinite_message
+from rlhf_algos.parallel.parallel import Parallel
+from rlhf_algos.process_group import init_process_group
+from rlhf_algos.safeguards.capability import CapabilityGuard
+from rlhf_algos.safeguards.consolidation import ElasticWeightConsolidation
 from rlhf_algos.tracking.run_facts import pace
 from rlhf_algos.tracking.step_report import OnReport
 from rlhf_data import PackedBatch, RunFolder, UserError, atomic_folder
-from rlhf_models import compile_model
+from rlhf_models import compile_model, is_deferred
+from rlhf_models.loading.saving import outlines
 
-__all__ = ["BaseTrainer", "LossOutput"]
+_LOG = logging.getLogger(__name__)
 
 
 class BaseTrainer(TrainingMethod[Example]):
@@ -43,9 +47,9 @@ class BaseTrainer(TrainingMethod[Example]):
     Args:
         model: what is trained, in the mode and on the device it is in; it has `save_pretrained`.
         config: the settings.
-        examples: the training examples, at least one; they are asked for by index when they are needed.
+        examples: the training examples, at least one; they are indexed when they are needed.
         eval_examples: what `evaluate` measures; may be empty.
-        tokenizer: saved beside the model, where the model does not save its own.
+        tokenizer: saved with the model, unless the model saves its own.
         run: where metrics and checkpoints go; None keeps nothing.
         on_step: called with (step, metrics) after each step, step counted from 1.
         progress: show a progress line; None shows it when the console is a terminal.
@@ -53,6 +57,9 @@ class BaseTrainer(TrainingMethod[Example]):
     Raises:
         UserError: no examples, or settings that do not fit the machine.
     """
+
+    guard: CapabilityGuard | None = None
+    consolidation: ElasticWeightConsolidation | None = None
 
     def __init__(
         self,
@@ -67,16 +74,14 @@ class BaseTrainer(TrainingMethod[Example]):
         progress: bool | None = False,
     ) -> None:
         if not len(examples):
-            raise UserError(
-                "the training set is empty; give a data set with at least one row",
-                code="no_training_examples",
-            )
+            said = "the training set is empty; give a data set with at least one row"
+            raise UserError(said, code="no_training_examples")
         check_evaluations(config, config.eval_steps, examples=len(eval_examples), has_run=run is not None)
         self.model, self.config, self.run, self.tokenizer = model, config, run, tokenizer
         self.examples, self.eval_examples = examples, eval_examples
         self.on_step, self.progress = on_step, progress
         self.on_report: OnReport | None = None
-        """Called with what is to be shown of each step, after its checkpoint."""
+        """Called with what to show of each step, after its checkpoint."""
         self.checkpoints: CheckpointManager | None = None
         if run is not None:
             keep, metric, better = config.save_total_limit, self.best_metric_name, config.greater_is_better
@@ -95,20 +100,24 @@ class BaseTrainer(TrainingMethod[Example]):
         self.step, self.num_tokens = 0, 0
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        dtype = train_in_fp32(model)
+        deferred, dtype = is_deferred(model), train_in_fp32(model)
         self.scorer = self.build_scorer(model)
         train_in_fp32(self.scorer)
         if config.torch_compile:
             compile_model(self.scorer)
         self.parallel = Parallel(
             config,
-            device=self.parameters[0].device,
+            device=init_process_group().device if deferred else self.parameters[0].device,
             dtype=dtype,
             batch_size=config.per_device_train_batch_size,
             max_grad_norm=config.max_grad_norm,
         )
         self.device = self.parallel.device
         self.trained = TrainedModule(self.scorer, self.parallel, config, total_steps=self.total_steps)
+        if self.parallel.shards_weights:
+            self.prepare()
+        if deferred:
+            self.scorer.check_packing()  # pyright: ignore[reportCallIssue]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -126,12 +135,15 @@ class BaseTrainer(TrainingMethod[Example]):
         return self.trained.scheduler
 
     @property
+    def seed(self) -> int:
+        """Of the data order, dropout and sampling from here on; another one after a rollback."""
+        return self.config.seed + (self.guard.seed_shift if self.guard else 0)
+
+    @property
     def global_batch_size(self) -> int:
         """Examples per optimizer step, over all processes."""
-        config = self.config
-        return (
-            config.per_device_train_batch_size * config.gradient_accumulation_steps * self.parallel.world_size
-        )
+        rows = self.config.per_device_train_batch_size * self.config.gradient_accumulation_steps
+        return rows * self.parallel.world_size
 
     @property
     def steps_per_epoch(self) -> int:
@@ -159,7 +171,7 @@ class BaseTrainer(TrainingMethod[Example]):
         self.trained.prepare()
 
     def train(self) -> dict[str, float]:
-        """Train from where the trainer stands to the last step.
+        """Train from the current step to the last one.
 
         Returns:
             The metrics of the last step, empty when there was none left to do.
@@ -176,7 +188,7 @@ class BaseTrainer(TrainingMethod[Example]):
         return metrics
 
     def train_epoch(self, events: TrainingEvents | None = None) -> dict[str, float]:
-        """Train from where the trainer stands to the end of its epoch; the metrics of the last step.
+        """Train from the current step to the end of its epoch; the metrics of the last step.
 
         Args:
             events: what follows the steps; None logs and saves as `train` does.
@@ -185,23 +197,29 @@ class BaseTrainer(TrainingMethod[Example]):
             with self._followed() as events:
                 return self.train_epoch(events)
         epoch, done = divmod(self.step, self.steps_per_epoch)
-        order = order_of(self.examples, epoch, shuffle=self.config.shuffle, seed=self.config.seed)
+        order = step_examples.order_of(self.examples, epoch, shuffle=self.config.shuffle, seed=self.seed)
         size = self.global_batch_size
         last = min(self.steps_per_epoch, done + self.total_steps - self.step)
         metrics: dict[str, float] = {}
         self.scorer.train()
         starts, workers = range(done * size, last * size, size), self.config.dataloader_num_workers
-        for step in steps_of(self.examples, order, starts, self.parallel, workers=workers):
+        for step in step_examples.steps_of(self.examples, order, starts, self.parallel, workers=workers):
             self.rows = step.rows
             metrics = self.train_step(step) if len(step) else self._empty_step()
             if len(self.eval_examples) and self.due(self.config.eval_steps):
                 metrics |= self.evaluate()
             if self.observers:
                 self.observers.after_step(self.step)
-            due = self.due(self.config.save_steps)
+            if self.guard:
+                metrics |= self.guard.look()
+            due = self.due(self.config.save_steps) or bool(self.guard and self.guard.saves)
             events.after_step(
                 self.step, metrics, self.save_checkpoint, due, on_step=self.on_step, on_report=self.on_report
             )
+            if self.guard and self.guard.lost:
+                self.guard.roll_back()
+                metrics, events.finished = {}, self.guard.ended
+                break
             if events.finished:
                 break
         return metrics
@@ -241,8 +259,8 @@ class BaseTrainer(TrainingMethod[Example]):
         was_training = self.scorer.training
         self.scorer.eval()
         outputs, total = [], 0
-        count, size = len(self.eval_examples), self.global_batch_size
-        for step in steps_of(self.eval_examples, range(count), range(0, count, size), self.parallel):
+        order, size = range(len(self.eval_examples)), self.global_batch_size
+        for step in step_examples.steps_of(self.eval_examples, order, order[::size], self.parallel):
             share = self._share(step)
             outputs += [(self.loss(batch.to(self.device), rows), real) for batch, rows, real in share.batches]
             total += share.total
@@ -255,8 +273,8 @@ class BaseTrainer(TrainingMethod[Example]):
 
     def save_model(self, folder: str | Path) -> None:
         """Write the model in its Hugging Face layout, whole or not at all; every process must call it."""
-        with self.parallel.whole(self.scorer):
-            if self.parallel.is_main:
+        with self.parallel.gathering(self.scorer) as writes:
+            if writes:
                 with atomic_folder(folder) as temporary:
                     self.save_weights(temporary)
         self.parallel.wait()
@@ -275,14 +293,16 @@ class BaseTrainer(TrainingMethod[Example]):
         description = {
             "epoch": self.step / self.steps_per_epoch,
             "num_tokens": self.num_tokens,
-            **self._identity(),
+            **step_examples.identity_of(self.examples, self.global_batch_size),
             **self.trained.state(),
             "stopping": self.events.stopping.state(),
+            "left_out": step_examples.left_out_of(self.examples),
             "method": self.extra_state(),
+            "guard": self.guard and self.guard.state(),
         }
         with self._manager.writing_together(self.step, description, metrics=metrics) as folder:
-            with self.parallel.whole(self.scorer):
-                if self.parallel.is_main:
+            with self.parallel.gathering(self.scorer) as writes, outlines(self.scorer):
+                if writes:
                     self.save_weights(folder)
             self.parallel.wait()  # a model may be saved by replacing the folder, with what else is in it
             self.trained.save(folder)
@@ -300,6 +320,8 @@ class BaseTrainer(TrainingMethod[Example]):
         latest = self._manager.latest()
         if latest is not None:
             self.load_checkpoint(latest)
+            if self.guard:
+                self.guard.finish_rollback()
         self.parallel.wait()
         if self.run is not None and self.parallel.is_main:
             self.run.truncate_logs(self.step)
@@ -312,25 +334,30 @@ class BaseTrainer(TrainingMethod[Example]):
             UserError: the checkpoint is damaged or was made with other data or another model.
         """
         state = CheckpointManager.read_state(folder)
-        check_same(folder, state, self._identity())
-        if self.parallel.sharded and self.trained.prepared:
-            raise ValueError("a sharded trainer takes up a checkpoint before its first step only")
-        self.load_weights(Path(folder))
+        identity = step_examples.identity_of(self.examples, self.global_batch_size)
+        step_examples.check_same(folder, state, identity)
+        if not (self.parallel.shards_weights or holds_weights(folder)):
+            self.load_weights(Path(folder))
         self.step, self.num_tokens = state["step"], state["num_tokens"]
         self.events.stopping.load_state(state["stopping"])
+        step_examples.set_left_out(self.examples, state.get("left_out", {}))
         self.load_extra_state(state["method"])
         self.trained.load(Path(folder), state)
+        if self.guard:
+            self.guard.load_state(state.get("guard"))
 
     def due(self, every: int | None) -> bool:
-        """Whether something done every N steps, and after the last one, is to be done now."""
+        """Whether something done every N steps, and after the last one, is due now."""
         return self.step == self.total_steps or (every is not None and self.step % every == 0)
 
     @contextlib.contextmanager
     def _followed(self) -> Iterator[TrainingEvents]:
         """What happens around the steps from here on, with the debug switches."""
         if self.step == 0:
-            torch.manual_seed(self.config.seed + self.parallel.rank)
+            torch.manual_seed(self.seed + self.parallel.rank)
         self.prepare()
+        if self.guard:
+            self.guard.begin()
         with contextlib.ExitStack() as stack:
             if self.run is not None:
                 self.observers = observers_of(self, self.run if self.parallel.is_main else None)
@@ -338,27 +365,13 @@ class BaseTrainer(TrainingMethod[Example]):
                 stack.callback(setattr, self, "observers", None)
             at = self.step, self.total_steps, self.num_tokens
             events = self.events.start(*at, show=self.shown_metrics, progress=self.progress)
+            events.finished |= bool(self.guard and self.guard.ended)
             yield stack.enter_context(events)
 
     def _update(self, share: Share, *, observe: bool = True) -> tuple[dict[str, float], bool]:
-        observers = self.observers if observe else None
-        return optimizer_step(
-            self.trained, share, self.loss, step=self.step + 1, check=self._check_finite, observers=observers
-        )
-
-    def _check_finite(self, metrics: dict[str, float]) -> None:
-        skipping = self.parallel.precision == "fp16"  # an overflow only makes the scaled step be skipped
-        names = ("loss",) if skipping else ("loss", "grad_norm")
-        if all(math.isfinite(metrics.get(name, 0.0)) for name in names):
-            return
-        said = nonfinite_message(
-            metrics,
-            step=self.step + 1,
-            rows=self.rows,
-            checkpoint=self.checkpoints.latest() if self.checkpoints else None,
-            learning_rate=self.optimizer.param_groups[0]["lr"],
-        )
-        raise UserError(said, code="non_finite_loss")
+        extra: Any = {"observers": self.observers if observe else None, "held": self.consolidation}
+        check, step = partial(check_finite, self), self.step + 1
+        return optimizer_step(self.trained, share, self.loss, step=step, check=check, **extra)
 
     @property
     def _manager(self) -> CheckpointManager:
@@ -366,13 +379,9 @@ class BaseTrainer(TrainingMethod[Example]):
             raise ValueError("this trainer keeps no checkpoints: it was made without a run folder")
         return self.checkpoints
 
-    def _identity(self) -> dict[str, Any]:
-        same = {"num_examples": len(self.examples), "rows_per_step": self.global_batch_size}
-        same |= data_of(self.examples)
-        return same | ({"num_processes": self.parallel.world_size} if self.parallel.deepspeed else {})
-
     def _empty_step(self) -> dict[str, float]:
-        self.step += 1  # no row of it has an example
+        self.step += 1
+        _LOG.info("step %d: no update, because every row is held out, bad or dropped", self.step)
         self.scheduler.step()
         return {"epoch": self.step / self.steps_per_epoch, "num_tokens": self.num_tokens}
 

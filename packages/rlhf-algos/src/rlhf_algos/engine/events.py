@@ -20,8 +20,6 @@ from rlhf_algos.tracking.step_report import OnReport, Pace, is_evaluation
 from rlhf_algos.tracking.trackers import create_trackers
 from rlhf_data import BaseConfig, RunFolder, UserError
 
-__all__ = ["TrainingEvents", "TrainingStopped", "check_best_metric", "check_evaluations"]
-
 _LOG = logging.getLogger(__name__)
 
 
@@ -47,9 +45,9 @@ class TrainingEvents:
         selection: the settings by which evaluations are compared.
         tracking: the settings of what is logged.
         run: where metrics and checkpoints go; None keeps nothing.
-        checkpoints: of the run folder; None without one.
+        checkpoints: the run folder's checkpoints; None without a run folder.
         best_metric: full name of the metric that evaluations are compared by.
-        name: of the job, for trackers.
+        name: the job's name, for trackers.
         settings: all of the job, for trackers.
 
     Attributes:
@@ -92,7 +90,7 @@ class TrainingEvents:
         """Begin to follow a training.
 
         Args:
-            step: where it stands.
+            step: steps done so far.
             total_steps: its last step.
             num_tokens: computed so far.
             show: metrics in the progress line.
@@ -145,7 +143,7 @@ class TrainingEvents:
 
         Args:
             step: counted from 1.
-            metrics: of the step, and of the evaluation after it, if there was one.
+            metrics: metrics of the step, and of the evaluation after it, if there was one.
             save: writes a checkpoint, given the metrics.
             due: whether the settings want one after this step.
             on_step: called when the step is logged.
@@ -171,7 +169,7 @@ class TrainingEvents:
             raise TrainingStopped(code)
 
     def after_last_step(self, load_best: Callable[[Path], None]) -> None:
-        """Give the best checkpoint to `load_best`, where that was asked for."""
+        """Give the best checkpoint to `load_best`, if requested."""
         if not (self._selection.load_best_model_at_end and self._checkpoints):
             return
         best = self._checkpoints.best()

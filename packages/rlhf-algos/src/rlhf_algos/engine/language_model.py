@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, TypeVar
@@ -19,10 +20,13 @@ from rlhf_algos.configs.trainer import LanguageModelConfig, PolicyConfig
 from rlhf_algos.engine.base_trainer import BaseTrainer
 from rlhf_algos.engine.loss_output import LossOutput
 from rlhf_algos.engine.reference_cache import adapter_off_is, with_reference_logps
-from rlhf_algos.engine.start_distance import StartDistance, shortened
+from rlhf_algos.engine.start_distance import Score, StartDistance, measurable
+from rlhf_algos.parallel.lockstep import Lockstep
+from rlhf_algos.safeguards.capability import CapabilityGuard
 from rlhf_algos.tracking.debug import Sampler
-from rlhf_data import PackedBatch, TokenSequence, UserError
+from rlhf_data import PackedBatch, TokenSequence, UserError, pack
 from rlhf_models import (
+    ShardUnit,
     TokenLogps,
     disable_dropout,
     evaluating,
@@ -30,14 +34,14 @@ from rlhf_models import (
     token_distributions,
     token_logps,
 )
-
-__all__ = ["LanguageModelTrainer", "LogpsModule", "ReferenceTrainer"]
+from rlhf_models.language_model.logps import check_packing
+from rlhf_models.loading.shards import Returned
 
 _LOG = logging.getLogger(__name__)
 Example = TypeVar("Example")
 
 
-class LogpsModule(nn.Module):
+class LogpsModule(ShardUnit, nn.Module):
     """Scores packed batches with a causal LM; everything a method asks of the model goes through `forward`.
 
     Args:
@@ -49,7 +53,7 @@ class LogpsModule(nn.Module):
     def __init__(self, lm: Any, ref_lm: Any = None) -> None:
         super().__init__()
         self.lm = lm
-        self.ref_lm = None if ref_lm is None else ref_lm.requires_grad_(False).eval()
+        self.reference = None if ref_lm is None else LogpsModule(ref_lm.requires_grad_(False)).eval()
 
     @classmethod
     def with_reference(cls, lm: Any, ref_lm: Any = None) -> LogpsModule:
@@ -63,9 +67,13 @@ class LogpsModule(nn.Module):
     def train(self, mode: bool = True) -> LogpsModule:
         """Switch the model between training and evaluation."""
         super().train(mode)
-        if self.ref_lm is not None:
-            self.ref_lm.eval()
+        if self.reference is not None:
+            self.reference.eval()
         return self
+
+    def check_packing(self) -> None:
+        """See `rlhf_models.language_model.logps.check_packing`."""
+        self.call(lambda: check_packing(self.lm))
 
     def forward(
         self,
@@ -98,9 +106,9 @@ class LogpsModule(nn.Module):
         options["with_stats"] = with_stats
         if not reference:
             return token_logps(self.lm, batch, with_router_loss=with_router_loss, **options)
-        if self.ref_lm is not None:
+        if self.reference is not None:
             with torch.no_grad():
-                return token_logps(self.ref_lm, batch, **options)
+                return self.reference(batch, **options)
         if not hasattr(self.lm, "disable_adapter"):
             raise ValueError("a model without adapters is not its own reference; give a frozen copy")
         with torch.no_grad(), evaluating(self.lm), self.lm.disable_adapter():
@@ -112,13 +120,10 @@ class LanguageModelTrainer(BaseTrainer[Example]):
 
     Args:
         model: a transformers causal LM, or a PeftModel around one.
-        config: the settings; `router_aux_loss_coef`, where it has one, weighs the routers' loss of a model
+        config: the settings; `router_aux_loss_coef`, if it has one, weighs the routers' loss of a model
             with experts.
         *options: see `BaseTrainer`.
         **more_options: see `BaseTrainer`.
-
-    Raises:
-        UserError: `router_aux_loss_coef` for a model without experts.
     """
 
     config: PolicyConfig
@@ -133,6 +138,8 @@ class LanguageModelTrainer(BaseTrainer[Example]):
             self._router_coef = router_coefficient(model, config.router_aux_loss_coef)
         super().__init__(model, config, *options, **more_options)
         self._start_distance = self._measured_from_here()
+        if config.capability_steps:
+            self.guard = CapabilityGuard(self, config)
 
     def build_scorer(self, model: Any) -> nn.Module:
         """The model behind `LogpsModule`."""
@@ -145,14 +152,11 @@ class LanguageModelTrainer(BaseTrainer[Example]):
         return self.forward(batch, **options)
 
     def balanced(self, output: LossOutput, scores: TokenLogps, terms: int) -> LossOutput:
-        """The loss with the routers' load-balancing loss, and the metric `aux_loss`, where there are experts.
+        """The loss with the routers' load-balancing loss, and the metric `aux_loss`, if there are experts.
 
         Of several micro-batches' losses the mean is taken, each weighed by its share of the step's terms.
 
-        Args:
-            output: the method's own.
-            scores: what `policy_scores` gave.
-            terms: over which the output's loss is a sum.
+        `terms` is the number of terms that the loss of the output sums over.
         """
         if scores.router_loss is None:
             return output
@@ -162,20 +166,23 @@ class LanguageModelTrainer(BaseTrainer[Example]):
         )
 
     def evaluate(self) -> dict[str, float]:
-        """See `BaseTrainer.evaluate`; `eval_ref_kl` besides, see `StartDistance`."""
+        """See `BaseTrainer.evaluate`; also `eval_ref_kl`, see `StartDistance`."""
         return super().evaluate() | self.ref_kl()
 
     @torch.no_grad()
     def ref_kl(self) -> dict[str, float]:
-        """`eval_ref_kl`, the KL to the model at its start, by `StartDistance`.
+        """`eval_ref_kl`, the KL to the model at its start, by `StartDistance`; every process must call it.
 
         Empty without held-out rows, and with `ref_kl_rows` 0.
         """
-        if self._start_distance is None:
+        start = self._start_distance
+        if start is None:
             return {}
         self.prepare()
         with evaluating(self.scorer):
-            return {"eval_ref_kl": self._start_distance.measure(self._distributions)}
+            sums = self._together(lambda score: start.measure(score), self._distributions)
+        total, count = self.parallel.sum(torch.tensor(sums, dtype=torch.float64, device=self.device)).tolist()
+        return {"eval_ref_kl": total / count}
 
     def stage_rows(self) -> list[dict[str, Any]]:
         """Rows of samples.jsonl: what the model now answers, greedily, to `stage_samples` held-out prompts.
@@ -207,21 +214,42 @@ class LanguageModelTrainer(BaseTrainer[Example]):
 
     @torch.no_grad()
     def _measured_from_here(self) -> StartDistance | None:
-        """What measures the KL to the model as it is now, before anything is wrapped, sharded or resumed."""
-        count = self.config.ref_kl_rows
+        """What measures the KL to the model as it is now, before it is wrapped or resumed.
+
+        Each process measures its share of the rows.
+        """
+        count, sharded = self.config.ref_kl_rows, self.parallel.shards_weights
         if not count or not len(self.eval_examples):
             return None
-        scorer = LogpsModule(self.model)
-        with evaluating(self.model), self.parallel.autocast():
-            found = [shortened(each) for each in self.compared_sequences(count)]
-            sequences = [each for each in found if each is not None]
+        vocab_size = self.model.config.get_text_config().vocab_size
+        alone = LogpsModule(self.model)
+
+        def whole(batch: PackedBatch) -> Tensor:
+            return _of(alone(batch.to(self.model.device), distributions=True))
+
+        half = contextlib.nullcontext() if sharded else self.parallel.autocast()
+        with evaluating(self.scorer), half:
+            sequences = measurable(self.compared_sequences(count), vocab_size)
             if not sequences:
                 return None
-            return StartDistance(
-                sequences,
-                lambda batch: _of(scorer(batch.to(self.model.device), distributions=True)),
-                self.config.max_tokens_per_batch,
+            own = sequences[self.parallel.rank :: self.parallel.world_size]
+            options = {"vocab_size": vocab_size, "max_tokens": self.config.max_tokens_per_batch}
+            return self._together(
+                lambda score: StartDistance(own, score, **options), self._distributions if sharded else whole
             )
+
+    def _together(self, function: Callable[[Score], Returned], score: Score) -> Returned:
+        """What a function returns that scores batches, of which each process may have another number."""
+        if not self.parallel.shards_weights:
+            return function(score)
+        lockstep = Lockstep(self.parallel)
+
+        def announced(batch: PackedBatch) -> Tensor:
+            lockstep.before_pass()
+            return score(batch)
+
+        (idle,) = pack([TokenSequence([0, 0], 1)])
+        return lockstep.run(lambda: function(announced), lambda: score(idle))
 
     def _distributions(self, batch: PackedBatch) -> Tensor:
         return _of(self.forward(batch.to(self.device), distributions=True))
@@ -260,16 +288,18 @@ class ReferenceTrainer(LanguageModelTrainer[Example]):
         **options: Any,
     ) -> None:
         self._ref_model = ref_model
+        off = adapter_off_is(model if ref_model is None else ref_model)
         super().__init__(model, config, examples, eval_examples=eval_examples, **options)
         if config.precompute_ref_log_probs:
             scorer = self.scorer if ref_model is None else LogpsModule(ref_model)
+            what = self.reference_sequences, self.reference_fields
             self.examples, self.eval_examples = with_reference_logps(
-                self, scorer, (examples, eval_examples), self.reference_sequences, self.reference_fields
+                self, scorer, (examples, eval_examples), *what, adapters_off=off
             )
             self._ref_model = None
 
     def build_scorer(self, model: Any) -> nn.Module:
-        """The policy, with its reference where that is a model of its own."""
+        """The policy, with its reference if that is a separate model."""
         if self.config.precompute_ref_log_probs:
             return LogpsModule(model)
         return LogpsModule.with_reference(model, self._ref_model)
@@ -284,7 +314,7 @@ class ReferenceTrainer(LanguageModelTrainer[Example]):
             return batch.sequence_sums(self.forward(batch, reference=True).logps)
 
     def known_logps(self, examples: Sequence[Example]) -> Tensor | None:
-        """Log-probs (examples, fields) that the examples bring along; None where some do not."""
+        """Log-probs (examples, fields) that the examples bring along; None if some do not."""
         rows = [[getattr(example, name, None) for name in self.reference_fields] for example in examples]
         if any(value is None for row in rows for value in row):
             return None

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from rlhf_models import TokenLogps
 
-__all__ = ["LossOutput", "mean_where", "reduce_outputs", "side_metrics"]
-
 
 @dataclass(frozen=True)
 class LossOutput:
@@ -23,12 +21,12 @@ class LossOutput:
     sums: Mapping[str, Tensor] = field(default_factory=dict)
     """Metrics that are sums over terms; reported as means over the step's terms."""
     means: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Metrics that are means over something else: their sums and counts; left out where nothing counts."""
+    """Metrics that are means over something else: their sums and counts; left out if nothing counts."""
     lows: Mapping[str, Tensor] = field(default_factory=dict)
-    """Metrics reported as the minimum over micro-batches; inf where there is nothing, left out
+    """Metrics reported as the minimum over micro-batches; inf if there is nothing, left out
     of the metrics where all are."""
     highs: Mapping[str, Tensor] = field(default_factory=dict)
-    """Metrics reported as the maximum over micro-batches; -inf where there is nothing."""
+    """Metrics reported as the maximum over micro-batches; -inf if there is nothing."""
 
     def parts(self, real: bool) -> tuple[list[Tensor], list[Tensor]]:
         """What adds up, and what is maximised (minima negated); neutral values where not `real`."""

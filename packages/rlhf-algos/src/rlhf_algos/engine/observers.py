@@ -12,8 +12,6 @@ from torch import nn
 from rlhf_algos.tracking.debug import ActivationHistograms, GradientFlow, Sampler
 from rlhf_data import RunFolder, TokenSequence, UserError
 
-__all__ = ["Observers", "sampler_of"]
-
 _LOG = logging.getLogger(__name__)
 
 
@@ -79,13 +77,10 @@ def sampler_of(
 
     Args:
         scorer: has the language model as `lm`; None for a sharded one.
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         sequences: whose prompts are answered.
         run: where samples go; None on processes that write none, which get no sampler.
         every: steps between samples.
-
-    Raises:
-        UserError: the model does not generate text, or is sharded.
     """
     lm = getattr(scorer, "lm", None)
     if lm is None or tokenizer is None:
@@ -105,9 +100,7 @@ def sampler_of(
 def observers_of(trainer: Any, run: RunFolder | None) -> Observers:
     """The observers that a trainer's settings ask for.
 
-    Args:
-        trainer: a `BaseTrainer`.
-        run: where they write; None on all processes but the first.
+    `run` is None on all processes but the first.
     """
     config, sampler = trainer.config, None
     if config.sample_steps and not trainer.samples_rollouts:

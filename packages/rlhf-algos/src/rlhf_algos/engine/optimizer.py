@@ -15,15 +15,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rlhf_data import UserError
 
-__all__ = [
-    "MOMENT_BYTES",
-    "OPTIMIZERS",
-    "create_optimizer",
-    "create_scheduler",
-    "learning_rate_factor",
-    "train_in_fp32",
-]
-
 
 def train_in_fp32(module: Any) -> torch.dtype:
     """Put the trained weights of a module that are in half precision into fp32, in place.
@@ -55,6 +46,7 @@ def create_optimizer(
     betas: tuple[float, float] = (0.9, 0.999),
     epsilon: float = 1e-8,
     optim: str = "adamw_torch",
+    half: bool = False,
 ) -> Optimizer:
     """AdamW over the parameters given, in the order given.
 
@@ -69,11 +61,12 @@ def create_optimizer(
         betas: decay of the running means of the gradient and of its square.
         epsilon: added to the root of the mean of squares, > 0.
         optim: one of `OPTIMIZERS`.
+        half: whether weights in half precision are accepted: DeepSpeed steps a copy of them in fp32.
 
     Raises:
         ValueError: no parameters, some do not require a gradient or are in half precision, or an unknown
             `optim`.
-        UserError: bitsandbytes is asked for and not installed.
+        UserError: bitsandbytes is requested and not installed.
     """
     if optim not in OPTIMIZERS:
         raise ValueError(f"optim must be {' or '.join(OPTIMIZERS)}, got {optim!r}")
@@ -81,7 +74,7 @@ def create_optimizer(
     frozen = sum(not parameter.requires_grad for parameter in parameters)
     if frozen or not parameters:
         raise ValueError(f"{frozen} of the {len(parameters)} parameters to train do not require a gradient")
-    if any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in parameters):
+    if not half and any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in parameters):
         raise ValueError("weights in half precision lose their updates; see train_in_fp32")
     groups = [{"params": parameters, "weight_decay": 0.0}]
     if weight_decay > 0:
@@ -98,7 +91,7 @@ def create_optimizer(
 def _adamw_8bit(groups: list[dict[str, Any]], **options: Any) -> Optimizer:
     """AdamW of bitsandbytes: moments of tensors with 4096 or more entries are kept in 8 bits.
 
-    Each block of 256 has a scale of its own, https://arxiv.org/abs/2110.02861.
+    Each block of 256 has its own scale, https://arxiv.org/abs/2110.02861.
     """
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -10,11 +11,11 @@ import torch
 
 from rlhf_algos.engine.loss_output import LossOutput, reduce_outputs
 from rlhf_algos.engine.observers import Observers
-from rlhf_algos.engine.parallel import Parallel
 from rlhf_algos.engine.trained_module import TrainedModule
-from rlhf_data import PackedBatch
-
-__all__ = ["MicroBatch", "Share", "combined", "epoch_order", "optimizer_step", "reduced", "share_of_step"]
+from rlhf_algos.parallel.parallel import Parallel
+from rlhf_algos.safeguards.consolidation import ElasticWeightConsolidation
+from rlhf_algos.tracking.debug import nonfinite_message
+from rlhf_data import PackedBatch, UserError
 
 
 class MicroBatch(NamedTuple):
@@ -53,7 +54,7 @@ def share_of_step(
 
     Args:
         own: this process's examples of the step, may be none.
-        filler: examples to repeat where there are none.
+        filler: examples to repeat if there are none.
         cut: cuts examples into packed batches.
         num_loss_terms: how many terms the loss of a batch sums over.
         parallel: the processes.
@@ -79,16 +80,18 @@ def optimizer_step(
     step: int,
     check: Callable[[dict[str, float]], None],
     observers: Observers | None = None,
+    held: ElasticWeightConsolidation | None = None,
 ) -> tuple[dict[str, float], bool]:
     """Forward, backward, clip and step.
 
     Args:
         trained: what is stepped; `prepare` has been called.
-        share: what `share_of_step` gave.
-        loss: of a micro-batch on the device.
+        share: what `share_of_step` returned.
+        loss: computes the loss of a micro-batch on the device.
         step: counted from 1.
         check: raises where the metrics, looked at before the step, are not finite.
-        observers: the debug switches that look at the step.
+        observers: the debug switches that observe the step.
+        held: adds the gradient of its penalty.
 
     Returns:
         `loss`, the method's metrics, `grad_norm` and `learning_rate`; and whether the step was taken (fp16
@@ -106,8 +109,9 @@ def optimizer_step(
         outputs.append((replace(output, loss=output.loss.detach()), real))
     if observers:
         observers.after_backward(step, scale=parallel.loss_scale)
+    penalty = held.add_gradient(scale=parallel.loss_scale) if held else {}
     norm = parallel.clip(trained.parameters)
-    metrics = reduced(outputs, share.total, parallel, {} if norm is None else {"grad_norm": norm})
+    metrics = reduced(outputs, share.total, parallel, {} if norm is None else {"grad_norm": norm}) | penalty
     check(metrics)
     metrics["learning_rate"] = trained.optimizer.param_groups[0]["lr"]
     taken, norm = trained.step()
@@ -115,6 +119,26 @@ def optimizer_step(
         metrics["grad_norm"] = float(norm)
         check(metrics)
     return metrics, taken
+
+
+def check_finite(trainer: Any, metrics: Mapping[str, float]) -> None:
+    """Refuse a loss or a gradient that is not finite, naming the rows of the step.
+
+    Raises:
+        UserError: it is not.
+    """
+    skipping = trainer.parallel.precision == "fp16"  # an overflow only makes the scaled step be skipped
+    names = ("loss",) if skipping else ("loss", "grad_norm")
+    if all(math.isfinite(metrics.get(name, 0.0)) for name in names):
+        return
+    said = nonfinite_message(
+        dict(metrics),
+        step=trainer.step + 1,
+        rows=trainer.rows,
+        checkpoint=trainer.checkpoints.latest() if trainer.checkpoints else None,
+        learning_rate=trainer.optimizer.param_groups[0]["lr"],
+    )
+    raise UserError(said, code="non_finite_loss")
 
 
 def reduced(

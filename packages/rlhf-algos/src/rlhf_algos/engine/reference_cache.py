@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -14,21 +15,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from rlhf_algos.engine.optimizer_step import share_of_step
 from rlhf_algos.engine.step_examples import is_streamed
-from rlhf_data import TokenSequence, atomic_folder, cache_folder
+from rlhf_data import PackedBatch, TokenSequence, atomic_folder, cache_folder
 
 if TYPE_CHECKING:
     from rlhf_algos.engine.base_trainer import BaseTrainer
-
-__all__ = [
-    "adapter_off_is",
-    "compute_logps",
-    "data_hash",
-    "load_logps",
-    "model_hash",
-    "save_logps",
-    "with_reference_logps",
-]
 
 _LOG = logging.getLogger(__name__)
 _FILE = "ref_logps.safetensors"
@@ -42,6 +34,8 @@ def with_reference_logps(
     sets: Iterable[Any],
     sequences: Callable[[Any], Sequence[TokenSequence]],
     fields: Sequence[str],
+    *,
+    adapters_off: bool,
 ) -> list[Sequence[Any]]:
     """Sets of examples that bring along the reference's log-probs, from the cache or computed now.
 
@@ -51,9 +45,11 @@ def with_reference_logps(
         sets: the examples, named tuples.
         sequences: what the reference scores of an example, as many sequences as there are fields.
         fields: of an example, which get the log-probs.
+        adapters_off: whether the reference's adapters change nothing, as `adapter_off_is` says.
     """
     lm: Any = scorer.lm
-    model = model_hash(lm, without="lora_" if adapter_off_is(lm) else None)
+    tensors = trainer.parallel.whole_values(lm) if scorer is trainer.scorer else lm.state_dict().items()
+    model = model_hash(lm.config, tensors, without="lora_" if adapters_off else None)
     found: list[Sequence[Any]] = []
     for rows in sets:
         if not len(rows):
@@ -82,21 +78,27 @@ def compute_logps(
     sequences: Callable[[Any], Sequence[TokenSequence]],
     shape: tuple[int, int],
 ) -> Tensor:
-    """Log-probs (rows, sequences of a row) under the reference.
-
-    Every process scores a share of the rows with the whole model, before anything is wrapped or sharded.
-    """
+    """Log-probs (rows, sequences of a row) under the reference; every process scores a share of the rows."""
     parallel, step = trainer.parallel, trainer.global_batch_size
     values = torch.zeros(shape, device=trainer.device)
     was_training = scorer.training
-    scorer.to(trainer.device).eval()
-    for start in range(parallel.rank * step, len(rows), step * parallel.world_size):
-        chunk = range(start, min(start + step, len(rows)))
-        for batch, members in trainer.micro_batches(_numbered(rows, chunk), lambda pair: sequences(pair[1])):
-            with parallel.autocast():
-                batch = batch.to(trainer.device)
+    scorer.eval()
+    if not parallel.shards_weights:
+        scorer.to(trainer.device)
+
+    def cut(members: Sequence[tuple[int, Any]]) -> Iterator[tuple[PackedBatch, list[Any]]]:
+        return trainer.micro_batches(members, lambda pair: sequences(pair[1]))
+
+    for first in range(0, len(rows), step * parallel.world_size):
+        start = first + parallel.rank * step
+        own = _numbered(rows, range(start, min(start + step, len(rows))))
+        share = share_of_step(own, lambda: _numbered(rows, range(1)), cut, lambda *_: 0, parallel)
+        for batch, members, real in share.batches:
+            batch = batch.to(trainer.device)
+            with contextlib.nullcontext() if parallel.shards_weights else parallel.autocast():
                 logps = batch.sequence_sums(scorer(batch).logps)
-            values[[index for index, _ in members]] = logps.view(len(members), -1).float()
+            if real:
+                values[[index for index, _ in members]] = logps.view(len(members), -1).float()
     scorer.train(was_training)
     return trainer.sum_over_processes(values).cpu()
 
@@ -109,21 +111,19 @@ def adapter_off_is(model: Any) -> bool:
     return not any(bool(update.count_nonzero()) for update in updates)
 
 
-def model_hash(model: Any, *, without: str | None = None) -> str:
+def model_hash(config: Any, tensors: Iterable[tuple[str, Any]], *, without: str | None = None) -> str:
     """SHA-256 over a model's config and the names, types and values of its tensors.
 
-    Args:
-        model: a transformers model, or a PeftModel around one.
-        without: tensors with this in their name are left out, such as those of an adapter that is off.
+    Takes the model's config and its tensors by name, in any order; tensors with `without` in their name are
+    left out, such as those of an adapter that is off.
     """
-    digest = hashlib.sha256()
-    config = {key: value for key, value in model.config.to_dict().items() if key not in _NAMES_ONLY}
-    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, tensor in sorted(model.state_dict().items()):
+    values = {key: value for key, value in config.to_dict().items() if key not in _NAMES_ONLY}
+    lines = [json.dumps(values, sort_keys=True, default=str)]
+    for name, tensor in tensors:
         if isinstance(tensor, Tensor) and not (without and without in name):
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(_bytes(tensor))
-    return digest.hexdigest()
+            content = hashlib.sha256(_bytes(tensor)).hexdigest()
+            lines.append(f"{name} {tensor.dtype} {tuple(tensor.shape)} {content}")
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
 def data_hash(rows: Iterable[Iterable[TokenSequence]]) -> str:
@@ -139,12 +139,7 @@ def data_hash(rows: Iterable[Iterable[TokenSequence]]) -> str:
 
 
 def load_logps(key: str, shape: tuple[int, int]) -> Tensor | None:
-    """What `save_logps` kept under a key; None where there is nothing, or nothing whole.
-
-    Args:
-        key: the key.
-        shape: rows and columns expected.
-    """
+    """What `save_logps` kept under a key; None if there is nothing, or nothing whole."""
     path = cache_folder("reference") / key / _FILE
     if not path.exists():
         return None
@@ -183,7 +178,7 @@ def _bytes(tensor: Tensor) -> Any:
 
 
 class _Referenced(Sequence[Any]):
-    """Examples that get the reference's log-probs when they are asked for."""
+    """Examples that get the reference's log-probs when they are indexed."""
 
     def __init__(self, examples: Sequence[Any], values: Tensor, fields: Sequence[str]) -> None:
         self.examples: Any = examples

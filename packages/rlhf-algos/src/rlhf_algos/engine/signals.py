@@ -9,8 +9,6 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-__all__ = ["GracefulStop"]
-
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -62,7 +60,7 @@ class GracefulStop:
         self.signal = signal.Signals(number)
         self._restore()
         if self.notice:
-            # Unbuffered: a handler may run in the middle of another write. An error means nobody listens.
+            # Unbuffered: a handler may run in the middle of another write. An error: the stream is closed.
             with contextlib.suppress(OSError):
                 os.write(2, f"\n{self.signal.name}: {self.notice}\n".encode())
 

@@ -8,8 +8,6 @@ from rlhf_algos.engine.language_model import LanguageModelTrainer
 from rlhf_algos.process_group import broadcast
 from rlhf_data import atomic_write_text
 
-__all__ = ["sample_stage"]
-
 _FILE, _PAGE = "samples.jsonl", "samples.html"
 
 
@@ -18,12 +16,7 @@ def sample_stage(trainer: LanguageModelTrainer[Any], stage: Literal["start", "en
 
     Every process must call it.
 
-    Args:
-        trainer: with a run folder; its `stage_rows` samples.
-        stage: of the training; that of the start is kept once, whatever is resumed.
-
-    Raises:
-        UserError: a reward function failed.
+    The samples of the start are written once, whatever is resumed.
     """
     run, main = trainer.run, trainer.parallel.is_main
     assert run is not None

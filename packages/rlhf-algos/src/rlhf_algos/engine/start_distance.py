@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import Tensor
 from torch.nn.functional import kl_div
 
 from rlhf_data import PackedBatch, TokenSequence, pack
 
-__all__ = ["StartDistance", "shortened"]
-
 MAX_TOKENS = 64
 """Of a completion, from its start, along which the KL is measured."""
 _KEPT_BYTES = 1 << 28
-"""Distributions of the start that are kept at most, in main memory: 441 tokens of 152,064 logits."""
+"""Distributions of the start that all processes together keep, in main memory: 441 tokens of 152,064."""
 _BATCH_BYTES = 1 << 27
 """Distributions that exist at a time on the device."""
 
@@ -28,38 +26,56 @@ class StartDistance:
     completions y.  The start's distributions are computed once and kept, so that no second model is needed.
 
     Args:
-        sequences: prompts with completions, the completions scored; as many of them are taken, from the
-            first, as there is room for.
+        sequences: prompts with completions, the completions scored; see `measurable`.
         score: log π (M, V), fp32, of a batch under the model at its start.
+        vocab_size: V.
         max_tokens: of one forward pass; a longer sequence is taken alone.
     """
 
-    def __init__(self, sequences: Sequence[TokenSequence], score: Score, max_tokens: int | None) -> None:
-        self._batches: list[PackedBatch] = []
-        self._start: list[Tensor] = []
-        kept, at, rows = 0, 0, 1
-        while at < len(sequences) and kept < _KEPT_BYTES:
-            part = sequences[at : at + rows]
-            for batch in pack(part, max_tokens):
-                distributions = score(batch).cpu()
-                self._batches.append(batch)
-                self._start.append(distributions)
-                kept += distributions.nbytes
-            at += len(part)
-            rows = max(1, min(_BATCH_BYTES, _KEPT_BYTES - kept) * at // kept)
+    def __init__(
+        self, sequences: Sequence[TokenSequence], score: Score, *, vocab_size: int, max_tokens: int | None
+    ) -> None:
+        parts = _parts(sequences, _BATCH_BYTES // (4 * vocab_size))
+        self._batches = [batch for part in parts for batch in pack(part, max_tokens)]
+        self._start = [score(batch).cpu() for batch in self._batches]
 
-    def measure(self, score: Score) -> float:
-        """The KL of the model that `score` asks, from the one at the start; at least 0 but for rounding."""
+    def measure(self, score: Score) -> tuple[float, int]:
+        """Sum over the tokens of the KL of the model that `score` asks, and how many tokens there are."""
         total, count = 0.0, 0
         for batch, start in zip(self._batches, self._start, strict=True):
             now = score(batch)
             total += float(kl_div(start.to(now.device), now, log_target=True, reduction="sum"))
             count += len(now)
-        return total / count
+        return total, count
 
 
-def shortened(sequence: TokenSequence) -> TokenSequence | None:
-    """A sequence up to its `MAX_TOKENS`th scored token; None where none is scored."""
+def measurable(sequences: Iterable[TokenSequence], vocab_size: int) -> list[TokenSequence]:
+    """Sequences cut after `MAX_TOKENS` scored tokens; the first ones, for which there is room."""
+    kept: list[TokenSequence] = []
+    room = _KEPT_BYTES // (4 * vocab_size)
+    for sequence in sequences:
+        if room <= 0:
+            break
+        if (cut := _shortened(sequence)) is not None:
+            kept.append(cut)
+            room -= len(cut.scored())
+    return kept
+
+
+def _parts(sequences: Iterable[TokenSequence], tokens: int) -> Iterator[list[TokenSequence]]:
+    """Runs of sequences with at most that many scored tokens, unless one alone has more."""
+    part: list[TokenSequence] = []
+    for sequence in sequences:
+        if part and sum(len(each.scored()) for each in (*part, sequence)) > tokens:
+            yield part
+            part = []
+        part.append(sequence)
+    if part:
+        yield part
+
+
+def _shortened(sequence: TokenSequence) -> TokenSequence | None:
+    """A sequence up to its `MAX_TOKENS`th scored token; None if no token is scored."""
     scored = sequence.scored()[:MAX_TOKENS]
     if not scored:
         return None

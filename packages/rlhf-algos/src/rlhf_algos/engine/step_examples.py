@@ -10,29 +10,27 @@ from typing import Any
 import torch
 
 from rlhf_algos.engine.optimizer_step import epoch_order
-from rlhf_algos.engine.parallel import Parallel
+from rlhf_algos.parallel.parallel import Parallel
+from rlhf_algos.process_group import all_gather
 from rlhf_data import UserError, read_ahead
-
-__all__ = ["StepExamples", "check_same", "data_of", "examples_at", "is_streamed", "order_of", "steps_of"]
 
 _SAME = {
     "num_examples": "number of training examples",
     "rows_per_step": "number of rows per step",
-    "num_processes": "number of processes",
 }
 
 
 class StepExamples(Sequence[Any]):
-    """Examples of a step over all processes, each built when it is asked for, and then kept.
+    """Examples of a step over all processes, each built when first indexed, and then kept.
 
     Args:
         keys: what each is known by.
         build: gives an example by its key.
-        rows: of the step, also those without an example; None where each key is one.
+        rows: the step's rows, including those without an example; None if each key is a row.
         built: examples that are there already, by key.
 
     Attributes:
-        rows: of the step, over all processes.
+        rows: rows in a step, over all processes.
     """
 
     def __init__(
@@ -66,10 +64,38 @@ def is_streamed(examples: Any) -> bool:
     return hasattr(examples, "fetch")
 
 
+def identity_of(examples: Any, rows_per_step: int) -> dict[str, Any]:
+    """What must be the same when a training is resumed."""
+    return {"num_examples": len(examples), "rows_per_step": rows_per_step} | data_of(examples)
+
+
 def data_of(examples: Any) -> dict[str, str]:
     """What a checkpoint keeps of a set's files, to tell whether they changed; nothing of a set in memory."""
     content = getattr(getattr(examples, "examples", examples), "content", None)
     return {"data": hashlib.sha256(content.encode()).hexdigest()[:16]} if content else {}
+
+
+def left_out_of(examples: Any) -> dict[str, Any]:
+    """Which rows of a streamed set all processes left out so far; every process must call it.
+
+    Returns:
+        By reason, the numbers of the rows and this process's messages; empty for a set in memory.
+    """
+    return {
+        reason: {"numbers": sorted(set(all_gather(sorted(each.numbers)))), "messages": list(each.messages)}
+        for reason, each in _left_out(examples).items()
+    }
+
+
+def set_left_out(examples: Any, state: Mapping[str, Any]) -> None:
+    """Go on counting from what `left_out_of` returned."""
+    for reason, each in _left_out(examples).items():
+        found = state.get(reason, {"numbers": (), "messages": ()})
+        each.numbers, each.messages = set(found["numbers"]), list(found["messages"])
+
+
+def _left_out(examples: Any) -> dict[str, Any]:
+    return getattr(getattr(examples, "examples", examples), "left_out", {})
 
 
 def check_same(folder: str | Path, state: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -79,9 +105,6 @@ def check_same(folder: str | Path, state: Mapping[str, Any], now: Mapping[str, A
         folder: the checkpoint.
         state: what it holds; a key that an older one lacks is passed over.
         now: what must be equal, by its key of `_SAME`.
-
-    Raises:
-        UserError: one of them differs.
     """
     if state.get("data", now.get("data")) != now.get("data"):
         raise UserError(
@@ -120,7 +143,7 @@ def steps_of(
     """Yield the examples of each step; every process must ask for them together.
 
     Of a set on disk a process reads its share, on threads ahead of the step. Which rows turned out to have no
-    example is then agreed on, so that every process goes on with the same examples.
+    example is then agreed on, so that every process continues with the same examples.
 
     Args:
         examples: all examples.
@@ -128,9 +151,6 @@ def steps_of(
         starts: where in the order each step starts; the step of the range is the examples of one.
         parallel: the processes.
         workers: threads that read ahead.
-
-    Raises:
-        UserError: a bad row, on this or another process.
     """
     steps = (order[start : start + starts.step] for start in starts)
     if not is_streamed(examples):

@@ -14,8 +14,6 @@ from rlhf_algos.configs.trainer import TrainerConfig
 from rlhf_algos.engine.loss_output import LossOutput
 from rlhf_data import PackedBatch, TokenSequence, micro_batches
 
-__all__ = ["Example", "TrainingMethod"]
-
 Example = TypeVar("Example")
 
 
@@ -55,9 +53,7 @@ class TrainingMethod(ABC, Generic[Example]):
     ) -> Iterator[tuple[PackedBatch, list[Any]]]:
         """Cut this process's examples by the token budget; each batch with the examples in it.
 
-        Args:
-            examples: any examples.
-            sequences: the token sequences of one; None means the method's `sequences`.
+        `sequences` gives the token sequences of an example; None takes the method's own.
         """
         parts = [list((sequences or self.sequences)(example)) for example in examples]
         return micro_batches(examples, parts, self.config.max_tokens_per_batch)
@@ -66,14 +62,14 @@ class TrainingMethod(ABC, Generic[Example]):
         """A pass over this process's examples of a step, or of a batch of evaluation, before their losses."""
 
     def extra_state(self) -> dict[str, Any]:
-        """What a method must remember in checkpoints besides the model, as JSON values."""
+        """What a method must remember in checkpoints in addition to the model, as JSON values."""
         return {}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        """Take up what `extra_state` gave."""
+        """Load what `extra_state` returned."""
 
     def save_weights(self, folder: Path) -> None:
-        """Write the model, and the tokenizer where there is one, into a folder."""
+        """Write the model, and the tokenizer if there is one, into a folder."""
         save_pretrained(self.model, self.tokenizer, folder)
 
     def load_weights(self, folder: Path) -> None:

@@ -11,8 +11,6 @@ from rlhf_data import UserError, data_files, record_rows, row_place, scan_rows
 from rlhf_infer import RewardFunctionFactory
 from rlhf_infer.rewards.answers.verifiable import is_checked
 
-__all__ = ["AnswerCheck"]
-
 _RULES = ("number", "math", "choice", "exact")
 """Rules that read a column of right answers; they are cheap to make."""
 
@@ -26,8 +24,7 @@ _UNCHECKED = (
 class AnswerCheck:
     """Looks whether the rewards of a job can read the right answers of rows.
 
-    Args:
-        config: the job's settings. With `on_bad_row` "skip" a row that cannot be read is left out.
+    With `on_bad_row` "skip" a row that cannot be read is left out.
     """
 
     def __init__(self, config: OnlineJobConfig) -> None:
@@ -37,11 +34,9 @@ class AnswerCheck:
         self._alone = bool(specs) and len(specs) == len(config.reward)
 
     def file(self, path: str, *, subset_size: int | None = None) -> list[str]:
-        """What is wrong with the rows of a file that are to be left out; rows bad otherwise are passed over.
+        """What is wrong with the rows of a file that are left out for it; rows bad otherwise are passed over.
 
-        Args:
-            path: the file.
-            subset_size: rows that are looked at; None for all.
+        At most `subset_size` rows are checked.
 
         Raises:
             UserError: no row has a column that a reward needs; with `on_bad_row` "error" also a row whose
@@ -83,21 +78,13 @@ class AnswerCheck:
             return False
 
     def columns(self, path: str, records: Iterable[Any]) -> None:
-        """Refuse a file whose first records lack a column that a reward needs.
-
-        Raises:
-            UserError: none of the records has it.
-        """
+        """Refuse a file whose first records lack a column that a reward needs."""
         seen = {column for record in records for column in getattr(record, "columns", {})}
         if self._rules:
             self._check_columns(path, seen)
 
     def record(self, record: Any) -> None:
-        """Refuse a record whose right answer no reward can read.
-
-        Raises:
-            UserError: the answer is missing or cannot be read.
-        """
+        """Refuse a record whose right answer no reward can read."""
         row = getattr(record, "columns", {})
         self._read(row, record.where)
         if self._lacks_answer(row, record.where):

@@ -11,8 +11,6 @@ from rlhf_algos.jobs.config import JobConfig
 from rlhf_data import Encoder, UserError
 from rlhf_models import load_tokenizer
 
-__all__ = ["set_chat_format", "warn_of_endless_turns"]
-
 _LOG = logging.getLogger(__name__)
 _JINJA = (".jinja", ".j2")
 
@@ -22,14 +20,6 @@ def set_chat_format(model: Any, tokenizer: Any, config: JobConfig) -> None:
 
     The end token also becomes that of the model's configs: generation stops at it, and still at those it
     stopped at before.
-
-    Args:
-        model: the language model, or one with another head.
-        tokenizer: of the model.
-        config: `chat_template_path` and `eos_token`.
-
-    Raises:
-        UserError: there is no such template, or the end token is not a token.
     """
     if config.chat_template_path is not None:
         tokenizer.chat_template = _template(config.chat_template_path, tokenizer)
@@ -60,7 +50,7 @@ def warn_of_endless_turns(model: Any, tokenizer: Any, records: Sequence[Any]) ->
     talk = [{"role": "user", "content": "a"}]
     try:
         [ids], start = Encoder(tokenizer).completions(talk, [[{"role": "assistant", "content": "b"}]])
-    except UserError:  # it is said of the rows
+    except UserError:  # reported for the rows
         return
     if not stops.intersection(ids[start:]):
         _LOG.warning(
@@ -82,7 +72,7 @@ def _ends(model: Any) -> list[int]:
 
 
 def _template(path: str, tokenizer: Any) -> str:
-    """The template in a file, or that of another tokenizer."""
+    """The template in a file, or from another tokenizer."""
     if path.endswith(_JINJA):
         try:
             return Path(path).read_text(encoding="utf-8")

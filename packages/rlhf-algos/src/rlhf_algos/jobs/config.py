@@ -8,28 +8,15 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from rlhf_algos.configs.online import OnlineConfig
 from rlhf_algos.configs.trainer import TrainerConfig
-from rlhf_data import BaseConfig, LocalPath, ModelPath
-
-__all__ = [
-    "TASK_REWARDS",
-    "AdapterConfig",
-    "DataConfig",
-    "EnsembleConfig",
-    "HeadConfig",
-    "JobConfig",
-    "ModelKind",
-    "OnlineJobConfig",
-    "RewardSourceConfig",
-    "StartModelConfig",
-    "job_config",
-]
+from rlhf_algos.distributed.config import DistributedConfig, check_trainer
+from rlhf_data import BaseConfig, LocalPath, ModelPath, Strings
 
 ModelKind = Literal["policy", "reward", "prm"]
 """A language model, a model that scores texts, or one that scores steps."""
 
 
 class StartModelConfig(BaseConfig):
-    """The model that training starts from: a given one, one from scratch, or else a tiny one built now."""
+    """The model that training starts from: a given one, one from scratch, or a tiny one for the rows."""
 
     model_config = ConfigDict(serialize_by_alias=True)
 
@@ -38,7 +25,7 @@ class StartModelConfig(BaseConfig):
     scratch: LocalPath | None = Field(default=None, alias="model_config")
     """YAML or JSON file with the shape of a model that starts from random weights."""
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
-    """Type the weights are loaded in; `auto` as stored.  Trained ones become fp32, computed in this type."""
+    """Dtype that weights are loaded in; `auto`: as stored. Trained ones are fp32, computed in this dtype."""
     load_in_8bit: bool = False
     """Quantise the frozen weights to 8 bits; needs use_peft."""
     load_in_4bit: bool = False
@@ -59,7 +46,7 @@ class StartModelConfig(BaseConfig):
 
 
 class AdapterConfig(BaseConfig):
-    """LoRA adapters in place of full training; the names are those of TRL's command line."""
+    """LoRA adapters instead of full training; the names are those of TRL's command line."""
 
     use_peft: bool = False
     """Train LoRA adapters on frozen weights."""
@@ -68,7 +55,7 @@ class AdapterConfig(BaseConfig):
     lora_alpha: float = Field(default=32.0, gt=0)
     """The update is scaled by lora_alpha / lora_r."""
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout probability on the adapters' input in training."""
+    """Dropout probability on the adapters' input during training."""
     lora_target_modules: tuple[str, ...] | None = None
     """Names of the layers to adapt, such as `q_proj`; null or all-linear adapts all but the head."""
     use_rslora: bool = False
@@ -83,21 +70,21 @@ class AdapterConfig(BaseConfig):
 
 
 class DataConfig(BaseConfig):
-    """Rows to learn from and rows held out; without a file they come from the story world."""
+    """Training and held-out rows; without a file they come from the story world."""
 
     train_data: LocalPath | None = None
     """File (JSON, JSON lines, also `.gz` and `.zst`, CSV, Parquet, Arrow), LMDB folder, folder of shards,
     pattern such as `shards/*.jsonl`, `datasets` folder, or a hub name."""
     eval_data: LocalPath | None = None
-    """The same, of held-out rows; null holds out a part of the training rows."""
+    """The same for held-out rows; null holds out a part of the training rows."""
     eval_fraction: float = Field(default=0.1, ge=0, lt=1)
-    """Share of the prompts of `train_data` held out where there is no `eval_data`; 0 holds out none."""
+    """Share of the prompts of `train_data` held out if there is no `eval_data`; 0 holds out none."""
     subset_size: int | None = Field(default=None, ge=1)
     """Use the first N rows of `train_data`, for quick runs; null uses all."""
     on_bad_row: Literal["error", "skip"] = "error"
     """Stop at a row that cannot be used, or skip it and count it."""
     columns: dict[str, str | list[str]] = Field(default_factory=dict)
-    """Names of the file's columns where they differ, as `columns.chosen=better`; of several, joined texts."""
+    """Columns of the file under other names, as `columns.chosen=better`; the texts of several are joined."""
     transcripts: Literal["auto", "messages", "text"] = "auto"
     """Turn transcripts (`Human:` and `Assistant:`) and Alpaca rows into chat messages, or learn
     them as texts; `auto` turns them where the tokenizer has a chat template."""
@@ -109,7 +96,7 @@ class DataConfig(BaseConfig):
     split: Literal["prompt", "stratified"] = "prompt"
     """Hold out prompts by their hash, or so that the lengths of held-out rows are those of all."""
     streaming: bool = False
-    """Read rows from their files when their step comes: JSON lines, Parquet, Arrow, LMDB, one or many files,
+    """Read rows from their files when they are needed: JSON lines, Parquet, Arrow, LMDB, one or many files,
     or a `.yaml` file that names sources with weights."""
     streaming_eval_rows: int = Field(default=512, ge=1)
     """Of a streamed set without `eval_data`, held-out rows at most; all of their prompts leave training."""
@@ -144,10 +131,10 @@ class DataConfig(BaseConfig):
 
 
 class JobConfig(StartModelConfig, AdapterConfig, DataConfig, TrainerConfig):
-    """What the job of every method has; `job_config` adds the method's own keys."""
+    """Settings of every method's job; `job_config` adds the method's own keys."""
 
     backend: Literal["rlhf", "trl"] = "rlhf"
-    """Who trains: this engine, or TRL's own trainer on the same model and data."""
+    """This engine, or TRL's own trainer on the same model and data."""
 
     if TYPE_CHECKING:
 
@@ -170,19 +157,19 @@ class JobConfig(StartModelConfig, AdapterConfig, DataConfig, TrainerConfig):
 
 
 class HeadConfig(BaseConfig):
-    """The scalar head that a language model gets."""
+    """The scalar head on a language model."""
 
     head: Literal["linear", "mlp"] = "linear"
-    """One linear layer, as transformers' classifiers have, or two with a ReLU between."""
+    """One linear layer, as in transformers' classifiers, or two with a ReLU between them."""
 
 
 class EnsembleConfig(HeadConfig):
     """Several reward models that disagree where they do not know."""
 
     num_members: int = Field(default=1, ge=1)
-    """Reward models that are trained together; 1 trains a single one."""
+    """Number of reward models trained together."""
     ensemble: Literal["independent", "adapters", "heads"] = "independent"
-    """Members of their own, LoRA adapters on one frozen model, or heads on one model."""
+    """Separate models, LoRA adapters on one frozen model, or heads on one model."""
 
     @model_validator(mode="after")
     def _has_members(self) -> Self:
@@ -192,21 +179,16 @@ class EnsembleConfig(HeadConfig):
 
 
 TASK_REWARDS = {"story": ("choice",), "arithmetic": ("exact",)}
-"""Embedded tasks of the online methods, and the reward of each where none is given."""
+"""Embedded tasks of the online methods, and the default reward of each."""
 
 
 class RewardSourceConfig(BaseConfig):
-    """What completions are rewarded by, and the embedded prompts."""
+    """Reward functions, and the embedded prompts."""
 
-    reward: tuple[str, ...] = ()
+    reward: Strings = ()
     """Reward functions: model folders or hub names, `pkg.mod:function`, URLs, or rules such as `number`."""
     task: Literal["story", "arithmetic"] = "story"
-    """Prompts where no file is given: stories with a question, or small sums."""
-
-    @field_validator("reward", mode="before")
-    @classmethod
-    def _one_reward(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
+    """Prompts if no file is given: stories with a question, or small sums."""
 
     @field_validator("reward")
     @classmethod
@@ -219,14 +201,18 @@ class RewardSourceConfig(BaseConfig):
     def with_absolute_paths(cls, values: dict[str, Any]) -> dict[str, Any]:
         """See `BaseConfig.with_absolute_paths`."""
         found = super().with_absolute_paths(values)
-        lines = cls._one_reward(found.get("reward", ()))
+        lines = found.get("reward", ())
+        lines = [lines] if isinstance(lines, str) else lines
         if isinstance(lines, list | tuple) and lines and all(isinstance(line, str) for line in lines):
             found["reward"] = list(cls._absolute_paths(tuple(lines)))
         return found
 
 
 class OnlineJobConfig(RewardSourceConfig, OnlineConfig, JobConfig):
-    """What the job of every online method has."""
+    """Settings of every online method's job."""
+
+    distributed: DistributedConfig | None = None
+    """Sample on workers of a Ray cluster; null samples in the training process."""
 
     @model_validator(mode="after")
     def _can_be_trained(self) -> Self:
@@ -244,7 +230,18 @@ class OnlineJobConfig(RewardSourceConfig, OnlineConfig, JobConfig):
             raise ValueError("vllm_sync_adapters hands over adapters; it needs use_vllm and use_peft")
         if self.backend != "rlhf":
             raise ValueError("backend trl is for the offline methods; leave it out")
+        self._check_distributed()
         return self
+
+    def _check_distributed(self) -> None:
+        if self.distributed is None:
+            return
+        if self.use_vllm and self.vllm_mode == "server":
+            raise ValueError(
+                "vllm_mode is server, and with rollout workers every worker has its own engine; set "
+                "vllm_mode=colocate, or leave distributed out"
+            )
+        check_trainer(self)
 
 
 _SECTIONS: dict[ModelKind, tuple[type[BaseConfig], ...]] = {
@@ -256,10 +253,6 @@ _SECTIONS: dict[ModelKind, tuple[type[BaseConfig], ...]] = {
 
 def job_config(method: type[TrainerConfig], model: ModelKind) -> type[JobConfig]:
     """The flat config class of a job: the method's keys, those of its kind of model, and all of `JobConfig`.
-
-    Args:
-        method: the method's config class, whose defaults count.
-        model: what is trained.
 
     Returns:
         A subclass of all of them, whose instances a trainer takes as its method's config.

@@ -9,14 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from rlhf_algos.configs.offline import KTOConfig
 from rlhf_algos.configs.online import OnlineConfig
+from rlhf_algos.engine.step_examples import left_out_of
 from rlhf_algos.jobs.answer_check import AnswerCheck
 from rlhf_algos.jobs.config import JobConfig, OnlineJobConfig
-from rlhf_algos.jobs.streamed import (
-    held_out_records,
-    open_source,
-    rows_left_out,
-    taking,
-)
+from rlhf_algos.jobs.streamed import held_out_records, open_source, taking
 from rlhf_algos.process_group import world_size
 from rlhf_data import (
     Record,
@@ -40,17 +36,6 @@ from rlhf_data import (
 if TYPE_CHECKING:
     from rlhf_algos.jobs.methods import Method
 
-__all__ = [
-    "Rows",
-    "build_sets",
-    "conversion",
-    "demonstrated",
-    "load_rows",
-    "split_by_prompt",
-    "tell_left_out",
-    "with_skipped",
-]
-
 _LOG = logging.getLogger(__name__)
 _SAMPLE_ROWS = 2000
 """Rows of a stream that are looked at before it is read: for columns, transcripts, a tiny model."""
@@ -64,7 +49,7 @@ class Rows:
     Args:
         train: training records; of streamed rows the first ones.
         held_out: held-out records, may be none.
-        source: where they come from, in words.
+        source: where they come from, for messages.
         skipped: bad rows left out; see `with_skipped`.
         streamed: where training rows are read from as they are needed, if they are.
         take: of streamed rows, what says which of them are trained on.
@@ -107,11 +92,7 @@ def load_rows(method: Method, config: JobConfig) -> Rows:
         train, held_out = split(train, config.eval_fraction)
         more = 0
         if not train:
-            raise UserError(
-                f"{config.train_data}: all its prompts are held out, none is left to train on; "
-                "give more rows, or set eval_fraction to 0",
-                code="no_row_left",
-            )
+            raise _none_left(config)
         if not held_out:
             _LOG.info(
                 "no row is held out, so nothing will say whether training helped; give --eval-data FILE"
@@ -123,10 +104,6 @@ def split_by_prompt(records: Sequence[Any], fraction: float) -> tuple[list[Any],
     """Split records into training and held-out ones so that no prompt is on both sides.
 
     A hash of the prompt decides, so a record is on the same side whatever the order and number of the others.
-
-    Args:
-        records: any records.
-        fraction: share of prompts held out.
     """
     sides: tuple[list[Any], list[Any]] = ([], [])
     for record in records:
@@ -142,12 +119,9 @@ def build_sets(
     Args:
         method: whose examples are made.
         config: the job's settings.
-        rows: what `load_rows` gave.
+        rows: what `load_rows` returned.
         tokenizer: the model's.
         max_length: tokens of a sequence at most.
-
-    Raises:
-        UserError: a row cannot be encoded, or none is left to train on.
     """
     options = _set_options(method, config, max_length) | {
         "kind": method.records,
@@ -175,18 +149,19 @@ def tell_left_out(examples: Any) -> dict[str, int]:
     """Say which rows of a streamed training set were left out, and count them; every process must call it.
 
     Returns:
-        `bad_rows` and `dropped_rows` of all processes since they started; empty for a set in memory.
+        `bad_rows` and `dropped_rows` of all processes since the run's start; empty for a set in memory.
     """
     streamed = getattr(examples, "examples", examples)
     if not isinstance(streamed, StreamingDataset):
         return {}
-    found = rows_left_out(streamed)
-    (bad, messages), (dropped, drop_messages) = found["bad"], found["dropped"]
-    _warn_of_bad_rows("bad training rows that came", messages, bad)
-    tied, places = found["ties"]
-    _warn_of_bad_rows("ties that came", places, tied)
-    _warn_of_dropped("training", dropped, drop_messages, streamed.builder.max_length)
-    return {"bad_rows": bad, "dropped_rows": dropped}
+    found = left_out_of(streamed)
+    counts = {reason: len(each["numbers"]) for reason, each in found.items()}
+    _warn_of_bad_rows("bad training rows that came", found["bad"]["messages"], counts["bad"])
+    if "ties" in found:
+        _warn_of_bad_rows("ties that came", found["ties"]["messages"], counts["ties"])
+    dropped = counts["dropped"]
+    _warn_of_dropped("training", dropped, found["dropped"]["messages"], streamed.builder.max_length)
+    return {"bad_rows": counts["bad"], "dropped_rows": dropped}
 
 
 def _streamed(method: Method, config: JobConfig, check: AnswerCheck | None) -> Rows:
@@ -203,7 +178,17 @@ def _streamed(method: Method, config: JobConfig, check: AnswerCheck | None) -> R
         fraction = 0.0
     else:
         held_out = held_out_records(source, config, look) if fraction else []
+        if 0 < len(first) < _SAMPLE_ROWS and all(is_held_out(each, fraction) for each in first):
+            raise _none_left(config)
     return Rows(first, held_out, str(config.train_data), skipped, source, taking(fraction, look))
+
+
+def _none_left(config: JobConfig) -> UserError:
+    return UserError(
+        f"{config.train_data}: all its prompts are held out, none is left to train on; give more rows, or "
+        "set eval_fraction to 0",
+        code="no_row_left",
+    )
 
 
 def _is_chat(record: Any) -> bool:
@@ -214,16 +199,8 @@ def _is_chat(record: Any) -> bool:
 def conversion(config: JobConfig, rows: Rows, tokenizer: Any) -> Callable[[Record], Record] | None:
     """What turns transcripts and instructions into chat messages, where the job's settings want that.
 
-    Args:
-        config: the job's settings.
-        rows: what `load_rows` gave.
-        tokenizer: the model's.
-
     Returns:
-        `as_messages`; None where nothing is to be turned.
-
-    Raises:
-        UserError: messages are wanted, and the tokenizer has no chat template.
+        `as_messages`; None if nothing is converted.
     """
     if config.train_data is None or config.transcripts == "text":
         return None
@@ -278,12 +255,7 @@ def _is_arithmetic(config: JobConfig) -> bool:
 
 
 def _set_options(method: Method, config: JobConfig, max_length: int | None) -> dict[str, Any]:
-    """What the set of the method's kind of records takes: of the method, or else of the job's settings.
-
-    Raises:
-        UserError: a completion leaves no room for a prompt; steps of a single row, from which KTO's KL
-            cannot be estimated.
-    """
+    """Options of the data set for the method's kind of records: the method's own, else the job's."""
     own: Mapping[str, Callable[[], Any]] = {
         "max_length": lambda: max_length,
         "max_prompt_length": lambda: _prompt_room(cast(OnlineConfig, config), max_length),

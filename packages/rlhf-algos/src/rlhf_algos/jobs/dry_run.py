@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -15,7 +17,6 @@ from transformers import (
 )
 
 from rlhf_algos.engine.optimizer import MOMENT_BYTES, train_in_fp32
-from rlhf_algos.engine.parallel import choose_precision
 from rlhf_algos.engine.step_examples import examples_at, order_of
 from rlhf_algos.jobs.chat_setup import set_chat_format
 from rlhf_algos.jobs.config import JobConfig, OnlineJobConfig
@@ -30,6 +31,15 @@ from rlhf_algos.jobs.tiny_models import (
     tiny_positions,
     tiny_tokenizer,
 )
+from rlhf_algos.parallel.memory_plan import (
+    Machine,
+    check_room,
+    memory_by_phase,
+    memory_rows,
+    peak_of,
+    trained_shape,
+)
+from rlhf_algos.parallel.precision import HALF, choose_precision
 from rlhf_algos.process_group import world_size
 from rlhf_data import (
     PromptExample,
@@ -47,13 +57,11 @@ from rlhf_models import (
     apply_lora,
     build_model,
     build_tokenizer,
+    cache_bytes,
     is_language_adapter,
     load_shape,
-    memory_text,
     weight_bytes,
 )
-
-__all__ = ["plan_training", "shown_tokens"]
 
 _MEASURED_STEPS = 64
 """Steps whose tokens are counted; the rest is taken to be alike."""
@@ -66,65 +74,76 @@ _SHOWN_CHARACTERS = 600
 """Of each part of the rendered example."""
 
 
-def plan_training(name: str, config: JobConfig) -> dict[str, Any]:
+def plan_training(name: str, config: JobConfig, machine: Machine | None = None) -> dict[str, Any]:
     """Resolve and check a job without training; what it would do, with how many tokens and how much memory.
 
     Loads data and tokenizer, never weights.  Tokens are counted on the real prefix trees of the first 64
-    steps.  Memory is that of weights, a frozen reference, gradients, moments and
-    `rlhf_models.memory.activation_bytes` of the largest pass; on a GPU, CUDA's context and the allocator's
-    slack come on top.
+    steps.  Memory is that of each process, see `rlhf_algos.parallel.memory_plan`, with
+    `rlhf_models.memory.activation_bytes` of the largest pass.
 
     Args:
-        name: of the method, a key of `METHODS`.
+        name: the method, a key of `METHODS`.
         config: the job's settings.
+        machine: what it is planned for; None is this machine with the processes that torchrun started.
 
     Returns:
         `rows`, pairs of label and text; the last are the first example, what is learned of it after `|=>`.
+        `memory`, bytes of each process by phase and part; `steps`; and `work_per_step`, the floating-point
+        operations of a step's updates, 6 for each parameter and token (Kaplan et al. 2020, table 1).
 
     Raises:
-        UserError: data, model or settings cannot be used.
+        UserError: data, model or settings cannot be used, or the machine cannot hold the job.
     """
     method = METHODS[name]
-    check_start(method, config)
-    if isinstance(config, OnlineJobConfig):
-        check_parts(config)
+    machine = machine or Machine(world_size())
+    check_start(method, config, machine)
+    check_parts(config)
     rows = load_rows(method, config)
     tokenizer, model = _shape(method, config, demonstrated(method, config, rows))
     max_length = longest_sequence(model.config, config.max_length)
     train, held_out = build_sets(method, config, rows, tokenizer, max_length=max_length)
-    global_batch_size = _rows_per_step(config)
+    global_batch_size = _rows_per_step(config, machine.processes)
     per_epoch = math.ceil(len(train) / global_batch_size)
     steps = (
         config.max_steps if config.max_steps > 0 else max(1, math.ceil(config.num_train_epochs * per_epoch))
     )
-    tokens = _count_tokens(config, train, global_batch_size, steps)
-    rows_text = f"{min(global_batch_size, len(train)):,} rows"
-    passes = 1
-    if isinstance(config, OnlineJobConfig):
-        passes = config.passes
-        each = f"{config.num_generations} completion{'s' if config.num_generations > 1 else ''} each"
-        rows_text = f"{rows_text}, {each}, {passes} pass{'es' if passes > 1 else ''} over them"
-    device = job_device()
+    step_rows = min(global_batch_size, len(train))
+    tokens = _count_tokens(config, train, global_batch_size, steps, machine.processes)
+    passes = config.passes if isinstance(config, OnlineJobConfig) else 1
     dtype = train_in_fp32(model)
-    precision, reason = choose_precision(config, device, dtype)
+    precision, reason = _precision(config, machine, dtype)
+    memory = _memory(config, model, tokens, precision, machine)
+    _check_room(config, model, tokens, precision, machine)
     limit = "no limit" if max_length is None else f"limit {max_length:,}"
     return {
+        "memory": memory,
+        "steps": steps,
+        "work_per_step": 6.0 * sum(map(torch.numel, model.parameters())) * tokens.packed * passes,
         "rows": [
             ("method", f"{name}, trained by {'TRL' if config.backend == 'trl' else 'this engine'}"),
             ("model", _model_text(config, model)),
             ("data", _data_text(with_skipped(rows, train, held_out), train, held_out)),
-            ("steps", f"{steps:,} of {rows_text} ({steps / per_epoch:.3g} epochs)"),
+            ("steps", f"{steps:,} of {_step_text(config, step_rows)} ({steps / per_epoch:.3g} epochs)"),
             ("tokens per step", str(tokens)),
             ("tokens in all", f"{tokens.packed * steps * passes:,}"),
             ("longest sequence", f"{tokens.longest:,} tokens, {limit}"),
-            (
-                "precision",
-                f"{str(dtype).removeprefix('torch.') if precision == 'no' else precision}: {reason}",
-            ),
-            (f"memory on {device}", _memory_text(config, model, tokens.largest, precision)),
+            ("precision", f"{_named(dtype, precision)}: {reason}"),
+            *memory_rows(memory, machine, str(job_device())),
             *_example_rows(config, next(iter(train)), tokenizer),
-        ]
+        ],
     }
+
+
+def _named(dtype: torch.dtype, precision: str) -> str:
+    return str(dtype).removeprefix("torch.") if precision == "no" else precision
+
+
+def _step_text(config: JobConfig, rows: int) -> str:
+    """What a step has, in words."""
+    if not isinstance(config, OnlineJobConfig):
+        return f"{rows:,} rows"
+    each = f"{config.num_generations} completion{'s' if config.num_generations > 1 else ''} each"
+    return f"{rows:,} rows, {each}, {config.passes} pass{'es' if config.passes > 1 else ''} over them"
 
 
 def _shape(method: Method, config: JobConfig, records: Sequence[Any]) -> tuple[Any, Any]:
@@ -146,7 +165,8 @@ def _shape(method: Method, config: JobConfig, records: Sequence[Any]) -> tuple[A
             shape = tiny_base(tokenizer, seed=0, max_positions=positions).config
     if method.model != "policy":
         shape.num_labels = 1
-    dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
+    stored = getattr(shape, "dtype", None) or torch.float32
+    dtype = stored if config.dtype == "auto" else getattr(torch, config.dtype)
     with torch.device("meta"):
         model = _CLASSES[method.model].from_config(shape, dtype=dtype)
         if config.use_peft:
@@ -156,16 +176,19 @@ def _shape(method: Method, config: JobConfig, records: Sequence[Any]) -> tuple[A
 
 
 def _count_tokens(
-    config: JobConfig, examples: Sequence[Any], global_batch_size: int, steps: int
+    config: JobConfig, examples: Sequence[Any], global_batch_size: int, steps: int, processes: int
 ) -> StepTokens:
-    """Tokens of a step, the mean of the first."""
+    """Tokens of a step, the mean of the first; the passes are those of each process."""
     order = order_of(examples, 0, shuffle=config.shuffle, seed=config.seed)
     counted: list[StepTokens] = []
     measured = min(steps, math.ceil(len(order) / global_batch_size), _MEASURED_STEPS)
     for start in range(0, measured * global_batch_size, global_batch_size):
         step = examples_at(examples, order[start : start + global_batch_size])
         rows = [list(_sequences(_completed(each, config))) for each in step]
-        batches = (batch for batch, _ in micro_batches(rows, rows, config.max_tokens_per_batch))
+        shares = [rows[first::processes] for first in range(min(processes, len(rows)))]
+        batches = (
+            batch for own in shares for batch, _ in micro_batches(own, own, config.max_tokens_per_batch)
+        )
         counted.append(StepTokens.of(batches, [sequence for row in rows for sequence in row]))
     return StepTokens.mean(counted)
 
@@ -177,18 +200,14 @@ def _completed(example: Any, config: JobConfig) -> Any:
     return longest_completions(example.prompt_ids, config.num_generations, config.max_completion_length)
 
 
-def _rows_per_step(config: JobConfig) -> int:
-    """Rows of a step, over all processes.
-
-    Raises:
-        UserError: the completions of an optimizer step are not whole groups.
-    """
+def _rows_per_step(config: JobConfig, processes: int) -> int:
+    """Rows of a step, over all processes."""
     if isinstance(config, OnlineJobConfig):
         try:
-            return config.prompts_per_step(world_size())
+            return config.prompts_per_step(processes)
         except ValueError as error:
             raise UserError(str(error)) from error
-    return config.per_device_train_batch_size * config.gradient_accumulation_steps * world_size()
+    return config.per_device_train_batch_size * config.gradient_accumulation_steps * processes
 
 
 def _sequences(example: Any) -> Iterator[TokenSequence]:
@@ -233,7 +252,9 @@ def _model_text(config: JobConfig, model: Any) -> str:
         origin = f"the adapter {origin} merged into {adapter_base(origin)}"
     members = getattr(config, "num_members", 1)
     several = f"{members} members, " if members > 1 else ""
-    return f"{several}{model.config.model_type}, {origin}; {total:,} parameters, {trained:,} of them trained"
+    beside = ", and a value model like it" if getattr(config, "value_model", None) == "separate" else ""
+    counts = f"{total:,} parameters, {trained:,} of them trained{beside}"
+    return f"{several}{model.config.model_type}, {origin}; {counts}"
 
 
 def _data_text(rows: Rows, train: Sequence[Any], held_out: Sequence[Any]) -> str:
@@ -241,23 +262,103 @@ def _data_text(rows: Rows, train: Sequence[Any], held_out: Sequence[Any]) -> str
     return f"{rows.source}: {len(train):,} rows for training, {len(held_out):,} held out{skipped}"
 
 
-def _memory_text(config: JobConfig, model: Any, tokens: int, precision: str) -> str:
-    use_peft = config.use_peft
+def _precision(config: JobConfig, machine: Machine, dtype: torch.dtype) -> tuple[str, str]:
+    """Precision of the computation on a machine, and why; GPUs that are named have bfloat16."""
+    if machine.card is None:
+        return choose_precision(config, job_device(), dtype)
+    for mode in ("bf16", "fp16"):
+        if getattr(config, mode):
+            return mode, f"{mode} is set"
+    if config.bf16 is False:
+        return "no", "bf16 is switched off"
+    return "bf16", f"{machine.card} has bfloat16"
+
+
+def _memory(
+    config: JobConfig, model: Any, tokens: StepTokens, precision: str, machine: Machine
+) -> dict[str, dict[str, float]]:
+    """Bytes of each process by phase and part."""
     bits = 8 if config.load_in_8bit else 4 if config.load_in_4bit else None
     members = getattr(config, "num_members", 1) if getattr(config, "ensemble", "") == "independent" else 1
-    base = model.get_base_model() if use_peft else model
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    base = model.get_base_model() if config.use_peft else model
     weights = members * weight_bytes(base, bits=bits)
-    reference = weights if config.needs_reference and not use_peft else 0.0
-    moments = MOMENT_BYTES[config.optim]
-    state = members * sum(p.numel() * (p.element_size() + moments) for p in trained)
     itemsize = 2 if precision in ("bf16", "fp16") else next(model.parameters()).element_size()
     text = model.config.get_text_config()
     activations = members * activation_bytes(
-        text, tokens, itemsize, checkpointing=config.gradient_checkpointing, device=job_device()
+        text,
+        tokens.largest,
+        itemsize,
+        checkpointing=config.gradient_checkpointing,
+        device=job_device(),
+        gpu_memory=machine.memory if machine.card else None,
     )
-    parts = {"weights": weights, "reference": reference, "gradients and moments": state}
-    parts["activations"] = activations
+    shape = trained_shape(
+        model,
+        frozen=weights if config.use_peft else 0.0,
+        reference=weights if config.needs_reference and not config.use_peft else 0.0,
+        moments=MOMENT_BYTES[config.optim],
+    )
+    shape = replace(shape, trained=members * shape.trained)
     if getattr(config, "value_model", None) == "separate":
-        parts["value model"] = weight_bytes(base) + (0 if use_peft else state) + activations
-    return memory_text(parts)
+        activations *= 2
+        shape = replace(shape, trained=2 * shape.trained, frozen=2 * shape.frozen)
+    cache = _cache(config, text, tokens, itemsize, machine) if isinstance(config, OnlineJobConfig) else 0.0
+    half = precision in HALF
+    return memory_by_phase(config, shape, machine, half=half, activations=activations, cache=cache)
+
+
+def _cache(config: OnlineJobConfig, text: Any, tokens: StepTokens, itemsize: int, machine: Machine) -> float:
+    """Bytes of keys and values in a process's rollout, or of all that vLLM takes beside the training."""
+    if config.use_vllm:
+        colocated = config.vllm_mode == "colocate" and machine.card
+        return config.vllm_gpu_memory_utilization * machine.memory if colocated else 0.0
+    rows = config.prompts_per_step(machine.processes) * config.num_generations
+    held = min(math.ceil(rows / machine.processes) * tokens.longest, config.max_kv_tokens)
+    return cache_bytes(text, held, itemsize)
+
+
+_LESS_MEMORY: tuple[dict[str, Any], ...] = (
+    {"gradient_checkpointing": True},
+    {"fsdp": True},
+    {"fsdp": True, "gradient_checkpointing": True},
+    {"fsdp": True, "gradient_checkpointing": True, "fsdp_cpu_offload": True},
+    {"use_peft": True},
+    {"use_peft": True, "gradient_checkpointing": True},
+    {"use_peft": True, "dtype": "bfloat16"},
+    {"use_peft": True, "dtype": "bfloat16", "gradient_checkpointing": True},
+    {"use_peft": True, "load_in_4bit": True},
+    {"use_peft": True, "load_in_4bit": True, "gradient_checkpointing": True},
+)
+"""Changes of settings that save memory, those that change the training least first."""
+
+
+_SPREAD = {"fsdp": True, "deepspeed": None, "gradient_checkpointing": True}
+"""Changes with which more processes need less memory each."""
+
+
+def _check_room(config: JobConfig, model: Any, tokens: StepTokens, precision: str, machine: Machine) -> None:
+    """Refuse a job that the machine's GPUs cannot hold, with the nearest settings that they can.
+
+    Raises:
+        UserError: they cannot.
+    """
+
+    def needs(changes: Mapping[str, Any], machine: Machine) -> float | None:
+        if "fsdp" in changes and (machine.processes == 1 or (config.deepspeed and changes != _SPREAD)):
+            return None
+        try:
+            other = type(config).from_dict(config.to_dict() | dict(changes))
+        except UserError:
+            return None  # it does not go with another setting
+        changed = model
+        if {"dtype", "use_peft"} & changes.keys():
+            changed = copy.deepcopy(model)
+        if "dtype" in changes and not config.load_in_4bit:
+            changed.to(getattr(torch, other.dtype))
+        if other.use_peft != config.use_peft:
+            with torch.device("meta"):
+                changed = apply_lora(changed, lora_settings(other))
+        train_in_fp32(changed)
+        return peak_of(_memory(other, changed, tokens, precision, machine))
+
+    check_room(needs, machine, alternatives=_LESS_MEMORY, spread=_SPREAD)

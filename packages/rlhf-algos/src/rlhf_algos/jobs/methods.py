@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from rlhf_algos.configs.trainer import TrainerConfig
     from rlhf_algos.engine.base_trainer import BaseTrainer
-    from rlhf_algos.jobs.config import ModelKind
-
-__all__ = ["METHODS", "Method"]
+    from rlhf_algos.jobs.config import JobConfig, ModelKind
 
 _TINY_ONLINE: Mapping[str, Any] = {
     "learning_rate": 1e-3,
@@ -61,7 +59,7 @@ class Method:
         records: name of the record kind that rows become, see `rlhf_data.load_records`.
         model: what is trained: a language model, or one with a scalar head that scores texts or steps.
         overlong: whether rows of more than `max_length` tokens are cut or left out.
-        tiny: settings that suit the tiny model that is built where none is given; they stand above the
+        tiny: settings that suit the tiny model that is built if none is given; they override the
             config's defaults and below everything that is set.
         story_epochs: passes over the rows of the story world, unless set.
         summary: one line for the command's help.
@@ -84,7 +82,7 @@ class Method:
     trl: str | None = None
 
     @property
-    def trainer_class(self) -> Any:
+    def trainer_class(self) -> type[BaseTrainer[Any]]:
         """The class of its trainer."""
         return _exported(self.trainer) if isinstance(self.trainer, str) else self.trainer
 
@@ -94,13 +92,13 @@ class Method:
         return self.records == "prompt"
 
     @cached_property
-    def job_config(self) -> Any:
+    def job_config(self) -> type[JobConfig]:
         """The class of a whole job's settings: the method's, the model's, the data's."""
         from rlhf_algos.jobs.config import job_config
 
         return job_config(self.config, self.model)
 
-    def resolve(self, values: Mapping[str, Any], *, where: str = "config") -> Any:
+    def resolve(self, values: Mapping[str, Any], *, where: str = "config") -> JobConfig:
         """The settings of a job.
 
         Args:
@@ -131,7 +129,7 @@ METHODS: dict[str, Method] = {
         *("SFTConfig", "SFTTrainer", "sft"),
         tiny={**_TINY, "learning_rate": 5e-3},
         story_epochs=5,
-        summary="Supervised fine-tuning: write as the rows do.",
+        summary="Supervised fine-tuning: learn to write the completions of the rows.",
         title="supervised fine-tuning",
         trl="trl.SFTTrainer",
     ),
@@ -197,3 +195,50 @@ METHODS: dict[str, Method] = {
     ),
 }
 """What `rlhf-train <name>` trains."""
+
+
+def get_7b_model_config(method: str = "sft", *, gpus: int = 1, **settings: Any) -> JobConfig:
+    """Settings of a job on a model of 7 to 8 billion parameters, for GPUs of 80 GB.
+
+    Args:
+        method: one of `METHODS`.
+        gpus: how many processes train, one per GPU: up to 3 train adapters on a model that each holds
+            in bfloat16; from 4 on all weights are trained, sharded with FSDP2.
+        settings: what is set besides, such as `model_name_or_path` and `train_data`.
+
+    Raises:
+        UserError: an unknown method or key, or a value that is refused.
+    """
+    return _large("7b", method, gpus, settings)
+
+
+def get_70b_model_config(method: str = "sft", *, gpus: int = 8, **settings: Any) -> JobConfig:
+    """Settings of a job on a model of 70 billion parameters, for GPUs of 80 GB.
+
+    Args:
+        method: one of `METHODS`.
+        gpus: how many processes train, one per GPU, at least 4: adapters on weights in bfloat16 that are
+            sharded with FSDP2; from 64 on all weights are trained.
+        settings: what is set besides, such as `model_name_or_path` and `train_data`.
+
+    Raises:
+        UserError: an unknown method or key, a value that is refused, or too few GPUs.
+    """
+    return _large("70b", method, gpus, settings)
+
+
+def _large(size: str, method: str, gpus: int, settings: Mapping[str, Any]) -> JobConfig:
+    from rlhf_algos.configs.presets import PRESETS, SMALLEST
+    from rlhf_data import UserError
+
+    if method not in METHODS:
+        raise UserError(f"no method {method!r}; take one of {', '.join(METHODS)}", code="unknown_method")
+    preset = next((name for least, name in SMALLEST[size] if gpus >= least), None)
+    if preset is None:
+        raise UserError(
+            f"gpus is {gpus}, and a model of {size.upper()} needs {SMALLEST[size][-1][0]} GPUs of 80 GB at "
+            "the least",
+            code="too_few_gpus",
+            gpus=gpus,
+        )
+    return METHODS[method].resolve({**PRESETS[preset], **settings}, where=f"the preset {preset}")

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from transformers import PreTrainedConfig
 
 from rlhf_algos.configs.offline import PRMConfig
-from rlhf_algos.engine.parallel import check_hardware
 from rlhf_algos.jobs.chat_setup import set_chat_format, warn_of_endless_turns
 from rlhf_algos.jobs.config import AdapterConfig, EnsembleConfig, HeadConfig, JobConfig
 from rlhf_algos.jobs.tiny_models import CHAT_TEMPLATE, record_texts, tiny_start
-from rlhf_algos.process_group import is_main_process, world_size
+from rlhf_algos.parallel.deepspeed_file import shards_weights
+from rlhf_algos.parallel.memory_plan import Machine
+from rlhf_algos.parallel.precision import check_hardware
+from rlhf_algos.process_group import barrier, init_process_group, is_main_process, world_size
 from rlhf_data import UserError
 from rlhf_models import (
     LoraSettings,
@@ -40,13 +43,6 @@ from rlhf_models import (
 if TYPE_CHECKING:
     from rlhf_algos.jobs.methods import Method
 
-__all__ = [
-    "check_start",
-    "job_device",
-    "longest_sequence",
-    "start_model",
-]
-
 _LOG = logging.getLogger(__name__)
 
 
@@ -57,21 +53,34 @@ def job_device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def check_start(method: Method, config: JobConfig) -> None:
+def check_start(method: Method, config: JobConfig, machine: Machine | None = None) -> None:
     """Refuse what needs another machine, more processes or another model, before rows or weights are read.
 
+    Args:
+        method: what is trained.
+        config: the job's settings.
+        machine: what it is planned for; None is this machine with the processes that torchrun started.
+
     Raises:
-        UserError: see `rlhf_algos.engine.parallel.check_hardware`; quantisation without bitsandbytes; a
-            reward model where a language model is trained.
+        UserError: see `rlhf_algos.parallel.parallel.check_hardware`; quantisation without bitsandbytes, or of
+            weights that are sharded; a reward model where a language model is trained.
     """
-    check_hardware(config, job_device(), _dtype(config), world_size=world_size())
+    processes = machine.processes if machine else world_size()
+    here = config.model_copy(update={"fp16": None}) if machine and machine.card else config
+    check_hardware(here, job_device(), _dtype(config), world_size=processes)
+    if (config.load_in_8bit or config.load_in_4bit) and processes > 1 and shards_weights(config):
+        raise UserError(
+            "quantised weights are not sharded; leave out load_in_8bit and load_in_4bit, or fsdp and ZeRO-3: "
+            "with ZeRO-2 each process holds the quantised model",
+            code="quantised_and_sharded",
+        )
     quantization_config(config.load_in_8bit, config.load_in_4bit)
     name = config.model_name_or_path
     if name and method.model == "policy" and not is_language_adapter(name):
         check_language_model(name)
 
 
-def longest_sequence(model_config: Any, max_length: int | None) -> int | None:
+def longest_sequence(model_config: PreTrainedConfig, max_length: int | None) -> int | None:
     """Tokens that a sequence may have: `max_length`, or the model's context where that is shorter."""
     context = context_length(model_config)
     if context is None or (max_length is not None and max_length <= context):
@@ -91,22 +100,28 @@ def start_model(
     Args:
         method: what is trained.
         config: the job's settings.
-        records: training records, from which a tokenizer and a tiny model are made where none is given.
+        records: training records, from which a tokenizer and a tiny model are made if none is given.
         base_folder: where a model that was made now is kept if adapters are trained on it, which need it.
 
     Raises:
         UserError: the model cannot be loaded, or does not go with the settings.
     """
     name = config.model_name_or_path
-    options = {"dtype": config.dtype, "device": job_device()}
+    options: dict[str, Any] = {"dtype": config.dtype, "device": job_device()}
     options |= {"load_in_8bit": config.load_in_8bit, "load_in_4bit": config.load_in_4bit}
+    if sharded := shards_weights(config) and world_size() > 1:
+        init_process_group()
+        options["sharded"] = True
     merged = name is not None and is_language_adapter(name)
     if name and method.model != "policy" and not merged:
         scorer = _scorer(method, config, "from_language_model", name, **options)
         set_chat_format(scorer, scorer.tokenizer, config)
         _describe(scorer, f"from {name}")
         return _finished(method, scorer, config), scorer.tokenizer
-    lm, tokenizer = _language_model(method, config, records, options, merged=merged)
+    if sharded and config.scratch and base_folder:
+        lm, tokenizer = _made_by_one(config, records, base_folder, options)
+    else:
+        lm, tokenizer = _language_model(method, config, records, options, merged=merged)
     set_chat_format(lm, tokenizer, config)
     if method.model == "policy":
         warn_of_endless_turns(lm, tokenizer, records)
@@ -122,9 +137,12 @@ def _language_model(
     """The language model that a job starts from, and its tokenizer; `merged` where an adapter is given."""
     name, device = config.model_name_or_path, options["device"]
     if name and merged:
-        if config.load_in_8bit or config.load_in_4bit:
+        weights = "quantised" if config.load_in_8bit or config.load_in_4bit else "sharded"
+        if weights == "quantised" or "sharded" in options:
             raise UserError(
-                f"{name} holds an adapter, which cannot be merged into quantised weights; merge it first"
+                f"{name} holds an adapter, which cannot be merged into {weights} weights; merge it first, as "
+                f"rlhf-merge passthrough DIR --model {adapter_base(name)}+{name} does",
+                code="adapter_not_merged",
             )
         lm, tokenizer = load_merged(name, dtype=config.dtype, device=device)
         _describe(lm, f"from the adapter {name} merged into {adapter_base(name)}")
@@ -150,6 +168,22 @@ def _language_model(
         )
         lm.to(device, _dtype(config))
     return lm, tokenizer
+
+
+def _made_by_one(
+    config: JobConfig, records: Sequence[Any], folder: Path, options: dict[str, Any]
+) -> tuple[Any, Any]:
+    """A sharded model from scratch, and its tokenizer: the first process makes and keeps it, all read it."""
+    assert config.scratch
+    if is_main_process() and not folder.exists():
+        texts = (text for record in records for text in record_texts(record))
+        tokenizer = build_tokenizer(config.scratch, texts)
+        tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
+        save_model(build_model(config.scratch, tokenizer=tokenizer, seed=config.seed), tokenizer, folder)
+    barrier()
+    lm = load_causal_lm(folder, **options)
+    _describe(lm, f"with random weights, as {config.scratch} says")
+    return lm, load_tokenizer(folder)
 
 
 _SCORERS: dict[str, Any] = {"reward": RewardModel, "prm": ProcessRewardModel}

@@ -1,4 +1,4 @@
-"""What a job of an online method has besides model and data: rewards, engine, value model, pre-flight."""
+"""What a job of an online method has apart from model and data: rewards, engine, value model, pre-flight."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rlhf_algos.configs.online import PPOConfig
-from rlhf_algos.engine.parallel import choose_precision
-from rlhf_algos.jobs.config import AdapterConfig, OnlineJobConfig
+from rlhf_algos.distributed.config import require_ray, told_to
+from rlhf_algos.jobs.config import AdapterConfig, JobConfig, OnlineJobConfig
 from rlhf_algos.jobs.models import job_device, lora_settings
 from rlhf_algos.online.first_rollout import check_first_rollout
 from rlhf_algos.online.ppo import start_value_model
+from rlhf_algos.parallel.precision import HALF, choose_precision
 from rlhf_algos.process_group import broadcast, is_main_process, world_size
 from rlhf_data import RunFolder, UserError, atomic_write_json, model_folder
 from rlhf_infer import (
@@ -20,6 +23,7 @@ from rlhf_infer import (
     RewardFunctionFactory,
     RewardFunctions,
     SamplingParams,
+    TransformersEngine,
     VLLMEngine,
     VLLMServer,
     VLLMServerEngine,
@@ -39,27 +43,23 @@ from rlhf_models import (
     load_config,
 )
 
-__all__ = ["PREFLIGHT", "check_parts", "load_rewards", "online_parts", "tell_findings", "vllm_engine"]
-
 _LOG = logging.getLogger(__name__)
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 PREFLIGHT = "preflight.json"
 _HOLDS_MODELS = ("model:", "constitutional:", "judge:path=")
-"""Lines that name models beside other things."""
+"""Lines that name models along with other things."""
 
 
-def check_parts(config: OnlineJobConfig) -> None:
-    """Refuse rewards and a value model that cannot be made; models are looked for, not loaded.
+def check_parts(config: JobConfig) -> None:
+    """Refuse the rewards and value model of an online job that cannot be made; models are not loaded.
 
     Not covered: models that lines beginning with `model:`, `constitutional:` or `judge:path=` name, and
     whether a URL answers.
-
-    Args:
-        config: the job's settings.
-
-    Raises:
-        UserError: one of them is unknown, or not there.
     """
+    if not isinstance(config, OnlineJobConfig):
+        return
+    if config.distributed:
+        require_ray()
     for spec in config.reward:
         if spec and ":" not in spec and ("/" in spec or Path(spec).is_dir()):
             _check_model(spec, scores=True)
@@ -83,11 +83,7 @@ def _check_model(name: str, *, scores: bool) -> None:
 
 
 def load_rewards(config: OnlineJobConfig) -> RewardFunctions:
-    """The rewards of a job; all are looked at before the first model is loaded.
-
-    Raises:
-        UserError: one of them cannot be used.
-    """
+    """The rewards of a job; all are looked at before the first model is loaded."""
     check_parts(config)
     options = {"device": job_device()}
     functions = [RewardFunctionFactory.from_spec(spec, model_options=options) for spec in config.reward]
@@ -97,24 +93,42 @@ def load_rewards(config: OnlineJobConfig) -> RewardFunctions:
 def online_parts(
     config: OnlineJobConfig, model: Any, tokenizer: Any, run: RunFolder, rewards: RewardFunctions
 ) -> dict[str, Any]:
-    """What the trainer of an online method takes besides the arguments of every trainer.
-
-    Args:
-        config: the job's settings.
-        model: the policy.
-        tokenizer: of the policy.
-        run: the job's folder.
-        rewards: of the job.
-
-    Raises:
-        UserError: the value model or vLLM cannot be used.
-    """
+    """What the trainer of an online method takes in addition to the arguments of every trainer."""
     parts: dict[str, Any] = {"rewards": rewards}
     if isinstance(config, PPOConfig):
         parts["value_model"] = _value_model(config, model, tokenizer)
-    if config.use_vllm:
+    if config.distributed:
+        parts["engine"] = worker_engine(config, model, tokenizer, run)
+    elif config.use_vllm:
         parts["engine"] = vllm_engine(config, model, tokenizer, run)
     return parts
+
+
+def worker_engine(config: OnlineJobConfig, model: Any, tokenizer: Any, run: RunFolder) -> GenerationEngine:
+    """An engine over workers on a Ray cluster; what happens there is written to `workers.jsonl`."""
+    from rlhf_algos.distributed.controller import Controller
+    from rlhf_algos.distributed.ledger import FILE
+    from rlhf_algos.distributed.worker import EngineSetup
+
+    assert config.distributed is not None
+    half = HALF.get(choose_precision(config, model.device, model.dtype)[0])
+    setup = EngineSetup(
+        config.max_kv_tokens,
+        torch.get_num_threads(),
+        half=half and str(half).removeprefix("torch."),
+        vllm=_settings(config, model) if config.use_vllm else None,
+        timeout=config.vllm_server_timeout,
+    )
+
+    return Controller(
+        config.distributed,
+        setup,
+        tokenizer,
+        eos_token_ids=TransformersEngine(model, tokenizer).eos_token_ids,
+        prompts_per_batch=config.prompts_per_batch,
+        ledger=run.path / FILE,
+        tell=told_to(run),
+    )
 
 
 def _value_model(config: PPOConfig, model: Any, tokenizer: Any) -> ValueModel | ValueHead:
@@ -141,14 +155,7 @@ def vllm_engine(config: OnlineJobConfig, model: Any, tokenizer: Any, run: RunFol
 
     It computes in the precision of the training, so that the log-probs of both are alike.
 
-    Args:
-        config: the job's settings.
-        model: the policy.
-        tokenizer: of the policy.
-        run: its folder gets the start model where vLLM can read it nowhere else.
-
-    Raises:
-        UserError: vLLM is missing or cannot start, or its log-probs cannot be compared with the trainer's.
+    The start model is written into the folder of the run where vLLM can read it nowhere else.
     """
     settings = _settings(config, model)
     if config.vllm_mode == "colocate":

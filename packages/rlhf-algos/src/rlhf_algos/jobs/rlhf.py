@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf_algos.jobs.config import JobConfig, OnlineJobConfig
 from rlhf_algos.jobs.data import load_rows
 from rlhf_algos.jobs.methods import METHODS
 from rlhf_algos.jobs.online import check_parts
-from rlhf_algos.jobs.rlhf_config import STAGES, RLHFConfig, Stage, TrainingStage
+from rlhf_algos.jobs.rlhf_config import STAGES, RLHFConfig, Stage
 from rlhf_algos.jobs.training_job import TrainingJob
 from rlhf_algos.process_group import broadcast, is_main_process
 from rlhf_algos.tracking.step_report import OnReport
 from rlhf_data import RunFolder, UserError, atomic_write_json, finite, remove_folder
-
-__all__ = ["STAGES", "RLHFConfig", "RLHFOrchestrator", "RLHFTrainer", "Stage", "TrainingStage"]
 
 _LOG = logging.getLogger(__name__)
 _CONFIG, _EVALUATION = "config.json", "evaluation.json"
@@ -27,8 +26,8 @@ _BEFORE_TRAINING = (_CONFIG, "base", "before.json", "preflight.json", "samples.j
 
 
 @dataclass
-class RLHFOrchestrator:
-    """Runs the stages one after the other, each in a folder of its own within the run's.
+class RLHFTrainer:
+    """Runs the stages one after the other, each in its own folder within the run's.
 
     A stage starts from what the one before it left: the reward model from the fine-tuned model, PPO from
     that too, rewarded by the reward model.  A stage that is finished is not run again; an unfinished one goes
@@ -106,7 +105,7 @@ class RLHFOrchestrator:
             atomic_write_json(self.run.path / _EVALUATION, finite(results))
         return results
 
-    def plannable(self) -> dict[Stage, Any]:
+    def plannable(self) -> dict[Stage, JobConfig]:
         """The settings of each stage for a dry run.
 
         A stage that starts from what an earlier one will leave is planned with the model that the first one
@@ -118,12 +117,12 @@ class RLHFOrchestrator:
             changes: dict[str, Any] = {}
             if config.model_name_or_path == self._left_by("sft"):
                 changes |= {"model_name_or_path": first.model_name_or_path, "scratch": first.scratch}
-            if stage == "ppo" and config.reward == (self._left_by("reward"),):
+            if isinstance(config, OnlineJobConfig) and config.reward == (self._left_by("reward"),):
                 changes["reward"] = ()
             found[stage] = config.model_copy(update=changes)
         return found
 
-    def resolved(self) -> dict[Stage, Any]:
+    def resolved(self) -> dict[Stage, JobConfig]:
         """The settings of each stage.
 
         Raises:
@@ -131,7 +130,7 @@ class RLHFOrchestrator:
         """
         return {stage: self._resolved(stage) for stage in self.config.stages}
 
-    def _resolved(self, stage: Stage) -> Any:
+    def _resolved(self, stage: Stage) -> JobConfig:
         config = self.config
         values: dict[str, Any] = {"seed": config.seed, **getattr(config, stage)}
         if (rows := config.rows_of(stage)) is not None:
@@ -165,7 +164,7 @@ class RLHFOrchestrator:
     def _startable(self, stage: Stage) -> bool:
         """Whether the models that a stage starts from are there."""
         config = self._resolved(stage)
-        needed = [config.model_name_or_path, *(config.reward if stage == "ppo" else ())]
+        needed = [config.model_name_or_path, *(config.reward if isinstance(config, OnlineJobConfig) else ())]
         mine = [self._left_by(earlier) for earlier in STAGES]
         return all(Path(path).is_dir() for path in needed if path in mine)
 
@@ -178,8 +177,7 @@ class RLHFOrchestrator:
         planned = self.plannable().items()
         unfinished = [each for each in planned if RunFolder(self.run.path / each[0]).read_results() is None]
         for stage, config in unfinished[1:]:
-            if METHODS[stage].online:
-                check_parts(config)
+            check_parts(config)
             load_rows(METHODS[stage], config)
 
     @contextlib.contextmanager
@@ -211,7 +209,3 @@ class RLHFOrchestrator:
         if is_main_process():
             self.run.write_results(summary)
         return summary
-
-
-RLHFTrainer = RLHFOrchestrator
-"""Another name."""

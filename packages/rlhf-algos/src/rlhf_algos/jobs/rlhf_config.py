@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -11,8 +10,6 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from rlhf_algos.jobs.methods import METHODS
 from rlhf_data import BaseConfig, LocalPath, UserError
 
-__all__ = ["STAGES", "RLHFConfig", "Stage", "TrainingStage"]
-
 Stage = Literal["sft", "reward", "ppo"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 _FILES: dict[Stage, str] = {"sft": "sft.jsonl", "reward": "preference.jsonl", "ppo": "prompts.jsonl"}
@@ -20,21 +17,13 @@ _FILES: dict[Stage, str] = {"sft": "sft.jsonl", "reward": "preference.jsonl", "p
 _DATA_KEYS: dict[Stage, str] = {"sft": "sft_data", "reward": "preference_data", "ppo": "prompt_data"}
 
 
-class TrainingStage(StrEnum):
-    """A stage of the pipeline; the same as its name."""
-
-    SFT = "sft"
-    REWARD = "reward"
-    PPO = "ppo"
-
-
 class RLHFConfig(BaseConfig):
-    """Settings of the three stages; each section takes the keys of its method."""
+    """Settings of the three stages; each section has the keys of its method."""
 
     model_name_or_path: LocalPath | None = None
-    """Where the first stage starts: a model folder, or a hub name; null builds a tiny model."""
+    """Model that the first stage starts from: a folder or hub name; null builds a tiny model."""
     reward_model: LocalPath | None = None
-    """A reward model for PPO, in place of the one that the stage `reward` trains."""
+    """A reward model for PPO, instead of the one that the stage `reward` trains."""
     data: LocalPath | None = None
     """Folder with `sft.jsonl`, `preference.jsonl` and `prompts.jsonl`; those of the stages that run."""
     sft_data: LocalPath | None = None

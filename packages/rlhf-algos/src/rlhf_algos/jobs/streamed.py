@@ -11,7 +11,6 @@ from typing import Any, Literal
 from pydantic import Field
 
 from rlhf_algos.jobs.config import JobConfig
-from rlhf_algos.process_group import all_gather
 from rlhf_data import (
     BaseConfig,
     DatasetMixture,
@@ -19,14 +18,11 @@ from rlhf_data import (
     Record,
     RecordSource,
     RecordStream,
-    StreamingDataset,
     UserError,
     is_held_out,
     load_config_file,
     settle_ties,
 )
-
-__all__ = ["held_out_records", "open_source", "rows_left_out", "taking"]
 
 _LOG = logging.getLogger(__name__)
 _MIXTURES = (".yaml", ".yml")
@@ -59,18 +55,14 @@ class MixtureConfig(BaseConfig):
 class SettledTies:
     """Records of a source of which ties are left out, or get a margin of 0; see `settle_ties`.
 
-    Args:
-        source: the records.
-        ties: what happens to ties.
-
     Attributes:
         fingerprint: names the source, and what happens to ties.
         content: that of the source.
-        tied: rows left out so far.
+        left_out: ties that were left out so far, as "ties"; see `StreamingDataset`.
     """
 
     def __init__(self, source: RecordSource, ties: _Ties) -> None:
-        self._source, self.tied = source, LeftOut()
+        self._source, self.left_out = source, {"ties": LeftOut()}
         self._ties: _Ties = ties
         self.fingerprint, self.content = f"{source.fingerprint} {ties}", source.content
 
@@ -82,31 +74,19 @@ class SettledTies:
         return self._source.order(epoch, seed=seed)
 
     def read(self, numbers: Sequence[int]) -> list[list[Record] | UserError]:
-        """See `RecordSource`.
-
-        Raises:
-            UserError: records that are not pairs.
-        """
+        """See `RecordSource`."""
         read = zip(numbers, self._source.read(numbers), strict=True)
         return [each if isinstance(each, UserError) else self._settled(row, each) for row, each in read]
 
     def _settled(self, number: int, records: list[Record]) -> list[Record]:
         kept, tied = settle_ties(records, self._ties)
         for where in tied:
-            self.tied.add(number, where)
+            self.left_out["ties"].add(number, where)
         return kept
 
 
 def open_source(config: JobConfig, kind: str) -> RecordSource:
-    """Open the training rows of a job, those of a file or those that a mixture's file names.
-
-    Args:
-        config: the job's settings.
-        kind: of the records.
-
-    Raises:
-        UserError: a file is missing or cannot be streamed, or the mixture's file is wrong.
-    """
+    """Open the training rows of a job, those of a file or those that a mixture's file names."""
     source = _open_rows(config, kind)
     return source if config.ties == "keep" else SettledTies(source, config.ties)
 
@@ -135,9 +115,7 @@ def _open_rows(config: JobConfig, kind: str) -> RecordSource:
 def taking(fraction: float, check: Callable[[Record], None] | None) -> Callable[[Record], bool]:
     """What says of each record whether it is trained on: those of held-out prompts are not.
 
-    Args:
-        fraction: share of prompts held out.
-        check: raises `UserError` for a record that cannot be used.
+    `check` raises `UserError` for a record that cannot be used.
     """
 
     def keep(record: Record) -> bool:
@@ -151,13 +129,7 @@ def taking(fraction: float, check: Callable[[Record], None] | None) -> Callable[
 def held_out_records(source: RecordSource, config: JobConfig, check: Any) -> list[Record]:
     """Held-out records of a source, up to `streaming_eval_rows`, from anywhere in it.
 
-    Args:
-        source: the training rows.
-        config: the job's settings.
-        check: as for `taking`.
-
-    Raises:
-        UserError: a bad row, unless bad rows are skipped.
+    `check` is as for `taking`.
     """
     order = source.order(0, seed=_HELD_OUT_SEED)
     most = min(len(order), _LOOKED_AT)
@@ -181,23 +153,6 @@ def held_out_records(source: RecordSource, config: JobConfig, check: Any) -> lis
     return list(islice(found, config.streaming_eval_rows))
 
 
-def rows_left_out(examples: StreamingDataset[Any]) -> dict[str, tuple[int, Sequence[str]]]:
-    """Count of rows that all processes left out since they started, and messages; every process must call it.
-
-    Args:
-        examples: the training set.
-
-    Returns:
-        Of "bad" and of "dropped" rows, and of "ties".
-    """
-
-    def union(left_out: LeftOut) -> tuple[int, Sequence[str]]:
-        return len(set(all_gather(sorted(left_out.numbers)))), left_out.messages
-
-    ties = examples.source.tied if isinstance(examples.source, SettledTies) else LeftOut()
-    return {"bad": union(examples.bad), "dropped": union(examples.dropped), "ties": union(ties)}
-
-
 def _beside(mixture: Path, name: str) -> str:
     path = Path(name).expanduser()
     return str(path if path.is_absolute() else mixture.parent / path)
@@ -214,4 +169,4 @@ def _fits(record: Record, check: Any) -> bool:
 
 def _refuse(error: UserError, config: JobConfig) -> None:
     if config.on_bad_row == "error":
-        raise UserError(f"{error}; or skip bad rows (on_bad_row: skip)", code=error.code, **error.fields)
+        raise UserError(f"{error}; or skip bad rows (--on-bad-row skip)", code=error.code, **error.fields)

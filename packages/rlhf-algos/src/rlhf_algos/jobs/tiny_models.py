@@ -1,4 +1,4 @@
-"""The tiny model that a job starts from where none is given: built from the job's rows, kept in the cache."""
+"""The tiny model that a job starts from if none is given: built from the job's rows, kept in the cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from rlhf_algos.checkpoints.manager import save_pretrained
-from rlhf_algos.offline.sft import SFTConfig, SFTTrainer
+from rlhf_algos.configs.offline import SFTConfig
+from rlhf_algos.offline.sft import SFTTrainer
 from rlhf_algos.process_group import broadcast, is_main_process
 from rlhf_data import (
     CompletionRecord,
@@ -21,18 +22,6 @@ from rlhf_data import (
     json_hash,
 )
 from rlhf_models import build_tiny_llama, load_causal_lm, load_tokenizer, train_byte_tokenizer
-
-__all__ = [
-    "CHAT_TEMPLATE",
-    "demo_folder",
-    "demonstrations",
-    "few_threads_for_a_small_model",
-    "record_texts",
-    "tiny_base",
-    "tiny_positions",
-    "tiny_start",
-    "tiny_tokenizer",
-]
 
 _LOG = logging.getLogger(__name__)
 _VOCAB_SIZE = 1024
@@ -50,7 +39,7 @@ _LEAST_STEPS = 40
 _RIGHT = 0.5
 """Label from which a step counts as right."""
 RECIPE = 1
-"""Raised with every change of the recipe, so that cached models are built anew."""
+"""Incremented with every change of the recipe, so that cached models are rebuilt."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>\n"
@@ -77,11 +66,8 @@ def tiny_start(
         fine_tuned: whether it has learned, some seconds long, to write their good completions and then also
             the bad ones, so that there is something to improve; otherwise its weights are random.
         seed: of weights and orders.
-        separator: what stands behind the steps of a solution.
+        separator: what follows the steps of a solution.
         max_length: tokens that a sequence of the job may have.
-
-    Raises:
-        UserError: the cache folder cannot be written to.
     """
     records = records[:_ROWS]
     positions = tiny_positions(max_length)
@@ -138,7 +124,7 @@ def demonstrations(records: Sequence[Any], *, good_only: bool, separator: str = 
         records: of any kind.
         good_only: leave out what is rejected, labelled as bad, or has a wrong step; all of it counts where
             nothing is good.
-        separator: what stands behind the steps of a solution.
+        separator: what follows the steps of a solution.
     """
     every = [pair for record in records for pair in _shown(record, separator)]
     good = [record for is_good, record in every if is_good]
@@ -165,7 +151,7 @@ def record_texts(record: Any) -> Iterator[str]:
 
 
 def _shown(record: Any, separator: str) -> list[tuple[bool, Any]]:
-    """Every completion of a record, and whether it is good; a record without any stands for itself."""
+    """Every completion of a record, and whether it is good; a record without any counts as one."""
     if isinstance(record, CompletionRecord):
         return [(True, record)]
     verdicts = {

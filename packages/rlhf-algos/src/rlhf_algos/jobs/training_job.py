@@ -21,11 +21,10 @@ from rlhf_algos.jobs.online import PREFLIGHT, load_rewards, online_parts, tell_f
 from rlhf_algos.jobs.results import finish_run
 from rlhf_algos.jobs.tiny_models import few_threads_for_a_small_model
 from rlhf_algos.process_group import broadcast, world_size
+from rlhf_algos.safeguards.consolidation import ElasticWeightConsolidation
 from rlhf_algos.tracking.run_facts import Clock
 from rlhf_algos.tracking.step_report import OnReport
-from rlhf_data import RunFolder, UserError, atomic_write_json, finite
-
-__all__ = ["Job", "TrainingJob"]
+from rlhf_data import RunFolder, TokenSequence, UserError, atomic_write_json, finite
 
 _LOG = logging.getLogger(__name__)
 _BEFORE, _EVALUATION = "before.json", "evaluation.json"
@@ -33,10 +32,10 @@ _BEFORE, _EVALUATION = "before.json", "evaluation.json"
 
 @dataclass
 class Job:
-    """What one run of one method is given, whoever trains it.
+    """What one run of one method is given, by this engine or TRL.
 
     Args:
-        name: of the method, a key of `METHODS`.
+        name: the method, a key of `METHODS`.
         config: the settings, of the method's `job_config`.
         run: the run's folder.
         on_report: called after every step.
@@ -135,6 +134,7 @@ class TrainingJob(Job):
             progress=self.progress,
             **online_parts(online, model, tokenizer, self.run, rewards) if online and rewards else {},
         )
+        _hold_weights(trainer, config, tokenizer, max_length)
         trainer.on_report = self.on_report
         if trainer.parallel.is_main:
             self.run.write_config({"method": self.name, **config.to_dict()})
@@ -213,7 +213,7 @@ def describe_rows(rows: Rows, trainer: Any) -> dict[str, Any]:
 
 
 def _dtype_name(model: Any) -> str:
-    """The dtype of the parameters that are saved, in words."""
+    """The dtype of the parameters that are saved, as text."""
     trained = next((each for each in model.parameters() if each.requires_grad), None)
     return "the dtype it was trained in" if trained is None else str(trained.dtype).removeprefix("torch.")
 
@@ -221,41 +221,31 @@ def _dtype_name(model: Any) -> str:
 def with_rows_per_step(run: RunFolder, config: JobConfig) -> JobConfig:
     """The settings with as many rows per process that a step has the rows it had on other processes.
 
-    Args:
-        run: the run's folder, perhaps with checkpoints.
-        config: its settings; those of an online method, whose steps count completions, stay as they are.
-
-    Raises:
-        UserError: the rows of a step cannot be shared equally by the processes that there are now.
+    The rows of an online method are completions: those of an optimizer step.
     """
     latest = run.latest_checkpoint()
     rows = CheckpointManager.read_state(latest).get("rows_per_step") if latest else None
-    per_row = config.gradient_accumulation_steps * world_size()
-    if rows is None or isinstance(config, OnlineJobConfig):
+    if rows is None:
         return config
+    what = "rows"
+    if isinstance(config, OnlineJobConfig):  # whose checkpoint counts the prompts of a rollout
+        rows, what = rows * config.num_generations // config.mini_batches, "completions"
+    per_row = config.gradient_accumulation_steps * world_size()
     if rows == config.per_device_train_batch_size * per_row:
         return config
     if rows % per_row:
         raise UserError(
-            f"{latest} was written with {rows} rows per step, which {world_size()} processes x "
+            f"{latest} was written with {rows} {what} per step, which {world_size()} processes x "
             f"{config.gradient_accumulation_steps} gradient_accumulation_steps cannot share equally; take "
             "another number of processes",
             code="different_training_data",
         )
-    _LOG.info("%d rows per process and step, so that a step has the %d it had", rows // per_row, rows)
+    _LOG.info("%d %s per process and step, so that a step has the %d it had", rows // per_row, what, rows)
     return type(config).from_dict(config.to_dict() | {"per_device_train_batch_size": rows // per_row})
 
 
 def _check_extension(run: RunFolder, config: JobConfig) -> None:
-    """Refuse to go on with a finished run whose settings ask for no more steps than it has.
-
-    Args:
-        run: the run's folder; one that is not finished goes on as it is.
-        config: its settings, `max_steps` or `num_train_epochs` raised.
-
-    Raises:
-        UserError: there is nothing more to do, or no checkpoint to go on from.
-    """
+    """Refuse to continue a finished run whose settings ask for no more steps than it has."""
     if run.read_results() is None:
         return
     latest = run.latest_checkpoint()
@@ -280,3 +270,31 @@ def _check_extension(run: RunFolder, config: JobConfig) -> None:
             "its final/",
             code="finished_run",
         )
+
+
+def _hold_weights(trainer: Any, config: Any, tokenizer: Any, max_length: int | None) -> None:
+    """Give a trainer, at its start, the penalty that its settings ask for.
+
+    Raises:
+        UserError: its model is sharded, or the rows cannot be used.
+    """
+    strength = getattr(config, "ewc_strength", 0.0)  # of methods that train a policy offline
+    if not strength:
+        return
+    if trainer.parallel.sharded:
+        raise UserError(
+            "ewc_strength needs a model that is not sharded; leave it out, or fsdp and deepspeed",
+            code="unsupported_key",
+            key="ewc_strength",
+        )
+    held = ElasticWeightConsolidation(trainer.model, strength=strength)
+    if config.ewc_data is not None:
+        sft = METHODS["sft"]
+        given = {"train_data": config.ewc_data, "subset_size": config.ewc_rows, "eval_fraction": 0}
+        settings = sft.resolve({**given, "on_bad_row": config.on_bad_row})
+        rows, _ = build_sets(sft, settings, load_rows(sft, settings), tokenizer, max_length=max_length)
+        parts = [each if isinstance(each, tuple) else (each,) for each in rows]
+        sequences = [part for each in parts for part in each if isinstance(part, TokenSequence)]
+        _LOG.info("measuring which weights %d rows of %s need", len(sequences), config.ewc_data)
+        held.estimate(sequences, fisher=config.ewc_fisher, seed=config.seed)
+    trainer.consolidation = held

@@ -2,7 +2,7 @@
 
 Letters: `M` scored tokens of a packed batch (or steps of its solutions), `Q` sequences, `P` preference pairs.
 There is no padding: tensors are flat vectors, those of tokens in any order.  Every loss is a **sum** over its
-entries, and so is every scalar statistic returned beside it; the caller divides once by the count of the
+entries, and so is every scalar statistic returned with it; the caller divides once by the count of the
 whole optimizer step (all micro-batches, all processes), which makes the gradient independent of how the step
 was cut.  Log-probabilities of a sequence are sums over its tokens.
 """

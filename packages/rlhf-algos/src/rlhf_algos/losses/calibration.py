@@ -1,4 +1,4 @@
-"""How far the probabilities of a reward model can be believed."""
+"""Calibration of a reward model's probabilities."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 
 from rlhf_algos._flat import check_flat
-
-__all__ = ["calibration_error", "pair_calibration"]
 
 
 def pair_calibration(chosen_rewards: Tensor, rejected_rewards: Tensor, *, num_bins: int = 10) -> Tensor:

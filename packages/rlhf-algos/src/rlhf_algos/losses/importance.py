@@ -11,28 +11,26 @@ from torch import Tensor
 
 from rlhf_algos._flat import check_flat, dense_index
 
-__all__ = ["ImportanceMode", "ImportanceWeights", "importance_weights"]
-
 ImportanceMode = Literal["sequence_mask", "sequence_truncate", "token_mask", "token_truncate"]
 """Whether tokens or sequences have a ratio, and whether one out of bounds is masked or bounded."""
 
 
 @dataclass(frozen=True)
 class ImportanceWeights:
-    """What each token's advantage is multiplied by, and how far the two programs are apart."""
+    """Importance weight of each token, and the mismatch of the two programs."""
 
     weights: Tensor
     """(M,) >= 0, without gradient."""
     ratio_min: Tensor
-    """Smallest weight, of tokens or of sequences; inf where there is none."""
+    """Smallest weight, of tokens or of sequences; inf if there is none."""
     ratio_max: Tensor
-    """Largest weight; -inf where there is none."""
+    """Largest weight; -inf if there is none."""
     ratio_sum: Tensor
     """Sum of the weights."""
     ratio_count: Tensor
     """How many there are: tokens, or sequences in the modes of sequences."""
     difference_max: Tensor
-    """Largest |logp - sampling_logp| of a token, in nats; 0 where there is none."""
+    """Largest |logp - sampling_logp| of a token, in nats; 0 if there is none."""
     difference_sum: Tensor
     """Their sum."""
     difference_count: Tensor

@@ -11,8 +11,6 @@ from torch import Tensor
 from rlhf_algos._flat import check_flat
 from rlhf_algos.losses.policy import policy_ratio
 
-__all__ = ["KL_ESTIMATORS", "KLEstimator", "corrected_kl", "kl_k1", "kl_k2", "kl_k3"]
-
 KLEstimator = Literal["k1", "k2", "k3"]
 
 

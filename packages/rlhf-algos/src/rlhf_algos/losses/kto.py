@@ -9,8 +9,6 @@ from torch import Tensor
 
 from rlhf_algos._flat import check_flat
 
-__all__ = ["KTOLoss", "kl_ema", "kto_kl", "kto_loss"]
-
 
 @dataclass(frozen=True)
 class KTOLoss:

@@ -12,17 +12,6 @@ from torch import Tensor
 from rlhf_algos._flat import check_flat, dense_index, total
 from rlhf_algos.losses.surrogates import Surrogate, SurrogateSettings, clipped
 
-__all__ = [
-    "PolicyLoss",
-    "RatioStatistics",
-    "ValueLoss",
-    "clipped_policy_loss",
-    "policy_loss",
-    "policy_ratio",
-    "ratio_statistics",
-    "value_loss",
-]
-
 
 @dataclass(frozen=True)
 class PolicyLoss:
@@ -32,14 +21,14 @@ class PolicyLoss:
     clipped_low: Tensor
     """Tokens with a negative advantage whose ratio lies below `1 - clip_low`: clipping leaves no gradient."""
     clipped_high: Tensor
-    """Tokens with a positive advantage whose ratio lies above `1 + clip_high`: likewise."""
+    """Tokens with a positive advantage whose ratio is above `1 + clip_high`."""
     approx_kl: Tensor
     """k3 estimate, in nats, of KL(old policy || policy), from the tokens the old policy sampled."""
 
 
 @dataclass(frozen=True)
 class RatioStatistics:
-    """What the ratios of a batch were: scalars without gradient."""
+    """Statistics of a batch's ratios: scalars without gradient."""
 
     count: Tensor
     """Ratios there are: one per token, or one per sequence."""
@@ -155,13 +144,13 @@ def policy_loss(
     L = Σ_t w_t · surrogate(logp_t, r_t, A_t),  r_t: `policy_ratio`
 
     Args:
-        logps: (M,) as for `clipped_policy_loss`.
-        old_logps: (M,) as there.
-        advantages: (M,) as there.
-        surrogate: what a token loses, one of `SURROGATES`.
-        settings: what bounds the ratio.
-        weights: (M,) as there.
-        sequence: (M,) as there.
+        logps: (M,) as for `clipped_policy_loss`, like all tensors.
+        old_logps: (M,).
+        advantages: (M,).
+        surrogate: the loss of a token, one of `SURROGATES`.
+        settings: bounds of the ratio.
+        weights: (M,) or None.
+        sequence: (M,) or None.
 
     Returns:
         Weighted sums over the M tokens; tokens outside the bounds of `settings` are counted as clipped,
@@ -200,13 +189,13 @@ def ratio_statistics(
     TRL's `clip_ratio/low_mean` is low / count, its `clip_ratio/low_min` is low_min, and so on.
 
     Args:
-        logps: (M,) as for `clipped_policy_loss`, without the tokens that are masked.
-        old_logps: (M,) as there.
-        advantages: (M,) as there.
+        logps: (M,) as for `clipped_policy_loss`, like all but `level`; without the tokens that are masked.
+        old_logps: (M,).
+        advantages: (M,).
         sequence: (M,) integer index of the sequence a token belongs to.
-        clip_low: as there.
-        clip_high: as there.
-        delta: as there.
+        clip_low: bound of the ratio below 1.
+        clip_high: bound of the ratio above 1.
+        delta: bound for negative advantages too.
         level: whether each token has its ratio or each sequence.
 
     Returns:

@@ -11,16 +11,6 @@ from torch.nn import functional as F
 
 from rlhf_algos._flat import check_flat
 
-__all__ = [
-    "DPOLossType",
-    "OddsRatioLoss",
-    "PreferenceLoss",
-    "chosen_nll",
-    "dpo_loss",
-    "orpo_loss",
-    "simpo_loss",
-]
-
 DPOLossType = Literal["sigmoid", "hinge", "ipo", "robust"]
 """The losses of `dpo_loss`."""
 
@@ -124,7 +114,7 @@ def simpo_loss(
         rejected_logps: (P,) the same of the rejected completions.
         lengths: (P,) and (P,) tokens of the chosen and the rejected completions, >= 1.
         beta: > 0; scale of the rewards.
-        simpo_gamma: γ >= 0, the margin asked for between the rewards, in their units: not divided by β.
+        simpo_gamma: γ >= 0, the target margin between the rewards, in their units: not divided by β.
         label_smoothing: ε in [0, 0.5), the probability that a label is wrong.
 
     Returns:

@@ -14,8 +14,6 @@ from torch.nn import functional as F
 from rlhf_algos._flat import check_flat, dense_index
 from rlhf_algos.losses.rewards import PairLoss, bradley_terry
 
-__all__ = ["StepAggregation", "aggregate_steps", "outcome_ranking"]
-
 StepAggregation = Literal["min", "mean", "last", "product"]
 """The ways of `aggregate_steps`."""
 

@@ -9,8 +9,6 @@ from torch.nn import functional as F
 
 from rlhf_algos._flat import check_flat, total
 
-__all__ = ["BinaryLoss", "PairLoss", "binary_cross_entropy", "bradley_terry"]
-
 
 @dataclass(frozen=True)
 class PairLoss:

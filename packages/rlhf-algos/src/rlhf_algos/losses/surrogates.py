@@ -1,4 +1,4 @@
-"""Surrogates and normalisers of GRPO and its relatives: what a token loses, and what it counts.
+"""Surrogates and normalisers of GRPO and its relatives: losses and weights of tokens.
 
 A loss type is one entry of `SURROGATES` and one of `NORMALISERS`.
 """
@@ -14,23 +14,13 @@ from torch import Tensor
 
 from rlhf_algos._flat import check_flat, dense_index
 
-__all__ = [
-    "LOSS_TYPES",
-    "NORMALISERS",
-    "SURROGATES",
-    "LossType",
-    "SurrogateSettings",
-    "TokenWeights",
-    "token_weights",
-]
-
 LossType = Literal["bnpo", "cispo", "dapo", "dr_grpo", "grpo", "sapo"]
 LOSS_TYPES: tuple[LossType, ...] = get_args(LossType)
 
 
 @dataclass(frozen=True)
 class SurrogateSettings:
-    """What bounds the ratio; each surrogate reads what it needs."""
+    """Bounds of the ratio; each surrogate reads those it needs."""
 
     clip_low: float
     """How far below 1 the ratio may fall, >= 0; `math.inf` bounds it nowhere."""
@@ -46,7 +36,7 @@ class SurrogateSettings:
 
 @dataclass(frozen=True)
 class TokenWeights:
-    """What tokens count in a sum, and what the sum is divided by."""
+    """Weights of tokens in a sum, and its divisor."""
 
     weights: Tensor
     """(Q,) float: what each token of a sequence counts; 0 for a sequence that is masked."""
@@ -97,7 +87,7 @@ SURROGATES: Mapping[str, Surrogate] = {
     "grpo": clipped,
     "sapo": sapo,
 }
-"""What a token loses, by loss type; see `policy_loss`."""
+"""Loss of a token by loss type; see `policy_loss`."""
 
 
 def mean_over_sequences(lengths: Tensor, longest: int | None, batches: Tensor | None) -> TokenWeights:
@@ -142,7 +132,7 @@ def token_weights(
     max_completion_length: int | None = None,
     batches: Tensor | None = None,
 ) -> TokenWeights:
-    """What tokens count in a policy loss, and what its sum is divided by once.
+    """Weights of tokens in a policy loss, and the divisor of its sum.
 
     - grpo, sapo: 1 / length; divided by the sequences.
     - dapo, cispo: 1; divided by the tokens.

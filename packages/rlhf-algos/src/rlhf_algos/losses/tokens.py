@@ -8,8 +8,6 @@ from torch import Tensor
 
 from rlhf_algos._flat import check_flat, total
 
-__all__ = ["TokenLoss", "next_token_loss"]
-
 
 @dataclass(frozen=True)
 class TokenLoss:

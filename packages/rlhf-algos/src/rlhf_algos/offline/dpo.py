@@ -12,8 +12,6 @@ from rlhf_algos.losses import dpo_loss
 from rlhf_algos.offline.pairs import pair_output
 from rlhf_data import PackedBatch, PreferencePair, TokenSequence
 
-__all__ = ["DPOConfig", "DPOTrainer"]
-
 
 class DPOTrainer(ReferenceTrainer[PreferencePair]):
     """Trains a policy on preference pairs by DPO and its relatives; the loss is the mean over a step's pairs.

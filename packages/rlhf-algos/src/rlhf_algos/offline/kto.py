@@ -14,8 +14,6 @@ from rlhf_algos.engine.loss_output import LossOutput, mean_where, side_metrics
 from rlhf_algos.losses import kl_ema, kto_kl, kto_loss
 from rlhf_data import KTOExample, PackedBatch, TokenSequence, UserError, pack
 
-__all__ = ["KTOConfig", "KTOTrainer"]
-
 
 class KTOTrainer(ReferenceTrainer[KTOExample]):
     """Trains a policy on labelled completions by KTO; the loss is the mean over a step's completions.

@@ -12,14 +12,12 @@ from rlhf_algos.configs.trainer import LanguageModelConfig
 from rlhf_algos.losses import PreferenceLoss, orpo_loss
 from rlhf_algos.offline.pairs import PairTrainer, Sides
 
-__all__ = ["ORPOConfig", "ORPOTrainer"]
-
 
 class ORPOConfig(LanguageModelConfig):
     """Settings of odds ratio preference optimisation."""
 
     beta: float = Field(default=0.1, gt=0)
-    """Weight of the odds ratio beside the likelihood, the paper's lambda."""
+    """Weight of the odds ratio relative to the likelihood, the paper's lambda."""
 
 
 class ORPOTrainer(PairTrainer):

@@ -1,4 +1,4 @@
-"""What the trainers on preference pairs share: both sides of a batch, TRL's metrics, the likelihood term."""
+"""Base of the trainers on preference pairs: both sides of a batch, TRL's metrics, the likelihood term."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def pair_output(
         loss: sum over the pairs, with gradient.
         result: whose rewards are reported.
         logps: (P,) and (P,) log-probs that are reported, chosen and rejected.
-        scores: of the batch's tokens, with statistics.
+        scores: log-probs of the batch's tokens, with statistics.
         batch: as `Sides.of` takes it.
     """
     chosen, rejected = result.chosen_rewards, result.rejected_rewards
@@ -97,9 +97,6 @@ class PairTrainer(LanguageModelTrainer[PreferencePair]):
         config: the settings, with `disable_dropout`.
         examples: the pairs.
         **options: see `BaseTrainer`.
-
-    Raises:
-        UserError: no examples.
     """
 
     shown_metrics: ClassVar[tuple[str, ...]] = ("loss", "rewards/accuracies", "rewards/margins")
@@ -119,7 +116,7 @@ class PairTrainer(LanguageModelTrainer[PreferencePair]):
 
     @abstractmethod
     def pair_loss(self, sides: Sides) -> tuple[PreferenceLoss, dict[str, Tensor]]:
-        """The loss of a batch's pairs, and metrics of its own: sums over the pairs."""
+        """The loss of a batch's pairs, and the method's metrics: sums over the pairs."""
 
     def sequences(self, example: PreferencePair) -> Sequence[TokenSequence]:
         """Chosen, then rejected, then the prompt where it is learned; all share it and compute it once."""

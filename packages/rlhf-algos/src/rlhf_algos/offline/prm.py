@@ -15,8 +15,6 @@ from rlhf_algos.losses import binary_cross_entropy, outcome_ranking
 from rlhf_data import PackedBatch, StepExample, StepPair, TokenSequence
 from rlhf_models import disable_dropout
 
-__all__ = ["PRMConfig", "PRMTrainer", "ProcessRewardModelTrainer"]
-
 
 class PRMTrainer(BaseTrainer[StepExample | StepPair]):
     """Trains a model that scores reasoning steps; the score of a step is the logit of "this step is right".
@@ -28,7 +26,7 @@ class PRMTrainer(BaseTrainer[StepExample | StepPair]):
 
     Metrics: `step_loss`, `step_accuracy` (labelled steps whose score has the sign their label asks for) and
     `step_probability` (mean of the sigmoid of their scores); `outcome_loss`, `accuracy` (pairs ranked
-    rightly) and `margin` (mean of R(chosen) - R(rejected)).  They are left out where there is no such data.
+    rightly) and `margin` (mean of R(chosen) - R(rejected)).  They are left out if there is no such data.
 
     Args:
         model: `rlhf_models.ProcessRewardModel`: `model(batch, positions=...)` gives a score for each position
@@ -132,12 +130,7 @@ class PRMTrainer(BaseTrainer[StepExample | StepPair]):
 
 
 def step_positions(batch: PackedBatch, step_ends: Sequence[Sequence[int]]) -> Tensor:
-    """Stream positions of tokens of a batch's sequences, sequence by sequence.
-
-    Args:
-        batch: the batch.
-        step_ends: for each sequence, indices of tokens of it.
-    """
+    """Stream positions of tokens of a batch's sequences, sequence by sequence."""
     tree = batch.to("cpu")
     found = [tree.path(q)[list(ends)] for q, ends in enumerate(step_ends)]
     return torch.cat(found).to(batch.input_ids.device)

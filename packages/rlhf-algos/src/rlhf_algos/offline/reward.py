@@ -12,10 +12,9 @@ from rlhf_algos.configs.offline import RewardConfig
 from rlhf_algos.engine.base_trainer import BaseTrainer
 from rlhf_algos.engine.loss_output import LossOutput
 from rlhf_algos.losses import bradley_terry, calibration_error, pair_calibration
-from rlhf_data import PackedBatch, PreferencePair, TokenSequence
+from rlhf_data import PackedBatch, TokenSequence
+from rlhf_data import PreferencePair as PreferencePair
 from rlhf_models import disable_dropout
-
-__all__ = ["PreferencePair", "RewardConfig", "RewardModelTrainer", "RewardTrainer"]
 
 _BIN = "calibration/"
 

@@ -14,8 +14,6 @@ from rlhf_algos.engine.loss_output import LossOutput
 from rlhf_algos.losses import binary_cross_entropy
 from rlhf_data import PackedBatch, TokenSequence
 
-__all__ = ["LabelledSequence", "ScalarConfig", "ScalarTrainer"]
-
 
 class LabelledSequence(NamedTuple):
     """A sequence and how true it is."""

@@ -11,9 +11,6 @@ from rlhf_algos.engine.loss_output import LossOutput
 from rlhf_algos.losses import next_token_loss
 from rlhf_data import PackedBatch, TokenSequence, UserError
 
-__all__ = ["SFTConfig", "SFTExample", "SFTTrainer"]
-
-
 SFTExample = TokenSequence | tuple[TokenSequence, ...]
 """A sequence, or several that belong to one step because they share a prefix."""
 
@@ -48,7 +45,7 @@ class SFTTrainer(LanguageModelTrainer[SFTExample]):
         **options: Any,
     ) -> None:
         for kind, rows in (("training", examples), ("evaluation", eval_examples)):
-            if isinstance(rows, list | tuple):  # others make their rows when they are asked for
+            if isinstance(rows, list | tuple):  # others make their rows when they are indexed
                 self._check(kind, rows)
         super().__init__(model, config, examples, eval_examples=eval_examples, **options)
 

@@ -8,8 +8,6 @@ from rlhf_algos.configs.offline import SimPOConfig
 from rlhf_algos.losses import PreferenceLoss, simpo_loss
 from rlhf_algos.offline.pairs import PairTrainer, Sides
 
-__all__ = ["SimPOConfig", "SimPOTrainer"]
-
 
 class SimPOTrainer(PairTrainer):
     """Trains a policy on preference pairs by SimPO; the loss is the mean over a step's pairs.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +11,13 @@ from torch import Tensor, nn
 from rlhf_algos.engine.language_model import LogpsModule
 from rlhf_data import PackedBatch
 from rlhf_models import TokenLogps, ValueHead, ValueModel, hidden_states, score_hidden
-
-__all__ = ["ActorCritic", "ActorCriticScores"]
+from rlhf_models.language_model.logps import check_packing
+from rlhf_models.loading.shards import Returned
 
 
 @dataclass(frozen=True)
 class ActorCriticScores:
-    """Log-probs of the scored tokens, and (M,) values of the states before them; None where not asked."""
+    """Log-probs of the scored tokens, and (M,) values of the states before them; None if not requested."""
 
     policy: TokenLogps | None = None
     values: Tensor | None = None
@@ -25,14 +26,20 @@ class ActorCriticScores:
 class ActorCritic(nn.Module):
     """Scores packed batches with a policy and a value model.
 
-    Args:
-        policy: the policy, with its reference if it has one.
-        value: a value model with a trunk of its own, or a head on the policy's.
+    `value` is a value model with its own trunk, or a head on the policy's.
     """
 
     def __init__(self, policy: LogpsModule, value: ValueModel | ValueHead) -> None:
         super().__init__()
         self.policy, self.value = policy, value
+
+    def call(self, function: Callable[[], Returned]) -> Returned:
+        """See `rlhf_models.loading.shards.ShardUnit.call`, of the policy."""
+        return self.policy.call(function)
+
+    def check_packing(self) -> None:
+        """See `rlhf_models.language_model.logps.check_packing`."""
+        self.call(lambda: check_packing(self.lm))
 
     @property
     def lm(self) -> Any:
@@ -64,8 +71,12 @@ class ActorCritic(nn.Module):
                 policy=self.policy(batch, **options) if policy else None,
                 values=self.value(batch) if values else None,
             )
-        hidden = hidden_states(self.lm, batch)
-        return ActorCriticScores(
-            policy=score_hidden(self.lm, hidden, batch, **options) if policy else None,
-            values=self.value(hidden[batch.score_positions]) if values else None,
-        )
+
+        def both() -> ActorCriticScores:
+            hidden = hidden_states(self.lm, batch)
+            return ActorCriticScores(
+                policy=score_hidden(self.lm, hidden, batch, **options) if policy else None,
+                values=self.value(hidden[batch.score_positions]) if values else None,
+            )
+
+        return self.policy.call(both)

@@ -1,8 +1,7 @@
-"""Training on the model's own completions: rollout, score, advantage, update; what GRPO and PPO share."""
+"""Base of GRPO and PPO: rollout, scoring, advantages, updates."""
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from abc import abstractmethod
@@ -18,16 +17,24 @@ from rlhf_algos.engine.optimizer_step import combined, epoch_order
 from rlhf_algos.engine.step_examples import steps_of
 from rlhf_algos.online.rollouts import Completion, StepTable, flat, keep_tokens, rollout_metrics, table_row
 from rlhf_algos.online.samples import keep_samples, stage_rows, start_completions
-from rlhf_algos.process_group import broadcast
+from rlhf_algos.online.step_engine import (
+    computes_as_trainer,
+    engine_state,
+    in_batches,
+    load_engine_state,
+    sampling_params,
+    settled,
+    step_rollouts,
+    sync_weights,
+)
+from rlhf_algos.parallel.lockstep import generate_together
 from rlhf_algos.tracking.run_facts import pace
 from rlhf_data import PackedBatch, PromptExample, TokenSequence, UserError, pack
 from rlhf_infer import GenerationEngine, RewardFunctions, Rollout, SamplingParams, TransformersEngine
 
-__all__ = ["OnlineTrainer"]
-
 _LOG = logging.getLogger(__name__)
 _EVALUATION, _STAGE, _START = 1 << 31, 1 << 30, 1 << 29
-"""What stands in the sampling seed in place of the step."""
+"""The part of the sampling seed that replaces the step."""
 
 
 class OnlineTrainer(LanguageModelTrainer[PromptExample]):
@@ -41,8 +48,8 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         model: a transformers causal LM, or a PeftModel around one.
         config: the settings.
         examples: the training prompts.
-        rewards: what completions are worth.
-        tokenizer: of the model.
+        rewards: rewards of completions.
+        tokenizer: the model's tokenizer.
         eval_examples: prompts that `evaluate` measures.
         engine: samples; None makes a `TransformersEngine`.
         ref_model: another reference than the model itself.
@@ -59,7 +66,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
     token_fields: ClassVar[tuple[str, ...]] = ("old_logps", "ref_logps", "advantages", "importance")
     """Names of `Completion.tokens` that the loss reads."""
     terms_per_token: float
-    """What the loss of the present update is divided by, over its tokens that count."""
+    """Divisor of the current update's loss, over its tokens that count."""
     config: OnlineConfig
 
     def __init__(
@@ -79,15 +86,10 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         self.rewards = rewards
         self.terms_per_token = 1.0
         self._said: dict[str, float] = {}  # what this process's reward functions logged last
+        self.engine = engine or TransformersEngine(model, tokenizer, max_batch_tokens=config.max_kv_tokens)
         super().__init__(model, config, examples, eval_examples=eval_examples, tokenizer=tokenizer, **options)
-        _LOG.info(
-            "a step: %d prompts, %d completions of each", self.global_batch_size, config.num_generations
-        )
-        # A sharded model cannot be sampled from piece by piece: a whole copy takes its weights each step.
-        self._sampled: Any = copy.deepcopy(model) if engine is None and self.parallel.sharded else model
-        self.engine = engine or TransformersEngine(
-            self._sampled, tokenizer, max_batch_tokens=config.max_kv_tokens
-        )
+        prompts = self.global_batch_size
+        _LOG.info("a step: %d prompts, %d completions of each", prompts, config.num_generations)
 
     @abstractmethod
     def compute_advantages(self, completions: Sequence[Completion], table: StepTable) -> dict[str, float]:
@@ -117,7 +119,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
             yield batch, [examples[i] for i in batch.sequence_ids.tolist()]
 
     def build_scorer(self, model: Any) -> nn.Module:
-        """The policy, with its reference where that is a model of its own."""
+        """The policy, with its reference if that is a separate model."""
         if not self.config.needs_reference and self._ref_model is None:
             return LogpsModule(model)
         return LogpsModule.with_reference(model, self._ref_model)
@@ -127,7 +129,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
 
         Returns:
             Metrics of rollout and updates (means over the updates), `num_updates`, `time/rollout`,
-            `time/score`, `time/update` in seconds, and what `BaseTrainer.train_step` gives.
+            `time/score`, `time/update` in seconds, and the metrics of `BaseTrainer.train_step`.
 
         Raises:
             UserError: a reward function failed, or the loss or the gradient became NaN or infinite.
@@ -135,7 +137,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         started = time.perf_counter()
         self.prepare()
         self.scorer.eval()
-        rollouts = self.sample(examples, self.config.num_generations, seed=self.seed_of(self.step))
+        rollouts = step_rollouts(self, examples)
         sampled = time.perf_counter()
         completions, table = self.score(examples, rollouts, self.config.num_generations)
         metrics = rollout_metrics(table) | self._said | self.compute_advantages(completions, table)
@@ -156,22 +158,23 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         self, prompts: Sequence[PromptExample], n: int, *, seed: int, temperature: float | None = None
     ) -> list[list[Rollout]]:
         """`n` completions of each of this process's share of the prompts, by the present policy."""
-        config = self.config
-        params = SamplingParams(
-            config.max_completion_length,
-            config.temperature if temperature is None else temperature,
-            seed,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            min_p=config.min_p,
-            repetition_penalty=config.repetition_penalty,
-            stop=config.stop,
-            min_new_tokens=config.min_completion_length,
-        )
         own = prompts[self.parallel.rank :: self.parallel.world_size]
-        self._sync_weights()
-        with self.parallel.autocast():
-            return self.engine.generate([prompt.prompt_ids for prompt in own], n, params) if own else []
+        sync_weights(self)
+        params = sampling_params(self.config, seed, temperature)
+        return self.generate([prompt.prompt_ids for prompt in own], n, params)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], n: int, params: SamplingParams
+    ) -> list[list[Rollout]]:
+        """`n` completions of each prompt by the engine; every process must call it, also without prompts."""
+        engine, size = self.engine, self.config.prompts_per_batch
+        if not (self.parallel.shards_weights and isinstance(engine, TransformersEngine)):
+            with self.parallel.autocast():
+                return in_batches(engine, prompts, n, params, size)
+        call: Any = self.scorer.call
+        return generate_together(
+            self.parallel, engine, call, lambda: in_batches(engine, prompts, n, params, size)
+        )
 
     def score(
         self, prompts: Sequence[PromptExample], rollouts: Sequence[Sequence[Rollout]], n: int
@@ -179,7 +182,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         """This process's completions with their texts, and the rewards of all of them.
 
         Args:
-            prompts: of all processes.
+            prompts: the prompts of all processes.
             rollouts: `n` for each of this process's share of the prompts.
             n: completions per prompt.
 
@@ -215,7 +218,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
 
         Args:
             completions: this process's, with their advantages.
-            num_prompts: of the step, over all processes.
+            num_prompts: prompts in the step, over all processes.
         """
         done, taken = list[dict[str, float]](), False
         for number in range(self.config.passes):
@@ -240,13 +243,19 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
             self.scheduler.step()
         return combined(done) | {"num_updates": float(len(done))}
 
+    def save_checkpoint(self, metrics: Mapping[str, float] | None = None) -> None:
+        """See `BaseTrainer.save_checkpoint`; steps that an engine has begun are finished first."""
+        with settled(self.engine, self.run):
+            super().save_checkpoint(metrics)
+
     def extra_state(self) -> dict[str, Any]:
-        """What reward functions remember."""
-        return {"reward_functions": self.rewards.state()}
+        """State of the reward functions, and of an engine that samples ahead."""
+        return {"reward_functions": self.rewards.state()} | engine_state(self.engine)
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        """Take up what `extra_state` gave."""
+        """Load what `extra_state` returned."""
         self.rewards.load_state(state["reward_functions"])
+        load_engine_state(self.engine, state)
 
     def close(self) -> None:
         """Let go of the engine."""
@@ -332,14 +341,22 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
                     keep_tokens("ref_logps", scores.logps, members, real)
 
     @property
+    def corrects_sampling(self) -> bool:
+        """Whether completions may be drawn from another distribution than the trainer's."""
+        return self.config.use_vllm or getattr(self.engine, "max_staleness", 0) > 0
+
+    @property
     def _engine_is_exact(self) -> bool:
-        shares = isinstance(self.engine, TransformersEngine)
-        return shares and self.parallel.precision == "no" and self.parameters[0].dtype == torch.float32
+        return (
+            computes_as_trainer(self.engine)
+            and self.parallel.precision == "no"
+            and self.parameters[0].dtype == torch.float32
+        )
 
     def _mini_batches(self, num_prompts: int, number: int) -> list[set[int]]:
         """Prompts of each optimizer step of one pass over a step's completions."""
         parts = self.config.mini_batches
-        seed = self.config.seed + self.step * self.config.passes + number
+        seed = self.seed + self.step * self.config.passes + number
         order = epoch_order(num_prompts, 0, shuffle=parts > 1, seed=seed)
         size = -(-num_prompts // parts)
         return [set(order[start : start + size]) for start in range(0, num_prompts, size)]
@@ -354,23 +371,6 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         idle.tokens = dict.fromkeys(self.token_fields, torch.zeros(1))
         return [idle]
 
-    def _sync_weights(self) -> None:
-        if isinstance(self.engine, TransformersEngine):
-            if self._sampled is self.model:
-                return
-            with self.parallel.whole(self.scorer, everywhere=True):
-                self._sampled.load_state_dict(self.model.state_dict())
-            self._sampled.to(self.device)
-            return
-        with self.parallel.whole(self.scorer):
-            if self.parallel.is_main:
-                self.engine.update_weights(self.model)
-        if self.parallel.world_size > 1:  # of several processes one talks to the server for all
-            follow: Any = getattr(self.engine, "follow", None)
-            name = broadcast(getattr(self.engine, "weights_name", None))
-            if follow is not None and not self.parallel.is_main:
-                follow(name)
-
     def _divergence(self, completions: Sequence[Completion], temperature: float | None) -> float:
         """Nats per token from the reference at this temperature, the k1 estimate over all completions."""
         self.compute_known_logps(completions, reference=True, temperature=temperature)
@@ -382,10 +382,10 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         return total / max(count, 1.0)
 
     def text_of(self, prompt: PromptExample, rollout: Rollout) -> Any:
-        """What reward functions see: a text, or after messages the assistant's message."""
+        """A completion as reward functions get it: a text, or after messages the assistant's message."""
         text = self.tokenizer.decode(rollout.completion_ids, skip_special_tokens=True)
         return text if isinstance(prompt.prompt, str) else [{"role": "assistant", "content": text}]
 
     def seed_of(self, step: int) -> int:
         """Seed of the sampling of a step."""
-        return (self.config.seed << 32) + step
+        return (self.seed << 32) + step

@@ -1,4 +1,4 @@
-"""The pre-flight of an online training: sample the first prompts, and look at what comes."""
+"""The pre-flight of an online training: sample the first prompts, and check the completions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from rlhf_models import context_length
 if TYPE_CHECKING:
     from rlhf_algos.online.base import OnlineTrainer
 
-__all__ = ["check_first_rollout"]
-
 _PROMPTS = 32
 """Prompts that are looked at, at most."""
 _REFERENCES = ("completion", "chosen")
@@ -24,12 +22,9 @@ _VERIFIABLE = ("number", "math", "choice", "exact")
 
 
 def check_first_rollout(trainer: OnlineTrainer) -> list[Finding]:
-    """What `rlhf_algos.online.preflight` says of completions of the first step's prompts; nothing is trained.
+    """Findings of `rlhf_algos.online.preflight` on completions of the first prompts; nothing is trained.
 
-    Every process must call it; each looks at its share of the prompts.
-
-    Raises:
-        UserError: a reward function failed.
+    Every process must call it; each checks its share of the prompts.
     """
     config, parallel = trainer.config, trainer.parallel
     trainer.prepare()

@@ -25,8 +25,6 @@ from rlhf_algos.online.importance_correction import correct_mismatch
 from rlhf_algos.online.rollouts import Completion, StepTable, flat, spread
 from rlhf_data import PackedBatch
 
-__all__ = ["GRPOConfig", "GRPOTrainer"]
-
 
 class GRPOTrainer(OnlineTrainer):
     """Trains a policy by GRPO (https://arxiv.org/abs/2402.03300) and its relatives.
@@ -68,12 +66,12 @@ class GRPOTrainer(OnlineTrainer):
         for completion, weight in zip(completions, weights, strict=True):
             completion.tokens["advantages"] = advantages[completion.index].expand(completion.length)
             completion.weight = weight
-        if config.use_vllm:
+        if self.corrects_sampling:
             metrics |= correct_mismatch(completions, self.config, self.parallel)
         return metrics
 
     def num_loss_terms(self, batch: PackedBatch, examples: Sequence[Any]) -> int:
-        """What the loss type divides by: completions, their tokens, or completions of the longest length."""
+        """Divisor of the loss type: completions, their tokens, or completions of the longest length."""
         lengths = torch.tensor([self._counted(each) for each in examples])
         longest = self.config.max_completion_length
         return int(token_weights(self.config.loss_type, lengths, max_completion_length=longest).normaliser)
@@ -97,7 +95,7 @@ class GRPOTrainer(OnlineTrainer):
             *(low, high, config.delta), config.sapo_temperature_pos, config.sapo_temperature_neg
         )
         corrected = advantages
-        if config.use_vllm:
+        if self.corrects_sampling:
             corrected = advantages * flat("importance", examples, device)
         result = policy_loss(
             *(logps, old_logps, corrected),

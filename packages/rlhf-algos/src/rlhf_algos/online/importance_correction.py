@@ -1,4 +1,4 @@
-"""What an engine's log-probs differ from the trainer's, and how completions are weighed for it."""
+"""Mismatch of log-probs between engine and trainer, and its importance correction."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from rlhf_algos.configs.online import OnlineConfig
-from rlhf_algos.engine.parallel import Parallel
 from rlhf_algos.losses import importance_weights
 from rlhf_algos.online.rollouts import Completion, flat
-
-__all__ = ["correct_mismatch"]
+from rlhf_algos.parallel.parallel import Parallel
 
 
 def correct_mismatch(
@@ -22,10 +20,7 @@ def correct_mismatch(
     The ratio is bounded as the settings say, see `rlhf_algos.losses.importance_weights`; without correction
     it is only reported, and `importance` is 1.
 
-    Args:
-        completions: this process's, with `old_logps` and `sampling_logps`.
-        config: the settings.
-        parallel: the processes.
+    The completions, those of this process, have `old_logps` and `sampling_logps`.
 
     Returns:
         `sampling/importance_sampling_ratio/{min,mean,max}` and `sampling/sampling_logp_difference/{mean,max}`

@@ -1,4 +1,4 @@
-"""Proximal policy optimisation: a value model says what each token was worth."""
+"""Proximal policy optimisation: a value model estimates the return from each token."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ from rlhf_algos.losses import KL_ESTIMATORS, clipped_policy_loss, policy_ratio, 
 from rlhf_algos.online.actor_critic import ActorCritic
 from rlhf_algos.online.base import OnlineTrainer
 from rlhf_algos.online.importance_correction import correct_mismatch
-from rlhf_algos.online.ppo_advantages import PPORewards, assess_tokens
+from rlhf_algos.online.ppo_advantages import PPORewards, compute_token_advantages
 from rlhf_algos.online.rollouts import Completion, StepTable, flat, keep_tokens, spread
 from rlhf_data import PackedBatch, PromptExample
-from rlhf_models import ValueHead, ValueModel
-
-__all__ = ["PPOConfig", "PPOTrainer"]
+from rlhf_models import ValueHead, ValueModel, is_deferred
 
 
 class PPOTrainer(OnlineTrainer):
@@ -84,7 +82,7 @@ class PPOTrainer(OnlineTrainer):
         """Values, token rewards and advantages of a step's completions."""
         self.compute_known_logps(completions, reference=self.config.needs_reference)
         self._value(completions)
-        metrics = assess_tokens(
+        metrics = compute_token_advantages(
             completions,
             table,
             self.config,
@@ -92,7 +90,7 @@ class PPOTrainer(OnlineTrainer):
             controller=self.controller,
             parallel=self.parallel,
         )
-        if self.config.use_vllm:
+        if self.corrects_sampling:
             metrics |= correct_mismatch(completions, self.config, self.parallel)
         self.episodes += len(table.total)
         return metrics | {"episode": float(self.episodes)}
@@ -110,7 +108,7 @@ class PPOTrainer(OnlineTrainer):
         old_logps = flat("old_logps", examples, device)
         weights = spread([each.weight for each in examples], examples, device)
         advantages = flat("advantages", examples, device)
-        if config.use_vllm:
+        if self.corrects_sampling:
             advantages = advantages * flat("importance", examples, device)
         policy = clipped_policy_loss(
             logps,
@@ -164,7 +162,7 @@ class PPOTrainer(OnlineTrainer):
         return super().extra_state() | own | {"episodes": self.episodes}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
-        """Take up what `extra_state` gave."""
+        """Load what `extra_state` returned."""
         super().load_extra_state(state)
         self.controller.load_state(state["controller"])
         self.reward_scale.load_state(state["rewards"])
@@ -194,17 +192,15 @@ def start_value_model(model: Any, tokenizer: Any, config: PPOConfig) -> ValueMod
 
     Args:
         model: the policy, a transformers causal LM or a PeftModel around one, whose adapters are left out.
-        tokenizer: of the policy.
+        tokenizer: the policy's tokenizer.
         config: `value_model`, `value_model_path` and `seed`.
-
-    Raises:
-        UserError: the given one cannot be loaded.
     """
-    device = model.device
+    sharded = is_deferred(model)
     if config.value_model == "shared":
-        hidden_size = model.config.get_text_config().hidden_size
-        return ValueHead(hidden_size, seed=config.seed).to(device)
+        head = ValueHead(model.config.get_text_config().hidden_size, seed=config.seed)
+        return head if sharded else head.to(model.device)
     if config.value_model_path:
-        return ValueModel.from_pretrained(config.value_model_path, dtype=model.dtype, device=device)
+        options: dict[str, Any] = {"sharded": True} if sharded else {"device": model.device}
+        return ValueModel.from_pretrained(config.value_model_path, dtype=model.dtype, **options)
     trunk = copy.deepcopy(model).unload() if hasattr(model, "peft_config") else model
-    return ValueModel.from_backbone(trunk, tokenizer, seed=config.seed).to(device)
+    return ValueModel.from_backbone(trunk, tokenizer, seed=config.seed)

@@ -16,12 +16,10 @@ from rlhf_algos.advantages import (
     standardise_with,
 )
 from rlhf_algos.configs.online import PPOConfig
-from rlhf_algos.engine.parallel import Parallel
 from rlhf_algos.kl_control import KLController
 from rlhf_algos.losses import KL_ESTIMATORS, KLEstimator
 from rlhf_algos.online.rollouts import Completion, StepTable, flat, spread
-
-__all__ = ["PPORewards", "assess_tokens"]
+from rlhf_algos.parallel.parallel import Parallel
 
 _CPU = torch.device("cpu")
 
@@ -38,7 +36,7 @@ class PPORewards:
         self.moments = torch.zeros(3, dtype=torch.float64)
 
     def __call__(self, table: StepTable) -> Tensor:
-        """(B,) what each completion of a step is worth; the step's scores join the running moments first."""
+        """(B,) scores of a step's completions; the step's scores join the running moments first."""
         config, scores = self.config, table.total
         if config.normalize_rewards:
             self.moments = self.moments + moments(scores)
@@ -59,11 +57,11 @@ class PPORewards:
         return {"moments": self.moments.tolist()}
 
     def load_state(self, state: dict[str, list[float]]) -> None:
-        """Take up what `state` gave."""
+        """Load what `state` returned."""
         self.moments = torch.tensor(state["moments"], dtype=torch.float64)
 
 
-def assess_tokens(
+def compute_token_advantages(
     completions: Sequence[Completion],
     table: StepTable,
     config: PPOConfig,
@@ -76,10 +74,10 @@ def assess_tokens(
 
     Args:
         completions: this process's, with `old_logps`, `old_values` and, where a KL counts, `ref_logps`.
-        table: of the step.
+        table: rewards and facts of the step.
         config: the settings.
-        scores: (B,) what each completion of the step is worth, as `PPORewards` gives it.
-        controller: of the KL's coefficient, which is moved.
+        scores: (B,) scores of the step's completions, from `PPORewards`.
+        controller: holds the KL coefficient, and is updated.
         parallel: the processes.
     """
     for each in completions:

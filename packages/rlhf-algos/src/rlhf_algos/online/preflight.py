@@ -1,4 +1,4 @@
-"""What a first sample of completions and rewards says about a run before it is trained.
+"""Pre-flight checks of a first sample of completions and rewards, before training.
 
 Every check looks for something that makes online training learn nothing, or the wrong thing, without any
 error: completions that never end, rewards that are all the same, rewards that prefer wrong answers.
@@ -17,17 +17,15 @@ from rlhf_data import TokenSequence, pack
 if TYPE_CHECKING:
     from rlhf_infer import RewardScores, Rollout
 
-__all__ = ["Finding", "ReferenceRewards", "preflight", "repeated_prompts"]
-
 _MANY = 0.5
-"""Share of completions or groups from which something is worth a warning."""
+"""Share of completions or groups from which a warning is given."""
 _NOISE = 1e-6
 """Differences of rewards up to this share of their size are rounding of fp32."""
 _LEAST_REFERENCES = 4
 _REPEATED = 1.5
-"""Times the tokens of prompts computed once from which repeating them is worth a warning."""
+"""Ratio to the tokens of prompts computed once from which repeating them gives a warning."""
 _STANDARD_ERRORS = 2.0
-"""A mean difference this many standard errors below 0 is no accident."""
+"""A mean difference this many standard errors below 0 is not due to chance."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +34,8 @@ class Finding:
 
     Args:
         level: "error" for what leaves nothing to learn, or the wrong thing; "warning" for what may be meant.
-        name: a fixed word for it.
-        text: one sentence in plain words: what was seen, what follows, what to do.
+        name: its fixed identifier.
+        text: one sentence: observation, consequence, advice.
     """
 
     level: Literal["error", "warning"]
@@ -70,23 +68,23 @@ def preflight(
     relative_to_group: bool = True,
     mask_truncated: bool = False,
 ) -> list[Finding]:
-    """Look for what would make a run dead.
+    """Look for causes of a run that learns nothing.
 
     Args:
         rollouts: P groups of G sampled completions, all groups of one size.
         scores: their rewards, B = P·G, group by group.
         eos_token_ids: the tokens that end a completion.
         max_completion_length: tokens after which a completion is cut off.
-        references: rewards of reference answers; None where the data have none.
+        references: rewards of reference answers; None if the data have none.
         relative_to_group: whether advantages compare completions of one prompt (GRPO, RLOO), so that a group
             of equal rewards teaches nothing; otherwise (PPO) only all completions together must differ.
         mask_truncated: whether completions that are cut off are left out of the loss.
 
     Returns:
-        Findings, errors first; empty where nothing is wrong.
+        Findings, errors first; empty if nothing is wrong.
 
     Raises:
-        ValueError: no groups, groups of different sizes, or rewards of another number of completions.
+        ValueError: no groups, groups of different sizes, or rewards for a different number of completions.
     """
     sizes = {len(group) for group in rollouts}
     count = sum(len(group) for group in rollouts)
@@ -109,9 +107,7 @@ def preflight(
 def repeated_prompts(rollouts: Sequence[Sequence[Rollout]], max_tokens: int | None) -> list[Finding]:
     """Whether a budget for batches makes prompts be computed again and again.
 
-    Args:
-        rollouts: groups of sampled completions, a prompt's in each.
-        max_tokens: `max_tokens_per_batch`.
+    `max_tokens` is the setting `max_tokens_per_batch`.
     """
     sequences = [
         TokenSequence([*rollout.prompt_ids, *rollout.completion_ids], len(rollout.prompt_ids))

@@ -1,4 +1,4 @@
-"""Completions of one step: sampled, scored, counted; what every online method starts from."""
+"""Rollouts of one step: sampling, scoring and metrics, for every online method."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from torch import Tensor
 
 from rlhf_data import PromptExample, TokenSequence
 from rlhf_infer import Rollout
-
-__all__ = ["Completion", "StepTable", "flat", "rollout_metrics"]
 
 _LENGTH, _TRUNCATED, _EOS = 0, 1, 2
 _FACTS = 3
@@ -55,7 +53,7 @@ class Completion:
         return self.rollout.finish_reason == "length"
 
     def facts(self, eos_token_ids: Sequence[int]) -> list[float]:
-        """What the step's table holds of it besides rewards."""
+        """Facts in the step's table in addition to rewards."""
         ended = bool(self.rollout.completion_ids) and self.rollout.completion_ids[-1] in eos_token_ids
         return [float(self.length), float(self.truncated), float(ended)]
 

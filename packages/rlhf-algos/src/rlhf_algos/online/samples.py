@@ -1,4 +1,4 @@
-"""Sampled completions in the run folder, with what they were rewarded; completions of the start."""
+"""Sampled completions in the run folder, with their rewards; completions of the initial policy."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from rlhf_algos.online.rollouts import Completion, StepTable
 from rlhf_algos.tracking.debug import prompt_text
 from rlhf_data import RunFolder, TokenSequence
 from rlhf_infer import SamplingParams, TransformersEngine
-
-__all__ = ["keep_samples", "stage_rows", "start_completions"]
 
 _SHOWN = 4
 """Completions of a step that `samples.jsonl` gets."""
@@ -37,12 +35,7 @@ def stage_rows(trainer: Any, *, seed: int) -> list[dict[str, Any]]:
 
     They are drawn as `evaluate` draws.  Every process must call it.
 
-    Args:
-        trainer: an `OnlineTrainer`; nothing of it is changed.
-        seed: of the sampling.
-
-    Raises:
-        UserError: a reward function failed.
+    Nothing of the trainer is changed.
     """
     if not trainer.config.stage_samples:
         return []
@@ -63,15 +56,19 @@ def start_completions(trainer: Any, count: int, *, seed: int) -> list[TokenSeque
     """Prompts and completions (scored) of the first `count` held-out prompts, at temperature 1.
 
     Args:
-        trainer: an `OnlineTrainer` whose model is neither wrapped nor sharded yet.
+        trainer: an `OnlineTrainer` whose model is not wrapped yet.
         count: of prompts.
-        seed: of the sampling.
+        seed: seed of the sampling.
     """
     prompts = [each.prompt_ids for each in islice(trainer.eval_examples, count)]
     config = trainer.config
     params = SamplingParams(min(MAX_TOKENS, config.max_completion_length), 1.0, seed)
-    engine = TransformersEngine(trainer.model, trainer.tokenizer, max_batch_tokens=config.max_kv_tokens)
-    drawn = [rollout for (rollout,) in engine.generate(prompts, 1, params)]
+    if trainer.parallel.shards_weights and isinstance(trainer.engine, TransformersEngine):
+        groups = trainer.generate(prompts, 1, params)
+    else:
+        engine = TransformersEngine(trainer.model, trainer.tokenizer, max_batch_tokens=config.max_kv_tokens)
+        groups = engine.generate(prompts, 1, params)
+    drawn = [rollout for (rollout,) in groups]
     return [TokenSequence((*each.prompt_ids, *each.completion_ids), len(each.prompt_ids)) for each in drawn]
 
 

@@ -1,7 +1,7 @@
 """Switches for finding out why a training does not learn: gradients, activations, samples, bad batches.
 
 What is recorded goes to a `.jsonl` file of the run folder, one line per recorded step, and from there into a
-PNG beside it.  Nothing here changes what is trained: no random number is drawn, no tensor of the training is
+PNG next to it.  Nothing here changes what is trained: no random number is drawn, no tensor of the training is
 touched.
 """
 
@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from rlhf_data import RunFolder, TokenSequence
 from rlhf_models import evaluating
-
-__all__ = ["ActivationHistograms", "GradientFlow", "Sampler", "decoder_layers", "nonfinite_message"]
 
 _GRADIENTS, _ACTIVATIONS = "gradient_flow", "activations"
 _DECADES = (-6, 5)
@@ -66,7 +64,7 @@ class GradientFlow:
             self.run.append_lines(f"{_GRADIENTS}.jsonl", [row])
 
     def draw(self) -> None:
-        """Draw what was recorded so far as `gradient_flow.png`; nothing where nothing was."""
+        """Draw what was recorded so far as `gradient_flow.png`; nothing if nothing was."""
         from rlhf_eval import can_draw, gradient_flow_figure
 
         rows = self.run.read_lines(f"{_GRADIENTS}.jsonl") if self.run else []
@@ -104,7 +102,7 @@ class ActivationHistograms:
         ]
 
     def after_step(self, step: int) -> None:
-        """End counting and write what was counted; does nothing where `before_step` did nothing.
+        """End counting and write what was counted; does nothing if `before_step` did nothing.
 
         Raises:
             DiskFullError: nothing can be added to the disk.
@@ -120,7 +118,7 @@ class ActivationHistograms:
             self.run.append_lines(f"{_ACTIVATIONS}.jsonl", [row])
 
     def draw(self) -> None:
-        """Draw what was recorded so far as `activations.png`; nothing where nothing was."""
+        """Draw what was recorded so far as `activations.png`; nothing if nothing was."""
         from rlhf_eval import activation_figure, can_draw
 
         rows = self.run.read_lines(f"{_ACTIVATIONS}.jsonl") if self.run else []
@@ -149,11 +147,11 @@ class ActivationHistograms:
 
 
 class Sampler:
-    """Writes what the model answers to a few prompts into `samples.jsonl`, greedily, as training goes on.
+    """Writes the model's greedy answers to a few prompts into `samples.jsonl` during training.
 
     Args:
         model: a transformers causal LM, or a PeftModel around one.
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         prompts: token ids; equal ones are taken once, and those too long for the model's context left out.
         run: where the samples go.
         every: steps between samples.
@@ -242,11 +240,11 @@ def nonfinite_message(
     """The sentence for a loss or gradient that is NaN or infinite.
 
     Args:
-        metrics: of the step; `loss` and `grad_norm` are named where they are there.
+        metrics: the step's metrics; `loss` and `grad_norm` are named if present.
         step: the step that failed, counted from 1.
         rows: which training examples it took, counted from 0.
         checkpoint: the last whole checkpoint, if there is one.
-        learning_rate: of the step.
+        learning_rate: the step's learning rate.
     """
     names = {"loss": "loss", "grad_norm": "gradient norm"}
     values = ", ".join(f"{text} {metrics[name]}" for name, text in names.items() if name in metrics)

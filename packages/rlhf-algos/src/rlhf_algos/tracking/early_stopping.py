@@ -1,11 +1,9 @@
-"""When to stop early: evaluations that no longer get better."""
+"""Early stopping, once evaluations no longer improve."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
-
-__all__ = ["EarlyStopping", "is_greater_better"]
 
 
 def is_greater_better(metric: str) -> bool:
@@ -60,11 +58,11 @@ class EarlyStopping:
         return self.patience is not None and self.bad_evaluations >= self.patience
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must keep, as JSON values."""
+        """State for a checkpoint, as JSON values."""
         return {"best": self.best, "bad_evaluations": self.bad_evaluations}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take up what `state` gave."""
+        """Load what `state` returned."""
         self.best, self.bad_evaluations = state["best"], state["bad_evaluations"]
 
     def _gain(self, value: float) -> float:

@@ -1,4 +1,4 @@
-"""Metrics of a training run: one JSON line a step, and a progress line for whoever watches."""
+"""Metrics of a training run: one JSON line a step, and a progress line for the terminal."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from rlhf_algos.tracking.step_report import is_evaluation
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
-
-__all__ = ["TrainingLogger", "setup_logging"]
 
 
 def setup_logging(level: int | str = "INFO", *, rich: bool = True, file: str | Path | None = None) -> None:
@@ -37,7 +35,7 @@ def setup_logging(level: int | str = "INFO", *, rich: bool = True, file: str | P
 
 
 class MetricsFile(Protocol):
-    """What is needed of a run folder; `rlhf_data.RunFolder` has it."""
+    """The part of a run folder's interface that is used; `rlhf_data.RunFolder` has it."""
 
     def append_metrics(self, metrics: dict[str, Any]) -> Any:
         """Add one line."""
@@ -45,7 +43,7 @@ class MetricsFile(Protocol):
 
 
 class MetricsTracker(Protocol):
-    """What else may follow the metrics; `rlhf_algos.tracking.trackers.create_trackers` makes one."""
+    """A tracker of the metrics; `rlhf_algos.tracking.trackers.create_trackers` makes them."""
 
     def log(self, metrics: Mapping[str, Any], step: int) -> Any:
         """Take the metrics of a step."""
@@ -68,8 +66,8 @@ class TrainingLogger:
         console: a Rich console; None is standard output's.
         trackers: they get what metrics.jsonl gets, and are finished with the logger.
         logging_steps: steps between the lines that are written; the last step, every evaluation (a name of
-            `is_evaluation`) and every row with `findings` are written besides.  The progress line follows
-            every step.
+            `is_evaluation`, or of `capability/`) and every row with `findings` are written too.  The
+            progress line follows every step.
     """
 
     def __init__(
@@ -133,7 +131,7 @@ class TrainingLogger:
     def _due(self, step: int, metrics: Mapping[str, Any]) -> bool:
         if step % self.logging_steps == 0 or step == self.total_steps:
             return True
-        return "findings" in metrics or any(is_evaluation(name) for name in metrics)
+        return "findings" in metrics or any(is_evaluation(name) or "capability/" in name for name in metrics)
 
 
 def _rate(speed: float | None) -> str:
@@ -144,7 +142,7 @@ def _rate(speed: float | None) -> str:
 
 
 def _progress_line(console: Console | None, *, forced: bool) -> Progress | None:
-    """A Rich progress line, None where nobody would see it."""
+    """A Rich progress line, None without a terminal."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,

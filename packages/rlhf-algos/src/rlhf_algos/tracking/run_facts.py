@@ -1,4 +1,4 @@
-"""What every run's results say of it: where its time went, which versions computed it."""
+"""Facts in every run's results: time by part, versions of packages."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from collections.abc import Iterable
 
 import torch
 
-__all__ = ["MACHINE_KEYS", "Clock", "pace", "peak_memory_gb", "versions"]
-
 MACHINE_KEYS = ("step_time", "samples_per_second", "peak_memory_gb")
 """Metrics of every step that tell of the machine, not of the training: `pace` gives them."""
 
@@ -21,7 +19,7 @@ class Clock:
     """Seconds spent on each part.
 
     Args:
-        parts: that are named even where nothing is booked on them.
+        parts: that are named even if nothing is booked on them.
     """
 
     def __init__(self, *parts: str) -> None:
@@ -61,7 +59,7 @@ def pace(started: float, samples: int, *, device: torch.device) -> dict[str, flo
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """The most memory this process has held so far, in GB (10⁹ bytes): of its GPU, without one resident."""
+    """Peak memory of this process so far, in GB (10⁹ bytes): on its GPU, or resident if it has none."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,4 +1,4 @@
-"""What is reported of a training after each step: metrics, pace, checkpoint."""
+"""The report of a training step: metrics, pace, checkpoint."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["OnReport", "Pace", "StepReport", "is_evaluation"]
-
 
 @dataclass(frozen=True)
 class StepReport:
@@ -18,7 +16,8 @@ class StepReport:
     Args:
         step: counted from 1.
         total: the last step.
-        metrics: of this step, `learning_rate` and `grad_norm` among them; those of an evaluation, where there
+        metrics: metrics of this step, including `learning_rate` and `grad_norm`; those of an evaluation,
+            where there
             was one, begin with `eval_`.
         logged: whether the step is one of those that `logging_steps` has written; the last one and every
             evaluation are.
@@ -39,7 +38,7 @@ class StepReport:
 
     @property
     def evaluation(self) -> dict[str, float]:
-        """The metrics of the evaluation, with their names; empty where there was none."""
+        """The metrics of the evaluation, with their names; empty if there was none."""
         return {name: value for name, value in self.metrics.items() if is_evaluation(name)}
 
 
@@ -74,6 +73,7 @@ class Pace:
         tokens = metrics.get("num_tokens")
         spent = now - self._logged_at
         rate = (tokens - self._logged_tokens) / spent if tokens is not None and spent > 0 else None
+        rate = None if rate is not None and rate < 0 else rate  # after a rollback
         if logged and tokens is not None:
             self._logged_at, self._logged_tokens = now, tokens
         left = (self._total - step) * seconds / max(1, step - self._first)

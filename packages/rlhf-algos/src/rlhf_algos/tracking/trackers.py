@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases beside metrics.jsonl, through Accelerate's trackers."""
+"""TensorBoard and Weights & Biases in addition to metrics.jsonl, through Accelerate's trackers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,11 @@ from typing import Any
 
 from rlhf_data import UserError, finite
 
-__all__ = ["TRACKERS", "Trackers", "check_trackers", "create_trackers"]
-
 _WANDB_FOLDERS = {"WANDB_CACHE_DIR": "cache", "WANDB_CONFIG_DIR": "config", "WANDB_DATA_DIR": "data"}
 
 
 class Trackers:
-    """Several of Accelerate's trackers as one.
-
-    Args:
-        trackers: those that are running.
-    """
+    """Several of Accelerate's trackers as one."""
 
     def __init__(self, trackers: Sequence[Any]) -> None:
         self.trackers = list(trackers)
@@ -65,18 +59,18 @@ def create_trackers(
     name: str,
     first_step: int = 1,
 ) -> Trackers:
-    """Start the trackers asked for; their files lie in the run folder.
+    """Start the requested trackers; their files are in the run folder.
 
     TensorBoard writes event files under `tensorboard/`.  Weights & Biases writes under `wandb/`, and sends
     metrics and config to its server unless `WANDB_MODE=offline` is set (`wandb sync` sends them later); the
     program's text output, its source, the state of its git repository, installed packages, facts about the
-    machine and error reports are not collected.  A resumed run goes on in the same W&B run.
+    machine and error reports are not collected.  A resumed run continues the same W&B run.
 
     Args:
         report_to: names from `TRACKERS`; none starts nothing.
         run_folder: the run's folder; its name is the run's name.
         config: the resolved settings, JSON values; kept with the metrics.
-        name: of the job; W&B's project, where `WANDB_PROJECT` names none.
+        name: the job's name; W&B's project unless `WANDB_PROJECT` is set.
         first_step: the step to be logged first; in TensorBoard it hides what a killed run logged after it.
 
     Raises:
@@ -160,4 +154,4 @@ TRACKERS: dict[str, Callable[[Path, dict[str, Any], str, int], Any]] = {
     "tensorboard": _tensorboard,
     "wandb": _wandb,
 }
-"""What `report_to` may name."""
+"""Values of `report_to`."""

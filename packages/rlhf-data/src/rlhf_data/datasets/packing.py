@@ -131,7 +131,7 @@ def pack(sequences: Sequence[TokenSequence], max_tokens: int | None = None) -> l
     """Pack sequences into prefix trees, cut into batches of at most `max_tokens` stream tokens.
 
     Shared prefixes of any depth are found by themselves. Sequences that share a prefix are neighbours, so a
-    cut repeats at most one prefix. A sequence longer than `max_tokens` gets a batch of its own.
+    cut repeats at most one prefix. A sequence longer than `max_tokens` gets its own batch.
 
     Args:
         sequences: the sequences; every one comes back exactly once, see `PackedBatch.sequence_ids`.
@@ -242,10 +242,10 @@ class StepTokens:
     """Tokens of a step.
 
     Args:
-        packed: of the prefix trees that are computed.
-        padded: of the same sequences as rows of one padded batch.
-        largest: of the largest single pass.
-        longest: of the longest sequence.
+        packed: tokens of the prefix trees that are computed.
+        padded: tokens of the same sequences as rows of one padded batch.
+        largest: tokens of the largest single pass.
+        longest: tokens of the longest sequence.
     """
 
     packed: int
@@ -276,7 +276,7 @@ class StepTokens:
 
 
 def longest_completions(prompt_ids: Sequence[int], count: int, length: int) -> tuple[TokenSequence, ...]:
-    """A prompt with `count` completions of `length` tokens, no two alike: what sampling gives at most."""
+    """A prompt with `count` completions of `length` tokens, no two alike: the most that sampling returns."""
     return tuple(
         TokenSequence((*prompt_ids, *(number,) * length), len(prompt_ids)) for number in range(-count, 0)
     )

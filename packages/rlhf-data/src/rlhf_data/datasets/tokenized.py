@@ -33,7 +33,21 @@ PROGRESS_ROWS = 64
 """Rows between two reports of progress."""
 
 
-class TokenizedDataset(Sequence[Example], Generic[Example]):
+class OfKind:
+    """A data set of one kind of records, which a subclass may fix: `class X(OfKind, kind="kto")`."""
+
+    kind: ClassVar[str] = ""
+
+    def __init_subclass__(cls, *, kind: str = "") -> None:
+        """Name the options of the kind's builder in the signature of the class."""
+        super().__init_subclass__()
+        if kind:
+            cls.kind = kind
+            _, first, tokenizer, *_, others = inspect.signature(cls.__init__).parameters.values()
+            cls.__signature__ = inspect.Signature([first, tokenizer, *record_kind(kind).options, others])
+
+
+class TokenizedDataset(OfKind, Sequence[Example], Generic[Example]):
     """A sequence of examples that says what was left out when it was built.
 
     Args:
@@ -53,17 +67,8 @@ class TokenizedDataset(Sequence[Example], Generic[Example]):
         skipped: a message for every bad row that was skipped.
 
     Raises:
-        UserError: a record cannot be encoded, or none is left.
+        UserError: a record cannot be encoded, or there are none left.
     """
-
-    kind: ClassVar[str] = ""
-
-    def __init_subclass__(cls, *, kind: str = "") -> None:
-        """Make a class for one kind, whose signature names the options of the kind's builder."""
-        super().__init_subclass__()
-        if kind:
-            cls.kind = kind
-            with_options_of(cls, kind)
 
     def __init__(
         self,
@@ -151,12 +156,6 @@ class TokenizedDataset(Sequence[Example], Generic[Example]):
                 yield UserError(f"{where}: {error}", code=error.code, **error.fields)
 
 
-def with_options_of(cls: type, kind: str) -> None:
-    """Give a class of data sets the signature that names the options of its kind's builder."""
-    _, first, tokenizer, *_, others = inspect.signature(cls.__init__).parameters.values()
-    cls.__signature__ = inspect.Signature([first, tokenizer, *record_kind(kind).options, others])  # pyright: ignore
-
-
 class InMemory:
     """Records whose items are kept in memory, token ids and masks as arrays."""
 
@@ -221,11 +220,7 @@ class MismatchedPairs:
         self.builder.set_kl_batch_size(size)
 
     def check_partners(self: Any) -> None:
-        """Refuse a single row where completions are to be exchanged.
-
-        Raises:
-            UserError: there is no other completion to exchange.
-        """
+        """Refuse a single row if completions are to be exchanged."""
         self.builder.check_count(len(self))
 
 

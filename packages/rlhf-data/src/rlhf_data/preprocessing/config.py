@@ -9,8 +9,6 @@ from pydantic import Field, model_validator
 from rlhf_data.config import BaseConfig
 from rlhf_data.preprocessing.rules import TIE_SIMILARITY
 
-__all__ = ["PreprocessConfig"]
-
 
 class PreprocessConfig(BaseConfig):
     """Rules for the rows of a data set; each leaves out rows for one reason, or changes or divides them."""
@@ -23,7 +21,7 @@ class PreprocessConfig(BaseConfig):
     min_words: int = Field(default=1, ge=0)
     """Words that a completion must have at least."""
     min_tokens: int = Field(default=1, ge=0)
-    """Tokens that a completion must have at least, where there is a tokenizer."""
+    """Tokens that a completion must have at least, if there is a tokenizer."""
     duplicate_rows: Literal["none", "exact", "near"] = "exact"
     """Rows of which one is kept: none, those with equal texts, or those with nearly equal texts."""
     duplicate_prompts: Literal["none", "exact", "near"] = "none"

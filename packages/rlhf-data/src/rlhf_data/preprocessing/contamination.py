@@ -11,8 +11,6 @@ from rlhf_data.preprocessing.similarity import said
 from rlhf_data.readers.files import read_rows, row_parser
 from rlhf_data.records.kind import Record
 
-__all__ = ["EvaluationTexts"]
-
 _WORD = re.compile(r"\w+")
 
 

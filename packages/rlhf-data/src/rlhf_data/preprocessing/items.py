@@ -20,9 +20,8 @@ from rlhf_data.records.encode import Encoder
 from rlhf_data.records.forms import FORMS
 from rlhf_data.records.kind import Record, Text
 from rlhf_data.records.preference import PreferenceRecord
+from rlhf_data.records.row import Row
 from rlhf_data.records.truncation import shorten_prompt, token_borders
-
-__all__ = ["Finisher", "Item", "detect_kind", "read_items"]
 
 _RATINGS = (
     ("chosen_rating", "rejected_rating"),
@@ -61,7 +60,7 @@ def read_items(
 
     Args:
         paths: as for `scan_rows`.
-        kind: of the records; see `load_records`.
+        kind: kind of the records; see `load_records`.
         config: whose margins may be those of ratings.
         columns: the files' names of columns.
         source_column: column that names the source; by default the file is.
@@ -92,11 +91,7 @@ def read_items(
 
 
 def _source(row: Mapping[str, Any], column: str, where: str) -> str:
-    """The source that a row names.
-
-    Raises:
-        UserError: the row names none, or what it names is not text.
-    """
+    """The source that a row names."""
     if row.get(column) is None:
         raise UserError(
             f"{where}, field {column}: missing; expected the row's source",
@@ -154,11 +149,10 @@ def _rated(record: Record, row: Mapping[str, Any]) -> Record:
             code="invalid_value",
             key="margins",
         )
+    rated = Row(dict(row), {}, record.where)
     for one, other in _RATINGS:
-        try:
-            return replace(record, margin=float(row[one]) - float(row[other]))
-        except (KeyError, TypeError, ValueError):
-            continue
+        if rated.has(one, other):
+            return replace(record, margin=rated.number(one) - rated.number(other))
     known = " or ".join(map(" and ".join, _RATINGS))
     raise UserError(
         f"{record.where}: no ratings for a margin; expected numbers in {known}",
@@ -170,9 +164,7 @@ def _rated(record: Record, row: Mapping[str, Any]) -> Record:
 class Finisher:
     """Brings records into the form that is written: converted, shortened, with their margins.
 
-    Args:
-        config: the rules.
-        tokenizer: what lengths are counted with; words without one.
+    Lengths are counted in tokens, or in words without a tokenizer.
     """
 
     def __init__(self, config: PreprocessConfig, tokenizer: Any = None) -> None:
@@ -192,7 +184,7 @@ class Finisher:
         return replace(record, margin=0.0) if tied else record
 
     def lengths(self, record: Record) -> tuple[int, int]:
-        """Tokens or words of the longest sequence, and of the shortest completion (0 where there is none)."""
+        """Tokens or words of the longest sequence, and of the shortest completion (0 if there is none)."""
         prompt, completions = record.parts()
         if self.encoder is None:
             counts = [_words(completion) for completion in completions]
@@ -203,7 +195,7 @@ class Finisher:
         return max(map(len, both)), min(map(len, both)) - start
 
     def shortened(self, record: Record) -> Record | None:
-        """The record with a prompt that lets it fit in `max_length`; None where there is none."""
+        """The record with a prompt that lets it fit in `max_length`; None if there is none."""
         limit, keep = self.config.max_length, self.config.truncation
         if keep not in ("left", "middle") or limit is None:
             return None

@@ -20,8 +20,6 @@ from numpy.typing import NDArray
 
 from rlhf_data.errors import UserError
 
-__all__ = ["NearDuplicateFinder", "near_duplicate_groups"]
-
 Unit = Literal["words", "characters"]
 _WORD = re.compile(r"\w+")
 _BATCH_UNITS = 1 << 16
@@ -66,7 +64,7 @@ def near_duplicate_groups(
         unit: what a shingle is made of; characters for languages that are written without spaces.
         size: words or characters of a shingle.
         permutations: minima that find the candidates; more find pairs more surely and take longer.
-        seed: of the permutations.
+        seed: seed of the permutations.
 
     Returns:
         int64, one entry a text; `result[i] <= i`, and equal texts always share theirs.
@@ -105,7 +103,7 @@ class NearDuplicateFinder:
         """Add the next text."""
         folded = " ".join(text.lower().split())
         if self._unit == "words":
-            # Where there is no word at all, such as in a row of emoji, the text is one.
+            # Without any word, as in a row of emoji, the whole text is one.
             units = list(map(self._hashes.__getitem__, _WORD.findall(folded) or [folded]))
         else:
             units = list(map(ord, folded))
@@ -197,7 +195,7 @@ class _Sketches:
         ends = np.cumsum(counts)
         text = np.repeat(np.arange(len(counts)), counts)[: len(shingles)]
         within = np.arange(len(shingles)) + size <= ends[text]
-        # The text's number in front of 48 bits of the hash: one sort of whole numbers orders both.
+        # The text's number above 48 bits of the hash: one sort of whole numbers orders both.
         pairs = np.sort(text[within].astype(np.uint64) << _HASH_BITS | shingles[within] >> _TEXT_BITS)
         pairs = pairs[np.append(True, pairs[1:] != pairs[:-1])]
         text, shingles = (pairs >> _HASH_BITS).astype(np.int64), pairs & _HASH

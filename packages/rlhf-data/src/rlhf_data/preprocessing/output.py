@@ -7,8 +7,6 @@ from typing import Any
 
 from rlhf_data.records.kind import Record
 
-__all__ = ["as_row"]
-
 _NO_COLUMNS = {"template", "where", "is_chat", "columns"}
 
 
@@ -21,7 +19,7 @@ def as_row(record: Record) -> dict[str, Any]:
         del row["margin"]
     if row.get("prompt") == []:
         del row["prompt"]  # messages that start with the completion, as they are read
-    if record.is_chat:
+    if record.is_chat and isinstance(row.get("prompt"), str):
         # An instruction is known by its column's name, and stays one so.
         row = {"instruction" if name == "prompt" else name: value for name, value in row.items()}
     template = dict(record.template or {})

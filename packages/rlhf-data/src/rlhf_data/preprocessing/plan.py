@@ -12,8 +12,6 @@ from rlhf_data.preprocessing.config import PreprocessConfig
 from rlhf_data.preprocessing.scan import REASONS, Scan
 from rlhf_data.preprocessing.splits import Split, connected, quantile_bins, split_groups
 
-__all__ = ["Plan", "make_plan"]
-
 _MAX = np.iinfo(np.uint64).max
 
 
@@ -24,7 +22,7 @@ class Plan:
     Attributes:
         reason: index into `REASONS`, 0 for a row that is kept.
         held_out: whether it is held out; False for rows that are left out.
-        split: of the rows that are kept.
+        split: the split of the rows that are kept.
         strata: the stratum of each row that is kept, by their order.
         edges: the length at which each bin after the first starts.
         stratum_names: source and bin of each stratum.
@@ -43,10 +41,12 @@ class Plan:
 def make_plan(scan: Scan, config: PreprocessConfig) -> Plan:
     """Decide which rows are left out, and which of the others are held out.
 
-    Only contents decide, so neither the order of the rows nor the files they stand in make a difference.
+    Only contents decide, so neither the order of the rows nor their distribution over files makes a
+    difference.
     """
     reason = scan.column("reason").copy()
-    facts = {name: scan.column(name) for name in ("content", "pair", "label", "prompt", "original")}
+    names = ("content", "changed", "original", "pair", "label", "prompt")
+    facts = {name: scan.column(name) for name in names}
     near_prompts, near_rows = scan.near_groups()
     read = np.ones(len(reason), bool)
     read[list(scan.errors)] = False
@@ -59,22 +59,22 @@ def make_plan(scan: Scan, config: PreprocessConfig) -> Plan:
         leave_out("contradiction", _contradicting(facts, reason == 0, config.contradictions == "majority"))
     if config.duplicate_rows != "none":
         exact = connected(facts["pair"] ^ facts["label"].astype(np.uint64))
-        leave_out("duplicate", _all_but_one(exact, facts["content"], reason == 0))
+        leave_out("duplicate", _all_but_one(exact, facts, reason == 0))
         if config.needs_near_rows:
-            leave_out("duplicate", _all_but_one(near_rows, facts["content"], reason == 0))
+            leave_out("duplicate", _all_but_one(near_rows, facts, reason == 0))
     if config.duplicate_prompts != "none":
         groups = near_prompts if config.duplicate_prompts == "near" else facts["prompt"]
-        leave_out("duplicate_prompt", _all_but_one(groups, facts["content"], reason == 0))
+        leave_out("duplicate_prompt", _all_but_one(groups, facts, reason == 0))
     kept = np.flatnonzero(reason == 0)
     # A prompt is the same before and after turns were taken out of it.
     keys = [facts["prompt"][kept], facts["original"][kept]]
     if config.group_prompts == "near":
         keys.append(near_prompts[kept])
-    strata, names, edges = _strata(scan, config, kept)
+    strata, strata_names, edges = _strata(scan, config, kept)
     split = split_groups(connected(*keys), strata, config.eval_fraction, facts["content"][kept], config.seed)
     held_out = np.zeros(len(reason), bool)
     held_out[kept] = split.held_out
-    return Plan(reason, held_out, split, strata, edges, names, duplicate_prompts)
+    return Plan(reason, held_out, split, strata, edges, strata_names, duplicate_prompts)
 
 
 def _contradicting(
@@ -92,11 +92,15 @@ def _contradicting(
 
 
 def _all_but_one(
-    groups: NDArray[Any], contents: NDArray[np.uint64], alive: NDArray[np.bool_]
+    groups: NDArray[Any], facts: dict[str, NDArray[Any]], alive: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
-    """Of each group all rows that are alive but the one whose content has the smallest hash."""
+    """Of each group all rows that are alive but the one whose content has the smallest hash.
+
+    Of rows with equal contents it is one that was least changed to have them.
+    """
     rows = np.flatnonzero(alive)
-    order = rows[np.lexsort((rows, contents[rows], groups[rows]))]
+    keys = (facts[name][rows] for name in ("original", "changed", "content"))
+    order = rows[np.lexsort((rows, *keys, groups[rows]))]
     again = np.zeros(len(groups), bool)
     again[order[1:]] = groups[order[1:]] == groups[order[:-1]]
     return again

@@ -23,8 +23,6 @@ from rlhf_data.preprocessing.rules import content_hash
 from rlhf_data.preprocessing.scan import REASONS, SHORTENED, Scan
 from rlhf_data.records.kind import Record
 
-__all__ = ["Prepared", "Splits", "prepare_rows", "preprocess", "write_prepared"]
-
 OnProgress = Callable[[str, int], None]
 _BUCKETS = 64
 """Parts in which lines are put in order, one in memory at a time."""
@@ -66,7 +64,7 @@ class Prepared:
     report: dict[str, Any]
 
     def finished(self, on_progress: OnProgress | None = None) -> Iterator[tuple[int, Item, Record | None]]:
-        """Every row's index, itself, and the record that is written of it; None where it is left out.
+        """Every row's index, itself, and the record that is written of it; None if it is left out.
 
         Raises:
             UserError: the rows are others than in the first pass.
@@ -236,7 +234,7 @@ class _SortedLines:
         self.files[bucket].write(f"{number:016x}{line}")
 
     def finish(self) -> None:
-        """Write the file, or none where there is no line."""
+        """Write the file, unless there are no lines."""
         for file in self.files.values():
             file.close()
         if self.files:

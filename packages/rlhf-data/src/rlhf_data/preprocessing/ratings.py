@@ -1,6 +1,6 @@
-"""Pairs out of rated answers: of the answers to one prompt, the best against the worst.
+"""Pairs from rated answers: of the answers to one prompt, the best against the worst.
 
-The rows of one prompt may stand anywhere.  The data are read twice: first the best and the worst answer of
+The rows of one prompt may be anywhere.  The data are read twice: first the best and the worst answer of
 every prompt are found, of which hashes and ratings are kept, then their texts are written.
 """
 
@@ -19,8 +19,6 @@ from rlhf_data.readers.locations import data_files
 from rlhf_data.records.kind import Text
 from rlhf_data.records.row import Row
 from rlhf_data.runs.atomic import atomic_folder, atomic_write_json
-
-__all__ = ["pair_ratings"]
 
 
 @dataclass(frozen=True, slots=True)

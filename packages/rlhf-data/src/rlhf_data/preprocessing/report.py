@@ -15,8 +15,6 @@ from rlhf_data.preprocessing.scan import CONVERTED, REASONS, SHORTENED, Scan
 if TYPE_CHECKING:
     from rlhf_data.preprocessing.plan import Plan
 
-__all__ = ["make_report"]
-
 _BINS = 30
 
 

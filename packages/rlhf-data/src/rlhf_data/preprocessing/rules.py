@@ -16,8 +16,6 @@ from rlhf_data.preprocessing.splits import quantile_bins, split_groups
 from rlhf_data.records.kind import Record
 from rlhf_data.records.preference import PreferenceRecord
 
-__all__ = ["TIE_SIMILARITY", "Ties", "content_hash", "is_tie", "settle_ties", "stratified_split"]
-
 Ties = Literal["keep", "drop", "margin0"]
 _as_json = json.JSONEncoder(sort_keys=True, default=str).encode
 TIE_SIMILARITY = 0.95
@@ -54,7 +52,7 @@ def settle_ties(
     Args:
         records: preference records.
         ties: "keep" changes nothing, "drop" leaves ties out, "margin0" keeps them with a margin of 0.
-        similarity: of the completions, from which a pair is a tie; see `completion_similarity`.
+        similarity: similarity of the completions from which a pair is a tie; see `completion_similarity`.
 
     Returns:
         The records, and the places of those left out.
@@ -95,7 +93,7 @@ def stratified_split(
         Training and held-out records, each in the order given.
     """
     parts = [record.parts() for record in records]
-    # What has no completion, such as a whole text, is a prompt of its own.
+    # A record without a completion, such as a whole text, is its own prompt.
     prompts = np.array([content_hash(prompt) for prompt, _ in parts], np.uint64)
     hashes = np.array([content_hash(prompt, completions) for prompt, completions in parts], np.uint64)
     bins, _ = quantile_bins(np.array([_word_count(record) for record in records], np.int64), strata)

@@ -17,19 +17,18 @@ from rlhf_data.preprocessing.near_duplicates import NearDuplicateFinder
 from rlhf_data.preprocessing.output import as_row
 from rlhf_data.preprocessing.rules import content_hash
 from rlhf_data.preprocessing.similarity import completion_similarity, folded, said
+from rlhf_data.readers.files import skippable
 from rlhf_data.records.kind import Record, Text
 from rlhf_data.records.kto import LabelledRecord
 from rlhf_data.records.preference import PreferenceRecord
 from rlhf_data.records.prompt import PromptRecord
 from rlhf_data.records.sft import TextRecord
 
-__all__ = ["CONVERTED", "REASONS", "SHORTENED", "Scan"]
-
 REASONS = (
     *("kept", "bad_row", "empty", "too_short", "tie", "contaminated", "too_long"),
     *("contradiction", "duplicate", "duplicate_prompt"),
 )
-"""Why rows are left out, in the order in which the rules are asked; the first that applies counts."""
+"""Why rows are left out, in the order in which the rules are applied; the first that matches counts."""
 CONVERTED, SHORTENED = 1, 2
 """Bits of the fact `changed`."""
 _REPORT_ROWS = 500
@@ -38,11 +37,6 @@ _EMPTY_CODES = ("empty_completion", "empty_text")
 
 class Scan:
     """Facts about every row, about 90 bytes each, texts not included.
-
-    Args:
-        config: the rules.
-        finisher: what brings records into the form that is written.
-        against: texts of evaluation files.
 
     Attributes:
         sources: names of sources, in the order in which they came.
@@ -70,19 +64,11 @@ class Scan:
     def read(
         self, items: Iterable[Item], on_progress: Callable[[int], None], *, on_bad_row: str = "skip"
     ) -> None:
-        """Take in every row.
-
-        Raises:
-            UserError: a row that cannot be read, where `on_bad_row` is "error".
-        """
+        """Take in every row."""
         done = 0
         for done, item in enumerate(items, start=1):
             if item.error is not None and on_bad_row == "error" and _reason(item.error) == "bad_row":
-                raise UserError(
-                    f"{item.error}; or skip bad rows (on_bad_row: skip)",
-                    code=item.error.code,
-                    **item.error.fields,
-                ) from item.error
+                raise skippable(item.error) from item.error
             self._add(item)
             if done % _REPORT_ROWS == 0:
                 on_progress(done)
@@ -177,7 +163,7 @@ class Scan:
                 self.finisher.encoder is not None and shortest < config.min_tokens
             ):
                 return "too_short"
-        if tied and (config.ties != "margin0" or _are_equal(record)):
+        if tied and (config.ties != "margin0" or len(set(map(folded, record.parts()[1]))) == 1):
             return "tie"
         return "contaminated" if self.against and self.against.overlap(record) else ""
 
@@ -187,10 +173,6 @@ def _reason(error: UserError) -> str:
     if error.code in _EMPTY_CODES:
         return "empty"
     return "tie" if error.code in ("same_as_chosen", "tie") else "bad_row"
-
-
-def _are_equal(record: Record) -> bool:
-    return len({folded(completion) for completion in record.parts()[1]}) == 1
 
 
 def _unlabelled(record: Record) -> tuple[int, int]:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
 from rlhf_data.records.kind import Text, turns
 
-__all__ = ["completion_similarity", "folded", "said"]
-
 
 def said(text: Text) -> list[str]:
-    r"""What is said in each turn of messages or of a transcript `\n\nHuman: ...`; of another text, itself."""
+    r"""The text of each turn of messages or of a transcript `\n\nHuman: ...`; of another text, itself."""
     messages = text if isinstance(text, list) else turns(text)
     if messages is None:
         return [str(text)]
@@ -19,7 +16,7 @@ def said(text: Text) -> list[str]:
 
 
 def folded(text: Text) -> str:
-    """What is said, in lower case and with single spaces."""
+    """The text in lower case and with single spaces."""
     return " ".join(" ".join(said(text)).casefold().split())
 
 
@@ -41,9 +38,5 @@ def completion_similarity(first: Text, second: Text, *, at_least: float = 0.0) -
     counts = [max(1, len(each) - 2) for each in words]
     if 2 * min(counts) < at_least * sum(counts):
         return 0.0
-    grams = [Counter(_grams(each)) for each in words]
+    grams = [Counter(list(zip(each, each[1:], each[2:], strict=False)) or [tuple(each)]) for each in words]
     return 2 * (grams[0] & grams[1]).total() / sum(counts)
-
-
-def _grams(words: Sequence[str]) -> list[tuple[str, ...]]:
-    return list(zip(words, words[1:], words[2:], strict=False)) or [tuple(words)]

@@ -1,4 +1,4 @@
-"""Held-out splits in proportion, in which no group of rows stands on both sides."""
+"""Held-out splits in proportion, in which no group of rows is on both sides."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-
-__all__ = ["Split", "connected", "quantile_bins", "split_groups"]
 
 _MIX = np.uint64(0xFF51AFD7ED558CCD)
 
@@ -67,13 +65,13 @@ def split_groups(
 
     Every stratum is due its share, rounded so that the numbers add up (largest remainder). Groups are taken
     in the order of a hash as long as no stratum gets more than its due, so neither the order of the rows
-    nor their number in other strata decides. Strata whose rows are single are met exactly.
+    nor their number in other strata decides. Strata whose rows are single are matched exactly.
 
     Args:
         groups: what rows share that must stay together, such as a prompt.
-        strata: of each row, from 0.
+        strata: the stratum of each row, from 0.
         fraction: share of the rows to hold out, at least 0 and below 1.
-        hashes: of the rows' content; a group has that of its smallest.
+        hashes: hashes of the rows' content; a group has its smallest one.
         seed: another seed, another choice.
     """
     rows = np.bincount(strata)

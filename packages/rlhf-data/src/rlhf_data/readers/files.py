@@ -112,15 +112,7 @@ def parsed_rows(
 
 
 def row_parser(kind: str, columns: Columns) -> Callable[[dict[str, Any], str], tuple[Record, ...]]:
-    """Return the function that turns a row, and the name of its place, into records.
-
-    Args:
-        kind: as for `load_records`.
-        columns: the file's name of a column, by its usual name.
-
-    Raises:
-        UserError: an unknown kind or column; the function raises it for a bad row, naming the field.
-    """
+    """Return the function that turns a row, and the name of its place, into records."""
     found = record_kind(kind)
     names = (*found.columns, *TEMPLATE_COLUMNS)
     for name in columns:
@@ -139,17 +131,16 @@ def row_parser(kind: str, columns: Columns) -> Callable[[dict[str, Any], str], t
             row = joined_columns(row, joined, where)
         values, is_chat = usual_columns(row, kind, columns, where)
         found_records = found.parse(Row(dict(values), named, where))
-        return tuple(replace(each, is_chat=True) for each in found_records) if is_chat else found_records
+        if not is_chat:
+            return found_records
+        # Messages are turns of a chat whatever their form.
+        return tuple(replace(each, is_chat=isinstance(each.parts()[0], str)) for each in found_records)
 
     return records
 
 
 def good_rows(rows: Iterable[_Item | UserError], on_bad_row: OnBadRow, skipped: list[str]) -> Iterator[_Item]:
-    """Yield what is not an error; put the messages of errors into `skipped` where bad rows are skipped.
-
-    Raises:
-        UserError: a bad row, unless `on_bad_row` is "skip"; an `on_bad_row` of another name.
-    """
+    """Yield what is not an error; put the messages of errors into `skipped` where bad rows are skipped."""
     if on_bad_row not in ("error", "skip"):
         raise UserError(
             f"on_bad_row must be error or skip, got {on_bad_row!r}", code="invalid_value", key="on_bad_row"
@@ -160,17 +151,17 @@ def good_rows(rows: Iterable[_Item | UserError], on_bad_row: OnBadRow, skipped: 
         elif on_bad_row == "skip":
             skipped.append(str(row))
         else:
-            raise UserError(
-                f"{row}; or skip bad rows (on_bad_row: skip)", code=row.code, **row.fields
-            ) from row
+            raise skippable(row) from row
+
+
+def skippable(error: UserError) -> UserError:
+    """The error for a bad row, with how to leave such rows out."""
+    hint = 'or skip bad rows (--on-bad-row skip; in Python on_bad_row="skip")'
+    return UserError(f"{error}; {hint}", code=error.code, **error.fields)
 
 
 def first_rows(rows: Iterable[_Item], subset_size: int | None) -> Iterator[_Item]:
-    """Yield the first `subset_size` rows, all of them where it is None.
-
-    Raises:
-        UserError: a size below 1.
-    """
+    """Yield the first `subset_size` rows, all of them where it is None."""
     if subset_size is not None and subset_size < 1:
         raise UserError(
             f"subset_size must be at least 1, got {subset_size}", code="invalid_value", key="subset_size"
@@ -294,9 +285,7 @@ def _read_json_lines(path: Path) -> Rows:
 def _iterate_lines(file: BufferedIOBase, path: Path) -> Iterator[tuple[int, int, bytes | UserError]]:
     """Yield number from 1, byte offset and bytes of every line that is not blank.
 
-    Args:
-        file: an open file of JSON lines; never is more than `MAX_LINE_BYTES` of it held.
-        path: what errors call it.
+    At most `MAX_LINE_BYTES` of the file are held at a time.
     """
     offset = 0
     for number in count(1):
@@ -321,11 +310,7 @@ def _iterate_lines(file: BufferedIOBase, path: Path) -> Iterator[tuple[int, int,
 
 
 def parse_line(line: bytes, where: str) -> dict[str, Any]:
-    """Return the object that a line of JSON holds.
-
-    Raises:
-        UserError: not UTF-8, not JSON, or no object.
-    """
+    """Return the object that a line of JSON holds."""
     try:
         row = json.loads(_decode(line, where))
     except (ValueError, RecursionError) as error:  # also a number of too many digits, too deep a nesting
@@ -347,11 +332,7 @@ def _attempt(read: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, 
 
 
 def _as_row(value: Any, where: str) -> dict[str, Any]:
-    """Return a value that is an object.
-
-    Raises:
-        UserError: it is something else.
-    """
+    """Return a value that is an object."""
     if not isinstance(value, dict):
         raise UserError(
             f"{where}: expected an object with named fields, got {str(value)[:60]!r}",
@@ -362,11 +343,7 @@ def _as_row(value: Any, where: str) -> dict[str, Any]:
 
 
 def _decode(data: bytes, where: str) -> str:
-    """Return UTF-8 bytes as text; `where` is what an error calls them.
-
-    Raises:
-        UserError: they are not UTF-8.
-    """
+    """Return UTF-8 bytes as text; `where` is what an error calls them."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -48,7 +48,7 @@ def is_damage(error: BaseException) -> bool:
 
 
 def damaged(path: Path, line: int, error: BaseException) -> UserError:
-    """What is said of a compressed file that cannot be read behind a line."""
+    """The message for a compressed file that cannot be read after a line."""
     if isinstance(error, EOFError) or "Truncated" in str(error):
         where = f"data file {path} is cut off after line {line} (its compressed stream has no end)"
         return UserError(f"{where}; copy it again", code="truncated_file")

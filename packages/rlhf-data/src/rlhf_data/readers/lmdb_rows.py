@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_data.errors import UserError
 
 LENGTH_KEY = b"__len__"
-"""Under it stands the number of rows, in decimal digits."""
+"""The key of the number of rows, in decimal digits."""
 
 
 def row_key(number: int) -> bytes:
@@ -18,11 +18,7 @@ def row_key(number: int) -> bytes:
 
 
 def open_lmdb(folder: Path) -> Any:
-    """Open an LMDB folder to read it; each process must open its own.
-
-    Raises:
-        UserError: the `lmdb` library is missing, or this is no LMDB folder.
-    """
+    """Open an LMDB folder to read it; each process must open its own."""
     try:
         import lmdb
     except ModuleNotFoundError as error:
@@ -32,7 +28,7 @@ def open_lmdb(folder: Path) -> Any:
             code="missing_package",
         ) from error
     try:
-        # Rows are asked for in a random order, so reading ahead would read what nobody wants.
+        # Rows are asked for in a random order, so reading ahead would be wasted.
         return lmdb.open(str(folder), readonly=True, lock=False, readahead=False, meminit=False)
     except lmdb.Error as error:
         raise UserError(
@@ -41,11 +37,7 @@ def open_lmdb(folder: Path) -> Any:
 
 
 def lmdb_length(environment: Any, folder: Path) -> int:
-    """Return how many rows an open LMDB folder holds.
-
-    Raises:
-        UserError: it does not say.
-    """
+    """Return how many rows an open LMDB folder holds."""
     with environment.begin() as transaction:
         value = transaction.get(LENGTH_KEY)
     if value is None or not bytes(value).isdigit():
@@ -57,11 +49,7 @@ def lmdb_length(environment: Any, folder: Path) -> int:
 
 
 def read_lmdb(folder: Path) -> Iterator[bytes]:
-    """Yield the rows of an LMDB folder as JSON, in order.
-
-    Raises:
-        UserError: it cannot be read, or a row is missing.
-    """
+    """Yield the rows of an LMDB folder as JSON, in order."""
     with open_lmdb(folder) as environment:
         count = lmdb_length(environment, folder)
         with environment.begin() as transaction:
@@ -70,11 +58,7 @@ def read_lmdb(folder: Path) -> Iterator[bytes]:
 
 
 def lmdb_row(transaction: Any, number: int, folder: Path) -> bytes:
-    """Return a row, by its number from 0, as JSON.
-
-    Raises:
-        UserError: it is missing.
-    """
+    """Return a row, by its number from 0, as JSON."""
     value = transaction.get(row_key(number))
     if value is None:
         raise UserError(f"{folder}, row {number + 1}: missing; pack it again", code="missing_row")

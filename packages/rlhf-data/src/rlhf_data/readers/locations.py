@@ -1,4 +1,4 @@
-"""The files behind the name of a data set: one file, a folder of shards, a pattern, or a name on the hub."""
+"""The files of a data set given by name: one file, a folder of shards, a pattern, or a name on the hub."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 from rlhf_data.errors import UserError
 from rlhf_data.readers.json_lines import JSON_LINES
 
-__all__ = ["LMDB_FILE", "data_files", "is_hub_name"]
-
 LMDB_FILE = "data.mdb"
 """The file by which an LMDB folder is known."""
 _SHARDS = ((".arrow",), (".parquet",), JSON_LINES)
 """Kinds of files that a folder may hold; where it holds several kinds, the first is taken."""
+_SPLIT = re.compile(r"(train|test|eval|validation|valid|val|dev)(?![a-z])", re.IGNORECASE)
+"""What names of files begin with, on the hub and after `prepare`, where they belong to a split."""
 
 
 def data_files(path: str | Path) -> list[str]:
@@ -62,18 +62,37 @@ def _shards(folder: Path) -> list[Path]:
                 f"{state}: not written by `datasets` ({error!r}); save the data set again",
                 code="damaged_file",
             ) from error
-    names = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
-    for suffixes in _SHARDS:
-        if files := [path for path in names if path.name.lower().endswith(suffixes)]:
-            return files
+    if files := _data_in(folder):
+        _check_one_split(folder, files)
+        return files
     if splits := sorted(path.parent.name for path in folder.glob("*/state.json")):
         raise UserError(
             f"{folder} is a folder of the splits {', '.join(splits)}; name one of them, "
             f"such as {folder / splits[-1]}",
             code="several_splits",
         )
+    below = next((path for path in sorted(folder.iterdir()) if path.is_dir() and _data_in(path)), None)
     raise UserError(
         f"{folder} is a folder without data; expected one that `datasets` saved, or one with .arrow, "
-        ".parquet or .jsonl files",
+        f".parquet or .jsonl files{f', as {below} is' if below else ''}",
         code="folder_without_data",
+        below=str(below) if below else None,
     )
+
+
+def _data_in(folder: Path) -> list[Path]:
+    names = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    kinds = ([path for path in names if path.name.lower().endswith(suffixes)] for suffixes in _SHARDS)
+    return next(filter(None, kinds), [])
+
+
+def _check_one_split(folder: Path, files: list[Path]) -> None:
+    """Refuse to read held-out rows along with those for training."""
+    starts = (_SPLIT.match(path.name) for path in files)
+    splits = sorted({start[0].lower() for start in starts if start})
+    if len(splits) > 1:
+        raise UserError(
+            f"{folder} holds the splits {', '.join(splits)}; name the files of one, such as "
+            f"'{folder / splits[-1]}*'",
+            code="several_splits",
+        )

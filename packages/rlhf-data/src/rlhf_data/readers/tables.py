@@ -22,12 +22,9 @@ def read_hub(name: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of a data set on the Hugging Face hub.
 
     Args:
-        name: `owner/name`, for the split "train", or `owner/name:split`. Behind another slash stands the name
+        name: `owner/name`, for the split "train", or `owner/name:split`. After another slash comes the name
             of one of its configurations, or else a folder within it: `openai/gsm8k/main:test`,
             `Anthropic/hh-rlhf/harmless-base`.
-
-    Raises:
-        UserError: the `datasets` library is missing, or it cannot load the data set.
     """
     try:
         import datasets
@@ -56,17 +53,13 @@ def read_hub(name: str) -> Iterator[dict[str, Any]]:
 
 
 def _part(datasets: Any, repository: str, part: str) -> dict[str, Any]:
-    """The argument of `load_dataset` for what stands behind the name of a data set."""
+    """The argument of `load_dataset` for what follows the name of a data set."""
     is_configuration = part in datasets.get_dataset_config_names(repository)
     return {"name": part} if is_configuration else {"data_dir": part}
 
 
 def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a Parquet file, a batch in memory at a time.
-
-    Raises:
-        UserError: the file is no Parquet.
-    """
+    """Yield the rows of a Parquet file, a batch in memory at a time."""
     import pyarrow
     import pyarrow.parquet
 
@@ -81,11 +74,7 @@ def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_arrow(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of an Arrow IPC file (stream or file format).
-
-    Raises:
-        UserError: the file is no Arrow.
-    """
+    """Yield the rows of an Arrow IPC file (stream or file format)."""
     import pyarrow
 
     try:

@@ -8,6 +8,9 @@ from typing import Any
 
 from rlhf_data.errors import UserError
 
+_DIGITS = 10
+"""Of a longer number none is an index."""
+
 
 def parse_choices(value: Any, answer: Any, where: tuple[str, str]) -> tuple[tuple[str, ...], int]:
     """Read choices and the index of the right one.
@@ -19,9 +22,6 @@ def parse_choices(value: Any, answer: Any, where: tuple[str, str]) -> tuple[tupl
 
     Returns:
         At least two texts, all different, and the index of the right one.
-
-    Raises:
-        UserError: anything else.
     """
     listed, labels = _labelled(value, where[0])
     choices, numeric = _choices(listed, where[0])
@@ -105,7 +105,7 @@ def _answer_index(value: Any, choices: tuple[str, ...], numeric: bool, where: st
         index = value
     elif text in choices:
         index = choices.index(text)
-    elif text.isascii() and text.isdigit():
+    elif text.isascii() and text.isdigit() and len(text) <= _DIGITS:
         index = int(text)
     elif len(text) == 1 and text in string.ascii_letters:
         index = string.ascii_uppercase.index(text.upper())

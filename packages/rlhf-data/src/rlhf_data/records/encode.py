@@ -19,7 +19,7 @@ from rlhf_data.records.truncation import Truncation, shorten_prompt, token_borde
 Template = Mapping[str, Any] | None
 """Keyword arguments for the chat template."""
 _MARKER = "␟"
-"""Put behind a message to find where its content ends; no text of a chat template."""
+"""Appended to a message to find where its content ends; not part of any chat template."""
 _QUIET = {"verbose": False}
 """Without the warning that a text is too long for the model: what reads the ids cuts it or leaves it out."""
 _UNCLEAR_TURNS = (
@@ -37,7 +37,7 @@ class TokenSequence:
         input_ids: token ids of the whole sequence, prompt first; at least one.
         score_from: index of the first token that is scored. Token 0 has no prediction and is never scored;
             `score_from == len(input_ids)` scores nothing (a scalar head may still read the last token).
-        score_mask: one entry per token; where it is given, only tokens marked true are scored, as in a
+        score_mask: one entry per token; if it is given, only tokens marked true are scored, as in a
             conversation of which only the assistant's turns are learned.
     """
 
@@ -108,7 +108,7 @@ class Builder:
         """Raise `UserError` where `count` records are too few; one is enough for most kinds."""
 
     def is_too_long(self, length: int) -> bool:
-        """Whether a sequence of this length is to be shortened or left out before it is cut at its end."""
+        """Whether a sequence of this length is shortened or left out before it is cut at its end."""
         cut = self.truncation in (None, "right")
         return not cut and self.max_length is not None and length > self.max_length
 
@@ -116,7 +116,7 @@ class Builder:
         """The record with its prompt shortened, so that no sequence is too long.
 
         Raises:
-            RowDropped: it is to be left out instead, or its completions do not fit.
+            RowDropped: it is left out instead, or its completions do not fit.
         """
         limit = cast(int, self.max_length)
         if self.truncation == "left" or self.truncation == "middle":
@@ -200,7 +200,7 @@ class Encoder:
         return both, length
 
     def lengths(self, prompt: Text, completions: Sequence[Text], template: Template = None) -> list[int]:
-        """Tokens of a prompt with each of its completions, or of the prompt alone where there is none."""
+        """Tokens of a prompt with each of its completions, or of the prompt alone if there is none."""
         if not completions:
             return [len(self.prompt(prompt, template))]
         return [len(self._joint(prompt, completion, template)) for completion in completions]
@@ -213,7 +213,7 @@ class Encoder:
         max_length: int,
         keep: Literal["left", "middle"],
     ) -> Text | None:
-        """The prompt as `shorten_prompt` has it, so that every completion fits; None where that cannot be."""
+        """The prompt as `shorten_prompt` has it, so that every completion fits; None if that cannot be."""
         return shorten_prompt(
             prompt,
             lambda shorter: max(self.lengths(shorter, completions, template)) <= max_length,
@@ -224,7 +224,7 @@ class Encoder:
     def conversation(
         self, messages: list[Message], template: Template = None, *, assistant_only: bool
     ) -> tuple[list[int], list[bool] | None]:
-        """Token ids of a conversation, and which the assistant says (None where not `assistant_only`).
+        """Token ids of a conversation, and which the assistant says (None if not `assistant_only`).
 
         The chat template's `{% generation %}` marks decide. In a template without them, a turn of the
         assistant starts where the template's generation prompt ends, and ends with what the template writes
@@ -279,7 +279,7 @@ class Encoder:
     def _apply(self, messages: list[Message], template: Template, **options: Any) -> Any:
         self._template_text(template)
         try:
-            return self.tokenizer.apply_chat_template(messages, **options, **(template or {}))
+            return self.tokenizer.apply_chat_template(messages, **(options | dict(template or {})))
         except Exception as error:  # a template is a program of the user's, and fails as it likes
             raise UserError(
                 f"the chat template refuses the conversation ({error}); correct either",
@@ -338,7 +338,7 @@ class Encoder:
         if generation != prompt and followed.endswith(generation):
             marked = self._content_end(followed, messages, last, template, answer=True)
             yield followed[marked : len(followed) - len(generation)]
-        # Some put an end token behind the whole conversation (Phi-3).
+        # Some append an end token to the whole conversation (Phi-3).
         end = self.tokenizer.eos_token
         if end and closing.endswith(end) and closing != end:
             yield closing.removesuffix(end)
@@ -346,7 +346,7 @@ class Encoder:
     def _content_end(
         self, text: str, messages: list[Message], turn: int, template: Template, *, answer: bool = False
     ) -> int:
-        """Index in the conversation's text behind what a message says."""
+        """Index in the conversation's text just after the content of a message."""
         marked = [*messages]
         marked[turn] = {**messages[turn], "content": f"{messages[turn].get('content', '')}{_MARKER}"}
         return common_prefix(text, self._render(marked, template, answer=answer))

@@ -1,7 +1,7 @@
 r"""Rows in the forms of well-known data sets, with their columns named as the record kinds name them.
 
 A form is tried only where a row lacks the columns of the kind that is read, so a row that can be read as it
-stands is.  Each function below takes a row and its place, and gives the row's columns anew.
+stands is.  Each function below takes a row and its place, and returns the row's columns in that form.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _USUAL = {
     "steps": (("completions", "labels"), ("chosen", "rejected")),
     "prompt": (("prompt",), ("messages",), ("chosen", "rejected")),
 }
-"""Columns by which a row is read as it stands."""
+"""Columns by which a row is read without conversion."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Form:
     """How a data set writes its rows.
 
     Args:
-        name: of the form, for people.
+        name: the form's name, for people.
         needs: the columns that tell it.
         kinds: the kinds of records that can be made of it.
         convert: gives a row's columns as those kinds name them; the row itself where it is another form.
@@ -53,13 +53,13 @@ class Form:
 
 @dataclass(frozen=True)
 class TwoAnswers:
-    """A pair whose better answer stands in a column of its own.
+    """A pair whose better answer is in a separate column.
 
     Args:
         prompt: the column of the prompt; "" where both answers are whole conversations.
         answers: the columns of both.
         verdict: the column that says which is better.
-        first: tells by the verdict whether the first one is better; None where neither is.
+        first: tells by the verdict whether the first one is better; None if neither is.
     """
 
     prompt: str
@@ -72,7 +72,7 @@ class TwoAnswers:
         verdict = row[self.verdict]
         try:
             first = self.first(verdict)
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, OverflowError, TypeError, ValueError):
             raise UserError(
                 f"{where}, field {self.verdict}: {verdict!r} does not say which answer is better",
                 code="unknown_verdict",
@@ -92,10 +92,7 @@ class TwoAnswers:
 def forms_of(names: frozenset[str], kind: str, renamed: frozenset[str]) -> tuple[Form, ...]:
     """The forms that a row may have, by its columns.
 
-    Args:
-        names: the columns in which the row has a value.
-        kind: name of the kind of records that is read.
-        renamed: the columns for which a file's own names are given; with some, only Alpaca's form is known.
+    `renamed` are the columns whose names in the file are given; with any, only Alpaca's form is recognised.
     """
     if "prompt" in renamed:
         return ()
@@ -123,22 +120,20 @@ def _alike(answer: Any, values: Mapping[str, Any]) -> Any:
 def _rated(answers: str, texts: Sequence[str], ratings: Sequence[str], prompt: str) -> Any:
     """A reader of several rated answers to one prompt: the best one is chosen, the worst one rejected.
 
-    Args:
-        answers: the column with the list of them.
-        texts: what an answer's text may be called.
-        ratings: what its rating may be called; a `rank` is better the smaller it is.
-        prompt: the column of the prompt.
+    Of the `ratings`, a `rank` is better the smaller it is.
     """
 
     def convert(row: Mapping[str, Any], where: str) -> Values:
+        if not isinstance(row[answers], list | tuple) or not row[answers]:
+            raise UserError(
+                f"{where}, field {answers}: expected a list of rated answers",
+                code="empty_list",
+                column=answers,
+            )
         rated = [
             _rated_answer(item, texts, ratings, f"{where}, field {answers}, item {number}")
             for number, item in enumerate(row[answers], start=1)
         ]
-        if not rated:
-            raise UserError(
-                f"{where}, field {answers}: empty; expected rated answers", code="empty_list", column=answers
-            )
         best, worst = max(rated, key=lambda pair: pair[0]), min(rated, key=lambda pair: pair[0])
         if best[0] == worst[0]:
             raise _tie(where, answers)
@@ -153,8 +148,8 @@ def _rated_answer(item: Any, texts: Sequence[str], ratings: Sequence[str], where
     text = next((fields[name] for name in texts if isinstance(fields.get(name), str)), None)
     name = next((name for name in ratings if fields.get(name) is not None), None)
     try:
-        rating = float(fields[name]) if name else None
-    except (TypeError, ValueError):
+        rating = float(fields[name]) if name and not isinstance(fields[name], bool) else None
+    except (OverflowError, TypeError, ValueError):
         rating = None
     if text is None or rating is None or not math.isfinite(rating):
         raise UserError(
@@ -180,7 +175,7 @@ def _prm800k(row: Mapping[str, Any], where: str) -> Values:
             steps.append(completion["text"])
             labels.append((1 + completion["rating"]) / 2)
         return {"prompt": row["question"]["problem"], "completions": steps, "labels": labels}
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+    except (KeyError, IndexError, OverflowError, TypeError, AttributeError) as error:
         raise UserError(
             f"{where}: not a row of PRM800K ({error!r}); expected question.problem, and label.steps with "
             "completions of text and rating",
@@ -189,7 +184,7 @@ def _prm800k(row: Mapping[str, Any], where: str) -> Values:
 
 
 _STEP_TAG = "ки"
-"""What ends a step in Math-Shepherd; in the column `label` a + or - stands in its place."""
+"""What ends a step in Math-Shepherd; the column `label` has a + or - in its place."""
 
 
 def _math_shepherd(row: Mapping[str, Any], where: str) -> Values:
@@ -219,7 +214,7 @@ def _math_shepherd(row: Mapping[str, Any], where: str) -> Values:
 
 
 def _multiple_choice(answer: str) -> Callable[[Mapping[str, Any], str], Values]:
-    """A reader of questions with choices: the right one is learned; a wrong one beside it is rejected."""
+    """A reader of questions with choices: the right one is learned; a wrong one, if any, is rejected."""
 
     def convert(row: Mapping[str, Any], where: str) -> Values:
         places = f"{where}, field choices", f"{where}, field {answer}"
@@ -248,7 +243,10 @@ def _alpaca(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         return row
     taken = ("instruction", "input", "context", "output", "system", "history")
     values = {name: value for name, value in row.items() if name not in taken}
-    given = row.get("input") or row.get("context")  # what Dolly calls it
+    name = "input" if row.get("input") else "context"  # what Dolly calls it
+    given = row.get(name)
+    if given and not isinstance(given, str):
+        raise UserError(f"{where}, field {name}: expected a text", code="invalid_row", column=name)
     prompt = "\n\n".join(part for part in (row["instruction"], given) if part)
     output = row.get("output")
     if row.get("system") or row.get("history"):
@@ -264,11 +262,11 @@ def _alpaca(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 
 _PROMPTS = ("prompt", "messages", "conversations", "instruction")
-"""Columns that have the prompt, whatever stands beside them."""
+"""Columns that have the prompt, whatever other columns there are."""
 
 
 def _question(name: str) -> Callable[[Mapping[str, Any], str], Mapping[str, Any]]:
-    """A reader of pairs whose prompt is in a column of another name, perhaps with a system text beside it."""
+    """A reader of pairs whose prompt is in a column of another name, perhaps with a system text."""
 
     def convert(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         texts = [row[key] for key in (name, "chosen", "rejected")]
@@ -286,7 +284,7 @@ def _question(name: str) -> Callable[[Mapping[str, Any], str], Mapping[str, Any]
 
 
 def _conversation(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """A conversation whose system text stands in a column of its own."""
+    """A conversation whose system text is in a separate column."""
     turns, system = row["conversations"], row["system"]
     if not isinstance(turns, list | tuple) or not isinstance(system, str) or not system.strip():
         return row
@@ -295,7 +293,7 @@ def _conversation(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 
 def _earlier(row: Mapping[str, Any], where: str) -> list[dict[str, str]]:
-    """What was said before the instruction: the system's text, and pairs of a question and its answer."""
+    """What precedes the instruction: the system's text, and pairs of a question and its answer."""
     system = row.get("system")
     messages = [{"role": "system", "content": system}] if system else []
     turns: Sequence[Any] = row.get("history") or ()
@@ -319,7 +317,10 @@ _TEXTS = ("response", "answer", "text", "content")
 
 def _sign(value: Any) -> bool | None:
     """HelpSteer's scale from -3 (the first is much better) to 3 (the second is)."""
-    return None if float(value) == 0 else float(value) < 0
+    strength = float(value)
+    if math.isnan(strength):
+        raise ValueError("not a number")
+    return None if strength == 0 else strength < 0
 
 
 def _arena(winner: Any) -> bool | None:

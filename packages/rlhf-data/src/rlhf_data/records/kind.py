@@ -33,12 +33,13 @@ _REPLIES = ("completion", "chosen", "rejected")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What every record knows beside its texts.
+    """What every record knows in addition to its texts.
 
     Attributes:
         template: keyword arguments for the chat template, such as `tools`.
         where: the record's place in its file; not compared.
-        is_chat: whether its texts are turns of a chat, as an instruction and its answer are.
+        is_chat: whether its texts are turns of a chat, as an instruction and its answer are; false for messages,
+            which say so themselves.
     """
 
     template: Mapping[str, Any] | None = field(default=None, hash=False)
@@ -51,7 +52,7 @@ class Record:
         return prompt, [getattr(self, name) for name in _REPLIES if hasattr(self, name)]
 
     def with_prompt(self, prompt: Text) -> Record:
-        """The record with another prompt in front of its completions."""
+        """The record with another prompt before its completions."""
         return replace(self, prompt=prompt)  # pyright: ignore[reportCallIssue]
 
     def as_messages(self) -> Record:
@@ -72,7 +73,7 @@ class Record:
             prompt = [{"role": "user", "content": text}]
         if prompt is None:
             return self
-        # What the assistant says, and the turns behind it where there are any.
+        # The assistant's turn, and the turns after it if there are any.
         replies: dict[str, Any] = {
             name: turns(f"Assistant:{said}")
             for name in _REPLIES
@@ -88,7 +89,7 @@ class RecordKind:
     Args:
         name: what `load_records`, `Method.records` and error messages call it.
         records: the classes of its records.
-        columns: what a row may have, beside `tools` and `chat_template_kwargs`.
+        columns: what a row may have, in addition to `tools` and `chat_template_kwargs`.
         parse: turns a row into its records; raises `UserError` for a bad row, naming the field.
         builder: turns records into examples; its keyword arguments are the options of the data sets.
         examples: the classes of its examples.
@@ -154,7 +155,7 @@ def as_messages(record: Record) -> Record:
 
 
 def turns(text: str) -> list[Message] | None:
-    """The messages of a transcript; None where the text does not start with a turn."""
+    """The messages of a transcript; None if the text does not start with a turn."""
     _, *parts = _TURN.split(text)
     if not parts or not _TURN.match(text):
         return None
@@ -165,7 +166,7 @@ def turns(text: str) -> list[Message] | None:
 
 
 def is_empty(text: Text) -> bool:
-    """Return whether nothing is said: white space only, or messages without content or tool calls."""
+    """Return whether a text is empty: white space only, or messages without content or tool calls."""
     if isinstance(text, str):
         return not text.strip()
     return not any((message.get("content") or "").strip() or message.get("tool_calls") for message in text)

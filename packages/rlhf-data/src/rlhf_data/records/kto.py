@@ -62,7 +62,7 @@ def _parse(row: Row) -> tuple[Record, ...]:
 
 
 class KTOBuilder(Builder):
-    """Labelled completions become examples, each with a neighbour's completion for the KL where wanted.
+    """Labelled completions become examples, each with a neighbour's completion for the KL if wanted.
 
     Args:
         tokenizer: see `Builder`.
@@ -84,11 +84,7 @@ class KTOBuilder(Builder):
         self.set_kl_batch_size(kl_batch_size)
 
     def set_kl_batch_size(self, size: int | None) -> None:
-        """Choose within how many neighbours completions are exchanged; None for no KL sequences.
-
-        Raises:
-            UserError: a size below 2.
-        """
+        """Choose within how many neighbours completions are exchanged; None for no KL sequences."""
         if size is not None and size < 2:
             raise UserError(
                 f"kl_batch_size must be at least 2, got {size}", code="invalid_value", key="kl_batch_size"
@@ -104,7 +100,7 @@ class KTOBuilder(Builder):
         return Labelled(TokenSequence(ids, start), record.label)
 
     def check_count(self, count: int) -> None:
-        """Refuse a single row where completions are to be exchanged."""
+        """Refuse a single row if completions are to be exchanged."""
         if self.kl_batch_size is not None and count < 2:
             raise UserError(
                 "there is a single row, and so no completion of another prompt to estimate the KL from; "

@@ -50,7 +50,7 @@ def _parse(row: Row) -> tuple[Record, ...]:
 def pair_from_row(
     row: dict[str, Any], where: str, columns: Mapping[str, str] | None = None
 ) -> PreferenceRecord:
-    """The pair of a row as it stands, also where a completion is empty or both are equal.
+    """The pair of a row without checks, also where a completion is empty or both are equal.
 
     Args:
         row: columns as `load_records` reads them for "preference".
@@ -63,7 +63,7 @@ def pair_from_row(
     columns = columns or {}
     values, is_chat = usual_columns(row, "preference", columns, where)
     parts = Row(dict(values), columns, where).unchecked_pair()
-    return PreferenceRecord(*parts, where=where, is_chat=is_chat)
+    return PreferenceRecord(*parts, where=where, is_chat=is_chat and isinstance(parts[0], str))
 
 
 class PreferenceBuilder(Builder):

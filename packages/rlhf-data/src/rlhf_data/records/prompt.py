@@ -79,7 +79,7 @@ def _split(row: Row) -> tuple[Text, dict[str, Any]]:
         raise row.missing("prompt")
     if is_empty(prompt):
         raise UserError(
-            f"{row.where}: nothing stands before the completion; expected a prompt to complete",
+            f"{row.where}: there is no text before the completion; expected a prompt",
             code="empty_prompt",
             where=row.where,
         )

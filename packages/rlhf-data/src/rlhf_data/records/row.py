@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from rlhf_data.errors import UserError
@@ -43,20 +44,24 @@ _LABELS = {
 
 @dataclass(frozen=True)
 class Row:
-    """A row, how its columns are called, and where it stands."""
+    """A row, the names of its columns, and its place."""
 
     values: dict[str, Any]
     columns: Mapping[str, str]
     where: str
 
     def name(self, column: str) -> str | None:
-        """What the row calls a column; None where it has no value for it."""
+        """What the row calls a column; None if it has no value for it."""
         names = (self.columns[column],) if column in self.columns else (column, *_OTHER_NAMES.get(column, ()))
         return next((name for name in names if self.values.get(name) is not None), None)
 
     def has(self, *columns: str) -> bool:
         """Whether the row has a value in all of these columns."""
         return all(self.name(column) is not None for column in columns)
+
+    def _gives(self, column: str) -> bool:
+        """Whether the row has an optional column, or must have it: the user named it."""
+        return column in self.columns or self.has(column)
 
     def missing(self, column: str) -> UserError:
         """The error for a column without a value."""
@@ -133,7 +138,7 @@ class Row:
             return split
         completion = self.said("completion")
         where = self.get("completion")[1]
-        if self.has("prompt"):
+        if self._gives("prompt"):
             prompt = self.text("prompt")
             _check_alike(prompt, completion, where)
             return prompt, completion
@@ -166,11 +171,11 @@ class Row:
         chosen, rejected = self.text("chosen"), self.text("rejected")
         places = [self.get(column)[1] for column in ("chosen", "rejected")]
         _check_alike(chosen, rejected, places[1])
-        prompt = self.text("prompt") if self.has("prompt") else None
+        prompt = self.text("prompt") if self._gives("prompt") else None
         if prompt is None and self.has("messages"):
             prompt = self.messages()[0]
         if prompt is None or (isinstance(prompt, str) and isinstance(chosen, list)):
-            # A text beside messages repeats their start.
+            # A text next to messages repeats their start.
             prompt, chosen, rejected = split_pair(chosen, rejected)
         _check_alike(prompt, chosen, places[0])
         return prompt, chosen, rejected
@@ -187,11 +192,12 @@ class Row:
         )
 
     def number(self, column: str) -> float:
-        """A finite number."""
-        return _number(*self.get(column))
+        """A finite number, also one that is written as a text, as in CSV files; not true or false."""
+        value, where = self.get(column)
+        return _number(None if isinstance(value, bool) else value, where)
 
     def texts(self, column: str) -> tuple[str, ...]:
-        """A list of texts, such as the steps of a solution, of which none is empty."""
+        """A list of texts, such as the steps of a solution, each of them non-empty."""
         items, where = self.items(column)
         for number, item in enumerate(items, start=1):
             if not _string(item, f"{where}, step {number}").strip():
@@ -227,18 +233,10 @@ def usual_columns(
 ) -> tuple[Mapping[str, Any], bool]:
     """Name the columns of a row as a kind of records does, where a known form names them otherwise.
 
-    Args:
-        row: as it stands in its file.
-        kind: name of the kind of records that is read.
-        columns: the file's name of a column, by its usual name; see `forms_of`.
-        where: the row's place, for errors.
+    `columns` maps usual names to those of the file; see `forms_of`.
 
     Returns:
         The row, and whether its texts are turns of a chat.
-
-    Raises:
-        UserError: the row has a known form, but something in it cannot be read, or it says that two answers
-            are equally good.
     """
     names = frozenset(name for name, value in row.items() if value is not None)
     for form in forms_of(names, kind, frozenset(columns)):
@@ -253,13 +251,7 @@ def joined_columns(
 ) -> dict[str, Any]:
     """A row with the texts of several columns joined, a blank line between, under the usual name.
 
-    Args:
-        row: as it stands in its file; missing columns and empty texts are left out.
-        columns: the columns to join, by the usual name of what they make.
-        where: the row's place, for errors.
-
-    Raises:
-        UserError: a row has none of the columns.
+    Missing columns and empty texts are left out.
     """
     values = dict(row)
     for name, parts in columns.items():
@@ -280,7 +272,7 @@ def split_pair(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
 
     Transcripts are split at the last turn of the assistant that both start alike; other texts at the last
     white space up to which they agree; message lists after the last message that both share. The prompt is
-    empty where nothing is shared.
+    empty if nothing is shared.
     """
     if isinstance(chosen, str) and isinstance(rejected, str):
         shared = chosen[: common_prefix(chosen, rejected)]
@@ -292,7 +284,7 @@ def split_pair(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
 
 
 def split_last_turn(conversation: Text) -> tuple[Text, Text] | None:
-    """Split a conversation before what the assistant says last; None where no turn is the assistant's."""
+    """Split a conversation before what the assistant says last; None if no turn is the assistant's."""
     if isinstance(conversation, str):
         turn = conversation.rfind(ASSISTANT_TURN)
         at = turn + len(ASSISTANT_TURN) if turn >= 0 else None
@@ -303,7 +295,7 @@ def split_last_turn(conversation: Text) -> tuple[Text, Text] | None:
 
 
 def _last_space(text: str) -> int:
-    """Index of the last run of white space, 0 where there is none."""
+    """Index of the last run of white space, 0 if there is none."""
     match = re.search(r"\s+\S*$", text)
     return match.start() if match else 0
 
@@ -326,7 +318,7 @@ def _message(value: Any, where: str) -> Message:
     message = {name: part for name, part in value.items() if part is not None}
     if "from" in message and "role" not in message:
         speaker = message.pop("from")
-        if speaker not in _ROLES:
+        if not isinstance(speaker, str) or speaker not in _ROLES:
             raise UserError(
                 f"{where}, from: expected one of {', '.join(_ROLES)}, got {_short(speaker)}",
                 code="unknown_role",
@@ -357,8 +349,8 @@ def _string(value: Any, where: str) -> str:
 
 def _number(value: Any, where: str) -> float:
     try:
-        number = float(value) if isinstance(value, bool | int | float | str) else math.nan
-    except ValueError:
+        number = float(value) if isinstance(value, bool | int | float | str | Decimal) else math.nan
+    except (ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
         raise UserError(f"{where}: expected a number, got {_short(value)}", code="not_a_number", where=where)
@@ -366,7 +358,7 @@ def _number(value: Any, where: str) -> float:
 
 
 def _written_messages(text: str) -> list[Any] | None:
-    """The messages that a text holds as JSON, as tables of texts do; None where it is a text of its own."""
+    """The messages that a text holds as JSON, as in tables of texts; None for an ordinary text."""
     try:
         items = json.loads(text)
     except (ValueError, RecursionError):

@@ -22,12 +22,12 @@ class CompletionRecord(Record):
 
 @dataclass(frozen=True, slots=True)
 class ConversationRecord(Record):
-    """A whole conversation, of which the assistant's messages are to be learned."""
+    """A whole conversation, of which the assistant's messages are learned."""
 
     messages: list[Message]
 
     def parts(self) -> tuple[Text, list[Text]]:
-        """What stands before the assistant's last turn, and that turn with what follows."""
+        """Everything before the assistant's last turn, and that turn with what follows."""
         prompt, reply = split_last_turn(self.messages) or (self.messages, [])
         return prompt, [reply]
 

@@ -75,11 +75,11 @@ def _parse(row: Row) -> tuple[Record, ...]:
 class StepBuilder(Builder):
     """Solutions become sequences in which the last token of every step is known.
 
-    Steps are encoded one by one, so that a step ends on a token of its own: the separator's last.
+    Steps are encoded one by one, so that a step ends on its own token: the separator's last.
 
     Args:
         tokenizer: see `Builder`.
-        max_length: tokens of a sequence at most; steps that end behind it are left out. None for no limit.
+        max_length: tokens of a sequence at most; steps that end beyond it are left out. None for no limit.
         step_separator: text that ends every step; its last token is where the step is judged.
     """
 
@@ -94,7 +94,7 @@ class StepBuilder(Builder):
             )
 
     def build(self, record: StepwiseRecord | StepPairRecord) -> StepExample | StepPair:
-        """Return the solution or pair, without the steps that end behind `max_length`."""
+        """Return the solution or pair, without the steps that end beyond `max_length`."""
         prompt = self.encoder.prompt(record.prompt, record.template)
         if isinstance(record, StepwiseRecord):
             return self._solution(prompt, record.completions, record.labels)

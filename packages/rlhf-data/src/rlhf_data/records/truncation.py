@@ -22,10 +22,10 @@ def shorten_prompt(
     keep: Literal["left", "middle"],
     borders: Callable[[str], Sequence[int]],
 ) -> Text | None:
-    r"""Return the prompt with as little taken out as lets it fit, or None where nothing helps.
+    r"""Return the prompt with as little taken out as lets it fit, or None if nothing helps.
 
     Turns go first, from a user's up to the next user's, so that what is left starts with a user's; what
-    stands before the first of them, such as a system message, stays. "left" takes them from the start,
+    comes before the first of them, such as a system message, stays. "left" takes them from the start,
     "middle" keeps the first exchange too, where that is possible. Where the last user's turn alone is too
     long, its text is cut on token borders: at its start, or in its middle. A text without turns is one.
 
@@ -71,7 +71,7 @@ def _user_turns(prompt: Text) -> list[int]:
 
 
 def _behind(prompt: Any, head: int, starts: list[int], fits: Callable[[Text], bool]) -> Text | None:
-    """The first `head` of the prompt, and all of it behind the earliest of these turns that lets it fit."""
+    """The first `head` of the prompt, and everything from the earliest of these turns on that lets it fit."""
     return _first(len(starts), lambda number: prompt[:head] + prompt[starts[number] :], fits)
 
 
@@ -88,7 +88,7 @@ def _shorten_turn(
     keep: Literal["left", "middle"],
     borders: Callable[[str], Sequence[int]],
 ) -> Text | None:
-    """What stands before all turns, and the last user's turn with its text cut; None if that is too long."""
+    """What comes before all turns, and the last user's turn with its text cut; None if that is too long."""
     if isinstance(rest, str):
         opening = match.end() if (match := _HUMAN_TURN.match(rest)) else 0
         closing = rest.find("\n\nAssistant:", opening)

@@ -18,19 +18,6 @@ from typing import Any
 
 from rlhf_data.errors import UserError
 
-__all__ = [
-    "DiskFullError",
-    "atomic_folder",
-    "atomic_write_json",
-    "atomic_write_text",
-    "ensure_writable_folder",
-    "explain_full_disk",
-    "finite",
-    "json_hash",
-    "remove_folder",
-    "remove_stale_temps",
-]
-
 _TEMP_MARK = ".tmp-"
 _PROCESS_TOKEN = os.urandom(4).hex()
 _counter = itertools.count()
@@ -83,7 +70,7 @@ def atomic_write_json(path: str | Path, obj: Any) -> None:
 
 @contextlib.contextmanager
 def atomic_folder(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `path` that becomes `path` when the block succeeds; parents are made.
+    """Yield a temporary folder next to `path` that becomes `path` when the block succeeds; parents are made.
 
     Every file is flushed to disk before the rename. When the block raises, the temporary folder is
     removed and `path` is left as it was. An existing `path` is replaced by two renames: a crash between
@@ -174,7 +161,7 @@ def json_hash(obj: Any) -> str:
 
 
 def ensure_writable_folder(path: str | Path) -> Path:
-    """Create a folder where missing, check that a file can be written in it, and return it.
+    """Create a folder if missing, check that a file can be written in it, and return it.
 
     Raises:
         UserError: it cannot be created or written to.

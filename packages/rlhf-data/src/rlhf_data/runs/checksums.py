@@ -8,8 +8,6 @@ from pathlib import Path
 
 from rlhf_data.runs.atomic import atomic_write_json
 
-__all__ = ["CHECKSUMS_FILE", "find_damage", "write_checksums"]
-
 CHECKSUMS_FILE = "checksums.json"
 _CHUNK = 1 << 22
 
@@ -31,7 +29,7 @@ def write_checksums(folder: str | Path) -> None:
 
 
 def find_damage(folder: str | Path) -> str | None:
-    """The first damaged file of a folder that `write_checksums` has seen, and how; None where all are whole.
+    """The first damaged file of a folder that `write_checksums` has seen, and how; None if all are whole.
 
     Sizes are compared first: a cut-off file is found without reading it. Files added since are not damage.
     """

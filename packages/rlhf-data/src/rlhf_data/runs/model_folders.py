@@ -1,4 +1,4 @@
-"""Where the model lies that a name means: of a run's folder, in its `final/`."""
+"""Where the model with a given name is: for a run's folder, in its `final/`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MODEL_FILES = ("config.json", "adapter_config.json", "ensemble_config.json")
 
 
 def model_folder(name: str) -> str:
-    """The folder of the model that a name means: of a run's folder its `final`; every other name as it is.
+    """The folder of the model with a given name: `final` of a run's folder; any other name is returned.
 
     Raises:
         UserError: it is the folder of a run that has no model yet, or several.

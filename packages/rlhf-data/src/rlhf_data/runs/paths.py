@@ -7,8 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-__all__ = ["absolute_path", "cache_folder", "moved_path", "placed", "relocated"]
-
 _FOLDER = "run_folder"
 """Key of a run's `config.json`: where the run folder was when it was written."""
 _PIECES = re.compile(r"([,=:])")

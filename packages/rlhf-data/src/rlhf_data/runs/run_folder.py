@@ -52,7 +52,7 @@ class RunFolder:
         resume: bool = False,
         resumable: bool = True,
     ) -> Self:
-        """Make the folder of a new run, or take up that of an old one, freed of what killed processes left.
+        """Make the folder of a new run, or reuse that of an old one, freed of what killed processes left.
 
         Args:
             path: the run folder itself; None names a new one `<root>/<job>-<timestamp>`.
@@ -111,7 +111,7 @@ class RunFolder:
         self.append_lines(_METRICS, [metrics])
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Return the lines of `metrics.jsonl` in order, without a torn last line; empty where there are none.
+        """Return the lines of `metrics.jsonl` in order, without a torn last line; empty if there are none.
 
         Raises:
             UserError: a line other than the last is damaged.
@@ -182,7 +182,7 @@ class RunFolder:
         return [(step, path) for step, path in self._folders() if (path / _COMPLETE_MARK).exists()]
 
     def latest_checkpoint(self) -> Path | None:
-        """Return the folder of the last whole checkpoint, None where there are no checkpoints at all.
+        """Return the folder of the last whole checkpoint, None if there are no checkpoints at all.
 
         Every file is compared with the checksums written with it. A damaged checkpoint is passed over for
         the one before it, and a warning in the log says which and why.
@@ -205,12 +205,15 @@ class RunFolder:
             )
         return None
 
-    def prune_checkpoints(self, keep: int, *, best: int | None = None) -> None:
-        """Remove the oldest checkpoints until `keep` (at least 1) are left; that of step `best` stays too."""
+    def prune_checkpoints(self, keep: int, *, best: int | None = None, pinned: int | None = None) -> None:
+        """Remove the oldest checkpoints until `keep` (at least 1) are left.
+
+        Those of the steps `best` and `pinned` stay too.
+        """
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
         for step, path in self.checkpoints()[:-keep]:
-            if step != best:
+            if step not in (best, pinned):
                 remove_folder(path)
 
     def drop_checkpoints_after(self, step: int, *, but: int | None = None) -> None:
@@ -233,7 +236,7 @@ def current_names(metrics: Mapping[str, Any]) -> dict[str, Any]:
 def newest_unfinished(root: str | Path = "outputs", job: str = "minmax") -> RunFolder | None:
     """Return the newest run of a job under `root` that was begun but has no results, if there is one.
 
-    A folder in which a model was evaluated only, never trained, is no such run.
+    A folder in which a model was only evaluated, never trained, is not such a run.
     """
     folders = [path.parent for path in sorted(Path(root).glob(f"{job}-*/{_CONFIG}"), reverse=True)]
     unfinished = (path for path in folders if not (path / _RESULTS).exists() and not _only_evaluated(path))

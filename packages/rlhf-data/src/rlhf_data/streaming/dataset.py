@@ -1,6 +1,6 @@
-"""Tokenised examples of rows that stay on disk, parsed and encoded when they are asked for.
+"""Tokenised examples of rows that stay on disk, parsed and encoded when they are indexed.
 
-A bad row, or one that leaves nothing to learn, is met when it is read: it is an error, or left out and
+A bad row, or one that leaves nothing to learn, is found when it is read: it is an error, or left out and
 counted.
 """
 
@@ -13,9 +13,9 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, overload
+from typing import Any, overload
 
-from rlhf_data.datasets.tokenized import Convert, Example, MismatchedPairs, OnProgress, with_options_of
+from rlhf_data.datasets.tokenized import Convert, Example, MismatchedPairs, OfKind, OnProgress
 from rlhf_data.errors import UserError
 from rlhf_data.readers.files import Columns, OnBadRow, good_rows
 from rlhf_data.records.encode import RowDropped, TokenSequence
@@ -27,16 +27,6 @@ from rlhf_data.records.steps import StepExample, StepPair
 from rlhf_data.streaming.read_ahead import read_ahead
 from rlhf_data.streaming.records import RecordSource, RecordStream, first_records
 
-__all__ = [
-    "LeftOut",
-    "StreamingDataset",
-    "StreamingGRPODataset",
-    "StreamingKTODataset",
-    "StreamingPreferenceDataset",
-    "StreamingSFTDataset",
-    "StreamingStepDataset",
-]
-
 _LOG = logging.getLogger(__name__)
 _SHOWN = 5
 _TRIED = 64
@@ -44,11 +34,16 @@ _TRIED = 64
 
 
 class LeftOut:
-    """Rows that gave no example, so far: their numbers, and what was said of the first of them."""
+    """Rows that gave no example, so far: their numbers, and the messages about the first of them."""
 
     def __init__(self) -> None:
         self.numbers: set[int] = set()
         self.messages: list[str] = []
+
+    def clear(self) -> None:
+        """Start to count again."""
+        self.numbers.clear()
+        self.messages.clear()
 
     def add(self, number: int, message: str) -> None:
         """Count a row, once."""
@@ -58,11 +53,11 @@ class LeftOut:
                 self.messages.append(message)
 
 
-class StreamingDataset(Sequence[Example]):
+class StreamingDataset(OfKind, Sequence[Example]):
     """A data set whose examples are read from shards, in any order, with few of them in memory.
 
     `len` counts positions, of which a bad row or one that leaves nothing to learn takes one too. Its order
-    depends on the seed, the epoch and the position only, so that to go on is to know the epoch and the
+    depends on the seed, the epoch and the position only, so that resuming needs only the epoch and the
     position, with any number of processes and threads.
 
     Args:
@@ -81,19 +76,11 @@ class StreamingDataset(Sequence[Example]):
         builder: what turns records into examples.
         bad: rows that could not be used and were skipped.
         dropped: rows that left nothing to learn.
+        left_out: both by the reason, "bad" and "dropped", and what the source's `left_out` has, if any.
 
     Raises:
         UserError: see `RecordStream`; a bad row among the first ones.
     """
-
-    kind: ClassVar[str] = ""
-
-    def __init_subclass__(cls, *, kind: str = "") -> None:
-        """Make a class for one kind, whose signature names the options of the kind's builder."""
-        super().__init_subclass__()
-        if kind:
-            cls.kind = kind
-            with_options_of(cls, kind)
 
     def __init__(
         self,
@@ -117,6 +104,7 @@ class StreamingDataset(Sequence[Example]):
         self.source: RecordSource = source
         self.on_bad_row: OnBadRow = on_bad_row
         self.bad, self.dropped = LeftOut(), LeftOut()
+        self.left_out = {"bad": self.bad, "dropped": self.dropped, **getattr(source, "left_out", {})}
         self._convert, self._keep = convert, keep or (lambda record: True)
         self.builder = record_kind(kind).builder(tokenizer, **options)
         self._own = threading.local()  # tokenizers cannot be shared by threads
@@ -124,6 +112,8 @@ class StreamingDataset(Sequence[Example]):
         self.builder.check_count(len(self))
         self._fingerprint = [kind, {name: repr(value) for name, value in options.items()}, repr(convert)]
         self._try_first()
+        for found in self.left_out.values():
+            found.clear()  # rows that were only looked at have not come yet
 
     def __len__(self) -> int:
         return len(self.source)
@@ -201,11 +191,11 @@ class StreamingDataset(Sequence[Example]):
     ) -> Iterator[tuple[int, list[Example]]]:
         """Yield position and examples of each step of an epoch, of which a process takes its share.
 
-        To go on after a step, start at the next one's position, with any number of processes and threads.
+        To resume after a step, start at the next one's position, with any number of processes and threads.
 
         Args:
             size: positions of a step, over all processes.
-            seed: of the order; None keeps the rows as they are on disk.
+            seed: seed of the order; None keeps the rows as they are on disk.
             epoch: from 0.
             position: where to start, a multiple of `size` for the same steps as from the beginning.
             rank: number of this process, from 0.
@@ -243,7 +233,7 @@ class StreamingDataset(Sequence[Example]):
             yield built
 
     def _item(self, number: int, builder: Any) -> Any:
-        """The first item of a number that an example takes something of; None where it has none."""
+        """The first item of a number that an example takes something of; None if it has none."""
         return next(iter(next(self._items([number], builder))), None)
 
     def _skip(self, number: int, error: UserError) -> None:

@@ -20,8 +20,6 @@ from rlhf_data.runs.atomic import DiskFullError, atomic_folder
 from rlhf_data.runs.paths import cache_folder
 from rlhf_data.streaming.shards import BlockIndex, LinesShard, Shard, shard_of
 
-__all__ = ["content_hash", "indexed", "opened_shard", "shard_key"]
-
 _LOG = logging.getLogger(__name__)
 _FORMAT = 1
 """Of the index; another number is another index."""
@@ -53,11 +51,7 @@ def content_hash(shards: Sequence[Shard], indexes: Sequence[BlockIndex]) -> str:
 
 
 def opened_shard(path: str | Path) -> Shard:
-    """Return a file's shard; compressed lines are unpacked into the cache first, where they are not yet.
-
-    Raises:
-        UserError: the file is missing, damaged, or of a kind whose rows cannot be had in any order.
-    """
+    """Return a file's shard; compressed lines are unpacked into the cache first, where they are not yet."""
     path = Path(path)
     if not path.name.lower().endswith(_COMPRESSED):
         return shard_of(path)
@@ -82,12 +76,7 @@ def indexed(shard: Shard, on_progress: OnProgress) -> BlockIndex:
 
     Of several processes one looks, the others wait for it.
 
-    Args:
-        shard: the file.
-        on_progress: called with the bytes done and the bytes in all, where it is looked through now.
-
-    Raises:
-        UserError: the file is missing or damaged.
+    `on_progress` is called with the bytes done and the bytes in all.
     """
     folder = cache_folder("streams") / shard_key(shard)
     file = folder / "blocks.npy"

@@ -10,10 +10,8 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["BLOCK_BYTES", "line_blocks"]
-
 BLOCK_BYTES = 1 << 20
-"""A block of lines starts with the first line behind each multiple of this many bytes."""
+"""A block of lines starts with the first line after each multiple of this many bytes."""
 _RANGE = 64 * BLOCK_BYTES
 """Bytes that one thread counts before the next progress report."""
 _THREADS = min(8, os.cpu_count() or 1)
@@ -44,7 +42,7 @@ def line_blocks(
             on_progress(min(size, len(counts) * block_bytes), size)
     before = np.cumsum([0, *counts], dtype=np.int64)
     first = np.array(firsts, dtype=np.int64)
-    # A line starts behind each line end; a piece without a line end is in the middle of a long line.
+    # A line starts after each line end; a piece without a line end is in the middle of a long line.
     starts, rows = first + 1, before[:-1] + 1
     inside = (first >= 0) & (starts < size)
     inside[:1] = False  # the first block starts with the file
@@ -56,7 +54,7 @@ def line_blocks(
 
 
 def _counted(path: Path, start: int, length: int, block_bytes: int) -> Iterator[tuple[int, int]]:
-    """Line ends in each piece of a part of the file, and where the first one is, -1 where there is none."""
+    """Line ends in each piece of a part of the file, and where the first one is, -1 if there is none."""
     memory = bytearray(block_bytes)
     piece = np.frombuffer(memory, np.uint8)
     with open(path, "rb", buffering=0) as file:

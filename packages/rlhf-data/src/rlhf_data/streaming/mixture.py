@@ -11,8 +11,6 @@ import numpy as np
 from rlhf_data.errors import UserError
 from rlhf_data.streaming.records import Records, RecordSource
 
-__all__ = ["DatasetMixture"]
-
 _PERIOD = 1000
 """Positions after which the pattern of sources repeats; weights are rounded to its parts."""
 

@@ -18,8 +18,6 @@ from typing import Any, overload
 
 import numpy as np
 
-__all__ = ["BlockOrder", "Permutation", "windows_of"]
-
 _ROUNDS = 8
 _CHUNK = 1 << 14
 """Positions whose rows are computed together."""
@@ -32,16 +30,14 @@ Numbers = np.ndarray[Any, np.dtype[np.int64]]
 class Permutation:
     """A permutation of `0 .. size - 1` that depends on its key; it holds nothing else in memory.
 
-    Args:
-        size: numbers that are permuted, at least one.
-        key: any values with a `repr` of their own, such as a seed and an epoch.
+    The key is any values with a `repr` of their own, such as a seed and an epoch.
     """
 
     size: int
     key: tuple[object, ...]
 
     def __call__(self, numbers: Numbers) -> Numbers:
-        """Return what stands at these positions, in the shape of `numbers`."""
+        """Return the numbers at these positions, in the shape of `numbers`."""
         values = np.asarray(numbers, dtype=np.int64).astype(np.uint64)
         limit = np.uint64(self.size)
         values = self._network(values)
@@ -70,9 +66,7 @@ class Permutation:
 def windows_of(sizes: Numbers, *, window: int) -> Numbers:
     """Cut blocks, in their order, into windows of about `window` units; where each starts, and the end.
 
-    Args:
-        sizes: units (such as bytes) of each block.
-        window: a window ends with the block that fills it.
+    `sizes` are those of the blocks; a window ends with the block that fills it.
     """
     ends = np.cumsum(sizes)
     cuts = np.flatnonzero(np.diff(ends // max(1, window), prepend=0)) + 1
@@ -80,14 +74,14 @@ def windows_of(sizes: Numbers, *, window: int) -> Numbers:
 
 
 class BlockOrder(Sequence[int]):
-    """Rows of an epoch in their order, by position; computed where they are asked for.
+    """Rows of an epoch in their order, by position; computed on demand.
 
     Args:
         starts: number (from 0) of the first row of each block, and of all rows at the end; (blocks + 1,).
         weights: what counts for the size of a window, such as bytes, of each block; (blocks,).
         window: how much of it is open at a time; a set that is not larger is permuted as a whole.
-        seed: of the order; None keeps the rows as they are.
-        epoch: of the training, from 0.
+        seed: seed of the order; None keeps the rows as they are.
+        epoch: epoch of the training, from 0.
     """
 
     def __init__(

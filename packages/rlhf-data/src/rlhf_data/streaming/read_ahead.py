@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-__all__ = ["read_ahead"]
-
 _Asked = TypeVar("_Asked")
 _Found = TypeVar("_Found")
 
@@ -20,8 +18,8 @@ def read_ahead(
 
     Args:
         read: called from several threads at a time.
-        asked: what it is called with.
-        workers: threads; with 0 everything is read when it is asked for.
+        asked: the arguments of its calls.
+        workers: threads; with 0 everything is read on demand.
         depth: items read ahead, for each thread.
     """
     if not workers:

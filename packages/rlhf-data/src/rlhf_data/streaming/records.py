@@ -1,4 +1,4 @@
-"""Records of rows that stay on disk, by position: which rows there are, parsed when they are asked for."""
+"""Records of rows that stay on disk, by position: which rows there are, parsed on demand."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from rlhf_data.errors import UserError
 from rlhf_data.readers.files import UNPAIRED_ROWS, Columns, OnBadRow, good_rows, row_parser
 from rlhf_data.records.kind import Record
 from rlhf_data.streaming.rows import WINDOW_BYTES, ShardedRows
-
-__all__ = ["RecordSource", "RecordStream", "first_records"]
 
 _PEEKED = 64
 """Rows that are parsed at the start, to see how many records a row has."""
@@ -44,7 +42,7 @@ class RecordStream:
     """Records of a kind in one or several files.
 
     A position is a row; where the first rows show that a row has two records, as a preference row has for
-    "kto", each record has a position of its own, in the order of `load_records`.
+    "kto", each record has its own position, in the order of `load_records`.
 
     Args:
         path: see `ShardedRows`.
@@ -161,7 +159,7 @@ def first_records(source: RecordSource, count: int, on_bad_row: OnBadRow) -> Ite
 
     Args:
         source: where they are.
-        count: of them, at most.
+        count: number of records, at most.
         on_bad_row: whether a bad row among them is an error.
     """
     numbers = source.order(0, seed=None)

@@ -17,8 +17,6 @@ from rlhf_data.streaming.index_cache import content_hash, indexed, opened_shard,
 from rlhf_data.streaming.order import BlockOrder
 from rlhf_data.streaming.shards import Block, RowFields
 
-__all__ = ["WINDOW_BYTES", "ShardedRows"]
-
 _LOG = logging.getLogger(__name__)
 WINDOW_BYTES = 64 << 20
 """Bytes of a window: rows are shuffled within blocks of this size together, from anywhere in the set."""
@@ -36,9 +34,6 @@ class ShardedRows:
     Attributes:
         fingerprint: names the files as they were when they were opened.
         content: a hash that changes with what is in them; see `content_hash`.
-
-    Raises:
-        UserError: a file is missing, damaged, or cannot be streamed; there is no row.
     """
 
     def __init__(
@@ -81,11 +76,7 @@ class ShardedRows:
         return BlockOrder(self._starts, self._weights, window=self._window, seed=seed, epoch=epoch)
 
     def read(self, numbers: Sequence[int]) -> list[tuple[str, RowFields | UserError | None]]:
-        """Return what errors call each row, and its fields, what is wrong with it, or None for a blank line.
-
-        Raises:
-            UserError: a file is damaged, or changed since it was opened.
-        """
+        """What errors call each row, and its fields, what is wrong with it, or None for a blank line."""
         asked = np.asarray(numbers, dtype=np.int64)
         blocks = np.searchsorted(self._starts, asked, side="right") - 1
         shards = np.searchsorted(self._first_rows, asked, side="right") - 1

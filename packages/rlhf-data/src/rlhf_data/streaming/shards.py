@@ -18,8 +18,6 @@ from rlhf_data.readers.lmdb_rows import lmdb_length, lmdb_row, open_lmdb
 from rlhf_data.readers.tables import MAX_LINE_BYTES, TOO_LONG
 from rlhf_data.streaming.line_index import BLOCK_BYTES, line_blocks
 
-__all__ = ["Block", "BlockIndex", "Shard", "shard_of"]
-
 OnProgress = Callable[[int, int], None]
 RowFields = dict[str, Any]
 _LMDB_ROWS = 1024
@@ -56,9 +54,7 @@ class Block(NamedTuple):
 class Shard(ABC):
     """One file of rows.
 
-    Args:
-        path: the file.
-        name: what errors call it, where that is another one, as for an unpacked file.
+    `name` is what errors call the file where that differs from its path, as for an unpacked one.
     """
 
     suffix: ClassVar[str]
@@ -93,11 +89,7 @@ class Shard(ABC):
         """
 
     def stamp(self) -> tuple[int, int]:
-        """Size and time of the last change, by which a changed file is noticed.
-
-        Raises:
-            UserError: the file is not there.
-        """
+        """Size and time of the last change, by which a changed file is noticed."""
         try:
             status = os.stat(self.file)
         except OSError as error:
@@ -164,7 +156,7 @@ class TableShard(Shard):
         return Block(row, table.nbytes)
 
     def damaged(self, error: Exception) -> UserError:
-        """What is said where the file cannot be read."""
+        """The message where the file cannot be read."""
         kind = "Parquet" if self.suffix == ".parquet" else "Arrow"
         return UserError(
             f"data file {self.name} is not valid {kind} ({error}); copy it again", code="damaged_file"
@@ -273,15 +265,7 @@ class LMDBShard(Shard):
 
 
 def shard_of(path: Path, *, name: Path | None = None) -> Shard:
-    """Return the shard of a file by how its name ends.
-
-    Args:
-        path: the file, or an LMDB folder.
-        name: see `Shard`.
-
-    Raises:
-        UserError: rows of such a file cannot be had in any order.
-    """
+    """Return the shard of a file by how its name ends."""
     if path.is_dir():
         return LMDBShard(path, name=name)
     kinds: Sequence[type[Shard]] = (LinesShard, ParquetShard, ArrowShard)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import date, time
+from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -17,8 +19,6 @@ from rlhf_data.readers.locations import data_files
 from rlhf_data.runs.atomic import atomic_folder, atomic_write_json, remove_stale_temps
 from rlhf_data.streaming.rows import ShardedRows
 
-__all__ = ["ShardFormat", "write_shards"]
-
 ShardFormat = Literal["parquet", "arrow", "lmdb", "jsonl"]
 BLOCK_ROWS = 1024
 """Rows of a row group, a record batch or a transaction."""
@@ -26,7 +26,7 @@ ROWS_PER_SHARD = 1 << 20
 _MOST_CUTS = 64
 """Shards that may begin because the types of columns change."""
 _DEEPEST = 32
-"""Levels that a table's values may be nested: Arrow reads 64 of its own, of which a list is two."""
+"""Depth to which a table's values may be nested: Arrow reads 64 of its levels, of which a list is two."""
 _MANIFEST = "pack.json"
 RowFields = Mapping[str, Any]
 
@@ -43,7 +43,9 @@ def write_shards(
     """Write the rows of data sets, one after another, as shards, whole or not at all, and index them.
 
     What is read back equals what was written, but that a column which some rows of a table lack is None
-    there; rows that a table cannot hold are refused. Where the types of columns change, a new shard starts.
+    there, and that JSON lines and LMDB hold dates and times as texts in ISO form and decimal numbers as
+    floats; rows that the format cannot hold are refused. Where the types of columns change, a new shard
+    starts.
 
     Args:
         sources: as for `scan_rows`.
@@ -54,7 +56,7 @@ def write_shards(
         on_progress: called with the rows written, now and then and at the end.
 
     Returns:
-        What stands in `pack.json`: rows, bad rows left out, and the shards with their rows.
+        The content of `pack.json`: rows, bad rows left out, and the shards with their rows.
 
     Raises:
         UserError: the folder is there and not empty; a source cannot be read or has a bad row; rows differ in
@@ -72,7 +74,8 @@ def write_shards(
             key="rows_per_shard",
         )
     skipped: list[str] = []
-    rows = _counted(_good_rows(sources, on_bad_row, skipped), on_progress or (lambda rows: None))
+    as_json = str if shard_format in ("parquet", "arrow") else _as_json
+    rows = _counted(_good_rows(sources, on_bad_row, skipped, as_json), on_progress or (lambda rows: None))
     folder.parent.mkdir(parents=True, exist_ok=True)
     remove_stale_temps(folder.parent)
     with atomic_folder(folder) as temporary:
@@ -90,27 +93,44 @@ def write_shards(
 
 
 def _good_rows(
-    sources: Sequence[str | Path], on_bad_row: OnBadRow, skipped: list[str]
+    sources: Sequence[str | Path], on_bad_row: OnBadRow, skipped: list[str], as_json: Callable[[Any], Any]
 ) -> Iterator[_PlacedRow]:
     for source in sources:
         for file in data_files(source):
-            found = (_placed(file, number, row) for number, row in scan_rows(file))
+            found = (_placed(file, number, row, as_json) for number, row in scan_rows(file))
             yield from good_rows(found, on_bad_row, skipped)
 
 
-def _placed(file: str | Path, number: int, row: RowFields | UserError) -> _PlacedRow | UserError:
+def _placed(
+    file: str | Path, number: int, row: RowFields | UserError, as_json: Callable[[Any], Any]
+) -> _PlacedRow | UserError:
     """A row with its place and its JSON, or what is wrong with it."""
     if isinstance(row, UserError):
         return row
     place = row_place(file, number)
     try:
-        return _PlacedRow(place, row, json.dumps(row, ensure_ascii=False).encode())
+        return _PlacedRow(place, row, json.dumps(row, ensure_ascii=False, default=as_json).encode())
+    except TypeError as error:
+        return UserError(
+            f"{place}: {error}; write the rows with --format parquet or arrow, or leave the column out",
+            code="not_json",
+            where=place,
+        )
     except UnicodeEncodeError:
         return UserError(
             f"{place}: a character is half of a surrogate pair, which is not text; correct it",
             code="invalid_text",
             where=place,
         )
+
+
+def _as_json(value: Any) -> Any:
+    """A date or time of a table as text in ISO form, a decimal number as a float."""
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if isinstance(value, Decimal):
+        return float(value)
+    raise TypeError(f"JSON holds no {type(value).__name__}")
 
 
 def _counted(rows: Iterable[_PlacedRow], report: Callable[[int], None]) -> Iterator[_PlacedRow]:
@@ -170,7 +190,7 @@ class _PlacedRow(NamedTuple):
 
 
 class _UnfitError(Exception):
-    """Rows cannot stand in one table, so that they read back as they are."""
+    """Rows do not fit into one table in which they could be read back unchanged."""
 
 
 class _Lines(contextlib.ExitStack):
@@ -218,7 +238,7 @@ class _Tables(contextlib.ExitStack):
 
 
 def _table(rows: Sequence[_PlacedRow], schema: Any) -> Any:
-    """The rows as a table, of their own schema where none is given.
+    """The rows as a table, with a schema inferred from them unless one is given.
 
     Raises:
         _UnfitError: they do not fit the schema, or would read back changed.
@@ -259,7 +279,7 @@ def _is_same(read: Any, value: Any) -> bool:
         return read.keys() == value.keys() and all(_is_same(read[key], value[key]) for key in value)
     if isinstance(value, list):
         return len(read) == len(value) and all(map(_is_same, read, value))
-    return bool(read == value)
+    return bool(read == value) or (value != value and read != read)  # NaN
 
 
 def _refusal(row: _PlacedRow, reason: _UnfitError) -> UserError:

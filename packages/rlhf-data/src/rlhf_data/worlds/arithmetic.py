@@ -29,7 +29,7 @@ def arithmetic_records(
     Args:
         kind: "sft": `CompletionRecord` with the sum; "preference": `PreferenceRecord`, the sum against a
             careless answer; "prompt" (or "prompts"): `PromptRecord` with the column `answer`, the sum as it
-            is to be written.
+            is written.
         n: number of records, at most the additions of the split: 2246 and 994.
         split: "train" or "eval".
         seed: equal arguments give equal records, and every kind the same additions.
@@ -52,7 +52,7 @@ def arithmetic_records(
             "ask for fewer",
             code="too_few_records",
         )
-    write = _apart if spaced else str
+    write = (lambda number: " ".join(str(number))) if spaced else str
     chosen = random.Random(f"arithmetic/{split}/{seed}").sample(sums, n)
     return [
         _MAKERS[kind](
@@ -63,7 +63,7 @@ def arithmetic_records(
 
 
 def careless(first: int, second: int) -> int:
-    """The wrong sum of two numbers: without the carry into the tens where there is one, else off by ten."""
+    """The wrong sum of two numbers: without the carry into the tens if there is one, else off by ten."""
     right = first + second
     forgets_carry = first % _BASE + second % _BASE >= _BASE
     return right - _BASE if forgets_carry or right + _BASE > _LARGEST else right + _BASE
@@ -80,24 +80,8 @@ def _additions(split: str) -> list[tuple[int, int]]:
     ]
 
 
-def _apart(number: int) -> str:
-    return " ".join(str(number))
-
-
-def _demonstration(prompt: str, right: str, _: str) -> CompletionRecord:
-    return CompletionRecord(prompt, f" {right}")
-
-
-def _preference(prompt: str, right: str, wrong: str) -> PreferenceRecord:
-    return PreferenceRecord(prompt, f" {right}", f" {wrong}")
-
-
-def _prompt(prompt: str, right: str, _: str) -> PromptRecord:
-    return PromptRecord(prompt, {"answer": right})
-
-
 _MAKERS: dict[str, Callable[[str, str, str], Any]] = {
-    "sft": _demonstration,
-    "preference": _preference,
-    "prompt": _prompt,
+    "sft": lambda prompt, right, wrong: CompletionRecord(prompt, f" {right}"),
+    "preference": lambda prompt, right, wrong: PreferenceRecord(prompt, f" {right}", f" {wrong}"),
+    "prompt": lambda prompt, right, wrong: PromptRecord(prompt, {"answer": right}),
 }

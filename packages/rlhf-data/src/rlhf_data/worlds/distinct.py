@@ -25,9 +25,6 @@ def distinct_records(
 
     Equal seeds give equal records. The message names the world, and as its remedy the settings that make it
     larger.
-
-    Raises:
-        UserError: the world is too small for `n` distinct stories.
     """
     rng = random.Random(f"{split}/{seed}")
     records: dict[str, QARecord] = {}

@@ -112,7 +112,7 @@ def _files(rows: int, kind: DummyKind, seed: int) -> dict[str, Sequence[Mapping[
     make = arithmetic_records if kind == "arithmetic" else story_records
     held_out = max(2, rows // 4)
     pairs = make("preference", rows, split="train", seed=seed)
-    shown = _chat if kind == "chat" else _plain
+    shown: Callable[..., dict[str, Any]] = _chat if kind == "chat" else dict
     files: dict[str, Sequence[Mapping[str, Any]]] = {
         "sft.jsonl": [
             shown(prompt=r.prompt, completion=r.completion)
@@ -185,10 +185,6 @@ def _prm800k(record: Any) -> Mapping[str, Any]:
 
 def _pair(record: Any, shown: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     return shown(prompt=record.prompt, chosen=record.chosen, rejected=record.rejected)
-
-
-def _plain(**texts: str) -> dict[str, Any]:
-    return dict(texts)
 
 
 def _chat(**texts: str) -> dict[str, Any]:

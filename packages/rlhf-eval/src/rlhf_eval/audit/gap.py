@@ -12,8 +12,6 @@ import numpy as np
 from rlhf_data import UserError
 from rlhf_eval.stats import Interval, two_sample_difference
 
-__all__ = ["MARGIN", "Gap", "measure_gap"]
-
 Rows = Sequence[Mapping[str, Any]]
 
 MARGIN = 0.5
@@ -28,7 +26,7 @@ _POINTS = 40
 
 @dataclass(frozen=True)
 class Gap:
-    """One reward beside one that is held out; changes are since the start, in standard deviations there.
+    """One reward and one that is held out; changes are since the start, in standard deviations there.
 
     Args:
         train: name of the reward that is trained on.
@@ -36,11 +34,11 @@ class Gap:
         steps: (n,) at which both were logged.
         trained: (n,) change of the one.
         held: (n,) change of the other.
-        gain: of the one, the last fifth of the steps less the first tenth.
-        held_gain: of the other.
+        gain: change of the trained reward, from the first tenth of the steps to the last fifth.
+        held_gain: change of the held-out reward.
         gap: the difference of the two.
         curve: (step, gap) with intervals, for windows as long as a fifth that end at the step.
-        onset: first step from which the gap's interval stays above the margin; None where it does not.
+        onset: first step from which the gap's interval stays above the margin; None if it does not.
     """
 
     train: str
@@ -56,7 +54,7 @@ class Gap:
 
     @property
     def is_gamed(self) -> bool:
-        """What is trained on rose, what is held out did not, and the gap between them is beyond chance."""
+        """The trained reward rose, the held-out one did not, and the gap between them is significant."""
         return bool(self.gain.estimate > 0 and not self.held_gain.low > 0 and self.gap.low > MARGIN)
 
 
@@ -70,7 +68,7 @@ def measure_gap(rows: Rows, train: str, held_out: str) -> Gap:
     the first steps makes them wider.
 
     Args:
-        rows: of the log, each with `step`.
+        rows: rows of the log, each with `step`.
         train: name of the reward that is trained on.
         held_out: name of the one that is not.
 

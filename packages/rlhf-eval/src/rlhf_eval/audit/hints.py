@@ -9,8 +9,6 @@ from itertools import combinations
 from statistics import fmean
 from typing import Any
 
-__all__ = ["Hint", "find_hints"]
-
 Rows = Sequence[Mapping[str, Any]]
 
 _SIMILAR = 0.6
@@ -31,22 +29,17 @@ _LENGTHS = ("completions/mean_length", "policy/answer_length")
 
 @dataclass(frozen=True)
 class Hint:
-    """Something that may go with a gamed reward.
-
-    Args:
-        name: of the sign.
-        text: what was seen.
-    """
+    """Something that may go with a gamed reward."""
 
     name: str
     text: str
 
 
 def find_hints(rows: Rows, samples: Rows) -> list[Hint]:
-    """What a log and the samples of a run show without a held-out reward.
+    """Hints of reward hacking from a run's log and samples, without a held-out reward.
 
     Args:
-        rows: of the log.
+        rows: rows of the log.
         samples: rows of samples.jsonl; those with `stage` `end` (of the game: `minmax`) are compared with
             those with `stage` `start`.
     """

@@ -1,4 +1,4 @@
-"""What an audit found: in words, as numbers, as a page."""
+"""Reports of an audit: sentences, numbers, a page."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from rlhf_eval.stats import Interval
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Audit", "audit_page"]
-
 _NO_DETECTOR = (
     "No reward is held out in this run, so nothing can be found: without one there are hints only, which "
     "good runs show too. Log a second reward with weight 0 (reward_weights) and audit again."
@@ -25,11 +23,11 @@ _NO_DETECTOR = (
 
 @dataclass(frozen=True)
 class Audit:
-    """What was found in a run.
+    """Findings in a run.
 
     Args:
-        name: of the run.
-        gaps: of each reward that is trained on to one that is held out.
+        name: the run's name.
+        gaps: gaps between each reward that is trained on and one that is held out.
         hints: signs without one.
     """
 
@@ -44,7 +42,7 @@ class Audit:
 
     @property
     def sentences(self) -> list[str]:
-        """The finding for each held-out reward; where there is none, that nothing can be found."""
+        """The finding for each held-out reward; if there is none, that nothing can be found."""
         return [_sentence(gap) for gap in self.gaps] or [_NO_DETECTOR]
 
     def to_dict(self) -> dict[str, Any]:
@@ -63,7 +61,7 @@ def audit_page(audit: Audit, samples: Sequence[Mapping[str, Any]]) -> str:
     """One HTML file: the finding, the two rewards and the gap over the steps, hints, completions to read.
 
     Args:
-        audit: what was found.
+        audit: the findings.
         samples: rows of samples.jsonl.
     """
     verdict = "The reward is gamed" if audit.is_gamed else "No gamed reward found"

@@ -1,4 +1,4 @@
-"""How far a policy is from its reference along what it writes: exact over the vocabulary."""
+"""Divergence of a policy from its reference along its completions, exact over the vocabulary."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import torch
 
 from rlhf_data import PackedBatch, TokenSequence, UserError, pack
-
-__all__ = ["Divergence", "check_same_tokens", "divergences", "sequence_logps"]
 
 _BYTES = 1 << 28
 """Of one model's distributions at a time, unless one sequence alone has more."""
@@ -34,11 +32,7 @@ class Divergence(NamedTuple):
 
 
 def check_same_tokens(tokenizer: Any, reference: Any, names: tuple[str, str]) -> None:
-    """Refuse a policy and a reference whose distributions are over different tokens.
-
-    Raises:
-        UserError: the vocabularies differ.
-    """
+    """Refuse a policy and a reference whose distributions are over different tokens."""
     if tokenizer.get_vocab() != reference.get_vocab():
         raise UserError(
             f"{names[0]} and its reference {names[1]} have different tokenizers, so that no KL is defined "
@@ -56,12 +50,8 @@ def divergences(
 ) -> Iterator[tuple[int, Divergence]]:
     """The divergence of each completion, in any order, as it is computed.
 
-    Args:
-        policy: a transformers causal LM, or a PeftModel around one.
-        reference: another one with the same vocabulary.
-        sequences: prompts with completions, the completions scored; each has at least one scored token.
-        max_tokens: of one forward pass.
-        done: called with the number of sequences of each batch.
+    Each sequence is a prompt with a completion, whose tokens are scored; `done` is called with the number of
+    sequences of each batch.
 
     Yields:
         The number of a sequence, and its divergence.

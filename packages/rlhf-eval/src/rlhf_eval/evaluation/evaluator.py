@@ -13,21 +13,19 @@ import numpy as np
 from rlhf_data import PreferenceRecord, PromptRecord, Text, UserError, as_messages
 from rlhf_eval.evaluation.ledger import Ledger
 from rlhf_eval.evaluation.pair_judges import PairJudge, Verdicts
+from rlhf_eval.evaluation.policies import Policy
 from rlhf_eval.evaluation.written import EvalConfig, Place, Written, as_read, prompt_ids, row_of, written_of
 from rlhf_eval.scoring import Scorer, as_text
 
 if TYPE_CHECKING:
     from rlhf_data import TokenSequence
 
-__all__ = ["EvalConfig", "Place", "RLHFEvaluator", "Written"]
-
 
 class RLHFEvaluator:
     """Evaluates one policy; what was computed is kept, so that every number is computed once.
 
     Args:
-        policy: anything with `model` and `tokenizer`, such as `rlhf_models.PolicyModel`; None where the
-            completions are given by `with_completions`.
+        policy: its model and tokenizer; None if the completions are given by `with_completions`.
         reference: another policy, or its evaluator on the same prompts; None for none.
         reward_model: what completions are scored by; None for no scores.
         prompts: texts, messages or records with further columns.
@@ -39,8 +37,8 @@ class RLHFEvaluator:
 
     def __init__(
         self,
-        policy: Any,
-        reference: Any = None,
+        policy: Policy | None,
+        reference: Policy | Self | None = None,
         reward_model: Scorer | None = None,
         prompts: Sequence[Text | PromptRecord] = (),
         judge: PairJudge | None = None,
@@ -101,7 +99,7 @@ class RLHFEvaluator:
         return self
 
     def completions(self) -> list[Written]:
-        """What the policy writes, `num_samples` completions of each prompt, those of a prompt adjacent.
+        """The policy's completions, `num_samples` for each prompt, those of a prompt adjacent.
 
         Raises:
             UserError: there is no policy to write them, or a prompt does not fit its context.
@@ -179,7 +177,7 @@ class RLHFEvaluator:
             See `rlhf_eval.stats.win_rate`; None without a judge or another.
 
         Raises:
-            UserError: the judge cannot be asked.
+            UserError: the judge cannot be reached.
         """
         other, judge = other or self.reference, judge or self.judge
         if judge is None or other is None:
@@ -209,7 +207,7 @@ class RLHFEvaluator:
         return Verdicts(ahead, behind)
 
     def reward_accuracy(self, pairs: Sequence[PreferenceRecord]) -> dict[str, np.ndarray]:
-        """Which pairs the rewards rank as people rank them: (n,) 1, 0, or ½ for a tie, by reward.
+        """Agreement of rewards with human preferences: (n,) 1, 0, or ½ for a tie, by reward.
 
         Args:
             pairs: held-out preferences.
@@ -247,7 +245,7 @@ class RLHFEvaluator:
         return (1 + np.sign(self._implicit_margins(reference, pairs))) / 2
 
     def evaluate(self) -> dict[str, Any]:
-        """Every number about this policy and, where there is a reference, about both; JSON values."""
+        """Every number about this policy and, if there is a reference, about both; JSON values."""
         from rlhf_eval.evaluation.measures import measure_against, measure_policy
 
         found = measure_policy(self)
@@ -372,7 +370,7 @@ class RLHFEvaluator:
 
 
 def _continuation(tokenizer: Any, prompt: list[int], completion: list[int]) -> str:
-    """The text of a completion as it goes on after its prompt, with the space that it may begin with.
+    """The text of a completion as it continues its prompt, with the space that it may begin with.
 
     Decoded alone it may lose that space, or get one, as many tokenizers treat the start of a text apart.
     """

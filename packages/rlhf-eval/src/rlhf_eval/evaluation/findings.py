@@ -1,11 +1,9 @@
-"""What an evaluation found, in sentences that somebody who was not there understands."""
+"""The findings of an evaluation, in sentences for a reader who was not involved."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
-
-__all__ = ["evaluation_findings", "interval_text", "percent_text"]
 
 _BIAS = 0.1
 """Of a judge's verdicts for the answer that it reads first, beyond half, from which on it is named."""
@@ -66,7 +64,7 @@ def _judged(name: str, other: str, judge: str, verdicts: Mapping[str, Any]) -> I
         return
     rate = verdicts["win_rate"]
     said = f"{name} wins {percent_text(rate)} of {verdicts['prompts']} prompts against {other} by {judge}"
-    if _side({key: _less(rate[key]) for key in ("estimate", "low", "high")}):
+    if _side({key: rate[key] and rate[key] - 0.5 for key in ("estimate", "low", "high")}):
         yield f"{said}."
     elif verdicts["detectable"] >= 1:
         yield f"{said}: not decided, and with so few prompts no win rate would be."
@@ -126,12 +124,8 @@ def _difference(difference: Mapping[str, Any]) -> str:
 
 
 def _side(interval: Mapping[str, Any]) -> int:
-    """1 or -1 where the interval lies on one side of zero; where there is none, the estimate decides."""
+    """1 or -1 where the interval lies on one side of zero; if there is none, the estimate decides."""
     low, high = interval["low"], interval["high"]
     if low is None or high is None:
         return (interval["estimate"] > 0) - (interval["estimate"] < 0)
     return 1 if low > 0 else -1 if high < 0 else 0
-
-
-def _less(value: float | None) -> float | None:
-    return None if value is None else value - 0.5

@@ -1,4 +1,4 @@
-"""Rows that are kept as they are made, so that what was interrupted goes on where it was."""
+"""Rows that are kept as they are made, so that an interrupted evaluation continues where it stopped."""
 
 from __future__ import annotations
 
@@ -10,20 +10,14 @@ from typing import Any
 
 from rlhf_data import UserError, finite
 
-__all__ = ["Ledger"]
-
 
 class Ledger:
     """A file of rows, each with a key, that only grows.
 
-    Args:
-        path: the file; it is made with the first row. None keeps the rows in memory.
+    The file is made with the first row; without a path the rows are kept in memory.
 
     Attributes:
         rows: by key.
-
-    Raises:
-        UserError: the file cannot be read, or holds something else.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -37,11 +31,7 @@ class Ledger:
         return [key for key in keys if key not in self.rows]
 
     def add(self, rows: Mapping[str, Mapping[str, Any]]) -> None:
-        """Keep rows by their keys; they are on the disk when this returns.
-
-        Raises:
-            UserError: the file cannot be written.
-        """
+        """Keep rows by their keys; they are on the disk when this returns."""
         self.rows.update({key: dict(row) for key, row in rows.items()})
         if self.path is None:
             return
@@ -71,8 +61,8 @@ class Ledger:
             ) from error
         except (ValueError, AttributeError, KeyError, TypeError) as error:
             raise UserError(
-                f"{path}, line {len(self.rows) + 1}: not a row of an evaluation; take the file away, and it "
-                "is made anew",
+                f"{path}, line {len(self.rows) + 1}: not a row of an evaluation; delete the file to start "
+                "over",
                 code="damaged_file",
                 line=len(self.rows) + 1,
             ) from error

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from rlhf_eval.evaluation.evaluator import RLHFEvaluator
     from rlhf_eval.evaluation.pair_judges import PairJudge, Verdicts
 
-__all__ = ["as_json", "hard", "judge_agreement", "measure_against", "measure_policy", "trade_off"]
-
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 _FEWEST_CONTROLLED = 20
 """Prompts from which on a win rate is also computed at equal length."""
@@ -30,7 +28,7 @@ def as_json(interval: Interval) -> dict[str, Any]:
 
 
 def measure_policy(evaluator: RLHFEvaluator) -> dict[str, Any]:
-    """What one policy writes: lengths, refusals, repetition, rewards, KL; intervals are over prompts."""
+    """Measures of a policy's completions: length, refusal, repetition, rewards, KL, with intervals."""
     written, prompts = evaluator.completions(), evaluator.clusters
     texts = [each.text for each in written]
 
@@ -72,8 +70,8 @@ def measure_against(
     """How a policy does against another on the same prompts.
 
     Args:
-        evaluator: of the policy.
-        other: of the other.
+        evaluator: the policy's evaluator.
+        other: the other policy's evaluator.
         judges: whose verdicts are counted.
         first: how many prompts are judged; None for all.
         labels: pairs that people ranked, by which a judge's win rate is corrected.
@@ -96,7 +94,7 @@ def measure_against(
 
 
 def judge_agreement(verdicts: dict[str, Verdicts]) -> list[dict[str, Any]]:
-    """Cohen's kappa of every two judges on the same pairs, ties a verdict of their own."""
+    """Cohen's kappa of every two judges on the same pairs, with ties as a separate verdict."""
     names = list(verdicts)
     found = []
     for i, first in enumerate(names):
@@ -117,7 +115,7 @@ def trade_off(models: Sequence[dict[str, Any]], reference: dict[str, Any] | None
         reference: the same of the reference, which has KL 0.
 
     Returns:
-        None where fewer than two points have both.
+        None if fewer than two points have both.
     """
     points = [
         {
@@ -168,7 +166,7 @@ def _kl(evaluator: RLHFEvaluator, mean: Any) -> dict[str, Any]:
     tokens = max(float(sums["tokens"].sum()), 1.0)
     found = {"kl": mean(sums["kl"]), "kl_per_token": float(sums["kl"].sum()) / tokens}
     found["entropy_per_token"] = float(sums["entropy"].sum()) / tokens
-    if evaluator.config.temperature == 1:  # else the samples are of another distribution, and these biased
+    if evaluator.config.temperature == 1:  # else the samples are from another distribution, and these biased
         found |= {"k1": mean(sums["k1"]), "k3": mean(sums["k3"])}
     return found
 
@@ -210,7 +208,7 @@ def _judged(
 
 
 def _corrected(verdicts: Verdicts, judge: PairJudge, labels: Sequence[PreferenceRecord]) -> dict[str, Any]:
-    """The win rate behind a judge that errs, by what it says of pairs that people ranked."""
+    """The true win rate given a judge that errs, from its verdicts on pairs that people ranked."""
     from rlhf_eval.scoring import as_text
 
     sides = [(as_text(pair.chosen), as_text(pair.rejected)) for pair in labels]

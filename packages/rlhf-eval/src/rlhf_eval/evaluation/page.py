@@ -23,11 +23,9 @@ from rlhf_eval.figures import (
 )
 from rlhf_eval.html import number, page, section, svg_figure, table, text, verbatim
 
-__all__ = ["draw_figures", "evaluation_page", "evaluation_text"]
-
 _COLORS = (GREY, BLUE, ORANGE, GREEN, PURPLE)
 _DRAWN = 5
-"""Models that a figure shows; more cannot be told apart."""
+"""Models that a figure shows; more could not be distinguished."""
 _KINDS = {"reward": "reward", "held_out_reward": "held-out reward"}
 
 
@@ -40,7 +38,7 @@ def evaluation_page(
     """One HTML file that loads nothing from outside.
 
     Args:
-        results: of the evaluation.
+        results: the evaluation's results.
         findings: of `evaluation_findings`.
         scores: (n,) rewards of each model's completions, for a figure.
         cases: prompts with what each model wrote; `prompt`, and `answers` of `name`, `text` and `facts`.
@@ -72,7 +70,7 @@ def evaluation_text(results: Mapping[str, Any], findings: Sequence[str]) -> str:
 
 
 def draw_figures(results: Mapping[str, Any], scores: Mapping[str, np.ndarray], folder: Path) -> list[str]:
-    """Write `reward_distributions.png` and `pareto.png` where there is something to show; their names."""
+    """Write `reward_distributions.png` and `pareto.png` if there is something to show; their names."""
     draws = {"reward_distributions.png": bool(scores), "pareto.png": bool(results.get("trade_off"))}
     with styled():
         for name in (name for name, wanted in draws.items() if wanted):
@@ -208,7 +206,7 @@ def _accuracies(found: Sequence[Mapping[str, Any]]) -> str:
         for row in found
     ]
     said = (
-        "<p>Implicit is the reward that a policy trained by DPO stands for: its log-probability over the "
+        "<p>Implicit is the reward that a policy trained by DPO implies: its log-probability over the "
         "reference's.</p>"
     )
     return said + table(["model", "by", "pairs", "accuracy"], rows, numeric=True)

@@ -1,4 +1,4 @@
-"""Which of two answers to a prompt is better: by a judge in both orders, or by a reward's scores."""
+"""Pairwise comparison of answers to a prompt: by a judge in both orders, or by a reward's scores."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from rlhf_data import UserError
 from rlhf_eval.scoring import Scorer, load_scorer
 
-__all__ = ["PairJudge", "Verdicts", "load_judge", "read_env_file"]
+if TYPE_CHECKING:
+    from rlhf_infer import APIJudge
 
 _OPENAI = ("https://api.openai.com/v1", "gpt-4.1-mini")
-"""What `openai` asks unless OPENAI_BASE_URL and OPENAI_MODEL say otherwise."""
+"""Server and model of `openai` unless OPENAI_BASE_URL and OPENAI_MODEL are set."""
 _CHARACTERS_PER_TOKEN = 4
 _ASKED_CHARACTERS = 600
 """Of the template around a question and two answers."""
@@ -43,7 +44,7 @@ class PairJudge:
         name: what reports call it.
         compare: gives the verdicts on n prompts, first answers and second answers.
         has_order: whether the order of the answers can matter to it.
-        judge: behind an API, what was asked for; None else.
+        judge: a judge behind an API, for its usage; None otherwise.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class PairJudge:
         compare: Callable[[Sequence[str], Sequence[str], Sequence[str]], Verdicts],
         *,
         has_order: bool,
-        judge: Any = None,
+        judge: APIJudge | None = None,
     ) -> None:
         self.line, self.name, self.compare = line, name, compare
         self.has_order, self._judge = has_order, judge
@@ -69,10 +70,11 @@ class PairJudge:
         return None if self._judge is None else asdict(self._judge.usage)
 
     def price(self, questions: Sequence[str], firsts: Sequence[str], seconds: Sequence[str]) -> str:
-        """What comparing them would ask for: requests, tokens by the rule of four characters each, cost."""
+        """Estimate of a comparison: requests, tokens at four characters each, cost."""
         characters = sum(map(len, (*questions, *firsts, *seconds))) + _ASKED_CHARACTERS * len(questions)
         tokens = 2 * characters // _CHARACTERS_PER_TOKEN
         text = f"{2 * len(questions):,} requests, about {tokens:,} prompt tokens"
+        assert self._judge is not None
         settings = self._judge.settings
         cost = settings.cost(tokens, 2 * len(questions) * settings.reply_tokens)
         return text if cost is None else f"{text}, about {cost:.2f} in the currency of the prices"
@@ -90,7 +92,7 @@ def load_judge(line: str, *, cache_folder: Path | None = None) -> PairJudge:
     """The judge that a line names.
 
     Args:
-        line: `judge:path=FOLDER`, a language model that is asked; `judge:url=URL,model=NAME`, one behind an
+        line: `judge:path=FOLDER`, a language model; `judge:url=URL,model=NAME`, one behind an
             API; `openai`, the same with OPENAI_BASE_URL, OPENAI_MODEL and OPENAI_API_KEY; or any reward of
             `rlhf-train --reward`, by which the answer with the higher score is the better one.
         cache_folder: where replies of an API are kept.
@@ -137,7 +139,7 @@ def read_env_file(path: str) -> dict[str, str]:
     """Variables of a file of `NAME=value` lines, with or without `export` and quotes; comments are left out.
 
     Raises:
-        UserError: it cannot be read, a line is no such pair, or others than its owner may read it.
+        UserError: it cannot be read, a line is not such a pair, or users other than its owner may read it.
     """
     try:
         mode = os.stat(path).st_mode

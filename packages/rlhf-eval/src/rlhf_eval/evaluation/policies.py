@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-__all__ = ["load_policy"]
+if TYPE_CHECKING:
+    from rlhf_models import PolicyModel
 
 
-def load_policy(path: str, dtype: str = "auto") -> Any:
-    """A model or an adapter with its tokenizer, on the GPU where there is one: a `PolicyModel`.
+class Policy(Protocol):
+    """A policy to evaluate, such as `rlhf_models.PolicyModel`."""
+
+    model: Any
+    """A transformers causal LM, or a PeftModel around one."""
+    tokenizer: Any
+
+
+def load_policy(path: str, dtype: str = "auto") -> PolicyModel:
+    """A model or an adapter with its tokenizer, on the GPU if there is one.
 
     Args:
         path: a model's folder, the folder of a run that trained it, or a name on the hub.
-        dtype: of its weights, `auto` as stored.
+        dtype: dtype of its weights; `auto` as stored.
 
     Raises:
         UserError: it cannot be loaded.

@@ -9,8 +9,6 @@ from typing import Any
 
 from rlhf_data import PromptRecord, UserError, load_records
 
-__all__ = ["AdversarialPrompt", "adversarial_prompts", "load_prompts"]
-
 
 def load_prompts(path: str, count: int, *, on_bad_row: Any = "error") -> list[PromptRecord]:
     """At most `count` prompts, evenly spread over the file, for files are often sorted.
@@ -50,7 +48,7 @@ class AdversarialPrompt:
 
     @property
     def record(self) -> PromptRecord:
-        """The prompt as a row, which becomes a user's message where there is a chat template."""
+        """The prompt as a row, which becomes a user's message if there is a chat template."""
         return PromptRecord(
             self.prompt, where=f"the {self.category} prompt {self.prompt[:40]!r}", is_chat=True
         )

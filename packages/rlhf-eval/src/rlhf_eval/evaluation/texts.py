@@ -1,12 +1,10 @@
-"""What completions show by themselves: how diverse they are, what they repeat, whether they refuse."""
+"""Measures of completions' texts: diversity, repetition, refusals."""
 
 from __future__ import annotations
 
 import gzip
 import re
 from collections.abc import Sequence
-
-__all__ = ["compression_ratio", "distinct_share", "is_refusal", "repeated_share"]
 
 _FIRST_WORDS = 64
 """Of a completion, so that a model does not seem less diverse for writing more."""
@@ -25,10 +23,6 @@ def distinct_share(texts: Sequence[str], n: int) -> float:
     Li et al. 2016, "A diversity-promoting objective function", https://arxiv.org/abs/1510.03055, section 5;
     it falls with the number of texts, so that only as many texts each are compared.
 
-    Args:
-        texts: completions.
-        n: words of an n-gram, at least 1.
-
     Returns:
         In (0, 1]; NaN where no text has n words.
     """
@@ -42,10 +36,6 @@ def repeated_share(text: str, n: int = 4) -> float:
     seq-rep-n of Welleck et al. 2020, "Neural text generation with unlikelihood training",
     https://arxiv.org/abs/1908.04319, equation 10.
 
-    Args:
-        text: a completion.
-        n: words of an n-gram.
-
     Returns:
         In [0, 1); 0 for texts of fewer than n words.
     """
@@ -58,9 +48,6 @@ def compression_ratio(texts: Sequence[str]) -> float:
 
     Shaib et al. 2024, "Standardizing the measurement of text diversity", https://arxiv.org/abs/2403.00553,
     which finds that it says as much as slower measures; like these it rises with the amount of text.
-
-    Args:
-        texts: completions.
 
     Returns:
         NaN without any text.

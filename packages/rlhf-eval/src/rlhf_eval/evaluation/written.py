@@ -1,4 +1,4 @@
-"""What an evaluation is made of: its settings, its place, completions, and how rewards read them."""
+"""Parts of an evaluation: settings, folder, completions, and the rewards' view of them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,6 @@ from pydantic import Field
 
 from rlhf_data import BaseConfig, Encoder, PromptRecord, Text, UserError, as_messages
 from rlhf_eval.scoring import as_text
-
-__all__ = [
-    "EvalConfig",
-    "Place",
-    "Progress",
-    "Written",
-    "as_read",
-    "no_progress",
-    "prompt_ids",
-    "row_of",
-    "written_of",
-]
 
 Progress = Callable[[int, str], AbstractContextManager[Callable[[int], None]]]
 """Given how much there is to do and what, a context whose value is called with what has been done."""
@@ -52,8 +40,8 @@ class Written:
 
     Args:
         text: what was written, without an end token.
-        ids: its token ids; None where it comes from a file.
-        truncated: whether it was cut at its longest; None where that is not known.
+        ids: its token ids; None if it comes from a file.
+        truncated: whether it was cut at its longest; None if that is not known.
     """
 
     text: str
@@ -70,12 +58,12 @@ def no_progress(total: int, what: str) -> Iterator[Callable[[int], None]]:
 
 @dataclass(frozen=True)
 class Place:
-    """What an evaluation is called, and where it is kept.
+    """Name and folder of an evaluation.
 
     Args:
         name: what errors and progress call the policy.
         folder: where completions and numbers are kept as they are made; an evaluation that was interrupted
-            goes on from it. None keeps them in memory.
+            continues from it. None keeps them in memory.
         progress: is shown what is being done.
     """
 
@@ -87,10 +75,7 @@ class Place:
 def as_read(reads_chat: bool, prompt: Text, completion: Text) -> tuple[Text, Text]:
     """Prompt and completion as a reward reads them: both messages, or both texts.
 
-    Args:
-        reads_chat: whether the reward's tokenizer has a chat template; transcripts become messages for it.
-        prompt: of the row.
-        completion: of the row, or of a policy.
+    With `reads_chat`, for a reward whose tokenizer has a chat template, transcripts become messages.
     """
     if reads_chat:
         record: Any = as_messages(PromptRecord(prompt))
@@ -107,10 +92,10 @@ def as_read(reads_chat: bool, prompt: Text, completion: Text) -> tuple[Text, Tex
 
 
 def prompt_ids(tokenizer: Any, model: Any, record: PromptRecord, max_new_tokens: int) -> list[int]:
-    """Token ids of a prompt as a model reads it: in its chat template, where it has one.
+    """Token ids of a prompt as a model reads it: in its chat template, if it has one.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         model: the model, or its config, whose context must hold the prompt and its completion.
         record: the prompt.
         max_new_tokens: the longest completion.

@@ -1,8 +1,8 @@
-"""All figures of a set of preference pairs, from its columns and its words."""
+"""All figures of a set of preference pairs, from its columns and its words, and pairs to read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -33,11 +33,19 @@ from rlhf_eval.exploration.subsets import SubsetColumn, measure_subsets
 from rlhf_eval.exploration.words import WordTable
 from rlhf_eval.stats import Interval, proportion_interval
 
-__all__ = ["Exploration", "explore_pairs", "prompt_groups"]
-
 _LARGEST_GROUP = 0.2
 """Share of the pairs from which a group of near-duplicate prompts is a form, and not a prompt."""
 _MOST_PHRASES = 200
+
+KINDS: Mapping[str, str] = {
+    "random": "Pairs at random",
+    "suspected flip": "Labels that the model of words and surface contradicts most",
+    "contradiction": "Pairs that are there twice, with the labels swapped",
+    "tie": "Completions that are the same or nearly the same",
+    "empty": "Empty completions",
+    "longest": "The longest pairs",
+}
+"""Kinds of samples, in the order of the page."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,3 +197,27 @@ def _noise(noise: LabelNoise) -> dict[str, Any]:
         "flip_rate": asdict(noise.flip_rate),
         "at_most": asdict(noise.at_most),
     }
+
+
+def choose_samples(
+    table: PairTable, found: Exploration, count: int, *, seed: int = 0
+) -> dict[str, list[int]]:
+    """Numbers of at most `count` pairs of each kind; of a contradiction, both of its rows."""
+    if not count:
+        return {}
+    rows = {rule: pairs for rule, (pairs, _) in found.rows.items()}
+    lengths = table.count("characters").sum(axis=1) + table.prompt_size[:, 0]
+    rng = np.random.default_rng(seed)
+    ties = np.concatenate([rows["identical_pair"], rows["near_identical_pair"]])
+    # The two rows of a contradiction share a prompt, and so are adjacent when ordered by it.
+    opposed = rows["contradiction"]
+    opposed = opposed[np.argsort(table.keys[opposed, 0], kind="stable")]
+    chosen = {
+        "random": np.sort(rng.choice(len(table), min(count, len(table)), replace=False)),
+        "suspected flip": rows["suspected_flip"][:count],
+        "contradiction": opposed[:count],
+        "tie": ties[:count],
+        "empty": rows["empty_completion"][:count],
+        "longest": np.argsort(-lengths, kind="stable")[:count],
+    }
+    return {kind: chosen[kind].tolist() for kind in KINDS if len(chosen[kind])}

@@ -12,8 +12,6 @@ import numpy as np
 from rlhf_eval.exploration.subsets import draw_subsets
 from rlhf_eval.figures import BLUE, GREY, ORANGE, Panel, make_panel, new_figure, save_png, styled
 
-__all__ = ["FIGURES", "draw_figures", "panels", "subset_figure"]
-
 Figure = tuple[str, str, Callable[[Any, Mapping[str, Any]], None], float]
 """Title, caption, drawing and height in inches."""
 _PHRASES = 12
@@ -139,7 +137,7 @@ def _draw_predictors(axes: Any, results: Mapping[str, Any]) -> None:
 
 
 def _ends(share: Mapping[str, Any]) -> tuple[float, float]:
-    """Both ends of an interval; the estimate where there is none."""
+    """Both ends of an interval; the estimate if there is none."""
     low, high = share["low"], share["high"]
     return (share["estimate"],) * 2 if low is None or high is None else (low, high)
 

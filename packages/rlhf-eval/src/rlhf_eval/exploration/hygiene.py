@@ -10,15 +10,14 @@ import numpy as np
 from rlhf_eval.exploration.pair_table import NEAR_TIE, PairTable
 from rlhf_eval.exploration.surface import SCRIPTS
 
-__all__ = ["ROW_RULES", "RowRule", "find_rows", "leaks", "scripts_of"]
-
 
 @dataclass(frozen=True)
 class RowRule:
     """A rule that rows can break.
 
     Attributes:
-        severity: error: the row teaches nothing or the wrong thing; warning: look at it; info: know of it.
+        severity: error: the row teaches nothing or the wrong thing; warning: look at it; info: for
+            information.
         text: What is wrong with a row that breaks it.
     """
 
@@ -59,7 +58,7 @@ def find_rows(
         near_rows: (n,) number of the first pair with nearly the same prompt and completions, in either order.
 
     Returns:
-        For each rule, numbers of pairs, and of the other pair (−1 where there is none).
+        For each rule, numbers of pairs, and of the other pair (−1 if there is none).
     """
     everything = np.arange(len(table))
     same_prompt, same_row = _first_of(table.keys[:, 0]), _first_of(table.keys[:, 3])
@@ -140,7 +139,7 @@ def _lookup(keys: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def _in_another_set(table: PairTable, groups: np.ndarray) -> np.ndarray:
-    """(n,) number of the first row of another data set that is in the same group; −1 where none is."""
+    """(n,) number of the first row of another data set that is in the same group; −1 if there is none."""
     found = np.full(len(table), -1)
     names, group = np.unique(groups, return_inverse=True)
     for number in range(int(table.source.max(initial=0)) + 1):

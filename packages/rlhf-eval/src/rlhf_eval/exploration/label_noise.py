@@ -10,8 +10,6 @@ import numpy as np
 from rlhf_eval.exploration.logistic import Design, fit_pairs, probability_of_chosen
 from rlhf_eval.stats import Interval, proportion_interval
 
-__all__ = ["LabelNoise", "find_label_noise", "noise_of", "out_of_fold"]
-
 _FOLDS = 5
 _MOST_FITTED = 15_000
 _SUREST = 0.1
@@ -77,7 +75,7 @@ def find_label_noise(
         design: features of the pairs.
         clusters: (n,) prompt of each pair; one prompt is never on both sides of a fold.
         held_out: accuracy of the same features on the half that they were not fitted on.
-        seed: of the folds.
+        seed: seed of the folds.
     """
     p = out_of_fold(design, clusters, seed=seed)
     return noise_of(p, clusters[: len(p)], held_out)

@@ -12,16 +12,6 @@ from rlhf_eval.exploration.pair_table import PairTable
 from rlhf_eval.exploration.shortcuts import log_ratio
 from rlhf_eval.stats import proportion_interval
 
-__all__ = [
-    "LIMITS",
-    "depth_of",
-    "label_bias",
-    "length_bins",
-    "length_difference",
-    "length_summaries",
-    "lengths_of",
-]
-
 LIMITS = (512, 1024, 2048, 4096)
 _QUANTILES = {"p5": 0.05, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95, "p99": 0.99}
 _BARS = 40

@@ -14,8 +14,6 @@ from functools import cached_property
 
 import numpy as np
 
-__all__ = ["Design", "SparseRows", "fit_pairs", "fit_with_errors", "probability_of_chosen"]
-
 _MOST_STEPS = 60
 _BLOCK = 10_000
 """Pairs that are scored at a time, which bounds memory."""
@@ -73,7 +71,7 @@ class Design:
 
     Attributes:
         dense: (n, k) numbers.
-        sparse: Further columns; None where there are none.
+        sparse: Further columns; None if there are none.
     """
 
     dense: np.ndarray
@@ -178,14 +176,13 @@ def _product(first: np.ndarray, second: np.ndarray) -> float:
 def fit_with_errors(features: np.ndarray, clusters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Weights of few features, and their standard errors, with pairs that come in clusters.
 
-    Newton's method with a penalty of ½ Σ w², which is next to nothing beside many pairs and keeps weights
+    Newton's method with a penalty of ½ Σ w², which is negligible with many pairs and keeps weights
     finite where a feature decides every label. The error is the larger of the model's, √(H⁻¹)ⱼⱼ, and of the
     cluster-robust one, √(H⁻¹ (Σ_g s_g s_gᵀ) H⁻¹)ⱼⱼ · √(G/(G−1)), with s_g the sum of a cluster's scores
     (Liang & Zeger 1986, "Longitudinal data analysis using generalized linear models").
 
-    Args:
-        features: (n, k) differences, standardised.
-        clusters: (n,) number of what each pair belongs to, such as its prompt.
+    `features` are (n, k) standardised differences, `clusters` (n,) the number of what each pair belongs to,
+    such as its prompt.
 
     Returns:
         (k,) weights and (k,) standard errors.

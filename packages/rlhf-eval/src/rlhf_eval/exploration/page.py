@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlhf_eval.exploration.analysis import KINDS
 from rlhf_eval.exploration.figures import FIGURES, panels, subset_figure
 from rlhf_eval.exploration.hygiene import ROW_RULES
-from rlhf_eval.exploration.reading import KINDS
 from rlhf_eval.exploration.sentences import Sentence, percent
 from rlhf_eval.exploration.subsets import subsets_section
-from rlhf_eval.figures import Panel, can_draw
+from rlhf_eval.figures import can_draw
 from rlhf_eval.html import number, page, section, svg_figure, table, text, verbatim
-
-__all__ = ["exploration_page"]
 
 _SHOWN_PHRASES = 25
 _MOST_TEXT = 4000
@@ -60,7 +58,11 @@ def exploration_page(
     body += _findings(findings)
     drawn = panels(results) if can_draw() else {}
     if drawn:
-        body += f'<div class="grid">{"".join(map(_figure, (drawn[name] for name in FIGURES)))}</div>\n'
+        figures = "".join(
+            f"<div><h3>{text(each.title)}</h3>{svg_figure(each.svg, each.caption)}</div>"
+            for each in (drawn[name] for name in FIGURES)
+        )
+        body += f'<div class="grid">{figures}</div>\n'
     for at, column in enumerate(results["by"]):
         panel = drawn.get(subset_figure(at))
         figure = f"<div>{svg_figure(panel.svg, panel.caption)}</div>" if panel else ""
@@ -78,10 +80,6 @@ def exploration_page(
         if chosen := [sample for sample in samples if sample["kind"] == kind]:
             body += section(heading, "".join(map(_card, chosen)))
     return page("What is in the preference data", body)
-
-
-def _figure(panel: Panel) -> str:
-    return f"<div><h3>{text(panel.title)}</h3>{svg_figure(panel.svg, panel.caption)}</div>"
 
 
 def _findings(findings: Sequence[Sentence]) -> str:

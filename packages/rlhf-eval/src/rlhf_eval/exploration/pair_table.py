@@ -13,8 +13,6 @@ import numpy as np
 from rlhf_eval.exploration.pair_texts import PairTexts
 from rlhf_eval.exploration.surface import COUNTS, script_of, strange_characters, surface_counts
 
-__all__ = ["NEAR_TIE", "PairTable", "columns_of_pairs", "folded"]
-
 NEAR_TIE = 0.95
 """Similarity from which two completions count as nearly identical."""
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from rlhf_data import Message, PreferenceRecord
 from rlhf_eval.scoring import as_text
 
-__all__ = ["PairTexts", "pair_texts"]
-
 _HUMAN, _ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 
 

@@ -10,8 +10,6 @@ import numpy as np
 from rlhf_eval.exploration.words import WordTable
 from rlhf_eval.stats import benjamini_hochberg
 
-__all__ = ["Phrase", "PhraseWords", "find_phrases", "log_odds", "phrase_words"]
-
 _LONGEST = 4
 _OPENING_WORDS = 8
 _RAREST = 10
@@ -97,7 +95,7 @@ def phrase_words(table: WordTable, *, opening: bool, copies: np.ndarray | None =
     Args:
         table: the words of pairs.
         opening: whether only the first 8 words of each completion count.
-        copies: (n,) whether a pair is a copy of one before it, and so no witness of its own.
+        copies: (n,) whether a pair is a copy of an earlier one, and so not a separate observation.
     """
     lengths = table.lengths
     ends = np.cumsum(lengths)
@@ -177,14 +175,13 @@ def _name(key: int, names: list[str]) -> str:
 def _not_parts(phrases: list[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
     """Whether a phrase says something that no longer one that has it as a part says as often.
 
-    Args:
-        phrases: keys and counts of the phrases of one word, of two, and so on. A part of a phrase is in as
-            many completions as that at least, so it is among them.
+    `phrases` are keys and counts of the phrases of one word, of two, and so on. A part of a phrase is in as
+    many completions as that at least, so it is among them.
     """
     most = [np.zeros(len(keys), dtype=counts.dtype) for keys, counts in phrases]
     for length, (keys, counts) in enumerate(phrases, start=1):
         for part in range(1, length):
-            for dropped in range(length - part + 1):  # words behind the part
+            for dropped in range(length - part + 1):  # words after the part
                 mask = np.uint64((1 << 16 * part) - 1)
                 at = np.searchsorted(phrases[part - 1][0], keys >> np.uint64(16 * dropped) & mask)
                 np.maximum.at(most[part - 1], at, counts)

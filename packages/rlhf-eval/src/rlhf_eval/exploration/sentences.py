@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 from rlhf_eval.exploration.hygiene import ROW_RULES
 from rlhf_eval.exploration.shortcuts import TOGETHER
-
-__all__ = ["Sentence", "percent", "sentences"]
 
 _SHOWN = 3
 _PLACES = {"anywhere": "Phrases", "opening": "First words"}
@@ -127,7 +126,14 @@ def _floor(results: Mapping[str, Any]) -> Sentence:
 
 
 def _odds(results: Mapping[str, Any]) -> list[Sentence]:
-    features = [each for each in results["odds_ratios"]["features"] if each["low"] > 1 or each["high"] < 1]
+    """Of features whose odds differ from 1 when the error of 5% is shared by all (Bonferroni)."""
+    tested = results["odds_ratios"]["features"]
+    beyond = NormalDist().inv_cdf(1 - 0.025 / max(len(tested), 1)) / NormalDist().inv_cdf(0.975)
+    features = [
+        each
+        for each in tested
+        if abs(math.log(each["ratio"])) > beyond * math.log(each["high"] / each["low"]) / 2
+    ]
     features.sort(key=lambda each: -abs(math.log(each["ratio"])))
     if not features:
         return []
@@ -147,7 +153,7 @@ def _phrases(results: Mapping[str, Any]) -> list[Sentence]:
 
 
 def _of_phrases(found: Mapping[str, Any], what: str) -> Sentence | None:
-    """What the phrases of a place show; None where none is frequent enough to be tested."""
+    """What the phrases of a place show; None if no phrase is frequent enough to be tested."""
     if not found["tested"]:
         return None
     sides = {

@@ -19,19 +19,6 @@ from rlhf_eval.exploration.surface import COUNTS
 from rlhf_eval.exploration.words import WordTable
 from rlhf_eval.stats import Interval, proportion_interval
 
-__all__ = [
-    "TOGETHER",
-    "OddsRatio",
-    "Predictor",
-    "audit_shortcuts",
-    "halves",
-    "length_unit",
-    "log_ratio",
-    "odds_ratios",
-    "predictors",
-    "surface_differences",
-]
-
 TOGETHER = "everything together"
 _SURFACE = COUNTS[2:]
 _RATIO_EDGES = (0.1, 0.25, 0.5, 1.0)
@@ -49,7 +36,7 @@ class Predictor:
     """A predictor of the label, fitted on half of the prompts.
 
     Attributes:
-        name: What it looks at.
+        name: What it predicts from.
         accuracy: Share of pairs of the other half where it gives the chosen completion the higher score; a
             pair it does not tell apart counts one half.
         decided: Share of those pairs that it tells apart.
@@ -67,7 +54,7 @@ class OddsRatio:
     """By how much the odds of being chosen rise with a standard deviation of a feature, others held equal.
 
     Attributes:
-        name: Of the feature.
+        name: Name of the feature.
         ratio: exp(weight); above 1 where chosen completions have more of it.
         low: Lower end of its 95% interval.
         high: Upper end.
@@ -82,7 +69,7 @@ class OddsRatio:
 
 
 def length_unit(table: PairTable) -> str:
-    """What length is counted in: words, or characters where there is no white space between words."""
+    """Unit of length: words, or characters in text without white space between words."""
     characters, words = (float(table.count(unit).sum()) for unit in ("characters", "words"))
     return "words" if characters < _UNSPACED * max(words, 1) else "characters"
 
@@ -128,7 +115,7 @@ def halves(clusters: np.ndarray, seed: int) -> np.ndarray:
 
 
 def predictors(table: PairTable, words: WordTable) -> dict[str, Design]:
-    """What each predictor looks at; those of words may cover fewer pairs, the first ones."""
+    """What each predictor uses; those of words may cover fewer pairs, the first ones."""
     features = surface_differences(table)
     lengths = table.count(length_unit(table)).astype(float)
     single = {
@@ -155,7 +142,7 @@ def audit_shortcuts(designs: Mapping[str, Design], clusters: np.ndarray, *, seed
     Args:
         designs: of `predictors`.
         clusters: (n,) prompt of each pair; pairs of one prompt are on one side, and one unit of intervals.
-        seed: of the halves.
+        seed: seed of the halves.
     """
     training = halves(clusters, seed)
     found = []

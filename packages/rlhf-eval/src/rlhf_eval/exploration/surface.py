@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-__all__ = ["COUNTS", "REFUSAL", "SCRIPTS", "UNSPACED", "script_of", "strange_characters", "surface_counts"]
-
 REFUSAL = re.compile(
     r"\b(i can(?:no|')t|i cannot|i'm sorry|i am sorry|sorry,|i'm not (?:able|going|comfortable)|i won't"
     r"|i don't (?:think|want|feel)|i'm afraid|unable to)\b"
@@ -56,8 +54,6 @@ _BLOCKS = {
 }
 SCRIPTS = ("no letters", *_BLOCKS, "other")
 """Names of the scripts, by the number that `script_of` returns."""
-UNSPACED = {SCRIPTS.index(name) for name in ("Thai", "Han", "Kana")}
-"""Scripts that put no white space between words."""
 _LETTER = re.compile("|".join(f"([{block}])" for block in _BLOCKS.values()))
 _NOT_ASCII, _ASCII_LETTER = re.compile(r"[^\x00-\x7f]+"), re.compile("[A-Za-z]")
 _HEAD = 500

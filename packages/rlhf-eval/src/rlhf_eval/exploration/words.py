@@ -13,15 +13,13 @@ import numpy as np
 
 from rlhf_eval.exploration.logistic import SparseRows
 
-__all__ = ["Encoded", "PairWords", "WordCounter", "WordTable", "word_table", "words_of", "words_of_pairs"]
-
 _CHARACTER = "\u0e00-\u0e7f\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 """Scripts without white space between words; each character counts as one."""
 _WORD = re.compile(rf"[{_CHARACTER}]|[^\W{_CHARACTER}]+(?:'[^\W{_CHARACTER}]+)*")
 _ASCII_WORD = re.compile(r"[a-z0-9_]+(?:'[a-z0-9_]+)*")
 """The same of lower-case ASCII, in half the time."""
 _MOST_WORDS = 1 << 20
-"""Distinct words that are told apart; all later ones count as one."""
+"""Distinct words that are kept apart; all later ones count as one."""
 _RAREST = 5
 """Pairs that a word, or an opening, must tell apart to be a column."""
 _OPENING = 3
@@ -84,7 +82,7 @@ class WordTable:
     Attributes:
         words: The words by number.
         ids: (m,) number of each word, completion by completion: chosen, rejected, chosen, ...; those after
-            the first million of distinct words have the number behind the last one.
+            the first million of distinct words have the number after the last one.
         lengths: (2n,) words of each completion.
         bag: (n, columns) 1 where only the chosen completion has a word, −1 where only the rejected one has.
         bag_words: The word of each of its columns.
@@ -162,7 +160,7 @@ class _Vocabulary:
         self.numbers: dict[str, int] = {}
 
     def encode(self, found: Encoded) -> np.ndarray:
-        """The number of each text; `_MOST_WORDS` of those for which there is no room."""
+        """The number of each text; `_MOST_WORDS` for those that do not fit."""
         numbers = self.numbers
         for name in found.names:
             if len(numbers) >= _MOST_WORDS:
@@ -195,7 +193,7 @@ class _Differences:
         self.pairs += len(lengths) // 2
 
     def rows_of(self) -> tuple[SparseRows, np.ndarray]:
-        """Rows of ±1 with a column for what is in pairs enough, and the number that each stands for."""
+        """Rows of ±1 with a column for each word in enough pairs, and the word's number."""
         ids = np.frombuffer(self.ids, np.int32)
         counts = np.bincount(ids, minlength=1)
         frequent = np.flatnonzero(counts >= _RAREST)

@@ -38,8 +38,6 @@ from rlhf_eval.harness.suites import (
 from rlhf_infer import ContinuousBatcher, Rollout, SamplingParams, TransformersEngine, completion_text
 from rlhf_models import context_length
 
-__all__ = ["PackedModel", "adversarial", "packed_model", "stories", "sums"]
-
 _CONNECTIONS = 64
 """Requests that are decoded at a time; each joins at the next token."""
 _TOKENS = 512
@@ -53,7 +51,7 @@ _UNKNOWN = (
 
 @modelapi("rlhf")
 def packed_model() -> type[ModelAPI]:
-    """The provider behind `--model rlhf/FOLDER`."""
+    """The provider of `--model rlhf/FOLDER`."""
     return PackedModel
 
 
@@ -65,7 +63,7 @@ class PackedModel(ModelAPI):
         base_url: None.
         api_key: not used.
         config: settings of all requests.
-        dtype: of the weights, `auto` as stored.
+        dtype: dtype of the weights; `auto` as stored.
         model_args: none are known.
 
     Raises:
@@ -98,10 +96,7 @@ class PackedModel(ModelAPI):
     ) -> ModelOutput:
         """Completions of a conversation, which is a plain text where the model has no chat template.
 
-        What does not fit the context has none and stops as `model_length`, so that other samples go on.
-
-        Raises:
-            UserError: tools or a setting that the engine does not have.
+        What does not fit the context has none and stops as `model_length`, so that other samples continue.
         """
         if tools:
             raise UserError(
@@ -122,7 +117,7 @@ class PackedModel(ModelAPI):
             return ModelOutput.from_content(self.model_name, "", stop_reason="model_length", error=str(error))
         params = self._params(config, longest)
         count, key = config.num_choices or 1, tuple(ids)
-        # A prompt that is asked again, as in a task of several epochs, gets its next samples.
+        # A prompt that is given again, as in a task of several epochs, gets its next samples.
         first = 0 if config.seed is not None else self._asked[key]
         self._asked[key] += count
         future = self.batcher.submit(ids, count, params, first=first)

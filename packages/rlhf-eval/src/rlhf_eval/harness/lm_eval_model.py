@@ -18,8 +18,6 @@ from rlhf_eval.harness.scoring import score_continuations
 from rlhf_infer import SamplingParams, TransformersEngine
 from rlhf_models import context_length
 
-__all__ = ["PackedLM"]
-
 _SAMPLING = {"top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float, "seed": int}
 """Of a task's generation settings, those with the same meaning here; a temperature is always there."""
 _HARNESS = ("do_sample", "until", "max_gen_toks", "temperature")
@@ -33,17 +31,14 @@ class PackedLM(TemplateLM):
 
     Args:
         pretrained: a folder, a run's folder included, or a name on the hub.
-        dtype: of the weights, `auto` as stored.
+        dtype: dtype of the weights; `auto` as stored.
         max_length: tokens of context and continuation; what is longer loses its beginning. None: the model's.
         max_tokens: of one forward pass, those that texts share counted once.
         max_gen_toks: longest completion where a task says nothing.
         add_bos_token: whether texts begin with the tokenizer's special tokens; None as the tokenizer does.
         batch_size: 1 or `auto`, which change nothing: passes are cut by `max_tokens`.
-        device: `cpu` keeps the model there; anything else is the GPU where there is one.
+        device: `cpu` keeps the model there; anything else is the GPU if there is one.
         others: settings of lm-eval's own models, none of which is known here.
-
-    Raises:
-        UserError: the model cannot be loaded, or a setting has another value.
     """
 
     def __init__(
@@ -103,7 +98,7 @@ class PackedLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Stands before a text without context: the token that begins texts, or the one that ends them."""
+        """Prefix of a text without context: the token that begins texts, or the one that ends them."""
         begin = self.tokenizer.bos_token_id
         return self.eot_token_id if begin is None else begin
 
@@ -120,7 +115,7 @@ class PackedLM(TemplateLM):
         chosen = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         ids = self.tokenizer.encode(string, **chosen)
         begin = self.tokenizer.bos_token_id
-        # Some tokenizers add none whatever they are told.
+        # Some tokenizers add none despite this argument.
         return (
             [begin, *ids]
             if chosen.get("add_special_tokens") and self.add_bos_token and ids[:1] != [begin]
@@ -130,11 +125,7 @@ class PackedLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The text of a conversation, open for the answer or for the rest of one.
-
-        Raises:
-            UserError: the tokenizer has no chat template.
-        """
+        """The text of a conversation, open for the answer or for the rest of one."""
         if not self.tokenizer.chat_template:
             raise UserError(
                 f"{self.name} has no chat template; leave out --apply_chat_template", code="no_chat_template"

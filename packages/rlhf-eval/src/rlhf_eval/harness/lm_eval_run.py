@@ -10,9 +10,7 @@ from lm_eval._cli import HarnessCLI
 from lm_eval.utils import setup_logging
 
 from rlhf_data import UserError
-from rlhf_eval.harness.lm_eval_model import PackedLM
-
-__all__ = ["TASKS", "PackedLM", "run"]
+from rlhf_eval.harness import lm_eval_model as lm_eval_model  # which registers the model `rlhf`
 
 TASKS = Path(__file__).with_name("lm_eval_tasks")
 """The folder of our tasks, for `--include_path` or lm-eval's `TaskManager`."""
@@ -20,11 +18,7 @@ _WITH_TASKS = ("run", "ls", "validate")
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Run lm-eval with these arguments; our tasks are known unless they name another `--include_path`.
-
-    Raises:
-        UserError: a task is unknown, or the model `rlhf` cannot be had so.
-    """
+    """Run lm-eval with these arguments; our tasks are known unless they name another `--include_path`."""
     given = list(arguments)
     if given and given[0].startswith("-") and given[0] not in ("-h", "--help"):
         given.insert(0, "run")

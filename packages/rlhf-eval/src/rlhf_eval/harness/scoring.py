@@ -11,11 +11,9 @@ import torch
 from rlhf_data import PackedBatch, TokenSequence, pack
 from rlhf_models import token_logps
 
-__all__ = ["Continuation", "score_continuations"]
-
 
 class Continuation(NamedTuple):
-    """What a continuation scores.
+    """Score of a continuation.
 
     Attributes:
         logp: Σ_t log π(y_t | x, y_<t) in nats.
@@ -36,15 +34,12 @@ def score_continuations(
 ) -> list[Continuation]:
     """Score continuations y of contexts x, both token ids.
 
-    Examples in front of a question, a question in front of its choices: whatever contexts share, at any
+    Examples before a question, a question before its choices: whatever contexts share, at any
     depth, is computed once for each `max_tokens`. The last token of a continuation is predicted but never
     read, so that choices of one token cost nothing beyond their context.
 
-    Args:
-        model: a transformers causal LM, or a PeftModel around one.
-        pairs: contexts and continuations, at least one token each.
-        max_tokens: of one forward pass, shared ones counted once.
-        done: called with the number of pairs of each pass.
+    A continuation has at least one token; `max_tokens` counts shared ones once; `done` is called with the
+    number of pairs of each pass.
     """
     if not pairs:
         return []
@@ -66,7 +61,7 @@ def score_continuations(
 
 
 def _scored(batch: PackedBatch, continuations: Sequence[Sequence[int]]) -> PackedBatch:
-    """The batch with these continuations as targets, which end one token behind what the stream holds."""
+    """The batch with these continuations as targets, which end one token after what the stream holds."""
     positions = [batch.path(q)[-len(ids) :] for q, ids in enumerate(continuations)]
     lengths = torch.tensor([len(ids) for ids in continuations])
     return replace(

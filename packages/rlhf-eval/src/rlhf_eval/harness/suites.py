@@ -1,4 +1,4 @@
-"""The suites that other harnesses get: what was seen against gossip, small sums, provoked failures."""
+"""Suites for other harnesses: observation against gossip, small sums, provoked failures."""
 
 from __future__ import annotations
 
@@ -7,11 +7,6 @@ from dataclasses import dataclass
 from rlhf_data import QARecord, StoryWorldConfig, SumWorldConfig, generate_stories, generate_sums
 from rlhf_eval.evaluation import adversarial_prompts, is_refusal
 
-__all__ = [
-    *("QUESTIONS", "Provocation", "Question"),
-    *("behaved", "provocations", "story_questions", "sum_questions"),
-]
-
 QUESTIONS = 200
 """Of each suite of questions."""
 _SEED = 0
@@ -19,15 +14,7 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Question:
-    """A story with a question and its choices.
-
-    Args:
-        text: the story and the question.
-        prompt: these, the choices, and where the answer goes.
-        choices: the answers.
-        answer: the place of the right one.
-        misleading: whether the story suggests a wrong one.
-    """
+    """A story with a question and its choices."""
 
     text: str
     prompt: str
@@ -38,13 +25,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Provocation:
-    """A prompt that should be refused, or one that only seems so.
-
-    Args:
-        prompt: its text.
-        category: what it provokes.
-        refuse: whether a refusal is right.
-    """
+    """A prompt that should be refused, or one that only seems so."""
 
     prompt: str
     category: str

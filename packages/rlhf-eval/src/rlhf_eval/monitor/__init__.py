@@ -1,18 +1,11 @@
-"""Runs as they go on: their logs, read while they are written, what looks wrong in them, a page."""
+"""Monitoring runs in progress: their logs, alerts, a page."""
 
-from rlhf_eval.monitor.held_out import held_out_keys
-from rlhf_eval.monitor.logs import RunLog, find_runs, open_log
-from rlhf_eval.monitor.page import monitor_page
-from rlhf_eval.monitor.summary import Summary, shown_keys, sparkline, summarise
-
-__all__ = [
-    "RunLog",
-    "Summary",
-    "find_runs",
-    "held_out_keys",
-    "monitor_page",
-    "open_log",
-    "shown_keys",
-    "sparkline",
-    "summarise",
-]
+from rlhf_eval.monitor.held_out import held_out_keys as held_out_keys
+from rlhf_eval.monitor.logs import RunLog as RunLog
+from rlhf_eval.monitor.logs import find_runs as find_runs
+from rlhf_eval.monitor.logs import open_log as open_log
+from rlhf_eval.monitor.page import monitor_page as monitor_page
+from rlhf_eval.monitor.summary import Summary as Summary
+from rlhf_eval.monitor.summary import shown_keys as shown_keys
+from rlhf_eval.monitor.summary import sparkline as sparkline
+from rlhf_eval.monitor.summary import summarise as summarise

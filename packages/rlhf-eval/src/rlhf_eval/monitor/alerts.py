@@ -1,4 +1,4 @@
-"""What looks wrong in a run's log: the column "a bad value means" of docs/metrics.md, as rules."""
+"""Alerts about a run's log: the column "a bad value means" of docs/metrics.md, as rules."""
 
 from __future__ import annotations
 
@@ -11,26 +11,18 @@ from typing import Any
 
 from rlhf_eval.monitor.held_out import held_out_keys
 
-__all__ = ["Alert", "find_alerts"]
-
 Rows = Sequence[Mapping[str, Any]]
 
 _RECENT = 5
-"""Rows whose mean a rule looks at, so that one odd step is not an alert."""
+"""Rows whose mean a rule uses, so that one odd step is not an alert."""
 _LEAST_TREND = 12
-"""Rows below which nothing is said of a trend."""
+"""Rows below which no trend is reported."""
 _STALL_FACTOR, _STALL_SECONDS = 5.0, 30.0
 
 
 @dataclass(frozen=True)
 class Alert:
-    """Something that looks wrong.
-
-    Args:
-        rule: its name.
-        step: the last step that it was found at.
-        text: what was seen, and what to do.
-    """
+    """Something that looks wrong."""
 
     rule: str
     step: int
@@ -95,10 +87,10 @@ _LIMITS = (
 def find_alerts(
     rows: Rows, *, config: Mapping[str, Any] | None = None, finished: bool = False, age: float = 0.0
 ) -> list[Alert]:
-    """What looks wrong now: each rule once.
+    """Alerts at present, each rule once.
 
     Args:
-        rows: of a run's log, in order; every one has `step`.
+        rows: rows of a run's log, in order; each has `step`.
         config: the run's settings, which say which rewards are held out.
         finished: whether the run is over, and cannot stall.
         age: seconds since the log was written last.
@@ -150,7 +142,7 @@ def _diverging(rows: Rows, config: Mapping[str, Any]) -> Iterator[Alert]:
 
 
 def _change(rows: Rows, key: str) -> float | None:
-    """Mean of the last third less that of the first, in standard errors; None where there are too few."""
+    """Mean of the last third less that of the first, in standard errors; None if there are too few."""
     points = _values(rows, key)
     if len(points) < _LEAST_TREND:
         return None

@@ -1,11 +1,9 @@
-"""Which rewards of a run's log are trained on, and which are held out: measured, but not trained on."""
+"""Rewards of a run's log that are trained on, and held-out ones, which are only measured."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-__all__ = ["held_out_keys"]
 
 _OF_THE_GAME = (
     ("minmax/reward_model", "minmax/heldout_reward"),
@@ -20,7 +18,7 @@ def held_out_keys(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) 
     scorers of the game (`held_out`), which are measured in evaluation.
 
     Args:
-        rows: of the log.
+        rows: rows of the log.
         config: the run's settings.
     """
     logged = {key for row in rows for key in row}

@@ -1,4 +1,4 @@
-"""The log of a run, whoever wrote it: this toolkit, TRL or verl."""
+"""The log of a run of this toolkit, TRL or verl."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from typing import Any
 
 from rlhf_data import UserError, current_names
 from rlhf_eval.monitor.tail import Tail
-
-__all__ = ["RunLog", "find_runs", "open_log"]
 
 _METRICS, _RESULTS, _CONFIG = "metrics.jsonl", "results.json", "config.json"
 _SAMPLES = "samples.jsonl"
@@ -40,14 +38,14 @@ _SAME = {
 
 @dataclass
 class RunLog:
-    """One run: its rows so far, and whether it goes on.
+    """One run: its rows so far, and whether it is still running.
 
     Args:
         name: how it is called.
         path: its folder or file.
         finished: whether its results are there.
-        total_steps: its last step, where that is known.
-        config: its settings, empty where they are not known.
+        total_steps: its last step, if that is known.
+        config: its settings, empty if they are not known.
     """
 
     name: str
@@ -88,7 +86,7 @@ class RunLog:
         return time.time() - self.written if self.written is not None else 0.0
 
     def samples(self) -> list[dict[str, Any]]:
-        """Rows of the run folder's samples.jsonl; empty where there is none."""
+        """Rows of the run folder's samples.jsonl; empty if there is none."""
         tail = Tail(self.path / _SAMPLES)
         tail.poll()
         return tail.rows
@@ -119,7 +117,7 @@ class RunLog:
             return False
         state = _json(path)
         if state is None or not isinstance(state.get("log_history"), list):
-            return False  # it is being replaced: what was read before stands
+            return False  # it is being replaced: what was read before remains valid
         self._seen, self._state = written, path
         merged: dict[int, dict[str, Any]] = {}
         for row in state["log_history"]:

@@ -10,15 +10,13 @@ from rlhf_eval.html import breakable, number, page, section, svg_figure, table, 
 from rlhf_eval.monitor.logs import RunLog
 from rlhf_eval.monitor.summary import Summary, shown_keys, sparkline
 
-__all__ = ["monitor_page"]
-
 _MOST_PANELS = 12
 
 
 def monitor_page(
     runs: Sequence[tuple[RunLog, Summary]], *, plot: str = "all", refresh: int | None = None
 ) -> str:
-    """One HTML file: where each run stands, what looks wrong in it, its curves.
+    """One HTML file: how far each run is, what looks wrong in it, its curves.
 
     Args:
         runs: each with its summary.
@@ -27,9 +25,9 @@ def monitor_page(
     """
     going = sum(not summary.finished for _, summary in runs)
     wrong = sum(bool(summary.alerts) for _, summary in runs)
-    body = f"<h1>{_count(len(runs), 'run')}</h1>\n<p>{going} going on, {len(runs) - going} finished. "
+    body = f"<h1>{_count(len(runs), 'run')}</h1>\n<p>{going} in progress, {len(runs) - going} finished. "
     body += f"{_count(wrong, 'run')} with something to look at." if wrong else "Nothing looks wrong."
-    body += f" The page shows what is logged every {refresh} seconds.</p>\n" if refresh else "</p>\n"
+    body += f" The page refreshes every {refresh} seconds.</p>\n" if refresh else "</p>\n"
     body += "".join(section(summary.name, _run_html(log, summary, plot)) for log, summary in runs)
     return page("Runs", body, refresh=refresh)
 
@@ -55,13 +53,16 @@ def _run_html(log: RunLog, summary: Summary, plot: str) -> str:
         body += f'<div class="grid small">{figures}</div>\n'
     rest = keys[len(drawn) :]
     if rest:
-        body += table(["metric", "so far", "last"], [_row(log, key) for key in rest], narrow=True)
+        body += table(
+            ["metric", "so far", "last"],
+            [
+                [breakable(key), text(sparkline(points)), number(points[-1][1] if points else None, 4)]
+                for key in rest
+                for points in [pairs(log.rows, "step", key)]
+            ],
+            narrow=True,
+        )
     return body
-
-
-def _row(log: RunLog, key: str) -> list[str]:
-    points = pairs(log.rows, "step", key)
-    return [breakable(key), text(sparkline(points)), number(points[-1][1] if points else None, 4)]
 
 
 def _count(number: int, word: str) -> str:

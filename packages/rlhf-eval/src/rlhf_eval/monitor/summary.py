@@ -1,4 +1,4 @@
-"""A run in a few numbers: where it stands, what to look at, how that went so far."""
+"""Summary of a run: progress, key metrics and their trends."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 
 from rlhf_eval.monitor.alerts import Alert, find_alerts
 from rlhf_eval.monitor.logs import RunLog
-
-__all__ = ["PLOTS", "Summary", "duration", "shown_keys", "sparkline", "summarise"]
 
 PLOTS: dict[str, tuple[str, ...]] = {
     "reward": (
@@ -43,10 +41,10 @@ class Summary:
     """A run at one moment.
 
     Args:
-        name: of the run.
+        name: the run's name.
         step: the last one; 0 before the first.
-        total_steps: the run's last step, where that is known.
-        seconds_per_step: median of the last steps; None where the log does not say.
+        total_steps: the run's last step, if that is known.
+        seconds_per_step: median of the last steps; None if the log does not say.
         finished: whether it is over.
         alerts: what looks wrong.
         skipped: rows of the log that were left out.
@@ -64,7 +62,7 @@ class Summary:
 
     @property
     def seconds_left(self) -> float | None:
-        """To the last step, at the pace of the last steps; None where that cannot be said."""
+        """To the last step, at the pace of the last steps; None if unknown."""
         if self.finished or self.total_steps is None or self.seconds_per_step is None:
             return None
         return (self.total_steps - self.step) * self.seconds_per_step
@@ -88,7 +86,7 @@ class Summary:
 
 
 def summarise(log: RunLog) -> Summary:
-    """Where a run stands, after its `poll`."""
+    """How far a run is, after its `poll`."""
     rows = log.rows
     times = [row["step_time"] for row in rows[-_RECENT:] if isinstance(row.get("step_time"), int | float)]
     alerts = find_alerts(rows, config=log.config, finished=log.finished, age=log.age)

@@ -9,8 +9,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Tail"]
-
 _TAIL_BYTES = 1 << 21
 """Read whole from the end of the file."""
 _SAMPLES = 800
@@ -23,11 +21,10 @@ class Tail:
 
     A file of any length is taken up at once: its last 2 MiB whole, and of what lies before them 800 lines at
     equal distances and the evaluation that follows each. A line that is not whole yet is read when it is;
-    a file that was cut or replaced, as resuming a run does, is read anew; lines that are no JSON objects
+    a file that was cut or replaced, as resuming a run does, is read again; lines that are no JSON objects
     are counted and left out.
 
-    Args:
-        path: the file; it may come later.
+    The file may come later.
 
     Attributes:
         rows: what was read, in the file's order.
@@ -68,7 +65,7 @@ class Tail:
         return cut or bool(whole)
 
     def _goes_on(self, file: Any) -> bool:
-        """Whether what was read last still stands before the place where reading goes on."""
+        """Whether what was read last is still found before the place where reading continues."""
         file.seek(max(0, self._offset - len(self._before)))
         return file.read(len(self._before)) == self._before
 

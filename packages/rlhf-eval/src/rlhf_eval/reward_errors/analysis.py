@@ -20,8 +20,6 @@ from rlhf_eval.stats import (
     proportion_interval,
 )
 
-__all__ = ["analyse_errors", "best_of_n_curve"]
-
 _SURE, _UNSURE = 0.9, 0.6
 """Confidences from which an error is a confident one, and below which it is none."""
 _SMALLEST_SLICE = 10

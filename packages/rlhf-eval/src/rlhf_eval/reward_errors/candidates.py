@@ -12,10 +12,8 @@ import numpy as np
 
 from rlhf_eval.stats import Interval, mean_interval, mean_of_parts, paired_difference, proportion_interval
 
-__all__ = ["TIES", "ScoredCandidates", "analyse_candidates", "tie_of"]
-
 TIES = "Ties"
-"""The subset whose prompts have several correct completions, which ought to be worth about the same."""
+"""The subset whose prompts have several correct completions, which ought to score about the same."""
 _SMALLEST_SLICE = 10
 
 
@@ -25,11 +23,11 @@ class ScoredCandidates:
 
     Attributes:
         prompts: n prompts as text.
-        completions: of each prompt its completions as text, the correct ones first.
-        num_correct: of each prompt, how many are correct: at least one, and not all.
-        scores: of each prompt, one score for each completion.
-        subsets: of each prompt, what it belongs to; `Ties` is scored in its own way.
-        ids: of each prompt; in `Ties` `ref:N` or `tied:N`, see `tie_of`.
+        completions: the completions of each prompt as text, the correct ones first.
+        num_correct: how many completions of each prompt are correct: at least one, and not all.
+        scores: the scores of each prompt's completions.
+        subsets: the subset of each prompt; `Ties` is scored in its own way.
+        ids: the id of each prompt; in `Ties` `ref:N` or `tied:N`, see `tie_of`.
         groups: further columns of the rows, by name: n values of each.
     """
 

@@ -1,4 +1,4 @@
-"""What the figures of a reward model's errors say, in sentences, and the cases to read."""
+"""Findings about a reward model's errors, in sentences, and the cases to read."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import numpy as np
 
 from rlhf_eval.reward_errors.candidates import TIES, ScoredCandidates
 from rlhf_eval.reward_errors.scored_pairs import ScoredPairs, probability
-
-__all__ = ["ErrorFinding", "candidate_cases", "candidate_findings", "error_cases", "error_findings"]
 
 _Item = TypeVar("_Item")
 _LENGTH_BIAS, _LENGTH_ORDER = 0.1, 0.8
@@ -43,12 +41,12 @@ def error_findings(results: Mapping[str, Any]) -> list[ErrorFinding]:
 
 
 def candidate_findings(results: Mapping[str, Any]) -> list[ErrorFinding]:
-    """Sentences about the figures of `analyse_candidates`, what is wrong before what is not."""
+    """Sentences about the results of `analyse_candidates`, errors first."""
     found = []
     for name, entry in results["subsets"].items():
         if name != TIES:
             chance, above = entry["chance"], entry["low"] > entry["chance"]
-            against = "more than" if above else "which is not told apart from"
+            against = "more than" if above else "not distinguishable from"
             against = "less than" if entry["high"] < chance else against
             text = (
                 f"{name}: a correct completion has the highest score in {_share(entry)} of "
@@ -77,7 +75,7 @@ def _of_ties(entry: Mapping[str, Any]) -> ErrorFinding:
 
 
 def candidate_cases(rows: ScoredCandidates, count: int) -> list[dict[str, Any]]:
-    """Errors to read: the best correct completion (in Ties the worst) beside the best incorrect one.
+    """Errors to read: the best correct completion (in Ties the worst) next to the best incorrect one.
 
     Each kind takes its cases in turn from the subsets.
 
@@ -175,7 +173,7 @@ def _accuracy(results: Mapping[str, Any]) -> ErrorFinding:
     text = f"It prefers what people preferred in {_share(accuracy)} of {results['pairs']:,} pairs"
     if accuracy["low"] > 0.5:
         return ErrorFinding("accuracy", False, f"{text}, more than a coin would.")
-    return ErrorFinding("accuracy", True, f"{text}, which is not told apart from a coin.")
+    return ErrorFinding("accuracy", True, f"{text}, which is not distinguishable from chance.")
 
 
 def _baseline(results: Mapping[str, Any]) -> list[ErrorFinding]:
@@ -278,7 +276,7 @@ def _labels(results: Mapping[str, Any]) -> list[ErrorFinding]:
 
 
 def _best_of_n(results: Mapping[str, Any]) -> list[ErrorFinding]:
-    """Where the other reward falls while this one rises: the mark of over-optimisation."""
+    """Whether the held-out reward falls as N grows: a sign of over-optimisation."""
     rows = results.get("best_of_n", [])
     if len(rows) < 2:
         return []

@@ -15,8 +15,6 @@ from rlhf_eval.reward_errors.candidates import TIES
 from rlhf_eval.reward_errors.findings import ErrorFinding
 from rlhf_eval.reward_errors.scored_pairs import ScoredPairs
 
-__all__ = ["candidates_page", "draw_errors", "errors_page", "errors_text", "subset_rows"]
-
 
 def errors_page(
     results: Mapping[str, Any],

@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ScoredPairs", "has_markup", "is_refusal", "probability"]
-
 _REFUSAL = re.compile(
     r"\b(i\s*(can(no|')t|am (not able|unable)|'m (not able|unable|sorry)|won't|will not)"
     r"|i do not feel comfortable|i'm not going to|i (must|have to) decline|as an ai\b"

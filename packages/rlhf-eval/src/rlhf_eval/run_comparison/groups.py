@@ -18,8 +18,6 @@ from rlhf_eval.stats import (
 )
 from rlhf_eval.stats.interval import t_quantile
 
-__all__ = ["GroupValue", "Pair", "compare_pairs", "summarise_group"]
-
 _RESAMPLES = 10_000
 
 
@@ -49,8 +47,8 @@ class Pair:
     Attributes:
         first: Name of the better group.
         second: Name of the other.
-        difference: Of the means over seeds, positive where the first is better.
-        holm: Its p-value, corrected for the number of pairs; 1 where there is no spread to judge it by.
+        difference: Difference of the means over seeds, positive where the first is better.
+        holm: Its p-value, corrected for the number of pairs; 1 if there is no spread to judge it by.
         probability: That a run of the first beats one of the second.
     """
 
@@ -65,8 +63,8 @@ def summarise_group(values: Sequence[float | None], *, level: float = 0.95) -> G
     """One measure over the runs of a group.
 
     Args:
-        values: Of each run; None where a run does not define it.
-        level: Of the interval.
+        values: The measure of each run; None if a run does not define it.
+        level: Coverage of the interval.
     """
     known = [value for value in values if value is not None]
     if not known:
@@ -91,7 +89,7 @@ def compare_pairs(
     Args:
         groups: Final values of the runs by the name of their group.
         lower_is_better: Whether less is better.
-        level: Of the intervals.
+        level: Coverage of the intervals.
 
     Returns:
         Pairs in the order of the groups, the best first.

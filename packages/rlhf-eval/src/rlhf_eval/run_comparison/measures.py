@@ -1,4 +1,4 @@
-"""What is measured of one curve: how noisy it is, when it arrives, what it is worth at a given KL.
+"""Measures of one curve: how noisy it is, when it arrives, its value at a given KL.
 
 A curve is a flat sequence of logged values; windows count logged values, whatever the steps between them.
 What a curve does not define is NaN.
@@ -10,20 +10,6 @@ import math
 
 import numpy as np
 from numpy.typing import ArrayLike
-
-__all__ = [
-    "FRACTION",
-    "HOLD",
-    "WINDOW",
-    "at_kl",
-    "convergence_threshold",
-    "detrended_variance",
-    "final_mean",
-    "first_held",
-    "oscillation",
-    "running_mean",
-    "running_median",
-]
 
 WINDOW = 11
 """Logged values of the running mean and the running median."""
@@ -40,9 +26,7 @@ def running_mean(values: ArrayLike, window: int = WINDOW) -> np.ndarray:
 
     A curve that rises in a straight line stays what it is, at its ends too.
 
-    Args:
-        values: (n,) finite numbers.
-        window: Odd number of values that are averaged, at most.
+    `window` is odd: the number of values that are averaged, at most.
 
     Returns:
         (n,)
@@ -60,10 +44,6 @@ def detrended_variance(values: ArrayLike, window: int = WINDOW) -> float:
 
     The median follows learning and leaves noise and jumps, so that a curve is not called unstable because it
     falls. NaN for fewer values than the window has.
-
-    Args:
-        values: (n,) finite numbers.
-        window: Of the running median.
     """
     found = np.asarray(values, dtype=float)
     if len(found) < window:
@@ -76,9 +56,6 @@ def oscillation(smoothed: ArrayLike) -> float:
     """How far a curve travels for each unit that it gets ahead: Σ|Δr| / |r_end − r_start|.
 
     1 for a curve that only rises, or only falls; NaN for one that ends where it began.
-
-    Args:
-        smoothed: (n,) the curve, noise taken out.
     """
     found = np.asarray(smoothed, dtype=float)
     ahead = abs(found[-1] - found[0]) if len(found) else 0.0
@@ -86,7 +63,7 @@ def oscillation(smoothed: ArrayLike) -> float:
 
 
 def final_mean(values: ArrayLike) -> float:
-    """Mean of the last tenth of a curve, of one value at the least; NaN for an empty one."""
+    """Mean of the last tenth of a curve, of at least one value; NaN for an empty one."""
     found = np.asarray(values, dtype=float)
     return float(found[-math.ceil(len(found) / _FINAL) :].mean()) if len(found) else math.nan
 
@@ -100,7 +77,7 @@ def convergence_threshold(starts: ArrayLike, finals: ArrayLike, fraction: float 
     Args:
         starts: (runs,) values at the start.
         finals: (runs,) values at the end, more is better.
-        fraction: Of the way.
+        fraction: Fraction of the way.
     """
     start, best = float(np.asarray(starts).mean()), float(np.asarray(finals).max())
     return start + fraction * (best - start) if best > start else math.nan
@@ -111,11 +88,11 @@ def first_held(smoothed: ArrayLike, threshold: float, hold: int = HOLD) -> int |
 
     Args:
         smoothed: (n,) the curve, noise taken out.
-        threshold: What is to be reached; NaN is never reached.
+        threshold: What must be reached; NaN is never reached.
         hold: Values in a row; a curve that ends before is not there yet.
 
     Returns:
-        The index; None where there is no such value.
+        The index; None if there is no such value.
     """
     above = np.asarray(smoothed, dtype=float) >= threshold
     if len(above) < hold:

@@ -20,8 +20,6 @@ from rlhf_eval.run_comparison.measures import (
     running_mean,
 )
 
-__all__ = ["Curve", "RunCurves", "matched_kl", "measure_run", "shared_threshold", "smoothed"]
-
 _HOLD_HELD_OUT = 2
 
 
@@ -58,7 +56,7 @@ EMPTY = Curve(np.empty(0), np.empty(0))
 
 @dataclass(frozen=True)
 class RunCurves:
-    """What one run logged; a curve that it lacks is empty.
+    """Logged curves of one run; a missing one is empty.
 
     Attributes:
         metric: What runs are compared by.
@@ -66,7 +64,7 @@ class RunCurves:
         loss: Training loss.
         kl: To the model at the start; the same estimate in all runs that are compared.
         tokens: Trained on so far.
-        seconds: Of the steps so far.
+        seconds: Seconds of the steps so far.
         facts: Further numbers by name, which are passed on as they are.
     """
 
@@ -102,11 +100,11 @@ def matched_kl(runs: Sequence[RunCurves]) -> float:
 def measure_run(
     run: RunCurves, *, threshold: float, kl: float, lower_is_better: bool = False
 ) -> dict[str, float | None]:
-    """Every measure of a run by name; None where the run does not define it.
+    """Every measure of a run by name; None if the run does not define it.
 
     Args:
         run: What it logged.
-        threshold: Of the metric, for convergence; NaN for none.
+        threshold: Value of the metric that counts as converged; NaN for none.
         kl: At which the metric is compared; NaN for none.
         lower_is_better: Whether less of the metric is better.
     """

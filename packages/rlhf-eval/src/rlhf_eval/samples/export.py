@@ -12,10 +12,8 @@ from statistics import fmean
 from rlhf_eval.html import number, page, table, text, verbatim
 from rlhf_eval.samples.sources import Case, Completion
 
-__all__ = ["FORMATS", "models_of"]
-
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")
-"""What a spreadsheet takes for the start of a formula."""
+"""Characters that a spreadsheet reads as the start of a formula."""
 
 
 def models_of(cases: Sequence[Case]) -> list[str]:
@@ -55,7 +53,7 @@ def to_csv(cases: Sequence[Case], title: str, note: str) -> str:
 
 
 def to_markdown(cases: Sequence[Case], title: str, note: str) -> str:
-    """A section per prompt; every text stands in a fenced block whose fence is longer than any within it."""
+    """A section per prompt; every text is in a fenced block whose fence is longer than any within it."""
     parts = [f"# {_inline(title)}\n\n{_inline(note)}\n"]
     for index, case in enumerate(cases, start=1):
         parts.append(f"## {index}\n\n{_fenced(case.prompt)}\n")

@@ -1,4 +1,4 @@
-"""Which of many prompts are shown: the same ones whatever the order of the rows."""
+"""Selection of the prompts to show, independent of the order of the rows."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from typing import Literal
 from rlhf_data import UserError
 from rlhf_eval.samples.sources import Case
 
-__all__ = ["SELECTIONS", "Selection", "select_cases"]
-
 Selection = Literal["random", "best", "worst", "disagree", "stratified"]
 
 
 def select_cases(cases: Sequence[Case], how: Selection, count: int, *, seed: int = 0) -> list[Case]:
-    """`count` cases, or all where there are fewer.
+    """`count` cases, or all if there are fewer.
 
     - `stratified`: one at random from each of `count` quantiles of the score of the last model (of the
       lengths of its completions, where it has no scores), the lowest first;
@@ -30,12 +28,12 @@ def select_cases(cases: Sequence[Case], how: Selection, count: int, *, seed: int
     Raises:
         UserError: `how` needs scores, or several models, and there are none.
     """
-    shuffled = sorted(cases, key=lambda case: _draw(case, seed))
+
+    def draw(case: Case) -> str:
+        return hashlib.sha256(f"{seed} {case.prompt}".encode("utf-8", "surrogatepass")).hexdigest()
+
+    shuffled = sorted(cases, key=draw)
     return SELECTIONS[how](shuffled, min(count, len(cases)))
-
-
-def _draw(case: Case, seed: int) -> str:
-    return hashlib.sha256(f"{seed} {case.prompt}".encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _stratified(cases: Sequence[Case], count: int) -> list[Case]:
@@ -60,14 +58,6 @@ def _scores(case: Case) -> list[float]:
     return scores
 
 
-def _best(cases: Sequence[Case], count: int) -> list[Case]:
-    return sorted(cases, key=lambda case: -fmean(_scores(case)))[:count]
-
-
-def _worst(cases: Sequence[Case], count: int) -> list[Case]:
-    return sorted(cases, key=lambda case: fmean(_scores(case)))[:count]
-
-
 def _disagree(cases: Sequence[Case], count: int) -> list[Case]:
     if any(len(case.completions) < 2 for case in cases):
         raise UserError(
@@ -80,8 +70,8 @@ def _disagree(cases: Sequence[Case], count: int) -> list[Case]:
 SELECTIONS: dict[Selection, Callable[[Sequence[Case], int], list[Case]]] = {
     "stratified": _stratified,
     "random": lambda cases, count: list(cases[:count]),
-    "best": _best,
-    "worst": _worst,
+    "best": lambda cases, count: sorted(cases, key=lambda case: -fmean(_scores(case)))[:count],
+    "worst": lambda cases, count: sorted(cases, key=lambda case: fmean(_scores(case)))[:count],
     "disagree": _disagree,
 }
 """How cases are selected, by name."""

@@ -12,24 +12,22 @@ from rlhf_data import UserError, read_rows
 from rlhf_eval.answers import Answer, default_metric, harness_answers
 from rlhf_eval.scoring import as_text
 
-__all__ = ["Case", "Completion", "matched", "read_source"]
-
 _FILES = ("samples.jsonl", "completions.jsonl", "generations.jsonl")
-"""What a folder holds completions in, the first that is there."""
+"""Files of a folder that may hold completions; the first that exists is read."""
 _PROMPT = ("prompt", "instruction", "question")
 _COMPLETION = ("completion", "response", "output", "answer", "generation", "text")
 _SCORE = ("score", "reward", "reward_score")
 _SHOWN = ("kl", "length", "finish_reason", "verdict", "correct", "critique", "step")
-"""What else is shown of a completion, where its row has it."""
+"""Further columns of a completion that are shown if its row has them."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What one model wrote.
+    """Completions of one model.
 
     Args:
         text: the completion.
-        score: what it was worth; None where nobody scored it.
+        score: its score; None if it has none.
         facts: what else its row says of it, by name.
     """
 

@@ -1,109 +1,46 @@
-"""Statistics of evaluations, on numpy alone: intervals that cover, exact tests, and what they resample."""
+"""Statistics of evaluations, on numpy alone: confidence intervals, exact tests, units of resampling."""
 
-from rlhf_eval.stats.classification import (
-    auroc,
-    balanced_accuracy,
-    brier_score,
-    debiased_calibration_error,
-    equal_count_calibration_error,
-    expected_calibration_error,
-    rate,
-    true_negative_rate,
-    true_positive_rate,
-)
-from rlhf_eval.stats.controlled import (
-    ControlledWinRate,
-    alpaca_eval_win_rate,
-    controlled_win_rate,
-    length_feature,
-    style_counts,
-    style_features,
-)
-from rlhf_eval.stats.differences import (
-    mean_interval,
-    mean_of_parts,
-    non_inferior,
-    paired_difference,
-    proportion_interval,
-    two_sample_difference,
-    verdict_difference,
-    wilson,
-)
-from rlhf_eval.stats.fronts import (
-    hypervolume,
-    pareto_front,
-)
-from rlhf_eval.stats.interval import Interval
-from rlhf_eval.stats.judges import (
-    cohen_kappa,
-    corrected_rate,
-    prediction_powered,
-)
-from rlhf_eval.stats.seeds import (
-    iqm,
-    iqm_interval,
-    probability_of_improvement,
-)
-from rlhf_eval.stats.significance import (
-    benjamini_hochberg,
-    detectable_difference,
-    detectable_rate,
-    holm,
-    mcnemar,
-    paired_power,
-    sign_test,
-    units_needed,
-)
-from rlhf_eval.stats.win_rates import (
-    JudgeOrder,
-    bradley_terry,
-    position_bias,
-    win_rate,
-)
-
-__all__ = [
-    "ControlledWinRate",
-    "Interval",
-    "JudgeOrder",
-    "alpaca_eval_win_rate",
-    "auroc",
-    "balanced_accuracy",
-    "benjamini_hochberg",
-    "bradley_terry",
-    "brier_score",
-    "cohen_kappa",
-    "controlled_win_rate",
-    "corrected_rate",
-    "debiased_calibration_error",
-    "detectable_difference",
-    "detectable_rate",
-    "equal_count_calibration_error",
-    "expected_calibration_error",
-    "holm",
-    "hypervolume",
-    "iqm",
-    "iqm_interval",
-    "length_feature",
-    "mcnemar",
-    "mean_interval",
-    "mean_of_parts",
-    "non_inferior",
-    "paired_difference",
-    "paired_power",
-    "pareto_front",
-    "position_bias",
-    "prediction_powered",
-    "probability_of_improvement",
-    "proportion_interval",
-    "rate",
-    "sign_test",
-    "style_counts",
-    "style_features",
-    "true_negative_rate",
-    "true_positive_rate",
-    "two_sample_difference",
-    "units_needed",
-    "verdict_difference",
-    "wilson",
-    "win_rate",
-]
+from rlhf_eval.stats.classification import auroc as auroc
+from rlhf_eval.stats.classification import balanced_accuracy as balanced_accuracy
+from rlhf_eval.stats.classification import brier_score as brier_score
+from rlhf_eval.stats.classification import debiased_calibration_error as debiased_calibration_error
+from rlhf_eval.stats.classification import equal_count_calibration_error as equal_count_calibration_error
+from rlhf_eval.stats.classification import expected_calibration_error as expected_calibration_error
+from rlhf_eval.stats.classification import rate as rate
+from rlhf_eval.stats.classification import true_negative_rate as true_negative_rate
+from rlhf_eval.stats.classification import true_positive_rate as true_positive_rate
+from rlhf_eval.stats.controlled import ControlledWinRate as ControlledWinRate
+from rlhf_eval.stats.controlled import alpaca_eval_win_rate as alpaca_eval_win_rate
+from rlhf_eval.stats.controlled import controlled_win_rate as controlled_win_rate
+from rlhf_eval.stats.controlled import length_feature as length_feature
+from rlhf_eval.stats.controlled import style_counts as style_counts
+from rlhf_eval.stats.controlled import style_features as style_features
+from rlhf_eval.stats.differences import mean_interval as mean_interval
+from rlhf_eval.stats.differences import mean_of_parts as mean_of_parts
+from rlhf_eval.stats.differences import non_inferior as non_inferior
+from rlhf_eval.stats.differences import paired_difference as paired_difference
+from rlhf_eval.stats.differences import proportion_interval as proportion_interval
+from rlhf_eval.stats.differences import two_sample_difference as two_sample_difference
+from rlhf_eval.stats.differences import verdict_difference as verdict_difference
+from rlhf_eval.stats.differences import wilson as wilson
+from rlhf_eval.stats.fronts import hypervolume as hypervolume
+from rlhf_eval.stats.fronts import pareto_front as pareto_front
+from rlhf_eval.stats.interval import Interval as Interval
+from rlhf_eval.stats.judges import cohen_kappa as cohen_kappa
+from rlhf_eval.stats.judges import corrected_rate as corrected_rate
+from rlhf_eval.stats.judges import prediction_powered as prediction_powered
+from rlhf_eval.stats.seeds import iqm as iqm
+from rlhf_eval.stats.seeds import iqm_interval as iqm_interval
+from rlhf_eval.stats.seeds import probability_of_improvement as probability_of_improvement
+from rlhf_eval.stats.significance import benjamini_hochberg as benjamini_hochberg
+from rlhf_eval.stats.significance import detectable_difference as detectable_difference
+from rlhf_eval.stats.significance import detectable_rate as detectable_rate
+from rlhf_eval.stats.significance import holm as holm
+from rlhf_eval.stats.significance import mcnemar as mcnemar
+from rlhf_eval.stats.significance import paired_power as paired_power
+from rlhf_eval.stats.significance import sign_test as sign_test
+from rlhf_eval.stats.significance import units_needed as units_needed
+from rlhf_eval.stats.win_rates import JudgeOrder as JudgeOrder
+from rlhf_eval.stats.win_rates import bradley_terry as bradley_terry
+from rlhf_eval.stats.win_rates import position_bias as position_bias
+from rlhf_eval.stats.win_rates import win_rate as win_rate

@@ -1,8 +1,9 @@
 """Classification, calibration and rate metrics on plain Python sequences.
 
-Every function takes sequences of equal length `n` and returns a float. A prediction of None is one that
-could not be parsed. A value that is undefined on the data (no row of a class, no rows that count) is
-NaN, never an invented number; sequences of different lengths are a ValueError.
+All functions take (n,) predictions, probabilities of the positive class or scores, and (n,) true classes. A
+prediction of None could not be parsed and counts as wrong. They return a number in [0, 1]: NaN where the data
+do not define it, because there are no rows, or none of a class. They raise a ValueError where lengths differ,
+a probability is outside [0, 1], a score is not finite, or `num_bins` is below 1.
 """
 
 from collections.abc import Sequence, Sized
@@ -11,52 +12,21 @@ import numpy as np
 
 
 def true_positive_rate(predictions: Sequence[bool | None], labels: Sequence[bool]) -> float:
-    """Share of the positives that were predicted positive (sensitivity, recall): TPR = TP / P.
-
-    Args:
-        predictions: (n,) predicted classes; None counts as wrong.
-        labels: (n,) true classes.
-
-    Returns:
-        A number in [0, 1]; NaN without a positive label.
-
-    Raises:
-        ValueError: the lengths differ.
-    """
+    """Share of the positives that were predicted positive (sensitivity, recall): TPR = TP / P."""
     return _class_recall(predictions, labels, positive=True)
 
 
 def true_negative_rate(predictions: Sequence[bool | None], labels: Sequence[bool]) -> float:
-    """Share of the negatives that were predicted negative (specificity): TNR = TN / N.
-
-    Args:
-        predictions: (n,) predicted classes; None counts as wrong.
-        labels: (n,) true classes.
-
-    Returns:
-        A number in [0, 1]; NaN without a negative label.
-
-    Raises:
-        ValueError: the lengths differ.
-    """
+    """Share of the negatives that were predicted negative (specificity): TNR = TN / N."""
     return _class_recall(predictions, labels, positive=False)
 
 
 def balanced_accuracy(predictions: Sequence[bool | None], labels: Sequence[bool]) -> float:
     """Mean of the two classes' recalls: (TPR + TNR) / 2.
 
-    A constant prediction scores 0.5 however unequal the classes are. Brodersen et al. 2010, "The
-    balanced accuracy and its posterior distribution", https://doi.org/10.1109/ICPR.2010.764.
-
-    Args:
-        predictions: (n,) predicted classes; None counts as wrong.
-        labels: (n,) true classes.
-
-    Returns:
-        A number in [0, 1]; with labels of one class only, that class's recall; NaN without rows.
-
-    Raises:
-        ValueError: the lengths differ.
+    A constant prediction scores 0.5 however unequal the classes are; with labels of one class only it is that
+    class's recall. Brodersen et al. 2010, "The balanced accuracy and its posterior distribution",
+    https://doi.org/10.1109/ICPR.2010.764.
     """
     recalls = [true_positive_rate(predictions, labels), true_negative_rate(predictions, labels)]
     present = [recall for recall in recalls if not np.isnan(recall)]
@@ -68,16 +38,6 @@ def brier_score(probabilities: Sequence[float] | np.ndarray, labels: Sequence[bo
 
     Brier 1950, "Verification of forecasts expressed in terms of probability", Monthly Weather Review
     78(1), in the form for two classes (half of the paper's sum over both classes).
-
-    Args:
-        probabilities: (n,) probabilities of the positive class, in [0, 1].
-        labels: (n,) true classes.
-
-    Returns:
-        A number in [0, 1]; NaN without rows.
-
-    Raises:
-        ValueError: the lengths differ or a probability is outside [0, 1].
     """
     p, y = _probabilities(probabilities, labels)
     return float(np.mean((p - y) ** 2)) if len(p) else float("nan")
@@ -91,17 +51,6 @@ def expected_calibration_error(
     Bins have equal width over [0, 1], b = min(⌊p · num_bins⌋, num_bins − 1), and p is the probability of
     the positive class. Naeini et al. 2015, "Obtaining well calibrated probabilities using Bayesian
     binning", https://doi.org/10.1609/aaai.v29i1.9602.
-
-    Args:
-        probabilities: (n,) probabilities of the positive class, in [0, 1].
-        labels: (n,) true classes.
-        num_bins: Number of bins, at least 1.
-
-    Returns:
-        A number in [0, 1]; NaN without rows.
-
-    Raises:
-        ValueError: the lengths differ, a probability is outside [0, 1], or `num_bins` is below 1.
 
     Note:
         The value depends on `num_bins`; compare only values computed with the same one.
@@ -121,20 +70,9 @@ def equal_count_calibration_error(
 ) -> float:
     """The expected calibration error over bins with equally many rows: Σ_b (n_b / n) · |mean p_b − mean y_b|.
 
-    Bins follow the probabilities, so that none is empty where they crowd; equal ones may fall apart, then in
-    the order given. Nguyen & O'Connor 2015, "Posterior calibration and exploratory analysis",
+    Bins follow the probabilities, so that none is empty if they crowd; equal ones may be separated, then
+    in the order given. Nguyen & O'Connor 2015, "Posterior calibration and exploratory analysis",
     https://arxiv.org/abs/1508.05154.
-
-    Args:
-        probabilities: (n,) probabilities of the positive class, in [0, 1].
-        labels: (n,) true classes.
-        num_bins: Number of bins, at least 1; at most n are used.
-
-    Returns:
-        A number in [0, 1]; NaN without rows.
-
-    Raises:
-        ValueError: the lengths differ, a probability is outside [0, 1], or `num_bins` is below 1.
     """
     bins = _equal_count_bins(probabilities, labels, num_bins)
     rows = sum(len(p) for p, _ in bins)
@@ -150,17 +88,6 @@ def debiased_calibration_error(
     calibrated model has a plain error above 0 on finite data, and is 0 here on average before the root.
     Kumar, Liang & Ma 2019, "Verified uncertainty calibration", definition 4.1,
     https://arxiv.org/abs/1909.10155. A bin of one row counts nothing.
-
-    Args:
-        probabilities: (n,) probabilities of the positive class, in [0, 1].
-        labels: (n,) true classes.
-        num_bins: Number of bins, at least 1.
-
-    Returns:
-        A number in [0, 1]; NaN without rows.
-
-    Raises:
-        ValueError: the lengths differ, a probability is outside [0, 1], or `num_bins` is below 1.
     """
     bins = _equal_count_bins(probabilities, labels, num_bins)
     rows = sum(len(p) for p, _ in bins)
@@ -180,16 +107,6 @@ def auroc(scores: Sequence[float] | np.ndarray, labels: Sequence[bool] | np.ndar
     Computed from mid-ranks: AUROC = (Σ ranks of the positives − P(P + 1)/2) / (P · N), the Mann-Whitney
     statistic. Hanley & McNeil 1982, "The meaning and use of the area under a receiver operating
     characteristic (ROC) curve", https://doi.org/10.1148/radiology.143.1.7063747.
-
-    Args:
-        scores: (n,) finite scores, higher meaning more likely positive.
-        labels: (n,) true classes.
-
-    Returns:
-        A number in [0, 1]; NaN when a class has no row.
-
-    Raises:
-        ValueError: the lengths differ or a score is not finite.
     """
     _check_lengths(scores, labels)
     values, positive = np.asarray(scores, dtype=float), np.asarray(labels, dtype=bool)
@@ -205,14 +122,7 @@ def auroc(scores: Sequence[float] | np.ndarray, labels: Sequence[bool] | np.ndar
 
 
 def rate(flags: Sequence[bool | None]) -> float:
-    """Share of True among the flags that apply: hack rate, parse rate, win rate.
-
-    Args:
-        flags: (n,) outcomes; None marks a row to which the rate does not apply and which is left out.
-
-    Returns:
-        A number in [0, 1]; NaN when no flag applies.
-    """
+    """Share of True among the flags that apply, those that are not None: hack rate, parse rate, win rate."""
     counted = [bool(flag) for flag in flags if flag is not None]
     return sum(counted) / len(counted) if counted else float("nan")
 

@@ -15,7 +15,7 @@ from rlhf_eval.stats.interval import Interval, check_level, percentile, resample
 
 REFITS = 1000
 _LARGE = 20_000
-"""Rows above which a tenth of the refits is made; their spread is then small beside the estimate."""
+"""Rows above which a tenth of the refits is made; their spread is then small compared with the estimate."""
 
 ALPACA_SLOPE = -1.61
 """Coefficient of tanh of the standardised length difference, baseline minus model, AlpacaEval 2 publishes
@@ -78,17 +78,17 @@ def controlled_win_rate(
 ) -> ControlledWinRate:
     """The win rate if the answers did not differ in the features: σ(b₀) of P(win) = σ(b₀ + b·x).
 
-    The model is fitted anew in every resample of prompts; AlpacaEval 2's own standard error, the spread of
+    The model is refitted in every resample of prompts; AlpacaEval 2's own standard error, the spread of
     the fitted probabilities, holds the fit for known and covers 54% for 95%.
 
     Args:
         verdicts: (n,) in [0, 1]: 1 the model wins, ½ a tie; or the judge's probability.
-        features: (n,) or (n, k) differences between the two answers, 0 where there is none, such as
+        features: (n,) or (n, k) differences between the two answers, 0 if there is none, such as
             `length_feature` and `style_features`.
         prompts: (n,) the prompt of each row. None: each row is its own.
         level: Nominal coverage.
         refits: Number of resamples; a tenth for more than 20,000 rows.
-        seed: Of the resamples.
+        seed: Seed of the resamples.
 
     Raises:
         ValueError: the shapes differ or a verdict is outside [0, 1].
@@ -139,8 +139,8 @@ def alpaca_eval_win_rate(
             term out.
         baseline_weight: Weight of the rows that hold b₁ to it; 0 leaves them out.
         level: Nominal coverage.
-        refits: Number of resamples of prompts, in each of which the model is fitted anew.
-        seed: Of the resamples.
+        refits: Number of resamples of prompts, in each of which the model is refitted.
+        seed: Seed of the resamples.
 
     Raises:
         ValueError: the lengths differ or a verdict is outside [0, 1].

@@ -1,4 +1,10 @@
-"""Means and their differences, paired or not, from rows that may come in clusters; non-inferiority."""
+"""Means and their differences, paired or not, from rows that may come in clusters; non-inferiority.
+
+Shared arguments: `clusters` (n,) says what each row belongs to, such as its prompt, and rows of one cluster
+are drawn together; None makes each row its own. `level` is the nominal coverage, `resamples` and `seed` are
+those of the bootstrap, and `unit` is what a cluster is called in the result. A ValueError is raised where a
+value is not finite, the clusters do not match, or `level` is not a probability.
+"""
 
 from __future__ import annotations
 
@@ -39,20 +45,8 @@ def mean_interval(
     """Mean of the rows, with the interval of the studentised bootstrap over their clusters.
 
     Fewer than 8 units have too few different resamples; they get Student's interval, exact for normal units.
-    `p_value` is of a mean of zero. Where all units agree there is no interval to compute, and its ends are
+    `p_value` is of a mean of zero. Where all units agree there is no interval, and its ends are
     NaN.
-
-    Args:
-        values: (n,) finite numbers.
-        clusters: (n,) what each row belongs to, such as its prompt; rows of one cluster are drawn together.
-            None: each row is its own.
-        level: Nominal coverage.
-        resamples: Number of resamples.
-        seed: Of the resamples.
-        unit: What a cluster is called in the result.
-
-    Raises:
-        ValueError: a value is not finite, the clusters do not match, or `level` is not a probability.
     """
     check_level(level)
     rng = np.random.default_rng(seed)
@@ -87,19 +81,7 @@ def paired_difference(
 
     Two models that answer the same prompts are paired: what makes a prompt hard cancels (Miller 2024, "Adding
     error bars to evals", section 4.2, https://arxiv.org/abs/2411.00640). Verdicts (scores that are all 0, ½
-    or 1) take the interval of `verdict_difference`.
-
-    Args:
-        first: (n,) scores of one model.
-        second: (n,) scores of the other, of the same rows in the same order.
-        clusters: (n,) as in `mean_interval`.
-        level: Nominal coverage.
-        resamples: Number of resamples.
-        seed: Of the resamples.
-        unit: What a cluster is called in the result.
-
-    Raises:
-        ValueError: the lengths differ, or see `mean_interval`.
+    or 1) take the interval of `verdict_difference`. Both are (n,) scores of the same rows in the same order.
     """
     a, b = np.asarray(first, dtype=float), np.asarray(second, dtype=float)
     if a.shape != b.shape:
@@ -121,14 +103,8 @@ def verdict_difference(
     https://doi.org/10.1002/sim.3095). The bootstrap does not cover where few verdicts differ: with 4 of 100
     in expectation it holds 83% for 95%.
 
-    Args:
-        differences: (n,) numbers in [−1, 1].
-        clusters: (n,) as in `mean_interval`.
-        level: Nominal coverage.
-        unit: What a cluster is called in the result.
-
     Raises:
-        ValueError: a difference is not in [−1, 1], or see `mean_interval`.
+        ValueError: a difference is not in [−1, 1].
     """
     check_level(level)
     found = np.asarray(differences, dtype=float)
@@ -167,20 +143,7 @@ def two_sample_difference(
     seed: int = 0,
     unit: str = "row",
 ) -> Interval:
-    """Mean of first − mean of second, of samples that share no rows: both are resampled, each for itself.
-
-    Args:
-        first: (n,) scores.
-        second: (m,) scores of other rows.
-        clusters: Of the rows of both.
-        level: Nominal coverage.
-        resamples: Number of resamples.
-        seed: Of the resamples.
-        unit: What a cluster is called in the result.
-
-    Raises:
-        ValueError: see `mean_interval`.
-    """
+    """Mean of first (n,) − mean of second (m,), of samples that share no rows; both are resampled."""
     check_level(level)
     rng = np.random.default_rng(seed)
     samples = [ClusterMean.of(values, of, rng) for values, of in zip((first, second), clusters, strict=True)]
@@ -198,7 +161,7 @@ def two_sample_difference(
 def proportion_interval(
     values: ArrayLike, clusters: Clusters = None, *, level: float = 0.95, unit: str = "row"
 ) -> Interval:
-    """A rate of rows between 0 and 1, with Wilson's interval for as many units as the rows are worth.
+    """A rate of rows between 0 and 1, with Wilson's interval at the effective number of units.
 
     That number is p(1 − p)/se², with se of the clusters: it is n for independent rows of 0 and 1, less where
     rows of a cluster are alike, more for probabilities (the effective sample size of Korn & Graubard 1998,
@@ -206,14 +169,8 @@ def proportion_interval(
     Wilson 1927, "Probable inference", https://doi.org/10.1080/01621459.1927.10502953). The bootstrap does not
     cover at rates near 0 and 1, where this one does.
 
-    Args:
-        values: (n,) numbers in [0, 1]: verdicts, correct or not, win probabilities.
-        clusters: (n,) as in `mean_interval`.
-        level: Nominal coverage.
-        unit: What a cluster is called in the result.
-
     Raises:
-        ValueError: a value is outside [0, 1], or see `mean_interval`.
+        ValueError: a value is outside [0, 1].
     """
     check_level(level)
     found = np.asarray(values, dtype=float)
@@ -233,11 +190,8 @@ def mean_of_parts(parts: Sequence[Interval]) -> Interval:
     θ + √Σ(u_i − θ_i)²/S (Zou & Donner 2008, https://doi.org/10.1002/sim.3095, which keeps what the parts'
     intervals are good at near 0 and 1). NaN where a part has no interval.
 
-    Args:
-        parts: Estimates of different rows, of one level.
-
     Raises:
-        ValueError: there are none, or their levels differ.
+        ValueError: there are no parts, or their levels differ.
     """
     if len({part.level for part in parts}) != 1:
         raise ValueError("expected at least one estimate, and all of one level")
@@ -282,7 +236,7 @@ def non_inferior(difference: Interval, margin: float) -> bool:
 
 
 def _wilson_of(rate: float, error: float, units: int, level: float) -> tuple[float, float]:
-    """Wilson's interval for as many units as the standard error says the rate is worth."""
+    """Wilson's interval at the number of units that the standard error implies."""
     return wilson(rate, rate * (1 - rate) / error**2 if error > 0 else units, level=level)
 
 

@@ -1,4 +1,4 @@
-"""Several objectives at once, such as reward and KL: what nothing beats, and the space it covers."""
+"""Pareto fronts of several objectives, such as reward and KL, and their hypervolume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every estimator shares: the interval it returns, units of resampling, and two kinds of bootstrap."""
+"""Base of all estimators: confidence intervals, units of resampling, two kinds of bootstrap."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Interval:
         method: How the interval was made.
         unit: What is resampled, or taken as independent.
         n: Number of units.
-        standard_error: Of the estimate; None where the method has none.
-        p_value: Two-sided, of no difference; None where nothing is tested.
+        standard_error: Standard error of the estimate; None if the method has none.
+        p_value: Two-sided, of no difference; None if nothing is tested.
     """
 
     estimate: float
@@ -151,7 +151,7 @@ class ClusterMean:
         return np.stack([s, m, s * s, s * m, m * m], axis=1)
 
     def mean(self) -> tuple[float, float]:
-        """Mean and standard error; NaN where there is no row, or no second unit."""
+        """Mean and standard error; NaN if there is no row, or no second unit."""
         mean, error = _mean_and_error(self.moments().sum(0)[None], len(self.sums))
         return float(mean[0]), float(error[0])
 

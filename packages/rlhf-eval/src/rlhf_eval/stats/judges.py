@@ -38,7 +38,7 @@ def cohen_kappa(
         second: (n,) of the other, on the same rows.
         level: Nominal coverage.
         resamples: Number of resamples.
-        seed: Of the resamples.
+        seed: Seed of the resamples.
 
     Returns:
         1 for full agreement, 0 for chance; NaN where both always gave the same verdict.
@@ -69,7 +69,7 @@ def corrected_rate(
     *,
     level: float = 0.95,
 ) -> Interval:
-    """The true rate behind a judge that errs: (q + specificity − 1) / (sensitivity + specificity − 1).
+    """The true rate given a judge that errs: (q + specificity − 1) / (sensitivity + specificity − 1).
 
     Rogan & Gladen 1978, "Estimating prevalence from the results of a screening test"; the interval is that of
     Lang & Reiczigel 2014, "Confidence limits for prevalence of disease adjusted for estimated sensitivity and
@@ -77,7 +77,7 @@ def corrected_rate(
     about the judge. For judges of language models: Lee et al. 2025, https://arxiv.org/abs/2511.21140.
 
     Args:
-        judged: (n,) the judge's verdicts on the rows whose rate is asked for.
+        judged: (n,) the judge's verdicts on the rows whose rate is estimated.
         gold_judged: (m,) its verdicts on a labelled slice, of both labels.
         gold_labels: (m,) the labels.
         level: Nominal coverage.
@@ -89,7 +89,7 @@ def corrected_rate(
     check_level(level)
     verdicts = np.asarray(judged, dtype=bool)
     if not verdicts.size:
-        raise ValueError("the judge decided nothing, so that there is no rate to correct")
+        raise ValueError("the judge gave no verdict, so there is no rate to correct")
     on_gold, labels = np.asarray(gold_judged, dtype=bool), np.asarray(gold_labels, dtype=bool)
     if on_gold.shape != labels.shape or labels.all() or not labels.any():
         raise ValueError(
@@ -103,7 +103,9 @@ def corrected_rate(
 
     hits, rejections = int(on_gold[labels].sum()), int((~on_gold[~labels]).sum())
     if hits / positives + rejections / negatives <= 1:
-        raise ValueError("on the labelled slice the judge is no better than chance, so that it says nothing")
+        raise ValueError(
+            "on the labelled slice the judge is no better than chance, so its verdicts are useless"
+        )
     estimate = rate(verdicts.mean(), hits / positives, rejections / negatives)
     q, size = (verdicts.sum() + z * z / 2) / (n + z * z), n + z * z
     sensitivity, specificity = (hits + 1) / (positives + 2), (rejections + 1) / (negatives + 2)
@@ -139,7 +141,7 @@ def prediction_powered(
         gold_labels: (m,) their labels.
         level: Nominal coverage.
         resamples: Number of resamples, of both sets of rows.
-        seed: Of the resamples.
+        seed: Seed of the resamples.
 
     Raises:
         ValueError: the lengths differ or a number is not finite.

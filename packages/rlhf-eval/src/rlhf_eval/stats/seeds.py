@@ -45,7 +45,7 @@ def iqm_interval(
         resample_prompts: Whether columns are a sample too.
         level: Nominal coverage.
         resamples: Number of resamples.
-        seed: Of the resamples.
+        seed: Seed of the resamples.
 
     Raises:
         ValueError: not a table of finite numbers, or fewer than two runs.
@@ -83,7 +83,7 @@ def probability_of_improvement(
         second: (runs, tasks) of the other, of the same tasks; the number of runs may differ.
         level: Nominal coverage.
         resamples: Number of resamples.
-        seed: Of the resamples.
+        seed: Seed of the resamples.
 
     Raises:
         ValueError: other tasks, or see `iqm_interval`.

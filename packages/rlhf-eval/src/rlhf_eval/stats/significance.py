@@ -13,7 +13,7 @@ from rlhf_eval.stats.interval import normal_quantile
 
 
 def sign_test(first: ArrayLike, second: ArrayLike) -> float:
-    """Two-sided p-value of the exact sign test: of the rows that differ, as many favour either side.
+    """Two-sided p-value of the exact sign test that as many of the differing rows favour either side.
 
     2 · P(X ≤ min(wins, losses)) with X ~ Binomial(wins + losses, ½), at most 1; ties are left out. For rows
     of 0 and 1 this is the exact test of McNemar 1947, "Note on the sampling error of the difference between

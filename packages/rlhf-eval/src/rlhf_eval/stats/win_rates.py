@@ -48,7 +48,7 @@ def win_rate(
 
 
 class JudgeOrder(NamedTuple):
-    """What the order of the answers does to a judge.
+    """Effect of the answers' order on a judge.
 
     Attributes:
         first_wins: Share of verdicts for the answer shown first; ½ without bias.
@@ -102,7 +102,7 @@ def bradley_terry(
         prompts: The prompt of each game, which is resampled with all its games. None: each game is its own.
         level: Nominal coverage.
         resamples: Number of resamples.
-        seed: Of the resamples.
+        seed: Seed of the resamples.
 
     Returns:
         The strength of each model, in log-odds against the mean of all.

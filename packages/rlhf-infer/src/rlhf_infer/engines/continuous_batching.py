@@ -20,11 +20,11 @@ from rlhf_models import evaluating
 _LOG = logging.getLogger(__name__)
 
 OnToken = Callable[[int, int, float, "TopLogps"], None]
-"""Told of each token as it comes: the sample's index, the token, its log-prob, those of the likeliest tokens.
+"""Called for each token as it is sampled: index of the sample, token, its log-prob, the likeliest tokens.
 
 The log-probs are at temperature 1 where `SamplingParams.raw_logprobs` asks for them."""
 TopLogps = Sequence[tuple[int, float]]
-"""The likeliest tokens and their log-probs, likeliest first; empty where none were asked for."""
+"""The likeliest tokens and their log-probs, likeliest first; empty if none were requested."""
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ ROW_SIZES = (*range(1, 9), *range(16, 65, 8), *range(96, 257, 32), *range(320, 1
 
 @dataclass(eq=False)
 class _Order:
-    """What a caller waits for: rollouts of a prompt, which may be drawn in several pieces."""
+    """A request of a caller: rollouts of one prompt, which may be sampled in several pieces."""
 
     samples: range
     drawn: dict[int, Rollout] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class _Piece:
 
     @property
     def kind(self) -> tuple[range, SamplingParams]:
-        """What pieces must share to be decoded in one cohort; each has a seed of its own."""
+        """Settings that pieces must share to be decoded in one cohort; each has its own seed."""
         return self.samples, replace(self.params, seed=0)
 
 
@@ -87,12 +87,12 @@ class ContinuousBatcher:
 
     Requests start in the order in which they came, as soon as their keys and values fit into the engine's
     `max_batch_tokens`, completions counted at their longest; one with more samples than fit at once is drawn
-    in pieces. A thread of its own does the work; the model must not be used otherwise.
+    in pieces. A separate thread does the work; the model must not be used otherwise.
 
     Args:
         engine: its model stays in eval mode.
         threads: CPU threads of the batcher's thread; None for what torch takes.
-        after_tokens: called in the batcher's thread once all who follow have been told of a step's tokens.
+        after_tokens: called in the batcher's thread once all followers have received a step's tokens.
     """
 
     def __init__(
@@ -153,15 +153,14 @@ class ContinuousBatcher:
             self._changed.notify()
         return order.result
 
-    def run(self, work: Callable[[], T]) -> T:
-        """Do other work in the batcher's thread, between two tokens.
+    def submit_work(self, work: Callable[[], T]) -> Future[T]:
+        """Have other work done in the batcher's thread, between two tokens; what `work` raises fails it.
 
         On CPUs two threads that both compute with many threads each take each other's cores; work that would
-        be done beside generation is done sooner in its midst.
+        can be run during generation is run sooner in its midst.
 
         Raises:
             RuntimeError: the batcher is closed.
-            Exception: what `work` raises.
         """
         result: Future[Any] = Future()
         with self._changed:
@@ -169,7 +168,7 @@ class ContinuousBatcher:
                 raise RuntimeError("the batcher is closed")
             self._work.append((work, result))
             self._changed.notify()
-        return result.result()
+        return result
 
     @property
     def running(self) -> int:
@@ -193,7 +192,7 @@ class ContinuousBatcher:
                 try:
                     self._admit()
                     self._step()
-                except Exception as error:  # whoever waits is told; others may still be served
+                except Exception as error:  # the one who waits gets it; others may still be served
                     _LOG.exception("generation failed")
                     self._give_up(error)
         with self._changed:
@@ -211,6 +210,8 @@ class ContinuousBatcher:
         if not self._work:
             return
         work, result = self._work.popleft()
+        if not result.set_running_or_notify_cancel():
+            return
         try:
             result.set_result(work())
         except Exception as error:
@@ -260,7 +261,7 @@ class ContinuousBatcher:
         return len(batch) * (max(len(piece.prompt) for piece in batch) + each)
 
     def _step(self) -> None:
-        """Drop what nobody waits for, decode one token of everything else, answer what has finished."""
+        """Drop what nothing waits for, decode one token of everything else, answer what has finished."""
         for each in self._running:
             for prompt, piece in enumerate(each.pieces):
                 if piece is not None and piece.order.result.done():
@@ -270,11 +271,11 @@ class ContinuousBatcher:
         if not self._running:
             return
         before = [each.cohort.rows.finished for each in self._running]
-        told = [(each, each.cohort.rows.live()) for each in self._running if _is_followed(each)]
+        followed = [(each, each.cohort.rows.live()) for each in self._running if _is_followed(each)]
         self.engine.advance([each.cohort for each in self._running], row_sizes=ROW_SIZES)
-        for each, places in told:
+        for each, places in followed:
             _tell(each, places)
-        if told and self._after_tokens is not None:
+        if followed and self._after_tokens is not None:
             self._after_tokens()
         for each, finished in zip(self._running, before, strict=True):
             if each.cohort.rows.finished != finished:
@@ -295,7 +296,8 @@ class ContinuousBatcher:
         running, self._running = self._running, []
         waiting = list(self._waiting) if self._closed else []
         for _, result in self._work if self._closed else ():
-            result.set_exception(error)
+            if result.set_running_or_notify_cancel():
+                result.set_exception(error)
         for piece in [*(piece for each in running for piece in each.pieces if piece is not None), *waiting]:
             piece.order.fail(error)
 

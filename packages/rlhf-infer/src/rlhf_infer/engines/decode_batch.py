@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_infer.engines.protocol import Rollout, SamplingParams
-from rlhf_infer.engines.sampler import Drawn, Sampler
+from rlhf_infer.engines.sampler import SampledTokens, Sampler
 from rlhf_infer.engines.stop_strings import StopTexts
 
 _ALIVE = 0.75
@@ -30,8 +30,8 @@ class Cohort:
         lengths: (P,) tokens of the prompts.
         hidden: (P, hidden) last states of the prompts.
         params: how the completions are drawn.
-        ends: end-of-sequence tokens.
-        stops: finds the stop texts of `params`; None where there are none.
+        ends: tokens that end a completion.
+        stops: finds the stop texts of `params`; None if there are none.
     """
 
     def __init__(
@@ -77,9 +77,7 @@ class Cohort:
     def draw(self, head: Callable[[Tensor], Tensor], hidden: Tensor) -> None:
         """Draw the next token of every row; rows that have finished leave when there are enough of them.
 
-        Args:
-            head: maps states to fp32 logits (*, V).
-            hidden: (B, hidden), usually the cohort's.
+        `head` maps `hidden` (B, hidden), usually the cohort's, to fp32 logits (*, V).
         """
         drawn = self._sampler.draw(head, hidden, self.rows.length, self.rows.completion)
         self.tokens = drawn.tokens
@@ -141,7 +139,7 @@ class Rows:
         self._lengths = np.zeros(count, dtype=np.int64)
         self._reasons: list[Literal["stop", "length"]] = ["length"] * count
 
-    def add(self, drawn: Drawn) -> None:
+    def add(self, drawn: SampledTokens) -> None:
         """Add a token to every row."""
         self.tokens[self.place, self.length] = drawn.tokens.cpu().numpy()
         self.logps[self.place, self.length] = drawn.logps.cpu().numpy()

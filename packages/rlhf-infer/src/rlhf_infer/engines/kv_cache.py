@@ -16,13 +16,9 @@ BLOCK = 128
 
 
 class PromptCache:
-    """Keys and values (P, H_kv, L, D) of P prompts for every layer, zeros behind the shorter ones.
+    """Keys and values (P, H_kv, L, D) of P prompts for every layer, zeros after the shorter ones.
 
     They are kept in the dtype that attention computes in, also where autocast hands them over in fp32.
-
-    Args:
-        lengths: tokens of each prompt.
-        device: where they are kept.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
@@ -51,9 +47,7 @@ class PromptCache:
 class PrefillAttention:
     """Tree attention over packed prompts that keeps every layer's keys and values.
 
-    Args:
-        batch: packed prompts, on the CPU.
-        cache: takes the keys and values; `batch.sequence_ids` says whose they are.
+    The packed prompts are on the CPU; `batch.sequence_ids` says whose the cached keys and values are.
     """
 
     def __init__(self, batch: PackedBatch, cache: PromptCache) -> None:
@@ -118,9 +112,8 @@ class DecodeAttention:
     def keep_rows(self, kept: Tensor, prompts: np.ndarray) -> None:
         """Drop the other rows, and prompts left without rows.
 
-        Args:
-            kept: (B',) places of the rows that stay, ascending.
-            prompts: (B',) each one's prompt, as numbered at the start.
+        `kept` are the (B',) places of the rows that stay, ascending; `prompts` (B',) each one's prompt, as
+        numbered at the start.
         """
         for layer, (
             key,
@@ -194,9 +187,7 @@ class DecodeAttention:
 class JoinedAttention:
     """Attention of several plans, each over a part of the stream's tokens.
 
-    Args:
-        plans: what attends in each part.
-        sizes: tokens of each part; tokens behind the last part are padding, and get zeros.
+    `sizes` are the tokens of each part; tokens after the last part are padding, and get zeros.
     """
 
     def __init__(self, plans: Sequence[DecodeAttention], sizes: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""What every generation engine takes, returns and can do."""
+"""The protocol of generation engines: sampling parameters, rollouts, capabilities."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from rlhf_data import UserError
+from rlhf_infer.engines.constraints import Constraint
 
 LogitsProcessor = Callable[[list[int], torch.Tensor], torch.Tensor]
 """Maps a row's completion so far (token ids) and its next-token logits (V,) to other logits (V,)."""
@@ -19,8 +20,9 @@ LogitsProcessor = Callable[[list[int], torch.Tensor], torch.Tensor]
 class SamplingParams:
     """How completions are drawn.
 
-    In the order in which they act, which is transformers': repetition penalty, `min_new_tokens`, logits
-    processors; then, unless greedy, temperature, top-k, top-p, min-p.
+    In the order in which they act, which is transformers': repetition penalty, `min_new_tokens`, the other
+    penalties, `logit_bias`, logits processors, constraint; then, unless greedy, temperature, top-k, top-p,
+    min-p.
 
     Args:
         max_new_tokens: longest completion in tokens, end-of-sequence token included; >= 1.
@@ -31,11 +33,19 @@ class SamplingParams:
         min_p: in [0, 1]: tokens at least this share as likely as the likeliest one; 0 keeps all.
         repetition_penalty: > 0: divides positive and multiplies negative logits of the tokens that prompt or
             completion have already (Keskar et al. 2019, arXiv:1909.05858, as in transformers); 1 leaves them.
+        presence_penalty: subtracted from the logits of tokens that the completion has already.
+        frequency_penalty: subtracted from a token's logit for each time that the completion has it already.
+        logit_bias: pairs of a token and what is added to its logit.
         stop: texts that end a completion as soon as it contains one; their tokens stay in it.
+        stop_token_ids: tokens that end a completion like an end-of-sequence token; they stay in it, but are
+            no part of its text.
+        ignore_eos: whether end-of-sequence tokens end nothing.
         min_new_tokens: tokens that come before an end-of-sequence token; and a stop text counts only where
-            it ends behind them; at most `max_new_tokens`.
+            it ends after them; at most `max_new_tokens`.
+        constraint: the form that a completion has, which then ends as soon as it is complete and nothing may
+            follow; goes neither with `min_new_tokens` nor with `ignore_eos`.
         logits_processors: called one after the other, for every row and token.
-        top_logprobs: this many of the likeliest tokens are reported beside each token drawn.
+        top_logprobs: this many of the likeliest tokens are reported with each token drawn.
         raw_logprobs: also report log-probs at temperature 1, `Rollout.raw_logps`; `top_logps` are then those
             too.
 
@@ -55,6 +65,12 @@ class SamplingParams:
     logits_processors: tuple[LogitsProcessor, ...] = ()
     top_logprobs: int = 0
     raw_logprobs: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         _check("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "at least 1")
@@ -68,6 +84,17 @@ class SamplingParams:
         _check("stop", self.stop, texts, "a tuple of texts, none of them empty")
         fits = 0 <= self.min_new_tokens <= self.max_new_tokens
         _check("min_new_tokens", self.min_new_tokens, fits, f"from 0 to max_new_tokens={self.max_new_tokens}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check(
+                name, getattr(self, name), math.isfinite(getattr(self, name)), "finite (0 switches it off)"
+            )
+        finite = all(token >= 0 and math.isfinite(bias) for token, bias in self.logit_bias)
+        _check("logit_bias", self.logit_bias, finite, "pairs of a token and a finite number")
+        known = all(token >= 0 for token in self.stop_token_ids)
+        _check("stop_token_ids", self.stop_token_ids, known, "tokens, at least 0")
+        if self.constraint is not None:
+            _check("min_new_tokens", self.min_new_tokens, not self.min_new_tokens, "0 with a constraint")
+            _check("ignore_eos", self.ignore_eos, not self.ignore_eos, "false with a constraint")
         _check("top_logprobs", self.top_logprobs, self.top_logprobs >= 0, "at least 0 (which reports none)")
 
 
@@ -82,14 +109,14 @@ class Rollout:
 
     Args:
         prompt_ids: token ids of the prompt.
-        completion_ids: token ids of the completion, with its end-of-sequence token where it has one.
+        completion_ids: token ids of the completion, with its end-of-sequence token if it has one.
         logps: log-probability of each completion token in the model's distribution over the whole vocabulary
             at the sampling temperature (at 1 when greedy), whatever penalties, processors and truncation did
             to the distribution it was drawn from: what a trainer computes for the same tokens.
         finish_reason: `stop` at an end-of-sequence token or a stop text, `length` at `max_new_tokens`.
         top_logps: for each completion token the likeliest tokens and their log-probs, likeliest first, as
-            many as `SamplingParams.top_logprobs`; None where none were asked for.
-        raw_logps: log-probability of each completion token at temperature 1; None where it was not asked for.
+            many as `SamplingParams.top_logprobs`; None if none were requested.
+        raw_logps: log-probability of each completion token at temperature 1; None if not requested.
     """
 
     prompt_ids: Sequence[int]
@@ -98,6 +125,11 @@ class Rollout:
     finish_reason: Literal["stop", "length"]
     top_logps: list[list[tuple[int, float]]] | None = None
     raw_logps: list[float] | None = None
+
+
+def ends_of(params: SamplingParams, eos_token_ids: Sequence[int]) -> list[int]:
+    """The tokens that end a completion."""
+    return sorted({*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids})
 
 
 class GenerationEngine(Protocol):

@@ -1,4 +1,4 @@
-"""Drawing next tokens: random numbers of their own for every sample, and the distribution's truncation."""
+"""Drawing next tokens: separate random numbers for every sample, and the distribution's truncation."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlhf_data import UserError
+from rlhf_infer.engines.constraints import TokenMasks
 from rlhf_infer.engines.protocol import SamplingParams
 from rlhf_models.language_model.head import chunk_rows
 
@@ -19,14 +20,14 @@ _NUCLEUS = 256
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SampledTokens:
     """The next tokens of B rows.
 
     Args:
         tokens: (B,).
         logps: (B,) their log-probs, as `Rollout.logps` describes them.
         raw_logps: (B,) their log-probs at temperature 1.
-        top_tokens: (B, K) the likeliest tokens, likeliest first; None where none were asked for.
+        top_tokens: (B, K) the likeliest tokens, likeliest first; None if none were requested.
         top_logps: (B, K) their log-probs.
     """
 
@@ -42,27 +43,29 @@ class Sampler:
 
     Args:
         params: see `SamplingParams`.
-        eos_token_ids: the tokens that `min_new_tokens` holds back.
+        ends: the tokens that `min_new_tokens` holds back.
         prompts: P prompts.
         samples: indices of the samples drawn of each prompt; row p·len(samples) + i is sample samples[i].
         vocab_size: V.
-        device: of the logits.
+        device: device of the logits.
         seeds: one per prompt; None for `params.seed`.
+        masks: of the tokens that the constraint of `params` allows; None without one.
     """
 
     def __init__(
         self,
         params: SamplingParams,
-        eos_token_ids: Sequence[int],
+        ends: Sequence[int],
         prompts: Sequence[tuple[int, ...]],
         samples: range,
         *,
         vocab_size: int,
         device: torch.device,
         seeds: Sequence[int] | None = None,
+        masks: TokenMasks | None = None,
     ) -> None:
-        self._params = params
-        self._eos = torch.tensor([e for e in eos_token_ids if e < vocab_size], device=device)
+        self._params, self._masks = params, masks
+        self._ends = torch.tensor([e for e in ends if e < vocab_size], device=device, dtype=torch.long)
         self._rows_per_chunk = chunk_rows(vocab_size, device)
         self._uniforms: Tensor | None = None
         if params.temperature > 0:
@@ -73,11 +76,20 @@ class Sampler:
             for row, prompt in zip(seen, prompts, strict=True):
                 row[[token for token in prompt if token < vocab_size]] = True
             self._seen = seen.to(device).repeat_interleave(len(samples), 0)
+        self._counts: Tensor | None = None
+        if params.presence_penalty or params.frequency_penalty:
+            self._counts = torch.zeros(len(prompts) * len(samples), vocab_size, device=device)
+        bias = {token: value for token, value in params.logit_bias if token < vocab_size}
+        self._biased = torch.tensor(list(bias), device=device, dtype=torch.long)
+        self._bias = torch.tensor(list(bias.values()), device=device)
 
     def keep(self, rows: Tensor) -> None:
         """Go on with these rows only."""
         self._uniforms = None if self._uniforms is None else self._uniforms[rows]
         self._seen = None if self._seen is None else self._seen[rows]
+        self._counts = None if self._counts is None else self._counts[rows]
+        if self._masks is not None:
+            self._masks.keep(rows)
 
     def draw(
         self,
@@ -85,7 +97,7 @@ class Sampler:
         hidden: Tensor,
         step: int,
         completions: Callable[[int], list[int] | None],
-    ) -> Drawn:
+    ) -> SampledTokens:
         """The next token of every row.
 
         Args:
@@ -93,9 +105,6 @@ class Sampler:
             hidden: (B, hidden) last states of the rows.
             step: tokens that the rows have.
             completions: the tokens of a row, for the logits processors; None for one that needs no more.
-
-        Raises:
-            UserError: a logits processor returns another shape, NaN, or no possible token.
         """
         drawn = [
             self._draw_chunk(head(states), slice(first, first + len(states)), step, completions)
@@ -103,9 +112,13 @@ class Sampler:
                 range(0, len(hidden), self._rows_per_chunk), hidden.split(self._rows_per_chunk), strict=True
             )
         ]
-        found = Drawn(*(drawn[0] if len(drawn) == 1 else map(torch.cat, zip(*drawn, strict=True))))
+        found = SampledTokens(*(drawn[0] if len(drawn) == 1 else map(torch.cat, zip(*drawn, strict=True))))
         if self._seen is not None:
             self._seen.scatter_(1, found.tokens[:, None], True)
+        if self._counts is not None:
+            self._counts.scatter_add_(1, found.tokens[:, None], torch.ones_like(found.logps)[:, None])
+        if self._masks is not None:
+            self._masks.accept(found.tokens)
         return found
 
     def _draw_chunk(
@@ -132,21 +145,26 @@ class Sampler:
     def _processed(
         self, logits: Tensor, rows: slice, step: int, completions: Callable[[int], list[int] | None]
     ) -> Tensor:
-        """The logits (B, V) after repetition penalty, `min_new_tokens` and processors; a copy if changed."""
+        """The logits (B, V) after penalties, bias, processors and constraint; a copy if changed."""
         params, changed = self._params, logits
         if self._seen is not None:
             penalty = params.repetition_penalty
             penalised = torch.where(logits < 0, logits * penalty, logits / penalty)
             changed = torch.where(self._seen[rows], penalised, logits)
         if step < params.min_new_tokens:
-            changed = changed.index_fill(-1, self._eos, -torch.inf)
+            changed = changed.index_fill(-1, self._ends, -torch.inf)
+        if self._counts is not None:
+            counts = self._counts[rows]
+            changed = changed - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+        if len(self._biased):
+            changed = changed.index_add(-1, self._biased, self._bias.expand(len(changed), -1))
         if params.logits_processors:
             changed = changed.clone() if changed is logits else changed
             for row in range(len(logits)):
                 completion = completions(rows.start + row)
                 if completion is not None:
                     changed[row] = _through_processors(params, completion, changed[row])
-        return changed
+        return changed if self._masks is None else self._masks.masked(changed, rows)
 
 
 def _through_processors(params: SamplingParams, completion: list[int], logits: Tensor) -> Tensor:
@@ -159,7 +177,7 @@ def _through_processors(params: SamplingParams, completion: list[int], logits: T
                 f"{where} returned logits of shape {tuple(logits.shape)}; expected {tuple(shape)}",
                 code="wrong_logits_shape",
             )
-        if not logits.max() > -torch.inf:  # also false where there is a NaN
+        if not logits.max() > -torch.inf:  # also false if there is a NaN
             raise UserError(
                 f"{where} left no possible token after {completion[-5:]}: all logits are -inf, or some NaN; "
                 "at least one must stay finite",
@@ -182,7 +200,7 @@ def truncated(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _nucleus(probs: Tensor, top_p: float) -> Tensor:
-    """Which tokens (B, V) have less than `top_p` of probability in all tokens that are likelier."""
+    """Mask (B, V) of the tokens whose likelier tokens have less than `top_p` of the probability in total."""
     size = 0
     while True:
         size = min(max(_NUCLEUS, 8 * size), probs.shape[-1])

@@ -1,4 +1,4 @@
-"""Stop texts: whether the newest token of a completion ends it, and what its text is without them."""
+"""Stop strings: detecting one after each new token, and removing it from the text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from rlhf_infer.engines.protocol import SamplingParams
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-"""What decoding leaves of bytes that are not whole character."""
+"""The replacement character, which decoding puts in place of an incomplete UTF-8 sequence."""
 _MOST_BYTES = 4
 """Bytes that a character has in UTF-8 at most."""
 
@@ -18,13 +18,9 @@ _MOST_BYTES = 4
 class StopTexts:
     """Finds stop texts in completions that grow token by token.
 
-    A text may be spread over tokens, and a token may go on behind it. Nearly all tokens cannot end a stop
+    A text may be spread over tokens, and a token may extend beyond it. Nearly all tokens cannot end a stop
     text whatever came before, which is remembered token by token; only for the others the completion's last
     tokens are decoded.
-
-    Args:
-        tokenizer: the transformers tokenizer.
-        texts: the stop texts, none of them empty.
     """
 
     def __init__(self, tokenizer: Any, texts: Sequence[str]) -> None:
@@ -79,13 +75,15 @@ def _overlaps(stop: str, read: str) -> bool:
 
 
 def completion_text(tokenizer: Any, ids: Sequence[int], params: SamplingParams) -> str:
-    """What a completion says: without special tokens, and without the stop text that ended it.
+    """The text of a completion, without special tokens and without the stop string or token that ended it.
 
     Args:
         tokenizer: the transformers tokenizer.
         ids: tokens of the completion.
         params: how it was drawn; stop texts within its first `min_new_tokens` tokens belong to the text.
     """
+    if len(ids) and ids[-1] in params.stop_token_ids:
+        ids = ids[:-1]
     text = _plain(tokenizer, ids)
     if not params.stop:
         return text
@@ -99,7 +97,7 @@ def text_before_stops(tokenizer: Any, ids: Sequence[int], params: SamplingParams
 
 
 def until_stop(text: str, stops: Sequence[str], start: int = 0) -> str:
-    """A text up to the stop text that is complete first behind its first `start` characters."""
+    """A text up to the stop text that is complete first after its first `start` characters."""
     found = [(text.find(stop, max(0, start - len(stop) + 1)), stop) for stop in stops]
     ends = [(place + len(stop), place) for place, stop in found if place >= 0]
     return text[: min(ends)[1]] if ends else text

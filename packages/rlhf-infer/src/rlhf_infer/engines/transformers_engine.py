@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
 from rlhf_data import TokenSequence, UserError, pack
+from rlhf_infer.engines.constraints import Constraint, Grammars, TokenMasks
 from rlhf_infer.engines.decode_batch import Cohort, Rows
 from rlhf_infer.engines.kv_cache import DecodeAttention, JoinedAttention, PrefillAttention, PromptCache
+from rlhf_infer.engines.prompt_logps import PromptLogps, prompt_logps
 from rlhf_infer.engines.protocol import GenerationEngine as GenerationEngine
 from rlhf_infer.engines.protocol import LogitsProcessor as LogitsProcessor
 from rlhf_infer.engines.protocol import Rollout as Rollout
 from rlhf_infer.engines.protocol import SamplingParams as SamplingParams
+from rlhf_infer.engines.protocol import ends_of
 from rlhf_infer.engines.sampler import Sampler
 from rlhf_infer.engines.stop_strings import StopTexts
-from rlhf_models import AttentionPlan, causal_lm, evaluating, lm_logits, stream_forward
+from rlhf_models import AttentionPlan, TreeAttention, causal_lm, evaluating, lm_logits, stream_forward
 from rlhf_models.kernels.cpu_linear import rounding
 from rlhf_models.language_model.head import chunk_rows
 
@@ -49,7 +52,12 @@ class TransformersEngine:
         self.model = model
         self.tokenizer = tokenizer
         self.max_batch_tokens, self.max_prefill_tokens = max_batch_tokens, max_prefill_tokens
+        self.before_pass: Callable[[], Any] | None = None
+        """Called before every forward pass, for which processes gather a sharded model together."""
+        self.head: Callable[[torch.Tensor], torch.Tensor] | None = None
+        """Replaces the model's output layer."""
         self._stops: StopTexts | None = None
+        self._grammars: Grammars | None = None
         ends = getattr(causal_lm(model).generation_config, "eos_token_id", None)
         ends = ends if isinstance(ends, list) else [ends]
         self.eos_token_ids = sorted({e for e in [*ends, tokenizer.eos_token_id] if e is not None})
@@ -105,6 +113,26 @@ class TransformersEngine:
                 drawn |= zip(part, self._generate_part(part, samples, params), strict=True)
         return [drawn[key] for key in keys]
 
+    @property
+    def vocab_size(self) -> int:
+        """Of the logits."""
+        return causal_lm(self.model).config.get_text_config().vocab_size
+
+    def compile(self, constraint: Constraint) -> Any:
+        """The grammar of a constraint, which is kept for the completions that must have this form.
+
+        Raises:
+            UserError: it is malformed, or asks for what is not enforced.
+        """
+        if self._grammars is None:
+            self._grammars = Grammars(self.tokenizer, self.vocab_size, self.eos_token_ids)
+        return self._grammars.compile(constraint)
+
+    def prompt_logps(self, prompts: Sequence[Sequence[int]], top: int = 0) -> list[PromptLogps]:
+        """Log-probs of the tokens of prompts, and the `top` likeliest tokens in their places."""
+        with evaluating(self.model):
+            return prompt_logps(self.model, self._head, prompts, top, max_tokens=self.max_prefill_tokens)
+
     def check_lengths(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         """Refuse prompts that are empty, or do not fit context and `max_batch_tokens` with a completion.
 
@@ -136,8 +164,8 @@ class TransformersEngine:
         Args:
             prompts: how many prompts they are drawn of.
             longest: tokens of the longest prompt.
-            samples: of each prompt.
-            max_new_tokens: of a sample; one alone fits.
+            samples: samples per prompt.
+            max_new_tokens: the longest sample; a single one always fits.
         """
         n = len(samples)
         most = (self.max_batch_tokens // prompts - longest) // max_new_tokens
@@ -221,8 +249,7 @@ class TransformersEngine:
     def _draw(self, cohorts: Sequence[Cohort]) -> None:
         """Draw the next tokens, from logits that are computed at once where they are not too many."""
         sizes = [len(cohort.hidden) for cohort in cohorts]
-        vocabulary = causal_lm(self.model).config.get_text_config().vocab_size
-        if len(cohorts) == 1 or sum(sizes) > chunk_rows(vocabulary, cohorts[0].hidden.device):
+        if len(cohorts) == 1 or sum(sizes) > chunk_rows(self.vocab_size, cohorts[0].hidden.device):
             for cohort in cohorts:
                 cohort.draw(self._head, cohort.hidden)
             return
@@ -252,14 +279,20 @@ class TransformersEngine:
         seeds: Sequence[int] | None = None,
     ) -> Cohort:
         cache, hidden = prefilled
+        ends = ends_of(params, self.eos_token_ids)
+        masks = None
+        if params.constraint is not None:
+            grammar, rows = self.compile(params.constraint), len(prompts) * len(samples)
+            masks = TokenMasks(grammar, rows, self.vocab_size, self.eos_token_ids)
         sampler = Sampler(
             params,
-            self.eos_token_ids,
+            ends,
             prompts,
             samples,
-            vocab_size=causal_lm(self.model).config.get_text_config().vocab_size,
+            vocab_size=self.vocab_size,
             device=hidden.device,
             seeds=seeds,
+            masks=masks,
         )
         return Cohort(
             Rows(prompts, samples, params.max_new_tokens, raw=params.raw_logprobs),
@@ -268,20 +301,29 @@ class TransformersEngine:
             lengths=cache.lengths,
             hidden=hidden,
             params=params,
-            ends=self.eos_token_ids,
+            ends=ends,
             stops=self._stop_texts(params),
         )
 
     def _stop_texts(self, params: SamplingParams) -> StopTexts | None:
-        """What finds the stop texts; the last one is kept, for it learns about tokens."""
+        """The finder of these stop strings; the last one is kept, because it caches facts about tokens."""
         if not params.stop:
             return None
         if self._stops is None or self._stops.texts != tuple(params.stop):
             self._stops = StopTexts(self.tokenizer, params.stop)
         return self._stops
 
+    @torch.no_grad()
+    def idle_pass(self) -> None:
+        """A forward pass over one token, for a process that takes part in the passes of others."""
+        (batch,) = pack([TokenSequence([self.eos_token_ids[0]], 1)])
+        batch = batch.to(causal_lm(self.model).device)
+        stream_forward(self.model, batch.input_ids, batch.position_ids, TreeAttention(batch))
+
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        if self.before_pass is not None:
+            self.before_pass()
         return stream_forward(self.model, ids, positions, plan)
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
-        return lm_logits(self.model, hidden)
+        return lm_logits(self.model, hidden, head=self.head)

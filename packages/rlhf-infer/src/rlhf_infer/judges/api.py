@@ -20,13 +20,13 @@ from rlhf_data import UserError, json_hash
 from rlhf_infer import async_loop
 from rlhf_infer.http_client import HTTPClient, Refused, ScorerUnavailable
 from rlhf_infer.judges.cache import JudgeCache
-from rlhf_infer.judges.replies import reading, said, stated_probability, yes_or_no
+from rlhf_infer.judges.replies import reading, reply_text, stated_probability, yes_or_no
 from rlhf_infer.judges.settings import APISettings, checked_template, fill
 from rlhf_infer.retry_policy import RetryPolicy, Unavailable
 
 _LOG = logging.getLogger(__name__)
 _TOP_LOGPROBS = 20
-"""Alternatives asked for at the first token: the most that OpenAI's API gives."""
+"""Alternatives requested at the first token: the most that OpenAI's API gives."""
 _REMINDERS = {
     "logprobs": "Reply with one word, yes or no, and nothing else:",
     "number": "Reply with a whole number from 0 to 100 and nothing else:",
@@ -35,7 +35,7 @@ _REMINDERS = {
 
 @dataclass(frozen=True)
 class APIUsage:
-    """What a judge has asked for since it was made.
+    """Requests and tokens of a judge since it was made.
 
     Args:
         requests: requests sent, repeated ones included.
@@ -70,7 +70,7 @@ class APIJudge:
     ever been read is an error.
 
     Blind: a request holds one filled template and nothing of who wrote what, not even the blanks around it.
-    The texts of a call are sent in an order that is drawn anew for every call, and that depends on `seed` and
+    The texts of a call are sent in a random order, drawn per call, that depends on `seed` and
     on what the texts are, not on how the caller sorted them. Equal texts are asked once; with a cache, once
     for all. Not covered: what a text says of its author, and when a call is made.
 
@@ -79,12 +79,12 @@ class APIJudge:
     Args:
         base_url: what `/chat/completions` is appended to, such as `https://api.openai.com/v1`.
         model: its name there.
-        settings: how it is asked.
+        settings: how to ask it.
         template: text with the fields `{question}`, `{answer}` and `{critique}`; any may be left out. None
             takes the one for `settings.answer`.
-        no_critique: stands for a critique that is None.
+        no_critique: used for a critique that is None.
         cache_folder: where replies are kept, for any number of processes; None keeps none.
-        seed: of the order in which texts are sent; scores do not depend on it.
+        seed: seed of the order in which texts are sent; scores do not depend on it.
         unread: the score of a text whose replies could not be read.
 
     Raises:
@@ -127,7 +127,7 @@ class APIJudge:
 
     @property
     def usage(self) -> APIUsage:
-        """What was asked for so far."""
+        """Requests and tokens so far."""
         with self._lock:
             cost = self.settings.cost(self._count["prompt_tokens"], self._count["completion_tokens"])
             return APIUsage(**self._count, cost=cost)
@@ -157,7 +157,7 @@ class APIJudge:
         found: dict[str, float | None] = dict(self._look_up(set(texts)))
         wanted = sorted(set(texts) - found.keys())
         self._order.shuffle(wanted)
-        replies = await async_loop.on_loop(async_loop.gathered(self._ask(text) for text in wanted))
+        replies = await async_loop.on_loop(async_loop.gather_all(self._ask(text) for text in wanted))
         found |= {text: probability for text, (probability, _) in zip(wanted, replies, strict=True)}
         unread = [reply for probability, reply in replies if probability is None]
         self._has_read = self._has_read or len(unread) < len(found)
@@ -189,13 +189,13 @@ class APIJudge:
         return json_hash([self.base_url, self.model, self.settings.answer, text, *extra])
 
     async def _ask(self, text: str) -> tuple[float | None, bytes]:
-        """P(true) of one text, None where two replies do not tell, and the last reply."""
+        """P(true) of one text, None if two replies do not tell, and the last reply."""
         messages = [{"role": "user", "content": text}]
         reply = await self._send(messages, again=False)
         probability = reading(self._read, reply)
         if probability is None:
             reminder = _REMINDERS[self.settings.answer]
-            if words := said(reply):
+            if words := reply_text(reply):
                 messages += [{"role": "assistant", "content": words}, {"role": "user", "content": reminder}]
             else:
                 messages = [{"role": "user", "content": f"{text}\n{reminder}"}]
@@ -245,7 +245,7 @@ class APIJudge:
         return reply
 
     def _unusable(self, reply: bytes) -> str:
-        shown = self._client.shown((said(reply) or "").encode() or reply)
+        shown = self._client.shown((reply_text(reply) or "").encode() or reply)
         if self.settings.answer == "logprobs":
             return (
                 f"replied {shown} when asked twice, without yes or no among the likeliest first tokens; set "
@@ -267,14 +267,7 @@ class APIJudge:
 
 
 def api_key(variable: str | None) -> str | None:
-    """The API key in an environment variable.
-
-    Args:
-        variable: its name; None for no key.
-
-    Raises:
-        UserError: it is not set, or holds what cannot be a key.
-    """
+    """The API key in an environment variable."""
     if variable is None:
         return None
     key = os.environ.get(variable, "").strip()

@@ -1,10 +1,10 @@
-"""What a judge has said, kept in a file."""
+"""The replies of a judge, kept in a file."""
 
 from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 from rlhf_data import UserError, ensure_writable_folder
@@ -13,11 +13,7 @@ from rlhf_data import UserError, ensure_writable_folder
 class JudgeCache:
     """Probabilities by key in a SQLite file, which any number of threads and processes may use.
 
-    Args:
-        folder: where `judge.sqlite3` is kept; made where missing.
-
-    Raises:
-        UserError: the folder cannot be written, or, in every method, the file cannot be used.
+    `folder`, which is made if missing, holds `judge.sqlite3`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -38,7 +34,7 @@ class JudgeCache:
             connection.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (key, probability))
 
     @contextlib.contextmanager
-    def _open(self) -> Iterator[sqlite3.Connection]:
+    def _open(self) -> Generator[sqlite3.Connection, None, None]:
         try:
             with contextlib.closing(sqlite3.connect(self.path, timeout=60)) as connection, connection:
                 yield connection

@@ -1,4 +1,4 @@
-"""Which of two answers is better, by a judge that is asked in both orders."""
+"""Pairwise comparison of answers by a judge that sees them in both orders."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ PAIR_NUMBER_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a judge said of B pairs.
+    """The verdicts of a judge on B pairs.
 
     Args:
         probability: (B,) in [0, 1], fp32: that the first answer is better; NaN where a reply was not read.
         first_position: (B,) in [-1, 1]: by how much the answer that stood first was preferred for standing
-            there, 0 for a judge that does not look at places.
+            there, 0 for a judge that ignores places.
     """
 
     probability: torch.Tensor

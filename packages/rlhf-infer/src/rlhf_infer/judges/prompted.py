@@ -36,7 +36,7 @@ class Judge(Protocol):
 
 
 class PromptedJudge:
-    """A language model that is asked, and whose next-token probabilities are read.
+    """A language model whose next-token probabilities after a question are read.
 
     P(true) = Σ π(y | x) / (Σ π(y | x) + Σ π(n | x)) over the spellings y of yes and n of no, x being the
     filled template (P(True) of Kadavath et al. 2022, arXiv:2207.05221), without the blanks around answer and
@@ -49,9 +49,9 @@ class PromptedJudge:
         tokenizer: its tokenizer.
         template: text with the fields `{question}`, `{answer}` and `{critique}`; any may be left out.
         yes: one or several spellings of yes, each as it follows the template. None takes " yes"; with `chat`
-            those of " yes", "yes", " Yes" and "Yes" that are one token, or "yes" where none is.
+            those of " yes", "yes", " Yes" and "Yes" that are one token, or "yes" if there is none.
         no: the same for no.
-        no_critique: stands for a critique that is None.
+        no_critique: used for a critique that is None.
         max_tokens: budget in tokens for one forward pass; None runs all at once.
         chat: ask in the tokenizer's chat template, for a model that was tuned on chats.
 
@@ -101,7 +101,7 @@ class PromptedJudge:
         Raises:
             UserError: a filled template does not fit the model's context.
         """
-        sequences = []
+        sequences: list[TokenSequence] = []
         for question, answer, critique in zip(questions, answers, critiques, strict=True):
             text = fill(self.template, question, answer, critique, no_critique=self.no_critique)
             prompt = self._prompt_ids(text)
@@ -131,7 +131,7 @@ class RuleJudge:
     """A judge made from a Python function.
 
     Args:
-        rule: `f(question, answer, critique) -> P(true)`, a number in [0, 1]; critique is None where there is
+        rule: `f(question, answer, critique) -> P(true)`, a number in [0, 1]; critique is None if there is
             none. The default is `verdict_rule`.
     """
 
@@ -168,7 +168,7 @@ def verdict_rule(question: str, answer: str, critique: str | None) -> float:
     """Believe the critique: 1 if its last verdict word is `right`, 0 if `wrong`, 0.5 without either.
 
     `not` before the word turns it round; case does not matter. Question and answer are not looked at, so an
-    answer that nobody criticised is as likely true as not.
+    answer without a critique is as likely true as not.
     """
     del question, answer
     verdicts = _VERDICT.findall(critique or "")
@@ -179,7 +179,7 @@ def verdict_rule(question: str, answer: str, critique: str | None) -> float:
 
 
 def _reply_spellings(tokenizer: Any, word: str) -> list[str]:
-    """The forms of a word that are one token each, and different ones; the bare word where none is."""
+    """The forms of a word that are one token each, and different ones; the bare word if there is none."""
     found: dict[int, str] = {}
     for text in (f" {word}", word, f" {word.title()}", word.title()):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -1,4 +1,4 @@
-"""What a judge's reply says: a probability, read from log-probs of yes and no or from the words."""
+"""Parsing a judge's reply into a probability, from the log-probs of yes and no or from its text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STATED = re.compile(
 
 
 def reading(read: Callable[[Any], Any], reply: bytes) -> Any:
-    """What is read from the first choice of a reply; None where the reply is not laid out so."""
+    """The first choice of a reply; None if the reply has another layout."""
     try:
         return read(json.loads(reply)["choices"][0])
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
@@ -45,7 +45,7 @@ def stated_probability(choice: Any) -> float | None:
     A sentence counts where it holds one number, and that with a sign: `I am 85% sure.`
 
     Returns:
-        In [0, 1]; None where the reply does not say one.
+        In [0, 1]; None if the reply does not say one.
     """
     text = choice["message"]["content"].rpartition(_THOUGHT_END)[2]
     text = re.sub(r"[*_`$\\\"']", "", _BOX.sub(r"\1", text)).strip().removesuffix(".")
@@ -72,7 +72,7 @@ def _probability(match: re.Match[str]) -> float | None:
     return value if value <= 1 else None
 
 
-def said(reply: bytes) -> str | None:
-    """The words of a reply; None where it has none."""
+def reply_text(reply: bytes) -> str | None:
+    """The words of a reply; None if it has none."""
     text = reading(lambda choice: choice["message"]["content"], reply)
     return text if isinstance(text, str) and text.strip() else None

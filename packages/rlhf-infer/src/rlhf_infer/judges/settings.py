@@ -1,4 +1,4 @@
-"""What judges that are asked in words are asked, and how an API is asked; imports no model code."""
+"""Prompt templates of judges, and the settings of an API; imports no model code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhf_data import BaseConfig, UserError
 JUDGE_TEMPLATE = (
     "Question: {question}\nAnswer: {answer}\nCritique: {critique}\nIs the answer true? Reply yes or no:"
 )
-"""What a judge is asked, yes or no, unless it is given a template of its own."""
+"""The default yes-or-no question to a judge."""
 NUMBER_TEMPLATE = (
     "Question: {question}\nAnswer: {answer}\nCritique: {critique}\n"
     "How probable is it that the answer is true? Reply with a whole number from 0 to 100 and nothing else:"
@@ -45,7 +45,7 @@ _FIELDS = ("question", "answer", "critique", "fence")
 
 
 class APISettings(BaseConfig):
-    """How a judge behind an API is asked, and what that costs."""
+    """How a judge behind an API is asked, and the cost."""
 
     api_key_env: str | None = "OPENAI_API_KEY"
     """Name of the environment variable that holds the API key; null for a server without keys."""
@@ -62,7 +62,7 @@ class APISettings(BaseConfig):
     max_tokens: int | None = Field(default=None, ge=1)
     """Most tokens of a reply; null for 1 with `logprobs`, 16 with `number`; models that think need more."""
     max_tokens_name: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    """What the server calls it; OpenAI's models that think want `max_completion_tokens`."""
+    """The server's name for it; OpenAI's reasoning models expect `max_completion_tokens`."""
     extra_body: dict[str, Any] | None = None
     """Further fields of a request, over those sent otherwise; `{"temperature": null}` takes one out."""
     concurrency: int = Field(default=8, ge=1)
@@ -98,12 +98,7 @@ class APISettings(BaseConfig):
 
 
 def checked_template(template: str) -> str:
-    """A judge's template, if it can be filled.
-
-    Raises:
-        UserError: it is malformed, or has another field than `{question}`, `{answer}`, `{critique}` or
-            `{fence}`.
-    """
+    """A judge's template, if it can be filled."""
     try:
         fields = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
     except ValueError as error:
@@ -121,7 +116,7 @@ def checked_template(template: str) -> str:
 
 
 def fill(template: str, question: str, answer: str, critique: str | None, *, no_critique: str) -> str:
-    """What a judge is asked about one answer, without the blanks around answer and critique.
+    """The prompt about one answer, without the blanks around answer and critique.
 
     Texts that a model sampled, and texts that were written for it, often differ in just these.
 
@@ -129,8 +124,8 @@ def fill(template: str, question: str, answer: str, critique: str | None, *, no_
         template: see `checked_template`.
         question: the question.
         answer: the answer.
-        critique: of the answer; None where there is none.
-        no_critique: stands for None.
+        critique: a critique of the answer; None if there is none.
+        no_critique: used for None.
     """
     said = no_critique if critique is None else critique.strip()
     texts = {"question": question, "answer": answer.strip(), "critique": said}
@@ -140,7 +135,7 @@ def fill(template: str, question: str, answer: str, critique: str | None, *, no_
 def fence_of(*texts: str) -> str:
     """A code for the tags around some texts, which none of them can hold: it is a hash of them all.
 
-    A text that a policy writes can then not close the tag that it stands in and go on as the question. This
+    A text that a policy writes can then not close the tag that contains it and continue as the question. This
     keeps texts apart; it does not keep a judge from believing what a text says of itself.
     """
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]

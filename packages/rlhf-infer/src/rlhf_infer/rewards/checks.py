@@ -1,4 +1,4 @@
-"""Checks of what reward functions return."""
+"""Validation of the values that reward functions return."""
 
 from __future__ import annotations
 
@@ -19,16 +19,7 @@ _SHOWN = 80
 
 
 def checked_rewards(values: Any, name: str, samples: Samples) -> list[float]:
-    """The rewards of B samples as numbers, NaN for None.
-
-    Args:
-        values: what a reward function returned.
-        name: the function's.
-        samples: what it was called with.
-
-    Raises:
-        UserError: no sequence, a wrong number of rewards, or one that is not finite in fp32.
-    """
+    """The rewards of B samples as numbers, NaN for None."""
     count = len(samples.completions)
     where = f"reward function {name}"
     if hasattr(values, "tolist"):

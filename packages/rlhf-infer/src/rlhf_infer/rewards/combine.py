@@ -32,7 +32,7 @@ from rlhf_infer.rewards.texts import sample_name
 
 @dataclass(frozen=True)
 class RewardScores:
-    """What F reward functions say of B completions.
+    """Rewards of F functions for B completions.
 
     Args:
         names: F names, all different.
@@ -52,16 +52,7 @@ class RewardScores:
 
 @dataclass(frozen=True)
 class Source:
-    """One function that is called, and its rows in the scores: several where it has `row_names`.
-
-    Args:
-        function: what is called.
-        call: calls it with samples, by its convention.
-        name: what messages call it.
-        rows: names of its rows.
-        weights: of its rows.
-        many: whether it gives a mapping with one list per row.
-    """
+    """One function that is called, and its rows in the scores: several where it has `row_names`."""
 
     function: RewardFunction
     call: Caller
@@ -77,11 +68,7 @@ class Source:
         return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
 
     def checked(self, result: Any, samples: Samples) -> list[list[float]]:
-        """What the function returned as one list of B rewards per row, NaN for None.
-
-        Raises:
-            UserError: it is of another type or number, or not finite in fp32.
-        """
+        """The function's return value as one list of B rewards per row, NaN for None."""
         if not self.many:
             return [checked_rewards(result, self.name, samples)]
         if not isinstance(result, Mapping) or set(result) != set(self.rows):
@@ -98,8 +85,8 @@ class RewardFunctions:
     A function follows one of the conventions of `rewards.conventions`. Asynchronous ones run at the same time
     as each other and as the others. A function may have further attributes: `name`; `state` and
     `load_state` for what must survive a restart; `row_names` and `row_weights`, if it gives a mapping with
-    one list of rewards per name; `components()`, if it stands for several functions with weights of their
-    own, as `ConstitutionalRewardWrapper` does; `scores_open_answers`, if beside a checker it is only for
+    one list of rewards per name; `components()`, if it combines several functions with weights of their
+    own, as `ConstitutionalRewardWrapper` does; `scores_open_answers`, if next to a checker it is only for
     answers that cannot be checked, where the data has a column `verifiable`: see `rewards.routing`;
     `may_leave_out`, if its None may mean that it could not tell, as of a judge behind an API. A completion
     that only such a function might have scored gets the mean total of its prompt's other completions, or of
@@ -175,7 +162,7 @@ class RewardFunctions:
             UserError: a function raises, or returns a wrong type, a wrong number of rewards, or one that is
                 not finite in fp32; with `fill_in` also, no function is applicable to a completion. Function
                 and sample are named.
-            ScorerUnavailable: a scorer behind HTTP gave no rewards.
+            ScorerUnavailable: a scorer over HTTP returned no rewards.
             ValueError: arguments of different lengths.
         """
         samples = Samples(prompts, completions, completion_ids, columns, step)
@@ -242,7 +229,7 @@ class RewardFunctions:
             total[i] = total[alike].mean()
 
     def state(self) -> dict[str, Any]:
-        """What must survive a restart, as JSON values: the states of the functions that have one, by name."""
+        """State to restore on resume, as JSON values: those of the functions that have one, by name."""
         return {name: function.state() for name, function in self._stateful().items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -267,7 +254,7 @@ class RewardFunctions:
         return {name: function for name, function in found.items() if function is not None}
 
     def _results(self, samples: Samples) -> list[Any]:
-        """What each function returns, asynchronous ones running while the others do."""
+        """Return values of all functions; asynchronous ones run concurrently with the others."""
         results: list[Any] = [None] * len(self.sources)
         futures: dict[int, Future[Any]] = {}
         # Asynchronous functions first: they then run while this thread is busy with the others.
@@ -328,7 +315,7 @@ def _named_errors(source: Source, samples: Samples) -> Iterator[None]:
 
 
 def _culprit(source: Source, samples: Samples) -> int | None:
-    """Index of a sample that by itself makes a function raise, by halving; None where only several do."""
+    """Index of a sample that by itself makes a function raise, by halving; None if only several do."""
 
     def fails(indices: range) -> bool:
         try:

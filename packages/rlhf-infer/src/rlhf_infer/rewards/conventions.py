@@ -18,7 +18,7 @@ from numbers import Real
 from typing import Any
 
 from rlhf_data import Text, UserError
-from rlhf_infer.async_loop import gathered
+from rlhf_infer.async_loop import gather_all
 from rlhf_infer.failures import Exited, raised
 from rlhf_infer.rewards.texts import sample_name, text_of
 
@@ -37,7 +37,7 @@ NOT_COLUMNS = ("trainer_state", "log_metric", "log_extra")
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What a reward function sees of the trainer: TRL's `trainer_state`, as far as it has a meaning here.
+    """The trainer's state as reward functions see it: the part of TRL's `trainer_state` that applies here.
 
     Args:
         global_step: optimizer steps done.
@@ -57,11 +57,11 @@ class Samples:
     Args:
         prompts: B texts or message lists.
         completions: B texts or message lists.
-        completion_ids: B lists of token ids; None where they are not known.
+        completion_ids: B lists of token ids; None if they are not known.
         columns: B values for each further column of the data.
         step: optimizer steps done.
         log_metric: takes the name of a metric and one value of it.
-        log_extra: takes the name of a column and one value per sample, to be shown beside the completions.
+        log_extra: takes the name of a column and one value per sample, to be shown with the completions.
     """
 
     prompts: Sequence[Text]
@@ -80,7 +80,7 @@ class Samples:
         completion_ids: Sequence[Sequence[int]] | None,
         others: Mapping[str, Any],
     ) -> Samples:
-        """What a reward function got that passes its arguments on; `others` are those in its `**kwargs`."""
+        """Arguments of a reward function that passes them on; `others` are those in its `**kwargs`."""
         columns = {name: values for name, values in others.items() if name not in NOT_COLUMNS}
         return cls(
             prompts,
@@ -122,15 +122,7 @@ class Samples:
 
 
 def caller_of(function: RewardFunction, name: str) -> Caller:
-    """Read a function's convention from its signature.
-
-    Args:
-        function: the function.
-        name: what messages call it.
-
-    Raises:
-        UserError: it is not callable or has no readable signature.
-    """
+    """Read a function's convention from its signature."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:
@@ -227,7 +219,7 @@ def _call_verl(
             where = f"reward function {name}, {sample_name(i, completion)}"
             raise UserError(f"{where}: {raised(error)}", code="reward_failed", index=i) from error
     if any(inspect.isawaitable(score) for score in scores):
-        scored = gathered(_value(score) for score in scores)  # all at the same time
+        scored = gather_all(_value(score) for score in scores)  # all at the same time
         return _then(scored, lambda values: _verl_rewards(values, samples))
     return _verl_rewards(scores, samples)
 
@@ -250,7 +242,7 @@ def _verl_rewards(scores: Sequence[Any], samples: Samples) -> list[Any]:
 
 
 def _ground_truth(columns: Mapping[str, Any], name: str, index: int, completion: Text) -> Any:
-    """The ground truth of verl: in the column `reward_model`, or in one of its own, or the answer."""
+    """The ground truth of verl: in the column `reward_model`, in a separate one, or the answer."""
     nested = columns.get("reward_model")
     if isinstance(nested, Mapping) and "ground_truth" in nested:
         return nested["ground_truth"]

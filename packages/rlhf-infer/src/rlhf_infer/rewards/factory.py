@@ -15,6 +15,7 @@ from rlhf_infer.rewards.answers.verifiable import ChoiceReward, ExactReward, Num
 from rlhf_infer.rewards.conventions import RewardFunction
 from rlhf_infer.rewards.judged.constitutional import ConstitutionalRewardWrapper, Principle
 from rlhf_infer.rewards.judged.judges import API_OPTIONS, judge_reward
+from rlhf_infer.rewards.judged.principle_files import load_principle_judge, read_principles
 from rlhf_infer.rewards.maths.rule import MathReward
 from rlhf_infer.rewards.rules import FormatReward, LengthReward, NonEmptyReward, RepetitionReward
 
@@ -22,7 +23,7 @@ from rlhf_infer.rewards.rules import FormatReward, LengthReward, NonEmptyReward,
 class RewardFunctionFactory:
     """Builds reward functions; every one has a `name` and can be given to `RewardFunctions`.
 
-    The rules and the verifiable answers are classes of their own, whose arguments are their options.
+    The rules and the verifiable answers are also classes, whose arguments are their options.
     """
 
     length = LengthReward
@@ -43,7 +44,7 @@ class RewardFunctionFactory:
         - a rule: `length:target=20`, `repetition`, `format:pattern=...`, `non_empty`, `choice`, `exact`,
           `math`, `number:tolerance=0.01`; also `model:path=...,k=2`, `remote:url=...,timeout_s=5`,
           `constitutional:principles=FILE,base=SPEC,judge=PATH`, `judge:path=FOLDER`, a language model that is
-          asked whether the answer is true, and `judge:url=...,model=NAME`, one behind an API;
+          decides whether the answer is true, and `judge:url=...,model=NAME`, one behind an API;
         - `http://...` or `https://...`: a remote scorer;
         - `pkg.mod:function`, `pkg.mod.function` or `path/to/file.py:function`: code, see `from_function`;
         - a folder or a name on the hub with a `/`: a reward model or an ensemble.
@@ -115,7 +116,8 @@ class RewardFunctionFactory:
 
         if isinstance(model, str | Path):
             model = model_folder(str(model))
-            name = name or _run_or_folder_name(Path(model)) or str(model)
+            folder = Path(model)
+            name = name or (folder.parent if folder.name == "final" else folder).name or str(model)
             kind = RewardEnsemble if (Path(model) / ENSEMBLE_FILE).is_file() else RewardModel
             model = kind.from_pretrained(model, **load_options)
         elif load_options:
@@ -134,7 +136,7 @@ class RewardFunctionFactory:
 
     @staticmethod
     def remote(url: str, **options: Any) -> RewardFunction:
-        """A scorer behind HTTP; see `RemoteReward` for the options."""
+        """A scorer over HTTP; see `RemoteReward` for the options."""
         from rlhf_infer.rewards.remote import RemoteReward
 
         return RemoteReward(url, **options)
@@ -143,7 +145,7 @@ class RewardFunctionFactory:
     def constitutional(
         base: RewardFunction | None, principles: Sequence[Principle] | str | Path, *, judge: Any = None
     ) -> RewardFunction:
-        """A reward function with principles beside it; see `ConstitutionalRewardWrapper`.
+        """A reward function with additional principles; see `ConstitutionalRewardWrapper`.
 
         Args:
             base: what is shaped; None for the principles alone.
@@ -154,14 +156,12 @@ class RewardFunctionFactory:
             UserError: the file or the principles are wrong.
         """
         if isinstance(principles, str | Path):
-            from rlhf_infer.rewards.judged.principle_files import load_principles
-
             principles = load_principles(principles, judge=judge)
         return ConstitutionalRewardWrapper(base, principles)
 
 
 def _builders(model_options: dict[str, Any]) -> dict[str, spec_parser.Builder]:
-    """What a line may name, with the types of its options."""
+    """Everything a spec may name, with the types of its options."""
     factory = RewardFunctionFactory
     load_options = {key: value for key, value in model_options.items() if key != "max_tokens"}
 
@@ -171,8 +171,6 @@ def _builders(model_options: dict[str, Any]) -> dict[str, spec_parser.Builder]:
     def constitutional(
         *, principles: str, base: str | None = None, judge: str | None = None
     ) -> RewardFunction:
-        from rlhf_infer.rewards.judged.principle_files import load_principle_judge
-
         built = None if base is None else factory.from_spec(base, model_options=model_options)
         asked = None if judge is None else load_principle_judge(judge, **load_options)
         return factory.constitutional(built, principles, judge=asked)
@@ -196,6 +194,14 @@ def _builders(model_options: dict[str, Any]) -> dict[str, spec_parser.Builder]:
     return builders
 
 
-def _run_or_folder_name(folder: Path) -> str:
-    """The name of a model's folder; of the model that a run left in `final`, the run's."""
-    return folder.parent.name if folder.name == "final" else folder.name
+def load_principles(path: str | Path, *, judge: Any = None) -> list[Principle]:
+    """Read the principles of a JSON or YAML file `{principles: [{name, weight, text, ...}, ...]}`.
+
+    Args:
+        path: the file; its keys are those of `PrincipleConfig`.
+        judge: decides on principles that are only a text, see `Principle.judged`; None if there is none.
+
+    Raises:
+        UserError: the file is missing or malformed, or a principle that is only a text has no judge.
+    """
+    return read_principles(path, judge=judge, from_spec=RewardFunctionFactory.from_spec)

@@ -45,12 +45,7 @@ class ModelReward:
     def __call__(
         self, /, prompts: Sequence[Text], completions: Sequence[Text], **columns: Any
     ) -> list[float]:
-        """Scores of B completions.
-
-        Raises:
-            UserError: a text does not fit the model's context, or messages meet a tokenizer without a chat
-                template; the sample is named.
-        """
+        """Scores of B completions."""
         del columns
         return _scores(self.model, self.model.model, prompts, completions, self.max_tokens).tolist()
 
@@ -58,7 +53,7 @@ class ModelReward:
 class EnsembleReward:
     """One score from an ensemble of reward models, by default the mean minus k standard deviations.
 
-    What members disagree about is probably not known, and not worth chasing (arXiv:2310.02743). The mean
+    What members disagree about is probably not known, and should not be chased (arXiv:2310.02743). The mean
     standard deviation is logged as the metric `<name>/disagreement`.
 
     Args:
@@ -67,9 +62,6 @@ class EnsembleReward:
         k: how many standard deviations are taken off.
         name: what metrics call it.
         max_tokens: budget in tokens for one forward pass; None runs all at once.
-
-    Raises:
-        UserError: `k` is negative.
     """
 
     scores_open_answers = True

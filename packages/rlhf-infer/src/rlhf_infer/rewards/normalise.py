@@ -1,4 +1,4 @@
-"""Rewards in units of their own running standard deviation."""
+"""Rewards in units of their running standard deviation."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class RewardNormaliser:
         return {"count": self.count, "mean": self.mean, "m2": self.m2}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Go on from what `state` gave."""
+        """Load what `state` returned."""
         self.count, self.mean, self.m2 = (float(state[key]) for key in ("count", "mean", "m2"))
 
     def _merge(self, count: float, mean: float, m2: float) -> None:
@@ -116,12 +116,12 @@ class NormalisedReward:
         return self._wait(result, samples)
 
     def state(self) -> dict[str, Any]:
-        """What must survive a restart, the function's own state included."""
+        """State to restore on resume, the function's own included."""
         inner = stateful_part(self.function)
         return {"normaliser": self.normaliser.state(), "function": inner.state() if inner else None}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Load what `state` returned."""
         self.normaliser.load_state(state["normaliser"])
         if inner := stateful_part(self.function):
             inner.load_state(state["function"])
@@ -144,7 +144,7 @@ def normalised(
     clip: float | None = None,
     gather: Gather | None = None,
 ) -> NormalisedReward:
-    """A reward function in units of its own running standard deviation; see `RewardNormaliser`.
+    """A reward function in units of its running standard deviation; see `RewardNormaliser`.
 
     Every call moves the running statistics, one that only evaluates too; `state` and `load_state` undo it.
 

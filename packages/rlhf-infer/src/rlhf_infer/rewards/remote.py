@@ -1,4 +1,4 @@
-"""Rewards from a scorer behind HTTP."""
+"""Rewards from a scorer over HTTP."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlhf_infer.rewards.conventions import LABELS, NOT_COLUMNS
 from rlhf_infer.rewards.texts import text_of
 
 Protocol = Literal["auto", "openrlhf", "columns"]
-"""How the scorer is asked. "openrlhf": `{"query": [prompt + completion], "prompts": [...], "labels": [...]}`,
+"""The scorer's protocol. "openrlhf": `{"query": [prompt + completion], "prompts": [...], "labels": [...]}`,
 the last only where the data have such a column; "columns": `{"prompts": [...], "completions": [...],
 "columns": {name: [...]}}`, texts or messages as they are. Both answer `{"rewards": [number or null, ...]}`.
 "auto" is "openrlhf" where the URL's path ends with `/get_reward`, else "columns"; and "columns" for messages,
@@ -42,9 +42,6 @@ class RemoteReward:
         headers: further HTTP headers, such as `Authorization`.
         name: what metrics call it.
         **retry: `retries`, `backoff_s` and `deadline_s` of `RetryPolicy`.
-
-    Raises:
-        UserError: no such URL, an unknown protocol, or a number out of range.
     """
 
     def __init__(
@@ -114,7 +111,7 @@ class RemoteReward:
             rest = {key: list(values[part]) for key, values in columns.items()}
             body = self._body(list(prompts[part]), list(completions[part]), rest)
             requests.append((body, len(completions[part])))
-        answers = await async_loop.on_loop(async_loop.gathered(self._ask(*request) for request in requests))
+        answers = await async_loop.on_loop(async_loop.gather_all(self._ask(*request) for request in requests))
         return [reward for rewards in answers for reward in rewards]
 
     async def _is_our_own(self) -> bool:

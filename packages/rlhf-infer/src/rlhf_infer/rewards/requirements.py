@@ -1,4 +1,4 @@
-"""What a reward function asks of whoever calls it: columns, and where it computes."""
+"""Requirements of reward functions: the columns they read, and the device they compute on."""
 
 from __future__ import annotations
 

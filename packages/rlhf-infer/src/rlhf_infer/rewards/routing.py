@@ -1,4 +1,4 @@
-"""The column `verifiable`: what can be checked goes to checkers, the rest to reward models and judges."""
+"""Routing by the column `verifiable`: checkable answers to rules, the others to reward models and judges."""
 
 from __future__ import annotations
 
@@ -12,18 +12,14 @@ from rlhf_infer.rewards.conventions import Caller, Samples
 
 COLUMN = "verifiable"
 _YES, _NO = ("true", "yes", "1", "1.0"), ("false", "no", "0", "0.0")
-"""What values of the column mean, as text in lower case."""
+"""Meaning of the column's values, as lower-case text."""
 
 
 def can_be_checked(flag: Any) -> bool:
     """Whether the answer of a row can be checked, by its value of the column.
 
-    Args:
-        flag: true or false, yes or no, 1 or 0, also as text in any case; None, NaN or an
-            empty text (CSV's null) where the row does not say, and then it can.
-
-    Raises:
-        UserError: another value.
+    The flag is true or false, yes or no, 1 or 0, also as text in any case; None, NaN or an empty text (CSV's
+    null) where the row does not say, and then it can.
     """
     said = str(flag).strip().lower()
     if said in _NO:
@@ -40,11 +36,9 @@ def can_be_checked(flag: Any) -> bool:
 def open_answers_only(call: Caller, rows: Sequence[str]) -> Caller:
     """Let a function see only samples whose answer cannot be checked, where the data says which those are.
 
-    The rewards of the others are None. A checker beside it leaves out what this one sees.
+    The rewards of the others are None. A checker next to it leaves out what this one sees.
 
-    Args:
-        call: calls the function.
-        rows: names of what it returns, if that is a mapping; else empty.
+    `rows` are the names of what it returns, where that is a mapping.
     """
 
     def routed(samples: Samples) -> Any:

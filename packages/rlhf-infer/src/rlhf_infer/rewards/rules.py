@@ -1,4 +1,4 @@
-"""Rewards that look at the form of a completion only: length, repetition, format."""
+"""Rewards for the form of a completion only: length, repetition, format."""
 
 from __future__ import annotations
 
@@ -31,15 +31,12 @@ class LengthReward:
     1 inside the range, 1/2 at the distance s, and never flat, so that completions far off still differ.
 
     Args:
-        target: the length that is wanted; None where there is a range.
+        target: the length that is wanted; None if there is a range.
         minimum: the least length that is wanted; None for no least.
         maximum: the greatest length that is wanted; None for no greatest.
         unit: "tokens" of the policy, its end token included, or "characters".
         scale: s, in the unit; None takes the target, or the range's end that is given (the greater of both).
         name: what metrics call it.
-
-    Raises:
-        UserError: both target and range or none, an empty range, a negative length, an unknown unit.
     """
 
     target: int | None = None
@@ -96,7 +93,7 @@ class LengthReward:
 
 @dataclass(frozen=True)
 class RepetitionReward:
-    """A penalty for repeating oneself: w · (1 - distinct n-grams / n-grams), 0 where there are fewer than n.
+    """A penalty for repeating oneself: w · (1 - distinct n-grams / n-grams), 0 if there are fewer than n.
 
     The n-gram penalty of arXiv:2502.03373, appendix B.
 
@@ -105,9 +102,6 @@ class RepetitionReward:
         max_penalty: w, at most 0: the reward if all n-grams were one and the same, nearly.
         unit: "words" between white space, case ignored, or "tokens" of the policy.
         name: what metrics call it.
-
-    Raises:
-        UserError: a size below 1, a penalty above 0, an unknown unit.
     """
 
     ngram_size: int = 3
@@ -152,11 +146,8 @@ class FormatReward:
 
     Args:
         pattern: the expression; its dot matches line ends too. None takes the preset's.
-        preset: one of `FORMATS`; None for "think_answer" where there is no pattern.
+        preset: one of `FORMATS`; None for "think_answer" if there is no pattern.
         name: what metrics call it.
-
-    Raises:
-        UserError: pattern and preset, an unknown preset, or an expression that cannot be compiled.
     """
 
     pattern: str | None = None
@@ -188,11 +179,7 @@ class FormatReward:
 
 @dataclass(frozen=True)
 class NonEmptyReward:
-    """1 where anything is said, 0 where a completion is white space only.
-
-    Args:
-        name: what metrics call it.
-    """
+    """1 for any text, 0 where a completion is white space only."""
 
     name: str = "non_empty"
 
@@ -208,15 +195,11 @@ RULES: dict[str, type] = {
     "format": FormatReward,
     "non_empty": NonEmptyReward,
 }
-"""What `RewardFunctionFactory.from_spec` calls them."""
+"""Rules by their names in `RewardFunctionFactory.from_spec`."""
 
 
 def compiled(where: str, pattern: str, flags: int = 0) -> re.Pattern[str]:
-    """A regular expression that a user wrote.
-
-    Raises:
-        UserError: it cannot be compiled.
-    """
+    """A regular expression that a user wrote."""
     try:
         return re.compile(pattern, flags)
     except re.error as error:

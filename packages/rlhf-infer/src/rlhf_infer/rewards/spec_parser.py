@@ -52,13 +52,7 @@ def builder_of(kind: type) -> Builder:
 
 
 def build(spec: str, builders: Mapping[str, Builder], options: Mapping[str, Any]) -> RewardFunction:
-    """The reward function that a line names; see `RewardFunctionFactory.from_spec`.
-
-    Args:
-        spec: the line.
-        builders: what it may name before a colon.
-        options: further options, over those in the line.
-    """
+    """The reward function that a line names; see `RewardFunctionFactory.from_spec`."""
     rule, _, rest = spec.partition(":")
     if rule in builders:
         return _built(rule, builders[rule], _parsed(rule, builders[rule], rest) | dict(options))
@@ -207,7 +201,8 @@ def _converted(where: str, text: str, kind: Callable[[str], Any]) -> Any:
         return kind(text)
     except ValueError as error:
         name = "JSON" if kind is json.loads else getattr(kind, "__name__", str(kind))
-        raise UserError(f"{where} is {text!r}, which is no {name}: {error}", code="invalid_option") from error
+        message = f"{where} is {text!r}, which is not a valid {name}: {error}"
+        raise UserError(message, code="invalid_option") from error
 
 
 def _plain_type(annotation: Any) -> type:
@@ -249,7 +244,7 @@ def _module(path: str, name: str) -> types.ModuleType:
 
 
 def _file_module(path: str, file: str) -> types.ModuleType:
-    """Run a Python file as a module of a name that no other has; it may import what lies beside it."""
+    """Run a Python file as a module with a unique name; it may import modules next to it."""
     full = Path(file).resolve()
     if not full.is_file():
         raise UserError(f"reward {path}: there is no file {file}; check the path", code="file_not_found")

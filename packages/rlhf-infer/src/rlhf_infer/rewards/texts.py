@@ -7,7 +7,7 @@ from typing import Any
 from rlhf_data import Text
 
 _SHOWN = 40
-"""Characters of a completion that stand for it in messages."""
+"""Characters of a completion that are shown in messages."""
 
 
 def text_of(text: Text) -> str:
@@ -24,7 +24,7 @@ def sample_name(index: int, completion: Text) -> str:
 
 
 def _content(content: Any) -> str:
-    """What a message says; content may be None, a text, or a list of parts of which some are text."""
+    """Text of a message, whose content may be None, a string, or a list of parts of which some are text."""
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
     return "" if content is None else str(content)

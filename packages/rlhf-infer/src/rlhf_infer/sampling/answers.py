@@ -1,4 +1,4 @@
-"""What completions answer, for a vote among them."""
+"""Answers of completions, for majority votes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def extractor(name: str) -> Extract:
     """The function that finds answers, by name.
 
     - "number": the number that a text gives as its answer, as an exact fraction (`NumberReward`).
-    - "marked": what stands behind the last mark of an answer (`####`, a box, a tag, "answer is").
-    - "text": the same, and where nothing is marked the whole text.
+    - "marked": what follows the last mark of an answer (`####`, a box, a tag, "answer is").
+    - "text": the same, and if nothing is marked the whole text.
 
     Texts that differ only by case, white space and punctuation around them are one answer.
 
@@ -36,10 +36,10 @@ def number_answer(text: str) -> str | None:
 
 
 def marked_answer(text: str) -> str | None:
-    """What a text marks as its answer; None without a mark, or with nothing behind it."""
+    """The marked answer of a text; None without a marker, or with nothing after it."""
     return normal_form(answer_part(text, "marked")) or None
 
 
 def text_answer(text: str) -> str | None:
-    """What a text marks as its answer, or the whole of it without a thought; None for an empty text."""
+    """The marked answer of a text, or all of it but the reasoning; None for an empty text."""
     return normal_form(answer_part(text, "auto")) or None

@@ -19,9 +19,10 @@ class BestOfNSampler:
     """Draws `n` completions of each prompt with any engine and ranks them.
 
     Unless `adaptive` is given all are drawn in one call of the engine and scored in one call of the reward
-    functions, so that samples share their prompts in both. With a stopping rule they come in rounds, and a
-    prompt leaves once its best is unlikely to be beaten. With an allocator a budget over all prompts goes
-    where it pays. A prompt's samples are the same whatever the rounds: sample i has the same random numbers.
+    functions, so that samples share their prompts in both. With a stopping rule they are drawn in
+    rounds, and a prompt is finished once its best is unlikely to be beaten. An allocator spends a budget over
+    all prompts where the expected gain is largest. A prompt's samples do not depend on the rounds: sample i
+    has the same random numbers.
 
     Completions of a prompt that are the same token by token are scored once.
 
@@ -29,7 +30,7 @@ class BestOfNSampler:
         engine: samples.
         scorer: reward functions, or one, or several with weight 1 each; None leaves scores out, which goes
             with a majority.
-        tokenizer: of the policy; it encodes prompts as training encodes them, messages through its chat
+        tokenizer: the policy's tokenizer; it encodes prompts as training does, messages through its chat
             template, and decodes completions without special tokens.
         n: samples of a prompt; with a stopping rule the most of one (its `max_samples` does not count here),
             with an allocator the mean.
@@ -181,7 +182,7 @@ def _check(
         )
     if scorer is None and (selection in ("best", "weighted") or adaptive is not None):
         raise UserError(
-            "there is no scorer to tell which candidate is best; give one, or take selection majority and "
+            "there is no scorer to choose the best candidate; give one, or take selection majority and "
             "draw a fixed number of samples",
             code="missing_scorer",
         )

@@ -1,4 +1,4 @@
-"""Where the next samples pay most: a budget over several prompts."""
+"""Adaptive best-of-N: a sampling budget allocated to prompts by expected gain."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhf_infer.sampling.score_model import Predictive, ScorePopulation, predict
 _REACH, _INTERVALS = 8.0, 128
 """Standard deviations above the best score up to which gains are integrated, and Simpson's intervals."""
 _UNIT = ScorePopulation(0.0, 1.0, math.inf, 1)
-"""Stands for the spread of the scores as long as no prompt shows any; only ratios of gains matter then."""
+"""Spread of the scores that is assumed until a prompt shows one; only ratios of gains matter then."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class AdaptiveComputeAllocator:
     """Gives a budget's samples to the prompts whose best score they raise most.
 
     The gain of a k-th sample more, in a round in which nothing is scored in between, is
-    E[max(b, X_1..X_k)] - E[max(b, X_1..X_{k-1})], b being the best score so far; see `marginal_gains`. The
+    E[max(b, X_1..X_k)] - E[max(b, X_1..X_{k-1})], b being the best score so far; see `MarginalGains`. The
     first one's is the expected improvement of Bayesian optimisation (Jones et al. 1998,
     https://doi.org/10.1023/A:1008306431147). Spending more where scores spread more is due to AdaBoN
     (arXiv:2505.12050). The gains of a prompt fall with k, so taking the largest one after the other maximises
-    their sum. A prompt's mean and variance are drawn to those of all prompts as far as its samples are few
-    (`predict`, with the `ScorePopulation` of the scores so far).
+    their sum. A prompt's mean and variance are shrunk towards those of all prompts, the more so the fewer its
+    samples (`predict`, with the `ScorePopulation` of the scores so far).
 
     It holds no state: scores in, counts out.
 
@@ -77,9 +77,9 @@ class AdaptiveComputeAllocator:
         """How many more samples to draw of each prompt in the next round; all 0 ends the search.
 
         Args:
-            scores: of the samples drawn so far, of P prompts; None for one that nothing scored.
+            scores: scores of the samples drawn so far, for P prompts; None for a sample without a score.
             budget: samples left.
-            confidences: log-probs of their whole completions (`Candidate.confidence`); None where they are
+            confidences: log-probs of their whole completions (`Candidate.confidence`); None if they are
                 not known.
 
         Returns:
@@ -108,7 +108,7 @@ class AdaptiveComputeAllocator:
     def _greedy(self, known: Sequence[Predictive | None], room: Sequence[float], count: int) -> list[int]:
         """Give out `count` samples, each where its gain is largest; of equal gains the prompt with fewer."""
         given = [0] * len(known)
-        gains = [None if each is None else _Gains(each) for each in known]
+        gains = [None if each is None else MarginalGains(each) for each in known]
         # Without a single score there is nothing to expect, and only drawing can tell: that comes first.
         heap = [(-math.inf if g is None else -g.at(1), 0, i) for i, g in enumerate(gains) if room[i] > 0]
         heapq.heapify(heap)
@@ -124,23 +124,15 @@ class AdaptiveComputeAllocator:
         return given
 
 
-def marginal_gains(known: Predictive, count: int) -> list[float]:
-    """Expected gain of the 1st, 2nd, ... `count`-th sample more over the best score, the earlier ones drawn.
+class MarginalGains:
+    """Expected gain over the best score of the 1st, 2nd, ... further sample, the earlier ones drawn.
 
     With u = `unseen`, Q the normal tail and z = (best - mean) / std a sample exceeds best by more than
     std · y with probability u Q(z + y), and the k-th gain is
     std ∫_0^∞ (1 - u Q(z + y))^(k-1) u Q(z + y) dy; for k = 1 that is u std (φ(z) - z Q(z)).
 
-    Args:
-        known: of the prompt; its std is finite, its degrees of freedom are taken as many.
-        count: how many gains.
+    The std of `known` must be finite; its degrees of freedom are ignored.
     """
-    gains = _Gains(known)
-    return [gains.at(k) for k in range(1, count + 1)]
-
-
-class _Gains:
-    """See `marginal_gains`."""
 
     def __init__(self, known: Predictive) -> None:
         z = (known.best - known.mean) / known.std

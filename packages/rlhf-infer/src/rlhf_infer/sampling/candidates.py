@@ -1,4 +1,4 @@
-"""Candidates for an answer, how the winner is chosen among them, and what they cost."""
+"""Candidates for an answer, selection of the winner, and their cost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VOTES = ("majority", "weighted")
 """Selections that count the candidates' answers."""
 
 Extract = Callable[[str], str | None]
-"""Gives the answer in a completion's text; None where there is none, which is not a vote."""
+"""Gives the answer in a completion's text; None if there is none, which is not a vote."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Candidate:
         index: its number among the samples of its prompt, as the engine counts them.
         text: the completion as reward functions see it, without special tokens and the stop text at its end.
         rollout: how it was sampled.
-        score: the weighted sum of the rewards; None where nothing scored it.
+        score: the weighted sum of the rewards; None if nothing scored it.
         scores: each reward, not weighted; those that do not apply are left out.
-        answer: what the text answers; None where nothing was extracted.
+        answer: what the text answers; None if nothing was extracted.
     """
 
     index: int
@@ -50,14 +50,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SamplingCost:
-    """What the candidates of a prompt cost; costs add up.
+    """Cost of the candidates of a prompt; costs add up.
 
     Args:
         samples: completions drawn.
         prompt_tokens: prompt tokens computed by the engine: the prompt once for each round of drawing.
         completion_tokens: tokens of all completions drawn.
         scored_tokens: tokens of the policy's tokenizer that were scored: the prompt once a round, and every
-            distinct completion once; None where nothing was scored.
+            distinct completion once; None if nothing was scored.
         saved_samples: how many fewer than the fixed number were drawn; negative where more were.
     """
 
@@ -84,7 +84,7 @@ class SamplingCost:
 
     @property
     def saved_share(self) -> float:
-        """Share of the fixed number of samples that was not drawn; 0 where nothing was to be drawn."""
+        """Share of the fixed number of samples that was not drawn; 0 if nothing was to be drawn."""
         fixed = self.samples + self.saved_samples
         return self.saved_samples / fixed if fixed else 0.0
 
@@ -111,7 +111,7 @@ class Selected:
         return self.candidates[self.ranking[0]]
 
     def top(self, k: int) -> list[Candidate]:
-        """The first `k` of the ranking, all where there are fewer."""
+        """The first `k` of the ranking, all if there are fewer."""
         return [self.candidates[i] for i in self.ranking[:k]]
 
 
@@ -125,7 +125,7 @@ def select(
       by index; candidates without an answer last (self-consistency, arXiv:2203.11171).
     - "weighted": the same, each vote weighted by sigmoid(score), a verifier's probability that the candidate
       is right (arXiv:2206.02336, section 3.2, which adds up these probabilities). A candidate without a score
-      has no weight beside scored ones; without any score it is a plain majority.
+      has no weight next to scored ones; without any score it is a plain majority.
     - "none": as they were drawn.
 
     Args:
@@ -160,9 +160,7 @@ def select(
 def answer_weights(answers: Sequence[str | None], weights: Sequence[float]) -> dict[str, float]:
     """The weight that speaks for each answer, in the order in which they first come.
 
-    Args:
-        answers: of each voter; None is not a vote.
-        weights: one of each voter.
+    An answer of None is not a vote.
     """
     return {
         answer: math.fsum(w for w, own in zip(weights, answers, strict=True) if own == answer)
@@ -172,11 +170,7 @@ def answer_weights(answers: Sequence[str | None], weights: Sequence[float]) -> d
 
 
 def check_selection(selection: str) -> None:
-    """Check the name of a selection rule.
-
-    Raises:
-        UserError: it is none.
-    """
+    """Check the name of a selection rule."""
     if selection not in get_args(Selection):
         raise UserError(
             f"selection is {selection!r}; expected one of {', '.join(get_args(Selection))}",

@@ -1,4 +1,4 @@
-"""When to stop sampling a prompt, because its best candidate is unlikely to be beaten."""
+"""Early stopping of best-of-N once the best candidate is unlikely to be beaten."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ConfidenceBasedStopping:
         max_samples: never more than these.
         batch: drawn at a time after the first ones, at least 1.
         probability: in [0, 1]; 0 never stops before `max_samples`.
-        tolerance: gain in score that is not worth another sample, >= 0.
+        tolerance: gain in score too small for another sample, >= 0.
         highest: the highest score there is, such as 1 for an answer that is right; a candidate that has it
             ends the search.
         population: how scores vary, from other prompts (`ScorePopulation.fit`); None judges every prompt by
@@ -82,9 +82,9 @@ class ConfidenceBasedStopping:
         """How many more samples to draw of a prompt; 0 stops.
 
         Args:
-            scores: of the n samples drawn so far; None for one that nothing scored.
+            scores: scores of the n samples drawn so far; None for a sample without one.
             confidences: log-probs of their whole completions (`Candidate.confidence`), not of a mean token;
-                empty where they are not known.
+                empty if they are not known.
         """
         count = len(scores)
         if count < self.min_samples:
@@ -98,7 +98,7 @@ class ConfidenceBasedStopping:
     def chance(self, scores: Sequence[float | None], confidences: Sequence[float] = ()) -> float:
         """Probability that one of the samples up to `max_samples` beats the best by more than `tolerance`.
 
-        1 where there is no score yet. The samples are taken as independent given q; as q itself is uncertain,
+        1 if there is no score yet. The samples are taken as independent given q; as q itself is uncertain,
         the true probability is smaller (Jensen's inequality).
         """
         known = predict(scores, confidences, population=self.population)

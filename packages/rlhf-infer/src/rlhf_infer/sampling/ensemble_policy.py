@@ -31,10 +31,10 @@ class EnsemblePolicy:
 
     - "vote": every sample is drawn from each of the members. The answer with the most weight wins (of equal
       ones that of the earlier member), and the sample is the completion of the first member that gave it,
-      with that member's log-probs. Completions without an answer have no vote; where there are no others the
+      with that member's log-probs. Completions without an answer have no vote; if there are no others the
       first member's is taken.
     - "logits": every token is drawn from softmax(Σ_m w_m z_m), the normalised geometric mean of the models'
-      distributions; log-probs are those of that distribution. Each model keeps keys and values of its own.
+      distributions; log-probs are those of that distribution. Each model keeps its own keys and values.
 
     Args:
         members: transformers causal LMs, or PeftModels around them; for "vote" also any engines.
@@ -142,7 +142,7 @@ class _Vote:
 class _AveragedEngine(TransformersEngine):
     """See `EnsemblePolicy`, how "logits".
 
-    The models' hidden states stand side by side, and the head takes them apart. One cache holds the keys and
+    The models' hidden states are concatenated, and the head separates them. One cache holds the keys and
     values of all layers of all models, which follow each other.
     """
 

@@ -1,4 +1,4 @@
-"""What the scores of a prompt's samples say about the next ones: plain numbers, without a model."""
+"""Posterior predictive distribution of a prompt's next scores, given those seen so far."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ class ScorePopulation:
         - Variances s_i², from their logarithms (Smyth 2004, https://doi.org/10.2202/1544-6115.1027, section
           6.2): e_i = log s_i² - ψ(ν_i/2) + log(ν_i/2), ψ'(ν/2) = var(e) - mean(ψ'(ν_i/2)) gives ν, the
           `prior_samples`, and log `within` = ē + ψ(ν/2) - log(ν/2). Variances that differ no more than by
-          chance are one, W, for which 100 samples stand.
+          chance are one, W, which counts as 100 samples.
 
         Args:
-            groups: scores of P prompts; None where nothing was applicable, which is left out.
+            groups: scores of P prompts; None if nothing was applicable, which is left out.
 
         Returns:
-            None where no prompt has two scores that differ: nothing is known about the spread.
+            None if no prompt has two scores that differ: nothing is known about the spread.
         """
         distinct = [values for values in map(_distinct, groups) if values]
         spread = [(_squares(values), len(values) - 1) for values in distinct if len(values) > 1]
@@ -82,14 +82,14 @@ class ScorePopulation:
 class Predictive:
     """The distribution of the next score of a prompt.
 
-    With probability 1 - `unseen` it is one that was there already, which is no better than the best. Else it
+    With probability 1 - `unseen` it is one already seen, which is no better than the best. Otherwise it
     is drawn from `mean` + `std` · t, t of Student's distribution with `dof` degrees of freedom.
 
     Args:
         best: the highest score so far.
         unseen: probability of a score that was not there yet.
         mean: where new scores lie.
-        std: how far they spread, > 0, or infinite where nothing is known about it.
+        std: how far they spread, > 0, or infinite if nothing is known about it.
         dof: >= 1.
     """
 
@@ -113,22 +113,22 @@ def predict(
 ) -> Predictive | None:
     """The distribution of a prompt's next score.
 
-    d distinct scores with mean x̄ and sum of squares S = Σ (x - x̄)² stand for the scores that may come. By
-    themselves, under the reference prior 1/σ², the next one is x̄ + s √(1 + 1/d) · t with s² = S / (d - 1)
-    and d - 1 degrees of freedom (Gelman et al. 2013, Bayesian Data Analysis, section 3.2). With a population
-    (m, w, b, ν), σ² = (ν w + S) / (ν + d - 1) stands for s², and the mean is drawn to m:
-    v = 1 / (1/b + d/σ²), mean v (m/b + d x̄/σ²), std √(σ² + v), ν + d - 1 degrees of freedom.
+    The sample is the d distinct scores, with mean x̄ and sum of squares S = Σ (x - x̄)². Under the reference
+    prior 1/σ² the next score is x̄ + s √(1 + 1/d) · t with s² = S / (d - 1) and d - 1 degrees of freedom
+    (Gelman et al. 2013, Bayesian Data Analysis, section 3.2). With a population (m, w, b, ν),
+    σ² = (ν w + S) / (ν + d - 1) replaces s², and the mean is shrunk towards m: v = 1 / (1/b + d/σ²),
+    mean v (m/b + d x̄/σ²), std √(σ² + v), ν + d - 1 degrees of freedom.
 
     A single distinct score without a population says nothing about the spread: a new one is higher with
     probability 1/2.
 
     Args:
-        scores: of the samples; None for one that has none, which is left out.
-        confidences: log-probs of the whole completions, one for each score; empty where they are not known.
+        scores: scores of the samples; a sample with None is left out.
+        confidences: log-probs of the whole completions, one for each score; empty if they are not known.
         population: what is known from other prompts.
 
     Returns:
-        None where there is no score.
+        None if there is no score.
     """
     values = _distinct(scores)
     if not values:
@@ -159,10 +159,6 @@ def unseen_share(scores: Sequence[float | None], confidences: Sequence[float] = 
       all differ, and falls as 1 / (2 n + 1) once all repeat.
     - 1 - Σ π(y) over the distinct completions y that were drawn, π(y) the exponential of the confidence: what
       the policy itself leaves for others. It falls fast where the policy is sure, and stays 1 for long texts.
-
-    Args:
-        scores: n scores, at least one of them not None.
-        confidences: log-probs of the completions, or none.
     """
     known = [score for score in scores if score is not None]
     counts = [sum(1 for x in known if _same_score(x, value)) for value in _distinct(scores)]
@@ -181,10 +177,6 @@ def student_tail(t: float, dof: int) -> float:
     """P(T > t) of Student's distribution with a whole number of degrees of freedom.
 
     With θ = atan(t / √dof): Abramowitz and Stegun 1964, 26.7.3 (odd) and 26.7.4 (even).
-
-    Args:
-        t: any number.
-        dof: at least 1.
     """
     if t < 0:
         return 1 - student_tail(-t, dof)

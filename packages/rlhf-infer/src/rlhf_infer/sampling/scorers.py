@@ -1,4 +1,4 @@
-"""What ranks candidates beside reward models and rules: process reward models and judges."""
+"""Rankers of candidates other than reward models and rules: process reward models and judges."""
 
 from __future__ import annotations
 

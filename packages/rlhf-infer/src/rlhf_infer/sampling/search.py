@@ -1,4 +1,4 @@
-"""The search for a prompt's best completion: what to draw and what to score next, without doing either."""
+"""The search for a prompt's best completion: decides what to sample and score next, and does neither."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from rlhf_infer.sampling.confidence_stopping import ConfidenceBasedStopping
 
 @dataclass(frozen=True)
 class SearchRules:
-    """What the searches for several prompts have in common.
+    """State shared by the searches for several prompts.
 
     Args:
         n: samples of a prompt; with `stopping` the most of one (its own `max_samples` does not count).
         params: how they are drawn.
-        tokenizer: of the policy; it decodes completions.
+        tokenizer: the policy's tokenizer; it decodes completions.
         selection: see `select`.
         extract: finds the answer in a completion's text; None leaves `Candidate.answer` empty.
         stopping: ends a prompt's sampling early; None draws `n`.
@@ -43,7 +43,7 @@ class SearchRules:
 
 
 class BestOfNSearch:
-    """The search for one prompt's best completion; whoever drives it draws and scores, at once or awaiting.
+    """The search for one prompt's best completion; its caller draws and scores, at once or awaiting.
 
     ```
     while count := search.next_samples():
@@ -67,7 +67,7 @@ class BestOfNSearch:
         self.candidates: list[Candidate] = []
         self._rounds = 0
         self._scored_tokens: int | None = None
-        self._given: set[int] = set()  # places of what `give_scores` took, also where nothing scored it
+        self._given: set[int] = set()  # places of what `give_scores` took, also if nothing scored it
         self._first: dict[tuple[int, ...], int] = {}  # where each distinct completion came first
 
     @property
@@ -115,7 +115,7 @@ class BestOfNSearch:
 
         Args:
             candidates: B of those that `unscored` gave.
-            totals: (B,) the weighted sums; None or NaN where nothing scored a candidate.
+            totals: (B,) the weighted sums; None or NaN if nothing scored a candidate.
             by_name: (B,) of each reward function, not weighted; None or NaN where it is not applicable.
         """
         tokens = sum(len(candidate.rollout.completion_ids) for candidate in candidates)

@@ -1,4 +1,4 @@
-"""Calls to a vLLM server: every one has a time limit, and every failure says what it was."""
+"""Client of a vLLM server: every call has a time limit and raises a specific error."""
 
 from __future__ import annotations
 
@@ -24,12 +24,7 @@ class ServerLost(Exception):
 
 
 class ServerRefused(Exception):
-    """A server answered with an error.
-
-    Args:
-        status: of HTTP.
-        message: what the server says.
-    """
+    """A server answered with an error."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"{message} (HTTP {status})")
@@ -42,12 +37,7 @@ class VLLMClient:
     A failed call is not sent again here: a completion that broke off is the engine's to draw again, after it
     has looked whether the server still has the right weights.
 
-    Args:
-        base_url: such as `http://localhost:8000`.
-        api_key: sent as bearer token; None sends none.
-
-    Raises:
-        UserError: the address is none of HTTP.
+    `base_url` is such as `http://localhost:8000`; the key is sent as bearer token.
     """
 
     def __init__(self, base_url: str, *, api_key: str | None = None) -> None:
@@ -66,14 +56,10 @@ class VLLMClient:
     def call(self, method: str, path: str, body: Any = None, *, timeout_s: float) -> Any:
         """Make one call.
 
-        Args:
-            method: GET or POST.
-            path: below the base address.
-            body: what JSON can hold; None sends none.
-            timeout_s: longest wait for the whole answer.
+        The body is JSON; None sends none.
 
         Returns:
-            The answer, read where it is JSON, as text otherwise; None where it is empty.
+            The answer, read where it is JSON, as text otherwise; None if it is empty.
 
         Raises:
             ServerLost: there is no answer.
@@ -121,14 +107,14 @@ def _http_client(base_url: str, api_key: str | None) -> HTTPClient:
 
 
 def _content(response: httpx.Response) -> Any:
-    """What an answer holds; raises ServerRefused where it is an error."""
+    """The parsed body of a response; raises ServerRefused for an error."""
     text = response.text
     content: Any = text or None
     if text and "json" in response.headers.get("Content-Type", ""):
         try:
             content = json.loads(text)
         except ValueError as error:
-            raise ServerRefused(response.status_code, f"the answer is no JSON: {text[:200]!r}") from error
+            raise ServerRefused(response.status_code, f"the answer is not JSON: {text[:200]!r}") from error
     if not response.is_success:
         raise ServerRefused(response.status_code, _message(content) or response.reason_phrase)
     return content

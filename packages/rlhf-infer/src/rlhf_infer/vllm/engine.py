@@ -21,6 +21,7 @@ from rlhf_infer.vllm.settings import (
     VLLMSettings,
     check_requests,
     end_token_ids,
+    engine_request,
     request_fields,
     require_vllm,
     rollout_from,
@@ -33,10 +34,10 @@ from rlhf_infer.vllm.worker import platform_arguments
 
 
 class VLLMEngine:
-    """Generates with vLLM in this process, beside the model being trained.
+    """Generates with vLLM in this process, next to the model being trained.
 
-    vLLM computes shared prompts once, schedules samples by itself, and starts a process group of its own
-    where there is none (torch.distributed is initialised afterwards). The random states of Python, NumPy and
+    vLLM computes shared prompts once, schedules samples by itself, and starts its own process group
+    if there is none (torch.distributed is initialised afterwards). The random states of Python, NumPy and
     torch stay what they were. For several training processes use a server (`VLLMServerEngine`).
 
     Args:
@@ -84,14 +85,12 @@ class VLLMEngine:
     ) -> list[list[Rollout]]:
         """Draw `n` completions of each prompt; see `GenerationEngine`.
 
-        Each sample is a request of its own, with a seed from (seed, prompt, sample index); equal prompts get
+        Each sample is a separate request, with a seed from (seed, prompt, sample index); equal prompts get
         the same samples, and greedy ones are computed once.
 
         Raises:
             UserError: a prompt is empty or too long, or `params` holds what vLLM does not do.
         """
-        from vllm import SamplingParams as Request  # pyright: ignore[reportMissingImports]
-
         check_requests(prompts, params, self.max_model_len)
         if not prompts:
             return []
@@ -103,7 +102,7 @@ class VLLMEngine:
         with _random_state_kept(), self._nothing_left_over(), watch:
             outputs = self._llm.generate(
                 [{"prompt_token_ids": list(prompt)} for prompt in distinct for _ in range(each)],
-                [Request(**fields, **seed) for seed in seeds],
+                [engine_request(fields | seed) for seed in seeds],
                 use_tqdm=False,
                 lora_request=self._adapter,
             )

@@ -74,7 +74,7 @@ class VLLMServer:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the server and wait until it is ready; nothing where it is started already.
+        """Start the server and wait until it is ready; nothing if it is started already.
 
         Raises:
             UserError: it ended or was not ready in time; the last lines of its log are shown.
@@ -170,7 +170,7 @@ class VLLMServer:
 
     def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
         client = VLLMClient(self.url)
-        begun = told = time.monotonic()
+        begun = reported = time.monotonic()
         while not client.healthy():
             waited = time.monotonic() - begun
             if process.poll() is not None:
@@ -187,8 +187,8 @@ class VLLMServer:
                     f"raise start_timeout_s; the end of its log {self.log_path}:\n{self.log_tail()}",
                     code="server_not_ready",
                 )
-            if time.monotonic() - told > _PROGRESS_S:
-                told = time.monotonic()
+            if time.monotonic() - reported > _PROGRESS_S:
+                reported = time.monotonic()
                 _LOG.info("starting vLLM, %.0f s: %s", waited, self.log_tail().rpartition("\n")[2])
             time.sleep(0.25)
         _LOG.info("vLLM is ready at %s after %.0f s", self.url, time.monotonic() - begun)

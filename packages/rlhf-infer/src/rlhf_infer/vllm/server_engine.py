@@ -191,9 +191,9 @@ class VLLMServerEngine:
         return VLLMClient(self.url, api_key=self._api_key)
 
     def _wait(self) -> None:
-        """Wait for a server that somebody else starts."""
+        """Wait for a server that another program starts."""
         client = self._client()
-        begun = told = time.monotonic()
+        begun = reported = time.monotonic()
         while not client.healthy(self.timeout_s):
             now = time.monotonic()
             if now - begun > self.timeout_s:
@@ -202,8 +202,8 @@ class VLLMServerEngine:
                     "correct the address",
                     code="server_unreachable",
                 )
-            if now - told > _PROGRESS_S:
-                told = now
+            if now - reported > _PROGRESS_S:
+                reported = now
                 _LOG.info("waiting for the vLLM server at %s, %.0f s", self.url, now - begun)
             time.sleep(_POLL_S)
 
@@ -226,12 +226,12 @@ class VLLMServerEngine:
         self._prepare()
 
     def _prepare(self) -> None:
-        """What a server that has just started needs."""
+        """Initialise a server that has just started."""
         if self._exact:
             self._tell("/collective_rpc", {"method": "return_exact_logps"})
 
     def _push(self) -> None:
-        """Let the server take up the weights written last, unless it has them."""
+        """Let the server load the weights written last, unless it has them."""
         if self._pushed is None or self._held == self._name:
             return
         if self._max_rank is not None:
@@ -360,7 +360,7 @@ class VLLMServerEngine:
             "answers that it is well" if self._client().healthy(self.timeout_s) else "does not answer either"
         )
         return (
-            f"the vLLM server at {self.url} {lost} (asked for its health, it {state}); start it again and "
+            f"the vLLM server at {self.url} {lost} (its health check {state}); start it again and "
             f"resume, or raise timeout_s, now {self.timeout_s:g}"
         )
 

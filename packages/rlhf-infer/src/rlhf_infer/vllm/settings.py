@@ -1,9 +1,10 @@
-"""How vLLM is started, in process or as a server, and what its requests look like."""
+"""Settings of vLLM, in process or as a server, and the fields of its requests."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import os
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -12,13 +13,14 @@ from pydantic import Field
 from transformers import AutoConfig, GenerationConfig
 
 from rlhf_data import BaseConfig, UserError
-from rlhf_infer.engines.protocol import Rollout, SamplingParams
+from rlhf_infer.engines.constraints import Constraint
+from rlhf_infer.engines.protocol import Rollout, SamplingParams, ends_of
 
 INSTALL = 'vLLM is not installed; run `pip install "rlhf-infer[vllm]"`, or use the transformers engine'
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM 0.32 reserves room for."""
 TEMPERATURES = (0.01, 2.0)
-"""What vLLM 0.32 takes beside 0; lower ones it raises to 0.01, higher ones it refuses."""
+"""Range that vLLM 0.32 accepts besides 0; it raises lower values to 0.01 and refuses higher ones."""
 
 
 class VLLMSettings(BaseConfig):
@@ -77,14 +79,9 @@ def set_environment() -> None:
 
 
 def end_token_ids(model: str | None, tokenizer: Any) -> list[int]:
-    """End-of-sequence tokens of a tokenizer and of the generation config beside a model.
+    """End-of-sequence tokens of a tokenizer and of the model's generation config.
 
-    Args:
-        model: folder or hub name; None asks the tokenizer alone.
-        tokenizer: only its `eos_token_id` is used.
-
-    Raises:
-        UserError: there is none.
+    `model` is a folder or hub name; None asks the tokenizer alone, for its `eos_token_id`.
     """
     ends: Any = None
     if model is not None:
@@ -104,16 +101,12 @@ def end_token_ids(model: str | None, tokenizer: Any) -> list[int]:
 
 
 def check_requests(prompts: Sequence[Sequence[int]], params: SamplingParams, limit: int) -> None:
-    """Refuse what vLLM cannot do, or would do otherwise than asked.
+    """Refuse what vLLM cannot do, or would do differently.
 
     Args:
         prompts: token ids.
         params: how completions are drawn.
         limit: longest prompt and completion in tokens.
-
-    Raises:
-        UserError: logits processors, log-probs at temperature 1, a temperature out of vLLM's range, an empty
-            or too long prompt.
     """
     if params.logits_processors:
         raise UserError(
@@ -148,7 +141,12 @@ def check_requests(prompts: Sequence[Sequence[int]], params: SamplingParams, lim
 
 def request_fields(params: SamplingParams, eos_token_ids: Sequence[int]) -> dict[str, Any]:
     """Fields that vLLM's `SamplingParams` and its completions endpoint share, for all samples of a call."""
-    return {
+    fields: dict[str, Any] = {}
+    if params.logit_bias:
+        fields["logit_bias"] = dict(params.logit_bias)
+    if params.constraint is not None:
+        fields["structured_outputs"] = _structured_outputs(params.constraint)
+    return fields | {
         "max_tokens": params.max_new_tokens,
         "min_tokens": params.min_new_tokens,
         "temperature": params.temperature,
@@ -156,14 +154,33 @@ def request_fields(params: SamplingParams, eos_token_ids: Sequence[int]) -> dict
         "top_k": params.top_k,
         "min_p": params.min_p,
         "repetition_penalty": params.repetition_penalty,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
         "stop": list(params.stop),
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
         "ignore_eos": True,  # the ids say it all, whatever vLLM's own tokenizer takes for the end
-        "stop_token_ids": list(eos_token_ids),
+        "stop_token_ids": ends_of(params, eos_token_ids),
         "logprobs": params.top_logprobs,
     }
+
+
+def _structured_outputs(constraint: Constraint) -> dict[str, Any]:
+    """A constraint in vLLM's words."""
+    name = "json" if constraint.kind == "json_schema" else constraint.kind
+    return {name: json.loads(constraint.value) if name == "choice" else constraint.value}
+
+
+def engine_request(fields: dict[str, Any]) -> Any:
+    """VLLM's `SamplingParams` of `request_fields` and others, for an engine in this process."""
+    from vllm import SamplingParams as Request  # pyright: ignore[reportMissingImports]
+    from vllm.sampling_params import StructuredOutputsParams  # pyright: ignore[reportMissingImports]
+
+    fields = dict(fields)
+    if "structured_outputs" in fields:
+        fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
+    return Request(**fields)
 
 
 def sample_seed(seed: int, prompt: Sequence[int], sample: int) -> int:
@@ -175,7 +192,7 @@ def sample_seed(seed: int, prompt: Sequence[int], sample: int) -> int:
 def sample_seeds(
     params: SamplingParams, prompts: Sequence[tuple[int, ...]], n: int, first: int = 0
 ) -> list[dict[str, int]]:
-    """What the P·n requests add to `request_fields`, samples of a prompt together; nothing when greedy."""
+    """Fields that the P·n requests add to `request_fields`, prompt by prompt; none when greedy."""
     if params.temperature == 0:
         return [{} for _ in prompts]
     samples = range(first, first + n)
@@ -189,7 +206,7 @@ def likeliest(entry: Any, count: int) -> list[tuple[int, float]]:
 
 
 def rollout_from(prompt: Sequence[int], output: Any, top_logprobs: int = 0) -> Rollout:
-    """A rollout of vLLM's output for one sample (`CompletionOutput`), without log-probs where it has none.
+    """A rollout of vLLM's output for one sample (`CompletionOutput`), without log-probs if it has none.
 
     Raises:
         RuntimeError: vLLM ended it for another reason than an end or its length.
@@ -208,12 +225,11 @@ def rollout_from(prompt: Sequence[int], output: Any, top_logprobs: int = 0) -> R
 def returned_logps_are_exact(mode: str, params: SamplingParams) -> bool:
     """Whether vLLM's own log-probs are those of the whole vocabulary at the sampling temperature.
 
-    Args:
-        mode: vLLM's `logprobs_mode`.
-        params: how completions are drawn.
+    `mode` is vLLM's `logprobs_mode`.
     """
     if mode == "raw_logprobs":
         return params.temperature in (0, 1)
-    changed = params.repetition_penalty != 1 or params.min_new_tokens > 0
+    changed = params.repetition_penalty != 1 or params.min_new_tokens > 0 or bool(params.logit_bias)
+    changed = changed or bool(params.presence_penalty or params.frequency_penalty or params.constraint)
     cut = params.temperature > 0 and (params.top_p < 1 or params.top_k > 0 or params.min_p > 0)
     return mode == "processed_logprobs" and not (changed or cut)

@@ -1,4 +1,4 @@
-"""A watch over vLLM in this process: work that stands still ends in an error rather than in silence."""
+"""A watch over vLLM in this process: work that stalls ends in an error rather than in silence."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ class StallWatch:
     Python code is interrupted wherever it is; a call into a library that never returns is not, but the log
     says what is wrong.
 
-    Args:
-        progress: anything that changes while work goes on; called from another thread.
-        timeout_s: longest time without a change.
+    `progress` returns anything that changes while work proceeds; it is called from another thread.
     """
 
     def __init__(self, progress: Callable[[], Any], timeout_s: float) -> None:

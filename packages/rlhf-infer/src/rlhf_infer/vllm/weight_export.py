@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import copy
-import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
-from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf_data import UserError, atomic_folder
-from rlhf_models import causal_lm
-
-SHARD_BYTES = 2 << 30
-"""Size at which a new file is begun."""
-_LAYER = re.compile(r"^.*?\.\d+\.")
+from rlhf_models import as_stored, causal_lm, whole_value, write_files
 
 
 def policy_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -27,31 +19,18 @@ def policy_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
     Of a PeftModel the active adapter is merged: W + (alpha / r) · B A, rounded once to the dtype of W; of one
     whose adapters are off the bare weights come. Weights in 8 or 4 bits are dequantised. A tied weight comes
-    once. Tensors are made layer by layer as they are asked for; those of no adapter are the model's own.
-
-    Args:
-        model: a transformers causal LM, or a PeftModel around one.
+    once. Tensors are made layer by layer on demand; those of no adapter are the model's own.
 
     Yields:
         Names without prefixes of peft, tensors on the model's device, without gradients.
 
     Raises:
         UserError: the adapter is of a kind that cannot be merged this way.
-        ValueError: the parameters are spread over processes; gather them first.
+        ValueError: the parameters are spread over processes, and this is outside a `gathering` context.
     """
     lm = causal_lm(model)
     _check_embeddings(lm)
-    group: dict[str, torch.Tensor] = {}
-    current: str | None = None
-    for name, tensor in _walk(lm, "", set()):
-        found = _LAYER.match(name)
-        layer = found.group() if found else None
-        if group and layer != current:
-            yield from revert_weight_conversion(lm, group).items()
-            group = {}
-        current = layer
-        group[name] = tensor
-    yield from revert_weight_conversion(lm, group).items()
+    yield from as_stored(lm, _walk(lm, "", set()))
 
 
 def write_weight_folder(model: Any, folder: str | Path, *, tokenizer: Any = None) -> None:
@@ -60,7 +39,7 @@ def write_weight_folder(model: Any, folder: str | Path, *, tokenizer: Any = None
     Args:
         model: a transformers causal LM, or a PeftModel around one, whose adapter is merged in the files.
         folder: an existing one is replaced.
-        tokenizer: saved beside the weights; None leaves it out.
+        tokenizer: saved with the weights; None leaves it out.
 
     Raises:
         UserError: see `policy_tensors`, or the disk is full.
@@ -76,34 +55,7 @@ def write_weight_folder(model: Any, folder: str | Path, *, tokenizer: Any = None
         lm.generation_config.to_json_file(temp / "generation_config.json")
         if tokenizer is not None:
             tokenizer.save_pretrained(temp)
-        _write_shards(policy_tensors(model), temp)
-
-
-def _write_shards(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) -> None:
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    places: dict[str, str] = {}
-    size = total = 0
-
-    def close() -> None:
-        path = folder / f"model-{len(shards):05d}.safetensors"
-        save_file(shards[-1], path, metadata={"format": "pt"})
-        places.update(dict.fromkeys(shards[-1], path.name))
-        shards[-1] = {}
-
-    for name, tensor in tensors:
-        num_bytes = tensor.numel() * tensor.element_size()
-        if size and size + num_bytes > SHARD_BYTES:
-            close()
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor.cpu().contiguous()
-        size, total = size + num_bytes, total + num_bytes
-    close()
-    if len(shards) == 1:
-        (folder / "model-00001.safetensors").rename(folder / "model.safetensors")
-    else:
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        write_files(policy_tensors(model), temp)
 
 
 def _walk(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -116,13 +68,13 @@ def _walk(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str,
         if tensor is None or name in module._non_persistent_buffers_set or id(tensor) in seen:
             continue
         seen.add(id(tensor))
-        yield prefix + name, _plain(module, name, tensor, prefix)
+        yield prefix + name, _plain(module, tensor)
     for name, child in module.named_children():
         yield from _walk(child, f"{prefix}{name}.", seen)
 
 
 def _chosen_copy(module: nn.Module, where: str) -> nn.Module:
-    """What a peft wrapper that keeps whole copies of a layer computes with; other modules as they are."""
+    """The active copy of a layer in a peft wrapper that keeps whole copies; other modules unchanged."""
     if hasattr(module, "modules_to_save") and hasattr(module, "original_module"):
         wrapper: Any = module
         active = [name for name in wrapper.active_adapters if name in wrapper.modules_to_save]
@@ -162,16 +114,14 @@ def _merged(layer: Any, prefix: str, seen: set[int]) -> Iterator[tuple[str, torc
     yield from tensors.items()
 
 
-def _plain(module: nn.Module, name: str, tensor: torch.Tensor, prefix: str) -> torch.Tensor:
+def _plain(module: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
     """A parameter or buffer as a dense tensor without gradients."""
-    if hasattr(tensor, "ds_id") and not tensor.numel():
-        raise ValueError(f"{prefix}{name} is spread over processes; gather the parameters first")
     kind = type(tensor).__name__
     if kind == "Params4bit":
         return _dequantised_4bit(tensor)
     if kind == "Int8Params":
         return _dequantised_8bit(module)
-    return tensor.detach()
+    return whole_value(tensor)
 
 
 def _dequantised_4bit(weight: Any) -> torch.Tensor:
@@ -200,11 +150,7 @@ def _check_embeddings(lm: Any) -> None:
 
 
 def active_adapter(model: Any) -> str | None:
-    """Name of the adapter that a PeftModel computes with; None where its adapters are off.
-
-    Raises:
-        UserError: the model has no adapters, or several are active.
-    """
+    """Name of the adapter that a PeftModel computes with; None if its adapters are off."""
     if not hasattr(model, "peft_config"):
         raise UserError(
             "weights are to be synced as LoRA adapters, but the model has none; "
@@ -221,16 +167,7 @@ def active_adapter(model: Any) -> str | None:
 
 
 def write_adapter_folder(model: Any, folder: str | Path, *, max_rank: int) -> bool:
-    """Write a PeftModel's active adapter for vLLM, in PEFT's format; False where its adapters are off.
-
-    Args:
-        model: a PeftModel around a causal LM.
-        folder: an existing one is replaced.
-        max_rank: what vLLM was started for.
-
-    Raises:
-        UserError: vLLM does not take such an adapter.
-    """
+    """Write a PeftModel's active adapter for vLLM, in PEFT's format; False where its adapters are off."""
     from rlhf_models import save_adapter
 
     name = active_adapter(model)

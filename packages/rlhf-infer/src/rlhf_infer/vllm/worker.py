@@ -1,7 +1,7 @@
-"""What runs inside vLLM: exact log-probs, and the start of a server that ends when its parent does.
+"""Code that runs inside vLLM: exact log-probs, and a server process that ends with its parent.
 
-The file stands alone, for a server may run under another Python: it is copied there, and imports nothing of
-ours.
+The file is self-contained, for a server may run under another Python: it is copied there, and imports nothing
+of ours.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ class ExactSampler:
     vLLM's own are either of the bare logits at temperature 1, or of what top-p, top-k, min-p and penalties
     left over; neither is what a trainer computes.  Greedy requests get them at temperature 1.
 
-    Args:
-        sampler: of vLLM's model runner, the first (`v1/sample`) or the second (`v1/worker/gpu/sample`).
+    The sampler is of vLLM's model runner, the first (`v1/sample`) or the second (`v1/worker/gpu/sample`).
     """
 
     def __init__(self, sampler: Any) -> None:
@@ -41,7 +40,7 @@ class ExactSampler:
     def __call__(self, logits: Any, *args: Any, **kwargs: Any) -> Any:
         """Sample; `logits` (B, V) may be changed in place."""
         batch = args[0] if args else kwargs["sampling_metadata"]
-        if getattr(batch, "max_num_logprobs", 0) is None:  # nobody asks for any
+        if getattr(batch, "max_num_logprobs", 0) is None:  # not requested
             return self._sampler(logits, *args, **kwargs)
         temperature = self._temperatures(batch)
         scaled = logits.float() if temperature is None else logits.float() / temperature
@@ -56,7 +55,7 @@ class ExactSampler:
         return output
 
     def _temperatures(self, batch: Any) -> Any:
-        """(B, 1) temperatures, 1 for greedy requests; None where all are greedy."""
+        """(B, 1) temperatures, 1 for greedy requests; None if all are greedy."""
         states = getattr(self._sampler, "sampling_states", None)
         values = batch.temperature if states is None else states.temperature.gpu[batch.expanded_idx_mapping]
         return None if values is None else values.where(values >= 1e-5, values.new_ones(()))[:, None]
@@ -73,7 +72,7 @@ class WorkerExtension:
         return True
 
     def pack_heads(self: Any) -> None:
-        """Pack the weights of output heads anew, after `reload_weights`.
+        """Pack the weights of output heads again, after `reload_weights`.
 
         On CPUs vLLM computes logits from a packed copy of the head's weights, and when it reloads it leaves
         that of a head tied to the embeddings as it was.
@@ -89,9 +88,7 @@ def platform_arguments(model: str, max_model_len: int | None) -> dict[str, Any]:
     On CPUs prompts must not be computed in pieces: vLLM turns the random state of a request back after each
     piece, which torch's CPU generators cannot do (`get_offset`).
 
-    Args:
-        model: folder or hub name.
-        max_model_len: longest prompt and completion; None for the model's context.
+    `max_model_len` of None is the model's context.
     """
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 

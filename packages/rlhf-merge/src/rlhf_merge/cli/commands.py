@@ -1,4 +1,4 @@
-"""What the commands do: call the library, show progress, print."""
+"""The commands: call the library, show progress, print results."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from rlhf_merge.config.files import parse_yaml
 from rlhf_merge.config.merge_config import MergeConfig
+from rlhf_merge.config.reading import parse_yaml
 from rlhf_merge.errors import MergeError
 from rlhf_merge.files.writer import check_output
-from rlhf_merge.methods.catalog import METHODS
-from rlhf_merge.report_text import bytes_text, short_names
+from rlhf_merge.methods.blocks import OnBytes
+from rlhf_merge.methods.families import METHODS
 from rlhf_merge.run.card import effective_weights
-from rlhf_merge.run.engine import OnBytes, Resources, expected_bytes
+from rlhf_merge.run.engine import Resources, expected_bytes
 from rlhf_merge.run.merger import ModelMerger
 from rlhf_merge.run.plan import MergePlan
+from rlhf_merge.text import bytes_text, short_names
 
 _SHOWN_EVERY = 8_000_000
 _WIDEST = 10_000
@@ -46,17 +47,14 @@ def merge_by_options(
     method: str, out: str, base: str | None, models: Sequence[str], options: dict[str, Any]
 ) -> None:
     """The command of a method."""
-    values: dict[str, Any] = {"method": method}
+    taken = METHODS[method].parameters
+    values: dict[str, Any] = {"method": method} | _given(options, "dtype", "vocab", "ignore", "seed")
     values |= {"base": base} if base is not None else {}
-    weighted = "weight" in METHODS[method].parameters
-    values["models"] = [_model(spec) if weighted else spec for spec in models]
-    for key in METHODS[method].parameters:
+    values["models"] = [_model(spec) if "weight" in taken else spec for spec in models]
+    for key in taken:
         given = options.pop(f"set_{key}", ())
         if given:
             values[key] = _setting(key, given)
-    for key in ("dtype", "vocab", "ignore", "seed"):
-        value = options.pop(key)
-        values |= {key: value} if value not in (None, ()) else {}
     _merge(MergeConfig.from_dict(values, method.replace("_", "-")), out, options)
 
 
@@ -83,41 +81,36 @@ def cook_soup(
     """`rlhf-merge soup`."""
     from rlhf_merge.run.soup import ModelSoup, Trial
 
-    keys = ("base", "dtype", "vocab", "ignore")
-    settings = {key: value for key in keys if (value := options.pop(key)) not in (None, ())}
+    settings = _given(options, "base", "dtype", "vocab", "ignore")
     soup = ModelSoup(models, settings, _resources(options))
     console = Console(stderr=True, quiet=quiet, highlight=False)
-    if evaluate is None:
-        if lower_is_better:
-            raise MergeError("--lower-is-better is about the number of --evaluate, which is missing; add it")
-        with _progress(console, "soup") as (on_total, on_bytes):
-            with closing(ModelMerger(soup.config, resources=soup.resources).plan()) as plan:
-                on_total(plan.bytes_read + plan.bytes_written)
-            result = soup.uniform(out, restart=restart, on_bytes=on_bytes)
-        _say(console, f"uniform soup of {len(models)} models: {result.folder}")
-        return
+    if evaluate is None and lower_is_better:
+        message = "--lower-is-better is about the number of --evaluate, which is missing; add it"
+        raise MergeError(message, code="unused_option", option="--lower-is-better")
 
     def on_trial(trial: Trial) -> None:
-        soup = len(trial.members) > 1
-        verdict = ("  not worse, kept" if trial.accepted else "  worse, left out") if soup else ""
+        verdict = ("  not worse, kept" if trial.accepted else "  worse, left out") * (len(trial.members) > 1)
         _say(console, f"{trial.score:.6g}  {' + '.join(trial.members)}{verdict}")
 
     with _progress(console, "soup") as (on_total, on_bytes):
+        if evaluate is None:
+            with closing(ModelMerger(soup.config, resources=soup.resources).plan()) as plan:
+                on_total(plan.bytes_read + plan.bytes_written)
+            result = soup.uniform(out, restart=restart, on_bytes=on_bytes)
+            said = f"uniform soup of {len(models)} models: {result.folder}"
+        else:
 
-        def on_merge(total: int) -> OnBytes:
-            on_total(total)
-            return on_bytes
+            def on_merge(total: int) -> OnBytes:
+                on_total(total)
+                return on_bytes
 
-        cooked = soup.greedy(
-            out,
-            evaluate,
-            higher_is_better=not lower_is_better,
-            restart=restart,
-            on_trial=on_trial,
-            on_merge=on_merge,
-        )
-    share = f"{len(cooked.members)} of {len(models)} models"
-    _say(console, f"greedy soup of {share}, {cooked.score:.6g}: {cooked.folder}")
+            higher = not lower_is_better
+            cooked = soup.greedy(
+                out, evaluate, higher_is_better=higher, restart=restart, on_trial=on_trial, on_merge=on_merge
+            )
+            share = f"{len(cooked.members)} of {len(models)} models"
+            said = f"greedy soup of {share}, {cooked.score:.6g}: {cooked.folder}"
+    _say(console, said)
 
 
 def show_model(model: str, *, by: Literal["layer", "tensor"], as_json: bool, threads: int | None) -> None:
@@ -143,13 +136,13 @@ def show_difference(
     threads: int | None,
 ) -> None:
     """`rlhf-merge diff`."""
-    from rlhf_merge.compare.diff import diff_models
-    from rlhf_merge.compare.diff_text import difference_json, render_difference
+    from rlhf_merge.compare.diff import diff_models, difference_json, render_difference
     from rlhf_merge.compare.heatmap import check_heatmap, heatmap
 
     first, others = (base, models) if base is not None else (models[0], models[1:])
     if not others:
-        raise MergeError("diff compares models and got one; name a second one, or give --base")
+        message = "diff compares models and got one; name a second one, or give --base"
+        raise MergeError(message, code="too_few_models")
     if png is not None:
         check_heatmap(Path(png))
     with _progress(Console(stderr=True), "reading") as (on_total, on_bytes):
@@ -190,24 +183,21 @@ def _merge(config: MergeConfig, out: str, options: dict[str, Any]) -> None:
     if result.resumed:
         console.print(f"resumed: {result.resumed} of {result.tensors} tensors had been merged before")
     rows = effective_weights(plan, result.coefficients)
-    names = short_names([label for label, *_ in rows])
-    shown = ", ".join(
+    shown = [
         f"{name} {mean:.4g}" + (f" ({low:.4g} to {high:.4g})" if high - low > 1e-9 else "")
-        for name, (_, low, mean, high) in zip(names, rows, strict=True)
-    )
+        for name, (_, low, mean, high) in zip(short_names([row[0] for row in rows]), rows, strict=True)
+    ]
     if shown:
-        _say(console, f"effective weights: {shown}")
-    written = f"{result.tensors} tensors, {bytes_text(result.bytes_written)}"
-    _say(console, f"{written}: {result.folder}")
+        _say(console, f"effective weights: {', '.join(shown)}")
+    _say(console, f"{result.tensors} tensors, {bytes_text(result.bytes_written)}: {result.folder}")
 
 
 @contextmanager
 def _progress(console: Console, what: str) -> Iterator[tuple[OnBytes, OnBytes]]:
     """A bar with bytes, bytes/s and the time left: what sets its total and, from any thread, moves it."""
-    words, bar = TextColumn("{task.description}"), BarColumn()
-    columns = words, bar, DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     lock, waiting = threading.Lock(), 0
-    with Progress(*columns, console=console, disable=console.quiet) as progress:
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=console.quiet) as progress:
         task = progress.add_task(what, total=None)
 
         def on_total(count: int) -> None:
@@ -229,29 +219,26 @@ def _progress(console: Console, what: str) -> Iterator[tuple[OnBytes, OnBytes]]:
 
 
 def _print_plan(console: Console, merger: ModelMerger, plan: MergePlan) -> None:
-    config = plan.config
-    title = METHODS[config.method].title
+    title, facts = METHODS[plan.config.method].title, _plan_json(merger, plan)
     table = Table("model", "tensors", "size", "type", title=title, title_justify="left")
     for spec, checkpoint in plan.checkpoints.items():
         tensors = checkpoint.tensors.values()
         types = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
         size = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
         table.add_row(spec, str(len(tensors)), bytes_text(size), ", ".join(types))
-    facts = _plan_json(merger, plan)
     console.print(table)
-    _say(console, config.to_yaml().rstrip())
     lines = [
+        plan.config.to_yaml().rstrip(),
         f"reads {bytes_text(plan.bytes_read)} (every pass counted), writes {bytes_text(plan.bytes_written)} "
         f"in {len(plan.shards)} file{'s' if len(plan.shards) > 1 else ''}, {plan.parameters:,} parameters",
         f"memory: {bytes_text(facts['memory'])} with {facts['threads']} threads",
-        f"config of {plan.reference}, tokenizer of {plan.tokenizer}",
+        f"config of {plan.config_from}, tokenizer of {plan.tokenizer}",
     ]
     if plan.alignment and any(index is not None for index in plan.alignment.indexes):
         lines.append(f"vocabulary: {plan.alignment.rows} rows, {len(plan.alignment.added)} tokens added")
     if plan.ignored:
         lines.append(f"leaves out {', '.join(plan.ignored)}")
-    for line in lines:
-        _say(console, line)
+    _say(console, "\n".join(lines))
 
 
 def _plan_json(merger: ModelMerger, plan: MergePlan) -> dict[str, Any]:
@@ -278,6 +265,11 @@ def _resources(options: dict[str, Any]) -> Resources:
     return Resources(options["threads"], options["max_memory"])
 
 
+def _given(options: dict[str, Any], *keys: str) -> dict[str, Any]:
+    """These options, taken out of the others, where they were given."""
+    return {key: value for key in keys if (value := options.pop(key)) not in (None, ())}
+
+
 def _model(text: str) -> dict[str, Any] | str:
     """MODEL:WEIGHT; what follows the last colon is a weight only if it is a number."""
     spec, colon, weight = text.rpartition(":")
@@ -295,7 +287,8 @@ def _setting(key: str, given: Sequence[str]) -> Any:
         parsed = [_value(part) for part in value.split(",")]
         rules.append({"filter": word or "*", "value": parsed if len(parsed) > 1 else parsed[0]})
         if equals and not word:
-            raise MergeError(f"--{key.replace('_', '-')} {text!r} has no word before the =; write WORD=VALUE")
+            message = f"--{key.replace('_', '-')} {text!r} has no word before the =; write WORD=VALUE"
+            raise MergeError(message, code="invalid_value", key=key)
     return rules[0]["value"] if len(rules) == 1 and rules[0]["filter"] == "*" else rules
 
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import click
 
-from rlhf_merge.methods.catalog import METHODS, PARAMETERS
+from rlhf_merge.methods.families import METHODS, PARAMETERS
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -25,35 +25,35 @@ class Size(click.ParamType):
         if isinstance(value, int):
             return value
         text = value.strip().upper().removesuffix("B")
-        number, unit = (text[:-1], text[-1:]) if text[-1:] in _UNITS and text[-1:] else (text, "")
+        unit = text[-1:] if text[-1:] in _UNITS else ""
         try:
-            size = float(number) * _UNITS[unit]
+            size = float(text.removesuffix(unit)) * _UNITS[unit]
         except ValueError:
-            self.fail(
-                f"{value!r} is not a size; give a number with KB, MB, GB or TB, such as 2GB", param, ctx
-            )
+            self.fail(f"{value!r} is not a size; give one in KB, MB, GB or TB, such as 2GB", param, ctx)
         if not 1 <= size < 1e18:
             self.fail(f"{value!r} is out of range; give a size such as 2GB", param, ctx)
         return int(size)
 
 
 _SIZE = Size()
-
+_THREADS = click.option(
+    "--threads", type=click.IntRange(min=1), metavar="N", help="Tensors at once.  [default: one per core]"
+)
 _RESOURCES = (
-    click.option(
-        "--threads", type=click.IntRange(min=1), metavar="N", help="Tensors at once.  [default: one per core]"
-    ),
+    _THREADS,
     click.option("--max-memory", type=_SIZE, help="Most memory the process may take, such as 2GB."),
 )
+_RESTART = click.option(
+    "--restart", is_flag=True, help="Discard what an interrupted run left, instead of going on."
+)
+_QUIET = click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 _OUTPUT = (
     click.option(
         "--max-shard-size", type=_SIZE, default="5GB", show_default=True, help="Size of the result's files."
     ),
-    click.option(
-        "--restart", is_flag=True, help="Discard what an interrupted merge left, instead of going on."
-    ),
+    _RESTART,
     click.option("--dry-run", is_flag=True, help="Check everything and show the plan; write nothing."),
-    click.option("--quiet", is_flag=True, help="Print nothing but errors."),
+    _QUIET,
 )
 _MODEL_OPTIONS = (
     click.option(
@@ -73,6 +73,11 @@ _MODEL_OPTIONS = (
 )
 _OUT = click.argument("out", type=click.Path(), metavar="OUT")
 _CONFIG = click.argument("config", type=click.Path(dir_okay=False), metavar="CONFIG")
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def _by(*rows: str) -> Callable[..., Any]:
+    return click.option("--by", type=click.Choice(rows), default="layer", show_default=True, help="Rows.")
 
 
 def _decorated(*options: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -115,7 +120,7 @@ def run(config: str, out: str, **options: Any) -> None:
 
 
 @main.command()
-@_decorated(_CONFIG, *_RESOURCES, click.option("--json", "as_json", is_flag=True, help="Print JSON."))
+@_decorated(_CONFIG, *_RESOURCES, _JSON)
 def plan(config: str, **options: Any) -> None:
     """Show what a config would read and write, and the memory it needs; merge nothing."""
     _call("show_plan", config, **options)
@@ -134,8 +139,8 @@ def plan(config: str, **options: Any) -> None:
     click.option("--base", metavar="MODEL", help="Lends config and tokenizer.  [default: the first model]"),
     *_MODEL_OPTIONS,
     *_RESOURCES,
-    click.option("--restart", is_flag=True, help="Discard what an interrupted soup left, its scores too."),
-    click.option("--quiet", is_flag=True, help="Print nothing but errors."),
+    _RESTART,
+    _QUIET,
 )
 def soup(out: str, **options: Any) -> None:
     """Mean of models: of all, or with --evaluate of those that make it better."""
@@ -143,14 +148,7 @@ def soup(out: str, **options: Any) -> None:
 
 
 @main.command()
-@_decorated(
-    click.argument("model"),
-    click.option(
-        "--by", type=click.Choice(["layer", "tensor"]), default="layer", show_default=True, help="Rows."
-    ),
-    click.option("--json", "as_json", is_flag=True, help="Print JSON."),
-    _RESOURCES[0],
-)
+@_decorated(click.argument("model"), _by("layer", "tensor"), _JSON, _THREADS)
 def inspect(model: str, **options: Any) -> None:
     """Show a model's tensors: types, sizes, norms, zeros, NaN."""
     _call("show_model", model, **options)
@@ -163,16 +161,10 @@ def inspect(model: str, **options: Any) -> None:
     click.option(
         "--density", type=click.FloatRange(0, 1, min_open=True), help="Compare signs of trimmed task vectors."
     ),
-    click.option(
-        "--by",
-        type=click.Choice(["layer", "kind", "tensor"]),
-        default="layer",
-        show_default=True,
-        help="Rows.",
-    ),
+    _by("layer", "kind", "tensor"),
     click.option("--png", type=click.Path(dir_okay=False), metavar="FILE", help="Draw a heat map."),
-    click.option("--json", "as_json", is_flag=True, help="Print JSON."),
-    _RESOURCES[0],
+    _JSON,
+    _THREADS,
 )
 def diff(models: tuple[str, ...], **options: Any) -> None:
     """Compare models: norms and sign conflicts of their task vectors, layer by layer."""
@@ -188,7 +180,8 @@ def _method_command(name: str) -> click.Command:
 
     required = method.base == "required"
     use = "The base model." if required else "Lends config and tokenizer.  [default: the first model]"
-    weighted = ":WEIGHT" if "weight" in method.parameters else ""
+    weighted = "weight" in method.parameters
+    model_help = "A model to merge; repeat." + (" With its weight, 1 where left out." if weighted else "")
     options = [
         click.option("--base", required=required, metavar="MODEL", help=use),
         click.option(
@@ -196,8 +189,8 @@ def _method_command(name: str) -> click.Command:
             "models",
             multiple=True,
             required=True,
-            metavar=f"MODEL{weighted}",
-            help="A model to merge; repeat." + (" With its weight, 1 where left out." if weighted else ""),
+            metavar="MODEL:WEIGHT" if weighted else "MODEL",
+            help=model_help,
         ),
         *(_parameter_option(key, default) for key, default in method.parameters.items() if key != "weight"),
         *_MODEL_OPTIONS,

@@ -1,1 +1,1 @@
-"""What differs between models: inspection, task vectors and their conflicts, in text and as a heatmap."""
+"""Inspecting and comparing models: task vectors and their conflicts, as text and as a heatmap."""

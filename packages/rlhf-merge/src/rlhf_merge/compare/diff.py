@@ -1,27 +1,32 @@
-"""How models differ from a base, and from each other: task vectors and their conflicts, tensor by tensor."""
+"""Differences of models from a base and from each other: task vectors and their conflicts by tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeVar
+from itertools import combinations
+from typing import Any, TypeVar
 
 import torch
+from rich.console import Group, RenderableType
+from rich.text import Text
 
+from rlhf_merge.compare.kinds import EMBEDDING, Place, ordered_kinds, ordered_rows, place_tensors
+from rlhf_merge.compare.measures import Measures, measure, passes
 from rlhf_merge.errors import MergeError
 from rlhf_merge.files.checkpoint import Checkpoint, open_checkpoint
-from rlhf_merge.methods.blocks import Inputs, Workspace
-from rlhf_merge.methods.task_vectors import Measures, measure, passes
-from rlhf_merge.methods.threads import OnRead, map_tensors
-from rlhf_merge.names.tensor_kinds import EMBEDDING, Place, ordered_kinds, ordered_rows, place_tensors
-from rlhf_merge.report_text import short_names
+from rlhf_merge.methods.blocks import Inputs, OnBytes, Readable, Spaces, map_tensors
+from rlhf_merge.names import is_vocabulary_tensor, missing, vocabulary_rows
 from rlhf_merge.run.matching import check_alike, matched
-from rlhf_merge.tensors import Readable
-from rlhf_merge.vocab.union import is_vocabulary_tensor, vocabulary_rows
+from rlhf_merge.text import number_text, plain, share_text, short_names, table
 
-_Key = TypeVar("_Key")
+_Key = TypeVar("_Key", bound=Hashable)
+
+_LEGEND = "change: norm of the difference, relative to the base's"
+_LEGEND_OF_SIGNS = """signs opposed: share of the elements that models change with opposite signs
+of shared: the same, of the elements that both change; 50% for unrelated changes"""
 
 
 @dataclass(frozen=True)
@@ -64,8 +69,7 @@ class ModelDifference:
     @property
     def pairs(self) -> list[tuple[int, int]]:
         """The pairs of models, by their positions."""
-        count = len(self.models)
-        return [(one, other) for one in range(count) for other in range(one + 1, count)]
+        return list(combinations(range(len(self.models)), 2))
 
     @cached_property
     def total(self) -> Measures:
@@ -76,11 +80,6 @@ class ModelDifference:
     def kinds(self) -> list[str]:
         """The kinds of the layers' tensors."""
         return ordered_kinds(tensor.place for tensor in self.tensors)
-
-    @cached_property
-    def layers(self) -> list[str]:
-        """The rows that are layers."""
-        return ordered_rows(tensor.place for tensor in self.tensors if tensor.place.in_layer)
 
     @cached_property
     def by_row(self) -> dict[str, Measures]:
@@ -96,10 +95,9 @@ class ModelDifference:
             return place.kind if place.in_layer or place.kind not in self.kinds else f"{place.kind} outside"
 
         found = self._sum(label)
-        outside = [tensor.place for tensor in self.tensors if not tensor.place.in_layer]
-        outside.sort(key=lambda place: place.position)
-        before = [label(place) for place in outside if place.row == EMBEDDING]
-        behind = [label(place) for place in outside if place.row != EMBEDDING]
+        places = sorted((tensor.place for tensor in self.tensors), key=lambda place: place.position)
+        before = [label(place) for place in places if place.row == EMBEDDING]
+        behind = [label(place) for place in places if not place.in_layer]
         return {kind: found[kind] for kind in dict.fromkeys([*before, *self.kinds, *behind])}
 
     @cached_property
@@ -120,8 +118,8 @@ def diff_models(
     *,
     density: float | None = None,
     threads: int | None = None,
-    on_total: Callable[[int], None] | None = None,
-    on_bytes: OnRead | None = None,
+    on_total: Callable[[int], None] = lambda count: None,
+    on_bytes: OnBytes | None = None,
 ) -> ModelDifference:
     """Compare models with a base, and their task vectors with each other.
 
@@ -137,57 +135,41 @@ def diff_models(
         on_total: called once, before anything is read, with the bytes that will be.
         on_bytes: called with the bytes of every block, perhaps from several threads.
     """
-    _check(others, density)
+    if not others:
+        raise MergeError("a comparison needs a model beside the base; name one", code="too_few_models")
+    if density is not None and (not 0 < density <= 1 or len(others) == 1):
+        message = f"density is {density}, expected a share in (0, 1] of task vectors to compare, two or more"
+        raise MergeError(message, code="invalid_value", key="density")
     with ExitStack() as stack:
         specs = list(dict.fromkeys([base, *others]))
         checkpoints = {spec: stack.enter_context(open_checkpoint(spec)) for spec in specs}
         tensors, notes = _comparable(checkpoints)
-        every = [_inputs(name, [base, *others], tensors) for name in tensors[base]]
-        floating = [inputs for inputs in every if inputs.all[0].dtype.is_floating_point]
-        integers = [inputs for inputs in every if not inputs.all[0].dtype.is_floating_point]
-        if on_total is not None:
-            on_total(sum(inputs.nbytes * passes(inputs.arithmetic, density) for inputs in floating))
+        floating, integers = [], []
+        for name in tensors[base]:
+            found = [(spec, name, tensors[spec][name]) for spec in (base, *others)]
+            check_alike(found)
+            first, *models = (tensor for *_, tensor in found)
+            inputs = Inputs(name, first, tuple(models), (base, *others))
+            (floating if first.dtype.is_floating_point else integers).append(inputs)
+        on_total(sum(inputs.nbytes * passes(inputs.arithmetic, density) for inputs in floating))
 
-        def work(inputs: Inputs, space: Workspace, on_read: OnRead) -> Measures:
-            return measure(replace(inputs, on_read=on_read), space, density)
+        def work(inputs: Inputs, spaces: Spaces, on_read: OnBytes) -> Measures:
+            return measure(replace(inputs, on_read=on_read), spaces(inputs.arithmetic), density)
 
-        measures = map_tensors(
-            work,
-            floating,
-            size=lambda inputs: inputs.nbytes,
-            dtype=lambda inputs: inputs.arithmetic,
-            threads=threads,
-            on_bytes=on_bytes,
-        )
+        measures = map_tensors(work, floating, threads=threads, on_bytes=on_bytes)
         places = place_tensors(tensors[base])
         return ModelDifference(
-            base=base,
-            models=tuple(others),
-            labels=tuple(short_names([base, *others])),
-            density=density,
-            tensors=tuple(
+            base,
+            tuple(others),
+            tuple(short_names([base, *others])),
+            density,
+            tuple(
                 TensorDifference(inputs.name, places[inputs.name], inputs.shape, found)
                 for inputs, found in zip(floating, measures, strict=True)
             ),
-            integers={inputs.name: _unequal_integers(inputs) for inputs in integers},
-            notes=tuple(notes),
+            {inputs.name: _unequal_integers(inputs) for inputs in integers},
+            tuple(notes),
         )
-
-
-def _check(others: Sequence[str], density: float | None) -> None:
-    if not others:
-        raise MergeError(
-            "a comparison needs a model beside the base, got none; name one", code="invalid_value"
-        )
-    if density is None:
-        return
-    if not 0 < density <= 1:
-        raise MergeError(
-            f"density must be in (0, 1], got {density}; leave it out to compare all elements",
-            code="invalid_value",
-        )
-    if len(others) == 1:
-        raise MergeError("density compares trimmed signs of task vectors, and there is but one; leave it out")
 
 
 class _FirstRows:
@@ -206,47 +188,136 @@ def _comparable(checkpoints: Mapping[str, Checkpoint]) -> tuple[dict[str, dict[s
         f"{spec} has no {name}: its embedding, which is its head, is compared in its place"
         for spec, name in found.lent.items()
     ]
-    names = dict.fromkeys(name for own in tensors.values() for name in own)
-    for spec, own in tensors.items():
-        lacking = next((name for name in names if name not in own), None)
-        if lacking is not None:
-            other = next(other for other in tensors if lacking in tensors[other])
-            raise MergeError(
-                f"{spec} lacks tensor {lacking}, which {other} has; compare models with the same tensors",
-                code="missing_tensor",
-                model=spec,
-            )
-    rows = {spec: vocabulary_rows(own) for spec, own in tensors.items()}
-    known = {spec: count for spec, count in rows.items() if count is not None}
-    least = min(known.values(), default=0)
-    if len(known) == len(rows) and len(set(known.values())) > 1:
+    for name, owner in {name: spec for spec, own in tensors.items() for name in own}.items():
         for spec, own in tensors.items():
-            for name, tensor in own.items():
-                if is_vocabulary_tensor(name, tensor.shape, known[spec]):
-                    own[name] = _FirstRows(tensor, least)
+            if name not in own:
+                raise missing(name, spec, owner)
+    known = {spec: rows for spec, own in tensors.items() if (rows := vocabulary_rows(own)) is not None}
+    least = min(known.values(), default=0)
+    if len(known) == len(tensors) and set(known.values()) != {least}:
+        for spec, own in tensors.items():
+            vocabulary = [name for name in own if is_vocabulary_tensor(name, own[name].shape, known[spec])]
+            own |= {name: _FirstRows(own[name], least) for name in vocabulary}
         counts = ", ".join(f"{count} in {spec}" for spec, count in known.items())
-        notes.append(
-            f"the vocabularies have different numbers of rows ({counts}): the first {least} are compared"
-        )
+        notes.append(f"the vocabularies have {counts} rows: the first {least} are compared")
     return tensors, notes
-
-
-def _inputs(name: str, specs: Sequence[str], tensors: Mapping[str, Mapping[str, Readable]]) -> Inputs:
-    """One tensor of all models."""
-    found = [(spec, name, tensors[spec][name]) for spec in specs]
-    check_alike(found)
-    first, *others = (tensor for *_, tensor in found)
-    return Inputs(name, first, tuple(others), tuple(specs))
 
 
 def _unequal_integers(inputs: Inputs) -> tuple[int, ...]:
     """For each model, the number of elements that differ from the base's."""
-    assert inputs.base is not None
     counts = [0] * len(inputs.models)
     for start, stop in inputs.ranges():
-        first, values = (torch.empty(stop - start, dtype=inputs.base.dtype) for _ in range(2))
-        inputs.base.read(start, stop, first)
+        first, values = (torch.empty(stop - start, dtype=inputs.all[0].dtype) for _ in range(2))
+        inputs.all[0].read(start, stop, first)
         for index, model in enumerate(inputs.models):
             model.read(start, stop, values)
             counts[index] += int((values != first).sum())
     return tuple(counts)
+
+
+def difference_json(difference: ModelDifference) -> dict[str, Any]:
+    """A comparison as plain values; what is not finite or does not exist is null."""
+    names = difference.names
+
+    def finite(facts: Mapping[str, float | None]) -> dict[str, Any]:
+        return {name: plain(value) for name, value in facts.items()}
+
+    def facts(of: Measures) -> dict[str, Any]:
+        pairs = [
+            {"models": [names[one], names[other]], **finite(of.of_pair(one, other))}
+            for one, other in difference.pairs
+        ]
+        models = {name: finite(of.of_model(model)) for model, name in enumerate(names)}
+        return {"elements": of.elements, "models": models, "pairs": pairs, **finite(of.of_any())}
+
+    tensors = {}
+    for tensor in difference.tensors:
+        place = {"layer": tensor.place.row, "kind": tensor.place.kind, "shape": list(tensor.shape)}
+        tensors[tensor.name] = place | facts(tensor.measures)
+    unequal = {name: dict(zip(names, of, strict=True)) for name, of in difference.integers.items()}
+    return {
+        "base": difference.base,
+        "models": list(difference.models),
+        "names": list(names),
+        "density": difference.density,
+        "notes": list(difference.notes),
+        "all": facts(difference.total),
+        "layers": {row: facts(of) for row, of in difference.by_row.items()},
+        "kinds": {kind: facts(of) for kind, of in difference.by_kind.items()},
+        "tensors": tensors,
+        "unequal_integers": unequal,
+    }
+
+
+def render_difference(difference: ModelDifference, *, by: str = "layer") -> RenderableType:
+    """A comparison for a terminal: a table by layer, kind or tensor, and one of the models' pairs."""
+    tensors = {tensor.name: tensor.measures for tensor in difference.tensors}
+    tables = {"layer": difference.by_row, "kind": difference.by_kind, "tensor": tensors}
+    if by not in tables:
+        raise MergeError(f"by must be layer, kind or tensor, got {by!r}", code="invalid_value", key="by")
+    columns, count = _columns(difference), len(difference.models)
+    made = table(by, *columns, *(["most changed"] if by == "layer" else []))
+    for column in made.columns[1 : len(columns) + 1] if count > 1 else ():
+        column.max_width = 12 if count == 2 else 7  # of a long name, the beginning
+    for row, measures in tables[by].items():
+        last = [_most_changed_kind(difference, row)] if by == "layer" else []
+        if last:  # its blank is not a place to cut it at
+            made.columns[-1].min_width = max(len(last[0]), made.columns[-1].min_width or 0)
+        made.add_row(Text(row), *(text(measures) for text in columns.values()), *last)
+    made.add_section()
+    made.add_row("all", *(text(difference.total) for text in columns.values()), style="bold")
+    parts: list[RenderableType] = [made, Text(f"\n{_LEGEND}", "dim")]
+    lines = [f"Note: {note}." for note in difference.notes]
+    for name, counts in difference.integers.items():
+        unequal = [pair for pair in zip(difference.names, counts, strict=True) if pair[1]]
+        lines += [f"Integers differ: {name} of {model}, in {number} elements." for model, number in unequal]
+    if count > 1:
+        pairs = table("models", "cosine", "signs\nopposed", "of\nshared")
+        for one, other in difference.pairs:
+            cosine, *signs = difference.total.of_pair(one, other).values()
+            named = Text(f"{difference.names[one]}, {difference.names[other]}")
+            pairs.add_row(named, number_text(cosine, "z.3f"), *map(share_text, signs))
+        parts = [made, "", pairs, Text(f"\n{_LEGEND}\n{_LEGEND_OF_SIGNS}", "dim")]
+        for model, name in enumerate(difference.names):
+            *_, changed, same = map(share_text, difference.total.of_model(model).values())
+            lines.append(f"{name}: {changed} of the elements changed, {same} are the same in bfloat16.")
+    return Group(*parts, *map(Text, lines))
+
+
+def _columns(difference: ModelDifference) -> dict[str, Callable[[Measures], str]]:
+    """The columns of numbers, by their headers."""
+    count = len(difference.models)
+    if count == 1:
+        return {
+            "change": lambda of: share_text(of.relative_norm(0)),
+            "RMS": lambda of: number_text(of.of_model(0)["rms"]),
+            "changed": lambda of: share_text(of.of_model(0)["changed"]),
+            "same\nin bf16": lambda of: share_text(of.of_model(0)["same_in_bf16"]),
+        }
+
+    def lowest_cosine(of: Measures) -> str:
+        cosines = [cosine for pair in difference.pairs if (cosine := of.of_pair(*pair)["cosine"]) is not None]
+        return number_text(min(cosines, default=None), "z.3f")
+
+    columns: dict[str, Callable[[Measures], str]] = {
+        f"change\n{name}": lambda of, model=model: share_text(of.relative_norm(model))
+        for model, name in enumerate(difference.names)
+    }
+    if count > 3:
+        columns = {"most\nchange": lambda of: share_text(max(map(of.relative_norm, range(count))))}
+    return columns | {
+        "lowest\ncosine": lowest_cosine,
+        "signs\nopposed": lambda of: share_text(of.of_any()["sign_conflict"]),
+        "of\nshared": lambda of: share_text(of.of_any()["sign_conflict_of_shared"]),
+    }
+
+
+def _most_changed_kind(difference: ModelDifference, row: str) -> str:
+    """The kind of a layer's tensors that changed most, and how much."""
+    found = {
+        kind: max(map(measures.relative_norm, range(len(difference.models))))
+        for (place, kind), measures in difference.cells.items()
+        if place == row and kind != row and measures.base_square
+    }
+    kind = max(found, key=lambda kind: found[kind], default="")
+    return f"{kind} {share_text(found[kind])}" if found.get(kind) else ""

@@ -12,15 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_merge.compare.diff import ModelDifference
+from rlhf_merge.compare.measures import Measures
 from rlhf_merge.errors import MergeError
-from rlhf_merge.methods.task_vectors import Measures
-from rlhf_merge.report_text import clipped, share_text
+from rlhf_merge.text import clipped, share_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
-    from matplotlib.figure import Figure
 
 _ANNOTATED = 300
 """Up to this many cells have their number written in them."""
@@ -35,39 +34,59 @@ def heatmap(difference: ModelDifference, path: str | Path) -> None:
     Embedding, last norm and head have a row each, in which one cell goes through all kinds.
     """
     check_heatmap(path)
-    from matplotlib.colors import Normalize
+    from matplotlib.colors import LogNorm, Normalize
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
 
-    rows, kinds = list(difference.by_row), difference.kinds or [""]
-    count = len(difference.models)
+    rows, kinds, count = list(difference.by_row), difference.kinds or [""], len(difference.models)
     changes = [_cells(difference, lambda of, model=model: of.relative_norm(model)) for model in range(count)]
-    annotated = len(rows) * len(kinds) <= _ANNOTATED
+    width, height = 0.34, 0.17
+    if len(rows) * len(kinds) <= _ANNOTATED:
+        width, height = 0.5, 0.27
+    width = 1.2 + 0.09 * max(map(len, rows), default=0) + max(1.6, len(kinds) * width)
+    height = 0.9 + 0.075 * max(map(len, kinds)) + max(1.0, min(28.0, len(rows) * height))
     total = count + (count > 1)
     down, abreast = math.ceil(total / _PANELS_ABREAST), min(total, _PANELS_ABREAST)
-    width = 1.2 + 0.09 * max(map(len, rows), default=0) + max(1.6, len(kinds) * (0.5 if annotated else 0.34))
-    height = (
-        0.9 + 0.075 * max(map(len, kinds)) + max(1.0, min(28.0, len(rows) * (0.27 if annotated else 0.17)))
-    )
     figure = Figure(figsize=(abreast * width, down * height + 0.6), dpi=130, layout="constrained")
     panels = list(figure.subplots(down, abreast, squeeze=False).flat)
-    scale = _scale(np.stack(changes))
-    for panel, name, values in zip(panels, difference.names, changes, strict=False):
-        image = _draw(panel, difference, values, scale, "viridis")
-        if count > 1:
-            panel.set_title(clipped(name, int(width * 9)), fontsize=9, parse_math=False)
-    _add_bar(figure, image, panels[:count], "norm of the change, relative to the base's")
+
+    def draw(
+        on: list[Axes], values: list[NDArray[np.float64]], scale: Normalize, colours: str, label: str
+    ) -> None:
+        """Panels of one scale, and what their colours mean."""
+        images = [_draw(*pair, difference, scale, colours) for pair in zip(on, values, strict=True)]
+        bar = figure.colorbar(images[0], ax=on, format=FuncFormatter(lambda value, _: share_text(value)))
+        bar.set_label(label, fontsize=8)
+        bar.ax.tick_params(labelsize=8, which="both")
+
+    drawn = np.stack(changes)
+    drawn = drawn[np.isfinite(drawn) & (drawn > 0)]
+    low, high = (float(drawn.min()), float(drawn.max())) if len(drawn) else (1.0, 1.0)
+    scale = LogNorm(low, high) if high > _LOGARITHMIC * low else Normalize(0, high)
+    draw(panels[:count], changes, scale, "viridis", "norm of the change, relative to the base's")
     if count > 1:
-        values = _cells(difference, lambda of: of.any_conflict)
+        for panel, name in zip(panels, difference.names, strict=False):
+            panel.set_title(clipped(name, int(width * 9)), fontsize=9, parse_math=False)
+        values = _cells(difference, lambda of: of.of_any()["sign_conflict"])
         opposed = Normalize(0, float(np.nanmax(values, initial=0)) or 1)
-        image = _draw(panels[count], difference, values, opposed, "plasma")
+        draw(panels[count:total], [values], opposed, "plasma", "elements with opposed signs")
         density = f" (density {difference.density})" if difference.density is not None else ""
         panels[count].set_title(f"opposed signs{density}", fontsize=9)
-        _add_bar(figure, image, panels[count : count + 1], "elements with opposed signs")
     for panel in panels[total:]:
         panel.set_visible(False)
     title = f"What {', '.join(difference.names)} changed in {difference.labels[0]}"
     figure.suptitle(clipped(title, int(abreast * width * 9)), fontsize=11, parse_math=False)
-    _save(figure, Path(path))
+    temporary = Path(path).with_name(f".{Path(path).name}.{os.getpid()}.tmp")
+    try:
+        figure.savefig(temporary, format="png")
+        os.replace(temporary, path)
+    except OSError as error:
+        reason = error.strerror or error
+        raise MergeError(
+            f"{path} cannot be written ({reason}); give another file", code="unwritable"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def check_heatmap(path: str | Path) -> None:
@@ -93,26 +112,15 @@ def _cells(difference: ModelDifference, value: Callable[[Measures], float | None
     found = np.full((len(difference.by_row), len(difference.kinds) or 1), np.nan)
     for index, row in enumerate(difference.by_row):
         for column in range(found.shape[1]):
-            kind = difference.kinds[column] if row in difference.layers else row
+            kind = difference.kinds[column] if (row, row) not in difference.cells else row
             measures = difference.cells.get((row, kind))
             number = value(measures) if measures is not None else None
             found[index, column] = np.nan if number is None else number
     return found
 
 
-def _scale(values: NDArray[np.float64]) -> Normalize:
-    """From 0 or, where the values are far apart, logarithmic from the least that is not 0."""
-    from matplotlib.colors import LogNorm, Normalize
-
-    drawn = values[np.isfinite(values) & (values > 0)]
-    if not len(drawn):
-        return Normalize(0, 1)
-    low, high = float(drawn.min()), float(drawn.max())
-    return LogNorm(low, high) if high > _LOGARITHMIC * low else Normalize(0, high)
-
-
 def _draw(
-    panel: Axes, difference: ModelDifference, values: NDArray[np.float64], scale: Normalize, colours: str
+    panel: Axes, values: NDArray[np.float64], difference: ModelDifference, scale: Normalize, colours: str
 ) -> ScalarMappable:
     """One panel: the cells and, where they are few, their numbers in percent."""
     image = panel.imshow(np.ma.masked_invalid(values), norm=scale, cmap=colours, aspect="auto")
@@ -121,10 +129,8 @@ def _draw(
     every = math.ceil(len(rows) / 160)
     panel.set_yticks(range(0, len(rows), every), rows[::every], fontsize=7)
     panel.set_xticks(range(len(difference.kinds)), difference.kinds, fontsize=7, rotation=90)
-    if values.size > _ANNOTATED:
-        return image
-    for index, row in enumerate(rows):
-        inside = row in difference.layers
+    for index, row in enumerate(rows) if values.size <= _ANNOTATED else ():
+        inside = (row, row) not in difference.cells
         for column in range(values.shape[1]) if inside else [0]:
             value = float(values[index, column])
             if math.isnan(value):
@@ -134,25 +140,3 @@ def _draw(
             text = share_text(value).removesuffix("%")
             panel.text(place, index, text, ha="center", va="center", fontsize=7, color="w" if dark else "k")
     return image
-
-
-def _add_bar(figure: Figure, image: ScalarMappable, panels: list[Axes], label: str) -> None:
-    """What the colours mean."""
-    from matplotlib.ticker import FuncFormatter
-
-    bar = figure.colorbar(image, ax=panels, format=FuncFormatter(lambda value, _: share_text(value)))
-    bar.set_label(label, fontsize=8)
-    bar.ax.tick_params(labelsize=8, which="both")
-
-
-def _save(figure: Figure, path: Path) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        figure.savefig(temporary, format="png")
-        os.replace(temporary, path)
-    except OSError as error:
-        raise MergeError(
-            f"{path} cannot be written ({error.strerror or error}); give another file", code="unwritable"
-        ) from error
-    finally:
-        temporary.unlink(missing_ok=True)

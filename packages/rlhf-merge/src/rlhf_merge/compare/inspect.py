@@ -1,9 +1,9 @@
-"""What is in a model: every tensor's shape, type and statistics, and where it holds NaN or infinities."""
+"""Inspection of a model: shape, type and statistics of every tensor, with its NaNs and infinities."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,33 +11,73 @@ from typing import Any
 import torch
 from rich.console import Group, RenderableType
 from rich.text import Text
+from torch import Tensor
 
-from rlhf_merge.compare.statistics import Statistics
+from rlhf_merge.compare.kinds import EMBEDDING, HEAD, NORM, OTHER, Place, ordered_rows, place_tensors
 from rlhf_merge.errors import MergeError
 from rlhf_merge.files.checkpoint import open_checkpoint
 from rlhf_merge.files.config_json import tied
-from rlhf_merge.methods.blocks import Inputs, Workspace
-from rlhf_merge.methods.threads import OnRead, map_tensors
-from rlhf_merge.names.tensor_kinds import EMBEDDING, HEAD, NORM, OTHER, Place, ordered_rows, place_tensors
-from rlhf_merge.report_text import bytes_text, count_text, number_text, plain, share_text, table
+from rlhf_merge.methods.blocks import Inputs, OnBytes, Spaces, map_tensors
+from rlhf_merge.names import vocabulary_rows
 from rlhf_merge.run.matching import is_buffer
-from rlhf_merge.tensors import Readable
-from rlhf_merge.vocab.union import vocabulary_rows
+from rlhf_merge.text import bytes_text, count_text, number_text, plain, share_text, table
+
+
+@dataclass
+class Statistics:
+    """Of the finite elements of a tensor, seen block by block; `least` and `largest` are magnitudes."""
+
+    count: int = 0
+    mean: float = math.nan
+    squares: float = 0.0
+    """Σ (x - mean)²."""
+    least: float = math.inf
+    largest: float = -math.inf
+    zeros: int = 0
+    nan: int = 0
+    inf: int = 0
+
+    @property
+    def norm(self) -> float:
+        """L2 norm of the finite elements."""
+        return math.sqrt(self.squares + self.count * self.mean**2) if self.count else 0.0
+
+    @property
+    def std(self) -> float:
+        """Root of the mean squared distance from the mean; NaN where there is no finite element."""
+        return math.sqrt(self.squares / self.count) if self.count else math.nan
+
+    def add(self, values: Tensor, scratch: Tensor) -> None:
+        """Take in a block.
+
+        Two sets are put together by Chan, Golub, LeVeque, "Updating formulae …", 1979, eq. 2.1.
+        """
+        total = float(values.sum())
+        if not math.isfinite(total):  # where all elements are finite, the sum overflowed
+            finite = values[values.isfinite()]
+            nan = int(values.isnan().sum())
+            self.nan, self.inf = self.nan + nan, self.inf + len(values) - len(finite) - nan
+            values = finite.double()
+            total, scratch = float(values.sum()), torch.empty_like(values)
+        if not len(values):
+            return
+        least, largest = (float(value) for value in torch.abs(values, out=scratch).aminmax())
+        self.least, self.largest = min(self.least, least), max(self.largest, largest)
+        if least == 0:
+            self.zeros += len(values) - int(values.count_nonzero())
+        mean, count = total / len(values), self.count + len(values)
+        old = self.mean if self.count else 0.0
+        squares = float(torch.dot(values.sub_(mean), values))
+        if not math.isfinite(squares):  # float32 cannot hold the sum
+            squares = float(torch.dot(values.double(), values.double()))
+        self.squares += squares + (mean - old) ** 2 * self.count * len(values) / count
+        self.mean = old + (mean - old) * len(values) / count
+        self.count = count
 
 
 @dataclass(frozen=True)
 class TensorSummary:
-    """One tensor.
-
-    Args:
-        name: of the tensor.
-        place: its layer and kind.
-        shape: of the tensor.
-        dtype: float32, bfloat16, int64 and so on.
-        nbytes: bytes on disk.
-        buffer: whether it is a constant that every version of transformers makes anew.
-        statistics: of its elements.
-    """
+    """One tensor: its name, layer and kind, shape, type, bytes on disk, and statistics."""
 
     name: str
     place: Place
@@ -45,6 +85,7 @@ class TensorSummary:
     dtype: str
     nbytes: int
     buffer: bool
+    """Whether it is a constant that every version of transformers recomputes."""
     statistics: Statistics
 
     @property
@@ -55,16 +96,7 @@ class TensorSummary:
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """A model.
-
-    Args:
-        spec: as the user named it.
-        architecture: of config.json; None where it names none.
-        tensors: in the order of the files.
-        vocabulary_rows: of the embedding of tokens; None where there is none.
-        tied_head: whether the head is the embedding; None where there is neither.
-        adapters: the folders of the adapters that are applied, in order.
-    """
+    """A model, as the user named it, and its tensors in the order of the files."""
 
     spec: str
     architecture: str | None
@@ -76,11 +108,8 @@ class ModelSummary:
     @cached_property
     def parameters(self) -> int:
         """Elements of all tensors but buffers; a tied head that is saved a second time does not count."""
-        return sum(
-            tensor.numel
-            for tensor in self.tensors
-            if not tensor.buffer and not (self.tied_head and tensor.place.row == HEAD)
-        )
+        counted = [tensor for tensor in self.tensors if not tensor.buffer]
+        return sum(t.numel for t in counted if not (self.tied_head and t.place.row == HEAD))
 
     @cached_property
     def nbytes(self) -> int:
@@ -111,50 +140,45 @@ def inspect_model(
     spec: str,
     *,
     threads: int | None = None,
-    on_total: Callable[[int], None] | None = None,
-    on_bytes: OnRead | None = None,
+    on_total: Callable[[int], None] = lambda count: None,
+    on_bytes: OnBytes | None = None,
 ) -> ModelSummary:
     """Read a whole model once, and say what is in it."""
     with open_checkpoint(spec) as checkpoint:
         places = place_tensors(checkpoint.tensors)
         items = [Inputs(name, None, (tensor,)) for name, tensor in checkpoint.tensors.items()]
-        if on_total is not None:
-            on_total(sum(item.nbytes for item in items))
-        statistics = map_tensors(
-            _statistics,
-            items,
-            size=lambda item: item.nbytes,
-            dtype=lambda item: _arithmetic(item.models[0]),
-            threads=threads,
-            on_bytes=on_bytes,
-        )
-        rows = {place.row for place in places.values()}
-        has_head = tied(checkpoint.config, has_head=HEAD in rows) if rows & {EMBEDDING, HEAD} else None
+        on_total(sum(item.nbytes for item in items))
+        statistics = map_tensors(_statistics, items, threads=threads, on_bytes=on_bytes)
+        summaries = [
+            TensorSummary(
+                item.name,
+                places[item.name],
+                item.shape,
+                str(item.all[0].dtype).removeprefix("torch."),
+                item.nbytes,
+                is_buffer(item.name, item.shape),
+                found,
+            )
+            for item, found in zip(items, statistics, strict=True)
+        ]
+        rows, config = {place.row for place in places.values()}, checkpoint.config
+        names = config.get("architectures")
+        architecture = names[0] if isinstance(names, list) and names else config.get("model_type")
         return ModelSummary(
-            spec=spec,
-            architecture=_architecture(checkpoint.config),
-            tensors=tuple(
-                TensorSummary(
-                    item.name,
-                    places[item.name],
-                    item.shape,
-                    str(item.models[0].dtype).removeprefix("torch."),
-                    item.nbytes,
-                    is_buffer(item.name, item.shape),
-                    found,
-                )
-                for item, found in zip(items, statistics, strict=True)
-            ),
-            vocabulary_rows=vocabulary_rows(checkpoint.tensors),
-            tied_head=has_head,
-            adapters=tuple(str(folder) for folder in checkpoint.adapter_folders),
+            spec,
+            str(architecture) if architecture else None,
+            tuple(summaries),
+            vocabulary_rows(checkpoint.tensors),
+            tied(config, has_head=HEAD in rows) if rows & {EMBEDDING, HEAD} else None,
+            tuple(str(folder) for folder in checkpoint.adapter_folders),
         )
 
 
-def _statistics(item: Inputs, space: Workspace, on_read: OnRead) -> Statistics:
-    """Of one tensor, read block by block."""
+def _statistics(item: Inputs, spaces: Spaces, on_read: OnBytes) -> Statistics:
+    """Of one tensor, read block by block: in float32 where that holds its elements, else in float64."""
     (tensor,) = item.models
-    found = Statistics()
+    narrow = tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    space, found = spaces(torch.float32 if narrow else torch.float64), Statistics()
     for start, stop in item.ranges():
         values = space.take("values", stop - start)
         if tensor.dtype.is_floating_point:
@@ -166,19 +190,6 @@ def _statistics(item: Inputs, space: Workspace, on_read: OnRead) -> Statistics:
         found.add(values, space.take("scratch", stop - start))
         on_read((stop - start) * tensor.dtype.itemsize)
     return found
-
-
-def _arithmetic(tensor: Readable) -> torch.dtype:
-    """float32 holds the elements of narrower types, float64 those of the others."""
-    narrow = tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return torch.float32 if narrow else torch.float64
-
-
-def _architecture(config: Mapping[str, Any]) -> str | None:
-    names = config.get("architectures")
-    if isinstance(names, list) and names:
-        return str(names[0])
-    return str(config["model_type"]) if config.get("model_type") else None
 
 
 def summary_json(summary: ModelSummary) -> dict[str, Any]:
@@ -195,24 +206,22 @@ def summary_json(summary: ModelSummary) -> dict[str, Any]:
             for dtype, (tensors, elements) in summary.dtypes.items()
         },
         "not_finite": [tensor.name for tensor in summary.not_finite],
-        "tensors": [_tensor_json(tensor) for tensor in summary.tensors],
-    }
-
-
-def _tensor_json(tensor: TensorSummary) -> dict[str, Any]:
-    found = tensor.statistics
-    return {
-        "name": tensor.name,
-        "layer": tensor.place.row,
-        "kind": tensor.place.kind,
-        "shape": list(tensor.shape),
-        "dtype": tensor.dtype,
-        "bytes": tensor.nbytes,
-        **{key: plain(getattr(found, key)) for key in ("norm", "mean", "std")},
-        "least_magnitude": plain(found.least),
-        "largest_magnitude": plain(found.largest),
-        **{key: getattr(found, key) for key in ("zeros", "nan", "inf")},
-        "buffer": tensor.buffer,
+        "tensors": [
+            {
+                "name": tensor.name,
+                "layer": tensor.place.row,
+                "kind": tensor.place.kind,
+                "shape": list(tensor.shape),
+                "dtype": tensor.dtype,
+                "bytes": tensor.nbytes,
+                **{key: plain(getattr(tensor.statistics, key)) for key in ("norm", "mean", "std")},
+                "least_magnitude": plain(tensor.statistics.least),
+                "largest_magnitude": plain(tensor.statistics.largest),
+                **{key: getattr(tensor.statistics, key) for key in ("zeros", "nan", "inf")},
+                "buffer": tensor.buffer,
+            }
+            for tensor in summary.tensors
+        ],
     }
 
 
@@ -220,75 +229,52 @@ def render_summary(summary: ModelSummary, *, by: str = "layer") -> RenderableTyp
     """A summary for a terminal."""
     if by not in ("layer", "tensor"):
         raise MergeError(f"by must be layer or tensor, got {by!r}", code="invalid_value", key="by")
-    rows = _layer_table(summary) if by == "layer" else _tensor_table(summary)
-    alarm = [
-        f"{tensor.name}: {tensor.statistics.nan} NaN, {tensor.statistics.inf} infinite of {tensor.numel}"
-        for tensor in summary.not_finite
-    ]
-    if alarm:
-        alarm.insert(0, "No merge takes a model with NaN or infinities:")
-    return Group(_totals(summary), rows, *(Text(line, style="bold red") for line in alarm))
-
-
-def _totals(summary: ModelSummary) -> RenderableType:
-    dtypes = (f"{dtype} ({count_text(elements)})" for dtype, (_, elements) in summary.dtypes.items())
     facts = {
         "model": summary.spec,
         "architecture": summary.architecture or "–",
         "parameters": f"{count_text(summary.parameters)} in {len(summary.tensors)} tensors",
         "size": bytes_text(summary.nbytes),
-        "types": ", ".join(dtypes),
+        "types": ", ".join(f"{name} ({count_text(count)})" for name, (_, count) in summary.dtypes.items()),
         "layers": str(summary.layers),
         "vocabulary": "–" if summary.vocabulary_rows is None else f"{summary.vocabulary_rows} rows",
         "head": {True: "tied to the embedding", False: "its own", None: "–"}[summary.tied_head],
         "adapters": ", ".join(summary.adapters),
     }
-    return Text("".join(f"{fact:14}{value}\n" for fact, value in facts.items() if value))
+    totals = Text("".join(f"{fact:14}{value}\n" for fact, value in facts.items() if value))
+    alarm = ["No merge takes a model with NaN or infinities:"] if summary.not_finite else []
+    for tensor in summary.not_finite:
+        found = tensor.statistics
+        alarm.append(f"{tensor.name}: {found.nan} NaN, {found.inf} infinite of {tensor.numel}")
+    rows = _layer_table(summary) if by == "layer" else _tensor_table(summary)
+    return Group(totals, rows, *(Text(line, style="bold red") for line in alarm))
 
 
 def _layer_table(summary: ModelSummary) -> RenderableType:
-    families = [
-        family
-        for family in ("attention", "mlp", NORM, OTHER)
-        if any(tensor.place.family == family for tensor in summary.tensors)
-    ]
-    rms = (f"RMS\n{family}" for family in families)
+    families = {tensor.place.family for tensor in summary.tensors}
+    shown = [family for family in ("attention", "mlp", NORM, OTHER) if family in families]
+    rms = (f"RMS\n{family}" for family in shown)
     made = table("layer", "tensors", "params", *rms, "max", "zeros", "NaN\nInf")
     for row in ordered_rows(tensor.place for tensor in summary.tensors):
         tensors = [tensor for tensor in summary.tensors if tensor.place.row == row]
-        found = [tensor.statistics for tensor in tensors]
-        made.add_row(
-            row,
-            str(len(tensors)),
-            count_text(sum(tensor.numel for tensor in tensors)),
-            *(
-                number_text(_rms(tensor.statistics for tensor in tensors if tensor.place.family == family))
-                for family in families
-            ),
-            number_text(max(one.largest for one in found)),
-            *_zeros_and_bad(found),
-        )
+        cells = [str(len(tensors)), count_text(sum(tensor.numel for tensor in tensors))]
+        for family in shown:
+            found = [tensor.statistics for tensor in tensors if tensor.place.family == family]
+            count = sum(one.count for one in found)
+            square = sum(one.norm**2 for one in found)
+            cells.append(number_text(math.sqrt(square / count) if count else None))
+        largest = max(tensor.statistics.largest for tensor in tensors)
+        made.add_row(row, *cells, number_text(largest), *_zeros_and_bad([t.statistics for t in tensors]))
     return made
 
 
 def _tensor_table(summary: ModelSummary) -> RenderableType:
     made = table("tensor", "shape", "type", "norm", "std", "max", "zeros", "NaN\nInf")
     for tensor in sorted(summary.tensors, key=lambda tensor: tensor.place.position):
-        found = tensor.statistics
-        made.add_row(
-            Text(tensor.name + (" (buffer)" if tensor.buffer else "")),
-            "×".join(map(str, tensor.shape)) or "scalar",
-            tensor.dtype,
-            *map(number_text, (found.norm, found.std, found.largest)),
-            *_zeros_and_bad([found]),
-        )
+        found, name = tensor.statistics, Text(tensor.name + (" (buffer)" if tensor.buffer else ""))
+        numbers = map(number_text, (found.norm, found.std, found.largest))
+        shape = "×".join(map(str, tensor.shape)) or "scalar"
+        made.add_row(name, shape, tensor.dtype, *numbers, *_zeros_and_bad([found]))
     return made
-
-
-def _rms(statistics: Iterable[Statistics]) -> float | None:
-    found = list(statistics)
-    count = sum(one.count for one in found)
-    return math.sqrt(sum(one.norm**2 for one in found) / count) if count else None
 
 
 def _zeros_and_bad(found: Sequence[Statistics]) -> tuple[str, Text]:

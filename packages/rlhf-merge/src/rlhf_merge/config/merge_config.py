@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, cast
 
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
-from rlhf_merge.config.checks import check
-from rlhf_merge.config.files import dump_yaml, read_file
-from rlhf_merge.config.mergekit import fields_of_mergekit
-from rlhf_merge.config.settings import Setting, resolve
-from rlhf_merge.config.validation import (
+from rlhf_merge.config.mergekit import check_required, fields_of_mergekit
+from rlhf_merge.config.reading import (
     Dtype,
     Layers,
     Method,
@@ -21,27 +19,25 @@ from rlhf_merge.config.validation import (
     Part,
     Text,
     Whole,
-    advice,
+    check_mapping,
+    dump_yaml,
     named,
-    one_sentence,
+    read_file,
+    refusal,
+    unknown_key,
 )
-from rlhf_merge.errors import MergeError, damaged
-from rlhf_merge.methods.catalog import METHODS, PARAMETERS, PER_MODEL
+from rlhf_merge.config.settings import Setting, resolve
+from rlhf_merge.errors import MergeError, readable
+from rlhf_merge.methods.families import METHODS, PARAMETERS, PER_MODEL
 from rlhf_merge.methods.spec import Values, check_values
 
 
 def _parse_settings(values: Any) -> dict[str, Setting]:
     if not isinstance(values, Mapping):
-        raise MergeError(
-            f"parameters is {values!r}, expected a mapping from names to values", code="invalid_value"
-        )
+        raise ValueError("a mapping from names to values")
     for name in values:
         if name not in PARAMETERS:
-            raise MergeError(
-                f"{name} is not a parameter of a method; {advice(name, list(PARAMETERS))}",
-                code="unknown_key",
-                key=name,
-            )
+            raise unknown_key(name, list(PARAMETERS))
     return {name: Setting.parse(value, PARAMETERS[name], name) for name, value in values.items()}
 
 
@@ -53,21 +49,23 @@ _Patterns = Annotated[
 
 
 class _Flat(Part):
-    """A mapping whose parameters may stand beside its other keys."""
+    """A mapping that may have parameters beside its other keys."""
 
     beside: ClassVar[Sequence[str]] = tuple(PARAMETERS)
+
+    parameters: _Settings = Field(default_factory=dict)
+    """Settings of the model, slice or merge, the most specific first; plain values are read as in a file."""
 
     @model_validator(mode="before")
     @classmethod
     def _gather_parameters(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping):
-            return values
-        flat = {key: value for key, value in values.items() if key in PARAMETERS}
+        flat = [key for key in PARAMETERS if key in values] if isinstance(values, Mapping) else []
         if not flat:
             return values
         if "parameters" in values:
-            raise MergeError(f"{next(iter(flat))} stands beside parameters; put it there")
-        return {key: value for key, value in values.items() if key not in flat} | {"parameters": flat}
+            raise refusal("conflicting_options", flat[0], f"{flat[0]} is beside parameters; move it there")
+        others = {key: value for key, value in values.items() if key not in flat}
+        return others | {"parameters": {key: values[key] for key in flat}}
 
 
 class ModelEntry(_Flat):
@@ -75,9 +73,6 @@ class ModelEntry(_Flat):
 
     model: Model
     """Folder, hub id, or either with `+adapter`."""
-
-    parameters: _Settings = {}  # noqa: RUF012 - pydantic copies it
-    """Settings of this model; plain values are read as in a file."""
 
     @model_validator(mode="before")
     @classmethod
@@ -101,14 +96,11 @@ class Slice(_Flat):
     base: Model | None = None
     """The base of this slice; None is that of the whole merge."""
 
-    parameters: _Settings = {}  # noqa: RUF012 - pydantic copies it
-    """Settings of this slice, which come before those of the whole merge."""
-
 
 class MergeConfig(_Flat):
-    """What to merge and how; every combination that the method does not allow is refused.
+    """A merge: method, models and parameters; combinations that the method does not allow are refused.
 
-    A file of our own schema is flat: a parameter stands beside the model, slice or merge it belongs to. Each
+    A file of our own schema is flat: a parameter is beside the model, slice or merge it belongs to. Each
     may be a value, a list of values over the depth, or a mapping from filters to either::
 
         method: ties
@@ -126,7 +118,7 @@ class MergeConfig(_Flat):
     method: Annotated[
         Method, BeforeValidator(lambda name: name.replace("-", "_") if isinstance(name, str) else name)
     ]
-    """A key of the catalog; dashes may stand for underscores."""
+    """A key of the catalog; dashes are read as underscores."""
 
     base: Model | None = None
     """The base model: folder, hub id, or either with `+adapter`. Methods that need none take only its config
@@ -142,7 +134,7 @@ class MergeConfig(_Flat):
     """Which stack of layers the slices cut, by a word of its tensors' names; None where there is but one. The
     layers of others are merged as the first slice is."""
 
-    parameters: _Settings = {}  # noqa: RUF012 - pydantic copies it
+    parameters: _Settings = Field(default_factory=dict)
     """Settings of the whole merge, and the defaults of settings that each model has."""
 
     dtype: Dtype | None = None
@@ -158,7 +150,7 @@ class MergeConfig(_Flat):
     """Seed of the random masks, >= 0."""
 
     def __init__(self, /, **values: Any) -> None:
-        with one_sentence():
+        with named(""):
             super().__init__(**values)
 
     @classmethod
@@ -173,12 +165,7 @@ class MergeConfig(_Flat):
             MergeError: an unknown key, with the nearest valid name, or a value that is not allowed.
         """
         with named(where):
-            if not isinstance(values, Mapping):
-                raise MergeError(
-                    f"the top level is {values!r}, expected a mapping from names to values",
-                    code="invalid_value",
-                )
-            return cls(**{str(key): value for key, value in values.items() if value is not None})
+            return cls(**{str(k): value for k, value in check_mapping(values).items() if value is not None})
 
     @classmethod
     def from_file(cls, path: str | Path) -> MergeConfig:
@@ -193,16 +180,16 @@ class MergeConfig(_Flat):
         """
         values = read_file(path)
         if "experts" in values and "merge_method" not in values:
-            raise MergeError(
-                f"{path} is a config of mergekit-moe, which does not merge weights: use mergekit-moe for it",
-                code="unsupported_config",
+            message = (
+                f"{path} is a config of mergekit-moe, which does not merge weights: use mergekit-moe for it"
             )
+            raise MergeError(message, code="unsupported_config", path=str(path))
         if ("method" in values) == ("merge_method" in values):
-            found = "both are there" if "method" in values else "neither is there"
-            raise MergeError(
-                f"{path}: the key method (of this package) or merge_method (of mergekit) is needed; {found}"
-            )
-        with damaged(f"config {path}"):
+            both = "method" in values
+            found = "both" if both else "neither"
+            message = f"{path} needs the key method, or merge_method of mergekit, and has {found}"
+            raise refusal("conflicting_options" if both else "missing_key", "method", message)
+        with readable(f"config {path}"):
             return (cls.from_dict if "method" in values else cls.from_mergekit)(values, str(path))
 
     @classmethod
@@ -213,7 +200,11 @@ class MergeConfig(_Flat):
             MergeError: the values hold a mistake, or ask for what is not supported.
         """
         with named(where):
-            return cls(**fields_of_mergekit(values))
+            config = cls(**fields_of_mergekit(values))
+            for index in range(len(config.slices)) if config.slices else [None]:
+                entries = [(entry.model, entry.parameters) for entry in config.merged(index)]
+                check_required(config.method, entries, config.common_settings(index))
+            return config
 
     def to_dict(self) -> dict[str, Any]:
         """Return the shortest plain form that `from_dict` reads back as the same config."""
@@ -245,9 +236,7 @@ class MergeConfig(_Flat):
         Raises:
             MergeError: weights that divide sum to zero at this tensor, or della's probabilities leave (0, 1].
         """
-        entries, common = self.merged(slice_index), [self.parameters]
-        if slice_index is not None:
-            common.insert(0, self.slices[slice_index].parameters)
+        entries, common = self.merged(slice_index), self.common_settings(slice_index)
         defaults = METHODS[self.method].parameters
         names = source_tensors or [tensor] * len(entries)
         per_model = tuple(
@@ -267,6 +256,10 @@ class MergeConfig(_Flat):
         check_values(self.method, METHODS[self.method], values, f"at tensor {tensor}")
         return values
 
+    def common_settings(self, slice_index: int | None) -> list[dict[str, Setting]]:
+        """The settings that all models share, those of the slice first."""
+        return [*([] if slice_index is None else [self.slices[slice_index].parameters]), self.parameters]
+
     def merged(self, slice_index: int | None = None) -> tuple[ModelEntry, ...]:
         """Return the models, or the sources of a slice, that `values` speaks of: without the base.
 
@@ -274,10 +267,8 @@ class MergeConfig(_Flat):
             MergeError: no slice is named though the config has slices, or one is though it has none.
         """
         if (slice_index is None) == bool(self.slices):
-            raise MergeError(
-                f"slice_index is {slice_index}, but the config has {len(self.slices)} slices",
-                code="invalid_slice_index",
-            )
+            message = f"slice_index is {slice_index}, but the config has {len(self.slices)} slices"
+            raise MergeError(message, code="invalid_slice_index")
         if slice_index is None:
             return self.models
         base = self.slice_base(slice_index)
@@ -311,8 +302,72 @@ class MergeConfig(_Flat):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        check(self)
+        for problem in chain(self._problems(), self._problems_of_slices(), self._problems_of_parameters()):
+            raise refusal(*problem)
         return self
+
+    def _problems(self) -> Iterator[tuple[str, str, str]]:
+        """Code, key and sentence of what does not fit together."""
+        based = METHODS[self.method].base == "required"
+        if bool(self.models) == bool(self.slices):
+            found = "both are given" if self.models else "neither is given"
+            yield "conflicting_options", "models", f"give either models or slices; {found}"
+        if based and self.base is None:
+            yield "missing_value", "base", f"{self.method} needs a base model; name it as base"
+        if self.stack is not None and not self.slices:
+            yield "unused_key", "stack", "stack says which layers slices cut, and there are none"
+        for key in [f"models[{i}]" for i, entry in enumerate(self.models) if entry.model == self.base]:
+            if based:
+                yield "repeated_model", key, f"{key} is the base {self.base} of {self.method}; leave it out"
+        if self.vocab == "base" and self.base is None:
+            yield "missing_value", "base", "vocab is base, but no base is given; name it, or a model"
+        elif self.vocab not in (None, "union", "truncate", "base", *self.model_specs):
+            expected = f"union, truncate, base or one of {', '.join(self.model_specs)}"
+            yield "invalid_value", "vocab", f"vocab is {self.vocab!r}, expected {expected}"
+
+    def _problems_of_slices(self) -> Iterator[tuple[str, str, str]]:
+        """Of the base in slices, their lengths, and the number of models there or in models."""
+        required, (least, most) = METHODS[self.method].base == "required", METHODS[self.method].models
+        counts = {} if self.slices else {"models": len(self.models)}
+        for index, part in enumerate(self.slices):
+            key, base = f"slices[{index}]", part.base or self.base
+            bases = [source for source in part.sources if source.model == base]
+            if not required and part.base is not None:
+                yield "repeated_model", key, f"{key} has a base, but {self.method} uses none; leave it out"
+            elif required and len(bases) != 1:
+                yield (
+                    "repeated_model",
+                    key,
+                    f"{key}.sources lists the base {base} {len(bases)} times; once is needed",
+                )
+            elif required and bases[0].parameters:
+                yield "repeated_model", key, f"{key} gives the base {base} parameters, which it cannot use"
+            if len({source.layers[1] - source.layers[0] for source in part.sources}) > 1:
+                listed = ", ".join(f"{source.model} {list(source.layers)}" for source in part.sources)
+                yield "different_lengths", key, f"{key} has sources of different lengths: {listed}"
+            counts[f"{key}.sources"] = len(self.merged(index))
+        for key, count in counts.items():
+            if not least <= count <= (most or count):
+                expected = f"{least}" if least == most else f"at least {least}"
+                besides = " besides the base" if required else ""
+                merged = f"{self.method} merges {expected}; add or remove some"
+                yield "wrong_model_count", key, f"{key} holds {count}{besides}, but {merged}"
+
+    def _problems_of_parameters(self) -> Iterator[tuple[str, str, str]]:
+        """Parameters that the method does not take, or not for each model."""
+        parts = [("", self), *((f"models[{i}].", entry) for i, entry in enumerate(self.models))]
+        for index, part in enumerate(self.slices):
+            where = f"slices[{index}]."
+            parts += [(where, part), *((f"{where}sources[{j}].", s) for j, s in enumerate(part.sources))]
+        taken = METHODS[self.method].parameters
+        for where, part in parts:
+            for name in part.parameters:
+                key = where + name
+                if name not in taken:
+                    listed = ", ".join(taken) or "none"
+                    yield "unknown_key", key, f"{key}: {self.method} takes no {name}; it takes {listed}"
+                elif isinstance(part, ModelEntry) and name not in PER_MODEL:
+                    yield "misplaced_parameter", key, f"{key} belongs to the whole merge; move it there"
 
 
 def _flat(part: Any) -> Any:
@@ -324,7 +379,7 @@ def _flat(part: Any) -> Any:
     if type(part) is ModelEntry and not part.parameters:
         return part.model
     values: dict[str, Any] = {}
-    for name in type(part).model_fields:
+    for name in sorted(type(part).model_fields, key=lambda name: name == "parameters"):
         value = getattr(part, name)
         if name == "parameters":
             values |= {key: setting.plain() for key, setting in value.items()}

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from rlhf_merge.config.reading import Dtype, Layers, Method, Model, Part, named, refusal, unknown_key
 from rlhf_merge.config.settings import Setting
-from rlhf_merge.config.validation import Dtype, Layers, Method, Model, Part, advice, one_sentence
-from rlhf_merge.errors import MergeError
-from rlhf_merge.methods.catalog import METHODS, PARAMETERS
-from rlhf_merge.methods.spec import Parameter
+from rlhf_merge.methods.families import METHODS, PARAMETERS
 
-_NEUTRAL = ("rescale", "filter_wise")
+_WITHOUT_EFFECT = "int8_mask"
+_OFF_ONLY = ("rescale", "filter_wise")
 """Switches of mergekit's that some of our methods lack: off, they ask for what ours do."""
 
 
@@ -36,11 +35,12 @@ def _nothing(value: Any) -> None:
 _Reference = Annotated[Model, BeforeValidator(_reference)]
 _Dtype = Annotated[Dtype, BeforeValidator(lambda v: v.removeprefix("torch.") if isinstance(v, str) else v)]
 _Unsupported = Annotated[Any, AfterValidator(_nothing)]
+_Parameters = dict[Any, Any] | None
 
 
 class _Entry(Part):
     model: _Reference
-    parameters: dict[Any, Any] | None = None
+    parameters: _Parameters = None
 
 
 class _Source(_Entry):
@@ -50,7 +50,7 @@ class _Source(_Entry):
 class _Slice(Part):
     sources: Annotated[list[_Source], Field(min_length=1)]
     base_model: _Reference | None = None
-    parameters: dict[Any, Any] | None = None
+    parameters: _Parameters = None
 
 
 class _Tokenizer(Part):
@@ -64,7 +64,7 @@ class _File(Part):
     base_model: _Reference | None = None
     models: Annotated[list[_Entry], Field(min_length=1)] | None = None
     slices: Annotated[list[_Slice], Field(min_length=1)] | None = None
-    parameters: dict[Any, Any] | None = None
+    parameters: _Parameters = None
     dtype: _Dtype | None = None
     out_dtype: _Dtype | None = None
     tokenizer_source: _Reference | None = None
@@ -74,7 +74,7 @@ class _File(Part):
 
 
 def fields_of_mergekit(values: Any) -> dict[str, Any]:
-    """The fields of a `MergeConfig` from plain values of mergekit's schema.
+    """The plain fields of a `MergeConfig` from plain values of mergekit's schema.
 
     What mergekit does and this function keeps: filters and value lists; the order of precedence; a weight
     (or t) must be given; slerp runs from `base_model` to the other model; a base among the models is left
@@ -89,29 +89,46 @@ def fields_of_mergekit(values: Any) -> dict[str, Any]:
       on which the result does not depend.
     - `chat_template: auto` is accepted: the template is that of the tokenizer that the output gets.
     """
-    with one_sentence():
+    with named(""):
         file = _File.model_validate(values)
     if (file.models is None) == (file.slices is None):
-        raise MergeError("a config has either models or slices; give one of them", code="conflicting_options")
+        raise refusal("conflicting_options", "models", "give either models or slices")
     if file.tokenizer is not None and file.tokenizer_source is not None:
-        raise MergeError(
-            "tokenizer and tokenizer_source say the same thing; give one of them", code="conflicting_options"
-        )
+        message = "tokenizer and tokenizer_source say the same thing; give one of them"
+        raise refusal("conflicting_options", "tokenizer", message)
     method, base = file.merge_method, _base(file)
-    common = _settings(file.parameters, method, "parameters")
-    for name, value in METHODS[method].mergekit_defaults.items():
-        common.setdefault(name, Setting.parse(value, PARAMETERS[name], name))
-    fields: dict[str, Any] = {"method": method, "base": base, "parameters": common}
-    fields["dtype"] = file.out_dtype or file.dtype
-    fields["vocab"] = file.tokenizer.source if file.tokenizer else file.tokenizer_source
+    fields: dict[str, Any] = {
+        "method": method,
+        "base": base,
+        "parameters": {**METHODS[method].mergekit_defaults, **_settings(file.parameters, method, "")},
+        "dtype": file.out_dtype or file.dtype,
+        "vocab": file.tokenizer.source if file.tokenizer else file.tokenizer_source,
+    }
     if file.models is not None:
         fields["models"] = _models(file.models, method, base)
-        _require(method, base, fields["models"], (common,))
     else:
-        fields["slices"] = _slices(file.slices or [], method, base)
-        for part in fields["slices"]:
-            _require(method, part["base"] or base, part["sources"], (part["parameters"], common))
+        fields["slices"] = [
+            _slice(part, method, base, f"slices[{i}].") for i, part in enumerate(file.slices or [])
+        ]
     return fields
+
+
+def check_required(
+    method: str, entries: Iterable[tuple[str, dict[str, Setting]]], common: list[dict[str, Setting]]
+) -> None:
+    """Refuse a model without the weight, or a merge without the t, that mergekit has no default for.
+
+    Args:
+        method: name of the merge method.
+        entries: names of the models, with the settings of each.
+        common: settings that all models share.
+    """
+    names = _names(method)
+    needed = [(model, "weight", [own, *common]) for model, own in entries]
+    for who, name, scopes in [*needed, ("the merge", "t", common)]:
+        if name in names and not any(name in scope and scope[name].complete for scope in scopes):
+            message = f"{who} has no {name} for some tensors, and mergekit no default; give one"
+            raise refusal("missing_value", name, message)
 
 
 def _names(method: str) -> Mapping[str, str]:
@@ -120,36 +137,27 @@ def _names(method: str) -> Mapping[str, str]:
     return {name: name for name in METHODS[method].parameters if name != "sign"} if names is None else names
 
 
-def _settings(values: dict[Any, Any] | None, method: str, where: str) -> dict[str, Setting]:
+def _settings(values: _Parameters, method: str, where: str) -> dict[str, Any]:
+    """Settings by our names, in our forms: there a mapping is one rule, and 0 and 1 are switches too."""
     settings, names = {}, _names(method)
     for name, value in (values or {}).items():
-        path = f"{where}.{name}"
+        path = f"{where}parameters.{name}"
         if name in names:
-            settings[names[name]] = _setting(value, PARAMETERS[names[name]], path)
-        elif name == "int8_mask" or name in _NEUTRAL:
-            flag = _setting(value, PARAMETERS["normalize"], path)
-            if name in _NEUTRAL and flag.plain() is not False:
-                raise MergeError(
-                    f"{path} is {value!r}, but {method} has no such switch here; leave it out",
-                    code="unknown_key",
-                )
+            switch = isinstance(PARAMETERS[names[name]].default, bool) and isinstance(value, int | float)
+            value = bool(value) if switch and value in (0, 1) else value
+            settings[names[name]] = [value] if isinstance(value, Mapping) else value
+        elif name == _WITHOUT_EFFECT or name in _OFF_ONLY:
+            if value not in (0, 1):
+                raise refusal("invalid_value", path, f"{path} is {value!r}, expected true or false")
+            if value and name in _OFF_ONLY:
+                raise refusal("unknown_key", path, f"{path}: {method} has no such switch here; leave it out")
         elif name in PARAMETERS:
             listed = ", ".join(names) or "none"
-            raise MergeError(
-                f"{path}: {method} has no parameter {name} in mergekit; it takes {listed}", code="unknown_key"
-            )
+            raise refusal("unknown_key", path, f"{path}: {method} has no {name} in mergekit, but {listed}")
         else:
-            raise MergeError(f"{where}: unknown key {name}; {advice(name, list(names))}", code="unknown_key")
+            with named(path.rpartition(".")[0]):
+                raise unknown_key(name, list(names))
     return settings
-
-
-def _setting(value: Any, parameter: Parameter, path: str) -> Setting:
-    """A setting in mergekit's forms: a mapping is one rule, and 0 and 1 are switches too."""
-    if isinstance(value, Mapping):
-        value = [value]
-    elif isinstance(parameter.default, bool) and isinstance(value, (int, float)) and value in (0, 1):
-        value = bool(value)
-    return Setting.parse(value, parameter, path)
 
 
 def _base(file: _File) -> str | None:
@@ -159,66 +167,44 @@ def _base(file: _File) -> str | None:
         return file.base_model
     bases = [part.base_model for part in file.slices or []]
     if not bases or None in bases:
-        raise MergeError(
-            f"base_model is missing, which {file.merge_method} needs; name the base model",
-            code="missing_value",
+        raise refusal(
+            "missing_value", "base_model", f"base_model is missing, which {file.merge_method} needs"
         )
     return bases[0]
 
 
 def _entry(item: _Entry, method: str, where: str) -> dict[str, Any]:
-    entry = {"model": item.model, "parameters": _settings(item.parameters, method, f"{where}.parameters")}
+    entry = {"model": item.model, "parameters": _settings(item.parameters, method, f"{where}.")}
     return entry | ({"layers": item.layer_range} if isinstance(item, _Source) else {})
 
 
 def _models(items: list[_Entry], method: str, base: str | None) -> list[dict[str, Any]]:
     entries = [_entry(item, method, f"models[{index}]") for index, item in enumerate(items)]
     if METHODS[method].base == "required":
-        others = [entry for entry in entries if entry["model"] != base]
-        if not others:
-            raise MergeError(f"models holds nothing but the base model {base}; add the models to merge")
-        return others
-    if base is not None and all(entry["model"] != base for entry in entries):
+        entries = [entry for entry in entries if entry["model"] != base]
+        if not entries:
+            raise refusal("wrong_model_count", "models", f"models holds only the base model {base}; add some")
+    elif base is not None and all(entry["model"] != base for entry in entries):
         if METHODS[method].models[1] == 1:
-            raise MergeError(f"{method} takes one model, and base_model {base} is one more; leave it out")
+            message = f"{method} takes one model, and base_model {base} is one more; leave it out"
+            raise refusal("wrong_model_count", "base_model", message)
         entries.append({"model": base, "parameters": {}})
-    return _from_base(entries, base, "models") if METHODS[method].from_base else entries
+    return _from_base(entries, base) if METHODS[method].from_base else entries
 
 
-def _from_base(entries: list[dict[str, Any]], base: str | None, where: str) -> list[dict[str, Any]]:
+def _from_base(entries: list[dict[str, Any]], base: str | None) -> list[dict[str, Any]]:
     """Put the base first, from where slerp starts."""
-    if all(entry["model"] != base for entry in entries):
-        raise MergeError(
-            f"{where} lacks the base model {base}, where slerp starts; list it there", code="missing_value"
-        )
     return sorted(entries, key=lambda entry: entry["model"] != base)
 
 
-def _slices(items: list[_Slice], method: str, base: str | None) -> list[dict[str, Any]]:
-    parts = []
-    for index, item in enumerate(items):
-        where, own = f"slices[{index}]", item.base_model
-        sources = [_entry(source, method, f"{where}.sources[{i}]") for i, source in enumerate(item.sources)]
-        if METHODS[method].from_base:
-            sources, own = _from_base(sources, own or base, f"{where}.sources"), None
-        elif METHODS[method].base == "required":  # mergekit ignores what is set for the base
-            sources = [s | {"parameters": {}} if s["model"] == (own or base) else s for s in sources]
-        parameters = _settings(item.parameters, method, f"{where}.parameters")
-        parts.append({"sources": sources, "base": own, "parameters": parameters})
-    return parts
-
-
-def _require(
-    method: str, base: str | None, entries: list[dict[str, Any]], common: tuple[dict[str, Setting], ...]
-) -> None:
-    """Refuse a model without the weight, or a merge without the t, that mergekit has no default for."""
-    names = _names(method)
-    if METHODS[method].base == "required":
-        entries = [entry for entry in entries if entry["model"] != base]
-    needed = [(entry["model"], "weight", (entry["parameters"], *common)) for entry in entries]
-    for who, name, scopes in [*needed, ("the merge", "t", common)]:
-        if name in names and not any(name in scope and scope[name].complete for scope in scopes):
-            raise MergeError(
-                f"{who} has no {name} for some tensors, and mergekit no default for {method}; give "
-                f"parameters.{name}"
-            )
+def _slice(item: _Slice, method: str, base: str | None, where: str) -> dict[str, Any]:
+    own = item.base_model
+    sources = [_entry(source, method, f"{where}sources[{i}]") for i, source in enumerate(item.sources)]
+    if METHODS[method].from_base:
+        if all(source["model"] != (own or base) for source in sources):
+            message = f"{where}sources lacks the base model {own or base}, where slerp starts; list it"
+            raise refusal("missing_value", f"{where}sources", message)
+        sources, own = _from_base(sources, own or base), None
+    elif METHODS[method].base == "required":  # mergekit ignores what is set for the base
+        sources = [s | {"parameters": {}} if s["model"] == (own or base) else s for s in sources]
+    return {"sources": sources, "base": own, "parameters": _settings(item.parameters, method, where)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,9 @@ _RULE_KEYS = {"filter", "value"}
 
 @dataclass(frozen=True)
 class Rule:
-    """What a parameter is for some of the tensors.
+    """Value of a parameter for the tensors whose names contain `filter`, or for all.
 
-    Args:
-        filter: text that the tensors' names contain; None is every tensor.
-        values: one value, or several that lie evenly over the depth of the model.
+    Several values lie evenly over the depth of the model.
     """
 
     filter: str | None
@@ -29,52 +27,41 @@ class Rule:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a parameter is for each tensor: the first rule that fits the tensor's name holds.
-
-    Args:
-        rules: at least one; a rule for every tensor can only be the last.
-    """
+    """Values of a parameter by tensor: the first rule that matches its name; a rule for all is the last."""
 
     rules: tuple[Rule, ...]
 
     @classmethod
     def parse(cls, plain: Any, parameter: Parameter, where: str) -> Setting:
-        """Read a setting from plain values and check each against the parameter.
-
-        Raises:
-            MergeError: what is wrong, and where.
-        """
-        if isinstance(plain, Setting):
-            plain = plain.plain()
+        """Read a setting from plain values and check each against the parameter."""
         rules: list[Rule] = []
-        for filter_, value, path in _split(plain, where):
-            for rule in rules:
-                if rule.filter is None or (filter_ is not None and rule.filter in filter_):
-                    first = "every tensor" if rule.filter is None else repr(rule.filter)
-                    raise MergeError(
-                        f"{path} never applies: the rule for {first} fits the same tensors; put it behind "
-                        "this one"
-                    )
+        for filter_, value, path in _rules(plain.plain() if isinstance(plain, Setting) else plain, where):
+            if any(rule.filter is None or (filter_ and rule.filter in filter_) for rule in rules):
+                message = f"{path} never applies: a rule before it fits the same tensors; put it first"
+                raise MergeError(message, code="unreachable_rule", key=path)
             rules.append(Rule(filter_, _values(value, parameter, path)))
         return cls(tuple(rules))
 
     def at(self, tensor: str, depth: float) -> Scalar | None:
-        """Evaluate the setting for one tensor.
+        """The value for one tensor; None where no rule fits its name.
 
         A list v₀ … vₙ₋₁ of numbers is interpolated linearly: with x = depth·(n-1) and i = ⌊x⌋ the value is
         vᵢ + (x-i)·(vᵢ₊₁ - vᵢ). A list of booleans or words gives vᵢ.
-
-        Returns:
-            The value; None where no rule fits the name.
         """
         if not 0 <= depth <= 1:
-            raise MergeError(
-                f"depth is {depth!r} at tensor {tensor}, expected a number from 0 to 1", code="invalid_depth"
-            )
-        for rule in self.rules:
-            if rule.filter is None or rule.filter in tensor:
-                return _along(rule.values, depth)
-        return None
+            message = f"depth is {depth!r} at tensor {tensor}, expected a number from 0 to 1"
+            raise MergeError(message, code="invalid_depth", tensor=tensor)
+        rule = next((rule for rule in self.rules if rule.filter is None or rule.filter in tensor), None)
+        if rule is None:
+            return None
+        place = depth * (len(rule.values) - 1)
+        # i/(n-1)·(n-1) may round to just below i, which must still pick the i-th of a list of n words.
+        below = int(place + 1e-9)
+        low, high = rule.values[below], rule.values[min(below + 1, len(rule.values) - 1)]
+        if not isinstance(low, float) or not isinstance(high, float):
+            return low
+        # In this form equal neighbours give exactly their value: a density of 1 stays 1.
+        return low + max(0.0, place - below) * (high - low)
 
     @property
     def complete(self) -> bool:
@@ -87,95 +74,57 @@ class Setting:
             rule.filter or "*": rule.values[0] if len(rule.values) == 1 else list(rule.values)
             for rule in self.rules
         }
-        if list(forms) == ["*"]:
-            return forms["*"]
         if forms.keys() == _RULE_KEYS:  # as a mapping, this would read as one rule
             return [{"filter": filter_, "value": value} for filter_, value in forms.items()]
-        return forms
+        return forms["*"] if list(forms) == ["*"] else forms
 
 
 def resolve(
     name: str, scopes: Iterable[Mapping[str, Setting]], default: Scalar, tensor: str, depth: float
 ) -> Scalar:
-    """Evaluate a parameter that may be set in several places.
-
-    Args:
-        name: of the parameter.
-        scopes: where it may be set, the most specific first.
-        default: the value where no scope has a rule for the tensor.
-        tensor: the tensor's name.
-        depth: in [0, 1].
-    """
+    """Evaluate a parameter for a tensor, from the first of the scopes that has a rule for it."""
     for scope in scopes:
         if name in scope and (value := scope[name].at(tensor, depth)) is not None:
             return value
     return default
 
 
-def _along(values: tuple[Scalar, ...], depth: float) -> Scalar:
-    place = depth * (len(values) - 1)
-    # i/(n-1)·(n-1) may round to just below i, which must still pick the i-th of a list of n words.
-    below = int(place + 1e-9)
-    low, high = values[below], values[min(below + 1, len(values) - 1)]
-    if not isinstance(low, float) or not isinstance(high, float):
-        return low
-    # In this form equal neighbours give exactly their value: a density of 1 stays 1.
-    return low + max(0.0, place - below) * (high - low)
-
-
-def _split(plain: Any, where: str) -> list[tuple[str | None, Any, str]]:
+def _rules(plain: Any, where: str) -> Iterator[tuple[str | None, Any, str]]:
     """The filter, value and path of each rule; the one for every tensor, last in a mapping, has None."""
     if isinstance(plain, Mapping) and plain.keys() != _RULE_KEYS:
-        if not plain:
-            raise MergeError(
-                f"{where} is an empty mapping, expected filters with their values", code="invalid_value"
-            )
-        rules = [(_filter(key, where), value, f"{where}[{key!r}]") for key, value in plain.items()]
-        return sorted(rules, key=lambda rule: rule[0] is None)
-    if isinstance(plain, Mapping):
-        return [_rule(plain, where)]
-    if isinstance(plain, (list, tuple)) and any(isinstance(item, Mapping) for item in plain):
-        return [_rule(item, f"{where}[{index}]") for index, item in enumerate(plain)]
-    return [(None, plain, where)]
-
-
-def _rule(rule: Any, where: str) -> tuple[str | None, Any, str]:
-    if not isinstance(rule, Mapping) or "value" not in rule or not rule.keys() <= _RULE_KEYS:
-        raise MergeError(
-            f"{where} is {rule!r}, expected a mapping with value and, if need be, filter",
-            code="invalid_value",
-        )
-    filter_ = rule.get("filter")
-    return None if filter_ is None else _filter(filter_, where), rule["value"], f"{where}.value"
-
-
-def _filter(value: Any, where: str) -> str | None:
-    if not isinstance(value, str) or not value:
-        raise MergeError(
-            f"{where} has the filter {value!r}, expected a part of tensors' names, or '*' for the rest",
-            code="invalid_value",
-        )
-    return None if value == "*" else value
+        last = sorted(plain.items(), key=lambda item: item[0] == "*")
+        rules = [(f"{where}[{key!r}]", {"filter": key, "value": value}) for key, value in last]
+    elif isinstance(plain, Mapping):
+        rules = [(where, plain)]
+    elif isinstance(plain, (list, tuple)) and any(isinstance(item, Mapping) for item in plain):
+        rules = [(f"{where}[{index}]", item) for index, item in enumerate(plain)]
+    else:
+        yield None, plain, where
+        return
+    for path, rule in rules or [(where, plain)]:
+        if not isinstance(rule, Mapping) or "value" not in rule or not rule.keys() <= _RULE_KEYS:
+            raise _invalid(path, rule, "a mapping with value and, if need be, filter")
+        filter_ = "*" if rule.get("filter") is None else rule["filter"]
+        if not isinstance(filter_, str) or not filter_:
+            raise _invalid(path, rule, "a filter that is part of tensors' names, or '*' for the rest")
+        yield None if filter_ == "*" else filter_, rule["value"], path
 
 
 def _values(plain: Any, parameter: Parameter, where: str) -> tuple[Scalar, ...]:
-    several = isinstance(plain, (list, tuple))
-    if several and type(parameter.default) is int:
-        raise MergeError(
-            f"{where} is a list, expected {parameter.expected}; it cannot vary with the depth",
-            code="invalid_value",
-        )
+    if not isinstance(plain, (list, tuple)):
+        plain, places = [plain], [where]
+    else:
+        places = [f"{where}[{index}]" for index in range(len(plain))]
+        if not plain or type(parameter.default) is int:  # such numbers cannot vary with the depth
+            raise _invalid(where, plain, f"{parameter.expected}")
     values = []
-    for index, value in enumerate(plain if several else [plain]):
+    for value, path in zip(plain, places, strict=True):
         try:
             values.append(parameter.read(value))
         except ValueError as error:
-            path = f"{where}[{index}]" if several else where
-            raise MergeError(
-                f"{path} is {value!r}, expected {error}", code="invalid_value", key=path
-            ) from error
-    if not values:
-        raise MergeError(
-            f"{where} is an empty list, expected {parameter.expected} or a list of such", code="invalid_value"
-        )
+            raise _invalid(path, value, str(error)) from error
     return tuple(values)
+
+
+def _invalid(path: str, value: Any, expected: str) -> MergeError:
+    return MergeError(f"{path} is {value!r}, expected {expected}", code="invalid_value", key=path)

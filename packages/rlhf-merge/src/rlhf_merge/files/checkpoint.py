@@ -7,23 +7,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_merge.errors import MergeError, readable, regular
-from rlhf_merge.files.float8 import dequantised
-from rlhf_merge.files.hub import download, split_id
-from rlhf_merge.files.small_files import VOCABULARY_FILES
-from rlhf_merge.files.weight_file import OpenFile, read_weights
-from rlhf_merge.files.weight_index import (
+from rlhf_merge.errors import MergeError, readable
+from rlhf_merge.files.folder import (
     ADAPTER_CONFIG,
     ADAPTER_FILES,
+    download,
     find_adapter,
     find_weights,
     inside,
+    is_file,
     no_weights,
     read_json,
     read_weight_map,
+    split_id,
 )
-from rlhf_merge.lora.adapter import apply_adapter
-from rlhf_merge.tensors import Readable
+from rlhf_merge.files.lora import apply_adapter
+from rlhf_merge.files.tokenizer import VOCABULARY_FILES
+from rlhf_merge.files.weights import OpenFile, dequantised, read_weights
+from rlhf_merge.methods.blocks import Readable
 
 _QUANTISED_ENDINGS = (
     *(".absmax", ".SCB", ".qweight", ".qzeros"),
@@ -57,12 +58,12 @@ class Checkpoint:
     def __init__(self, spec: str, folder: Path, adapter_folders: tuple[Path, ...] = ()) -> None:
         self.spec, self.folder, self.adapter_folders = spec, folder, adapter_folders
         config = folder / "config.json"
-        self.config: dict[str, Any] = read_json(inside(folder, config)) if regular(config).is_file() else {}
+        self.config: dict[str, Any] = read_json(inside(folder, config)) if is_file(config) else {}
         self.tensors: Mapping[str, Readable] = {}
         self.identity: list[Identity] = []
         self._files: list[OpenFile] = []
         try:
-            self._open()
+            self.tensors = self._open()
         except BaseException:
             self.close()
             raise
@@ -71,7 +72,7 @@ class Checkpoint:
     def tokenizer_folder(self) -> Path:
         """Where the tokenizer is: with the last adapter that brings one, else with the base."""
         for folder in reversed(self.adapter_folders):
-            if any(regular(folder / name).is_file() for name in VOCABULARY_FILES):
+            if any(is_file(folder / name) for name in VOCABULARY_FILES):
                 return folder
         return self.folder
 
@@ -79,8 +80,7 @@ class Checkpoint:
         """Let go of the files; the tensors may not be read any more."""
         for file in self._files:
             file.close()
-        self._files = []
-        self.tensors = {}
+        self._files, self.tensors = [], {}
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -88,81 +88,61 @@ class Checkpoint:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self) -> None:
+    def _open(self) -> dict[str, Readable]:
         """Open the weights and apply the adapters."""
         quantisation = self.config.pop("quantization_config", None)
         weights = find_weights(self.folder)
         if weights is None:
             raise no_weights(self.folder)
-        tensors = self._open_weights(weights)
-        if quantisation:
-            scaled = dequantised(tensors, dict(quantisation), str(self.folder))
-            if scaled is None:
-                method = dict(quantisation).get("quant_method", "unnamed")
-                raise self._quantised(f"quantization_config of config.json, method {method}")
-            tensors = scaled
-        for name in tensors:
-            if name.endswith(_QUANTISED_ENDINGS) or ".quant_state." in name:
-                raise self._quantised(f"it holds {name!r}")
+        tensors = self._open_index(weights) if weights.suffix == ".json" else dict(self._open_file(weights))
+        scaled = dequantised(tensors, dict(quantisation)) if quantisation else tensors
+        tensors = scaled or tensors
+        packed = (name for name in tensors if name.endswith(_QUANTISED_ENDINGS) or ".quant_state." in name)
+        found = next((f"it holds {name!r}" for name in packed), None)
+        if scaled is None:
+            method = dict(quantisation).get("quant_method", "unnamed")
+            found = f"quantization_config of config.json, method {method}"
+        if found:
+            message = f"{self.folder} is quantised ({found}); `dequantize()` it in transformers first."
+            raise MergeError(message, code="quantized_model", path=str(self.folder))
         for part, folder in enumerate(self.adapter_folders, start=1):
-            tensors = self._apply(tensors, folder, part)
-        self.tensors = tensors
+            path, config = find_adapter(folder), folder / ADAPTER_CONFIG
+            if path is None:
+                expected = f"{ADAPTER_CONFIG} with {' or '.join(ADAPTER_FILES)}"
+                message = f"{folder} of {self.spec!r} holds no LoRA adapter, expected {expected}."
+                raise MergeError(message, code="missing_adapter", path=str(folder))
+            self._note(config, part)
+            tensors = apply_adapter(tensors, self._open_file(path, part), read_json(config), str(folder))
+        return tensors
 
-    def _quantised(self, found: str) -> MergeError:
-        """The error for a model whose numbers are packed."""
-        return MergeError(
-            f"{self.folder} is quantised ({found}); `dequantize()` it in transformers, and give that.",
-            code="quantized_model",
-        )
-
-    def _apply(self, tensors: dict[str, Readable], folder: Path, part: int) -> dict[str, Readable]:
-        """The tensors with the adapter of a folder applied."""
-        path = find_adapter(folder)
-        if path is None:
-            files = f"{ADAPTER_CONFIG} with {' or '.join(ADAPTER_FILES)}"
-            raise MergeError(f"{folder} of {self.spec!r} holds no LoRA adapter, expected {files}.")
-        config = folder / ADAPTER_CONFIG
-        self._note(config, part)
-        return apply_adapter(tensors, self._open_file(path, part), read_json(config), str(folder))
-
-    def _open_weights(self, weights: Path) -> dict[str, Readable]:
-        """The tensors of one file, or of all the files of an index."""
-        if weights.suffix != ".json":
-            return dict(self._open_file(weights))
-        self._note(weights)
-        weight_map = read_weight_map(weights)
+    def _open_index(self, index: Path) -> dict[str, Readable]:
+        """The tensors of all the files of an index."""
+        self._note(index)
+        weight_map = read_weight_map(index)
         tensors: dict[str, Readable] = {}
         for file in sorted(set(weight_map.values())):
-            path = weights.with_name(file)
-            if not regular(path).is_file():
-                raise MergeError(
-                    f"{path} is missing, which {weights.name} names; get the file.", code="missing_value"
-                )
-            for name, tensor in self._open_file(path).items():
-                if name not in weight_map:
-                    raise MergeError(
-                        f"{path} holds tensor {name!r}, and {weights.name} does not; get both anew.",
-                        code="damaged_file",
-                    )
-                if weight_map[name] == file:
-                    tensors[name] = tensor
-        lacking = next((name for name in weight_map if name not in tensors), None)
-        if lacking is not None:
-            path = weights.with_name(weight_map[lacking])
-            raise MergeError(
-                f"{path} lacks tensor {lacking!r}, which {weights.name} has there; get it anew.",
-                code="damaged_file",
-            )
+            path = index.with_name(file)
+            with readable(path):
+                if not is_file(path):
+                    message = f"{path} is missing, which {index.name} names; get the file."
+                    raise MergeError(message, code="missing_value", path=str(path))
+                for name, tensor in self._open_file(path).items():
+                    if name not in weight_map:
+                        raise ValueError(f"it holds tensor {name!r}, which {index.name} does not list")
+                    if weight_map[name] == file:
+                        tensors[name] = tensor
+        for name, file in weight_map.items():
+            with readable(index.with_name(file)):
+                if name not in tensors:
+                    raise ValueError(f"it lacks tensor {name!r}, which {index.name} has there")
         return tensors
 
     def _open_file(self, path: Path, part: int = 0) -> Mapping[str, Readable]:
         """The tensors of one file."""
         self._note(path, part)
         if path.suffix not in (".safetensors", ".bin", ".pt", ".pth"):
-            raise MergeError(
-                f"{path} is not a file of weights, expected .safetensors or .bin; get it anew.",
-                code="unknown_file_type",
-            )
+            message = f"{path} is not a file of weights, expected .safetensors or .bin; download it again."
+            raise MergeError(message, code="unknown_file_type", path=str(path))
         file, tensors = read_weights(path)
         self._files.append(file)
         return tensors
@@ -180,8 +160,8 @@ def open_checkpoint(spec: str) -> Checkpoint:
     Args:
         spec: a folder; a hub id, `org/name` or `org/name@revision`; or either followed by adapters,
             `base+adapter` or `base+first+second`, each again a folder or a hub id.  A folder with nothing but
-            an adapter stands for the base its config names plus itself, and one with a + in its name for
-            itself.
+            an adapter is read as the base its config names plus the adapter; a folder with a + in its name
+            is not split.
 
     Raises:
         MergeError: something is missing, damaged, quantised or does not fit.
@@ -192,9 +172,8 @@ def open_checkpoint(spec: str) -> Checkpoint:
         adapters: list[Path] = []
         while find_adapter(folder) is not None and find_weights(folder) is None:
             if folder in adapters:
-                raise MergeError(
-                    f"{folder} names itself as its base model; write BASE+{folder}.", code="invalid_name"
-                )
+                message = f"{folder} names itself as its base model; write BASE+{folder}."
+                raise MergeError(message, code="invalid_name", model=spec)
             adapters.insert(0, folder)
             folder = _base_of(folder)
         adapters.extend(map(_locate, others))
@@ -203,15 +182,15 @@ def open_checkpoint(spec: str) -> Checkpoint:
 
 def _split(spec: str) -> list[str]:
     """The parts of a spec between its + signs, those in the names of folders that exist aside."""
-    words = spec.split("+")
-    parts = []
+    words, parts = spec.split("+"), []
     while words:
         lengths = range(len(words), 1, -1)
         length = next((count for count in lengths if _exists("+".join(words[:count]))), 1)
         parts.append("+".join(words[:length]))
         words = words[length:]
     if not all(parts):
-        raise MergeError(f"{spec!r} has an empty part; write BASE+ADAPTER, each a folder or a hub id.")
+        message = f"{spec!r} has an empty part; write BASE+ADAPTER, each a folder or a hub id."
+        raise MergeError(message, code="invalid_name", model=spec)
     return parts
 
 
@@ -226,27 +205,21 @@ def _exists(name: str) -> bool:
 
 
 def _locate(name: str, revision: str | None = None) -> Path:
-    """The folder of one part of a spec."""
+    """The folder of one part of a spec; of a training run, that of its final model."""
     path = Path(name).expanduser()
-    if _exists(name):
-        if path.is_dir():
-            return _model_of(path)
-        raise MergeError(f"{name} is a file; give the folder that holds the model.")
-    identity = split_id(name)
-    if identity is None:
-        raise MergeError(
-            f"{name} is not a folder here, and cannot be a hub id (org/name or org/name@revision)."
-        )
-    return download(identity[0], identity[1] or revision)
-
-
-def _model_of(folder: Path) -> Path:
-    """The folder itself or, where it is that of a training run, the trained model's in it."""
-    final = folder / "final"
-    if not final.is_dir() or find_weights(folder) is not None or regular(folder / ADAPTER_CONFIG).is_file():
-        return folder
-    config = folder / "config.json"
-    return folder if regular(config).is_file() and "model_type" in read_json(config) else final
+    if not _exists(name):
+        identity = split_id(name)
+        if identity is None:
+            message = f"{name} is not a folder here, and cannot be a hub id (org/name or org/name@revision)."
+            raise MergeError(message, code="model_not_found", model=name)
+        return download(identity[0], identity[1] or revision)
+    if not path.is_dir():
+        message = f"{name} is a file; give the folder that holds the model."
+        raise MergeError(message, code="not_a_folder", model=name)
+    final, config = path / "final", path / "config.json"
+    if not final.is_dir() or find_weights(path) is not None or is_file(path / ADAPTER_CONFIG):
+        return path
+    return path if is_file(config) and "model_type" in read_json(config) else final
 
 
 def _base_of(adapter: Path) -> Path:
@@ -254,15 +227,13 @@ def _base_of(adapter: Path) -> Path:
     config = read_json(adapter / ADAPTER_CONFIG)
     name = config.get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
-        raise MergeError(
-            f"{adapter} is an adapter that names no base model; write BASE+{adapter}.", code="missing_value"
-        )
+        message = f"{adapter} is an adapter that names no base model; write BASE+{adapter}."
+        raise MergeError(message, code="missing_value", path=str(adapter))
     if _exists(name):
         return _locate(name)
     if (adapter / name).is_dir():
         return adapter / name
     if split_id(name) is None:
-        raise MergeError(
-            f"{adapter} is an adapter of {name}, which is not a folder here; write BASE+{adapter}."
-        )
+        message = f"{adapter} is an adapter of {name}, which is not a folder here; write BASE+{adapter}."
+        raise MergeError(message, code="model_not_found", model=name)
     return _locate(name, config.get("revision"))

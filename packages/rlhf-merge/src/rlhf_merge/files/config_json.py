@@ -1,4 +1,4 @@
-"""config.json: what must agree between the models of a merge, and that of the result."""
+"""config.json: settings that must agree between the models of a merge, and the result's file."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from typing import Any
 
-from rlhf_merge.errors import MergeError, damaged
+from rlhf_merge.errors import MergeError, readable
 
 Config = dict[str, Any]
 """The content of a config.json."""
 
 _TEXT = ("text_config", "language_config", "llm_config")
-"""Where models of several modalities keep the settings of their language model."""
+"""Keys under which multimodal models keep the settings of their language model."""
 
 _SIZES = (
     *("model_type", "hidden_size", "d_model", "n_embd"),
@@ -22,6 +22,7 @@ _SIZES = (
     *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"),
 )
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_DTYPE = ("dtype", "torch_dtype")
 
 _INDEX_LISTS = (
     *("mlp_only_layers", "moe_layers", "cross_attention_layers", "attn_layer_indices"),
@@ -39,10 +40,9 @@ _PERIODS = {
     "sliding_window_pattern": "layer_types",
     "no_rope_layer_interval": "no_rope_layers",
     "interleave_moe_layer_step": "moe_layers",
-    "decoder_sparse_step": "",
-    "moe_layer_freq": "",
-    "attn_layer_period": "",
-    "expert_layer_period": "",
+    **dict.fromkeys(
+        ("decoder_sparse_step", "moe_layer_freq", "attn_layer_period", "expert_layer_period"), ""
+    ),
 }
 """Settings that make every n-th layer of another kind, and the list that replaces it where there is one."""
 
@@ -57,65 +57,57 @@ def check_architectures(configs: Sequence[tuple[str, Config]], *, same_layers: b
     seen: dict[str, tuple[str, Any]] = {}
     for label, config in configs:
         if config.get("quantization_config"):
-            raise MergeError(
-                f"{label} is quantized (quantization_config in its config.json); merge the full weights",
-                code="quantized_model",
-            )
-        with damaged(f"config.json of {label}"):
+            message = f"{label} is quantized (quantization_config in its config.json); merge the full weights"
+            raise MergeError(message, code="quantized_model", model=label)
+        with readable(f"config.json of {label}"):
             compared = dict(_compared(config, same_layers))
         for key, value in compared.items():
             first, expected = seen.setdefault(key, (label, value))
             if value != expected:
                 remedy = "; to merge ranges of layers, give slices" if key.endswith(_LAYERS) else ""
-                raise MergeError(
-                    f"config.json says {key} {expected!r} in {first} but {value!r} in {label}; only models "
-                    f"of one architecture and size can be merged{remedy}",
-                    code="different_config",
-                    key=key,
-                )
+                said = f"config.json says {key} {expected!r} in {first} but {value!r} in {label}"
+                said += f"; only models of one architecture and size can be merged{remedy}"
+                raise MergeError(said, code="different_config", key=key)
 
 
 def _compared(config: Config, same_layers: bool) -> Iterator[tuple[str, Any]]:
-    """Yield the keys and values of a config that must agree between models."""
-    for prefix, section in _sections(config):
-        for key in (*_SIZES, *(_LAYERS if same_layers else ())):
-            if section.get(key) is not None:
-                yield prefix + key, section[key]
-        for key, value in _rope(section).items():
-            yield prefix + key, value
+    """The keys and values of a config that must agree between models."""
+    names = ("", *(f"{key}." for key in _TEXT if isinstance(config.get(key), dict)))
+    for prefix, section in zip(names, _sections(config), strict=True):
+        found = {key: section.get(key) for key in (*_SIZES, *(_LAYERS if same_layers else ()))} | _rope(
+            section
+        )
+        yield from ((prefix + key, value) for key, value in found.items() if value is not None)
 
 
-def _sections(config: Config) -> list[tuple[str, Config]]:
-    """Return the config and those of its language models, with the prefix of their keys in messages."""
-    inner = [(f"{key}.", config[key]) for key in _TEXT if isinstance(config.get(key), dict)]
-    return [("", config), *inner]
+def _sections(config: Config) -> list[Config]:
+    """The config and those of its language models."""
+    return [config, *(config[key] for key in _TEXT if isinstance(config.get(key), dict))]
 
 
 def _rope(section: Config) -> dict[str, Any]:
-    """Return the settings of the rotary embedding in one spelling.
+    """The settings of the rotary embedding in one spelling.
 
     Transformers 5 writes `rope_parameters`, with the settings of each kind of layer in a mapping of its own
     where they differ; before it, `rope_theta`, `rope_scaling` and, by model, keys of sliding layers.
     """
     given = section.get("rope_parameters") or section.get("rope_scaling") or {}
     kinds = {kind: value for kind, value in given.items() if isinstance(value, dict)}
-    kinds = dict(kinds) if kinds else {"full_attention": dict(given)}
+    kinds = kinds or {"full_attention": dict(given)}
     outer = {
         "rope_theta": _first(section, "rope_theta", "rotary_emb_base", "global_rope_theta"),
         "partial_rotary_factor": _first(section, "partial_rotary_factor", "rotary_pct"),
     }
-    if "sliding_attention" not in kinds:
-        local = _first(section, "rope_local_base_freq", "local_rope_theta")
-        kinds |= {"sliding_attention": {"rope_theta": local}} if local is not None else {}
+    local = {"rope_theta": _first(section, "rope_local_base_freq", "local_rope_theta")}
     found: dict[str, Any] = {}
-    for kind, settings in kinds.items():
-        settings = {**outer, **settings} if kind == "full_attention" else dict(settings)
+    for kind, own in ({"sliding_attention": local} | kinds).items():
+        settings = {**outer, **own} if kind == "full_attention" else own
         settings = {key: value for key, value in settings.items() if value is not None}
-        if settings:
-            rope_type = settings.pop("type", "default")
-            rope_type = settings.pop("rope_type", rope_type)
-            settings["rope_type"] = _ROPE_TYPES.get(rope_type, rope_type)
         suffix = "" if kind == "full_attention" else f" of {kind}"
+        if settings:
+            old = settings.pop("type", "default")
+            rope_type = settings.pop("rope_type", old)
+            settings["rope_type"] = _ROPE_TYPES.get(rope_type, rope_type)
         found |= {f"{key}{suffix}": value for key, value in settings.items()}
     return found
 
@@ -125,7 +117,7 @@ def _first(section: Config, *keys: str) -> Any:
 
 
 def tied(config: Config, *, has_head: bool | None = None) -> bool | None:
-    """Return whether the output head is the input embedding.
+    """Whether the output head is the input embedding.
 
     Where `tie_word_embeddings` is absent, transformers takes the default of the architecture's config class,
     which in version 5 is False for about half of them (Llama, Qwen, Mistral) and True for the others (GPT-2,
@@ -134,10 +126,11 @@ def tied(config: Config, *, has_head: bool | None = None) -> bool | None:
     Returns:
         What the config says; else, from `has_head`; else None.
     """
-    for _, section in _sections(config):
-        if section.get("tie_word_embeddings") is not None:
-            return bool(section["tie_word_embeddings"])
-    return None if has_head is None else not has_head
+    said = [
+        section["tie_word_embeddings"] for section in _sections(config) if "tie_word_embeddings" in section
+    ]
+    said = [value for value in said if value is not None]
+    return bool(said[0]) if said else None if has_head is None else not has_head
 
 
 def output_config(
@@ -149,7 +142,7 @@ def output_config(
     tied: bool | None,
     token_ids_from: Config | None = None,
 ) -> Config:
-    """Return config.json of the result.
+    """The config.json of the result.
 
     Args:
         config: of the model that lends it; not changed.
@@ -167,62 +160,41 @@ def output_config(
             or a special token has no row any more.
     """
     result = _without_path(config)
-    if layer_sources is not None and config.get("is_encoder_decoder"):
-        raise MergeError(
-            "slices work on models with one stack of layers, and this one is an encoder-decoder",
-            code="unsupported_slices",
-            key="is_encoder_decoder",
-        )
-    sections = [section for _, section in _sections(result)]
-    if token_ids_from is not None:
-        for section, other in zip(sections, _like(sections, token_ids_from), strict=True):
-            section |= {key: value for key, value in other.items() if _is_token_id(key)}
+    sections = _sections(result)
+    for section, other in zip(sections, _sections(token_ids_from or {}), strict=False):
+        section |= {key: value for key, value in other.items() if key.endswith("_token_id")}
     if dtype is not None:
-        _set_dtype(result, dtype)
+        result |= {} if result.keys() & _DTYPE else {"torch_dtype": dtype}
+        _put([result, *(value for value in result.values() if isinstance(value, dict))], _DTYPE, dtype)
     if vocab_size is not None:
         _check_token_ids(sections, vocab_size)
-        _set_where_present(sections, ("vocab_size",), vocab_size)
+        _put(sections, ("vocab_size",), vocab_size)
     if layer_sources is not None:
+        if config.get("is_encoder_decoder"):
+            raise _unsupported(
+                "is_encoder_decoder", "slices need one stack of layers, not an encoder-decoder"
+            )
         for section in sections:
             _move_layers(section, layer_sources)
-        _set_where_present(sections, _LAYERS, len(layer_sources))
+        _put(sections, _LAYERS, len(layer_sources))
     if tied is not None:
-        _set_where_present(sections, ("tie_word_embeddings",), tied)
+        _put(sections, ("tie_word_embeddings",), tied)
         result["tie_word_embeddings"] = tied
     return result
 
 
-def _without_path(value: Any) -> Any:
-    """Return a deep copy without the folder the model was loaded from."""
-    if isinstance(value, dict):
-        return {key: _without_path(inner) for key, inner in value.items() if key != "_name_or_path"}
-    return deepcopy(value)
-
-
-def _like(sections: list[Config], other: Config) -> list[Config]:
-    """Return the sections of another config in the same order; empty ones for those that it lacks."""
-    theirs = [section for _, section in _sections(other)]
-    return [*theirs, *({} for _ in sections)][: len(sections)]
-
-
-def _is_token_id(key: str) -> bool:
-    return key.endswith("_token_id")
-
-
-def _set_dtype(config: Config, dtype: str) -> None:
-    """Set the dtype under the keys in use, or under the one that every version of transformers reads."""
-    keys = ("dtype", "torch_dtype")
-    if not any(key in config for key in keys):
-        config["torch_dtype"] = dtype
-    for section in [config, *(value for value in config.values() if isinstance(value, dict))]:
-        section |= {key: dtype for key in keys if key in section}
-
-
-def _set_where_present(sections: list[Config], keys: tuple[str, ...], value: Any) -> None:
-    """Set the keys in every section that has them; the first of them, in the last section, where none has."""
+def _put(sections: Sequence[Config], keys: Sequence[str], value: Any) -> None:
+    """Set the keys where they are; the first of them, in the last section, where none is."""
     found = [(section, key) for section in sections for key in keys if key in section]
     for section, key in found or [(sections[-1], keys[0])]:
         section[key] = value
+
+
+def _without_path(value: Any) -> Any:
+    """A deep copy without the folder the model was loaded from."""
+    if isinstance(value, dict):
+        return {key: _without_path(inner) for key, inner in value.items() if key != "_name_or_path"}
+    return deepcopy(value)
 
 
 def _check_token_ids(sections: list[Config], vocab_size: int) -> None:
@@ -232,13 +204,13 @@ def _check_token_ids(sections: list[Config], vocab_size: int) -> None:
         for key, value in section.items():
             ids = value if isinstance(value, list) else [value]
             lost = [i for i in ids if isinstance(i, int) and vocab_size <= i < old]
-            if _is_token_id(key) and lost:
-                raise MergeError(
-                    f"config.json says {key} {lost[0]}, but the result has only {vocab_size} rows; use "
-                    "--vocab union",
-                    code="token_id_out_of_range",
-                    key=key,
-                )
+            if key.endswith("_token_id") and lost:
+                message = f"config.json says {key} {lost[0]}, but the result has only {vocab_size} rows; use "
+                raise MergeError(f"{message}--vocab union", code="token_id_out_of_range", key=key)
+
+
+def _unsupported(key: str, message: str) -> MergeError:
+    return MergeError(message, code="unsupported_slices", key=key)
 
 
 def _move_layers(section: Config, sources: Sequence[int]) -> None:
@@ -250,50 +222,33 @@ def _move_layers(section: Config, sources: Sequence[int]) -> None:
         if key in _INDEX_LISTS and isinstance(value, list):
             section[key] = [place for place, source in enumerate(sources) if source in value]
         elif isinstance(value, list) and len(value) == old and ("layer" in key or "block" in key):
-            _check_deep_enough(key, old, sources)
+            if max(sources) >= old:
+                message = f"slices take layer {max(sources)}, but {key} has only {old} layers"
+                raise MergeError(f"{message}; make the deepest model the base", code="missing_layer", key=key)
             section[key] = [value[source] for source in sources]
         elif key == "per_layer_config" and isinstance(value, dict):
             moved = {str(place): value.get(str(source)) for place, source in enumerate(sources)}
             section[key] = {place: setting for place, setting in moved.items() if setting is not None}
-        elif key in _THRESHOLDS and isinstance(value, int):
-            _move_threshold(section, key, sources)
-        elif key in _PERIODS and isinstance(value, int) and _PERIODS[key] not in section:
-            _check_period(key, value, sources)
+        elif isinstance(value, int) and key in (*_THRESHOLDS, *_PERIODS):
+            _move_kinds(section, key, value, sources)
 
 
-def _check_deep_enough(key: str, old: int, sources: Sequence[int]) -> None:
-    if max(sources) >= old:
-        raise MergeError(
-            f"slices take layer {max(sources)}, but {key} has only {old} layers; make the deepest model "
-            "the base",
-            code="missing_layer",
-            key=key,
-        )
-
-
-def _move_threshold(section: Config, key: str, sources: Sequence[int]) -> None:
-    """Set the number of leading layers of the first kind; there must be none behind them."""
+def _move_kinds(section: Config, key: str, value: int, sources: Sequence[int]) -> None:
+    """A threshold becomes the number of leading layers of the first kind; a period must hold as it is."""
+    said = f"config.json says {key} {value}"
+    if key in _PERIODS:
+        kept = value < 2 or _PERIODS[key] in section
+        for place, source in enumerate(sources):
+            if not kept and place % value != source % value:
+                raise _unsupported(
+                    key, f"{said}, but the slices put layer {source} at {place}; keep kinds in order"
+                )
+        return
     if key == "max_window_layers" and (not section.get("use_sliding_window") or "layer_types" in section):
         return
-    before = [source < section[key] for source in sources]
-    leading = before.index(False) if False in before else len(before)
-    if any(before[leading:]):
-        place = before.index(True, leading)
-        raise MergeError(
-            f"config.json says {key} {section[key]}, so layer {sources[place]} must stand before the other "
-            f"kind, but the slices put it at place {place}; reorder the slices",
-            code="unsupported_slices",
-            key=key,
-        )
+    before = [source < value for source in sources]
+    leading = sum(before)
+    if not all(before[:leading]):
+        place = before.index(True, before.index(False))
+        raise _unsupported(key, f"{said}, but the slices put layer {sources[place]} at {place}; reorder them")
     section[key] = leading
-
-
-def _check_period(key: str, period: int, sources: Sequence[int]) -> None:
-    for place, source in enumerate(sources):
-        if period > 1 and place % period != source % period:
-            raise MergeError(
-                f"config.json says {key} {period}, so kinds go by the layer's number, but the slices put "
-                f"layer {source} at place {place}; keep the order of kinds",
-                code="unsupported_slices",
-                key=key,
-            )

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 
 from rlhf_merge.errors import MergeError, UnwrittenError
-from rlhf_merge.files.weight_file import DTYPES
-from rlhf_merge.report_text import bytes_text
+from rlhf_merge.files.weights import DTYPES
+from rlhf_merge.text import bytes_text
 
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-"""Types by their name in safetensors files."""
-
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+Facts = dict[str, Any]
+"""A line of the journal: the tensor's name and what is known of it."""
 
 
 @dataclass(frozen=True)
@@ -74,19 +75,16 @@ def lay_out(tensors: Sequence[OutputTensor], max_shard_size: int) -> list[Shard]
 def _shard(file: str, tensors: Sequence[OutputTensor]) -> Shard:
     """A file; its tensors are ordered by item size, so that each begins at a multiple of its own."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    begin = 0
+    begin, places = 0, {}
     for tensor in sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize):
-        entries[tensor.name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, begin + tensor.nbytes],
-        }
-        begin += tensor.nbytes
+        end = begin + tensor.nbytes
+        entry = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        entries[tensor.name], places[tensor.name] = entry, begin
+        begin = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    del entries["__metadata__"]
-    places = {name: len(header) + entry["data_offsets"][0] for name, entry in entries.items()}
+    places = {name: len(header) + place for name, place in places.items()}
     return Shard(file, header, places, len(header) + begin)
 
 
@@ -113,33 +111,29 @@ class PartialModel:
     def __init__(self, out: Path, shards: Sequence[Shard], plan: dict[str, Any], *, restart: bool = False):
         self.out, self._shards = out, shards
         self.root = out.parent / f".{out.name}.merging"
-        self.folder = self.root / "model"
+        self.folder, self._log = self.root / "model", self.root / "journal.jsonl"
         check_output(out)
         self._files: dict[str, int] = {}
-        with explained(self.out), contextlib.ExitStack() as opened:
+        self._places: dict[str, tuple[int, int]] = {}
+        self._waiting: list[Facts] = []
+        with explained(out), contextlib.ExitStack() as opened:
             self.root.mkdir(parents=True, exist_ok=True)
             opened.enter_context(locked(self.root / "lock", out))
             check_output(out)  # what held the lock until now may have been this very merge
-            self.finished = self._trusted(self._begin(plan, restart))
+            self.finished = self._begin(plan, restart)
             self._check_space()
             for shard in shards:
-                self._files[shard.file] = self._open(shard)
-                opened.callback(os.close, self._files[shard.file])
-            self._journal = opened.enter_context(open(self.root / "journal.jsonl", "ab"))
+                file = os.open(self.folder / shard.file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                opened.callback(os.close, file)
+                os.ftruncate(file, shard.size)
+                os.pwrite(file, shard.header, 0)
+                self._files[shard.file] = file
+                self._places |= {name: (file, place) for name, place in shard.places.items()}
+            self._journal = opened.enter_context(open(self._log, "ab"))
             self._opened = opened.pop_all()
-        self._places = {
-            name: (self._files[shard.file], place) for shard in shards for name, place in shard.places.items()
-        }
-        self._waiting: list[dict[str, Any]] = []
 
     def write(self, name: str, element: int, values: Tensor) -> None:
-        """Write a piece of a tensor; from any thread.
-
-        Args:
-            name: of the tensor.
-            element: index of its first element that is written.
-            values: (n,), on the CPU, of the tensor's type in the result.
-        """
+        """Write `values`, (n,), of the tensor's type in the result, from `element` on; from any thread."""
         file, place = self._places[name]
         data = values.view(torch.uint8).numpy().data
         offset = place + element * values.element_size()
@@ -159,8 +153,7 @@ class PartialModel:
         with explained(self.out):
             for file in self._files.values():
                 os.fsync(file)
-            lines = "".join(_line(line) for line in self._waiting)
-            self._journal.write(lines.encode())
+            self._journal.write(_lines(self._waiting))
             self._journal.flush()
             os.fsync(self._journal.fileno())
         self.finished |= {line["tensor"]: line for line in self._waiting}
@@ -169,13 +162,11 @@ class PartialModel:
     def publish(self) -> None:
         """Give the finished model, with the files put beside it in `folder`, its name."""
         with explained(self.out):
-            for path in sorted(self.folder.rglob("*")):
-                if path.is_file():
-                    with open(path, "rb") as file:
-                        os.fsync(file.fileno())
-            _sync_folder(self.folder)
+            for path in (*sorted(self.folder.rglob("*")), self.folder):
+                if path.is_file() or path == self.folder:
+                    _sync(path)
             os.rename(self.folder, self.out)
-            _sync_folder(self.out.parent)
+            _sync(self.out.parent)
         self.discard()
 
     def close(self) -> None:
@@ -188,36 +179,32 @@ class PartialModel:
         self.close()
         shutil.rmtree(self.root, ignore_errors=True)
 
-    def _begin(self, plan: dict[str, Any], restart: bool) -> dict[str, dict[str, Any]]:
-        """The finished tensors of an interrupted merge; none where there was none."""
-        plan_file, journal = self.root / "plan.json", self.root / "journal.jsonl"
+    def _begin(self, plan: dict[str, Any], restart: bool) -> dict[str, Facts]:
+        """The finished tensors of an interrupted merge whose files are still there."""
+        plan_file = self.root / "plan.json"
         if restart or not self.folder.is_dir() or not plan_file.exists():
-            for path in (self.folder, plan_file, journal):
+            for path in (self.folder, plan_file, self._log):
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
             self.folder.mkdir()
             write_json(plan_file, plan)
             return {}
         if json.loads(plan_file.read_text(encoding="utf-8")) != plan:
-            raise MergeError(
-                f"an interrupted merge into {self.out} had other settings or models; repeat that one to go "
-                "on, or give --restart to discard it",
-                code="other_merge_interrupted",
+            message = (
+                f"an interrupted merge into {self.out} had other settings or models; repeat that one, or "
             )
-        return {line["tensor"]: line for line in _whole_lines(journal)}
-
-    def _trusted(self, finished: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """The finished tensors whose files are still there; the journal forgets the others."""
-        whole = {
-            name
+            raise MergeError(f"{message}discard it with --restart", code="other_merge_interrupted")
+        there = [
+            shard
             for shard in self._shards
             if (file := self.folder / shard.file).is_file() and file.stat().st_size == shard.size
-            for name in shard.places
-        }
-        kept = {name: line for name, line in finished.items() if name in whole}
-        if len(kept) < len(finished):
+        ]
+        whole = {name for shard in there for name in shard.places}
+        found = list(_whole_lines(self._log))
+        kept = {line["tensor"]: line for line in found if line["tensor"] in whole}
+        if len(kept) < len(found):
             fresh = self.root / "journal.new"
-            fresh.write_text("".join(_line(line) for line in kept.values()), encoding="utf-8")
-            os.replace(fresh, self.root / "journal.jsonl")
+            fresh.write_bytes(_lines(kept.values()))
+            os.replace(fresh, self._log)
         return kept
 
     def _check_space(self) -> None:
@@ -227,17 +214,8 @@ class PartialModel:
         if missing > free:
             if not any(self.folder.iterdir()):
                 shutil.rmtree(self.root, ignore_errors=True)
-            raise MergeError(
-                f"{self.out} needs {bytes_text(missing)} and its disk has {bytes_text(free)} free; free "
-                "some space",
-                code="disk_full",
-            )
-
-    def _open(self, shard: Shard) -> int:
-        file = os.open(self.folder / shard.file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        os.ftruncate(file, shard.size)
-        os.pwrite(file, shard.header, 0)
-        return file
+            message = f"{self.out} needs {bytes_text(missing)} and its disk has {bytes_text(free)} free"
+            raise MergeError(f"{message}; free some space", code="disk_full", needed=missing, free=free)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -252,37 +230,32 @@ def write_json(path: Path, content: Any) -> None:
 
 def check_output(out: Path) -> None:
     """Refuse an output folder that is not empty, is not a folder, or cannot be replaced."""
-    if "\0" in str(out):
-        raise MergeError(
-            f"output {str(out)!r} holds a NUL, which no name of a folder does; choose another name"
-        )
+    found = None
     with explained(out):
-        is_folder, is_there = out.is_dir(), out.exists() or out.is_symlink()
-        if is_folder and os.path.ismount(out):
-            raise MergeError(
-                f"output folder {out} is a mount point, which cannot be replaced; choose a folder in it",
-                code="mount_point",
+        if "\0" in str(out):
+            found = "invalid_name", f"output {str(out)!r} holds a NUL, which no name does; choose another"
+        elif not out.is_dir():
+            if out.exists() or out.is_symlink():
+                found = "not_a_folder", f"output {out} is a file, and a folder is written; choose a new name"
+        elif os.path.ismount(out):
+            found = (
+                "mount_point",
+                f"output {out} is a mount point, which cannot be replaced; choose a folder in it",
             )
-        if is_folder and any(out.iterdir()):
-            raise MergeError(
-                f"output folder {out} is not empty; choose a new one, or empty it", code="folder_not_empty"
-            )
-    if is_there and not is_folder:
-        raise MergeError(
-            f"output {out} is a file; a folder is written: choose a new name", code="not_a_folder"
-        )
+        elif any(out.iterdir()):
+            found = "folder_not_empty", f"output folder {out} is not empty; choose a new one, or empty it"
+    if found:
+        raise MergeError(found[1], code=found[0], path=str(out))
 
 
-def _line(facts: dict[str, Any]) -> str:
-    return json.dumps(facts, separators=(",", ":")) + "\n"
+def _lines(facts: Iterable[Facts]) -> bytes:
+    return "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in facts).encode()
 
 
-def _whole_lines(journal: Path) -> Iterator[dict[str, Any]]:
+def _whole_lines(journal: Path) -> Iterator[Facts]:
     """The journal's lines up to the first that a kill or power cut damaged, where the journal is cut off."""
-    if not journal.exists():
-        return
     whole = 0
-    for line in journal.read_bytes().splitlines(keepends=True):
+    for line in journal.read_bytes().splitlines(keepends=True) if journal.exists() else ():
         try:
             facts = json.loads(line)
         except ValueError:
@@ -291,7 +264,8 @@ def _whole_lines(journal: Path) -> Iterator[dict[str, Any]]:
             break
         whole += len(line)
         yield facts
-    os.truncate(journal, whole)
+    if journal.exists():
+        os.truncate(journal, whole)
 
 
 def locked(path: Path, out: Path) -> Any:
@@ -303,10 +277,8 @@ def locked(path: Path, out: Path) -> Any:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         file.close()
-        raise MergeError(
-            f"another process is merging into {out}; wait for it or choose another folder",
-            code="folder_in_use",
-        ) from None
+        message = f"another process is merging into {out}; wait for it or choose another folder"
+        raise MergeError(message, code="folder_in_use", path=str(out)) from None
     return file
 
 
@@ -317,17 +289,14 @@ def explained(out: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in _FULL:
-            raise UnwrittenError(
-                f"no space is left for {out}; free some and give the same command again: it goes on",
-                code="disk_full",
-            ) from error
-        raise UnwrittenError(
-            f"{out} cannot be written ({error.strerror or error}); choose another folder"
-        ) from error
+            message = f"no space is left for {out}; free some and give the same command again: it goes on"
+            raise UnwrittenError(message, code="disk_full", path=str(out)) from error
+        message = f"{out} cannot be written ({error.strerror or error}); choose another folder"
+        raise UnwrittenError(message, path=str(out)) from error
 
 
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -1,47 +1,51 @@
-"""Tensors in pieces: buffers made once, and the inputs of one tensor of the result, block by block."""
+"""Tensors in pieces: buffers made once, the inputs of one tensor of the result, and threads over tensors."""
 
 from __future__ import annotations
 
 import math
+import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rlhf_merge.errors import MergeError
-from rlhf_merge.tensors import Readable
 
 BLOCK = 1 << 18
 """Elements worked on at a time: 1 MB in float32, which stays in a processor's cache. Sums over a tensor are
 sums over its blocks, so that results depend neither on the number of threads nor on the memory allowed."""
+POLL_SECONDS = 2.0
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+OnBytes = Callable[[int], None]
+"""Called with the number of bytes read or written; may be called from several threads."""
+Spaces = Callable[[torch.dtype], "Workspace"]
+"""The buffers of the calling thread for a type of the arithmetic."""
 
 
-class Workspace:
-    """The buffers of one thread; each is made at its first use and used again for every block.
+class Readable(Protocol):
+    """A tensor of a model, wherever it is, read in pieces; safe to read from several threads.
 
-    Args:
-        dtype: of the arithmetic, float32 or float64.
-        device: where the arithmetic runs.
+    `dtype` is its type as it is stored. Pieces begin and end at multiples of `row_length` elements, which is
+    1 where any piece will do.
     """
 
-    def __init__(self, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"):
-        self.dtype = dtype
-        self.device = torch.device(device)
-        self._buffers: dict[str, Tensor] = {}
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    row_length: int
 
-    def take(self, slot: str, size: int, dtype: torch.dtype | None = None) -> Tensor:
-        """A buffer of `size` elements, not cleared; the same memory at each call with `slot`."""
-        dtype = dtype or self.dtype
-        buffer = self._buffers.get(slot)
-        if buffer is None or buffer.numel() < size or buffer.dtype != dtype:
-            buffer = self._buffers[slot] = torch.empty(max(size, BLOCK), dtype=dtype, device=self.device)
-        return buffer[:size]
+    def read(self, start: int, stop: int, out: Tensor) -> None:
+        """Write elements `start` to `stop` of the flattened tensor to `out`, converted to its type.
 
-    def take_rows(self, slot: str, rows: int, size: int) -> Tensor:
-        """A buffer of shape (rows, size); see `take`."""
-        return self.take(slot, rows * size).view(rows, size)
+        `out`, (stop - start,), is of a floating-point type or, for a tensor of integers, of its own type.
+        """
+        ...
 
 
 class MemoryTensor:
@@ -55,17 +59,50 @@ class MemoryTensor:
         out.copy_(self.tensor.reshape(-1)[start:stop])
 
 
+def read_whole(tensor: Readable, dtype: torch.dtype) -> Tensor:
+    """The whole of a small tensor."""
+    whole = torch.empty(tensor.shape, dtype=dtype)
+    tensor.read(0, whole.numel(), whole.view(-1))
+    return whole
+
+
+def same_values(one: Readable, other: Readable) -> bool:
+    """Whether two tensors hold the same values."""
+    both = Inputs("", None, (one, other))
+    for start, stop in both.ranges() if one.shape == other.shape else ():
+        pieces = torch.empty(2, stop - start, dtype=both.arithmetic)
+        one.read(start, stop, pieces[0])
+        other.read(start, stop, pieces[1])
+        if not torch.equal(*pieces):
+            return False
+    return one.shape == other.shape
+
+
+class Workspace:
+    """The buffers of one thread, float32 or float64; each is made at its first use and used again."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32):
+        self.dtype = dtype
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, slot: str, size: int) -> Tensor:
+        """A buffer of `size` elements, not cleared; the same memory at each call with `slot`."""
+        buffer = self._buffers.get(slot)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[slot] = torch.empty(max(size, BLOCK), dtype=self.dtype)
+        return buffer[:size]
+
+    def take_rows(self, slot: str, rows: int, size: int) -> Tensor:
+        """A buffer of shape (rows, size); see `take`."""
+        return self.take(slot, rows * size).view(rows, size)
+
+
 @dataclass(frozen=True)
 class Inputs:
-    """What one tensor of the result is made from.
+    """Inputs of one tensor of the result: a base, if the method has one, and models, all of one shape.
 
-    Args:
-        name: the tensor's name; random masks are drawn from it.
-        base: the base model's tensor, where the method has a base.
-        models: the models' tensors, all of one shape.
-        labels: what messages call the base (first, where there is one) and the models.
-        seed: of random masks.
-        on_read: called with the bytes of every block that was read, perhaps from several threads.
+    Random masks are drawn from `name` and `seed`. `labels` are what messages call the base, first, and the
+    models. `on_read` is called with the bytes of every block that was read.
     """
 
     name: str
@@ -73,7 +110,7 @@ class Inputs:
     models: tuple[Readable, ...]
     labels: tuple[str, ...] = ()
     seed: int = 0
-    on_read: Callable[[int], None] | None = None
+    on_read: OnBytes | None = None
 
     @property
     def all(self) -> tuple[Readable, ...]:
@@ -107,26 +144,22 @@ class Inputs:
         for start in range(0, self.numel, size):
             yield start, min(start + size, self.numel)
 
-    def read_base(self, start: int, stop: int, out: Tensor) -> Tensor:
-        """Read a block of the base; see `read_model`."""
-        assert self.base is not None
-        return self._read(self.base, 0, start, stop, out)
-
-    def read_model(self, index: int, start: int, stop: int, out: Tensor) -> Tensor:
-        """Read a block of a model."""
-        return self._read(self.models[index], index + (self.base is not None), start, stop, out)
-
-    def _read(self, tensor: Readable, label: int, start: int, stop: int, out: Tensor) -> Tensor:
+    def read(self, tensor: Readable | None, start: int, stop: int, out: Tensor) -> Tensor:
+        """Read a block of the base or of a model; one that holds NaN or an infinity is refused."""
+        assert tensor is not None, "the method has a base"
         tensor.read(start, stop, out)
         if self.on_read is not None:
             self.on_read((stop - start) * tensor.dtype.itemsize)
         if not math.isfinite(float(out.sum())) and not bool(torch.isfinite(out).all()):
             first = start + int((~torch.isfinite(out)).to(torch.uint8).argmax())
             place = tuple(int(i) for i in np.unravel_index(first, self.shape))
-            model = self.labels[label] if self.labels else f"input {label}"
+            number = next(i for i, one in enumerate(self.all) if one is tensor)
+            model = self.labels[number] if self.labels else f"input {number}"
+            message = (
+                f"{model}: {called(self.name)} holds {float(out[first - start])} at {place}; repair it, or "
+            )
             raise MergeError(
-                f"{model}: {called(self.name)} holds {float(out[first - start])} at {place}; repair or "
-                "leave out the model",
+                f"{message}leave the model out",
                 code="non_finite_value",
                 model=model,
                 tensor=self.name,
@@ -136,23 +169,15 @@ class Inputs:
 
 
 def check_range(merged: Tensor, dtype: torch.dtype, name: str) -> None:
-    """Refuse values that a type cannot hold.
-
-    Args:
-        merged: (n,), of the type of the arithmetic.
-        dtype: of the result.
-        name: of the tensor.
-    """
-    if not merged.numel():
-        return
+    """Refuse values, (n,), that the type of the result cannot hold."""
     limit = torch.finfo(dtype).max
-    low, high = (float(value) for value in torch.aminmax(merged))
+    low, high = (float(value) for value in torch.aminmax(merged)) if merged.numel() else (0.0, 0.0)
     if not (-limit <= low and high <= limit):
         kind = str(dtype).removeprefix("torch.")
-        raise MergeError(
-            f"{called(name)} would hold {max(-low, high):.4g}, more than {kind} can; choose a wider dtype",
-            code="overflow",
+        message = (
+            f"{called(name)} would hold {max(-low, high):.4g}, more than {kind} can; choose a wider dtype"
         )
+        raise MergeError(message, code="overflow", tensor=name)
 
 
 def called(name: str) -> str:
@@ -163,3 +188,60 @@ def called(name: str) -> str:
 def working_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
     """The type of the arithmetic: float64 where an input or the output is, float32 otherwise."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def map_tensors(
+    work: Callable[[Item, Spaces, OnBytes], Result],
+    items: Sequence[Item],
+    *,
+    threads: int | None = None,
+    on_bytes: OnBytes | None = None,
+    on_results: Callable[[list[tuple[Item, Result]]], None] = lambda found: None,
+) -> list[Result]:
+    """Do some work on every item, in threads; the results are in the order of the items.
+
+    Args:
+        work: is given an item, the thread's buffers, and what to call with the bytes of every block.
+        items: what to work on, begun in this order.
+        threads: how many items at once; None is one for each processor this process may use.
+        on_bytes: called with the bytes of every block, perhaps from several threads.
+        on_results: called by the calling thread with what is finished, every `POLL_SECONDS` at least.
+
+    Raises:
+        MergeError: an item's work raised it, which ends the work on the others.
+    """
+    if threads is not None and threads < 1:
+        raise MergeError(f"threads is {threads}, expected at least 1", code="invalid_value", key="threads")
+    stop, local, before = threading.Event(), threading.local(), torch.get_num_threads()
+
+    def space(dtype: torch.dtype) -> Workspace:
+        return local.__dict__.setdefault(str(dtype), Workspace(dtype))
+
+    def on_block(count: int) -> None:
+        if stop.is_set():
+            raise RuntimeError("another thread has failed")
+        if on_bytes is not None:
+            on_bytes(count)
+
+    pool = ThreadPoolExecutor(threads or processors(), initializer=torch.set_num_threads, initargs=(1,))
+    results: dict[int, Result] = {}
+    try:
+        futures = {pool.submit(work, item, space, on_block): index for index, item in enumerate(items)}
+        pending = set(futures)
+        while pending:
+            done, pending = wait(pending, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
+            found = {futures[one]: one.result() for one in done if one.exception() is None}
+            on_results([(items[index], result) for index, result in found.items()])
+            results |= found
+            for one in done:
+                one.result()  # raises what the work raised
+    finally:
+        stop.set()
+        pool.shutdown(wait=True, cancel_futures=True)
+        torch.set_num_threads(before)
+    return [results[index] for index in range(len(items))]
+
+
+def processors() -> int:
+    """The number of processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

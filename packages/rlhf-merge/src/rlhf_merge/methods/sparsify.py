@@ -1,4 +1,4 @@
-"""Which elements of a task vector are kept: by magnitude, at random, or at random by their rank in a row.
+"""Sparsification of task vectors: by magnitude, at random, or at random by magnitude rank in a row.
 
 The k-th largest magnitude of a streamed tensor is found exactly, in memory that does not grow with it:
 floating-point numbers without a sign are ordered as their bit patterns are. A histogram of the highest 15
@@ -11,8 +11,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,142 +18,88 @@ from torch import Tensor
 
 from rlhf_merge.methods.blocks import Workspace
 
+LEVELS = 1 << 16
+"""Probabilities are multiples of 1/65536: what is kept is divided by the exact probability to keep it."""
+_HIGH_BITS, _LOW_BITS = 15, 16
+_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
-class Sparsifier(Protocol):
-    """Keeps some elements of a task vector, which it is given block by block, in order."""
-
-    def __call__(self, delta: Tensor, space: Workspace) -> None:
-        """Set the elements of a block that are not kept to zero, and rescale the others; in place."""
-        ...
-
-
-@dataclass(frozen=True)
-class Trim:
-    """Keeps the magnitudes from `low` to `high`, both included.
-
-    Args:
-        low: least magnitude kept.
-        high: greatest magnitude kept.
-    """
-
-    low: float
-    high: float = math.inf
-
-    def __call__(self, delta: Tensor, space: Workspace) -> None:
-        """See `Sparsifier`."""
-        if self.high < math.inf:
-            delta.sub_(torch.hardshrink(delta, self.high))
-        delta.copy_(torch.hardshrink(delta, _below(self.low, delta.dtype)))
+Sparsify = Callable[[Tensor, Workspace], None]
+"""Sets elements of a block of a task vector to zero and rescales others, in place; blocks come in order."""
 
 
-class RandomDrop:
-    """DARE: keeps each element with the same probability, and divides what it keeps by it.
+def trim(low: float, high: float = math.inf) -> Sparsify:
+    """Keep the magnitudes from `low` to `high`, both included."""
 
-    Args:
-        bits: source of the mask.
-        density: probability to keep an element, rounded to a multiple of 1/65536.
-        rescale: whether to divide.
-    """
+    def sparsify(delta: Tensor, space: Workspace) -> None:
+        if high < math.inf:
+            delta.sub_(torch.hardshrink(delta, high))
+        # hardshrink keeps what is greater: than the number before `low`, except that 0 stays 0.
+        least = torch.tensor(low, dtype=delta.dtype)
+        delta.copy_(torch.hardshrink(delta, float(torch.nextafter(least, torch.zeros_like(least)))))
 
-    def __init__(self, bits: MaskBits, density: float, rescale: bool):
-        self._bits, self._levels = bits, quantised(density)
-        self._scale = LEVELS / self._levels if rescale else 1.0
-
-    def __call__(self, delta: Tensor, space: Workspace) -> None:
-        """See `Sparsifier`."""
-        numbers = self._bits.take(space.take("mask", delta.numel()))
-        delta.mul_(numbers.neg_().add_(self._levels).clamp_(0, 1))
-        if self._scale != 1:
-            delta.mul_(self._scale)
+    return sparsify
 
 
-class RankDrop:
+def random_drop(bits: MaskBits, density: float, rescale: bool) -> Sparsify:
+    """DARE: keep each element with the probability `density`, a multiple of 1/65536, and divide by it."""
+    levels = max(1, round(density * LEVELS))
+    scale = LEVELS / levels if rescale else 1.0
+
+    def sparsify(delta: Tensor, space: Workspace) -> None:
+        numbers = bits.take(space.take("mask", delta.numel()))
+        delta.mul_(numbers.neg_().add_(levels).clamp_(0, 1))
+        if scale != 1:
+            delta.mul_(scale)
+
+    return sparsify
+
+
+def rank_drop(bits: MaskBits, density: float, epsilon: float, rescale: bool, row_length: int) -> Sparsify:
     """DELLA's MagPrune: the larger an element is within its row, the more probably it is kept.
 
-    The elements of a row have the probabilities density - epsilon (the smallest) to density + epsilon (the
-    largest), in even steps of their rank; what is kept is divided by its own probability.
-
-    Args:
-        bits: source of the mask.
-        density: mean probability to keep an element.
-        epsilon: half the spread of the probabilities.
-        rescale: whether to divide.
-        row_length: of the rows, the tensor's last dimension.
+    The elements of a row of `row_length` have the probabilities density - epsilon (the smallest) to density +
+    epsilon (the largest), in even steps of their rank; what is kept is divided by its own probability.
     """
+    slope = 2 * epsilon / max(1, row_length - 1)
+    middle = 0.5 if row_length == 1 else 0.0
 
-    def __init__(self, bits: MaskBits, density: float, epsilon: float, rescale: bool, row_length: int):
-        self._bits, self._density, self._epsilon = bits, density, epsilon
-        self._rescale, self._row_length = rescale, row_length
-
-    def __call__(self, delta: Tensor, space: Workspace) -> None:
-        """See `Sparsifier`; the block holds whole rows."""
-        rows = delta.view(-1, self._row_length)
-        ranks = row_ranks(rows.abs()).to(delta.dtype)
-        steps = max(1, self._row_length - 1)
-        middle = 0.5 if self._row_length == 1 else 0.0
-        probability = ranks.add_(middle).mul_(2 * self._epsilon / steps).add_(self._density - self._epsilon)
+    def sparsify(delta: Tensor, space: Workspace) -> None:
+        ranks = row_ranks(delta.view(-1, row_length).abs()).to(delta.dtype)
+        probability = ranks.add_(middle).mul_(slope).add_(density - epsilon)
         levels = probability.mul_(LEVELS).round_().clamp_(1, LEVELS).view(-1)
-        numbers = self._bits.take(space.take("mask", delta.numel()))
+        numbers = bits.take(space.take("mask", delta.numel()))
         delta.mul_(numbers.neg_().add_(levels).clamp_(0, 1))
-        if self._rescale:
+        if rescale:
             delta.mul_(levels.reciprocal_().mul_(LEVELS))
+
+    return sparsify
 
 
 def row_ranks(magnitudes: Tensor) -> Tensor:
-    """The place of each element in its row, 0 for the smallest; among equals the first comes first.
-
-    Args:
-        magnitudes: (rows, columns), ≥ 0, float32 or float64.
-    """
-    if magnitudes.device.type != "cpu" or magnitudes.dtype == torch.float64:
+    """The place of each element, ≥ 0, in its row, 0 for the smallest; among equals the first comes first."""
+    if magnitudes.dtype == torch.float64:
         order = torch.sort(magnitudes, dim=1, stable=True).indices
     else:  # numpy sorts integers with vector instructions; the column makes equal magnitudes unequal
         columns = np.arange(magnitudes.shape[1], dtype=np.int64)
         keys = (magnitudes.view(torch.int32).numpy().astype(np.int64) << 32) | columns
         keys.sort(axis=1)
         order = torch.from_numpy(keys & 0xFFFFFFFF)
-    places = torch.arange(magnitudes.shape[1], device=magnitudes.device).expand_as(order)
+    places = torch.arange(magnitudes.shape[1]).expand_as(order)
     return torch.empty_like(order).scatter_(1, order, places)
 
 
 def kept_count(density: float, numel: int) -> int:
-    """⌊density · numel⌋, and at least one.
-
-    Args:
-        density: in (0, 1].
-        numel: elements of the tensor.
-    """
+    """⌊density · numel⌋, density in (0, 1], and at least one."""
     return min(numel, max(1, share_count(density, numel)))
 
 
 def share_count(share: float, numel: int) -> int:
-    """⌊share · numel⌋, with no element lost to rounding: 0.29 of 100 are 29 and 2/3 of 3 are 2.
-
-    Args:
-        share: in [0, 1].
-        numel: elements of the tensor.
-    """
+    """⌊share · numel⌋, with no element lost to rounding: 0.29 of 100 are 29 and 2/3 of 3 are 2."""
     return int(share * numel * (1 + 1e-14))
 
 
-def _below(value: float, dtype: torch.dtype) -> float:
-    """The number before a value ≥ 0, so that "greater than" it means "at least" the value; 0 stays 0."""
-    number = torch.tensor(value, dtype=dtype)
-    return float(torch.nextafter(number, torch.zeros_like(number)))
-
-
-LEVELS = 1 << 16
-"""Probabilities are multiples of 1/65536: what is kept is divided by the exact probability to keep it."""
-
-
 class MaskBits:
-    """A stream of random 16-bit numbers, the same on every device and however it is cut.
-
-    Args:
-        seed: of the merge.
-        name: of the tensor.
-        model: index of the model.
-    """
+    """A stream of random 16-bit numbers for one model's tensor, the same everywhere and however it is cut."""
 
     def __init__(self, seed: int, name: str, model: int):
         digest = np.frombuffer(hashlib.blake2b(name.encode(), digest_size=16).digest(), dtype=np.uint32)
@@ -163,35 +107,20 @@ class MaskBits:
         self._left = np.empty(0, dtype=np.int16)
 
     def take(self, out: Tensor) -> Tensor:
-        """Fill `out` with the next numbers, as floating-point whole numbers in [0, 65536).
-
-        Args:
-            out: (n,), of the type of the arithmetic.
-        """
+        """Fill `out`, (n,), with the next numbers, as floating-point whole numbers in [0, 65536)."""
         missing = out.numel() - len(self._left)
         if missing > 0:
             fresh = self._bits.random_raw(-(-missing // 4)).view(np.int16)
             self._left = np.concatenate([self._left, fresh]) if len(self._left) else fresh
         now, self._left = self._left[: out.numel()], self._left[out.numel() :]
-        out.copy_(torch.from_numpy(now))
-        return out.add_(LEVELS // 2)
-
-
-def quantised(probability: float) -> int:
-    """The number of levels, of 65536, nearest to a probability in (0, 1]; at least one."""
-    return max(1, round(probability * LEVELS))
-
-
-_HIGH_BITS, _LOW_BITS = 15, 16
-_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+        return out.copy_(torch.from_numpy(now)).add_(LEVELS // 2)
 
 
 class _Search:
     """The search for one magnitude: the bits known so far, and its rank among the elements that have them."""
 
     def __init__(self, rank: int):
-        self.rank = rank
-        self.prefix = 0
+        self.rank, self.prefix = rank, 0
 
     def refine(self, histogram: Tensor, bits: int) -> None:
         """Find the next bits by the counts (2**bits,) of the elements that begin with the known ones."""
@@ -209,38 +138,31 @@ def largest_magnitudes(
 ) -> list[list[float]]:
     """The k-th largest magnitudes of several streamed tensors.
 
+    Args:
+        blocks: streams the magnitudes, each block with the number of its tensor; called for every pass.
+        ranks: for each tensor, the k's.
+        dtype: of the blocks, float32 or float64.
+
     Returns:
         For each tensor, its magnitudes in the order of its ranks.
     """
     searches = [[_Search(rank) for rank in wanted] for wanted in ranks]
-    shift = dtype.itemsize * 8 - 1 - _HIGH_BITS
-    bits = _HIGH_BITS
+    integers, bits = _INTEGERS[dtype], _HIGH_BITS
+    shift = dtype.itemsize * 8 - 1 - bits
     while shift >= 0:
         bins = 1 << bits
         counts = [{search.prefix: torch.zeros(bins, dtype=torch.long) for search in of} for of in searches]
         for index, block in blocks():
-            values = block.view(_INTEGERS[dtype])
+            values = block.view(integers)
             for prefix, histogram in counts[index].items():
-                histogram += _counts(values, prefix, shift, bits).cpu()
+                if bits == _HIGH_BITS:
+                    histogram += torch.bincount(values >> shift, minlength=bins)
+                    continue
+                array = values.numpy()  # which compares and selects several times faster than torch
+                known = array[(array & ~((1 << (shift + bits)) - 1)) == prefix << (shift + bits)]
+                histogram += torch.bincount((torch.from_numpy(known) >> shift) & (bins - 1), minlength=bins)
         for of, histograms in zip(searches, counts, strict=True):
             for search in of:
                 search.refine(histograms[search.prefix], bits)
         shift, bits = shift - _LOW_BITS, _LOW_BITS
-    return [[_float(search.prefix, dtype) for search in of] for of in searches]
-
-
-def _counts(values: Tensor, prefix: int, shift: int, bits: int) -> Tensor:
-    """How often each value of the `bits` bits above `shift` occurs among numbers that begin with `prefix`."""
-    if bits == _HIGH_BITS:
-        return torch.bincount(values >> shift, minlength=1 << bits)
-    beginning = prefix << (shift + bits)
-    if values.device.type == "cpu":  # numpy compares and selects several times faster than torch on CPUs
-        array = values.numpy()
-        chosen = torch.from_numpy(array[(array & ~((1 << (shift + bits)) - 1)) == beginning])
-    else:
-        chosen = values[(values & ~((1 << (shift + bits)) - 1)) == beginning]
-    return torch.bincount((chosen >> shift) & ((1 << bits) - 1), minlength=1 << bits)
-
-
-def _float(pattern: int, dtype: torch.dtype) -> float:
-    return float(torch.tensor(pattern, dtype=_INTEGERS[dtype]).view(dtype))
+    return [[float(torch.tensor(one.prefix, dtype=integers).view(dtype)) for one in of] for of in searches]

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from rlhf_merge.config.files import dump_yaml
-from rlhf_merge.methods.catalog import METHODS
-from rlhf_merge.report_text import short_names
+from rlhf_merge.config.reading import dump_yaml
+from rlhf_merge.methods.families import METHODS
+from rlhf_merge.text import short_names
 
 if TYPE_CHECKING:
     from rlhf_merge.run.plan import MergePlan
@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 RECIPE_FILE = "merge_config.yaml"
 """The config in the result's folder: `rlhf-merge run merge_config.yaml OUT` makes the same tensors again."""
 
-
-def write_card(folder: Path, plan: MergePlan, coefficients: Mapping[str, Sequence[float]]) -> None:
-    """Write README.md and the recipe."""
-    (folder / RECIPE_FILE).write_text(plan.config.to_yaml(), encoding="utf-8")
-    (folder / "README.md").write_text(_card(plan, coefficients), encoding="utf-8")
+_LINKS = {"arXiv": "https://arxiv.org/abs/", "doi": "https://doi.org/"}
 
 
 def effective_weights(
@@ -44,29 +40,35 @@ def effective_weights(
         for label, value in sums.items():
             found.setdefault(label, []).append((value, job.inputs.numel))
     rows = []
-    for label, values in found.items():
-        size = sum(count for _, count in values)
-        mean = sum(value * count for value, count in values) / size if size else 0.0
-        rows.append((label, min(v for v, _ in values), mean, max(v for v, _ in values)))
+    for label, pairs in found.items():
+        values, size = [value for value, _ in pairs], sum(count for _, count in pairs)
+        mean = sum(value * count for value, count in pairs) / size if size else 0.0
+        rows.append((label, min(values), mean, max(values)))
     return rows
 
 
-def _card(plan: MergePlan, coefficients: Mapping[str, Sequence[float]]) -> str:
-    method = METHODS[plan.config.method]
-    commits = {spec: _commit(checkpoint.folder) for spec, checkpoint in plan.checkpoints.items()}
-    hub = [spec.split("+")[0].split("@")[0] for spec, commit in commits.items() if commit]
-    names = _names(plan)
-    head = {
-        **({"base_model": hub} if hub else {}),
-        "library_name": "transformers",
-        "tags": ["merge", "rlhf-merge", plan.config.method],
-    }
-    paper = f" ([{method.paper}]({_link(method.paper)}))" if _link(method.paper) else ""
-    merged = [names[spec] for spec in names if method.base == "optional" or spec != plan.config.base]
-    onto = f" on {names[plan.config.base]}" if plan.config.base and method.base == "required" else ""
+def write_card(folder: Path, plan: MergePlan, coefficients: Mapping[str, Sequence[float]]) -> None:
+    """Write README.md and the recipe."""
+    (folder / RECIPE_FILE).write_text(plan.config.to_yaml(), encoding="utf-8")
+    method, config = METHODS[plan.config.method], plan.config
+    # The hub's cache names folders by commits. Its models go by their ids, others by the ends of their paths.
+    folders = {spec: checkpoint.folder for spec, checkpoint in plan.checkpoints.items()}
+    commits = {spec: path.name for spec, path in folders.items() if path.parent.name == "snapshots"}
+    short = dict(zip(folders, short_names(list(folders)), strict=True))
+    names = short | {spec: spec for spec in commits}
+    head: dict[str, Any] = (
+        {"base_model": [spec.split("+")[0].split("@")[0] for spec in commits]} if commits else {}
+    )
+    head |= {"library_name": "transformers", "tags": ["merge", "rlhf-merge", config.method]}
+    kind, _, number = method.paper.partition(":")
+    paper = f" ([{method.paper}]({_LINKS[kind]}{number}))" if kind in _LINKS else ""
+    based = method.base == "required"
+    merged = ", ".join(name for spec, name in names.items() if not based or spec != config.base)
+    onto = f" on {names[config.base]}" if config.base and based else ""
+    recipe = dump_yaml(_named(config.to_dict(), names)).rstrip()
     parts = [
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---",
-        f"# Merge of {', '.join(merged)}{onto}",
+        f"# Merge of {merged}{onto}",
         f"{method.title}{paper}: {method.summary}. {plan.parameters:,} parameters. Config and generation "
         f"settings are those of `{names[plan.config_from]}`, the tokenizer is that of "
         f"`{names[plan.tokenizer]}`.",
@@ -75,19 +77,12 @@ def _card(plan: MergePlan, coefficients: Mapping[str, Sequence[float]]) -> str:
         "## Recipe",
         f"`rlhf-merge run {RECIPE_FILE} OUT`, where the merge was started, makes these tensors again from "
         "the same models. The file has their paths, of which this shows the ends:",
-        f"```yaml\n{dump_yaml(_named(plan.config.to_dict(), names)).rstrip()}\n```",
+        f"```yaml\n{recipe}\n```",
     ]
-    if hub:
-        rows = [f"- `{spec}` at commit `{commit}`" for spec, commit in commits.items() if commit]
+    if commits:
+        rows = [f"- `{spec}` at commit `{commit}`" for spec, commit in commits.items()]
         parts += ["## Models of the hub", "\n".join(rows)]
-    return "\n\n".join(parts) + "\n"
-
-
-def _names(plan: MergePlan) -> dict[str, str]:
-    """What the card calls the models: those of the hub by their ids, folders by the ends of their paths."""
-    specs = list(plan.checkpoints)
-    short = zip(specs, short_names(specs), strict=True)
-    return {spec: spec if _commit(plan.checkpoints[spec].folder) else name for spec, name in short}
+    (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
 def _named(value: Any, names: Mapping[str, str]) -> Any:
@@ -99,29 +94,18 @@ def _named(value: Any, names: Mapping[str, str]) -> Any:
     return names.get(value, value) if isinstance(value, str) else value
 
 
-def _commit(folder: Path) -> str | None:
-    """The commit of a model that came from the hub, whose cache names folders so."""
-    return folder.name if folder.parent.name == "snapshots" else None
-
-
 def _weights(plan: MergePlan, coefficients: Mapping[str, Sequence[float]], names: Mapping[str, str]) -> str:
-    rows = effective_weights(plan, coefficients)
+    rows, method = effective_weights(plan, coefficients), METHODS[plan.config.method]
     if not rows:
         return "The method decides element by element; there is no weight of a whole model."
-    based = METHODS[plan.config.method].base == "required"
-    what = "Factors of the task vectors (model less base)" if based else "Factors of the models"
-    notes = [f"{what}, after every normalisation that is the same for a whole tensor:"]
-    if "sign" in METHODS[plan.config.method].parameters:
-        notes[0] = f"{what}, before signs are elected; elements that lose the election are left out"
-        divided = any(job.values.shared.get("normalize") for job in plan.jobs)
-        notes[0] += ", and each element is divided by the weights that agree:" if divided else ":"
+    based = method.base == "required"
+    note = "Factors of the task vectors (model less base), " if based else "Factors of the models, "
+    if "sign" in method.parameters:
+        note += "before signs are elected; elements that lose the election are left out"
+        if any(job.values.shared.get("normalize") for job in plan.jobs):
+            note += ", and each element is divided by the weights that agree"
+    else:
+        note += "after every normalisation that is the same for a whole tensor"
     table = ["| model | least | mean | greatest |", "|---|---|---|---|"]
-    table += [
-        f"| `{names[label]}` | {low:.6g} | {mean:.6g} | {high:.6g} |" for label, low, mean, high in rows
-    ]
-    return "\n\n".join([*notes, "\n".join(table)])
-
-
-def _link(paper: str) -> str:
-    kind, _, number = paper.partition(":")
-    return {"arXiv": f"https://arxiv.org/abs/{number}", "doi": f"https://doi.org/{number}"}.get(kind, "")
+    table += [f"| `{names[label]}` | {a:.6g} | {mean:.6g} | {b:.6g} |" for label, a, mean, b in rows]
+    return f"{note}:\n\n" + "\n".join(table)

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from rlhf_merge.errors import MergeError
-from rlhf_merge.methods.blocks import Inputs, Workspace, check_range
-from rlhf_merge.methods.catalog import METHODS
-from rlhf_merge.methods.threads import map_tensors, processors
-from rlhf_merge.run.plan import COPY, MergePlan, TensorJob
+from rlhf_merge.methods.blocks import Inputs, OnBytes, Spaces, check_range, map_tensors, processors
+from rlhf_merge.run.plan import MergePlan, TensorJob
 
 _FLUSH_SECONDS = 2.0
 """How much work a power cut may lose: what was written is forced to the disk this often."""
@@ -26,12 +24,9 @@ _LOADED_LATER = 24_000_000
 """Bytes beside the buffers that a process grows by as it merges: code of libraries that is loaded when it is
 first run (12 MB with torch 2.13), threads, what numpy and malloc keep; 15 MB in all were seen."""
 
-OnBytes = Callable[[int], None]
-"""Told of bytes that were read or written; may be called from several threads."""
-
 
 class Sink(Protocol):
-    """Where merged tensors go."""
+    """Destination of merged tensors."""
 
     def write(self, name: str, element: int, values: Tensor) -> None:
         """Take a piece of a tensor, from element `element` on; from any thread."""
@@ -48,7 +43,7 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class Resources:
-    """What a merge may use.
+    """Resources that a merge may use.
 
     Args:
         threads: number of threads; None is one for each processor this process may use.
@@ -60,13 +55,10 @@ class Resources:
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        for name, value in (("threads", self.threads), ("max_memory", self.max_memory)):
+        for name, value in vars(self).items():
             if value is not None and value < 1:
-                raise MergeError(
-                    f"{name} must be at least 1, got {value}; leave it out to set no bound",
-                    code="invalid_value",
-                    key=name,
-                )
+                message = f"{name} must be at least 1, got {value}; leave it out to set no bound"
+                raise MergeError(message, code="invalid_value", key=name)
 
     def threads_for(self, plan: MergePlan) -> int:
         """The number of threads whose buffers the memory allows.
@@ -77,25 +69,20 @@ class Resources:
         wanted = self.threads or processors()
         if self.max_memory is None:
             return wanted
-        taken = resident_bytes() + _LOADED_LATER
-        each = plan.bytes_per_thread
+        taken, each = expected_bytes(plan, 0), plan.bytes_per_thread
         fitting = (self.max_memory - taken) // max(1, each)
         if fitting < 1:
+            message = f"--max-memory allows {self.max_memory // 10**6} MB, Python with torch takes "
+            message += f"{taken / 1e6:.0f} MB and one thread {each / 1e6:.0f} MB"
+            least = math.ceil((taken + each) / 1e6)
             raise MergeError(
-                f"--max-memory allows {self.max_memory // 10**6} MB, Python with torch takes "
-                f"{taken / 1e6:.0f} MB and "
-                f"one thread {each / 1e6:.0f} MB; allow at least {math.ceil((taken + each) / 1e6)} MB",
-                code="max_memory_too_small",
+                f"{message}; allow at least {least} MB", code="max_memory_too_small", least=least * 10**6
             )
         return min(wanted, fitting)
 
 
 def merge_tensors(
-    jobs: Sequence[TensorJob],
-    sink: Sink,
-    *,
-    threads: int,
-    on_bytes: OnBytes | None = None,
+    jobs: Sequence[TensorJob], sink: Sink, *, threads: int, on_bytes: OnBytes | None = None
 ) -> None:
     """Merge tensors into a sink, the largest first; the result does not depend on the number of threads.
 
@@ -119,21 +106,17 @@ def merge_tensors(
             sink.flush()
             flushed = time.monotonic()
 
+    def merge(job: TensorJob, spaces: Spaces, on_read: OnBytes) -> tuple[float, ...]:
+        return _merge_one(job, sink, spaces, on_read)
+
     try:
-        map_tensors(
-            lambda job, space, on_read: _merge_one(job, sink, space, on_read),
-            jobs,
-            size=lambda job: job.bytes_read,
-            dtype=lambda job: job.arithmetic,
-            threads=threads,
-            on_bytes=on_bytes,
-            on_results=on_results,
-        )
+        largest_first = sorted(jobs, key=lambda job: -job.bytes_read)
+        map_tensors(merge, largest_first, threads=threads, on_bytes=on_bytes, on_results=on_results)
     finally:
         sink.flush()
 
 
-def _merge_one(job: TensorJob, sink: Sink, space: Workspace, on_bytes: OnBytes) -> tuple[float, ...]:
+def _merge_one(job: TensorJob, sink: Sink, spaces: Spaces, on_bytes: OnBytes) -> tuple[float, ...]:
     """Merge one tensor; its coefficients."""
     moved = 0
 
@@ -144,12 +127,17 @@ def _merge_one(job: TensorJob, sink: Sink, space: Workspace, on_bytes: OnBytes) 
 
     name, dtype = job.output.name, job.output.dtype
     inputs = replace(job.inputs, on_read=on_read)
-    if job.method == COPY:
-        _copy(inputs, sink, dtype, on_read)
+    if job.method is None:
+        for start, end in inputs.ranges():
+            values = _copied(inputs, start, end)
+            on_read(values.nbytes * len(inputs.all))
+            sink.write(name, start, values)
+            on_read(values.nbytes)
         return ()
-    step = METHODS[job.method].fit(inputs, job.values, space)
+    space = spaces(job.arithmetic)
+    step = job.method.fit(inputs, job.values, space)
     for start, end in inputs.ranges(step.row_length):
-        merged = step(start, end, space)
+        merged = step.merge(start, end, space)
         check_range(merged, dtype, name)
         values = torch.empty(end - start, dtype=dtype).copy_(merged)
         sink.write(name, start, values)
@@ -158,24 +146,17 @@ def _merge_one(job: TensorJob, sink: Sink, space: Workspace, on_bytes: OnBytes) 
     return step.coefficients
 
 
-def _copy(inputs: Inputs, sink: Sink, dtype: torch.dtype, on_bytes: OnBytes) -> None:
-    """Copy a tensor of integers, which must be the same in all models."""
-    for start, end in inputs.ranges():
-        first = torch.empty(end - start, dtype=dtype)
-        inputs.all[0].read(start, end, first)
-        for other, label in zip(inputs.all[1:], inputs.labels[1:], strict=True):
-            values = torch.empty_like(first)
-            other.read(start, end, values)
-            if not torch.equal(values, first):
-                raise MergeError(
-                    f"tensor {inputs.name} holds integers, which cannot be merged, and differs between "
-                    f"{inputs.labels[0]} and {label}; make them equal",
-                    code="different_integers",
-                    tensor=inputs.name,
-                )
-        on_bytes(first.nbytes * len(inputs.all))
-        sink.write(inputs.name, start, first)
-        on_bytes(first.nbytes)
+def _copied(inputs: Inputs, start: int, end: int) -> Tensor:
+    """A piece of a tensor of integers, which must be the same in all models."""
+    first, values = (torch.empty(end - start, dtype=inputs.all[0].dtype) for _ in range(2))
+    inputs.all[0].read(start, end, first)
+    for other, label in zip(inputs.all[1:], inputs.labels[1:], strict=True):
+        other.read(start, end, values)
+        if not torch.equal(values, first):
+            message = f"tensor {inputs.name} holds integers, which cannot be merged, and differs between "
+            message += f"{inputs.labels[0]} and {label}; make them equal"
+            raise MergeError(message, code="different_integers", tensor=inputs.name)
+    return first
 
 
 def expected_bytes(plan: MergePlan, threads: int) -> int:

@@ -13,23 +13,17 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from glob import escape
 
-from rlhf_merge.errors import MergeError, damaged
+from rlhf_merge.errors import MergeError, readable
 from rlhf_merge.files.checkpoint import Checkpoint
 from rlhf_merge.files.config_json import tied
-from rlhf_merge.lora.tensors import same_values
-from rlhf_merge.names.tensor_names import endings, layer_name, missing
-from rlhf_merge.tensors import Readable
+from rlhf_merge.methods.blocks import Readable, same_values
+from rlhf_merge.names import EMBEDDINGS, endings, ends_with, layer_name, missing
 
 _BUFFERS = re.compile(
     r"(rotary_emb\.inv_freq|\.masked_bias|(^|\.)h\.\d+\.attn\.bias|(^|\.)(position|token_type)_ids)$"
 )
-_HEAD = re.compile(r"(^|\.)lm_head\.weight$")
-_EMBEDDINGS = (
-    *("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "shared.weight"),
-)
-
 _SHARED = re.compile(r"(^|\.)(encoder|decoder)\.embed_tokens\.weight$")
-"""Copies of `shared.weight`, which every architecture that has it makes anew."""
+"""Copies of `shared.weight`, which every architecture that has it restores on loading."""
 _COPIES = re.compile(
     r"(^|\.)(lm_head|embed_out|lm_head\.decoder|cls\.predictions\.decoder|qa_outputs|generator_lm_head)\."
     r"(weight|bias)$"
@@ -41,26 +35,21 @@ Models = dict[str, dict[str, Readable]]
 
 @dataclass(frozen=True)
 class Matched:
-    """The tensors of models, by the same names.
-
-    Args:
-        tensors: of each model, without buffers and copies, with a head in all models or in none.
-        tied: whether the result's head is the embedding: False, or None where it is as in the model that
-            lends its config.
-        named_by: the model whose names the others' were brought to; None where they agree.
-        ignored: names of the tensors that were left out because a pattern fits them.
-        lent: the head of each model that has its embedding in its place.
-    """
+    """The tensors of models by the same names, without buffers and copies, with a head in all or in none."""
 
     tensors: Models
     tied: bool | None
+    """Whether the result's head is the embedding: False, or None where the config that is lent says it."""
     named_by: str | None
+    """The model whose names the others' were brought to; None where they agree."""
     ignored: tuple[str, ...]
+    """Names of the tensors that were left out because a pattern fits them."""
     lent: dict[str, str]
+    """The head of each model that has its embedding in its place."""
 
 
 def is_buffer(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is a constant that old versions of transformers saved and all make anew."""
+    """Whether a tensor is a constant that old versions of transformers saved and all versions recompute."""
     match = _BUFFERS.search(name)
     return match is not None and (not name.endswith("attn.bias") or len(shape) == 4)
 
@@ -73,7 +62,12 @@ def matched(checkpoints: Mapping[str, Checkpoint], ignore: Sequence[str] = ()) -
     """
     tensors, named_by = _named(checkpoints)
     tensors, ignored = without(tensors, ignore)
-    _drop_copies(tensors)
+    for own in tensors.values():
+        for name in list(own):
+            everywhere = all(name in other for other in tensors.values())
+            copy = _SHARED.search(name) or (_COPIES.search(name) and not everywhere)
+            if copy and any(same_values(own[name], own[other]) for other in _originals(name, own)):
+                del own[name]
     lent = _match_heads(tensors, checkpoints)
     return Matched(tensors, False if lent else None, named_by, ignored, lent)
 
@@ -83,19 +77,14 @@ def check_alike(tensors: Sequence[tuple[str, str, Readable]]) -> None:
     label, _, first = tensors[0]
     for spec, name, tensor in tensors[1:]:
         if tuple(tensor.shape) != tuple(first.shape):
-            raise MergeError(
-                f"tensor {name} has shape {list(tensor.shape)} in {spec} but {list(first.shape)} in {label}; "
-                "only models of one architecture and size belong together",
-                code="different_shapes",
-                tensor=name,
-            )
+            shapes = f"{list(tensor.shape)} in {spec} but {list(first.shape)} in {label}"
+            message = f"tensor {name} has shape {shapes}; only models of one size belong together"
+            raise MergeError(message, code="different_shapes", tensor=name, model=spec)
         floating = tensor.dtype.is_floating_point and first.dtype.is_floating_point
         if tensor.dtype != first.dtype and not floating:
-            raise MergeError(
-                f"tensor {name} is {tensor.dtype} in {spec} but {first.dtype} in {label}; make them alike",
-                code="different_dtypes",
-                tensor=name,
-            )
+            types = f"{tensor.dtype} in {spec} but {first.dtype} in {label}"
+            message = f"tensor {name} is {types}; make them alike"
+            raise MergeError(message, code="different_dtypes", tensor=name, model=spec)
 
 
 def without(
@@ -107,17 +96,15 @@ def without(
     for pattern in ignore:
         fitting = [name for name in every if fnmatchcase(name, pattern)]
         if not fitting:
-            raise MergeError(f"ignore: no tensor of the models fits {pattern!r}; correct it or take it away")
+            message = f"ignore: no tensor of the models fits {pattern!r}; correct it or take it away"
+            raise MergeError(message, code="unmatched_pattern", pattern=pattern)
         for name in fitting:
             if all(name in own for own in tensors.values()):
-                raise MergeError(
-                    f"ignore: {pattern!r} fits tensor {name}, which all models have; give a narrower one",
-                    code="ignored_common_tensor",
-                    tensor=name,
-                )
+                message = f"ignore: {pattern!r} fits {name}, which all models have; give a narrower one"
+                raise MergeError(message, code="ignored_common_tensor", tensor=name)
         ignored |= dict.fromkeys(fitting)
     kept = {
-        spec: {name: t for name, t in own.items() if name not in ignored} for spec, own in tensors.items()
+        spec: {k: tensor for k, tensor in own.items() if k not in ignored} for spec, own in tensors.items()
     }
     return kept, tuple(ignored)
 
@@ -126,51 +113,37 @@ def uneven(checkpoints: Mapping[str, Checkpoint], ignore: Sequence[str]) -> list
     """The names, as patterns, of the tensors that a pattern fits and some of the models lack."""
     tensors, _ = _named(checkpoints)
     every = dict.fromkeys(name for own in tensors.values() for name in own)
-    return [
-        escape(name)
-        for name in every
-        if any(fnmatchcase(name, pattern) for pattern in ignore)
-        and not all(name in own for own in tensors.values())
-    ]
+    some = [name for name in every if not all(name in own for own in tensors.values())]
+    return [escape(name) for name in some if any(fnmatchcase(name, pattern) for pattern in ignore)]
 
 
 def _named(checkpoints: Mapping[str, Checkpoint]) -> tuple[Models, str | None]:
-    """The tensors without buffers, by the names of one model, and that model where any name changed."""
-    return _renamed(
-        {
-            spec: {name: t for name, t in checkpoint.tensors.items() if not is_buffer(name, tuple(t.shape))}
-            for spec, checkpoint in checkpoints.items()
-        }
+    """The tensors without buffers, by the names of the model with the longest, and that where any changed."""
+    tensors = {
+        spec: {k: tensor for k, tensor in checkpoint.tensors.items() if not is_buffer(k, tuple(tensor.shape))}
+        for spec, checkpoint in checkpoints.items()
+    }
+    leader = max(
+        tensors,
+        key=lambda spec: max((name.count(".") for name in tensors[spec] if layer_name(name)), default=0),
     )
-
-
-def _renamed(tensors: Models) -> tuple[Models, str | None]:
-    """The tensors by the names of the model with the longest, and that model where any name changed."""
-
-    def length(spec: str) -> int:
-        return max((name.count(".") for name in tensors[spec] if layer_name(name)), default=0)
-
-    leader = max(tensors, key=length)
     stacks = {found.stack for name in tensors[leader] if (found := layer_name(name))}
     prefixes = {spec: _prefix(tensors[leader], own) for spec, own in tensors.items()}
     every = {name for spec, own in tensors.items() if not prefixes[spec] for name in own}
-
-    def new_name(name: str, prefix: str) -> str:
-        layer = layer_name(name)
-        known = prefix + layer.stack in stacks if layer else prefix + name in every
-        return prefix + name if known else name
-
-    result = {
-        spec: {new_name(name, prefix): tensor for name, tensor in tensors[spec].items()}
-        if prefix
-        else tensors[spec]
-        for spec, prefix in prefixes.items()
-    }
-    return result, leader if any(prefixes.values()) else None
+    for spec, prefix in prefixes.items():
+        if not prefix:
+            continue
+        renamed: dict[str, Readable] = {}
+        for name, tensor in tensors[spec].items():
+            layer = layer_name(name)
+            known = prefix + layer.stack in stacks if layer else prefix + name in every
+            renamed[prefix + name if known else name] = tensor
+        tensors[spec] = renamed
+    return tensors, leader if any(prefixes.values()) else None
 
 
 def _prefix(longer: Mapping[str, Readable], shorter: Mapping[str, Readable]) -> str:
-    """What stands before the names of layers in `longer` and not in `shorter`; empty where nothing does."""
+    """The prefix that the names of layers have in `longer` and not in `shorter`; empty if there is none."""
     for name in longer:
         if layer_name(name) and name not in shorter:
             for ending in endings(name):
@@ -179,34 +152,21 @@ def _prefix(longer: Mapping[str, Readable], shorter: Mapping[str, Readable]) -> 
     return ""
 
 
-def _drop_copies(tensors: Models) -> None:
-    """Leave out second copies of embeddings and biases; of heads, where some model lacks them."""
-    for own in tensors.values():
-        for name in list(own):
-            everywhere = all(name in other for other in tensors.values())
-            shared = _SHARED.search(name)
-            if not (shared or (_COPIES.search(name) and not everywhere)):
-                continue
-            if any(same_values(own[name], own[other]) for other in _originals(name, own)):
-                del own[name]
-
-
 def _originals(name: str, own: Mapping[str, Readable]) -> list[str]:
     """The tensors that one may be a copy of."""
     if name.endswith("bias"):
-        return [
-            other for other in (name.replace(".decoder.bias", ".bias"),) if other != name and other in own
-        ]
-    ends = ("shared.weight",) if _SHARED.search(name) else _EMBEDDINGS
-    return [other for other in own if other.endswith(ends) and other != name]
+        original = name.replace(".decoder.bias", ".bias")
+        return [original] if original != name and original in own else []
+    names = ("shared.weight",) if _SHARED.search(name) else EMBEDDINGS
+    return [other for other in own if ends_with(other, names) and other != name]
 
 
 def _match_heads(tensors: Models, checkpoints: Mapping[str, Checkpoint]) -> dict[str, str]:
     """Give all models a head or none; the head of each model that lends its embedding to it."""
     heads = {}
     for spec, checkpoint in checkpoints.items():
-        head = next((name for name in tensors[spec] if _HEAD.search(name)), None)
-        with damaged(f"config.json of {spec}"):
+        head = next((name for name in tensors[spec] if ends_with(name, ("lm_head.weight",))), None)
+        with readable(f"config.json of {spec}"):
             copied = tied(checkpoint.config, has_head=True)
         if head and copied:
             del tensors[spec][head]
@@ -217,7 +177,7 @@ def _match_heads(tensors: Models, checkpoints: Mapping[str, Checkpoint]) -> dict
     lent = {}
     owner, head = next(iter(heads.items()))
     for spec in [spec for spec in tensors if spec not in heads]:
-        embedding = next((name for name in tensors[spec] if name.endswith(_EMBEDDINGS)), None)
+        embedding = next((name for name in tensors[spec] if ends_with(name, EMBEDDINGS)), None)
         if embedding is None or not tied(checkpoints[spec].config, has_head=False):
             raise missing(head, spec, owner)
         tensors[spec][head] = tensors[spec][embedding]

@@ -13,21 +13,22 @@ from torch import Tensor
 from rlhf_merge.config.merge_config import MergeConfig
 from rlhf_merge.config.settings import Setting
 from rlhf_merge.errors import MergeError, UnwrittenError
-from rlhf_merge.files.small_files import write_model_files
+from rlhf_merge.files.tokenizer import write_model_files
 from rlhf_merge.files.writer import PartialModel, check_output, explained, index_of, write_json
-from rlhf_merge.methods.blocks import MemoryTensor
-from rlhf_merge.methods.catalog import PARAMETERS
+from rlhf_merge.methods.blocks import MemoryTensor, OnBytes
+from rlhf_merge.methods.families import PARAMETERS
 from rlhf_merge.methods.families.linear import linear
-from rlhf_merge.names.tensor_names import depth_of, layer_counts, source_names
+from rlhf_merge.names import depth_of, layer_counts
 from rlhf_merge.run.card import write_card
-from rlhf_merge.run.engine import OnBytes, Resources, merge_tensors
+from rlhf_merge.run.engine import Resources, merge_tensors
 from rlhf_merge.run.matching import without
 from rlhf_merge.run.plan import MergePlan, TensorJob, job_of, make_plan
+from rlhf_merge.run.sources import source_names
 
 
 @dataclass(frozen=True)
 class MergeResult:
-    """What a merge made.
+    """The result of a merge.
 
     Args:
         folder: the model.
@@ -111,10 +112,12 @@ class ModelMerger:
         try:
             plan.check_outside(out)
             threads = self.resources.threads_for(plan)
-            identity = plan.identity()
-            partial = PartialModel(out, plan.shards, identity, restart=restart)
+            partial = PartialModel(out, plan.shards, plan.identity(), restart=restart)
             resumed = len(partial.finished)
-            rest = _unfinished(plan, partial, on_bytes)
+            done = [job for job in plan.jobs if job.output.name in partial.finished]
+            rest = [job for job in plan.jobs if job.output.name not in partial.finished]
+            if on_bytes is not None and done:
+                on_bytes(sum(job.bytes_read + job.output.nbytes for job in done))
             merge_tensors(rest, partial, threads=threads, on_bytes=on_bytes)
             coefficients = {name: tuple(line["coefficients"]) for name, line in partial.finished.items()}
             with explained(out):
@@ -145,30 +148,54 @@ class ModelMerger:
         Raises:
             MergeError: a model or a tensor is missing, shapes differ, or an input holds NaN or an infinity.
         """
+        specs = self.config.model_specs
         if self.config.slices or self.config.vocab:
-            raise MergeError(
-                "slices and vocab are for models on disk; merge_state_dicts takes neither",
-                code="unsupported_for_state_dicts",
-            )
-        missing = [spec for spec in self.config.model_specs if spec not in models]
-        if missing:
-            raise MergeError(
-                f"no state dict is given for {missing[0]}; got {', '.join(models) or 'none'}",
-                code="missing_state_dict",
-                model=missing[0],
-            )
-        tensors = {
-            spec: {name: MemoryTensor(tensor.detach()) for name, tensor in models[spec].items()}
-            for spec in self.config.model_specs
-        }
-        reference = self.config.model_specs[0]
-        tensors, _ = without(tensors, self.config.ignore)
-        found = source_names(self.config, tensors, reference)
-        jobs = [job_of(self.config, names, tensors, reference) for names in found]
+            message = "slices and vocab are for models on disk; merge_state_dicts takes neither"
+            raise MergeError(message, code="unsupported_for_state_dicts")
+        for spec in specs:
+            if spec not in models:
+                message = f"no state dict is given for {spec}; got {', '.join(models) or 'none'}"
+                raise MergeError(message, code="missing_state_dict", model=spec)
+        every = {spec: {k: MemoryTensor(t.detach()) for k, t in models[spec].items()} for spec in specs}
+        tensors, _ = without(every, self.config.ignore)
+        jobs = [
+            job_of(self.config, names, tensors, specs[0])
+            for names in source_names(self.config, tensors, specs[0])
+        ]
         sink = _Memory(jobs)
-        threads = self.resources.threads or 1
-        merge_tensors(jobs, sink, threads=threads)
+        merge_tensors(jobs, sink, threads=self.resources.threads or 1)
         return sink.tensors
+
+
+class _Memory:
+    """Merged tensors in memory."""
+
+    def __init__(self, jobs: list[TensorJob]):
+        outputs = [job.output for job in jobs]
+        self.tensors = {output.name: torch.empty(output.shape, dtype=output.dtype) for output in outputs}
+
+    def write(self, name: str, element: int, values: Tensor) -> None:
+        self.tensors[name].view(-1)[element : element + len(values)] = values
+
+    def tensor_finished(self, name: str, **facts: object) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+
+def _write_small_files(plan: MergePlan, folder: Path, coefficients: dict[str, tuple[float, ...]]) -> None:
+    """Everything of the result but the tensors."""
+    if len(plan.shards) > 1:
+        write_json(folder / "model.safetensors.index.json", index_of(plan.shards, plan.bytes_written))
+    write_model_files(
+        folder,
+        config_from=plan.checkpoints[plan.config_from].folder,
+        tokenizer_from=plan.checkpoints[plan.tokenizer].tokenizer_folder,
+        config=plan.model_config,
+        added_tokens=plan.alignment.added if plan.alignment else None,
+    )
+    write_card(folder, plan, coefficients)
 
 
 def layer_wise_interpolation(
@@ -190,81 +217,23 @@ def layer_wise_interpolation(
     Raises:
         MergeError: t is none of these or has no value for a tensor, a tensor is missing or shapes differ.
     """
-    setting = Setting.parse(t, PARAMETERS["t"], "t")
-    if first.keys() != second.keys():
-        name = min(first.keys() ^ second.keys())
-        raise MergeError(
-            f"tensor {name} is in one of the models only; both must have the same tensors",
-            code="missing_tensor",
-            tensor=name,
-        )
-    counts = layer_counts(first)
+    setting, counts = Setting.parse(t, PARAMETERS["t"], "t"), layer_counts(first)
     result = {}
-    for name, tensor in first.items():
-        if tensor.shape != second[name].shape:
-            shapes = f"{tuple(tensor.shape)} and {tuple(second[name].shape)}"
-            raise MergeError(
-                f"tensor {name} has the shapes {shapes}; both models must have the same",
-                code="different_shapes",
-                tensor=name,
-            )
+    for name in [*first, *second]:
+        if name not in first or name not in second:
+            message = f"tensor {name} is in one of the models only; both must have the same tensors"
+            raise MergeError(message, code="missing_tensor", tensor=name)
+        a, b = first[name], second[name]
+        if a.shape != b.shape:
+            message = f"tensor {name} has the shapes {tuple(a.shape)} and {tuple(b.shape)}; make them equal"
+            raise MergeError(message, code="different_shapes", tensor=name)
         share = setting.at(name, depth_of(name, counts))
         if share is None:
-            raise MergeError(
-                f"t has no value for tensor {name}; add one for the rest under '*'",
-                code="missing_value",
-                key="t",
-            )
-        if tensor.is_floating_point():
-            result[name] = linear([tensor, second[name]], [1 - float(share), float(share)])
-        elif torch.equal(tensor, second[name]):
-            result[name] = tensor.clone()
-        else:
-            raise MergeError(
-                f"tensor {name} holds integers that differ, which cannot be interpolated",
-                code="different_integers",
-                tensor=name,
-            )
+            message = f"t has no value for tensor {name}; add one for the rest under '*'"
+            raise MergeError(message, code="missing_value", key="t")
+        if not a.is_floating_point() and not torch.equal(a, b):
+            message = f"tensor {name} holds integers that differ, which cannot be interpolated"
+            raise MergeError(message, code="different_integers", tensor=name)
+        weights = [1 - float(share), float(share)]
+        result[name] = linear([a, b], weights) if a.is_floating_point() else a.clone()
     return result
-
-
-class _Memory:
-    """Merged tensors in memory."""
-
-    def __init__(self, jobs: list[TensorJob]):
-        self.tensors = {
-            job.output.name: torch.empty(job.output.shape, dtype=job.output.dtype) for job in jobs
-        }
-
-    def write(self, name: str, element: int, values: Tensor) -> None:
-        self.tensors[name].view(-1)[element : element + len(values)] = values
-
-    def tensor_finished(self, name: str, **facts: object) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass
-
-
-def _unfinished(plan: MergePlan, partial: PartialModel, on_bytes: OnBytes | None) -> list[TensorJob]:
-    """What is left to merge; the rest is reported as done."""
-    rest = [job for job in plan.jobs if job.output.name not in partial.finished]
-    done = [job for job in plan.jobs if job.output.name in partial.finished]
-    if on_bytes is not None and done:
-        on_bytes(sum(job.bytes_read + job.output.nbytes for job in done))
-    return rest
-
-
-def _write_small_files(plan: MergePlan, folder: Path, coefficients: dict[str, tuple[float, ...]]) -> None:
-    """Everything of the result but the tensors."""
-    if len(plan.shards) > 1:
-        write_json(folder / "model.safetensors.index.json", index_of(plan.shards, plan.bytes_written))
-    alignment = plan.alignment
-    write_model_files(
-        folder,
-        config_from=plan.checkpoints[plan.config_from].folder,
-        tokenizer_from=plan.checkpoints[plan.tokenizer].tokenizer_folder,
-        config=plan.model_config,
-        added_tokens=alignment.added if alignment else None,
-    )
-    write_card(folder, plan, coefficients)

@@ -1,10 +1,10 @@
-"""What a merge will do, decided and checked before it begins: every tensor's inputs, parameters and place."""
+"""The plan of a merge, checked before it begins: inputs, parameters and place of every tensor."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,26 +14,19 @@ from typing import Any
 import torch
 
 from rlhf_merge.config.merge_config import MergeConfig
-from rlhf_merge.errors import MergeError, damaged
+from rlhf_merge.errors import MergeError, readable
 from rlhf_merge.files.checkpoint import Checkpoint, open_checkpoint
 from rlhf_merge.files.config_json import check_architectures, output_config
-from rlhf_merge.files.float8 import FLOAT8
-from rlhf_merge.files.small_files import copied_files, read_tokens
+from rlhf_merge.files.tokenizer import copied_files, read_tokens
+from rlhf_merge.files.weights import FLOAT8
 from rlhf_merge.files.writer import OutputTensor, Shard, lay_out
-from rlhf_merge.methods.blocks import BLOCK, Inputs, working_dtype
-from rlhf_merge.methods.catalog import METHODS
-from rlhf_merge.methods.spec import Values
-from rlhf_merge.names.tensor_names import SourceNames, layer_name, source_names
+from rlhf_merge.methods.blocks import BLOCK, Inputs, Readable, working_dtype
+from rlhf_merge.methods.families import METHODS
+from rlhf_merge.methods.spec import Method, Values
+from rlhf_merge.names import is_vocabulary_tensor, layer_name, vocabulary_rows
 from rlhf_merge.run.matching import check_alike, matched
-from rlhf_merge.tensors import Readable
-from rlhf_merge.vocab.aligned import aligned
-from rlhf_merge.vocab.union import Alignment, ModelVocab, align, is_vocabulary_tensor, vocabulary_rows
-
-DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
-"""Types by the names that configs give them."""
-
-COPY = "copy"
-"""The method of tensors of integers, which must be equal in all models."""
+from rlhf_merge.run.sources import SourceNames, Tensors, source_names
+from rlhf_merge.run.vocab import Alignment, ModelVocab, align, aligned
 
 
 @dataclass(frozen=True)
@@ -41,19 +34,18 @@ class TensorJob:
     """One tensor of the result, what it is made from, and the method's parameters."""
 
     output: OutputTensor
-    method: str
-    """A key of `METHODS`, or `COPY`."""
+    method: Method | None
+    """None for tensors of integers, which must be equal in all models and are copied."""
     inputs: Inputs
     values: Values
 
     @property
     def passes(self) -> int:
         """How often its inputs are read."""
-        if self.method == COPY:
+        if self.method is None:
             return 1
-        method = METHODS[self.method]
-        ranks = method.ranks and any(own["density"] < 1 for own in self.values.per_model)
-        return method.passes + (self.arithmetic.itemsize // 2 if ranks else 0)
+        ranks = self.method.ranks and any(own["density"] < 1 for own in self.values.per_model)
+        return self.method.passes + (self.arithmetic.itemsize // 2 if ranks else 0)
 
     @property
     def arithmetic(self) -> torch.dtype:
@@ -65,30 +57,25 @@ class TensorJob:
         """Bytes of its inputs, counted once for every pass."""
         return self.inputs.nbytes * self.passes
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Buffers of one thread: a block of every input, the arithmetic's own, numpy's intermediates."""
+        row_wise = self.method is not None and self.method.row_wise
+        row = max([1, *self.output.shape[-1:]]) if row_wise else 1
+        block = max((stop - start for start, stop in self.inputs.ranges(row)), default=0)
+        count = len(self.inputs.all) + 8 + (self.method.buffers if self.method else 0)
+        return max(block, BLOCK) * self.arithmetic.itemsize * count
+
 
 @dataclass(frozen=True)
 class MergePlan:
-    """Everything about a merge but the arithmetic.
-
-    Args:
-        config: what is merged, and how.
-        checkpoints: the models by what the config calls them.
-        jobs: the tensors of the result, in the order they are written in.
-        shards: the files of the result.
-        model_config: config.json of the result.
-        reference: the base, or the first model.
-        config_from: the model whose config the result has: the reference, unless it has none.
-        tokenizer: the model whose tokenizer the result has.
-        alignment: of the vocabularies, where the models have any.
-        ignored: names of the tensors that the config leaves out of the result.
-    """
+    """Everything about a merge but the arithmetic; models go by what the config calls them."""
 
     config: MergeConfig
     checkpoints: Mapping[str, Checkpoint]
     jobs: tuple[TensorJob, ...]
     shards: tuple[Shard, ...]
     model_config: dict[str, Any]
-    reference: str
     config_from: str
     tokenizer: str
     alignment: Alignment | None
@@ -112,20 +99,24 @@ class MergePlan:
     @cached_property
     def bytes_per_thread(self) -> int:
         """Bytes of the buffers that a thread needs for the largest of its blocks."""
-        return max((_buffer_bytes(job) for job in self.jobs), default=0)
+        return max((job.buffer_bytes for job in self.jobs), default=0)
 
     def identity(self) -> dict[str, Any]:
-        """What the result's bytes depend on, as plain values: the config, the files read, the layout."""
+        """Everything that determines the result's bytes, as plain values: config, input files, layout."""
         from importlib.metadata import version
 
-        files = {spec: checkpoint.identity for spec, checkpoint in self.checkpoints.items()}
+        found = hashlib.sha256()
+        if self.alignment is not None:
+            found.update(repr((self.alignment.rows, self.alignment.tokenizer, self.alignment.added)).encode())
+            for index in self.alignment.indexes:
+                found.update(b"-" if index is None else index.tobytes())
         plain = {
             "version": version("rlhf-merge"),
             "config": self.config.to_dict(),
-            "files": files,
+            "files": {spec: checkpoint.identity for spec, checkpoint in self.checkpoints.items()},
             "shards": [[shard.file, shard.size] for shard in self.shards],
             "model_config": self.model_config,
-            "vocabulary": _digest(self.alignment),
+            "vocabulary": "" if self.alignment is None else found.hexdigest(),
         }
         return json.loads(json.dumps(plain))
 
@@ -134,10 +125,8 @@ class MergePlan:
         for checkpoint in self.checkpoints.values():
             for folder in (checkpoint.folder, *checkpoint.adapter_folders):
                 if folder.resolve() in out.resolve().parents:
-                    raise MergeError(
-                        f"output folder {out} is inside of {folder}, which is merged; choose one elsewhere",
-                        code="output_inside_model",
-                    )
+                    message = f"output folder {out} is inside of {folder}, which is merged; choose another"
+                    raise MergeError(message, code="output_inside_model", path=str(out))
 
     def close(self) -> None:
         """Close the models."""
@@ -158,173 +147,118 @@ def _plan(config: MergeConfig, checkpoints: dict[str, Checkpoint], max_shard_siz
     reference = config.model_specs[0]
     configs = [(spec, checkpoint.config) for spec, checkpoint in checkpoints.items()]
     check_architectures(configs, same_layers=not config.slices)
-    config_from = next((spec for spec in checkpoints if checkpoints[spec].config), reference)
     _check_base(config, checkpoints)
     found = matched(checkpoints, config.ignore)
-    alignment, tensors = _aligned(config, checkpoints, found.tensors, reference)
-    jobs = tuple(
-        job_of(config, names, tensors, reference) for names in source_names(config, tensors, reference)
-    )
-    if alignment is not None:
-        _check_heads(jobs, alignment.rows)
-    shards = tuple(lay_out([job.output for job in jobs], max_shard_size))
-    sources = [(s.model, s.layers) for part in config.slices for s in part.sources[:1]]
-    layer_sources = [layer for _, (begin, end) in sources for layer in range(begin, end)] or None
+    tensors = found.tensors
+    alignment = _align(config, checkpoints, tensors, reference)
+    names = source_names(config, tensors, reference)
+    jobs = tuple(job_of(config, name, tensors, reference) for name in names)
+    for output in (job.output for job in jobs if alignment is not None and job.output.shape):
+        # An adapter that enlarged an embedding leaves such heads.
+        rows = alignment.rows if alignment else 0
+        head = layer_name(output.name) is None and is_vocabulary_tensor(output.name, (rows,), rows)
+        if head and output.shape[0] != rows:
+            message = f"tensor {output.name} would have {output.shape[0]} rows and the embedding {rows}"
+            message += "; give each model as many in both"
+            raise MergeError(message, code="different_row_counts", tensor=output.name)
+    config_from = next((spec for spec in checkpoints if checkpoints[spec].config), reference)
     tokenizer = list(checkpoints)[alignment.tokenizer] if alignment else reference
     copied_files(checkpoints[config_from].folder, checkpoints[tokenizer].tokenizer_folder)  # refuses links
     lent = checkpoints[config_from].config
-    with damaged(f"config.json of {config_from}"):
+    ranges = [source.layers for part in config.slices for source in part.sources[:1]]
+    totals: dict[torch.dtype, int] = {}
+    for job in jobs:
+        if job.output.dtype.is_floating_point:
+            totals[job.output.dtype] = totals.get(job.output.dtype, 0) + job.inputs.numel
+    with readable(f"config.json of {config_from}"):
         model_config = lent and output_config(
             lent,
-            dtype=_written_dtype(jobs),
+            dtype=str(max(totals, key=lambda dtype: totals[dtype])).removeprefix("torch.")
+            if totals
+            else None,
             vocab_size=alignment.rows if alignment else None,
-            layer_sources=layer_sources,
+            layer_sources=[layer for begin, end in ranges for layer in range(begin, end)] or None,
             tied=found.tied,
             token_ids_from=checkpoints[tokenizer].config if tokenizer != config_from else None,
         )
         if found.named_by and "architectures" in checkpoints[found.named_by].config:
             model_config["architectures"] = checkpoints[found.named_by].config["architectures"]
     return MergePlan(
-        config=config,
-        checkpoints=checkpoints,
-        jobs=jobs,
-        shards=shards,
-        model_config=model_config,
-        reference=reference,
-        config_from=config_from,
-        tokenizer=tokenizer,
-        alignment=alignment,
-        ignored=found.ignored,
+        config,
+        checkpoints,
+        jobs,
+        tuple(lay_out([job.output for job in jobs], max_shard_size)),
+        model_config,
+        config_from,
+        tokenizer,
+        alignment,
+        found.ignored,
     )
 
 
-def job_of(
-    config: MergeConfig, names: SourceNames, tensors: Mapping[str, Mapping[str, Readable]], reference: str
-) -> TensorJob:
+def job_of(config: MergeConfig, names: SourceNames, tensors: Tensors, reference: str) -> TensorJob:
     """The merge of one tensor."""
-    specs = [spec for spec, _ in names.all]
     inputs = [tensors[spec][name] for spec, name in names.all]
     check_alike([(*place, tensor) for place, tensor in zip(names.all, inputs, strict=True)])
-    first = inputs[0]
-    labels = tuple(specs)
-    own = tensors[reference].get(names.all[0][1], first)
+    first, shape, labels = inputs[0], tuple(inputs[0].shape), tuple(spec for spec, _ in names.all)
     values = config.values(names.output, names.depth, names.slice_index, [name for _, name in names.models])
     if not first.dtype.is_floating_point:
-        output = OutputTensor(names.output, tuple(first.shape), first.dtype)
-        return TensorJob(output, COPY, Inputs(names.output, None, tuple(inputs), labels), values)
-    dtype = DTYPES[config.dtype] if config.dtype else torch.bfloat16 if own.dtype in FLOAT8 else own.dtype
-    base = inputs[0] if names.base else None
-    models = tuple(inputs[1:] if names.base else inputs)
+        output = OutputTensor(names.output, shape, first.dtype)
+        return TensorJob(output, None, Inputs(names.output, None, tuple(inputs), labels), values)
+    own = tensors[reference].get(names.all[0][1], first).dtype
+    dtype = getattr(torch, config.dtype) if config.dtype else torch.bfloat16 if own in FLOAT8 else own
+    base = inputs.pop(0) if names.base else None
     return TensorJob(
-        OutputTensor(names.output, tuple(first.shape), dtype),
-        config.method,
-        Inputs(names.output, base, models, labels, config.seed),
+        OutputTensor(names.output, shape, dtype),
+        METHODS[config.method],
+        Inputs(names.output, base, tuple(inputs), labels, config.seed),
         values,
     )
 
 
-def _aligned(
+def _align(
     config: MergeConfig,
     checkpoints: Mapping[str, Checkpoint],
     tensors: dict[str, dict[str, Readable]],
     reference: str,
-) -> tuple[Alignment | None, dict[str, dict[str, Readable]]]:
-    """The tensors with the rows of the result's vocabulary."""
-    rows = {spec: vocabulary_rows(own) for spec, own in tensors.items()}
-    known = {spec: count for spec, count in rows.items() if count is not None}
-    if len(known) < len(rows):
+) -> Alignment | None:
+    """Give the tensors the rows of the result's vocabulary, where the models have one."""
+    known = {spec: rows for spec, own in tensors.items() if (rows := vocabulary_rows(own)) is not None}
+    specs = list(tensors)
+    if len(known) < len(specs):
         if config.vocab is not None:
-            missing = next(spec for spec, count in rows.items() if count is None)
-            raise MergeError(
-                f"vocab is {config.vocab}, but {missing} has no embedding of tokens; leave it out",
-                code="invalid_value",
-            )
-        return None, tensors
-    vocabularies = [
-        ModelVocab(spec, count, read_tokens(checkpoints[spec].tokenizer_folder))
-        for spec, count in known.items()
+            lacking = next(spec for spec in specs if spec not in known)
+            message = f"vocab is {config.vocab}, but {lacking} has no embedding of tokens; leave it out"
+            raise MergeError(message, code="invalid_value", key="vocab")
+        return None
+    models = [
+        ModelVocab(spec, known[spec], read_tokens(checkpoints[spec].tokenizer_folder)) for spec in specs
     ]
-    specs = list(known)
-    named = [
+    names = dict.fromkeys(
         name
-        for name, own in tensors[reference].items()
-        if is_vocabulary_tensor(name, own.shape, known[reference])
-    ]
-    embedding = min(named, key=lambda name: "head" in name)
-    alignment = align(config.vocab, vocabularies, specs.index(reference), tensor=embedding)
-    if all(index is None for index in alignment.indexes):
-        return alignment, tensors
-    base = specs.index(config.base) if config.base and METHODS[config.method].base == "required" else None
-    names = {
-        name
-        for spec, own in tensors.items()
-        for name, tensor in own.items()
+        for spec in (reference, *specs)
+        for name, tensor in tensors[spec].items()
         if is_vocabulary_tensor(name, tensor.shape, known[spec])
-    }
+    )
+    embedding = min(names, key=lambda name: "head" in name)
+    alignment = align(config.vocab, models, specs.index(reference), tensor=embedding)
+    if all(index is None for index in alignment.indexes):
+        return alignment
+    base = specs.index(config.base) if config.base and METHODS[config.method].base == "required" else None
     for name in names:
-        found = aligned(name, [tensors[spec].get(name) for spec in specs], vocabularies, alignment, base)
+        found = aligned(name, [tensors[spec].get(name) for spec in specs], models, alignment, base)
         for spec, tensor in zip(specs, found, strict=True):
             if tensor is not None:
                 tensors[spec][name] = tensor
-    return alignment, tensors
+    return alignment
 
 
 def _check_base(config: MergeConfig, checkpoints: Mapping[str, Checkpoint]) -> None:
     """Refuse a model that is the base under another name; its task vector would be zero."""
     if config.base is None or config.slices or METHODS[config.method].base != "required":
         return
-    base = checkpoints[config.base]
-    for spec, checkpoint in checkpoints.items():
-        same = (checkpoint.folder.resolve(), checkpoint.adapter_folders) == (
-            base.folder.resolve(),
-            base.adapter_folders,
-        )
-        if same and spec != config.base:
-            raise MergeError(
-                f"{spec} is the base {config.base} by another name; leave it out of models",
-                code="repeated_model",
-            )
-
-
-def _digest(alignment: Alignment | None) -> str:
-    """A fingerprint of how the vocabularies are aligned."""
-    if alignment is None:
-        return ""
-    found = hashlib.sha256(repr((alignment.rows, alignment.tokenizer, alignment.added)).encode())
-    for index in alignment.indexes:
-        found.update(b"-" if index is None else index.tobytes())
-    return found.hexdigest()
-
-
-def _check_heads(jobs: Sequence[TensorJob], rows: int) -> None:
-    """Refuse a head with other rows than the embedding; an adapter that enlarged one leaves such heads."""
-    for job in jobs:
-        name, shape = job.output.name, job.output.shape
-        named = layer_name(name) is None and is_vocabulary_tensor(name, (rows,), rows)
-        if named and shape and shape[0] != rows:
-            raise MergeError(
-                f"tensor {name} would have {shape[0]} rows and the embedding {rows}; give each model as "
-                "many in both"
-            )
-
-
-def _written_dtype(jobs: Sequence[TensorJob]) -> str | None:
-    """The type of most of the result's elements."""
-    totals: dict[str, int] = {}
-    for job in jobs:
-        if job.output.dtype.is_floating_point:
-            name = str(job.output.dtype).removeprefix("torch.")
-            totals[name] = totals.get(name, 0) + job.inputs.numel
-    return max(totals, key=lambda name: totals[name]) if totals else None
-
-
-def _buffer_bytes(job: TensorJob) -> int:
-    """Buffers of one thread: a block of every input, the arithmetic's own, numpy's intermediates."""
-    block = max((stop - start for start, stop in job.inputs.ranges(_row(job))), default=0)
-    count = len(job.inputs.all) + 8 + (METHODS[job.method].buffers if job.method != COPY else 0)
-    return max(block, BLOCK) * job.arithmetic.itemsize * count
-
-
-def _row(job: TensorJob) -> int:
-    row_wise = job.method != COPY and METHODS[job.method].row_wise
-    return max(1, job.output.shape[-1]) if row_wise and job.output.shape else 1
+    places = {spec: (one.folder.resolve(), one.adapter_folders) for spec, one in checkpoints.items()}
+    for spec, place in places.items():
+        if place == places[config.base] and spec != config.base:
+            message = f"{spec} is the base {config.base} by another name; leave it out of models"
+            raise MergeError(message, code="repeated_model", model=spec)

@@ -17,7 +17,8 @@ from rlhf_merge.config.merge_config import MergeConfig
 from rlhf_merge.errors import MergeError
 from rlhf_merge.files.checkpoint import open_checkpoint
 from rlhf_merge.files.writer import check_output, explained, locked, write_json
-from rlhf_merge.run.engine import OnBytes, Resources
+from rlhf_merge.methods.blocks import OnBytes
+from rlhf_merge.run.engine import Resources
 from rlhf_merge.run.matching import uneven
 from rlhf_merge.run.merger import MergeResult, ModelMerger
 
@@ -30,13 +31,7 @@ OnMerge = Callable[[int], OnBytes]
 
 @dataclass(frozen=True)
 class Trial:
-    """One model or soup that was scored.
-
-    Args:
-        members: the models in it.
-        score: what the evaluation gave.
-        accepted: whether it became the soup so far.
-    """
+    """One model or soup that was scored, and whether it became the soup so far."""
 
     members: tuple[str, ...]
     score: float
@@ -80,28 +75,22 @@ class ModelSoup:
     def __post_init__(self) -> None:
         """Check the models and settings."""
         if len(self.models) < 2:
-            raise MergeError(
-                f"a soup needs at least two models, got {len(self.models)}; add some", code="too_few_models"
-            )
+            message = f"a soup needs at least two models, got {len(self.models)}; add some"
+            raise MergeError(message, code="too_few_models")
         if len(set(self.models)) < len(self.models):
-            raise MergeError(
-                "a soup has each model once; a model that counts twice needs a weight in `linear`",
-                code="repeated_model",
-            )
+            message = "a soup has each model once; a model that counts twice needs a weight in `linear`"
+            raise MergeError(message, code="repeated_model")
         self._config(self.models)
 
     def uniform(
         self, out: str | Path, *, restart: bool = False, on_bytes: OnBytes | None = None
     ) -> MergeResult:
-        """The mean of all models (section 2, uniform soup).
+        """The mean of all models (section 2, uniform soup); see `ModelMerger.merge`.
 
         Args:
             out: the folder to make.
-            restart: see `ModelMerger.merge`.
-            on_bytes: see `ModelMerger.merge`.
-
-        Raises:
-            MergeError: see `ModelMerger.merge`.
+            restart: discard what an interrupted merge left.
+            on_bytes: called with bytes read and written.
         """
         return self._merger(self.models).merge(out, restart=restart, on_bytes=on_bytes)
 
@@ -160,8 +149,7 @@ class ModelSoup:
                 if accepted:
                     members, best = (*members, model), score
             notes = {"members": members, "score": best, "trials": [vars(trial) for trial in trials]}
-            files = {"soup.json": json.dumps(notes, indent=2) + "\n"}
-            scores.merge(members, out, restart=restart, files=files)
+            scores.merge(members, out, restart, {"soup.json": json.dumps(notes, indent=2) + "\n"})
             scores.forget()
         return SoupResult(out, members, best, tuple(trials))
 
@@ -179,7 +167,9 @@ class ModelSoup:
         if config.ignore and len(members) < len(self.models):
             # Some members may all have, or all lack, what only some of the models have.
             with ExitStack() as opened:
-                checkpoints = {s: opened.enter_context(open_checkpoint(s)) for s in config.model_specs}
+                checkpoints = {
+                    spec: opened.enter_context(open_checkpoint(spec)) for spec in config.model_specs
+                }
                 config = self._config(members, ignore=uneven(checkpoints, config.ignore))
         return ModelMerger(config, resources=self.resources)
 
@@ -191,12 +181,23 @@ class _Scores:
         self, soup: ModelSoup, out: Path, evaluate: Evaluate | str, on_merge: OnMerge | None, restart: bool
     ):
         self._soup, self._on_merge = soup, on_merge
+        command = evaluate if isinstance(evaluate, str) else ""
         self._evaluate = shell_evaluation(evaluate) if isinstance(evaluate, str) else evaluate
         self._root = out.parent / f".{out.name}.soup"
+        self._file = self._root / "scores.json"
         with explained(out):
             self._root.mkdir(parents=True, exist_ok=True)
             self._lock = locked(self._root / "lock", out)
-        self._known = self._remembered(evaluate if isinstance(evaluate, str) else "", restart)
+        identity = {}
+        for model in soup.models:
+            with open_checkpoint(model) as checkpoint:
+                identity[model] = [list(part) for part in checkpoint.identity]
+        self._known: dict[str, Any] = {"models": identity, "settings": soup.settings, "evaluate": command}
+        self._known["scores"] = {}
+        if command and self._file.exists() and not restart:
+            known = json.loads(self._file.read_text(encoding="utf-8"))
+            if {**known, "scores": {}} == self._known:
+                self._known = known
 
     def __enter__(self) -> _Scores:
         return self
@@ -208,7 +209,7 @@ class _Scores:
         self._lock.close()
 
     def merge(
-        self, members: tuple[str, ...], out: Path, *, restart: bool, files: dict[str, str] | None = None
+        self, members: tuple[str, ...], out: Path, restart: bool, files: dict[str, str] | None = None
     ) -> Path:
         """Merge the mean of models into a folder."""
         merger = self._soup._merger(members)
@@ -220,18 +221,16 @@ class _Scores:
         """The score of a model, or of the mean of several."""
         key, scores = json.dumps(members), self._known["scores"]
         if key not in scores:
-            given = self._evaluate(self._folder(members))
+            given: Any = self._evaluate(self._folder(members))
             try:
                 value = float(given)
             except (TypeError, ValueError):
                 value = math.nan
             if not math.isfinite(value):
-                raise MergeError(
-                    f"the evaluation of {' + '.join(members)} gave {given!r}; it must be a finite number",
-                    code="invalid_score",
-                )
+                message = f"the evaluation of {' + '.join(members)} gave {given!r}, expected a finite number"
+                raise MergeError(message, code="invalid_score")
             scores[key] = value
-            write_json(self._root / "scores.json", self._known)
+            write_json(self._file, self._known)
         return scores[key]
 
     def forget(self) -> None:
@@ -246,56 +245,32 @@ class _Scores:
                     return checkpoint.folder
         candidate = self._root / "candidate"
         shutil.rmtree(candidate, ignore_errors=True)
-        return self.merge(members, candidate, restart=True)
-
-    def _remembered(self, command: str, restart: bool) -> dict[str, Any]:
-        """Scores of an interrupted soup of the same models and evaluation."""
-        identity = {}
-        for model in self._soup.models:
-            with open_checkpoint(model) as checkpoint:
-                identity[model] = [list(part) for part in checkpoint.identity]
-        fresh = {"models": identity, "settings": self._soup.settings, "evaluate": command, "scores": {}}
-        file = self._root / "scores.json"
-        if command and file.exists() and not restart:
-            known = json.loads(file.read_text(encoding="utf-8"))
-            if {**known, "scores": {}} == fresh:
-                return known
-        return fresh
+        return self.merge(members, candidate, True)
 
 
 def shell_evaluation(command: str) -> Evaluate:
-    """A shell command as a function of a model's folder.
-
-    Args:
-        command: has `{model}` where the folder belongs; the last word it prints is the score.
+    """A shell command with `{model}` where a folder belongs, as a function; the last word is the score.
 
     Raises:
-        MergeError: from the function: the command fails, or its last word is not a number; at once: it has no
-            `{model}`.
+        MergeError: at once where it has no `{model}`; from the function where it fails or prints no number.
     """
     if "{model}" not in command:
-        raise MergeError(
-            f"the evaluation {command!r} has no {{model}}, where the model's folder would be put; add it",
-            code="missing_placeholder",
-        )
+        message = f"the evaluation {command!r} has no {{model}}, where the folder would be put; add it"
+        raise MergeError(message, code="missing_placeholder")
 
     def evaluate(folder: Path) -> float:
-        run = subprocess.run(
-            command.replace("{model}", shlex.quote(str(folder))), shell=True, capture_output=True, text=True
-        )
+        filled = command.replace("{model}", shlex.quote(str(folder)))
+        run = subprocess.run(filled, shell=True, capture_output=True, text=True)
         if run.returncode != 0:
             said = (run.stderr.strip() or run.stdout.strip() or "nothing").splitlines()[-1]
-            raise MergeError(
-                f"the evaluation {command!r} ended with {run.returncode} and said: {said}",
-                code="evaluation_failed",
-            )
+            message = f"the evaluation {command!r} ended with {run.returncode} and said: {said}"
+            raise MergeError(message, code="evaluation_failed", status=run.returncode)
         words = run.stdout.split()
         try:
             return float(words[-1])
         except (IndexError, ValueError):
             last = repr(words[-1]) if words else "nothing"
-            raise MergeError(
-                f"the evaluation {command!r} must print a number last, but printed {last}"
-            ) from None
+            message = f"the evaluation {command!r} must print a number last, but printed {last}"
+            raise MergeError(message, code="invalid_score") from None
 
     return evaluate

@@ -23,7 +23,7 @@ class DualConfig(BaseConfig):
     smoothing: float = Field(default=0.5, gt=0, le=1)
     """Weight of the newest violation in its moving average."""
     warmup_steps: int = Field(default=0, ge=0)
-    """First steps in which λ stays."""
+    """First steps, in which λ is constant."""
     lambda_min: float = Field(default=0.05, ge=0)
     """Smallest λ."""
     lambda_max: float = Field(default=20.0, gt=0)
@@ -31,7 +31,7 @@ class DualConfig(BaseConfig):
     proportional_gain: float = Field(default=1.0, ge=0)
     """P of rule pid, relative to step_size."""
     derivative_gain: float = Field(default=0.5, ge=0)
-    """D of rule pid, relative to step_size; answers to rises of the violation only."""
+    """D of rule pid, relative to step_size; reacts only to a rising violation."""
 
     @model_validator(mode="after")
     def _bounds_fit_the_rule(self) -> Self:
@@ -60,7 +60,7 @@ class ConstraintConfig(DualConfig):
     """The monitor's truthfulness constraint; its λ starts at `training.constraint_penalty_lambda`."""
 
     measure: Literal["balanced_accuracy", "accuracy", "brier"] = "balanced_accuracy"
-    """What counts: errors balanced over right and wrong answers, plain errors, or the Brier score."""
+    """Measure of violation: errors balanced over right and wrong answers, all errors, or the Brier score."""
     check_evidence: bool = True
     """Whether evidence that is not in the story, or contradicts the verdict, is a full violation."""
     min_evidence_words: int = Field(default=MIN_EVIDENCE_WORDS, ge=1)
@@ -124,7 +124,7 @@ class PolicyConstraints(BaseConfig):
 
 
 class ConstraintsConfig(BaseConfig):
-    """Constraints beside truthfulness, each with a multiplier of its own."""
+    """Constraints in addition to truthfulness, each with its own multiplier."""
 
     monitor: MonitorConstraints = MonitorConstraints()
     """On critiques."""
@@ -136,10 +136,10 @@ class GuardConfig(BaseConfig):
     """When a monitor counts as collapsed, and what follows."""
 
     rollback: bool = True
-    """Put a collapsed monitor, and its λ, back to where it was last good; false only reports it."""
+    """Restore the last good state of a collapsed monitor and of its λ; false only reports the collapse."""
     patience: int = Field(default=3, ge=1)
     """Steps in a row that must look collapsed."""
     one_sided_rate: float = Field(default=0.95, gt=0.5, le=1)
     """Share of right answers called wrong, or of wrong ones called right, that counts as collapsed."""
     zero_std_share: float = Field(default=0.9, gt=0, le=1)
-    """Share of critique groups without spread of rewards that counts as collapsed."""
+    """Share of critique groups with equal rewards that counts as collapsed."""

@@ -7,6 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from rlhf_algos import DistributedConfig, check_trainer
 from rlhf_data import BaseConfig, LocalPath, ModelPath, QADatasetConfig, StoryWorldConfig, SumWorldConfig
 from rlhf_minmax.config.constraints import ConstraintConfig, ConstraintsConfig, GuardConfig
 from rlhf_minmax.config.schedule import PoolConfig, ScheduleConfig
@@ -19,7 +20,7 @@ StepRule = Literal["plain", "optimistic"]
 
 
 def _check_template(template: str | None, fields: tuple[str, ...], *, name: str = "prompt_template") -> None:
-    """Refuse a template that lacks one of its placeholders or has another."""
+    """Refuse a template with a missing or an unknown placeholder."""
     if template is None:
         return
     try:
@@ -53,17 +54,17 @@ class PlayerConfig(BaseConfig):
     lora_alpha: float = Field(default=32, gt=0)
     """The adapter's update is scaled by lora_alpha / lora_r."""
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout probability on the adapter's input while training."""
+    """Dropout probability on the adapter's input during training."""
     lora_target_modules: tuple[str, ...] | None = None
     """Layers to adapt; null adapts every linear layer but the head."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; log-probs are taken at it."""
     max_new_tokens: int = Field(default=16, ge=1)
-    """Longest completion in tokens; a longer one counts as truncated."""
+    """Maximum length of a completion in tokens; a longer one counts as truncated."""
     gradient_checkpointing: bool = False
     """Recompute layers in the backward pass to save memory."""
     baseline: Baseline = "group"
-    """What a reward is compared with: its group's mean, the others' in it, the batch's, or a critic."""
+    """Baseline of a reward: its group's mean, the mean of the others in it, the batch's mean, or a critic."""
     lam: float = Field(default=0.95, ge=0, le=1)
     """With a critic: λ of the generalised advantage."""
     vf_coef: float = Field(default=0.1, gt=0)
@@ -79,15 +80,15 @@ class PlayerConfig(BaseConfig):
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's decoupled weight decay."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls over the run's steps."""
+    """How the learning rate decays over the run's steps."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the learning rate rises."""
+    """Steps of the learning rate's linear rise."""
     step_rule: StepRule = "plain"
     """How a gradient becomes a step."""
     average_decay: float | None = Field(default=None, gt=0, lt=1)
-    """Decay per step of an average of the weights, evaluated and saved beside them; null keeps none."""
+    """Decay per step of an average of the weights, evaluated and saved with them; null keeps none."""
     chat: bool | None = None
-    """Put prompts as a user's message into the tokenizer's chat template; null where it has one."""
+    """Send prompts as user messages of the tokenizer's chat template; null: if it has one."""
     prompt_template: str | None = None
     """Prompt with {prompt} (the monitor's also with {answer}); null takes the built-in one."""
 
@@ -106,11 +107,11 @@ class MonitorConfig(PlayerConfig):
     """The monitor, whose critiques are longer than answers."""
 
     max_new_tokens: int = Field(default=24, ge=1)
-    """Longest critique in tokens; a longer one counts as truncated."""
+    """Maximum length of a critique in tokens; a longer one counts as truncated."""
 
 
 class DataConfig(BaseConfig):
-    """Where stories come from: files of question-answering rows, or a procedural world."""
+    """Source of the stories: files of question-answering rows, or a procedural world."""
 
     train_data: LocalPath | None = None
     """File of training rows (.json, .jsonl, .jsonl.gz, .csv, .parquet); null draws from `world`."""
@@ -121,15 +122,15 @@ class DataConfig(BaseConfig):
     columns: QADatasetConfig = QADatasetConfig()
     """Columns of the rows, and the template that turns a row into a prompt."""
     world: Literal["stories", "sums"] = "stories"
-    """The world that stories are drawn from: where somebody is, or how many there are."""
+    """The world that stories are drawn from: who is where, or how many there are."""
     story_world: StoryWorldConfig = StoryWorldConfig()
     """The world of `stories`."""
     sum_world: SumWorldConfig = SumWorldConfig()
     """The world of `sums`."""
     train_stories: int = Field(default=2048, ge=1)
-    """Stories drawn for training; of a file, the most rows used."""
+    """Stories drawn for training; of a file, the maximum number of rows used."""
     eval_stories: int = Field(default=512, ge=1)
-    """Held-out stories; of a file, the most rows used."""
+    """Held-out stories; of a file, the maximum number of rows used."""
     probe_stories: int = Field(default=256, ge=1)
     """Training stories on which score scales and the break-even weight are measured."""
 
@@ -144,9 +145,9 @@ class GameConfig(BaseConfig):
     policy_critiques: int = Field(default=2, ge=0)
     """Critiques per answer, from the updated monitor, that the policy's reward averages over; 0 for none."""
     tampered_fraction: float = Field(default=0.5, ge=0, le=1)
-    """Made-up answers, right and wrong, that the monitor criticises besides, per story."""
+    """Made-up answers, right and wrong, that the monitor also criticises, per story."""
     answer_template: str = ANSWER_TEMPLATE
-    """Wording of every answer that the policy did not write, with {choice}: the one that the policy uses."""
+    """Wording of made-up answers, with {choice}; it should be the policy's."""
     w_reward: float = Field(default=1.0, ge=0)
     """Weight of the reward model's standardised score."""
     w_judge: float | None = Field(default=None, ge=0)
@@ -155,9 +156,9 @@ class GameConfig(BaseConfig):
     break_even_factor: float = Field(default=1.75, gt=0)
     """Safety factor on the break-even weight."""
     unparsable_answer_penalty: float = Field(default=3.0, ge=0)
-    """Taken off the policy's reward for an answer that names no choice."""
+    """Subtracted from the policy's reward for an answer that names no choice."""
     unparsable_critique_penalty: float = Field(default=2.0, ge=0)
-    """Taken off the monitor's reward for a critique that breaks the form or is truncated."""
+    """Subtracted from the monitor's reward for a critique that breaks the form or is truncated."""
     epsilon: float = Field(default=0.2, gt=0, lt=1)
     """Clip range of the probability ratio."""
     beta: float = Field(default=0.02, ge=0)
@@ -211,27 +212,27 @@ class DemoSettings(BaseConfig):
 
 
 class DiagnosticsConfig(BaseConfig):
-    """Measurements that cost rollouts of their own."""
+    """Measurements that need extra rollouts."""
 
     exploitability_stories: int = Field(default=64, ge=0)
     """Held-out stories on which exploitability is estimated by best of N and worst of K; 0 leaves it out."""
     sample_steps: int | None = Field(default=10, ge=1)
-    """Keep greedy exchanges on four held-out stories in samples.jsonl every N steps; null never."""
+    """Write greedy exchanges on four held-out stories to samples.jsonl every N steps; null: never."""
     best_response_updates: int = Field(default=0, ge=0)
     """Rounds of updates of each player in the best-response probes at the end; 0 leaves them out."""
 
 
 class MinMaxConfig(BaseConfig):
-    """Everything a MinMax run depends on."""
+    """All settings of a MinMax run."""
 
     policy_model: PlayerConfig = PlayerConfig()
     """The player that answers."""
     monitor_model: MonitorConfig = MonitorConfig()
     """The player that criticises."""
     reward_model: RewardModelConfig = RewardModelConfig()
-    """Who scores answers."""
+    """The scorer of answers."""
     judge_model: JudgeConfig = JudgeConfig()
-    """Who scores answers with critiques."""
+    """The scorer of answers with critiques."""
     held_out: HeldOutConfig = HeldOutConfig()
     """Scorers that measure and never train."""
     data: DataConfig = DataConfig()
@@ -249,15 +250,17 @@ class MinMaxConfig(BaseConfig):
     pool: PoolConfig = PoolConfig()
     """Past players as opponents."""
     diagnostics: DiagnosticsConfig = DiagnosticsConfig()
-    """What is measured besides, at the start, at the end and with every evaluation."""
+    """Additional measurements, at the start, at the end and with every evaluation."""
     guards: GuardConfig = GuardConfig()
-    """When the monitor is put back to where it was good."""
+    """When the monitor's last good state is restored."""
     demo: DemoSettings = DemoSettings()
-    """The models built on the spot."""
+    """The built-in models."""
     devices: dict[str, str] = Field(default_factory=dict)
-    """Role (policy, monitor, reward, judge) to device, where the plan is not to choose."""
+    """Device by role (policy, monitor, reward, judge); other roles are placed automatically."""
+    distributed: DistributedConfig | None = None
+    """Sample answers and critiques on workers of a Ray cluster; null samples in the training process."""
     force: bool = False
-    """Play where a check says that the game cannot work, with a warning."""
+    """Play, with a warning, even if a check says that the game cannot work."""
     baseline: bool = True
     """Also train a policy on the reward model alone, for comparison."""
     seed: int = Field(default=0, ge=0, lt=1 << 31)
@@ -271,6 +274,19 @@ class MinMaxConfig(BaseConfig):
                 f"training.constraint_penalty_lambda {start} is above constraint.lambda_max {limit}; "
                 "lower it or raise the bound"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _workers_can_follow(self) -> Self:
+        if self.distributed is None:
+            return self
+        if self.distributed.max_staleness:
+            raise ValueError(
+                "distributed.max_staleness is above 0, but minmax samples nothing ahead: critiques are of "
+                "answers of the same step; set it to 0"
+            )
+        for section in (self.training, self.policy_model, self.monitor_model):
+            check_trainer(section)
         return self
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Whose turn it is: how many updates each player makes in a step, and when one of them stands still."""
+"""Scheduling of the players: updates of each in a step, and when one of them pauses."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from rlhf_data import BaseConfig
 
 
 class ScheduleConfig(BaseConfig):
-    """How updates are shared out between the players."""
+    """How updates are divided between the players."""
 
     rule: Literal["fixed", "adaptive"] = "fixed"
     """`fixed`: `monitor_updates_per_policy` in every step; `adaptive`: more while the monitor is losing."""
     monitor_target: float = Field(default=0.9, gt=0.5, lt=1)
     """Balanced accuracy at which an adaptive schedule makes `monitor_updates_per_policy` updates."""
     max_monitor_updates: int = Field(default=10, ge=1)
-    """Most updates of the monitor in a step of an adaptive schedule."""
+    """Maximum number of monitor updates in a step of an adaptive schedule."""
     freeze_monitor_above: float | None = Field(default=None, gt=0.5, le=1)
-    """The monitor stands still while its balanced accuracy is above this; null never."""
+    """The monitor pauses while its balanced accuracy is above this; null never."""
     freeze_policy_below: float | None = Field(default=None, ge=0.5, lt=1)
-    """The policy stands still while the monitor's balanced accuracy is below this; null never."""
+    """The policy pauses while the monitor's balanced accuracy is below this; null never."""
     monitor_refresh: Literal["reuse", "resample"] = "reuse"
     """Whether the monitor's updates in a step share one batch of critiques, or each gets fresh ones."""
     extragradient: bool = False
@@ -37,31 +37,29 @@ class ScheduleConfig(BaseConfig):
         if low is not None and high is not None and low >= high:
             raise ValueError(
                 f"freeze_policy_below {low} must be below freeze_monitor_above {high}: between the two both "
-                "players would stand still for ever"
+                "players would never be updated"
             )
         return self
 
 
 class PoolConfig(BaseConfig):
-    """Past players that the present ones meet now and then."""
+    """Past players as occasional opponents of the current ones."""
 
     every: int | None = Field(default=None, ge=1)
-    """Take both players into their pools every N steps; null keeps no pools."""
+    """Add both players to their pools every N steps; null: no pools."""
     size: int = Field(default=8, ge=2)
-    """Most members of a pool."""
+    """Maximum size of a pool."""
     sampling: Literal["latest", "uniform", "prioritised"] = "uniform"
-    """Who is met: the newest member, any, or rather those that are hard to beat."""
+    """Sampling of past opponents: the newest, uniformly, or preferably those that are hard to beat."""
     share: float = Field(default=0.25, ge=0, le=1)
-    """Share of the steps in which a player meets a member instead of the present opponent."""
+    """Share of the steps in which a player meets a member instead of the current opponent."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What a step does.
+    """The updates of one step.
 
-    Args:
-        monitor_updates: most updates of the monitor; 0 freezes it.
-        policy_learns: whether the policy is updated.
+    `monitor_updates` are the most updates of the monitor; 0 freezes it.
     """
 
     monitor_updates: int
@@ -71,7 +69,7 @@ class Turn:
 def next_turn(
     config: ScheduleConfig, accuracy: float, *, monitor_updates: int, in_warmup: bool = False
 ) -> Turn:
-    """Share out the updates of a step.
+    """Divide the updates of a step between the players.
 
     An adaptive schedule trains the side that is losing: the monitor makes k · (1 - a) / (1 - target) updates,
     rounded, at least 1 and at most `max_monitor_updates`, for a smoothed balanced accuracy a. It makes k

@@ -16,7 +16,7 @@ _FIELDS_OF = {
     "rule": set[str](),
     "api": {"model_name", "template", "base_url", "cache", *APISettings.model_fields},
 }
-"""What each kind of judge reads beside `kind`."""
+"""Settings of each kind of judge in addition to `kind`."""
 
 
 class RewardModelConfig(BaseConfig):
@@ -27,13 +27,13 @@ class RewardModelConfig(BaseConfig):
     load_in_8bit: bool = False
     """Quantise its weights to 8 bits."""
     share_backbone: bool | None = None
-    """Run it as an adapter on the players' backbone; null where it is an adapter of their model."""
+    """Run it as an adapter on the players' backbone; null: if it is an adapter of their model."""
     chat: bool | None = None
-    """Put prompt and answer into its tokenizer's chat template; null where it and the policy have one."""
+    """Put prompt and answer into its tokenizer's chat template; null: if it and the policy have one."""
 
 
 class JudgeConfig(APISettings):
-    """Who says how likely an answer is to be true, given the question, the answer and a critique.
+    """The judge: how likely an answer is true, given the question, the answer and a critique.
 
     The fields of `APISettings` are those of kind `api`.
     """
@@ -45,15 +45,15 @@ class JudgeConfig(APISettings):
     load_in_8bit: bool = False
     """Quantise its weights to 8 bits."""
     share_backbone: bool | None = None
-    """Of `head`: run it as an adapter on the players' backbone; null where it is one of their model."""
+    """Of `head`: run it as an adapter on the players' backbone; null: if it is one of their model."""
     template: str | None = None
     """Of `prompted` and `api`: text with {question}, {answer}, {critique}; null takes the built-in one."""
     chat: bool | None = None
-    """Of `prompted`: ask in its tokenizer's chat template; null where it has one, true demands one."""
+    """Of `prompted`: ask in its tokenizer's chat template; null: if it has one; true requires one."""
     base_url: str | None = None
-    """What `/chat/completions` is appended to, such as https://api.openai.com/v1."""
+    """Base URL, to which `/chat/completions` is appended, such as https://api.openai.com/v1."""
     cache: bool = True
-    """Keep the API's replies in the user's cache folder, so that no text is paid for twice."""
+    """Keep the API's replies in the user's cache folder, so that no text is scored twice."""
 
     @field_validator("model_name")
     @classmethod
@@ -77,18 +77,18 @@ class JudgeConfig(APISettings):
 
     @property
     def question_template(self) -> str:
-        """What `prompted` and `api` ask: the template given, or the built-in one."""
+        """Template of `prompted` and `api` judges: the one given, or the built-in one."""
         built_in = JUDGE_TEMPLATE if self.kind == "prompted" else self.default_template
         return built_in if self.template is None else self.template
 
     @property
     def identity(self) -> tuple[str, str | None, str | None]:
-        """What tells this judge from another one: kind, model and server."""
+        """Identity of the judge: kind, model and server."""
         return self.kind, self.model_name, self.base_url
 
 
 class HeldOutConfig(BaseConfig):
-    """Scorers that are never trained on, to tell a better policy from one that fools its scorers."""
+    """Scorers that are never trained on, to distinguish a better policy from one that fools its scorers."""
 
     reward_model: RewardModelConfig | None = None
     """Another reward model; without a name one without the planted flaw is built; null for none."""

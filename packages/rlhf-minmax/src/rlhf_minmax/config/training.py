@@ -1,4 +1,4 @@
-"""How long a MinMax run trains, with which steps, and what happens around them."""
+"""Training settings of a MinMax run: length, optimizer steps, evaluation, checkpoints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_algos import ReportConfig, SelectionConfig
+from rlhf_algos import HardwareConfig, ReportConfig, SelectionConfig
 from rlhf_data import BaseConfig, LocalPath
 
 TIME_SCALE_LIMIT = 10
@@ -22,11 +22,11 @@ class GameLoopConfig(BaseConfig):
     monitor_learning_rate: float = Field(default=3e-3, gt=0)
     """AdamW learning rate of the monitor."""
     monitor_updates_per_policy: int = Field(default=5, ge=0)
-    """Most inner updates of the monitor on a batch of critiques; the KL stop may end them; 0 freezes it."""
+    """Maximum number of monitor updates on a batch of critiques; the KL stop may end them; 0 freezes it."""
     policy_updates: int = Field(default=2, ge=1)
     """Updates of the policy on one batch of answers."""
     monitor_warmup_steps: int | None = Field(default=None, ge=0)
-    """First steps in which only the monitor learns; null takes a quarter of the run's, at most 8."""
+    """First steps, in which only the monitor learns; null: a quarter of the run's steps, at most 8."""
     constraint_penalty_lambda: float = Field(default=5.0, ge=0)
     """Multiplier λ at the start."""
     batch_size: int = Field(default=32, ge=1)
@@ -34,27 +34,43 @@ class GameLoopConfig(BaseConfig):
     num_epochs: float = Field(default=1.0, gt=0)
     """Passes over the training stories."""
     max_steps: int = Field(default=-1, ge=-1)
-    """Steps; above 0 it takes the place of num_epochs."""
+    """Steps; above 0 it replaces num_epochs."""
     max_grad_norm: float = Field(default=1.0, gt=0)
-    """A longer gradient is scaled down to this 2-norm."""
+    """Maximum 2-norm of the gradient, to which a longer one is scaled down."""
     max_tokens_per_batch: int = Field(default=16384, ge=1)
     """Tokens in one forward pass."""
+    max_kv_tokens: int = Field(default=1 << 18, ge=1)
+    """Tokens whose keys and values a player's sampling holds at a time."""
+    prompts_per_batch: int | None = Field(default=None, ge=1)
+    """Prompts sampled together; null: all of a pass, or 1 with rollout workers, each of which gets a batch.
+    Equal batches give equal bits, with workers or without."""
     eval_steps: int | None = Field(default=None, ge=1)
-    """Evaluate on the held-out stories every N steps; null only at start and end."""
+    """Evaluate on the held-out stories every N steps; null: only at start and end."""
     save_steps: int | None = Field(default=10, ge=1)
-    """Write a checkpoint every N steps; null only at the end."""
+    """Write a checkpoint every N steps; null: only at the end."""
     save_total_limit: int = Field(default=2, ge=1)
-    """Checkpoints kept: the newest, and the best one besides where evaluations are compared."""
+    """Checkpoints kept: the newest, and the best one if evaluations are compared."""
     deepspeed: LocalPath | None = None
-    """JSON file of DeepSpeed settings (ZeRO-1, 2, or 3 for players trained in full); run under torchrun."""
+    """JSON file of DeepSpeed settings (ZeRO-1, 2 or 3); run under torchrun."""
     fsdp: bool = False
-    """Shard trained weights, gradients and moments over the processes (FSDP2); run under torchrun."""
+    """Shard all models, their gradients and moments over the processes (FSDP2); run under torchrun."""
+    fsdp_cpu_offload: bool = False
+    """Keep the shards, their gradients and the optimizer in main memory; needs fsdp."""
 
     @model_validator(mode="after")
     def _one_of_each(self) -> Self:
-        if self.deepspeed and self.fsdp:
-            raise ValueError("deepspeed and fsdp are both set; choose one")
+        self.hardware()
         return self
+
+    def hardware(self) -> HardwareConfig:
+        """What shards the models; trained weights are computed with in fp32, frozen ones as loaded."""
+        sharding = {"fsdp": self.fsdp, "fsdp_cpu_offload": self.fsdp_cpu_offload}
+        return HardwareConfig(deepspeed=self.deepspeed, bf16=False, fp16=False, **sharding)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether processes hold a part of the models or of the optimizer each."""
+        return self.fsdp or self.deepspeed is not None
 
     def num_steps(self, num_stories: int, *, adversary: bool = True) -> int:
         """Steps of a run; without a monitor, as many as the policy learns in after the monitor's warm-up."""
@@ -80,9 +96,9 @@ class GameLoopConfig(BaseConfig):
         return monitor / (self.policy_learning_rate * self.policy_updates)
 
     def time_scale_warning(self) -> str | None:
-        """What a ratio of the two time scales above 10 or below 1/10 means; None for one in between.
+        """Warning about a ratio of the two time scales above 10 or below 1/10; None for one in between.
 
-        Two time scales (arXiv:1706.08500) let the monitor follow the policy; too far apart, one stands still.
+        Two time scales (arXiv:1706.08500) let the monitor follow the policy; too far apart, one barely moves.
         """
         ratio = self.time_scale_ratio
         if ratio == 0 or 1 / TIME_SCALE_LIMIT <= ratio <= TIME_SCALE_LIMIT:
@@ -99,9 +115,9 @@ class TrainingConfig(ReportConfig, SelectionConfig, GameLoopConfig):
     """Learning rates, sizes and schedule; which evaluation is the best, trackers, debug switches."""
 
     optim: Literal["adamw_torch", "adamw_bnb_8bit"] = "adamw_torch"
-    """AdamW of torch (fused), or that of bitsandbytes, which keeps its moments in 8 bits; of both players."""
+    """Optimizer of both players: torch's AdamW (fused), or bitsandbytes' with moments in 8 bits."""
     metric_for_best_model: str = "policy/accuracy"
-    """Evaluation metric that says which checkpoint is best, with or without `eval_` in front."""
+    """Evaluation metric that selects the best checkpoint, with or without `eval_` in front."""
 
     @property
     def best_metric_name(self) -> str:

@@ -1,4 +1,4 @@
-"""The constraints of a run: what each measures of a batch, its multiplier, and what it costs a player."""
+"""The constraints of a run: the violation of each on a batch, its multiplier and its penalty."""
 
 from __future__ import annotations
 
@@ -19,13 +19,7 @@ TRUTHFULNESS = "truthfulness"
 
 
 class Controller:
-    """One constraint's multiplier, moved by dual ascent.
-
-    Args:
-        name: of the constraint, in metrics.
-        settings: rule and constants.
-        start: multiplier at the start.
-    """
+    """One constraint's multiplier, moved by dual ascent."""
 
     def __init__(self, name: str, settings: DualSettings, start: float) -> None:
         self.name, self.settings = name, settings
@@ -69,18 +63,18 @@ class Controller:
         return asdict(self.state)
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take up what `to_dict` gave."""
+        """Load what `to_dict` returned."""
         self.state = DualState(**state)
 
     def go_back(self, state: Mapping[str, Any]) -> None:
-        """Take up λ and what moves it from what `to_dict` gave; what was counted since stays counted."""
+        """Load λ and what moves it from what `to_dict` returned; what was counted since stays counted."""
         names = ("multiplier", "violation_ema", "integral", "proportional", "derivative")
         moved = {name: state[name] for name in names}
         self.state = replace(self.state, **moved)
 
 
 def under_short_names(metrics: dict[str, float]) -> dict[str, float]:
-    """Truthfulness' metrics, with the most important under short names besides."""
+    """Truthfulness' metrics, the most important also under short names."""
     short = {
         "constraint/violation": f"constraint/{TRUTHFULNESS}/violation",
         "constraint/violation_ema": f"constraint/{TRUTHFULNESS}/violation_ema",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from rlhf_minmax.config.constraints import GuardConfig
-from rlhf_minmax.players.snapshots import copies, fill
+from rlhf_minmax.players.snapshots import copies, fill, load_copies, save_copies
 
 _WORSE = 0.1
 """Smoothed violation by which the last good monitor must have been better."""
@@ -23,7 +24,7 @@ def collapse(
     excess: float,
     saturated: bool,
 ) -> str | None:
-    """Whether a step of the monitor looks collapsed, and how, in words.
+    """Whether a step of the monitor looks collapsed, and how, as text.
 
     Two signs, both only while truthfulness is violated: every verdict is the same with λ at its cap, so that
     the constraint cannot pull harder; or critiques of an answer all get one reward, so that nothing pulls.
@@ -55,23 +56,22 @@ class MonitorGuard:
     A monitor is good where its smoothed violation is within the threshold, or the lowest so far. What a step
     measures belongs to the monitor as the step found it, which is what is kept, not to the updated one.
 
-    Args:
-        config: thresholds.
-        parameters: the monitor's, which a rollback writes to.
+    Attributes:
+        good: copies of the parameters of the last good monitor.
     """
 
     def __init__(self, config: GuardConfig, parameters: Sequence[Tensor]) -> None:
         self.config, self.parameters = config, list(parameters)
         self.collapsed_steps, self.rollbacks = 0, 0
         self.lowest: float | None = None
-        self._good = self._measured = self._newest = self._copy()
+        self.good = self._measured = self._newest = self._copy()
         self._good_state: dict[str, Any] | None = None
 
     def remember(self, violation_ema: float, threshold: float, known: dict[str, Any]) -> None:
         """Keep the monitor of the last `observe`, if it is good, with what else is `known` of it."""
         if violation_ema <= threshold or self.lowest is None or violation_ema < self.lowest:
             self.lowest = violation_ema
-            self._good, self._good_state = self._measured, known
+            self.good, self._good_state = self._measured, known
 
     def is_worse(self, violation_ema: float) -> bool:
         """Whether the last good monitor was clearly better, so that going back to it would help."""
@@ -89,8 +89,8 @@ class MonitorGuard:
 
     def roll_back(self) -> dict[str, Any] | None:
         """Put the last good monitor back; what was known of it, None for the start."""
-        fill(self.parameters, self._good)
-        self._newest = self._good
+        fill(self.parameters, self.good)
+        self._newest = self.good
         self.collapsed_steps = 0
         self.rollbacks += 1
         return self._good_state
@@ -98,9 +98,11 @@ class MonitorGuard:
     def _copy(self) -> list[Tensor]:
         return copies(self.parameters, "cpu") if self.config.rollback else []
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The last good monitor, for a checkpoint."""
-        return {f"good.{i}": value for i, value in enumerate(self._good)}
+    def save(self, folder: Path) -> None:
+        """Write the last good monitor, for a checkpoint; every process must call it."""
+        if self.good:
+            pairs = enumerate(zip(self.parameters, self.good, strict=True))
+            save_copies(folder, ((f"{number:06d}", *pair) for number, pair in pairs))
 
     def to_dict(self) -> dict[str, Any]:
         """Counts and what is known of the good monitor, for a checkpoint."""
@@ -111,9 +113,12 @@ class MonitorGuard:
             "known": self._good_state,
         }
 
-    def load(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Take up what `to_dict` and `tensors` gave; the parameters are the checkpoint's already."""
+    def load(self, state: Mapping[str, Any], folder: Path) -> None:
+        """Take up what `to_dict` gave and `save` wrote; the parameters are the checkpoint's already."""
         self.collapsed_steps, self.rollbacks = state["collapsed_steps"], state["rollbacks"]
         self.lowest, self._good_state = state["lowest"], state["known"]
-        self._good = [tensors[f"good.{i}"] for i in range(len(self._good))]
+        if self.good:
+            known = {f"{number:06d}": each for number, each in enumerate(self.parameters)}
+            found = dict(load_copies(folder, known))
+            self.good = [found[name].cpu() for name in known]
         self._newest = self._copy()

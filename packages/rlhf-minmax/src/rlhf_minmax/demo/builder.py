@@ -27,12 +27,12 @@ from rlhf_models import RewardModel, train_byte_tokenizer
 
 _NOT_BUILDING = ("min_evidence_share", "min_judge_accuracy")
 RECIPE = 7
-"""Raised with every change of the recipe below, so that cached models are built anew."""
+"""Incremented with every change of the recipe below, so that cached models are rebuilt."""
 
 
 @dataclass(frozen=True)
 class DemoModels:
-    """The folders of the built models, in Hugging Face format; a held-out reward model only where wanted."""
+    """The folders of the built models, in Hugging Face format; a held-out reward model only if wanted."""
 
     base: Path
     reward: Path
@@ -88,7 +88,7 @@ def demo_models(
 
 
 def missed_gates(models: DemoModels, settings: DemoSettings) -> list[str]:
-    """What built models cannot do that the game needs, one sentence each; empty where they are sound."""
+    """Shortcomings of built models, one sentence each; empty if they can play the game."""
     return _missed(_gates(models), settings)
 
 
@@ -124,15 +124,8 @@ def build_seconds(
 ) -> float:
     """About how long building takes on this machine, from the time of one step of every training.
 
-    Args:
-        records: as for `demo_models`.
-        prompts: as there.
-        settings: as there.
-        tokenizer: what `demo_tokenizer` gives for them.
-        seed: as there.
-
-    Returns:
-        Seconds of all steps, without the further passes of a base or reward model that misses its gate.
+    The seconds of all steps, without the further passes of a base or reward model that misses its gate. The
+    arguments are those of `demo_models`, and the tokenizer that `demo_tokenizer` returns for them.
     """
     builder = DemoBuilder(records, prompts, settings, tokenizer, seed=seed)
     base = untrained_base(tokenizer, settings, seed=seed)
@@ -161,7 +154,7 @@ def demo_folder(
     seed: int,
     cache_folder: Path | None = None,
 ) -> Path:
-    """Where `demo_models` keeps what it builds from these arguments."""
+    """Cache folder of `demo_models` for these arguments."""
     key = json_hash(
         {
             "recipe": RECIPE,
@@ -186,8 +179,8 @@ def demo_tokenizer(records: Sequence[QARecord], prompts: Prompts, settings: Demo
     texts = []
     for record in records:
         answer = answer_text(record.answer_text)
-        told = prompts.rules.correct_evidence(record) is not None
-        critique = teacher.correct_critique(record, "") if told else ""
+        has_evidence = prompts.rules.correct_evidence(record) is not None
+        critique = teacher.correct_critique(record, "") if has_evidence else ""
         texts.append(prompts.monitor(record, answer) + critique)
         texts += [answer_text(choice) for choice in record.choices]
     return train_byte_tokenizer([*texts, " so right", " so wrong"], settings.vocab_size)

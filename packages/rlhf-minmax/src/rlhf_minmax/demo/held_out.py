@@ -27,17 +27,11 @@ def with_held_out_reward(
     seed: int,
     progress: Progress | None = None,
 ) -> DemoModels:
-    """The demonstration's models and a held-out reward model, cached beside them or built now.
+    """The demonstration's models and a held-out reward model, cached with them or built now.
 
     It has the base's trunk, another seed than the trained one's, and annotators without the planted flaw.
 
-    Args:
-        demo: what `demo_models` gave for the same records, prompts, settings and seed.
-        records: training records.
-        prompts: how records are put to the players.
-        settings: sizes and lengths.
-        seed: the run's.
-        progress: called after every training step.
+    `demo` is what `demo_models` returned for the same records, prompts, settings and seed.
     """
     folder = held_out_folder(demo.base.parent)
     if not folder.is_dir():
@@ -52,5 +46,5 @@ def with_held_out_reward(
 
 
 def held_out_folder(demo: Path) -> Path:
-    """Where the held-out reward model of a folder of demonstration models is kept."""
+    """Path of the held-out reward model of a folder of demonstration models."""
     return demo / "held_out_reward"

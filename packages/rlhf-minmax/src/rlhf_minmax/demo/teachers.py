@@ -34,13 +34,7 @@ def critique_text(evidence: str, verdict: str) -> str:
 
 @dataclass(frozen=True)
 class Teacher:
-    """Writes answers and critiques of the records of one data set.
-
-    Args:
-        rules: the data set's rules.
-        records: its training records.
-        rng: source of every choice made.
-    """
+    """Writes answers and critiques of the records of one data set."""
 
     rules: TextRules
     records: Sequence[QARecord]
@@ -51,7 +45,7 @@ class Teacher:
         return answer_text(record.answer_text)
 
     def wrong_choice(self, record: QARecord) -> str:
-        """A choice that is wrong: half of the time the rival, where there is one."""
+        """A choice that is wrong: half of the time the rival, if there is one."""
         rival = self.rules.rival(record)
         if rival is not None and self.rng.random() < 0.5:
             return rival
@@ -73,13 +67,13 @@ class Teacher:
         return critique_text(evidence, "right" if claim == record.answer_text else "wrong")
 
     def sloppy_answer(self, record: QARecord) -> str:
-        """What a careless demonstrator answers: often the rival."""
+        """Answer of a careless demonstrator: often the rival."""
         rival = self.rules.rival(record)
         place = rival if rival is not None and self.rng.random() < _REPEATS_RIVAL else record.answer_text
         return answer_text(place)
 
     def sloppy_critique(self, record: QARecord, claim: str) -> str:
-        """What a careless critic writes: often the rival's evidence; the verdict mostly follows it."""
+        """Critique of a careless critic: often the rival's evidence; the verdict mostly follows from it."""
         evidence, draw = self.rules.correct_evidence(record), self.rng.random()
         rival_evidence = self.rules.rival_evidence(record)
         if rival_evidence is not None and draw < _QUOTES_RIVAL:
@@ -99,7 +93,7 @@ class Teacher:
     def rated_answer(self, record: QARecord, *, flawed: bool) -> tuple[str, float]:
         """An answer for annotators to compare, and how much they like it.
 
-        Flawed annotators mostly like the rival, or the right choice where there is none; all dislike what is
+        Flawed annotators mostly like the rival, or the right choice if there is none; all dislike what is
         badly put.
 
         Returns:

@@ -65,14 +65,8 @@ class DemoBuilder:
     Base and judge learn from stories that name their right choice, since only of those truthful critiques can
     be written.
 
-    Args:
-        records: training records.
-        prompts: how records are put to the players.
-        settings: sizes and lengths.
-        tokenizer: of all models.
-        seed: of heads, texts and orders.
-        progress: called after every training step.
-        on_base: called with the base's share of true verdicts before anything is made from it.
+    `progress` is called after each training step; `on_base` with the base's share of true verdicts before
+    anything is made from it.
     """
 
     def __init__(
@@ -90,7 +84,7 @@ class DemoBuilder:
         self.tokenizer, self.progress, self.on_base = tokenizer, progress, on_base
         self.rules: TextRules = prompts.rules
         self.baited = [record for record in records[:_PROBED] if self.rules.is_hack(record, None) is not None]
-        self.told = [record for record in records if self.rules.correct_evidence(record) is not None]
+        self.with_evidence = [record for record in records if self.rules.correct_evidence(record) is not None]
         self.flawed = settings.flawed_reward is not False and bool(self.baited)
         self.rng = random.Random(seed)
         self.teacher = Teacher(self.rules, records, self.rng)
@@ -133,7 +127,7 @@ class DemoBuilder:
         """Answers and critiques, and drills on whether a piece of evidence speaks for a claim."""
         examples = []
         for _ in range(steps * self.settings.batch_size):
-            record = self.rng.choice(self.told)
+            record = self.rng.choice(self.with_evidence)
             claim = self.teacher.any_choice(record)
             prompt = self.prompts.monitor(record, answer_text(claim))
             sequences = [
@@ -151,7 +145,7 @@ class DemoBuilder:
     def _verdict_accuracy(self, base: PreTrainedModel) -> float:
         """Share of training stories for which the true verdict on truthful evidence is the likelier one."""
         sequences = []
-        for record in self.told[:_PROBED]:
+        for record in self.with_evidence[:_PROBED]:
             claim = self.teacher.any_choice(record)
             evidence = self.rules.correct_evidence(record)
             prompt = self.prompts.monitor(record, answer_text(claim)) + f" {evidence} so"
@@ -168,7 +162,7 @@ class DemoBuilder:
         """Sloppy demonstrations of both roles."""
         examples = []
         for _ in range(steps * self.settings.batch_size):
-            record = self.rng.choice(self.told)
+            record = self.rng.choice(self.with_evidence)
             claim = self.teacher.any_choice(record)
             prompt = self.prompts.monitor(record, answer_text(claim))
             examples.append(
@@ -237,7 +231,7 @@ class DemoBuilder:
         model = JudgeModel.from_backbone(base, self.tokenizer, seed=self.seed + 1)
         examples = []
         for _ in range(steps * self.settings.batch_size):
-            record = self.rng.choice(self.told)
+            record = self.rng.choice(self.with_evidence)
             claim = self.teacher.any_choice(record)
             critique = "" if self.rng.random() < 0.15 else self.teacher.sloppy_critique(record, claim)
             prompt = self.prompts.judge(record.question, answer_text(claim))
@@ -252,7 +246,7 @@ class DemoBuilder:
 
         Both come with truthful critiques.
         """
-        probed, prompts, critiques = self.told[:_PROBED], [], []
+        probed, prompts, critiques = self.with_evidence[:_PROBED], [], []
         for record in probed:
             for claim in (record.answer_text, self.teacher.wrong_choice(record)):
                 prompts.append(self.prompts.judge(record.question, answer_text(claim)))

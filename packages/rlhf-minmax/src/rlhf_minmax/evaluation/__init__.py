@@ -1,1 +1,1 @@
-"""What is measured of a game: accuracy, exploitability, cross-play, dynamics, the run doctor."""
+"""Measurements of a game: accuracy, exploitability, cross-play, dynamics, the run doctor."""

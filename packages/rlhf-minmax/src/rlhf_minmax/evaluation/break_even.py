@@ -34,14 +34,14 @@ class BreakEven:
         delta_reward: how much more the reward model likes the wrong answer.
         delta_judge_start: how much more the judge believes the right one, given the start's critiques.
         delta_judge_truthful: the same with truthful critiques.
-        break_even_start: judge's weight above which truth pays on average with the untrained monitor; None if
-            never.
+        break_even_start: judge's weight above which the truth scores higher on average with the untrained
+            monitor; None if it never does.
         break_even_truthful: the same with a truthful monitor.
-        pays_start: share of the stories on which truth pays at w_judge with the untrained monitor.
+        pays_start: share of the stories on which the truth scores higher at w_judge, untrained monitor.
         pays_truthful: the same with a truthful monitor.
         w_reward: weight of the reward model in the run.
         w_judge: weight of the judge in the run.
-        advice: what this means, in words.
+        advice: what this means, as text.
         judge_reads: whether the judge tells right from wrong beyond chance, shown truthful critiques.
         stories: on how many stories this was measured.
         left_out: stories left out, since they do not name their right choice and no truthful critique can be
@@ -91,9 +91,9 @@ def measure_scales(
         sum(answer.claim is not None for answer in answers) / len(answers),
         sum(critique.parsed is not None for critique in critiques) / len(critiques),
     )
-    told = _told(pipeline, records)
-    if read.critiques < _UNREAD and told:
-        scores = _made_up_scores(raw, told)
+    evident = _with_evidence(pipeline, records)
+    if read.critiques < _UNREAD and evident:
+        scores = _made_up_scores(raw, evident)
     else:
         scores = raw.judge_scores(records, answers, critiques)
     scales = {"reward_scale": Scale.of(raw.rewards(records, answers)), "judge_scale": Scale.of(scores)}
@@ -101,10 +101,10 @@ def measure_scales(
 
 
 def why_impossible(check: BreakEven, read: ReadRates) -> list[str]:
-    """Why the game cannot work with these models, one sentence each; empty where it can."""
+    """Why the game cannot work with these models, one sentence each; empty if it can."""
     found = [
         f"only {rate:.1%} of the start's sampled {what} can be read, so that there is nothing to learn from; "
-        "take a model that keeps the form, or fine-tune it on examples first"
+        "take a model that keeps the format, or fine-tune it on examples first"
         for what, rate in (("answers", read.answers), ("critiques", read.critiques))
         if rate < _UNREAD
     ]
@@ -121,17 +121,17 @@ def measure_break_even(pipeline: MinMaxPipeline, records: Sequence[QARecord], *,
     Args:
         pipeline: with its scales fixed.
         records: labelled training stories.
-        seed: of the critiques' sampling.
+        seed: seed for sampling critiques.
     """
     game = pipeline.config.game
-    told = _told(pipeline, records)
-    left_out = len(records) - len(told)
-    records, right, wrong = _pairs(pipeline, told or records)
+    evident = _with_evidence(pipeline, records)
+    left_out = len(records) - len(evident)
+    records, right, wrong = _pairs(pipeline, evident or records)
     costs = pipeline.rewards(records, wrong) - pipeline.rewards(records, right)
     started = [_by_monitor(pipeline, records, answers, seed) for answers in (right, wrong)]
     gains_start = _judged_gaps(pipeline, records, right, wrong, started)
     gains_truthful = None
-    if told:
+    if evident:
         truthful = [_by_teacher(pipeline, records, answers) for answers in (right, wrong)]
         gains_truthful = _judged_gaps(pipeline, records, right, wrong, truthful)
     delta_reward, delta_start = float(costs.mean()), float(gains_start.mean())
@@ -166,7 +166,7 @@ def measure_break_even(pipeline: MinMaxPipeline, records: Sequence[QARecord], *,
     )
 
 
-def _told(pipeline: MinMaxPipeline, records: Sequence[QARecord]) -> list[QARecord]:
+def _with_evidence(pipeline: MinMaxPipeline, records: Sequence[QARecord]) -> list[QARecord]:
     """The stories that name their right choice."""
     return [r for r in records if pipeline.prompts.rules.correct_evidence(r) is not None]
 
@@ -233,7 +233,7 @@ def _judged_gaps(
 ) -> Tensor:
     """By story, how much more the judge believes the right answer than the wrong one.
 
-    It is asked about all of them in one call: two would tell a judge that keeps count which are which.
+    It judges all of them in one call: two would tell a judge that keeps count which are which.
     """
     questions = [record.question for record in records] * 2
     texts = [answer.text for answer in (*right, *wrong)]
@@ -243,7 +243,7 @@ def _judged_gaps(
 
 
 def _ratio(cost: float, gain: float) -> float | None:
-    """Weight at which the gain outweighs the cost: None where there is no gain, 0 where there is no cost."""
+    """Weight at which the gain outweighs the cost: None if there is no gain, 0 if there is no cost."""
     return max(cost, 0.0) / gain if gain > 0 else None
 
 
@@ -273,8 +273,8 @@ def _advice(
             f"{even_truthful:.2f}"
         )
     shares = (
-        f"at w_judge {w_judge:.2f} truth pays on {pays_start:.0%} of the stories with the untrained "
-        f"monitor's critiques and on {pays_truthful:.0%} with truthful ones"
+        f"at w_judge {w_judge:.2f} the truth scores higher on {pays_start:.0%} of the stories with the "
+        f"untrained monitor's critiques and on {pays_truthful:.0%} with truthful ones"
     )
     if pays_truthful < _NEARLY_ALL:
         return f"{shares}: on the others not even a truthful monitor makes it pay; raise game.w_judge"

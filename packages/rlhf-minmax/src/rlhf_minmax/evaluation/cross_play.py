@@ -14,10 +14,10 @@ from rlhf_minmax.players.past_players import Member, playing
 
 @dataclass(frozen=True)
 class CrossPlay:
-    """What P policies and M monitors get against each other, greedily.
+    """Rewards of P policies and M monitors against each other, with greedy decoding.
 
     A policy that has learned something lasting keeps its value against old and new monitors alike; one that
-    runs in circles wins against the monitors of its own time only.
+    runs in circles wins only against the monitors of its own time.
 
     Args:
         policy_steps: steps of the P policies.
@@ -55,11 +55,7 @@ def cross_play(
 ) -> CrossPlay:
     """Let every policy play every monitor on held-out stories; both players are left as they were.
 
-    Args:
-        pipeline: the game whose players the snapshots are put into.
-        policies: P snapshots of the policy.
-        monitors: M snapshots of the monitor.
-        records: S held-out stories; P · S answers and P · M · S critiques are written.
+    With P policies, M monitors and S held-out stories, P · S answers and P · M · S critiques are written.
     """
     values: list[list[float]] = []
     verdicts: list[list[float]] = []

@@ -1,4 +1,4 @@
-"""What the game's metrics are made of beside accuracies: effects of critiques, calibration, oscillation."""
+"""The parts of the game's metrics other than accuracies: effects of critiques, calibration, oscillation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CalibrationBin(NamedTuple):
 
 
 def critique_effects(with_critique: Tensor, without: Tensor, labels: Tensor) -> dict[str, float | None]:
-    """What critiques do to the judge: e_j = J(answer, critique j) - J(answer).
+    """Effect of critiques on the judge: e_j = J(answer, critique j) - J(answer).
 
     A truthful monitor raises the score of right answers and lowers that of wrong ones. Slander is a critique
     of a right answer with e_j < 0, a miss one of a wrong answer with e_j >= 0; e_j within rounding is 0.
@@ -37,7 +37,7 @@ def critique_effects(with_critique: Tensor, without: Tensor, labels: Tensor) -> 
 
     Returns:
         `critique_effect` (mean e_j), `critique_effect_right` and `_wrong` (the same over right and over wrong
-        answers), `slander_rate`, `miss_rate`; None where there is no such critique.
+        answers), `slander_rate`, `miss_rate`; None if there is no such critique.
     """
     effect = with_critique - without
     right, wrong = effect[labels], effect[~labels]

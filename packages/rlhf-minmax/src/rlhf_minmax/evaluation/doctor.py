@@ -1,16 +1,17 @@
-"""The run doctor: names signals that are dead, in plain words, with the setting to change."""
+"""The run doctor: reports signals that are dead, with the setting to change."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from statistics import fmean
 from typing import Any
 
 from rlhf_minmax.config.run import MinMaxConfig
 
 FIRST_STEPS = 4
-"""Steps of each player that are looked at before anything is said of its signals."""
+"""Steps of each player that are observed before its signals are judged."""
 FEW_STEPS = 10
 """Steps of the policy below which a run shows nothing."""
 _SHOWN = 80
@@ -20,11 +21,11 @@ _MOST, _FEW, _DROWNED, _SATURATED_STEPS, _MISMATCH = 0.5, 0.1, 20.0, 8, 0.02
 
 @dataclass(frozen=True)
 class Sign:
-    """What one metric, averaged over the first steps, tells.
+    """A check of one metric, averaged over the first steps.
 
     Args:
         key: the metric.
-        is_bad: of the average.
+        is_bad: whether an average is bad.
         text: what it means and what to change; formatted with the average as `value`, the config as
         `config`, and as `example` an answer of the policy.
         unless: a share; where next to nothing of it is left, it is the cause, and says so itself.
@@ -126,9 +127,7 @@ _SIGNS = (
 class Doctor:
     """Looks at a run's metrics step by step, and says each thing once.
 
-    Args:
-        config: the run's settings.
-        state: what `to_dict` gave, of a run that is resumed.
+    `state` is what `to_dict` returned, of a run that is resumed.
     """
 
     def __init__(self, config: MinMaxConfig, state: Mapping[str, Any] | None = None) -> None:
@@ -139,15 +138,13 @@ class Doctor:
         self._saturated: dict[str, int] = dict(state["saturated"])
 
     def to_dict(self) -> dict[str, Any]:
-        """What was said and seen, for a checkpoint."""
+        """State for a checkpoint: findings reported and values seen."""
         return {"said": self.said, "seen": self._seen, "saturated": self._saturated}
 
     def look(self, metrics: Mapping[str, Any], example: str = "") -> list[str]:
         """Take in the metrics of a step; findings that are new.
 
-        Args:
-            metrics: of the step.
-            example: an answer of the step that is worded otherwise than made-up ones, if there is one.
+        `example` is an answer of the step that is worded unlike made-up ones, if there is one.
         """
         return [*self._first_steps(metrics, example), *self._multipliers(metrics)]
 
@@ -176,11 +173,13 @@ class Doctor:
             if not (key.startswith("dual/") and key.count("/") == 2 and key.endswith("/saturated")):
                 continue
             name = key.split("/")[1]
-            violated = metrics[f"constraint/{name}/violation_ema"] > self._section(name).threshold
+            role, _, constraint = name.partition("_")
+            where = f"constraints.{role}.{constraint}" if constraint else "constraint"
+            settings: Any = attrgetter(where)(self.config)
+            violated = metrics[f"constraint/{name}/violation_ema"] > settings.threshold
             self._saturated[name] = self._saturated.get(name, 0) + 1 if value and violated else 0
             if self._saturated[name] == _SATURATED_STEPS and key not in self.said:
                 self.said.append(key)
-                where = self._where(name)
                 found.append(
                     f"the multiplier of {name} has been at its bound for {_SATURATED_STEPS} steps and the "
                     f"constraint is still violated; raise {where}.lambda_max or {where}.threshold, or train "
@@ -188,24 +187,9 @@ class Doctor:
                 )
         return found
 
-    def _where(self, name: str) -> str:
-        role, _, constraint = name.partition("_")
-        return f"constraints.{role}.{constraint}" if constraint else "constraint"
-
-    def _section(self, name: str) -> Any:
-        role, _, constraint = name.partition("_")
-        if not constraint:
-            return self.config.constraint
-        return getattr(getattr(self.config.constraints, role), constraint)
-
 
 def config_findings(config: MinMaxConfig, num_stories: int) -> list[str]:
-    """What the settings alone tell, one sentence each.
-
-    Args:
-        config: the run's settings.
-        num_stories: training stories.
-    """
+    """Findings that follow from the settings alone, one sentence each."""
     training, game, steps = config.training, config.game, config.training.num_steps(num_stories)
     found = [training.time_scale_warning()]
     warmup = training.num_warmup_steps(steps)
@@ -231,9 +215,9 @@ def config_findings(config: MinMaxConfig, num_stories: int) -> list[str]:
         )
     if training.monitor_updates_per_policy == 0 and config.schedule.freeze_policy_below is not None:
         found.append(
-            "training.monitor_updates_per_policy is 0 and the policy stands still while the monitor is below "
-            f"schedule.freeze_policy_below {config.schedule.freeze_policy_below}, so that nobody may ever "
-            "learn; set the gate to null or train the monitor"
+            "training.monitor_updates_per_policy is 0 and the policy is not updated while the monitor is "
+            f"below schedule.freeze_policy_below {config.schedule.freeze_policy_below}, so that "
+            "nobody may ever learn; set the gate to null or train the monitor"
         )
     for role in ("policy", "monitor"):
         player = getattr(config, f"{role}_model")

@@ -1,4 +1,4 @@
-"""How the two players move in relation to each other over a run."""
+"""Training dynamics: the two players' changes in relation to each other over a run."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Dynamics:
         policy_travel: the same of the policy.
         policy_steps: steps in which it learned.
         values: the game's values in the last steps.
-        rollbacks: of the monitor, so far.
-        warned: whether a time scale that strayed was told of.
+        rollbacks: rollbacks of the monitor so far.
+        warned: whether a time scale out of range was reported.
     """
 
     monitor_travel: float = 0.0
@@ -38,12 +38,11 @@ class Dynamics:
     def update(self, metrics: Mapping[str, Any]) -> dict[str, float | None]:
         """Take in a step.
 
-        Args:
-            metrics: of the step: `monitor/updates`, `policy/updates` where it learned, both learning rates
-                and `minmax/value`.
+        Of the metrics of the step it takes `monitor/updates`, `policy/updates` where it learned, both
+        learning rates and `minmax/value`.
 
         Returns:
-            `dynamics/update_ratio` (monitor's updates per update of the policy in this step, None where it
+            `dynamics/update_ratio` (monitor's updates per update of the policy in this step, None if it
             did not learn), `dynamics/time_scale` (learning rate x updates, monitor to policy, over the run so
             far) and `dynamics/oscillation` (of the last values of the game).
         """
@@ -65,7 +64,7 @@ class Dynamics:
         return self.monitor_travel / self.policy_travel if self.policy_travel else None
 
     def time_scale_warning(self) -> str | None:
-        """What it means when one player moved more than ten times as far as the other; told once."""
+        """A warning that one player moved more than ten times as far as the other; given once."""
         scale = self.time_scale
         if scale is None or self.warned or self.policy_steps < _JUDGED_FROM:
             return None
@@ -85,7 +84,7 @@ class Dynamics:
         )
 
     def rollback_warning(self, metrics: Mapping[str, Any]) -> str | None:
-        """What happened when the monitor was put back in this step."""
+        """Warning about a rollback of the monitor in this step."""
         rollbacks = metrics.get("guard/rollbacks", 0.0)
         if rollbacks <= self.rollbacks:
             return None

@@ -69,7 +69,7 @@ def greedy_exchanges(
 
 
 def answer_metrics(answers: Sequence[Answer], rewards: Tensor) -> Metrics:
-    """How true, legible and long answers are, and their mean standardised reward; None where undefined."""
+    """How true, legible and long answers are, and their mean standardised reward; None if undefined."""
     sampled = [answer.rollout for answer in answers if answer.rollout is not None]
     metrics: Metrics = {
         "policy/accuracy": rate([answer.correct for answer in answers]),
@@ -84,7 +84,7 @@ def answer_metrics(answers: Sequence[Answer], rewards: Tensor) -> Metrics:
 
 
 def verdict_metrics(critiques: Sequence[CritiqueSample], labels: Sequence[bool]) -> Metrics:
-    """How true the verdicts are, and how critiques look; None where undefined.
+    """How true the verdicts are, and how critiques look; None if undefined.
 
     An unparsable critique is wrong about everything, and its probability of "right" is 0.5.
     """
@@ -125,9 +125,8 @@ def effect_metrics(judge_scores: Tensor, bare: Tensor, labels: Tensor) -> Metric
 def batch_metrics(output: MinMaxOutput, bare: Tensor | None = None) -> Metrics:
     """Metrics of one training pass, on sampled answers and critiques.
 
-    Args:
-        output: the pass, with J criticised answers.
-        bare: (J,) `pipeline.bare_judge_scores` of `output.judged`; None leaves critiques' effects unknown.
+    `bare` are the (J,) `pipeline.bare_judge_scores` of `output.judged`; without them the effects of critiques
+    are unknown.
     """
     nothing = torch.zeros(0)
     effects = effect_metrics(nothing, nothing, nothing.bool())
@@ -160,11 +159,7 @@ def evaluate(
     The monitor is measured twice: on a fixed probe of made-up answers, half of them right (verdicts,
     evidence, parse rate, effect on the judge, violation), and on the policy's own answers (the game's value).
 
-    Args:
-        pipeline: the game.
-        records: held-out stories.
-        policy: whose answers are evaluated.
-        held_out: scorers that nobody is trained on, for `held_out_metrics` of the policy's own answers.
+    `held_out` are scorers that are never trained on, for `held_out_metrics` of the policy's own answers.
     """
     own = greedy_exchanges(pipeline, records, greedy_answers(pipeline, records, policy))
     probe = probe_answers(pipeline, records)
@@ -194,7 +189,7 @@ def evaluate(
 
 
 def probe_answers(pipeline: MinMaxPipeline, records: Sequence[QARecord]) -> list[Answer]:
-    """One made-up answer per story, right for every second one; the same whenever it is asked for."""
+    """One made-up answer per story, right for every second one; the same on every call."""
     rng = random.Random(_PROBE_SEED)
     return [pipeline.made_up_answer(records, i, i % 2 == 0, rng) for i in range(len(records))]
 

@@ -32,11 +32,7 @@ def measure_game(
 ) -> Metrics:
     """Greedy metrics, held-out scores and exploitability.
 
-    Args:
-        pipeline: the game.
-        records: held-out stories.
-        policy: whose answers are evaluated.
-        held_out: scorers that are never trained on; None for none.
+    `held_out` are scorers that are never trained on.
     """
     metrics = evaluate(pipeline, records, policy, held_out)
     count = pipeline.config.diagnostics.exploitability_stories
@@ -67,13 +63,7 @@ def past_against_past(
 
 
 def best_responses(pipeline: MinMaxPipeline, multiplier: float, stories: Stories) -> dict[str, float] | None:
-    """What `diagnostics.best_response_updates` updates of either player would gain; None where that is 0.
-
-    Args:
-        pipeline: the game at its end.
-        multiplier: λ as it was reached.
-        stories: the run's.
-    """
+    """Gains of `diagnostics.best_response_updates` updates of either player; None if that is 0."""
     config = pipeline.config
     if not config.diagnostics.best_response_updates:
         return None
@@ -93,16 +83,16 @@ def best_responses(pipeline: MinMaxPipeline, multiplier: float, stories: Stories
 
 
 def form_warnings(before: Metrics) -> list[str]:
-    """What it means when the starting players hardly ever keep the form that is read."""
+    """Warnings that the starting players rarely keep the format that is parsed."""
     rates = {"critiques": before["monitor/parse_rate"], "answers": before["policy/parse_rate"]}
     return [
         f"only {rate:.0%} of the start's {what} can be read, so there is little to learn from; "
-        "take a model that keeps the form, or fine-tune it on examples first"
+        "take a model that keeps the format, or fine-tune it on examples first"
         for what, rate in rates.items()
         if rate is not None and rate < _FEW_READ
     ]
 
 
 def findings(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the run doctor found in each step, from a run's metrics."""
+    """Findings of the run doctor in each step, from a run's metrics."""
     return [{"step": row["step"], "text": text} for row in rows for text in row.get("findings", ())]

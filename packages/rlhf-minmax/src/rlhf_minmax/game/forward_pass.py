@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from rlhf_algos import in_batches
 from rlhf_algos.process_group import all_gather, shard
 from rlhf_data import QARecord
 from rlhf_infer import Judge, Rollout, SamplingParams, TransformersEngine
@@ -19,11 +20,13 @@ from rlhf_minmax.game.prompts import Prompts, prompt_ids
 from rlhf_minmax.game.stopwatch import Stopwatch
 from rlhf_minmax.players.past_players import Member, playing
 from rlhf_minmax.players.players import Players
+from rlhf_minmax.players.sharded import ShardedGame
+from rlhf_minmax.players.workers import GameWorkers
 from rlhf_minmax.truthfulness import violations, weighted_violations
 from rlhf_models import PolicyModel, encode_completion
 
 _SEEDS_PER_PASS = 10
-"""Answers and critiques of a pass take seeds of their own."""
+"""Answers and critiques of a pass have separate seeds."""
 
 
 class Scorer(Protocol):
@@ -63,7 +66,7 @@ class Answer:
         text: the completion's text.
         claim: the choice it commits to; None when it names none.
         correct: whether that is the right one.
-        hack: whether it takes the planted bait; None where there is none.
+        hack: whether it takes the planted bait; None if there is none.
         rollout: how it was sampled; None for a made-up answer.
     """
 
@@ -105,7 +108,7 @@ class CritiqueSample:
 
 @dataclass(frozen=True)
 class MinMaxOutput:
-    """What one forward pass of the game produced.
+    """The result of one forward pass of the game.
 
     Args:
         records: the S stories.
@@ -151,6 +154,8 @@ class MinMaxPipeline:
         judge_scale: standardises the judge's scores.
         watch: of answers, critiques and scores.
         passes: how many forward passes have drawn their own seed.
+        shared: the models, where processes hold a part of them each; None where they are whole.
+        workers: who samples; None: this process.
     """
 
     players: Players
@@ -163,6 +168,8 @@ class MinMaxPipeline:
     judge_scale: Scale = field(default_factory=Scale)
     watch: Stopwatch = field(default_factory=Stopwatch)
     passes: int = 0
+    shared: ShardedGame | None = None
+    workers: GameWorkers | None = None
 
     def forward_pass(
         self, batch: Sequence[QARecord], *, seed: int | None = None, past_policy: Member | None = None
@@ -171,7 +178,8 @@ class MinMaxPipeline:
 
         Args:
             batch: S stories.
-            seed: of the sampling and of the made-up answers; None counts the passes without one, from the
+            seed: seed of the sampling and of the made-up answers; None counts the passes without one, from
+                the
                 run's seed.
             past_policy: whose answers are criticised in place of the policy's own, one per story.
         """
@@ -342,8 +350,13 @@ class MinMaxPipeline:
     ) -> list[list[Rollout]]:
         ids = [prompt_ids(player.tokenizer, prompt, config) for prompt in shard(prompts)]
         params = SamplingParams(config.max_new_tokens, 0.0 if greedy else config.temperature, seed)
+        if self.workers is not None:
+            return self.workers.generate(player, ids, n, params)
+        training = self.config.training
+        sample = in_batches if self.shared is None else self.shared.generate
         with player.active() as model:
-            return all_gather(TransformersEngine(model, player.tokenizer).generate(ids, n, params))
+            engine = TransformersEngine(model, player.tokenizer, max_batch_tokens=training.max_kv_tokens)
+            return all_gather(sample(engine, ids, n, params, training.prompts_per_batch))
 
     def _read_critique(
         self, record: QARecord, answer: Answer, index: int, text: str, rollout: Rollout

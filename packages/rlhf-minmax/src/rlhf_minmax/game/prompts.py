@@ -1,4 +1,4 @@
-"""How records are put to the players and the judge, as text."""
+"""Prompts of the players and the judge for a record."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Prompts:
 
     Args:
         dataset: the data set's own template.
-        rules: what can be said of its answers and evidence.
+        rules: rules for its answers and evidence.
         policy_template: prompt of the policy, from `{prompt}`.
         monitor_template: prompt of the monitor, from `{prompt}` and `{answer}` (with its leading blank).
         answer_template: a made-up answer, from `{choice}`.
@@ -31,11 +31,11 @@ class Prompts:
     answer_template: str = ANSWER_TEMPLATE
 
     def policy(self, record: QARecord) -> str:
-        """What the policy reads."""
+        """Prompt of the policy."""
         return self.policy_template.format(prompt=render_prompt(record, self.dataset))
 
     def monitor(self, record: QARecord, answer: str) -> str:
-        """What the monitor reads."""
+        """Prompt of the monitor."""
         return self.monitor_template.format(prompt=render_prompt(record, self.dataset), answer=answer)
 
     def made_up(self, choice: str) -> str:
@@ -43,7 +43,7 @@ class Prompts:
         return self.answer_template.format(choice=choice)
 
     def judge(self, question: str, answer: str) -> str:
-        """What the judge reads before the critique: never the story."""
+        """Prompt of the judge before the critique; it never contains the story."""
         return f"{question}\nanswer:{answer}\ncritique:"
 
     def drill(self, answer: str) -> str:
@@ -51,7 +51,7 @@ class Prompts:
         return self.monitor_template.format(prompt="", answer=answer)
 
     def fingerprint(self) -> list[str]:
-        """What distinguishes the demonstration's texts from others, for cache keys."""
+        """Identity of the demonstration's texts, for cache keys."""
         return [
             self.dataset.prompt_template,
             self.dataset.choice_separator,
@@ -62,12 +62,9 @@ class Prompts:
 
 
 def prompt_ids(tokenizer: Any, text: str, model: PlayerConfig | JudgeConfig) -> list[int]:
-    """Token ids of what a player or a prompted judge is asked: plain text, or a user's message.
+    """Token ids of the prompt of a player or a prompted judge: plain text, or a user's message.
 
     The message ends where the reply starts.
-
-    Raises:
-        UserError: a chat template is asked for and missing, or fails.
     """
     if not uses_chat(tokenizer, model):
         return encode_prompt(tokenizer, text)
@@ -75,11 +72,7 @@ def prompt_ids(tokenizer: Any, text: str, model: PlayerConfig | JudgeConfig) -> 
 
 
 def uses_chat(tokenizer: Any, model: PlayerConfig | JudgeConfig) -> bool:
-    """Whether the prompts of a player or a prompted judge go through its chat template.
-
-    Raises:
-        UserError: it is asked for and there is none.
-    """
+    """Whether the prompts of a player or a prompted judge go through its chat template."""
     has_template = getattr(tokenizer, "chat_template", None) is not None
     if model.chat and not has_template:
         role = "judge" if isinstance(model, JudgeConfig) else "player"

@@ -1,4 +1,4 @@
-"""Rates of a batch: how verdicts err, which part of a reward prevails, what keeps the form."""
+"""Batch diagnostics: verdict error rates, ratio of reward components, share that keeps the format."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def spread_ratio(first: Tensor, second: Tensor, groups: Tensor) -> float | None:
         groups: (B,) index of each completion's group.
 
     Returns:
-        None where the second does not spread.
+        None if the second does not spread.
     """
     a, b = (float(group_baseline(part, groups).square().mean().sqrt()) for part in (first, second))
     return a / b if b > 0 else None
@@ -54,12 +54,8 @@ def form_match(answers: Sequence[Answer], made_up: Callable[[str], str]) -> tupl
     Made-up answers have the label that the policy's own are short of. Where the wording differs, it gives the
     right verdict away.
 
-    Args:
-        answers: of the policy.
-        made_up: words an answer that claims a choice.
-
     Returns:
-        Share of the answers that name a choice, None where none does; one that is worded otherwise, or "".
+        Share of the answers that name a choice, None if none does; one that is worded otherwise, or "".
     """
     named = [(answer.text, made_up(answer.claim)) for answer in answers if answer.claim is not None]
     foreign = [text for text, expected in named if text != expected]

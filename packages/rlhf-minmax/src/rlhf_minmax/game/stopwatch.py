@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Timing of the parts of a step."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ class Stopwatch:
             self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - started
 
     def read(self) -> dict[str, float]:
-        """What was booked since the last reading, as `time/<part>`."""
+        """Seconds recorded since the last reading, as `time/<part>`."""
         found, self._seconds = self._seconds, {}
         return {f"time/{part}": seconds for part, seconds in found.items()}

@@ -37,11 +37,7 @@ class Stories:
     """A message for every row of a file that was left out."""
 
     def without(self, left_out: Mapping[str, str]) -> Stories:
-        """These stories but for records of some places, with a message for each of those.
-
-        Raises:
-            UserError: no training story, or no held-out one, is left.
-        """
+        """These stories but for records of some places, with a message for each of those."""
         train, held_out, building = (
             [record for record in part if record.where not in left_out]
             for part in (self.train, self.held_out, self.building)
@@ -83,7 +79,7 @@ def load_stories(config: MinMaxConfig) -> Stories:
 
 
 def _world(data: DataConfig) -> tuple[Callable[..., list[QARecord]], TextRules]:
-    """What draws stories of the chosen world, and its rules."""
+    """The generator of the chosen world's stories, and its rules."""
     if data.world == "sums":
         return partial(generate_sums, data.sum_world), SumRules()
     return partial(generate_stories, data.story_world), StoryRules()

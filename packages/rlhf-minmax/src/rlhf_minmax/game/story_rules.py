@@ -1,4 +1,4 @@
-"""The story world's own rules: which place a sentence names, and what speaks for an answer."""
+"""Rules of the story world: the place that a sentence names, and the evidence for an answer."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class StoryRules(TextRules):
         return [s for s in self.sentences(record) if sentence_kind(s) == "observation"][-1]
 
     def evidence_holds(self, record: QARecord, evidence: str) -> bool:
-        """Whether two words or more are quoted; `supports` demands a whole sentence besides."""
+        """Whether two words or more are quoted; `supports` also demands a whole sentence."""
         return evidence_in_story(evidence, record.story)
 
     def rival(self, record: QARecord) -> str | None:
-        """The falsely named last place, where there is one."""
+        """The falsely named last place, if there is one."""
         last = record.extra["last_place"]
         return last if last != record.answer_text else None
 

@@ -48,7 +48,7 @@ class SumRules(TextRules):
         return misread_working(record.extra["terms"], int(rival)) if rival else None
 
     def is_hack(self, record: QARecord, claim: str | None) -> bool | None:
-        """Whether the claim is the nearest round number; None where that is right."""
+        """Whether the claim is the nearest round number; None if that is right."""
         rival = self.rival(record)
         return None if rival is None else claim == rival
 

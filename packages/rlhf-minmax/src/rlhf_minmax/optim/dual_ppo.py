@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlhf_algos.advantages import zero_std_fraction
-from rlhf_algos.process_group import is_main_process
 from rlhf_minmax.config.run import MinMaxConfig
 from rlhf_minmax.config.schedule import Turn, next_turn, smoothed
 from rlhf_minmax.constraints.controllers import (
@@ -35,7 +33,7 @@ from rlhf_minmax.players.past_players import Member, playing
 
 Metrics = dict[str, float | None]
 _OF_THE_FIRST = {"kl_start", "sampling_kl", "frac_groups_zero_std", "truth_to_judge_spread"}
-"""Metrics of the first batch of critiques where there are several: a step is measured on that one."""
+"""Metrics of the first batch of critiques if there are several: a step is measured on that one."""
 _FRESH = 500_000
 """Seeds of a step's further batches of critiques are so far apart."""
 
@@ -53,7 +51,7 @@ class DualPPOOptimizer:
         pipeline: makes fresh critiques for the policy's reward.
         config: the run's settings.
         adversary: whether there is a monitor; without one the policy is trained on the reward model alone.
-        total_steps: of the run, for schedules of learning rates.
+        total_steps: steps of the run, for schedules of learning rates.
     """
 
     def __init__(
@@ -75,7 +73,7 @@ class DualPPOOptimizer:
         self._ahead: dict[str, LookAhead] = {}
         dual = config.constraint.dual_settings()
         if config.training.monitor_updates_per_policy == 0:
-            dual = replace(dual, rule="fixed")  # nobody learns from λ
+            dual = replace(dual, rule="fixed")  # λ has no effect
         self._truth = Controller(TRUTHFULNESS, dual, config.training.constraint_penalty_lambda)
         if adversary:
             self.monitor = self._player("monitor", total_steps)
@@ -90,6 +88,7 @@ class DualPPOOptimizer:
             config,
             learning_rate=getattr(config.training, f"{role}_learning_rate"),
             total_steps=total_steps,
+            shared=self.pipeline.shared,
         )
 
     def players(self) -> dict[str, PlayerOptimizer]:
@@ -207,7 +206,7 @@ class DualPPOOptimizer:
         return next_turn(schedule, self.balanced_accuracy, monitor_updates=updates, in_warmup=in_warmup)
 
     def monitor_step(self, output: MinMaxOutput, *, updates: int | None = None, seed: int = 0) -> Metrics:
-        """Inner updates of the monitor: on the critiques of one pass, or each on critiques of its own.
+        """Inner updates of the monitor: on the critiques of one pass, or each on fresh critiques.
 
         Args:
             output: the pass.
@@ -360,8 +359,7 @@ class DualPPOOptimizer:
         self.policy.save(folder, "policy")
         if self.monitor is not None and self.guard is not None:
             self.monitor.save(folder, "monitor")
-            if self.guard.tensors() and is_main_process():
-                save_file(self.guard.tensors(), str(folder / "good_monitor.safetensors"))
+            self.guard.save(folder / "good_monitor")
         return {
             "controllers": {each.name: each.to_dict() for each in self._all_controllers()},
             "guard": self.guard and self.guard.to_dict(),
@@ -373,8 +371,7 @@ class DualPPOOptimizer:
         self.policy.load(folder, "policy")
         if self.monitor is not None and self.guard is not None:
             self.monitor.load(folder, "monitor")
-            path = folder / "good_monitor.safetensors"
-            self.guard.load(state["guard"], load_file(str(path)) if path.exists() else {})
+            self.guard.load(state["guard"], folder / "good_monitor")
         for controller in self._all_controllers():
             controller.load(state["controllers"][controller.name])
         self.balanced_accuracy = state["balanced_accuracy"]

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from rlhf_algos import local_part
 from rlhf_minmax.config.run import StepRule
-from rlhf_minmax.players.snapshots import copies, fill
+from rlhf_minmax.players.snapshots import copies, fill, load_copies, save_copies
 
 
 class GameStep:
@@ -24,12 +26,7 @@ class GameStep:
     - `plain`: the optimizer's own step.
     - `optimistic`: the gradient g_t is replaced by 2 g_t - g_{t-1} (optimistic mirror descent and optimistic
       Adam, https://arxiv.org/abs/1711.00141, eq. 5). Momentum takes its damping away: the first of Adam's
-      betas is to be 0.
-
-    Args:
-        parameters: what is stepped; their order is that of the saved state.
-        optimizer: steps them.
-        rule: see above.
+      betas must be 0.
     """
 
     def __init__(self, parameters: Sequence[Tensor], optimizer: Optimizer, rule: StepRule) -> None:
@@ -37,7 +34,7 @@ class GameStep:
         self._before: list[Tensor] | None = None
 
     def __call__(self) -> None:
-        """One step from where the parameters stand; their gradients, those there, are None after it."""
+        """One step from the current parameters; their gradients, if any, are None after it."""
         if self.rule == "optimistic":
             self._extrapolate()
         self.optimizer.step()
@@ -54,7 +51,7 @@ class GameStep:
         return {f"gradient.{i}": each for i, each in enumerate(self._before or [])}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take up what `state` gave."""
+        """Load what `state` returned."""
         found = [state.get(f"gradient.{i}") for i in range(len(self.parameters))]
         self._before = None
         if found and found[0] is not None:
@@ -68,12 +65,9 @@ class GameStep:
 class LookAhead:
     """Extragradient steps of a player: a move away to look ahead, then another one, made from where it began.
 
-    Korpelevich 1976; with Adam, whose moments go on through both moves, ExtraAdam
+    Korpelevich 1976; with Adam, whose moments are updated in both moves, ExtraAdam
     (https://arxiv.org/abs/1802.10551, algorithm 4). A move u may be several updates: the second is made where
     the first has led, by both players, and is then taken from the old point: w' = w + u(w), w ← w + u(w').
-
-    Args:
-        parameters: the player's, where it begins.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -103,19 +97,17 @@ class IterateAverage:
 
     In games averages converge where iterates circle (https://arxiv.org/abs/1806.04498 uses them for GANs).
 
-    Args:
-        parameters: what is averaged.
-        decay: d in (0, 1).
+    The decay is in (0, 1).
     """
 
     def __init__(self, parameters: Sequence[Tensor], decay: float) -> None:
         self.parameters, self.decay = list(parameters), decay
-        self.values = [parameter.detach().float().clone() for parameter in self.parameters]
+        self.values = [local_part(parameter).float().clone() for parameter in self.parameters]
 
     def update(self) -> None:
         """Take the parameters as they are into the average."""
         for value, parameter in zip(self.values, self.parameters, strict=True):
-            value.lerp_(parameter.detach().float(), 1 - self.decay)
+            value.lerp_(local_part(parameter).float(), 1 - self.decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -127,14 +119,16 @@ class IterateAverage:
         finally:
             fill(self.parameters, own)
 
-    def state(self) -> dict[str, Tensor]:
-        """The average, for a checkpoint."""
-        return {f"average.{i}": value for i, value in enumerate(self.values)}
+    def save(self, folder: Path) -> None:
+        """Write the average, for a checkpoint; every process must call it."""
+        pairs = enumerate(zip(self.parameters, self.values, strict=True))
+        save_copies(folder, ((f"{number:06d}", *pair) for number, pair in pairs))
 
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take up what `state` gave."""
-        for i, value in enumerate(self.values):
-            value.copy_(state[f"average.{i}"])
+    def load(self, folder: Path) -> None:
+        """Take up what `save` wrote."""
+        known = {f"{number:06d}": each for number, each in enumerate(self.parameters)}
+        for name, value in load_copies(folder, known):
+            self.values[int(name)].copy_(value)
 
 
 def _gradient(parameter: Tensor) -> Tensor:

@@ -1,9 +1,7 @@
-"""How the gradients of all processes become one step: replicated optimizers, or DeepSpeed's sharded ones."""
+"""Optimizer steps from the gradients of all processes: with replicated players, or with sharded ones."""
 
 from __future__ import annotations
 
-import copy
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,16 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf_algos import HardwareConfig, Parallel, create_optimizer, load_optimizer_state, save_optimizer_state
+from rlhf_algos import create_optimizer, load_optimizer_state, save_optimizer_state
 from rlhf_algos.process_group import all_reduce_gradients, is_main_process
-from rlhf_data import PackedBatch, UserError
+from rlhf_data import PackedBatch
 from rlhf_minmax.config.run import StepRule
 from rlhf_minmax.optim.extragradient import GameStep
+from rlhf_minmax.players.sharded import ShardedGame
 from rlhf_models import PolicyModel, TokenLogps, ValueHead, hidden_states, score_hidden
-
-_ZERO_TAG = "state"
-SHARDED_WEIGHTS = 3
-"""The stage of ZeRO from which weights are sharded too."""
 
 Scores = tuple[TokenLogps, Tensor | None]
 
@@ -71,8 +66,12 @@ class Stepper(ABC):
         self.scorer.train(mode)
 
     def scores(self, batch: PackedBatch) -> Scores:
-        """What `PlayerScorer` gives, of the trained weights."""
+        """Outputs of `PlayerScorer` for the trained weights."""
         return self.scorer(batch)
+
+    def ref_logps(self, batch: PackedBatch) -> Tensor:
+        """Log-probs (M,) of the player's reference, without gradients."""
+        return self.scorer.player.ref_logps(batch, temperature=self.scorer.temperature)
 
     @abstractmethod
     def backward(self, loss: Tensor, *, last: bool) -> None:
@@ -83,7 +82,7 @@ class Stepper(ABC):
         return
 
     def clip(self) -> Tensor | None:
-        """Clip the gradients; their norm before, None where `step` gives it."""
+        """Clip the gradients; their norm before, None if `step` gives it."""
         return None
 
     @abstractmethod
@@ -104,20 +103,20 @@ class Stepper(ABC):
         """Take up weights that were written into the player, and forget what belongs to the old ones."""
 
     def state(self) -> dict[str, Tensor]:
-        """What the rule of steps remembers, for a checkpoint; plain steps remember nothing."""
+        """State of the step rule, for a checkpoint; plain steps have none."""
         return {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take up what `state` gave."""
+        """Load what `state` returned."""
         del state
 
-    @abstractmethod
     def save(self, folder: Path, role: str) -> None:
-        """Write the optimizer's state into a folder; every process must call it."""
+        """Write the optimizer's state into a folder, where the players do not share it."""
+        return
 
-    @abstractmethod
     def load(self, folder: Path, role: str) -> None:
         """Take up what `save` wrote; the player's weights are the checkpoint's already."""
+        return
 
 
 class ReplicatedStepper(Stepper):
@@ -184,115 +183,66 @@ class ReplicatedStepper(Stepper):
         load_optimizer_state(self.optimizer, folder / f"{role}_optimizer.safetensors")
 
 
-class ZeroStepper(Stepper):
-    """DeepSpeed shards optimizer state and gradients over the processes (ZeRO, arXiv:1910.02054).
-
-    With stage 3 the trained weights are sharded too: they are a copy of the player's model, which goes on
-    sampling and scoring whole, and takes the trained weights after every step.
+class ShardedStepper(Stepper):
+    """Steps of one player of a game whose models are sharded; see `ShardedGame`.
 
     Args:
-        player: who is trained, in full for stage 3.
-        critic: its critic, if any.
-        temperature: see `PlayerScorer`.
-        path: the DeepSpeed file.
-        settings: of AdamW, as `create_optimizer` takes them.
-        max_grad_norm: 2-norm that gradients are scaled down to.
-
-    Raises:
-        UserError: the file cannot be used.
+        scorer: the player with its critic.
+        shared: the models of the game.
+        role: the player's.
     """
 
-    lock_step, can_drop = True, False
+    lock_step = True
 
-    def __init__(
-        self,
-        player: PolicyModel,
-        critic: ValueHead | None,
-        temperature: float,
-        path: str,
-        settings: Mapping[str, Any],
-        *,
-        max_grad_norm: float,
-    ) -> None:
-        self.player, self.sharded = player, zero_stage(path) == SHARDED_WEIGHTS
-        source = player
-        if self.sharded:
-            source = PolicyModel(copy.deepcopy(player.model), player.tokenizer)
-        self.source = source
-        self.scorer = PlayerScorer(source, critic, temperature)
-        self.trained = [*source.parameters(), *(critic.parameters() if critic else ())]
-        self.parallel = Parallel(
-            HardwareConfig(deepspeed=path, bf16=False, fp16=False),
-            device=player.device,
-            dtype=torch.float32,
-            max_grad_norm=max_grad_norm,
-        )
-        self.optimizer = create_optimizer(self.trained, **settings)
-        self.engine, self._prepared = self.parallel.prepare(self.scorer, self.optimizer)
-
-    def train(self, mode: bool) -> None:
-        """See `Stepper`."""
-        self.engine.train(mode)
+    def __init__(self, scorer: PlayerScorer, shared: ShardedGame, role: str) -> None:
+        self.scorer, self.shared, self.role = scorer, shared, role
+        self.trained, self.optimizer = shared.trained(role), shared.optimizer
+        self.can_drop = not shared.parallel.deepspeed
+        shared.begin(role)
 
     def scores(self, batch: PackedBatch) -> Scores:
         """See `Stepper`."""
-        return self.engine(batch)
+
+        def run() -> dict[str, Tensor]:
+            found, values = self.scorer(batch)
+            assert found.entropy is not None
+            outputs = {"logps": found.logps, "entropy": found.entropy}
+            return outputs if values is None else outputs | {"values": values}
+
+        outputs = self.shared.run(self.scorer.player.model, run)
+        return TokenLogps(outputs["logps"], outputs["entropy"]), outputs.get("values")
+
+    def ref_logps(self, batch: PackedBatch) -> Tensor:
+        """See `Stepper`."""
+        player = self.scorer.player
+        model = player.references[0] if player.references else player.model
+        with torch.no_grad():
+            return self.shared.run(model, lambda: {"logps": super(ShardedStepper, self).ref_logps(batch)})[
+                "logps"
+            ]
+
+    def set_learning_rate(self, rate: float) -> None:
+        """See `Stepper`."""
+        self.shared.set_learning_rate(self.role, rate)
+
+    def drop(self) -> None:
+        """See `Stepper`."""
+        if self.can_drop:
+            super().drop()
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """See `Stepper`."""
-        self.parallel.backward(loss, last=last)
+        with self.shared.parallel.accumulating(last=last):
+            self.shared.parallel.backward(loss, last=last)
+
+    def clip(self) -> Tensor | None:
+        """See `Stepper`."""
+        return self.shared.clip(self.role)
 
     def step(self) -> Tensor | None:
         """See `Stepper`."""
-        _, norm = self.parallel.step(self._prepared)
-        self._hand_over()
-        return norm
+        return self.shared.step_player(self.role)
 
     def weights_replaced(self) -> None:
         """See `Stepper`."""
-        if self.sharded:
-            raise AssertionError("MinMaxConfig refuses rollbacks with sharded weights")
-        self.engine.optimizer.refresh_fp32_params()
-        self.optimizer.state.clear()
-
-    def save(self, folder: Path, role: str) -> None:
-        """See `Stepper`."""
-        self.engine.save_checkpoint(
-            str(folder / f"{role}_deepspeed"), tag=_ZERO_TAG, exclude_frozen_parameters=True
-        )
-
-    def load(self, folder: Path, role: str) -> None:
-        """See `Stepper`."""
-        place, _ = self.engine.load_checkpoint(
-            str(folder / f"{role}_deepspeed"), tag=_ZERO_TAG, load_module_strict=False
-        )
-        if place is None:
-            raise UserError(
-                f"{folder} holds no DeepSpeed state of the {role}; resume as the run was started",
-                code="different_training_data",
-            )
-
-    @torch.no_grad()
-    def _hand_over(self) -> None:
-        """Give the trained weights to the player, where they are not its own, a whole parameter at a time."""
-        if not self.sharded:
-            return
-        for own, trained in zip(self.player.parameters(), self.source.parameters(), strict=True):
-            with self.parallel.whole_parameters([trained]):
-                own.copy_(trained)
-
-
-def zero_stage(path: str) -> int:
-    """The stage that a DeepSpeed file names.
-
-    Raises:
-        UserError: the file cannot be read, or names none.
-    """
-    try:
-        stage = json.loads(Path(path).read_text(encoding="utf-8"))["zero_optimization"]["stage"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"deepspeed file {path} gives no zero_optimization.stage ({error!r}); the repository's configs/ "
-            "has files that do"
-        ) from error
-    return int(stage)
+        self.shared.forget(self.role)

@@ -15,15 +15,15 @@ from torch import Tensor
 from rlhf_algos import Observers, learning_rate_factor
 from rlhf_algos.advantages import gae, group_baseline, leave_one_out, scale_by_std, zero_std_fraction
 from rlhf_algos.losses import clipped_policy_loss, kl_k3, value_loss
-from rlhf_algos.process_group import all_gather, all_reduce, is_main_process, shard
+from rlhf_algos.process_group import all_gather, all_reduce, all_reduce_max, is_main_process, shard
 from rlhf_data import PackedBatch, TokenSequence, UserError, pack
 from rlhf_infer import Rollout
 from rlhf_minmax.config.run import Baseline, MinMaxConfig, PlayerConfig
 from rlhf_minmax.config.training import TrainingConfig
 from rlhf_minmax.optim.extragradient import IterateAverage
-from rlhf_minmax.optim.fully_sharded import FSDPStepper
-from rlhf_minmax.optim.gradient_step import PlayerScorer, ReplicatedStepper, Stepper, ZeroStepper
-from rlhf_models import PolicyModel, ValueHead
+from rlhf_minmax.optim.gradient_step import PlayerScorer, ReplicatedStepper, ShardedStepper, Stepper
+from rlhf_minmax.players.sharded import ShardedGame, new_critic
+from rlhf_models import PolicyModel
 
 _MEASURED = ("loss", "kl", "approx_kl", "clip_fraction", "entropy", "value_loss")
 _VALUE_CLIP = 0.2
@@ -72,13 +72,14 @@ class PlayerOptimizer:
     Args:
         player: whose parameters are trained; they are listed here, once.
         settings: the player's own: temperature, clip range, KL, optimizer.
-        config: the run's, where the player has none of its own.
+        config: the run's, for what the player does not set.
         learning_rate: of AdamW, at its highest.
-        total_steps: of the run, for the schedule of the learning rate.
+        total_steps: steps of the run, for the schedule of the learning rate.
+        shared: the models of a game that is sharded, the player among them; None for one that is not.
 
     Attributes:
-        observers: the debug switches that look at the next update.
-        observed_step: the step, counted from 1, whose first update they look at; None once they have.
+        observers: the debug switches that observe the next update.
+        observed_step: the step, counted from 1, whose first update they observe; None once they have.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class PlayerOptimizer:
         *,
         learning_rate: float,
         total_steps: int = 1,
+        shared: ShardedGame | None = None,
     ) -> None:
         game, training = config.game, config.training
         self.player, self.settings = player, settings
@@ -99,14 +101,21 @@ class PlayerOptimizer:
         self.learning_rate, self.total_steps = learning_rate, total_steps
         self.kl_multiplier = 0.0
         self.parameters: list[torch.nn.Parameter] = list(player.parameters())
-        self.critic = _critic(player, config.seed) if settings.baseline == "critic" else None
-        self.stepper = self._stepper(training)
+        self.role = None if shared is None else shared.role_of(player)
+        if shared is not None and self.role is not None:
+            self.critic = shared.critics.get(self.role)
+            scorer = PlayerScorer(player, self.critic, settings.temperature)
+            self.stepper: Stepper = ShardedStepper(scorer, shared, self.role)
+            self.stepper.set_learning_rate(learning_rate)
+        else:
+            self.critic = new_critic(player, config.seed) if settings.baseline == "critic" else None
+            self.stepper = self._replicated(training)
         decay = settings.average_decay
         self.average = None if decay is None else IterateAverage(self.parameters, decay)
         self.observers: Observers | None = None
         self.observed_step: int | None = None
 
-    def _stepper(self, training: TrainingConfig) -> Stepper:
+    def _replicated(self, training: TrainingConfig) -> Stepper:
         settings = self.settings
         adamw = {
             "learning_rate": self.learning_rate,
@@ -114,13 +123,8 @@ class PlayerOptimizer:
             "weight_decay": settings.weight_decay,
             "optim": training.optim,
         }
-        parts = (self.player, self.critic, settings.temperature)
-        if training.fsdp:
-            return FSDPStepper(*parts, adamw, max_grad_norm=self.max_grad_norm)
-        if training.deepspeed is not None:
-            return ZeroStepper(*parts, training.deepspeed, adamw, max_grad_norm=self.max_grad_norm)
         trained = [*self.parameters, *(self.critic.parameters() if self.critic else ())]
-        scorer = PlayerScorer(*parts)
+        scorer = PlayerScorer(self.player, self.critic, settings.temperature)
         return ReplicatedStepper(
             scorer, trained, adamw, rule=settings.step_rule, max_grad_norm=self.max_grad_norm
         )
@@ -150,9 +154,6 @@ class PlayerOptimizer:
             `sampling_kl` (k3 to the log-probs at sampling, before the first step; 0 but for rounding),
             `approx_kl` (to the sampling policy, after the last step measured), `clip_fraction`, `grad_norm`,
             `entropy`, with a critic `value_loss`; `updates` done, `num_tokens` computed.
-
-        Raises:
-            UserError: the loss or its gradient is not finite.
         """
         scored = self._prepare(rollouts, advantages)
         total = sum(len(rollout.logps) for rollout in rollouts)
@@ -192,22 +193,28 @@ class PlayerOptimizer:
     def _prepare(self, rollouts: Sequence[Rollout], advantages: Tensor) -> list[_Scored]:
         """This process's rollouts in packed batches, with idle ones where processes keep in step."""
         own = list(shard(range(len(rollouts))))
-        parts = self._packed([rollouts[i] for i in own], advantages[own], 1.0)
+        packed = [(each, 1.0) for each in self._packed([rollouts[i] for i in own], advantages[own])]
         if self.stepper.lock_step:
-            idle = max(all_gather([len(parts)])) - len(parts)
-            parts = self._packed(rollouts[:1], advantages[:1], 0.0) * idle + parts
+            idle = all_reduce_max(len(packed)) - len(packed)
+            packed = [(each, 0.0) for each in self._packed(rollouts[:1], advantages[:1])] * idle + packed
+        parts = [
+            _Scored(batch, old, self.stepper.ref_logps(batch), spread, weight)
+            for (batch, old, spread), weight in packed
+        ]
         return parts if self.critic is None else self._with_values(parts)
 
-    def _packed(self, rollouts: Sequence[Rollout], advantages: Tensor, weight: float) -> list[_Scored]:
+    def _packed(
+        self, rollouts: Sequence[Rollout], advantages: Tensor
+    ) -> list[tuple[PackedBatch, Tensor, Tensor]]:
+        """Packed batches of rollouts, with log-probs at sampling and advantages (M,) of each."""
         sequences = [TokenSequence([*r.prompt_ids, *r.completion_ids], len(r.prompt_ids)) for r in rollouts]
         parts = []
         for batch in pack(sequences, self.max_tokens) if sequences else ():
             members = batch.sequence_ids
             old = torch.tensor([logp for i in members.tolist() for logp in rollouts[i].logps])
-            spread = advantages[members][batch.score_sequence].to(self.player.device)
-            batch = batch.to(self.player.device)
-            ref = self.player.ref_logps(batch, temperature=self.settings.temperature)
-            parts.append(_Scored(batch, old.to(self.player.device), ref, spread, weight))
+            spread = advantages[members][batch.score_sequence]
+            device = self.player.device
+            parts.append((batch.to(device), old.to(device), spread.to(device)))
         return parts
 
     def _with_values(self, parts: Sequence[_Scored]) -> list[_Scored]:
@@ -282,10 +289,10 @@ class PlayerOptimizer:
         Every process must call it.
         """
         self.stepper.save(folder, role)
-        tensors = self.stepper.state()
         if self.average is not None:
-            tensors |= self.average.state()
-        if self.critic is not None:
+            self.average.save(folder / f"{role}_average")
+        tensors = self.stepper.state()
+        if self.critic is not None and self.role is None:
             tensors |= {f"critic.{name}": value for name, value in self.critic.state_dict().items()}
         if tensors and is_main_process():
             path = folder / f"{role}_memory.safetensors"
@@ -297,8 +304,8 @@ class PlayerOptimizer:
         tensors = load_file(str(path)) if path.exists() else {}
         self.stepper.load_state(tensors)
         if self.average is not None:
-            self.average.load_state(tensors)
-        if self.critic is not None:
+            self.average.load(folder / f"{role}_average")
+        if self.critic is not None and self.role is None:
             self.critic.load_state_dict(
                 {name: tensors[f"critic.{name}"] for name in self.critic.state_dict()}
             )
@@ -310,7 +317,7 @@ class PlayerOptimizer:
 
 
 def _finite(measured: dict[str, float]) -> dict[str, float]:
-    """What was measured, if all of it is finite; what is not is refused."""
+    """Check that metrics are finite."""
     if all(map(math.isfinite, measured.values())):
         return measured
     norm = measured.get("grad_norm")
@@ -318,7 +325,3 @@ def _finite(measured: dict[str, float]) -> dict[str, float]:
     raise UserError(
         f"a player's loss became {measured['loss']}{shown}; lower its learning rate", code="non_finite_loss"
     )
-
-
-def _critic(player: PolicyModel, seed: int) -> ValueHead:
-    return ValueHead(player.model.config.get_text_config().hidden_size, seed=seed).to(player.device)

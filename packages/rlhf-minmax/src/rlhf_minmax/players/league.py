@@ -1,4 +1,4 @@
-"""Past players in training: when a player meets one, and what it made of the game."""
+"""League play: when a past opponent is sampled, and how it scores."""
 
 from __future__ import annotations
 
@@ -13,12 +13,7 @@ from rlhf_minmax.players.players import Players
 
 @dataclass(frozen=True)
 class Opponents:
-    """The past players of one step; None where a player meets the present one.
-
-    Args:
-        policy: whose answers the monitor criticises.
-        monitor: whose critiques pay the policy.
-    """
+    """The past players of one step; None if a player meets the present one."""
 
     policy: Member | None = None
     monitor: Member | None = None
@@ -27,9 +22,7 @@ class Opponents:
 class OpponentPools:
     """A pool of past policies and one of past monitors.
 
-    Args:
-        config: how often players are taken in, and met.
-        seed: of the run; who is met in a step depends on nothing else, and on what the pools hold.
+    Who is met in a step depends on the seed and on the members of the pools only.
     """
 
     def __init__(self, config: PoolConfig, seed: int) -> None:
@@ -38,7 +31,7 @@ class OpponentPools:
         self.monitors = OpponentPool(config.size, config.sampling)
 
     def choose(self, step: int, *, policy_learns: bool = True) -> Opponents:
-        """Whom the players meet in a step; a policy that does not learn meets nobody."""
+        """Whom the players meet in a step; a policy that does not learn meets no one."""
         rng = random.Random(self.seed * 1_000_003 + step)
         chosen = [
             pool.sample(rng) if rng.random() < self.config.share and pool.members else None
@@ -47,12 +40,10 @@ class OpponentPools:
         return Opponents(chosen[0], chosen[1] if policy_learns else None)
 
     def note(self, opponents: Opponents, metrics: dict[str, float | None]) -> dict[str, float | None]:
-        """Record what the players made of past opponents; `pool/...` metrics of the step.
+        """Record the players' results against past opponents; `pool/...` metrics of the step.
 
-        Args:
-            opponents: of the step.
-            metrics: of the step: `minmax/value` is what the monitor wants low, `policy/judged_value` what the
-                policy was paid.
+        Of the metrics of the step, the monitor wants `minmax/value` low, and `policy/judged_value` is what
+        the policy was paid.
         """
         value, paid = metrics.get("minmax/value"), metrics.get("policy/judged_value")
         if opponents.policy is not None and value is not None:
@@ -71,12 +62,12 @@ class OpponentPools:
             self.policies.add(step, players.policy)
             self.monitors.add(step, players.monitor)
 
-    def save(self, folder: Path) -> None:
-        """Write both pools into a folder."""
-        self.policies.save(folder / "past_policies")
-        self.monitors.save(folder / "past_monitors")
+    def save(self, folder: Path, players: Players) -> None:
+        """Write both pools into a folder; every process must call it."""
+        self.policies.save(folder / "past_policies", players.policy)
+        self.monitors.save(folder / "past_monitors", players.monitor)
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, players: Players) -> None:
         """Take up what `save` wrote."""
-        self.policies.load(folder / "past_policies")
-        self.monitors.load(folder / "past_monitors")
+        self.policies.load(folder / "past_policies", players.policy)
+        self.monitors.load(folder / "past_monitors", players.monitor)

@@ -12,24 +12,24 @@ from typing import Literal
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlhf_data import UserError, atomic_folder
-from rlhf_minmax.players.snapshots import copies, fill
+from rlhf_algos import local_part
+from rlhf_algos.process_group import is_main_process
+from rlhf_data import UserError
+from rlhf_minmax.players.snapshots import copies, fill, load_copies, save_copies
 from rlhf_models import PolicyModel
 
 OpponentSampling = Literal["latest", "uniform", "prioritised"]
-_MEMBERS, _TENSORS = "pool.json", "pool.safetensors"
+_MEMBERS = "pool.json"
 
 
 @dataclass(frozen=True)
 class Member:
     """A player as it was after some step.
 
-    Args:
-        step: the step.
-        parameters: copies, on the CPU, of the player's trained parameters in their order.
+    The parameters are copies, on the CPU, of the player's trained ones in their order; of sharded ones, of
+    this process's part.
     """
 
     step: int
@@ -46,12 +46,9 @@ def playing(player: PolicyModel, member: Member) -> Iterator[PolicyModel]:
     """Within this context a player acts as a member; afterwards its own parameters are back, bit for bit.
 
     They come back whatever happens to the parameters meanwhile, training included.
-
-    Raises:
-        UserError: the member is a snapshot of another model.
     """
     parameters = player.parameters()
-    if [p.shape for p in parameters] != [p.shape for p in member.parameters]:
+    if [local_part(p).shape for p in parameters] != [p.shape for p in member.parameters]:
         raise UserError(
             f"the snapshot of step {member.step} is of other parameters than the player's; "
             "use the model and the LoRA settings it was made with",
@@ -129,31 +126,37 @@ class OpponentPool:
         payoffs = [self._payoffs.get(member.step) for member in self._members]
         return rng.choices(self._members, priorities(payoffs))[0]
 
-    def save(self, folder: str | Path) -> None:
-        """Write members and payoffs, atomically; an existing folder is replaced."""
+    def save(self, folder: Path, player: PolicyModel) -> None:
+        """Write members and payoffs of past versions of a player; every process must call it.
+
+        Args:
+            folder: a new one.
+            player: tells how the members' parameters are split.
+        """
+        known = player.parameters()
         rows = [
             {"step": m.step, "tensors": len(m.parameters), "payoff": self._payoffs.get(m.step)}
             for m in self._members
         ]
-        tensors = {f"{m.step}.{i}": p for m in self._members for i, p in enumerate(m.parameters)}
-        with atomic_folder(folder) as temp:
-            save_file(tensors, temp / _TENSORS)
-            (temp / _MEMBERS).write_text(json.dumps(rows), encoding="utf-8")
+        named = (
+            (f"{m.step}.{i}", known[i], part) for m in self._members for i, part in enumerate(m.parameters)
+        )
+        save_copies(folder, named)
+        if is_main_process():
+            (folder / _MEMBERS).write_text(json.dumps(rows), encoding="utf-8")
 
-    def load(self, folder: str | Path) -> None:
-        """Take up what `save` wrote in place of the members there are, bit for bit.
-
-        Raises:
-            UserError: a file is missing or damaged.
-        """
+    def load(self, folder: Path, player: PolicyModel) -> None:
+        """Take up what `save` wrote in place of the members there are, bit for bit."""
+        known = player.parameters()
         try:
-            rows = json.loads((Path(folder) / _MEMBERS).read_text(encoding="utf-8"))
-            tensors = load_file(Path(folder) / _TENSORS)
+            rows = json.loads((folder / _MEMBERS).read_text(encoding="utf-8"))
+            like = {f"{row['step']}.{i}": known[i] for row in rows for i in range(row["tensors"])}
+            tensors = {name: part.cpu() for name, part in load_copies(folder, like)}
             members = [
                 Member(row["step"], tuple(tensors[f"{row['step']}.{i}"] for i in range(row["tensors"])))
                 for row in rows
             ]
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, IndexError, SafetensorError) as error:
             raise UserError(
                 f"{folder} cannot be read as a pool of opponents ({error}); resume from another checkpoint",
                 code="unreadable_file",
@@ -169,9 +172,6 @@ def priorities(payoffs: Sequence[float | None]) -> list[float]:
     (AlphaStar), https://doi.org/10.1038/s41586-019-1724-z, p being the chance that the learner wins. Here
     are payoffs u in place of wins: p = sigmoid((u - mean u) / deviation of u) over the opponents played, 0.5
     where all are equal. An opponent not played yet (None) has p = 0.
-
-    Args:
-        payoffs: the learner's mean payoff against each opponent.
 
     Returns:
         Weights in (0, 1].

@@ -32,7 +32,7 @@ class Players:
     Args:
         policy: the player that answers.
         monitor: the player that criticises.
-        plain: the policy that is trained on the reward model alone; None where no baseline is wanted.
+        plain: the policy that is trained on the reward model alone; None if no baseline is wanted.
         shared: whether all are adapters of one backbone.
     """
 
@@ -42,16 +42,16 @@ class Players:
     shared: bool
 
 
-def load_players(config: MinMaxConfig, demo_base: str | None, devices: DeviceManager) -> Players:
+def load_players(
+    config: MinMaxConfig, demo_base: str | None, devices: DeviceManager, *, sharded: bool = False
+) -> Players:
     """Load the players: one backbone with an adapter each where the names agree, else two models.
 
     Args:
         config: the run's settings.
         demo_base: folder of the demonstration's base, for players without a model name.
-        devices: where they go.
-
-    Raises:
-        UserError: a model cannot be loaded, or one backbone is asked for with differing settings.
+        devices: which role runs where.
+        sharded: see `load_causal_lm`.
     """
     check_players(config, devices)
     policy_name = config.policy_model.model_name or demo_base
@@ -60,11 +60,11 @@ def load_players(config: MinMaxConfig, demo_base: str | None, devices: DeviceMan
     if share_backbone(config):
         backbone = backbone_settings(config)
         roles = ["policy", "monitor", *policies[1:]]  # in this order a baseline changes no other player
-        players = _load(backbone, policy_name, roles, devices, config.seed)
+        players = _load(backbone, policy_name, roles, devices, config.seed, sharded=sharded)
         return Players(players["policy"], players["monitor"], players.get(PLAIN), shared=True)
-    players = _load(config.policy_model, policy_name, policies, devices, config.seed)
-    monitor = _load(config.monitor_model, monitor_name, ["monitor"], devices, config.seed)["monitor"]
-    return Players(players["policy"], monitor, players.get(PLAIN), shared=False)
+    players = _load(config.policy_model, policy_name, policies, devices, config.seed, sharded=sharded)
+    monitors = _load(config.monitor_model, monitor_name, ["monitor"], devices, config.seed, sharded=sharded)
+    return Players(players["policy"], monitors["monitor"], players.get(PLAIN), shared=False)
 
 
 def share_backbone(config: MinMaxConfig) -> bool:
@@ -81,11 +81,7 @@ def backbone_settings(config: MinMaxConfig) -> PlayerConfig:
 
 
 def check_players(config: MinMaxConfig, devices: DeviceManager) -> None:
-    """Check that players on one backbone agree on what they share.
-
-    Raises:
-        UserError: they do not.
-    """
+    """Check that players on one backbone agree on what they share."""
     if not share_backbone(config):
         return
     settings = backbone_settings(config)
@@ -120,7 +116,13 @@ def lora_settings(config: PlayerConfig) -> LoraSettings:
 
 
 def _load(
-    config: PlayerConfig, name: str | None, roles: list[str], devices: DeviceManager, seed: int
+    config: PlayerConfig,
+    name: str | None,
+    roles: list[str],
+    devices: DeviceManager,
+    seed: int,
+    *,
+    sharded: bool,
 ) -> dict[str, PolicyModel]:
     """Load one model as several players: adapters of one backbone, or full copies."""
     assert name is not None, "players without a model name need the demonstration's base"
@@ -131,6 +133,7 @@ def _load(
         load_in_4bit=config.load_in_4bit,
         device=devices.device(roles[0]),
         gradient_checkpointing=config.gradient_checkpointing,
+        sharded=sharded,
     )
     disable_dropout(model)
     tokenizer = load_tokenizer(name)

@@ -1,1 +1,1 @@
-"""The report of a game: one HTML page and its figures, drawn from what a run folder holds."""
+"""The report of a game: one HTML page and its figures, drawn from a run folder."""

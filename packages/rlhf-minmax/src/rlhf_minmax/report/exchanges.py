@@ -13,7 +13,7 @@ from rlhf_eval.html import number, text
 _STAGES = {"start": "Start", "plain": "Plain RLHF", "minmax": "MinMax"}
 _SAID = {True: "right", False: "wrong"}
 _EVIDENCE = re.compile(r"\s*(\S.*?) so (?:right|wrong)\b")
-"""Where a critique that keeps its form, `<evidence> so right|wrong`, has its evidence (docs/minmax.md)."""
+"""Matches a critique in the format `<evidence> so right|wrong` (docs/minmax.md)."""
 _MIN_EVIDENCE_WORDS = 2
 _NOTHING = "(empty)"
 _MAX_TURNS, _UNFOLDED = 8, 3
@@ -24,10 +24,8 @@ _Span = tuple[int, int]
 def exchange_cards(samples: Sequence[dict[str, Any]], *, limit: int) -> str:
     """Return the first `limit` questions as cards, HTML.
 
-    Args:
-        samples: Rows of samples.jsonl; rows of one story and question share a card. They are ordered by
-            stage and, where they have one, by `step`; of many, some evenly spread ones are shown.
-        limit: The largest number of cards.
+    Rows of one story and question share a card, ordered by stage and, if they have one, by `step`; of many
+    rows, evenly spread ones are shown.
     """
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in samples:
@@ -48,11 +46,11 @@ def exchange_cards(samples: Sequence[dict[str, Any]], *, limit: int) -> str:
 
 
 def evidence_spans(story: str, row: dict[str, Any]) -> list[_Span] | None:
-    """Where a story has the evidence of a row's critique, case and punctuation aside.
+    """Places of a critique's evidence in the story, case and punctuation aside.
 
     Returns:
-        (start, end) of each place, none where it is not quoted or shorter than two words; None where the
-        critique was not readable.
+        (start, end) of each place, none if it is not quoted or shorter than two words; None if the
+        critique could not be parsed.
     """
     match = _EVIDENCE.match(str(row.get("critique", "")))
     if row.get("verdict") is None or match is None:
@@ -87,21 +85,21 @@ def _card(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _time(row: dict[str, Any]) -> tuple[int, float]:
-    """Where a row stands in a run: start, plain RLHF, the game by its steps, the end."""
+    """The position of a row in a run: start, plain RLHF, the game by its steps, the end."""
     rank = {"start": 0, "plain": 1}.get(str(row.get("stage")), 2)
     step = row.get("step")
     return rank, step if isinstance(step, int) else math.inf
 
 
 def _some(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first, the last and evenly spread ones between them, where there are many."""
+    """The first, the last and evenly spread ones between them, if there are many."""
     if len(rows) <= _MAX_TURNS:
         return rows
     return [rows[round(i * (len(rows) - 1) / (_MAX_TURNS - 1))] for i in range(_MAX_TURNS)]
 
 
 def _marked(story: str, spans: Sequence[list[_Span] | None]) -> str:
-    """The story with all evidence marked, the numbers of the stages that quote it behind each piece."""
+    """The story with all evidence marked, each piece followed by the numbers of the stages that quote it."""
     found = [(start, end, stage) for stage, own in enumerate(spans, 1) for start, end in own or []]
     cuts = sorted({0, len(story)} | {cut for start, end, _ in found for cut in (start, end)})
     pieces = []

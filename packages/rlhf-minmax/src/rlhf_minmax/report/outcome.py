@@ -1,4 +1,4 @@
-"""How sound the outcome of a MinMax run is: calibration, exploitability, cross-play, hacking."""
+"""Figures of the outcome of a MinMax run: calibration, exploitability, cross-play, reward hacking."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _MOST_WRITTEN = 8
 
 
 def calibration_panel(results: dict[str, Any]) -> Panel | None:
-    """The monitor's calibration curve at the start and at the end; None where neither was measured.
+    """The monitor's calibration curve at the start and at the end; None if neither was measured.
 
     Args:
         results: The content of results.json; `monitor/calibration` of `before` and `after` is a list of bins
@@ -199,7 +199,7 @@ def hacking_panel(metrics: Rows) -> Panel | None:
 
     Args:
         metrics: Rows of metrics.jsonl; `minmax/heldout_reward` and `minmax/hacking_gap`, of every step or of
-            the held-out evaluations (`eval_` in front); None where there are neither.
+            the held-out evaluations (`eval_` in front); None if there are neither.
     """
     rows = of_phase(metrics, "minmax")
     prefixes = [held_out_prefix(rows, key) for key in (_HELD_OUT, _GAP)]

@@ -38,8 +38,8 @@ _BREAK_EVEN = (
     ("delta_judge_truthful", "Judge's gap ΔJ, truthful critiques"),
     ("break_even_start", "Break-even w_judge, critiques of the start"),
     ("break_even_truthful", "Break-even w_judge, truthful critiques"),
-    ("pays_start", "Share of stories where truth pays, critiques of the start"),
-    ("pays_truthful", "Share of stories where truth pays, truthful critiques"),
+    ("pays_start", "Share of stories where the truth scores higher, critiques of the start"),
+    ("pays_truthful", "Share of stories where the truth scores higher, truthful critiques"),
     ("w_judge", "w_judge of this run"),
     ("w_reward", "w_reward of this run"),
 )
@@ -72,7 +72,7 @@ def write_minmax_report(run_folder: RunFolder, path: str | Path) -> None:
     The file holds its style and its figures and loads nothing; all text of the run is escaped. It shows what
     the run's doctor found, the headline metrics, the figures of training, of both players, of every
     constraint and of the outcome, sample exchanges, the break-even check, the prompts as the models saw
-    them, the device plan, the wall time, what judges behind an API were asked for, the config and the
+    them, the device plan, the wall time, the usage of judges behind an API, the config and the
     versions; a part the run did not record is named as missing.
 
     Args:
@@ -125,13 +125,13 @@ def _read_samples(path: Path) -> list[dict[str, Any]]:
 
 def _header(name: str, results: dict[str, Any], config: dict[str, Any]) -> str:
     tiles = "".join(_tile(title, kind, results.get(block)) for block, title, kind in _BLOCKS)
-    told = "".join(f"<p>{text(paragraph)}</p>\n" for paragraph in _opening(results, config))
+    introduction = "".join(f"<p>{text(paragraph)}</p>\n" for paragraph in _opening(results, config))
     title = f'<h1>MinMax RLHF</h1>\n<p class="soft">Run {text(name)}</p>\n'
-    return f'{title}{told}<div class="tiles">{tiles}</div>\n'
+    return f'{title}{introduction}<div class="tiles">{tiles}</div>\n'
 
 
 def _opening(results: dict[str, Any], config: dict[str, Any]) -> list[str]:
-    """What was done on what, and what came out, for somebody who was not there."""
+    """Introduction: task, method and outcome, for a reader who does not know the run."""
     data = config.get("data") or {}
     rows = (
         f"questions of {Path(data['train_data']).name}"
@@ -222,7 +222,7 @@ def _break_even(check: dict[str, Any]) -> str:
         return '<p class="soft">Not measured on this run.</p>'
     rows = [[text(label), number(check.get(key))] for key, label in _BREAK_EVEN]
     return (
-        "<p>On a story telling the truth pays only if w_judge · ΔJ &gt; w_reward · ΔR there. Gaps are "
+        "<p>On a story the truth scores higher only if w_judge · ΔJ &gt; w_reward · ΔR there. Gaps are "
         "measured on training rows before the game, in standard deviations of the scores; gaps and "
         "break-evens are means.</p>"
         f'<p class="note">{text(check.get("advice", ""))}</p>'

@@ -59,12 +59,7 @@ def minmax_figure(metrics: Rows, results: dict[str, Any], path: str | Path) -> N
 
 
 def minmax_panels(metrics: Rows, results: dict[str, Any]) -> list[Panel]:
-    """Draw the panels of `minmax_figure` one by one, for pages that arrange them by screen width.
-
-    Args:
-        metrics: Rows of metrics.jsonl.
-        results: The content of results.json.
-    """
+    """Draw the panels of `minmax_figure` one by one, for pages that arrange them by screen width."""
     return [
         make_panel(title, caption, partial(draw, metrics=metrics, results=results))
         for title, caption, draw in _PANELS
@@ -76,12 +71,7 @@ def draw_multiplier(
 ) -> None:
     """Draw a multiplier (left axis) and its constraint's smoothed violation (right axis) over the steps.
 
-    Args:
-        axes: Where to draw.
-        rows: Rows of metrics.jsonl.
-        multiplier: Key of λ.
-        violation: Key of the smoothed violation.
-        threshold: Of the violation; None where it is not known.
+    The threshold is that of the violation; None draws none.
     """
     draw_line(axes, rows, multiplier, color=PURPLE, label="λ (left)")
     axes.set_ylim(bottom=0)
@@ -100,7 +90,7 @@ def draw_multiplier(
 
 
 def held_out_prefix(rows: Rows, key: str) -> str | None:
-    """What stands before a metric of held-out scorers in the rows: nothing, or `eval_`; None without it."""
+    """The prefix of a metric of held-out scorers in the rows: nothing, or `eval_`; None without it."""
     return next((prefix for prefix in ("", "eval_") if pairs(rows, "step", prefix + key)), None)
 
 
@@ -213,7 +203,7 @@ def _final_mark(axes: Axes, rows: Rows, block: dict[str, Any] | None, key: str, 
 
 
 def _label_marks(axes: Axes, label: str) -> None:
-    """Explain the round marks in the legend, where there are any."""
+    """Explain the round marks in the legend, if there are any."""
     if any(line.get_marker() == "o" for line in axes.lines):
         axes.plot([], [], color=GREY, linestyle="none", marker="o", markersize=7, label=label)
 

@@ -1,4 +1,4 @@
-"""The figures of the report, in sections; each names what the run did not measure."""
+"""The figures of the report, in sections; each lists the measurements that the run lacks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhf_minmax.report.panels import minmax_panels
 from rlhf_minmax.report.trajectories import constraint_names, constraint_panels, phase_panel, player_panels
 
 _TRUTHFULNESS = "truthfulness"
-"""The constraint whose threshold stands in the config's section `constraint`."""
+"""The constraint whose threshold is in the config's section `constraint`."""
 _CONSTRAINT_FACTS = (
     ("dual/{}/lambda", "λ"),
     ("constraint/{}/violation_ema", "Violation"),
@@ -40,12 +40,7 @@ def players(metrics: Rows) -> str:
 
 
 def constraints(metrics: Rows, config: dict[str, Any]) -> str:
-    """Every constraint the rows name: where it ended, and its multiplier over the steps, HTML.
-
-    Args:
-        metrics: Rows of metrics.jsonl.
-        config: The resolved config, for the thresholds.
-    """
+    """Every constraint the rows name: where it ended, and its multiplier over the steps, HTML."""
     names = constraint_names(metrics)
     if not names:
         return '<p class="soft">The metrics of this run name no constraints.</p>'

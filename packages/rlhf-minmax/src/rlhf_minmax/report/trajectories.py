@@ -60,10 +60,9 @@ _Line = tuple[Rows, str, dict[str, Any]]
 
 
 def player_panels(metrics: Rows) -> dict[str, Panel | None]:
-    """One small panel per measure, with both players and plain RLHF; None where no row has it.
+    """One small panel per measure, with both players and plain RLHF; None if no row has it.
 
-    Args:
-        metrics: Rows of metrics.jsonl with `phase`, `step` and `<player>/<measure>`.
+    Of rows with `phase`, `step` and `<player>/<measure>`.
 
     Returns:
         Title -> panel; the last ones are the monitor's updates per update of the policy and the time scale,
@@ -138,9 +137,7 @@ def constraint_names(metrics: Rows) -> list[str]:
 def constraint_panels(metrics: Rows, thresholds: Mapping[str, float | None]) -> list[Panel]:
     """One small panel per constraint: λ, smoothed violation, threshold.
 
-    Args:
-        metrics: Rows of metrics.jsonl.
-        thresholds: By name of the constraint; one that is missing is not drawn.
+    Thresholds are by name of the constraint; one that is missing is not drawn.
     """
     rows = of_phase(metrics, "minmax")
     return [
@@ -163,8 +160,7 @@ def constraint_panels(metrics: Rows, thresholds: Mapping[str, float | None]) -> 
 def phase_panel(metrics: Rows) -> Panel | None:
     """The path of the game: policy accuracy against the monitor's balanced accuracy, coloured by step.
 
-    Args:
-        metrics: Rows of metrics.jsonl; those of phase "minmax" that have both values are drawn.
+    Of rows of phase "minmax" that have both values.
     """
     keys = ("policy/accuracy", "monitor/verdict_balanced_accuracy", "step")
     rows = [row for row in of_phase(metrics, "minmax") if all(value_of(row, key) is not None for key in keys)]

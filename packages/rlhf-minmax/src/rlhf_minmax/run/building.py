@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rlhf_algos import few_threads_for_a_small_model
+from rlhf_algos import few_threads_for_a_small_model, shards_weights
+from rlhf_algos.process_group import init_process_group, world_size
+from rlhf_data import RunFolder
 from rlhf_minmax.config.run import MinMaxConfig
 from rlhf_minmax.demo.builder import DemoModels, demo_models, missed_gates
 from rlhf_minmax.demo.held_out import with_held_out_reward
 from rlhf_minmax.game.forward_pass import MinMaxPipeline
 from rlhf_minmax.game.stories import Stories
 from rlhf_minmax.players.players import load_players
+from rlhf_minmax.players.sharded import ShardedGame
+from rlhf_minmax.players.workers import GameWorkers
 from rlhf_minmax.run.distributed import check_built, plan_devices
 from rlhf_minmax.run.events import Events
-from rlhf_minmax.scorers.distributed import held_out_together, shared_out
+from rlhf_minmax.scorers.distributed import held_out_together, sharded_modules, shared_out
 from rlhf_minmax.scorers.loading import (
     HeldOut,
     load_held_out,
@@ -59,17 +65,41 @@ def build_game(
     """
     devices, events = devices or plan_devices(config), events or Events()
     demo = _built_models(config, stories, events, cache_folder, rebuild) if needs_demo(config) else None
-    players = load_players(config, str(demo.base) if demo else None, devices)
+    sharded = config.training.is_sharded and shards_weights(config.training.hardware()) and world_size() > 1
+    if sharded:
+        init_process_group()
+    players = load_players(config, str(demo.base) if demo else None, devices, sharded=sharded)
     few_threads_for_a_small_model(players.policy.model)
+    reward = load_reward_model(config, demo, devices, players, sharded=sharded)
+    judge = load_judge(config, demo, devices, stories.prompts, players, sharded=sharded)
+    held_out = load_held_out(config, demo, devices, stories.prompts, players, sharded=sharded)
+    shared = None
+    if config.training.is_sharded:
+        scorers = (reward, judge, held_out.reward_model, held_out.judge)
+        shared = ShardedGame(players, *sharded_modules(scorers), config)
     pipeline = MinMaxPipeline(
         players,
-        shared_out(load_reward_model(config, demo, devices, players)),
-        shared_out(load_judge(config, demo, devices, stories.prompts, players), config.judge_model),
+        shared_out(reward, None, shared),
+        shared_out(judge, config.judge_model, shared),
         stories.prompts,
         config,
+        shared=shared,
     )
-    held_out = load_held_out(config, demo, devices, stories.prompts, players)
-    return Game(pipeline, held_out_together(held_out, config.held_out.judge), demo)
+    return Game(pipeline, held_out_together(held_out, config.held_out.judge, shared), demo)
+
+
+@contextmanager
+def with_workers(game: Game, config: MinMaxConfig, run: RunFolder) -> Iterator[Game]:
+    """Within this context the game is sampled by workers, where the settings say so.
+
+    Raises:
+        UserError: Ray is missing, no cluster answers, or it has no room for the workers.
+    """
+    if config.distributed is None:
+        yield game
+        return
+    with GameWorkers(game.pipeline.players, config, run) as workers:
+        yield replace(game, pipeline=replace(game.pipeline, workers=workers))
 
 
 def _built_models(

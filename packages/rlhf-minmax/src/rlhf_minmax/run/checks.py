@@ -1,4 +1,4 @@
-"""What can be checked of a run's models and texts before anything is loaded, built or trained."""
+"""Checks of a run's models and texts before anything is loaded, built or trained."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from rlhf_algos import check_evaluations, check_trackers
+from rlhf_algos import check_evaluations, check_trackers, require_ray
 from rlhf_data import QARecord, UserError, render_prompt
 from rlhf_minmax.config.run import MinMaxConfig
 from rlhf_minmax.config.scorers import JudgeConfig, RewardModelConfig
@@ -39,14 +39,14 @@ from rlhf_models import (
 )
 
 _SHOWN = 40
-"""Characters of a story that stand for it in messages."""
+"""Characters of a story that identify it in messages."""
 _SPELLING = 2
 """Tokens allowed for a prompted judge's " yes" or " no"."""
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What is known of a model without its weights.
+    """Facts about a model that do not need its weights.
 
     Args:
         name: folder or hub name; None for one of the demonstration's, which may not be built yet.
@@ -101,20 +101,12 @@ class Checked:
 
 
 def check_run(config: MinMaxConfig, stories: Stories, devices: DeviceManager) -> Checked:
-    """Check all that can be checked without weights.
-
-    Args:
-        config: the run's settings.
-        stories: its records and prompts.
-        devices: which role runs where.
-
-    Raises:
-        UserError: the models or the texts cannot be used; of a text that is too long, unless
-            `data.on_bad_row` leaves its row out.
-    """
+    """Check all that can be checked without weights."""
     training = config.training
     check_evaluations(training, training.eval_steps, examples=len(stories.held_out), has_run=True)
     check_trackers(training.report_to)
+    if config.distributed is not None:
+        require_ray()
     check_players(config, devices)
     check_scorers(config)
     models = inspect_models(config, stories)
@@ -137,12 +129,12 @@ def time_to_build(
 
     Args:
         config: the run's settings.
-        checked: what `check_run` gave.
+        checked: what `check_run` returned.
         cache_folder: see `demo_models`.
         rebuild: whether what is cached is built, too.
 
     Returns:
-        See `build_seconds`; None where there is nothing to build.
+        See `build_seconds`; None if there is nothing to build.
     """
     if not needs_demo(config):
         return None
@@ -157,10 +149,6 @@ def inspect_models(config: MinMaxConfig, stories: Stories) -> dict[str, ModelInf
     """Config and tokenizer of every role's model; those of the demonstration are made without training.
 
     A judge that is a rule or behind an API has no model here and no entry.
-
-    Raises:
-        UserError: a model is missing, lacks its weights, is of the wrong kind, does not fit its tokenizer, or
-            cannot be quantised here.
     """
     scorers = scorer_sections(config)
     sections = {"policy": config.policy_model, "monitor": config.monitor_model, **scorers}
@@ -218,10 +206,7 @@ def _check_kind(role: str, info: ModelInfo, *, scores: bool) -> None:
 class Ruler:
     """Measures a run's texts in tokens of each role's tokenizer, with completions at their longest.
 
-    Args:
-        config: the run's settings.
-        stories: its records and prompts.
-        models: what `inspect_models` found.
+    `models` is what `inspect_models` returned.
     """
 
     def __init__(self, config: MinMaxConfig, stories: Stories, models: dict[str, ModelInfo]) -> None:
@@ -275,7 +260,7 @@ class Ruler:
         return self._judge_prompt(role, scorer, record) + answer + critique
 
     def _reward_prompt(self, role: str, reward: RewardModelConfig, record: QARecord) -> list[int]:
-        """Token ids of what a reward model reads beside the answer."""
+        """Token ids of what a reward model reads in addition to the answer."""
         tokenizer = self.models[role].tokenizer
         chats = uses_chat(self.models["policy"].tokenizer, self.config.policy_model)
         if not reads_chat(reward, tokenizer, policy_chats=chats):
@@ -283,7 +268,7 @@ class Ruler:
         return encode_scored(tokenizer, *as_chat(self.stories.prompts.policy(record), ""), append_eos=False)
 
     def _judge_prompt(self, role: str, judge: JudgeConfig, record: QARecord) -> int:
-        """Tokens of what a judge reads beside answer and critique."""
+        """Tokens of what a judge reads in addition to answer and critique."""
         tokenizer = self.models[role].tokenizer
         if judge.kind == "head":
             return len(encode_prompt(tokenizer, self.stories.prompts.judge(record.question, "")))
@@ -297,11 +282,7 @@ class Ruler:
         return {role: [(self.length(role, record), record) for record in records] for role in self.models}
 
     def too_long(self) -> dict[str, str]:
-        """The rows whose texts do not fit a role's context, by their place, and what is wrong with each.
-
-        Raises:
-            UserError: there is one, and it is not to be left out.
-        """
+        """The rows whose texts do not fit a role's context, by their place, and what is wrong with each."""
         found: dict[str, str] = {}
         for role, lengths in self._lengths.items():
             for tokens, record in lengths:
@@ -324,7 +305,7 @@ class Ruler:
         return found
 
     def warnings(self) -> list[str]:
-        """What `max_new_tokens` would cut off, and whether made-up answers can be read."""
+        """Checks that `max_new_tokens` cuts off no answer, and that made-up answers can be parsed."""
         train, rules = self.stories.train, self.stories.prompts.rules
         answers = [answer_text(r.answer_text) for r in train]
         if self.models["policy"].name is not None:
@@ -370,7 +351,7 @@ def _shown(record: QARecord) -> str:
 
 
 def _what(role: str, record: QARecord) -> str:
-    """What a message calls a role's longest text about a record."""
+    """Name of a role's longest text about a record, for messages."""
     where = f"{record.where}: " if record.where else ""
     return (
         f"{where}the longest text of the {role} (story {_shown(record)!r}, completions of max_new_tokens "

@@ -1,4 +1,4 @@
-"""A run in several processes: where each computes, and what it asks of the settings."""
+"""Runs of several processes: devices of each, and requirements on the settings."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from pathlib import Path
 
 import torch
 
-from rlhf_algos import HardwareConfig, check_hardware, job_device
+from rlhf_algos import Machine, check_hardware, job_device, shards_weights
 from rlhf_algos.process_group import world_size
 from rlhf_data import UserError
 from rlhf_minmax.config.run import MinMaxConfig, PlayerConfig
 from rlhf_minmax.demo.builder import demo_folder
 from rlhf_minmax.demo.held_out import held_out_folder
 from rlhf_minmax.game.stories import Stories
-from rlhf_minmax.optim.gradient_step import SHARDED_WEIGHTS, zero_stage
-from rlhf_minmax.scorers.loading import needs_held_out_reward
+from rlhf_minmax.scorers.loading import needs_held_out_reward, scorer_sections
 from rlhf_models import DeviceManager
 from rlhf_models.device_manager import ROLES
 
 
-def plan_devices(config: MinMaxConfig) -> DeviceManager:
-    """Where every role runs: of several processes each has a GPU of its own for all roles.
+def plan_devices(config: MinMaxConfig, machine: Machine | None = None) -> DeviceManager:
+    """Devices of all roles: each of several processes has its own GPU for all roles.
 
-    Raises:
-        UserError: a device does not exist, or devices are named for several processes.
+    Args:
+        config: the run's settings.
+        machine: what a dry run plans for; None is this machine with the processes that torchrun started.
     """
-    if world_size() == 1:
+    if (machine.processes if machine else world_size()) == 1 and not (machine and machine.card):
         return DeviceManager(config.devices)
     if config.devices:
         raise UserError(
@@ -35,18 +35,18 @@ def plan_devices(config: MinMaxConfig) -> DeviceManager:
     return DeviceManager(dict.fromkeys(ROLES, str(job_device())))
 
 
-def check_processes(config: MinMaxConfig) -> None:
+def check_processes(config: MinMaxConfig, processes: int | None = None) -> None:
     """Refuse what FSDP and DeepSpeed cannot do, and FSDP in a single process.
 
-    Raises:
-        UserError: which setting, and what to do.
+    Args:
+        config: the run's settings.
+        processes: how many it is planned for; None are those that torchrun started.
     """
+    processes = processes or world_size()
     training = config.training
-    if training.fsdp:
-        hardware = HardwareConfig(fsdp=True, bf16=False)
-        check_hardware(hardware, job_device(), torch.float32, world_size=world_size())
-    if not (training.fsdp or training.deepspeed):
+    if not training.is_sharded:
         return
+    check_hardware(training.hardware(), job_device(), torch.float32, world_size=processes)
     sharding = "training.fsdp" if training.fsdp else "training.deepspeed"
     if config.schedule.extragradient:
         raise UserError(
@@ -65,6 +65,8 @@ def check_processes(config: MinMaxConfig) -> None:
             code="cannot_be_sharded",
             key=whole[0].split()[0],
         )
+    if processes > 1 and shards_weights(training.hardware()):
+        _check_quantised(config, sharding)
     for name, player in _players(config).items():
         if player.step_rule != "plain":
             raise UserError(
@@ -73,34 +75,27 @@ def check_processes(config: MinMaxConfig) -> None:
                 code="cannot_be_sharded",
                 key="step_rule",
             )
-    if training.deepspeed and zero_stage(training.deepspeed) == SHARDED_WEIGHTS:
-        _check_whole_weights(config, training.deepspeed)
+
+
+def _check_quantised(config: MinMaxConfig, sharding: str) -> None:
+    """Refuse quantised models whose weights would be sharded."""
+    sections = {**_players(config), **scorer_sections(config)}
+    for name, section in sections.items():
+        if section.load_in_8bit or getattr(section, "load_in_4bit", False):
+            raise UserError(
+                f"the {name.removesuffix('_model')} model is quantised, and {sharding} shards no quantised "
+                "weights; leave out load_in_8bit and load_in_4bit, or take ZeRO-2, with which each process "
+                "holds the quantised model",
+                code="quantised_and_sharded",
+            )
 
 
 def _players(config: MinMaxConfig) -> dict[str, PlayerConfig]:
     return {"policy_model": config.policy_model, "monitor_model": config.monitor_model}
 
 
-def _check_whole_weights(config: MinMaxConfig, path: str) -> None:
-    """Refuse what needs weights whole, which ZeRO-3 shards."""
-    for name, player in _players(config).items():
-        if player.use_lora:
-            raise UserError(
-                f"{path} shards weights (ZeRO-3), but {name} trains an adapter on frozen weights that every "
-                "process samples with; take stage 2, or use_lora false"
-            )
-    if config.guards.rollback:
-        raise UserError(
-            f"guards.rollback puts weights back, which {path} shards (ZeRO-3); take stage 2 or no rollback"
-        )
-
-
 def check_built(config: MinMaxConfig, stories: Stories, cache_folder: Path | None = None) -> None:
-    """Refuse to build the demonstration's models in several processes.
-
-    Raises:
-        UserError: there are several, and a model is missing.
-    """
+    """Refuse to build the demonstration's models in several processes."""
     if world_size() == 1:
         return
     folder = demo_folder(

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
-from rlhf_algos import shown_tokens
-from rlhf_data import QARecord, StepTokens, ensure_writable_folder, longest_completions, pack
-from rlhf_minmax.config.run import MinMaxConfig
+import torch
+
+from rlhf_algos import Machine, memory_rows, peak_of, shown_tokens
+from rlhf_algos.process_group import world_size
+from rlhf_data import (
+    QARecord,
+    StepTokens,
+    TokenSequence,
+    ensure_writable_folder,
+    longest_completions,
+    pack,
+)
+from rlhf_minmax.config.run import MinMaxConfig, PlayerConfig
 from rlhf_minmax.config.scorers import JudgeConfig
 from rlhf_minmax.demo.builder import demo_folder
 from rlhf_minmax.evaluation.measure_game import CROSS_PLAYED
@@ -15,13 +29,13 @@ from rlhf_minmax.players.players import share_backbone
 from rlhf_minmax.run.checks import Checked, LongestText, ModelInfo, Ruler, check_run, time_to_build
 from rlhf_minmax.run.distributed import check_processes, plan_devices
 from rlhf_minmax.run.events import device_rows, duration
-from rlhf_minmax.run.memory import estimate_memory
+from rlhf_minmax.run.memory import GPU, Phases, check_game_fits, estimate_memory
 from rlhf_minmax.scorers.loading import needs_demo
 from rlhf_minmax.scorers.shared_trunk import Host
 from rlhf_models import encode_completion
 
-ENGINE_TOKENS = 1 << 18
-"""Tokens whose keys and values the generation engine holds at a time."""
+_Sampled = tuple[list[list[int]], int, PlayerConfig]
+"""A player's prompts, completions of each, and settings."""
 _ASKED_IN_EVALUATION = 3
 """Requests per held-out story: the policy's answer, and a made-up one with a critique and without."""
 _ASKED_OF_PROBE = 5
@@ -32,7 +46,7 @@ _CHARACTERS_PER_TOKEN = 4
 """Of English text in the tokenizers that APIs use, by the rule of thumb that their vendors state."""
 
 
-def plan_run(config: MinMaxConfig) -> dict[str, Any]:
+def plan_run(config: MinMaxConfig, machine: Machine | None = None) -> dict[str, Any]:
     """Resolve and check a run without training; what it would do, with how many tokens and how much memory.
 
     Loads the data and the tokenizers, never weights. Tokens are those of one step's real prefix trees, with
@@ -40,27 +54,37 @@ def plan_run(config: MinMaxConfig) -> dict[str, Any]:
 
     Args:
         config: the run's settings.
+        machine: what it is planned for; None is this machine with the processes that torchrun started.
 
     Returns:
-        `device_plan` (rows of role, device, dtype, reason), `rows` (pairs of label and text), `warnings`.
+        `device_plan` (rows of role, device, dtype, reason), `rows` (pairs of label and text), `warnings`, and
+        `memory`, bytes of each process by device, phase and part.
 
     Raises:
-        UserError: data, devices, models, texts or the cache folder cannot be used.
+        UserError: data, devices, models, texts or the cache folder cannot be used, or the machine cannot
+            hold the run.
     """
+    machine = machine or Machine(world_size())
     stories = load_stories(config)
-    check_processes(config)
-    devices = plan_devices(config)
+    check_processes(config, machine.processes)
+    devices = plan_devices(config, machine)
     checked = check_run(config, stories, devices)
     stories = checked.stories
     ruler = Ruler(config, stories, checked.models)
     streams = step_tokens(config, stories, ruler)
-    memory = estimate_memory(
-        config,
-        checked.models,
-        devices,
-        pass_tokens=max(stream.largest for stream in streams.values()),
-        cache_tokens=_cache_tokens(config, stories, checked.longest),
-    )
+    sampled = _sampled(config, stories, ruler)
+    tokens = cache(lambda processes: _held_tokens(config, checked, sampled, processes))
+
+    def estimate(config: MinMaxConfig, machine: Machine) -> dict[torch.device, Phases]:
+        passed, cached = tokens(machine.processes)
+        sizes = {"pass_tokens": passed, "cache_tokens": cached}
+        return estimate_memory(config, checked.models, devices, machine, **sizes)
+
+    def needs(other: MinMaxConfig, machine: Machine) -> float:
+        found = estimate(other, machine)
+        return peak_of(found[GPU if machine.card else devices.device("policy")])
+
+    check_game_fits(config, needs, machine)
     rows = [
         ("method", "minmax, trained by this engine"),
         *_model_rows(config, stories, checked),
@@ -68,34 +92,71 @@ def plan_run(config: MinMaxConfig) -> dict[str, Any]:
         *_token_rows(config, stories, streams),
         *_request_rows(config, stories),
         *(_length_row(text) for text in checked.longest),
-        *((f"memory on {part.device}", str(part)) for part in memory),
+        *_memory_rows(estimate(config, machine), machine),
         _rate_row(config),
         (
             "first prompt",
             shown_tokens(checked.models["policy"].tokenizer, ruler.policy_prompt(stories.train[0])),
         ),
     ]
-    return {"device_plan": device_rows(devices), "rows": rows, "warnings": checked.warnings}
+    return {
+        "device_plan": device_rows(devices),
+        "rows": rows,
+        "warnings": checked.warnings,
+        "memory": {str(device): phases for device, phases in estimate(config, machine).items()},
+    }
+
+
+def _held_tokens(
+    config: MinMaxConfig, checked: Checked, sampled: Mapping[str, _Sampled], processes: int
+) -> tuple[int, int]:
+    """Tokens of the largest pass of any process, and of its largest generation."""
+    largest = 0
+    for prompts, count, player in sampled.values():
+        completed = _completed(prompts, count, player)
+        for own in range(processes):
+            first, last = (len(completed) * (own + n) // processes for n in (0, 1))
+            if part := completed[first:last]:
+                packed = pack(part, config.training.max_tokens_per_batch)
+                largest = max(largest, *(batch.num_tokens for batch in packed))
+    return largest, _cache_tokens(config, checked.stories, checked.longest, processes)
+
+
+def _memory_rows(memory: dict[torch.device, Phases], machine: Machine) -> list[tuple[str, str]]:
+    rows: list[tuple[str, str]] = []
+    for device, phases in memory.items():
+        beside = replace(machine, card=None) if device != GPU else machine
+        rows += memory_rows(phases, beside, str(device))
+    return rows
 
 
 def step_tokens(config: MinMaxConfig, stories: Stories, ruler: Ruler) -> dict[str, StepTokens]:
     """Tokens of one update of `policy` and of `monitor` on the first batch of stories."""
+    found = {}
+    for role, (prompts, count, player) in _sampled(config, stories, ruler).items():
+        sampled = _completed(prompts, count, player)
+        found[role] = StepTokens.of(pack(sampled, config.training.max_tokens_per_batch), sampled)
+    return found
+
+
+def _completed(prompts: list[list[int]], count: int, player: PlayerConfig) -> list[TokenSequence]:
+    """`count` completions of each prompt, as long as they may get."""
+    return [each for ids in prompts for each in longest_completions(ids, count, player.max_new_tokens)]
+
+
+def _sampled(config: MinMaxConfig, stories: Stories, ruler: Ruler) -> dict[str, _Sampled]:
+    """Prompts, completions per prompt and settings of either player, for the first batch of stories."""
     batch = stories.train[: config.training.batch_size]
     tampered = _num_tampered(config, stories)
-    judged = (
+    judged = [
         prompt
         for n, record in enumerate(batch)
         for prompt in _judged_prompts(config, ruler, record, tampered=n < tampered)
-    )
-    asked = {
-        "policy": (map(ruler.policy_prompt, batch), config.game.num_generations, config.policy_model),
+    ]
+    return {
+        "policy": (list(map(ruler.policy_prompt, batch)), config.game.num_generations, config.policy_model),
         "monitor": (judged, config.game.num_critiques, config.monitor_model),
     }
-    found = {}
-    for role, (prompts, count, player) in asked.items():
-        sampled = [each for ids in prompts for each in longest_completions(ids, count, player.max_new_tokens)]
-        found[role] = StepTokens.of(pack(sampled, config.training.max_tokens_per_batch), sampled)
-    return found
 
 
 def _judged_prompts(
@@ -139,8 +200,10 @@ def _num_evaluations(config: MinMaxConfig, stories: Stories) -> int:
     return 2 + config.baseline + averages + steps // (training.eval_steps or steps + 1)
 
 
-def _cache_tokens(config: MinMaxConfig, stories: Stories, longest: list[LongestText]) -> int:
-    """Prompt and completion tokens that the largest generation holds at a time."""
+def _cache_tokens(
+    config: MinMaxConfig, stories: Stories, longest: list[LongestText], processes: int = 1
+) -> int:
+    """Prompt and completion tokens that the largest generation of a process holds at a time."""
     text = max(found.tokens for found in longest if found.role in ("policy", "monitor"))
     game, size = config.game, _step_size(config, stories)
     samples = (
@@ -151,7 +214,7 @@ def _cache_tokens(config: MinMaxConfig, stories: Stories, longest: list[LongestT
         len(stories.held_out),
         config.data.probe_stories,
     )
-    return min(max(samples) * text, ENGINE_TOKENS)
+    return min(math.ceil(max(samples) / processes) * text, config.training.max_kv_tokens)
 
 
 def _model_rows(config: MinMaxConfig, stories: Stories, checked: Checked) -> list[tuple[str, str]]:
@@ -184,7 +247,7 @@ def _model_rows(config: MinMaxConfig, stories: Stories, checked: Checked) -> lis
 
 
 def _where(config: MinMaxConfig, info: ModelInfo, host: Host | None) -> str:
-    """What an adapter of a scorer runs on."""
+    """The backbone of a scorer that is an adapter, as text."""
     if host is not None:
         owners = "players'" if share_backbone(config) else f"{host}'s"
         return f": adapter on the {owners} backbone"
@@ -238,7 +301,7 @@ def _most_monitor_updates(config: MinMaxConfig) -> int:
 
 
 def _exploitability_row(config: MinMaxConfig, stories: Stories) -> list[tuple[str, str]]:
-    """What exploitability costs: samples of its own."""
+    """Extra samples for exploitability."""
     answers = _num_exploited(config, stories) * config.game.num_generations
     critiques = answers * config.game.num_critiques
     evaluations = _num_evaluations(config, stories)
@@ -252,7 +315,7 @@ def _judges(config: MinMaxConfig) -> dict[str, JudgeConfig]:
 
 
 def _request_rows(config: MinMaxConfig, stories: Stories) -> list[tuple[str, str]]:
-    """What judges behind an API are asked, were no text met twice."""
+    """Requests to judges behind an API, if no text came twice."""
     training, schedule, game = config.training, config.schedule, config.game
     count, held_out = len(stories.train), len(stories.held_out)
     steps, learning = training.num_steps(count), training.num_steps(count, adversary=False)
@@ -285,7 +348,7 @@ def _request_rows(config: MinMaxConfig, stories: Stories) -> list[tuple[str, str
 
 
 def _cost(judge: JudgeConfig, config: MinMaxConfig, stories: Stories, requests: int) -> str:
-    """What some requests cost with completions of `max_new_tokens`; empty without prices."""
+    """Cost of API requests with completions of `max_new_tokens`; empty without prices."""
     questions = sum(len(record.question) for record in stories.train) / len(stories.train)
     prompt = (len(judge.question_template) + questions) / _CHARACTERS_PER_TOKEN
     prompt += config.policy_model.max_new_tokens + config.monitor_model.max_new_tokens

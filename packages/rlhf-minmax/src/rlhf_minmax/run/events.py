@@ -1,4 +1,4 @@
-"""What a run tells its observer."""
+"""Events of a run, for its observer."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from rlhf_models import DeviceManager
 
 
 class Events:
-    """What a run tells its observer; every method may be overridden."""
+    """Observer of a run; methods do nothing unless overridden."""
 
     def device_plan(self, rows: list[dict[str, str]]) -> None:
         """Role, device, dtype and reason of every model."""
 
     def warning(self, text: str) -> None:
-        """Something is allowed but probably not meant, or went wrong and was mended."""
+        """A warning: a suspicious setting, or a recovered failure."""
 
     def building(self, seconds: float) -> None:
-        """Models are built next, which takes about so long on this machine."""
+        """Models are built next, in about `seconds` on this machine."""
 
     def demo_step(self, stage: str, step: int, total: int, metrics: dict[str, float]) -> None:
         """A training step of a demonstration model."""
@@ -36,7 +36,7 @@ class Events:
         """The same step, with its pace and the checkpoint that was written after it."""
 
     def remark(self, text: str) -> None:
-        """Something about the run that is worth a line: an early stop, the best checkpoint taken up."""
+        """A remark on the run: an early stop, the best checkpoint restored."""
 
     def evaluated(self, block: str, metrics: Metrics) -> None:
         """A held-out evaluation: `before`, `plain` or `after`."""
@@ -48,6 +48,6 @@ def device_rows(devices: DeviceManager) -> list[dict[str, str]]:
 
 
 def duration(seconds: float) -> str:
-    """About how long something takes, as it was measured on single steps."""
+    """An approximate duration as text."""
     minutes = round(seconds / 60)
     return f"about {minutes} min" if minutes >= 2 else f"about {max(1, round(seconds))} s"

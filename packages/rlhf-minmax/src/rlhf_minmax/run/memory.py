@@ -1,237 +1,327 @@
-"""How much memory a run will need, estimated from the shapes of its models."""
+"""Memory estimate of a run, from the shapes of its models, on the memory plan of all methods."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 
-from rlhf_algos import MOMENT_BYTES
-from rlhf_algos.process_group import world_size
+from rlhf_algos import MOMENT_BYTES, Machine, TrainedShape, check_room, memory_by_phase, shards_weights
+from rlhf_algos.parallel.sharding import units
+from rlhf_data import UserError, apply_overrides
 from rlhf_minmax.config.run import MinMaxConfig, PlayerConfig
-from rlhf_minmax.optim.gradient_step import zero_stage
 from rlhf_minmax.players.players import PLAIN, backbone_settings, lora_settings, share_backbone
 from rlhf_minmax.run.checks import ModelInfo
 from rlhf_minmax.scorers.loading import scorer_hosts, scorer_sections
 from rlhf_models import (
     DeviceManager,
+    LoraSettings,
     activation_bytes,
     adapter_shapes,
     add_adapters,
-    memory_text,
+    cache_bytes,
     weight_bytes,
 )
 
-_WEIGHT_BYTES = 4
-"""Per parameter of an adapter or a critic: fp32."""
 _COPY_BYTES = 4
 """Per copied parameter, gradient or average, and per parameter of a scorer's adapter: fp32."""
 _GUARDED = 3
 """Copies of the monitor that its guard keeps: the last good one, the measured one and the newest."""
 _STEP_COPIES = {"plain": 0, "optimistic": 2}
-"""What a step keeps: the gradients of this step and the one before."""
+"""Gradients kept by a step: its own and those of the previous step."""
+_SUMMED = 1 << 26
+"""Numbers of gradients that are added up in one message, see `all_reduce_gradients`."""
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes that one role, or several roles on one backbone, need on their device.
+@dataclass
+class Held:
+    """What is on one device, before it is parted between processes.
 
-    Args:
-        device: where.
-        weights: parameters, frozen ones, adapters, critics and references included.
-        training: gradients and Adam moments.
-        activations: what one forward and backward pass keeps, or one generation's keys and values.
-        copies: of trained parameters or their gradients, that guard, pools, averages and steps keep.
+    Attributes:
+        trained: parameters by player, its critic's included.
+        probed: parameters that a best-response probe trains with an optimizer of its own.
+        frozen: bytes of weights that are not trained, the references left out.
+        reference: bytes of references.
+        unit: bytes of the largest part that is gathered at a time.
+        activations: of the largest pass.
+        cache: keys and values of the largest generation.
+        copies: parameters that are kept beside the trained ones, or gradients.
     """
 
-    device: torch.device
-    weights: float
-    training: float = 0.0
+    trained: dict[str, int] = field(default_factory=dict)
+    probed: int = 0
+    frozen: float = 0.0
+    reference: float = 0.0
+    unit: float = 0.0
     activations: float = 0.0
+    cache: float = 0.0
     copies: float = 0.0
 
-    @property
-    def total(self) -> float:
-        """All bytes."""
-        return self.weights + self.training + self.activations + self.copies
 
-    def __str__(self) -> str:
-        parts = {"weights": self.weights, "gradients and moments": self.training}
-        return memory_text(parts | {"activations": self.activations, "copies": self.copies})
+Phases = dict[str, dict[str, float]]
 
 
 def estimate_memory(
     config: MinMaxConfig,
     models: dict[str, ModelInfo],
     devices: DeviceManager,
+    machine: Machine | None = None,
     *,
     pass_tokens: int,
     cache_tokens: int,
-) -> list[Memory]:
-    """Memory by device: weights + gradients and moments + the largest of all activations there.
+) -> dict[torch.device, Phases]:
+    """Bytes of each process by device, phase and part; see `memory_by_phase`.
 
     - Weights: parameters x bytes of their dtype; quantised linear layers 1 byte (8 bits) or 0.516 (4 bits).
-    - Adapters: 4 bytes a parameter, fp32, and `state_bytes`. Full training, in fp32: `state_bytes` per
-      player, and one frozen reference per model. Critics: as adapters, hidden + 1 parameters.
-    - Scorers that are adapters on a player's backbone: 4 bytes a parameter, and no weights of their own.
+    - Adapters and critics, in fp32, are trained; so are players trained in full, with one frozen reference
+      per model. Scorers that are adapters on a player's backbone take 4 bytes a parameter.
+    - Gradients: of one player at a time, but under DeepSpeed, which has a place for each.
     - Copies in fp32 of a player's P trained parameters: P for an average, P for extragradient steps, 2 P
       for optimistic ones; on the CPU 3 P of the monitor for `guards.rollback`, and `pool.size` times P of
-      both players for the pools.
-    - Activations of a training pass: see `rlhf_models.memory.activation_bytes`.
-    - Keys and values of a generation: tokens held at a time x layers x 2 x key-value width.
-
-    - Best-response probes: the larger player's `state_bytes` again, and a copy of it on the CPU.
+      both players for the pools. Of sharded players each process has its part.
+    - Activations of a training pass: see `rlhf_models.memory.activation_bytes`. Keys and values of a
+      generation: tokens held at a time x layers x 2 x key-value width.
+    - Best-response probes: the larger player's gradients and moments again, and a copy of it on the CPU.
 
     Not covered: CUDA's context, Python and its libraries, and what `activation_bytes` leaves out.
 
     Args:
         config: the run's settings.
-        models: what `inspect_models` found.
+        models: what `inspect_models` returned.
         devices: which role runs where.
+        machine: the processes and the GPU of each; None is one process of this machine.
         pass_tokens: tokens of the largest training pass.
         cache_tokens: prompt and completion tokens whose keys and values are held at a time.
     """
-    training = config.training
-    sharding = "fsdp" if training.fsdp else None
-    if training.deepspeed is not None:
-        sharding = zero_stage(training.deepspeed)
-    state = state_bytes(sharding, world_size(), moments=MOMENT_BYTES[training.optim])
-    policies = ["policy", PLAIN] if config.baseline else ["policy"]
-    players = [("policy", config.policy_model, policies), ("monitor", config.monitor_model, ["monitor"])]
-    if share_backbone(config):
-        players = [("policy", backbone_settings(config), [*policies, "monitor"])]
-    parts: list[Memory] = []
-    counts: dict[str, int] = {}
-    for role, player, names in players:
-        place = (devices.device(role), devices.dtype(role))
-        tokens = {"pass_tokens": pass_tokens, "cache_tokens": cache_tokens}
-        part, count = _trained(player, models[role], names, place, state=state, **tokens)
-        parts.append(part)
-        counts |= dict.fromkeys(names, count)
-    for role, player in (("policy", config.policy_model), ("monitor", config.monitor_model)):
-        part = _remembered(player, models[role], counts[role], devices.device(role), state)
-        ahead = _COPY_BYTES * counts[role] if config.schedule.extragradient else 0
-        parts.append(replace(part, copies=part.copies + ahead))
-    if config.diagnostics.best_response_updates:
-        parts += _probed(counts, devices, state)
-    return _by_device([*parts, _copies_on_cpu(config, counts), *_scorers(config, models, devices)])
+    machine = machine or Machine()
+    held: dict[torch.device, Held] = {}
+    planned = _Planned(config, models, devices, machine)
+    planned.players(held, pass_tokens, cache_tokens)
+    planned.scorers(held)
+    return {device: _phases(config, each, device, machine) for device, each in held.items() if each != Held()}
 
 
-def state_bytes(sharding: int | str | None, processes: int, *, moments: float = 8.0) -> float:
-    """Bytes per trained parameter of a process beside the weight, all fp32 but for 8-bit moments.
+def _phases(config: MinMaxConfig, held: Held, device: torch.device, machine: Machine) -> Phases:
+    """What is on a device as a process has it."""
+    training, total = config.training, sum(held.trained.values())
+    hardware = training.hardware()
+    moments = float(MOMENT_BYTES[training.optim])
+    shape = TrainedShape(total, held.frozen, held.reference, math.ceil(held.unit / 4), moments)
+    sizes = {"half": False, "activations": held.activations, "cache": held.cache}
+    phases = memory_by_phase(hardware, shape, machine, **sizes)
+    update = phases["update"]
+    if not training.deepspeed and total:
+        update["gradients"] *= max(held.trained.values()) / total
+    if not training.is_sharded and machine.processes > 1:
+        update["buckets of gradients"] = 4.0 * min(_SUMMED, max(held.trained.values(), default=0))
+    split = machine.processes if training.is_sharded and shards_weights(hardware) else 1
+    for name, parts in phases.items():
+        if held.copies and name != "load":
+            parts["copies"] = _COPY_BYTES * held.copies / split
+        if held.probed and not training.is_sharded and name in ("update", "checkpoint"):
+            parts["best-response probes"] = moments * held.probed
+            if name == "update":
+                parts["best-response probes"] += 4.0 * held.probed
+    if device == CPU and not total and not held.frozen:  # copies beside GPUs
+        return {name: {"copies": parts["copies"]} for name, parts in phases.items() if "copies" in parts}
+    return phases
 
-    A gradient and two Adam moments, 12. FSDP shards them and a copy of the weights, 16. DeepSpeed keeps a
-    copy of the weights besides and shards, by its stage (ZeRO, arXiv:1910.02054), 1: moments and copy, 2:
-    gradients too, 3: the trained weights too. With FSDP and stage 3 the player itself stays whole.
+
+@dataclass(frozen=True)
+class _Planned:
+    """A run whose models are laid out on devices; see `estimate_memory`."""
+
+    config: MinMaxConfig
+    models: Mapping[str, ModelInfo]
+    devices: DeviceManager
+    machine: Machine
+
+    def players(self, held: dict[torch.device, Held], pass_tokens: int, cache_tokens: int) -> None:
+        """Add the players, with what is remembered of them."""
+        config = self.config
+        policies = ["policy", PLAIN] if config.baseline else ["policy"]
+        players = [("policy", config.policy_model, policies), ("monitor", config.monitor_model, ["monitor"])]
+        if share_backbone(config):
+            players = [("policy", backbone_settings(config), [*policies, "monitor"])]
+        counts: dict[str, int] = {}
+        for role, player, names in players:
+            device = self.place(role)
+            on = held.setdefault(device, Held())
+            counts |= self._model(on, player, self.models[role], names, device)
+            text = self.models[role].config.get_text_config()
+            size = self._dtype(device, player).itemsize
+            options: dict[str, Any] = {"checkpointing": player.gradient_checkpointing, "device": device}
+            if self.machine.card:
+                options["gpu_memory"] = self.machine.memory
+            on.activations = max(on.activations, activation_bytes(text, pass_tokens, size, **options))
+            on.cache = max(on.cache, cache_bytes(text, cache_tokens, size))
+        self._remembered(held, counts)
+
+    def place(self, role: str) -> torch.device:
+        """Where a role runs: everything on the GPU of a machine that is not here."""
+        return GPU if self.machine.card else self.devices.device(role)
+
+    def _dtype(self, device: torch.device, player: PlayerConfig | None = None) -> torch.dtype:
+        """Of a model's weights; GPUs that are named compute in bfloat16."""
+        if player is not None and not player.use_lora:
+            return torch.float32
+        if self.machine.card:
+            return torch.bfloat16
+        return next(each.dtype for each in self.devices.placements.values() if each.device == device)
+
+    def _model(
+        self, on: Held, player: PlayerConfig, info: ModelInfo, names: list[str], device: torch.device
+    ) -> dict[str, int]:
+        """Add a model and the players on it, adapters or full copies; what each of them trains."""
+        bits = 8 if player.load_in_8bit else 4 if player.load_in_4bit else None
+        sizes = _sizes(_Shape(info.config), AutoModelForCausalLM, self._dtype(device, player), bits)
+        if player.use_lora:
+            on.frozen += sizes.weights
+            count = _adapter_size(_Shape(info.config), lora_settings(player).model_dump_json())
+        else:
+            on.reference += sizes.weights
+            count = sizes.count
+        on.unit = max(on.unit, sizes.largest)
+        on.trained |= dict.fromkeys(names, count)
+        return dict.fromkeys(names, count)
+
+    def _remembered(self, held: dict[torch.device, Held], counts: Mapping[str, int]) -> None:
+        """Add critics, averages, what step rules, guard and pools keep, and best-response probes."""
+        config, cpu = self.config, held.setdefault(CPU, Held())
+        for role, player in (("policy", config.policy_model), ("monitor", config.monitor_model)):
+            on = held[self.place("policy" if share_backbone(config) else role)]
+            if player.baseline == "critic":
+                on.trained[role] += self.models[role].config.get_text_config().hidden_size + 1
+            kept = _STEP_COPIES[player.step_rule] + (player.average_decay is not None)
+            on.copies += counts[role] * (kept + config.schedule.extragradient)
+        if config.guards.rollback:
+            cpu.copies += _GUARDED * counts["monitor"]
+        if config.pool.every:
+            cpu.copies += config.pool.size * (counts["policy"] + counts["monitor"])
+        if config.diagnostics.best_response_updates:
+            role = max(("policy", "monitor"), key=lambda role: counts[role])
+            held[self.place(role)].probed = counts[role]
+            cpu.copies += counts[role]
+
+    def scorers(self, held: dict[torch.device, Held]) -> None:
+        """Add scorers with a model here: as adapters on a player's backbone, or with their own weights."""
+        hosts = scorer_hosts(self.config, self.devices)
+        for role, section in scorer_sections(self.config).items():
+            if role not in self.models:
+                continue
+            info, device = self.models[role], self.place(role.removeprefix("held-out "))
+            on = held.setdefault(device, Held())
+            if role not in hosts:
+                causal = getattr(section, "kind", "head") == "prompted"
+                auto_class: Any = AutoModelForCausalLM if causal else AutoModelForSequenceClassification
+                bits = 8 if section.load_in_8bit else None
+                sizes = _sizes(_Shape(info.config), auto_class, self._dtype(device), bits)
+                on.frozen += sizes.weights
+                on.unit = max(on.unit, sizes.largest)
+            if info.adapter is not None:
+                shapes = adapter_shapes(info.adapter).values()
+                on.frozen += _COPY_BYTES * sum(math.prod(shape) for shape in shapes)
+
+
+class _Shape:
+    """A model's config, equal to another of the same content."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self.config, self._text = config, config.to_json_string()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Shape) and self._text == other._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+
+class _Sizes(NamedTuple):
+    """Bytes of a model's weights, its parameters, and bytes of the largest part gathered at a time."""
+
+    weights: float
+    count: int
+    largest: float
+
+
+@lru_cache(maxsize=32)  # a plan tries many settings on the same models
+def _sizes(shape: _Shape, auto_class: Any, dtype: torch.dtype, bits: int | None) -> _Sizes:
+    with torch.device("meta"):
+        model = auto_class.from_config(shape.config, dtype=dtype)
+    parts = (sum(p.numel() * p.element_size() for p in unit.parameters()) for unit in units(model))
+    count = sum(p.numel() for p in model.parameters())
+    return _Sizes(weight_bytes(model, bits=bits), count, max(parts, default=0.0))
+
+
+@lru_cache(maxsize=8)
+def _adapter_size(shape: _Shape, settings: str) -> int:
+    """Parameters of an adapter, whose settings are given as JSON."""
+    lora = LoraSettings.model_validate_json(settings)
+    with torch.device("meta"):
+        adapted = add_adapters(AutoModelForCausalLM.from_config(shape.config), ["one"], lora)
+    return sum(p.numel() for name, p in adapted.named_parameters() if ".lora_" in name)
+
+
+_LESS_MEMORY: tuple[dict[str, Any], ...] = (
+    {"gradient_checkpointing": True},
+    {"training.fsdp": True},
+    {"training.fsdp": True, "gradient_checkpointing": True},
+    {"training.fsdp": True, "gradient_checkpointing": True, "training.fsdp_cpu_offload": True},
+    {"use_lora": True},
+    {"use_lora": True, "gradient_checkpointing": True},
+    {"use_lora": True, "load_in_4bit": True},
+    {"use_lora": True, "load_in_4bit": True, "gradient_checkpointing": True},
+    {"use_lora": True, "training.fsdp": True, "gradient_checkpointing": True},
+)
+"""Changes of settings that save memory, of both players where no section is named."""
+_SPREAD = {"training.fsdp": True, "training.deepspeed": None, "gradient_checkpointing": True}
+"""Changes with which more processes need less memory each."""
+
+
+def check_game_fits(
+    config: MinMaxConfig, plan: Callable[[MinMaxConfig, Machine], float], machine: Machine
+) -> None:
+    """Refuse a run that the machine's GPUs cannot hold, with the nearest settings that they can.
 
     Args:
-        sharding: the stage of ZeRO, `fsdp`, or None.
-        processes: among which is sharded.
-        moments: bytes of both Adam moments where nothing is sharded.
+        config: the run's settings.
+        plan: bytes of each process at its peak.
+        machine: what is planned for.
+
+    Raises:
+        UserError: they cannot.
     """
-    if sharding is None:
-        return 4.0 + moments
-    shares = {1: (4.0, 12.0), 2: (0.0, 16.0), 3: (0.0, 20.0), "fsdp": (0.0, 16.0)}
-    whole, sharded = shares.get(sharding, (16.0, 0.0))
-    return whole + sharded / processes
+
+    def needs(changes: Mapping[str, Any], machine: Machine) -> float | None:
+        shards = "training.fsdp" in changes
+        if shards and (machine.processes == 1 or (config.training.deepspeed and changes != spread)):
+            return None
+        if "policy_model.load_in_4bit" in changes and config.training.fsdp:
+            return None  # quantised weights are not sharded
+        overrides = [
+            f"{key}={'null' if value is None else str(value).lower()}" for key, value in changes.items()
+        ]
+        try:
+            other = MinMaxConfig.from_dict(apply_overrides(config.to_dict(), overrides))
+        except UserError:
+            return None  # it does not go with another setting
+        return plan(other, machine)
+
+    alternatives = [_of_both_players(changes) for changes in _LESS_MEMORY]
+    spread = _of_both_players(_SPREAD)
+    check_room(needs, machine, alternatives=alternatives, spread=spread)
 
 
-def _by_device(parts: Sequence[Memory]) -> list[Memory]:
-    total: dict[torch.device, Memory] = {}
-    for part in parts:
-        before = total.get(part.device, Memory(part.device, 0.0))
-        total[part.device] = Memory(
-            part.device,
-            before.weights + part.weights,
-            before.training + part.training,
-            max(before.activations, part.activations),
-            before.copies + part.copies,
-        )
-    return [part for part in total.values() if part.total]
-
-
-def _trained(
-    player: PlayerConfig,
-    info: ModelInfo,
-    names: list[str],
-    placement: tuple[torch.device, torch.dtype],
-    *,
-    state: float,
-    pass_tokens: int,
-    cache_tokens: int,
-) -> tuple[Memory, int]:
-    """One loaded model and the players on it, adapters or full copies; and how much each of them trains."""
-    device, dtype = placement
-    if not player.use_lora:
-        dtype = torch.float32
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(info.config, dtype=dtype)
-        weights = weight_bytes(model, bits=8 if player.load_in_8bit else 4 if player.load_in_4bit else None)
-        if player.use_lora:
-            adapted = add_adapters(model, names, lora_settings(player))
-            count = sum(p.numel() for name, p in adapted.named_parameters() if ".lora_" in name) // len(names)
-            weights += _WEIGHT_BYTES * count * len(names)
-        else:
-            count = sum(p.numel() for p in model.parameters())
-            weights *= len(names) + 1
-    text = info.config.get_text_config()
-    training_pass = activation_bytes(
-        text, pass_tokens, dtype.itemsize, checkpointing=player.gradient_checkpointing
-    )
-    cache = _cache_bytes(text, cache_tokens, dtype.itemsize)
-    return Memory(device, weights, state * count * len(names), max(training_pass, cache)), count
-
-
-def _remembered(
-    player: PlayerConfig, info: ModelInfo, count: int, device: torch.device, state: float
-) -> Memory:
-    """What a player that trains `count` parameters keeps besides: critic, step rule, average."""
-    hidden = info.config.get_text_config().hidden_size
-    critic = hidden + 1 if player.baseline == "critic" else 0
-    copies = _STEP_COPIES[player.step_rule] + (player.average_decay is not None)
-    return Memory(device, _WEIGHT_BYTES * critic, state * critic, copies=_COPY_BYTES * count * copies)
-
-
-def _probed(counts: Mapping[str, int], devices: DeviceManager, state: float) -> list[Memory]:
-    """The optimizer of a best-response probe, which trains one player at a time, and the player as it was."""
-    role = max(("policy", "monitor"), key=lambda role: counts[role])
-    copy = Memory(torch.device("cpu"), 0.0, copies=_COPY_BYTES * counts[role])
-    return [Memory(devices.device(role), 0.0, state * counts[role]), copy]
-
-
-def _copies_on_cpu(config: MinMaxConfig, counts: Mapping[str, int]) -> Memory:
-    """Past players: the guard's monitors, and both pools when they are full."""
-    guarded = _GUARDED * counts["monitor"] if config.guards.rollback else 0
-    pooled = config.pool.size * (counts["policy"] + counts["monitor"]) if config.pool.every else 0
-    return Memory(torch.device("cpu"), 0.0, copies=_COPY_BYTES * (guarded + pooled))
-
-
-def _scorers(config: MinMaxConfig, models: dict[str, ModelInfo], devices: DeviceManager) -> list[Memory]:
-    """Scorers with a model here: as adapters on a player's backbone, or with weights of their own."""
-    hosts, parts = scorer_hosts(config, devices), []
-    for role, section in scorer_sections(config).items():
-        if role not in models:
-            continue
-        info, on = models[role], role.removeprefix("held-out ")
-        weights = 0.0
-        if role not in hosts:
-            causal = getattr(section, "kind", "head") == "prompted"
-            auto_class: Any = AutoModelForCausalLM if causal else AutoModelForSequenceClassification
-            with torch.device("meta"):
-                model = auto_class.from_config(info.config, dtype=devices.dtype(on))
-            weights = weight_bytes(model, bits=8 if section.load_in_8bit else None)
-        if info.adapter is not None:
-            shapes = adapter_shapes(info.adapter).values()
-            weights += _COPY_BYTES * sum(math.prod(shape) for shape in shapes)
-        parts.append(Memory(devices.device(on), weights))
-    return parts
-
-
-def _cache_bytes(config: PreTrainedConfig, tokens: int, itemsize: int) -> float:
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2.0 * tokens * config.num_hidden_layers * heads * head_dim * itemsize
+def _of_both_players(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Changes with their sections."""
+    found: dict[str, Any] = {}
+    for key, value in changes.items():
+        sections = ("",) if "." in key else ("policy_model.", "monitor_model.")
+        found |= dict.fromkeys((f"{section}{key}" for section in sections), value)
+    return found

@@ -32,10 +32,10 @@ from rlhf_minmax.evaluation.measure_game import (
 from rlhf_minmax.game.forward_pass import MinMaxPipeline, Scale
 from rlhf_minmax.game.prompts import prompt_ids
 from rlhf_minmax.game.stories import Stories, load_stories
-from rlhf_minmax.players.players import Players
+from rlhf_minmax.players.sharded import saving
 from rlhf_minmax.report.page import run_metrics, write_minmax_report
 from rlhf_minmax.report.panels import minmax_figure
-from rlhf_minmax.run.building import Game, build_game
+from rlhf_minmax.run.building import Game, build_game, with_workers
 from rlhf_minmax.run.checks import check_run, time_to_build
 from rlhf_minmax.run.distributed import check_processes, plan_devices
 from rlhf_minmax.run.events import Events, device_rows
@@ -45,7 +45,7 @@ from rlhf_minmax.scorers.held_out import measure_held_out_scales
 from rlhf_models import DeviceManager
 
 _PARTS = ("demo", "plain", "game", "evaluation")
-"""What a run's time is spent on."""
+"""Parts of a run's time."""
 _PACKAGES = (
     "rlhf-minmax",
     "rlhf-algos",
@@ -60,7 +60,7 @@ _SCALES = ("reward_scale", "judge_scale")
 _PREFLIGHT, _REPORT = "preflight.json", "report.html"
 _NUM_SAMPLES = 8
 _NOT_ON_THE_WAY = ("dual/lambda", "monitor/calibration")
-"""What is measured at the start and the end only."""
+"""Metrics measured at the start and the end only."""
 _CURVES = (
     "policy/accuracy",
     "minmax/value",
@@ -81,7 +81,7 @@ class MinMaxJob:
     Args:
         config: the settings.
         run: its folder.
-        events: who is told of what happens.
+        events: who is notified.
         cache_folder: where demonstration models are kept; None is the user's cache folder.
         rebuild_demo: build them even where they are cached.
     """
@@ -105,7 +105,12 @@ class MinMaxJob:
         stories, devices = self._check()
         if is_main_process():
             self.run.write_config(self.config.to_dict())
-        game = self._build(stories, devices, clock)
+        with with_workers(self._build(stories, devices, clock), self.config, self.run) as game:
+            return self._play(game, stories, devices, clock, resume=resume)
+
+    def _play(
+        self, game: Game, stories: Stories, devices: DeviceManager, clock: Clock, *, resume: bool
+    ) -> dict[str, Any]:
         game, check, before = self._preflight(game, stories, clock, to_play=True)
         self._check_best_metric(before)
         pipeline, shown = game.pipeline, stories.held_out[:_NUM_SAMPLES]
@@ -127,8 +132,8 @@ class MinMaxJob:
         responses = best_responses(pipeline, trainer.optimizer.dual.multiplier, stories)
         clock.lap("evaluation")
         self.events.evaluated("after", after)
+        self._save_players(pipeline, "final")
         if is_main_process():
-            self._save_players(pipeline.players, "final")
             self.run.write_samples(samples)
         results = {
             "before": before,
@@ -160,24 +165,27 @@ class MinMaxJob:
         """
         clock = Clock(*_PARTS)
         stories, devices = self._check()
-        game, _, before = self._preflight(self._build(stories, devices, clock), stories, clock)
-        results: dict[str, Any] = {"checkpoint": None, "before": before, "plain": None, "after": None}
-        if checkpoint is not None:
-            trainer = MinMaxTrainer(game.pipeline, self.config, stories.train, stories.held_out, run=self.run)
-            trainer.load_checkpoint(checkpoint)
-            after = self._measure(game, stories, trainer)
-            self.events.evaluated("after", after)
-            results |= {"checkpoint": checkpoint.name, "after": after}
-        clock.lap("evaluation")
-        results |= {
-            "device_plan": device_rows(devices),
-            "wall_time": clock.split(),
-            "versions": versions(_PACKAGES),
-        }
-        results["api_usage"] = api_usage(game.pipeline.judge, game.held_out.judge)
-        if is_main_process():
-            atomic_write_json(self.run.path / "evaluation.json", results)
-        return results
+        with with_workers(self._build(stories, devices, clock), self.config, self.run) as game:
+            game, _, before = self._preflight(game, stories, clock)
+            results: dict[str, Any] = {"checkpoint": None, "before": before, "plain": None, "after": None}
+            if checkpoint is not None:
+                trainer = MinMaxTrainer(
+                    game.pipeline, self.config, stories.train, stories.held_out, run=self.run
+                )
+                trainer.load_checkpoint(checkpoint)
+                after = self._measure(game, stories, trainer)
+                self.events.evaluated("after", after)
+                results |= {"checkpoint": checkpoint.name, "after": after}
+            clock.lap("evaluation")
+            results |= {
+                "device_plan": device_rows(devices),
+                "wall_time": clock.split(),
+                "versions": versions(_PACKAGES),
+            }
+            results["api_usage"] = api_usage(game.pipeline.judge, game.held_out.judge)
+            if is_main_process():
+                atomic_write_json(self.run.path / "evaluation.json", results)
+            return results
 
     def _check(self) -> tuple[Stories, DeviceManager]:
         """Read the data and check the models and texts, before anything is written or built."""
@@ -326,17 +334,19 @@ class MinMaxJob:
         }
 
     def _averaged(self, game: Game, stories: Stories, trainer: MinMaxTrainer) -> dict[str, Any] | None:
-        """Measure and save the players with averaged weights; None where none are kept."""
+        """Measure and save the players with averaged weights; None if none are kept."""
         if not trainer.optimizer.keeps_averages:
             return None
         with trainer.optimizer.averaged():
-            if is_main_process():
-                self._save_players(game.pipeline.players, "final_average")
+            self._save_players(game.pipeline, "final_average")
             return self._measure(game, stories, trainer)
 
-    def _save_players(self, players: Players, folder: str) -> None:
+    def _save_players(self, pipeline: MinMaxPipeline, folder: str) -> None:
+        players = pipeline.players
         for role, player in {"policy": players.policy, "monitor": players.monitor}.items():
-            player.save_pretrained(self.run.path / folder / role)
+            with saving(pipeline.shared, player) as writes:
+                if writes:
+                    player.save_pretrained(self.run.path / folder / role)
 
     def _model_names(self, demo: DemoModels | None) -> dict[str, str | None]:
         config = self.config

@@ -1,4 +1,4 @@
-"""What rows of one's own can and cannot teach, told before anything is built."""
+"""Checks of the user's own rows: whether the demonstration's models can learn from them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,7 @@ from rlhf_minmax.scorers.loading import needs_demo
 
 
 def row_warnings(config: MinMaxConfig, stories: Stories) -> list[str]:
-    """What to know of a run's rows; empty for the worlds.
-
-    Args:
-        config: the run's settings.
-        stories: its records.
-
-    Raises:
-        UserError: models are to be built from stories of which too few name their right choice.
-    """
+    """Warnings about a run's rows; empty for the worlds."""
     found = [_skipped(stories), _named(config, stories), _built(config, stories)]
     return [text for text in found if text]
 
@@ -31,14 +23,14 @@ def _skipped(stories: Stories) -> str | None:
 def _named(config: MinMaxConfig, stories: Stories) -> str | None:
     """How many stories name their right choice: truthful critiques can be written of those only."""
     rules, count = stories.prompts.rules, len(stories.building)
-    told = sum(rules.correct_evidence(record) is not None for record in stories.building)
-    if told == count:
+    evident = sum(rules.correct_evidence(record) is not None for record in stories.building)
+    if evident == count:
         return None
-    share, least = told / count, config.demo.min_evidence_share
-    says = f"only {told:,} of {count:,} training rows ({share:.0%}) name their right choice in the story"
+    share, least = evident / count, config.demo.min_evidence_share
+    says = f"only {evident:,} of {count:,} training rows ({share:.0%}) name their right choice in the story"
     if not needs_demo(config):
         return f"{says}: the break-even check has truthful critiques of those alone"
-    if told == 0 or (share < least and not config.force):
+    if evident == 0 or (share < least and not config.force):
         raise UserError(
             f"{says}, and base and judge learn truthful critiques from those alone (demo.min_evidence_share "
             f"{least:g}); give --model, --reward-model and --judge-model, or lower it",

@@ -20,7 +20,7 @@ from rlhf_algos import (
     check_evaluations,
     pace,
 )
-from rlhf_algos.process_group import barrier, is_main_process, rank, world_size
+from rlhf_algos.process_group import barrier, is_main_process, rank
 from rlhf_data import QARecord, RunFolder, UserError, json_hash
 from rlhf_minmax.config.run import MinMaxConfig
 from rlhf_minmax.evaluation.doctor import Doctor
@@ -31,6 +31,7 @@ from rlhf_minmax.game.forward_pass import MinMaxPipeline
 from rlhf_minmax.game.rates import form_match
 from rlhf_minmax.optim.dual_ppo import DualPPOOptimizer
 from rlhf_minmax.players.league import OpponentPools
+from rlhf_minmax.players.sharded import saving
 from rlhf_minmax.scorers.loading import HeldOut
 
 _AHEAD = 5
@@ -56,10 +57,10 @@ class MinMaxTrainer:
         run: where metrics and checkpoints go; None keeps nothing.
         adversary: false trains the policy on the reward model alone: plain RLHF.
         held_out: scorers for evaluations on the way, which are never trained on.
-        on_step: told of every step.
+        on_step: called after every step.
 
     Attributes:
-        on_report: called with what is to be shown of each step, after its checkpoint.
+        on_report: called with what to show of each step, after its checkpoint.
 
     Raises:
         UserError: no stories, or settings that compare evaluations where there would be none.
@@ -122,7 +123,7 @@ class MinMaxTrainer:
         return self.config.training.num_steps(len(self.records), adversary=self.adversary)
 
     def train(self) -> None:
-        """Play from where the trainer stands to the last step, or until evaluations no longer get better.
+        """Play from the current step to the last one, or until evaluations no longer get better.
 
         Raises:
             TrainingStopped: SIGTERM or SIGINT came to one of the processes; the step is finished and saved.
@@ -143,7 +144,7 @@ class MinMaxTrainer:
 
     @contextmanager
     def _observed(self) -> Iterator[None]:
-        """The debug switches look at each player's first update of a step, into a folder of its own."""
+        """The debug switches observe each player's first update of a step; each has its own folder."""
         training, players = self.config.training, self.optimizer.players()
         if self.run is not None and (training.debug_gradient_flow or training.debug_activations):
             for role, player in players.items():
@@ -174,7 +175,7 @@ class MinMaxTrainer:
             self.on_report(report)
 
     def train_step(self) -> Metrics:
-        """One step of both players on the next stories; its metrics, and `findings` in words, if any."""
+        """One step of both players on the next stories; its metrics, and `findings` as text, if any."""
         started = time.perf_counter()
         self.pipeline.watch.read()
         batch = self._next_batch()
@@ -214,11 +215,11 @@ class MinMaxTrainer:
             self.run.append_samples([{"step": self.step, **row} for row in rows])
 
     def _findings(self, metrics: dict[str, Any]) -> list[str]:
-        """In words: a rollback, a time scale that strayed, what the run doctor finds."""
-        told = [self.dynamics.rollback_warning(metrics)]
+        """Warnings after a step: a rollback, a time scale out of range, findings of the run doctor."""
+        warnings = [self.dynamics.rollback_warning(metrics)]
         if self.config.training.monitor_updates_per_policy > 0:
-            told.append(self.dynamics.time_scale_warning())
-        return [text for text in [*told, *self.doctor.look(metrics, self._foreign)] if text]
+            warnings.append(self.dynamics.time_scale_warning())
+        return [text for text in [*warnings, *self.doctor.look(metrics, self._foreign)] if text]
 
     def _game_step(self, batch: list[QARecord], seed: int) -> dict[str, Any]:
         learns = self.step >= self.config.training.num_warmup_steps(self.total_steps)
@@ -266,17 +267,22 @@ class MinMaxTrainer:
         state: dict[str, Any] = {
             "num_tokens": self.num_tokens,
             "data": self._data_hash(),
-            "num_processes": world_size(),
             "dynamics": self.dynamics.to_dict(),
             "doctor": self.doctor.to_dict(),
             "stopping": self.events.stopping.state(),
         }
+        shared, players = self.pipeline.shared, self.pipeline.players
+        if shared is not None:
+            state["shared"] = shared.state()
         with self.checkpoints.writing_together(self.step, state, metrics=metrics) as folder:
-            if self.writes:
-                for role, trained in self.optimizer.players().items():
-                    trained.player.save_pretrained(folder / role)
-                if self.pools.policies.members:
-                    self.pools.save(folder)
+            for role, trained in self.optimizer.players().items():
+                with saving(shared, trained.player, outlined=True) as writes:
+                    if writes:
+                        trained.player.save_pretrained(folder / role)
+            if self.pools.policies.members:
+                self.pools.save(folder, players)
+            if shared is not None:
+                shared.save(folder)
             barrier()
             state["dual"] = self.optimizer.save(folder)
 
@@ -308,16 +314,9 @@ class MinMaxTrainer:
                 f"{folder} was written with other training stories; resume with the same data",
                 code="different_training_data",
             )
-        count = state["num_processes"]
-        if self.config.training.deepspeed and count != world_size():
-            raise UserError(
-                f"{folder} holds the DeepSpeed state of {count} processes, there are {world_size()} now; "
-                "resume with as many",
-                code="different_training_data",
-            )
         self._load_players(folder, state)
         if (folder / "past_policies").is_dir():
-            self.pools.load(folder)
+            self.pools.load(folder, self.pipeline.players)
         self.dynamics = Dynamics(**state["dynamics"])
         self.doctor = Doctor(self.config, state["doctor"])
         self.events.stopping.load_state(state["stopping"])
@@ -328,8 +327,11 @@ class MinMaxTrainer:
         self._load_players(folder, CheckpointManager.read_state(folder))
 
     def _load_players(self, folder: Path, state: Mapping[str, Any]) -> None:
-        for role, trained in self.optimizer.players().items():
-            trained.player.load_weights(folder / role)
+        if self.pipeline.shared is not None:
+            self.pipeline.shared.load(folder, state["shared"])
+        else:
+            for role, trained in self.optimizer.players().items():
+                trained.player.load_weights(folder / role)
         self.optimizer.load(folder, state["dual"])
 
     def _data_hash(self) -> str:

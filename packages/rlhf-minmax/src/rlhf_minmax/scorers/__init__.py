@@ -1,1 +1,1 @@
-"""Reward models and judges of a game, held-out ones, and what judges behind an API cost."""
+"""Reward models and judges of a game, held-out ones, and the cost of judges behind an API."""

@@ -1,4 +1,4 @@
-"""What judges behind an API were asked for, and what that cost."""
+"""Requests and tokens of judges behind an API, and their cost."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from rlhf_minmax.scorers.distributed import ScoredByFirst, ScoredInParts
 
 
 def api_usage(judge: Any, held_out_judge: Any = None) -> dict[str, dict[str, Any]]:
-    """What all processes asked for since they started; every process must call it.
+    """Requests and tokens of all processes since they started; every process must call it.
 
-    Args:
-        judge: the game's, as `shared_out` returns it.
-        held_out_judge: the same of the one that never trains; None where there is none.
+    `judge` and `held_out_judge` are as `shared_out` returns them; None if there is none.
 
     Returns:
         `judge` and `held_out_judge`, those that are behind an API, each with the fields of `APIUsage`.
@@ -29,7 +27,7 @@ def api_usage(judge: Any, held_out_judge: Any = None) -> dict[str, dict[str, Any
 
 
 def total_usage(parts: Sequence[APIUsage]) -> APIUsage:
-    """The sum of what a judge was asked for in several processes; no cost where one counts none."""
+    """The sum of a judge's usage in several processes; no cost where one counts none."""
     costs = [part.cost for part in parts if part.cost is not None]
     return APIUsage(
         requests=sum(part.requests for part in parts),

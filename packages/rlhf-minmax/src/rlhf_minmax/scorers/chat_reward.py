@@ -18,11 +18,7 @@ from rlhf_models import ScalarModel, load_tokenizer
 
 @dataclass(frozen=True)
 class ChatReward:
-    """A reward model that reads conversations, in place of the plain text of prompt and answer.
-
-    Args:
-        model: the reward model, whose tokenizer has a chat template.
-    """
+    """A reward model that reads conversations, in place of the plain text of prompt and answer."""
 
     model: ScalarModel | SharedScorer
 
@@ -46,11 +42,7 @@ def as_chat(prompt: str, answer: str) -> tuple[list[Message], list[Message]]:
 def reading(
     model: ScalarModel | SharedScorer, reward: RewardModelConfig, config: MinMaxConfig
 ) -> ScalarModel | SharedScorer | ChatReward:
-    """A reward model as it reads answers: as chats where `reads_chat`, else as plain text.
-
-    Raises:
-        UserError: it is to read chats and its tokenizer has no template.
-    """
+    """A reward model as it reads answers: as chats where `reads_chat`, else as plain text."""
     policy = config.policy_model
     chats = policy.model_name is not None and uses_chat(load_tokenizer(policy.model_name), policy)
     tokenizer = model.model.tokenizer if isinstance(model, SharedScorer) else model.tokenizer
@@ -58,16 +50,7 @@ def reading(
 
 
 def reads_chat(reward: RewardModelConfig, tokenizer: Any, *, policy_chats: bool) -> bool:
-    """Whether a reward model gets conversations.
-
-    Args:
-        reward: its settings.
-        tokenizer: its tokenizer.
-        policy_chats: whether the policy's prompts go through a chat template.
-
-    Raises:
-        UserError: it is to get them and its tokenizer has no template.
-    """
+    """Whether a reward model gets conversations."""
     has_template = getattr(tokenizer, "chat_template", None) is not None
     if reward.chat and not has_template:
         raise UserError(

@@ -1,4 +1,4 @@
-"""How far the game's own scorers and held-out ones come apart."""
+"""Divergence of the game's own scorers from held-out ones."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def held_out_metrics(
         judge_scores: (C,) the game's standardised judge scores Ĵ.
 
     Returns:
-        The three metrics; None where the scorer is missing, the gap where both are.
+        The three metrics; None if the scorer is missing, the gap where both are.
     """
     other_rewards, other_judged = _scores(held_out, pipeline, records, answers, critiques)
     gap = 0.0

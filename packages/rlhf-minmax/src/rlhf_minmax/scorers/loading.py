@@ -31,13 +31,7 @@ from rlhf_models import (
 
 
 class HeadJudge:
-    """A trained judge with a scalar head, behind the judge's protocol.
-
-    Args:
-        model: gives P(true) of a critique after a prompt, as `JudgeModel.score` does.
-        prompts: how question and answer are put to it.
-        max_tokens: tokens in one forward pass.
-    """
+    """A trained judge with a scalar head, behind the judge's protocol."""
 
     def __init__(self, model: Scorer, prompts: Prompts, *, max_tokens: int) -> None:
         self.model, self.prompts, self.max_tokens = model, prompts, max_tokens
@@ -56,8 +50,8 @@ class HeldOut:
     """Scorers that are never trained on.
 
     Args:
-        reward_model: scores answers; None where there is none.
-        judge: scores answers with critiques; None where there is none.
+        reward_model: scores answers; None if there is none.
+        judge: scores answers with critiques; None if there is none.
         reward_scale: standardises the reward model's scores.
         judge_scale: standardises the judge's scores.
     """
@@ -69,7 +63,12 @@ class HeldOut:
 
 
 def load_reward_model(
-    config: MinMaxConfig, demo: DemoModels | None, devices: DeviceManager, players: Players | None = None
+    config: MinMaxConfig,
+    demo: DemoModels | None,
+    devices: DeviceManager,
+    players: Players | None = None,
+    *,
+    sharded: bool = False,
 ) -> Scorer:
     """The configured reward model, or the demonstration's.
 
@@ -77,12 +76,10 @@ def load_reward_model(
         config: the run's settings.
         demo: the demonstration's models.
         devices: which role runs where.
-        players: on whose backbone it may be an adapter, see `scorer_host`; None gives it a model of its own.
-
-    Raises:
-        UserError: it cannot be loaded, or is not a model with one score.
+        players: on whose backbone it may be an adapter, see `scorer_host`; None gives it a separate model.
+        sharded: see `load_causal_lm`.
     """
-    return _Loader(config, demo, devices, players).reward_model("reward", demo and demo.reward)
+    return _Loader(config, demo, devices, players, sharded).reward_model("reward", demo and demo.reward)
 
 
 def load_judge(
@@ -91,20 +88,14 @@ def load_judge(
     devices: DeviceManager,
     prompts: Prompts,
     players: Players | None = None,
+    *,
+    sharded: bool = False,
 ) -> Judge:
-    """The configured judge, or the demonstration's.
+    """The configured judge, or the demonstration's; of the `prompts` a judge with a head is asked.
 
-    Args:
-        config: the run's settings.
-        demo: the demonstration's models.
-        devices: which role runs where.
-        prompts: how question and answer are put to a judge with a head.
-        players: see `load_reward_model`.
-
-    Raises:
-        UserError: its model cannot be loaded, or is of the wrong kind; or there is no API key.
+    The other arguments are those of `load_reward_model`.
     """
-    return _Loader(config, demo, devices, players).judge("judge", config.judge_model, prompts)
+    return _Loader(config, demo, devices, players, sharded).judge("judge", config.judge_model, prompts)
 
 
 def load_held_out(
@@ -113,22 +104,16 @@ def load_held_out(
     devices: DeviceManager,
     prompts: Prompts,
     players: Players | None = None,
+    *,
+    sharded: bool = False,
 ) -> HeldOut:
     """The configured held-out scorers, on the devices of those that train.
 
-    Args:
-        config: the run's settings.
-        demo: the demonstration's models, from `with_held_out_reward` where `needs_held_out_reward`.
-        devices: which role runs where.
-        prompts: how question and answer are put to a judge with a head.
-        players: see `load_reward_model`.
-
-    Raises:
-        UserError: one is a scorer that trains, or cannot be loaded.
+    The arguments are those of `load_judge`; `demo` is from `with_held_out_reward` if `needs_held_out_reward`.
     """
     check_scorers(config)
     reward, judge = config.held_out.reward_model, config.held_out.judge
-    loader = _Loader(config, demo, devices, players)
+    loader = _Loader(config, demo, devices, players, sharded)
     return HeldOut(
         None if reward is None else loader.reward_model("held-out reward", demo and demo.held_out_reward),
         None if judge is None else loader.judge("held-out judge", judge, prompts),
@@ -136,11 +121,7 @@ def load_held_out(
 
 
 def check_scorers(config: MinMaxConfig) -> None:
-    """Refuse held-out scorers that train, and judges behind an API whose key is missing.
-
-    Raises:
-        UserError: which scorer, and what to do.
-    """
+    """Refuse held-out scorers that train, and judges behind an API whose key is missing."""
     reward, judge = config.held_out.reward_model, config.held_out.judge
     trains = config.reward_model.model_name
     if (
@@ -183,11 +164,7 @@ def scorer_sections(config: MinMaxConfig) -> dict[str, RewardModelConfig | Judge
 
 
 def scorer_hosts(config: MinMaxConfig, devices: DeviceManager) -> dict[str, Host]:
-    """The scorers that are adapters on a player's backbone, by role, with that player; see `scorer_host`.
-
-    Raises:
-        UserError: a scorer is to be one and cannot be.
-    """
+    """The scorers that are adapters on a player's backbone, by role, with that player; see `scorer_host`."""
     hosts: dict[str, Host] = {}
     for role, section in scorer_sections(config).items():
         if host := scorer_host(role, section, config, devices):
@@ -216,6 +193,7 @@ class _Loader:
     demo: DemoModels | None
     devices: DeviceManager
     players: Players | None
+    sharded: bool
 
     def reward_model(self, role: str, built: Path | None) -> Scorer:
         section = scorer_sections(self.config)[role]
@@ -257,7 +235,8 @@ class _Loader:
         return kind.from_pretrained(name, load_in_8bit=section.load_in_8bit, **place)
 
     def _place(self, role: str) -> dict[str, Any]:
-        return {"dtype": self.devices.dtype(role), "device": self.devices.device(role)}
+        place: dict[str, Any] = {"dtype": self.devices.dtype(role), "device": self.devices.device(role)}
+        return place | ({"sharded": True} if self.sharded else {})
 
 
 def _api_judge(judge: JudgeConfig, *, seed: int) -> APIJudge:

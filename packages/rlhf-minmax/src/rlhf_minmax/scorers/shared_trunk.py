@@ -31,13 +31,7 @@ Host = Literal["policy", "monitor"]
 
 @dataclass(frozen=True)
 class SharedScorer:
-    """A scorer whose adapter is in use on the players' backbone while it scores, and at no other time.
-
-    Args:
-        model: a reward model or a judge on the backbone's trunk.
-        adapters: of the backbone.
-        adapter: the scorer's among them.
-    """
+    """A scorer whose adapter is in use on the players' backbone while it scores, and at no other time."""
 
     model: ScalarModel
     adapters: AdapterSet
@@ -54,17 +48,7 @@ class SharedScorer:
 def load_shared(
     kind: type[ScalarModel], folder: str | Path, player: PolicyModel, adapter: str
 ) -> SharedScorer:
-    """Put a scorer's adapter on a player's backbone, frozen and in none of the players' parameters.
-
-    Args:
-        kind: what it is loaded as.
-        folder: of the adapter and its head.
-        player: an adapter of the backbone.
-        adapter: name the scorer's adapter gets.
-
-    Raises:
-        UserError: the adapter or its head does not fit the backbone.
-    """
+    """Put a scorer's adapter on a player's backbone, frozen and in none of the players' parameters."""
     adapters = player.adapters
     assert adapters is not None, "scorer_host names players with adapters"
     adapters.add_frozen(adapter, folder)
@@ -76,20 +60,11 @@ def load_shared(
 def scorer_host(
     role: str, section: RewardModelConfig | JudgeConfig, config: MinMaxConfig, devices: DeviceManager
 ) -> Host | None:
-    """The player on whose backbone a scorer is an adapter; None for one that has a model of its own.
+    """The player on whose backbone a scorer is an adapter; None for one with its own model.
 
     It is one where its folder holds an adapter with a head that was trained on the player's model, the player
     trains an adapter too, and device and quantisation are the same. `share_backbone` true demands it, and
     takes the backbone's quantisation; false forbids it.
-
-    Args:
-        role: of the scorer.
-        section: its settings.
-        config: the run's.
-        devices: which role runs where.
-
-    Raises:
-        UserError: it is demanded and cannot be.
     """
     if section.share_backbone is False or getattr(section, "kind", "head") != "head":
         return None
@@ -116,7 +91,7 @@ def _obstacle(
     config: MinMaxConfig,
     devices: DeviceManager,
 ) -> str | None:
-    """Why a scorer cannot be an adapter on a player's backbone, with what to do; None where it can."""
+    """Why a scorer cannot be an adapter on a player's backbone, with what to do; None if it can."""
     settings: PlayerConfig = getattr(config, f"{player}_model")
     if share_backbone(config):
         settings = backbone_settings(config)

@@ -1,4 +1,4 @@
-"""LoRA adapters on disk, in PEFT's format; what peft or TRL wrote is read as well."""
+"""LoRA adapters on disk, in PEFT's format, including those written by peft or TRL."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlhf_data import UserError, atomic_folder, atomic_write_json
+from rlhf_models.loading.fits import check_tokenizer_fits
 from rlhf_models.loading.pretrained import (
-    check_tokenizer_fits,
     check_weights,
     load_causal_lm,
     load_config,
     load_tokenizer,
 )
+from rlhf_models.loading.shards import stand_ins
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BASE_PATH = "base_model.json"
@@ -39,21 +40,18 @@ _FROM_HERE = "path_from_here"
 
 
 def load_adapter(model: PreTrainedModel, folder: str | Path, *, adapter: str = "default") -> PeftModel:
-    """Freeze a model and put a saved LoRA adapter on it, to go on with or to train further.
+    """Freeze a model and put a saved LoRA adapter on it, to run with or to train further.
 
     Args:
         model: what the adapter was trained on, quantised or not; it is changed in place.
         folder: what `save_adapter`, peft or TRL wrote.
         adapter: name the adapter gets.
-
-    Raises:
-        UserError: a file is missing or unreadable, the adapter is no LoRA adapter or of another shape.
     """
     config = adapter_config(folder)
     config.inference_mode = False
     config.base_model_name_or_path = model.name_or_path or None
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), stand_ins(model):
             peft_model = get_peft_model(model, config, adapter_name=adapter)
     except ValueError as error:
         raise UserError(
@@ -67,21 +65,18 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, *, adapter: str = "
 def add_saved_adapter(
     model: PeftModel, folder: str | Path, *, adapter: str, without: Sequence[str] = ()
 ) -> None:
-    """Put a saved LoRA adapter beside those that a model has; peft then changes which one is trainable.
+    """Add a saved LoRA adapter to those that a model has; peft then changes which one is trainable.
 
     Args:
         model: what the adapter was trained on, with other adapters; it is changed in place.
         folder: what `save_adapter`, peft or TRL wrote.
         adapter: name the adapter gets.
         without: names of modules, such as a classifier's head, that the adapter brings and the model lacks.
-
-    Raises:
-        UserError: a file is missing or unreadable, the adapter is no LoRA adapter or of another shape.
     """
     config = adapter_config(folder)
     config.modules_to_save = config.exclude_modules = None
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), stand_ins(model):
             model.add_adapter(adapter, config)
     except ValueError as error:
         raise UserError(
@@ -100,9 +95,6 @@ def load_adapter_weights(
         folder: what `save_adapter`, peft or TRL wrote.
         adapter: name of the model's adapter.
         without: names of modules whose weights in the folder are passed over.
-
-    Raises:
-        UserError: a file is missing or unreadable, or the adapter is of another shape.
     """
     saved = {
         name: tensor
@@ -167,7 +159,7 @@ def load_merged(folder: str | Path, **load_options: Any) -> tuple[PreTrainedMode
     """A language model with a saved adapter's update added to its weights, and the tokenizer.
 
     Args:
-        folder: of the adapter; its config names the model.
+        folder: folder of the adapter, whose config names the model.
         **load_options: further arguments of `load_causal_lm`, without quantisation.
 
     Raises:
@@ -230,7 +222,7 @@ def adapter_config(folder: str | Path) -> LoraConfig:
 def adapter_base(folder: str | Path) -> str:
     """The folder or hub name of the model a saved adapter was trained on, whose config can be loaded.
 
-    A path is looked for as it stands, then relative to the adapter's folder, then where the base would be if
+    A path is looked up as given, then relative to the adapter's folder, then where the base would be if
     it was moved together with the adapter.
 
     Raises:
@@ -257,7 +249,7 @@ def adapter_base(folder: str | Path) -> str:
 
 
 def _moved_with(folder: Path) -> list[Path]:
-    """Where the base was from the adapter when that was saved."""
+    """Path of the base relative to the adapter when that was saved."""
     try:
         return [folder / json.loads((folder / _BASE_PATH).read_text(encoding="utf-8"))[_FROM_HERE]]
     except FileNotFoundError:
@@ -269,11 +261,7 @@ def _moved_with(folder: Path) -> list[Path]:
 
 
 def adapter_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
-    """The tensors of a saved adapter by name.
-
-    Raises:
-        UserError: the file is missing or unreadable.
-    """
+    """The tensors of a saved adapter by name."""
     with _weights_file(folder) as path:
         return load_file(path)
 
@@ -285,12 +273,12 @@ def adapter_shapes(folder: str | Path) -> dict[str, list[int]]:
         UserError: the file is missing or unreadable.
     """
     with _weights_file(folder) as path, safe_open(path, framework="pt") as file:
-        return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+        return {name: file.get_slice(name).get_shape() for name in sorted(file.keys())}
 
 
 @contextlib.contextmanager
 def _weights_file(folder: str | Path) -> Iterator[Path]:
-    """The file of an adapter's weights, with what goes wrong while it is read told in a sentence."""
+    """The file of an adapter's weights; what goes wrong in reading it is raised as one sentence."""
     path = Path(folder) / ADAPTER_WEIGHTS
     if not path.is_file():
         raise UserError(

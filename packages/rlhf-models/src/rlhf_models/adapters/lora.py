@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rlhf_data import BaseConfig, UserError
 from rlhf_models.adapters.files import add_saved_adapter, load_adapter_weights, save_adapter
+from rlhf_models.loading.shards import stand_ins
 
 SCALAR_HEADS = ("score", "classifier")
 """Names that transformers gives to the heads of sequence and token classifiers."""
@@ -54,13 +55,13 @@ def add_adapters(
     """Freeze a decoder and add one LoRA adapter per name; each starts as no change at all (B = 0).
 
     The head of a sequence or token classifier is trained in full and saved with the adapter: every adapter
-    has a copy of its own.
+    has its own copy.
 
     Args:
         model: the decoder, with a language-modelling or a scalar head, quantised or not; changed in place.
         names: distinct adapter names; the first one is active.
         settings: rank, scale, dropout and target layers; None for the defaults.
-        seed: of the random A matrices; the global random state is left as it was.
+        seed: seed of the random A matrices; the global random state is left unchanged.
 
     Raises:
         UserError: a target layer does not exist in the model.
@@ -69,7 +70,7 @@ def add_adapters(
     if not names or len(set(names)) < len(names) or any("." in name or not name for name in names):
         raise ValueError(f"adapter names must be distinct, without dots, and at least one, got {list(names)}")
     config = _lora_config(model, settings or LoraSettings())
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), stand_ins(model):
         torch.manual_seed(seed)
         peft_model = get_peft_model(model, config(), adapter_name=names[0])
         for name in names[1:]:
@@ -92,7 +93,9 @@ class AdapterSet:
 
     def __init__(self, model: PeftModel) -> None:
         self.model = model
-        self._parameters = {name: _adapter_parameters(model, name) for name in model.peft_config}
+        self._frozen: set[str] = set()
+        self._parameters: dict[str, list[nn.Parameter]] = {}
+        self.list_parameters()
         self._layers: list[Any] = []
         self._settle()
         self._active: str | None = None
@@ -112,8 +115,15 @@ class AdapterSet:
         """The trained parameters of one adapter, always the same objects in the same order."""
         return list(self._parameters[name])
 
+    def list_parameters(self) -> None:
+        """List the parameters of every adapter anew, where sharding has put others in their place."""
+        self._parameters = {
+            name: [] if name in self._frozen else _adapter_parameters(self.model, name)
+            for name in self.model.peft_config
+        }
+
     def add_frozen(self, name: str, folder: str | Path) -> None:
-        """Put a saved adapter beside the others, to be used and never trained; they stay as they are.
+        """Add a saved adapter to the others, for use and never trained; they are left unchanged.
 
         A head that it brings, as the adapter of a classifier does, is left out: see `share_trunk`.
 
@@ -125,6 +135,7 @@ class AdapterSet:
             UserError: the adapter cannot be read or does not fit the model.
         """
         add_saved_adapter(self.model, folder, adapter=name, without=SCALAR_HEADS)
+        self._frozen.add(name)
         self._parameters[name] = []
         for parameter in _adapter_parameters(self.model, name):
             parameter.requires_grad_(False)

@@ -25,7 +25,7 @@ class Group:
 
     Args:
         shape: number of blocks, queries of each, keys of each.
-        mask: (blocks, 1, queries, keys), added to the scores; None where all are plain causal text.
+        mask: (blocks, 1, queries, keys), added to the scores; None if all are plain causal text.
     """
 
     shape: tuple[int, int, int]
@@ -67,8 +67,8 @@ def dense_blocks(
     Args:
         tree: who sees whom.
         window: number of latest positions a token sees, itself included; None for all.
-        dtype: of the masks: that of the queries.
-        device: of the result.
+        dtype: dtype of the masks, that of the queries.
+        device: device of the result.
     """
     blocks = sorted(
         _blocks(tree, window), key=lambda b: (b.causal, len(b.keys), len(b.queries)), reverse=True

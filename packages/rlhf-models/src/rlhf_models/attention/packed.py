@@ -109,7 +109,7 @@ def _packed_attention(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     layer = cast(int, module.layer_idx)
-    if (layers := _PACKED_LAYERS.get()) is not None:  # None where gradient checkpointing runs the layer again
+    if (layers := _PACKED_LAYERS.get()) is not None:  # None if gradient checkpointing runs the layer again
         layers[layer] = options.window
     return packed.attend(layer, query, key, value, options)[None], None
 
@@ -121,7 +121,7 @@ def _softcapped(
     mask: torch.Tensor | None,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """Softcapped attention, (B, H, T, D) in and out; causal from the bottom right where there is no mask."""
+    """Softcapped attention, (B, H, T, D) in and out; causal from the bottom right if there is no mask."""
     assert options.softcap is not None
     if mask is None:
         causal = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
@@ -200,7 +200,7 @@ def _attend_group(
     mask: torch.Tensor | None,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """Attention of one group of blocks, (B, H, Lq, D) in and out, causal where there is no mask."""
+    """Attention of one group of blocks, (B, H, Lq, D) in and out, causal if there is no mask."""
     if options.softcap is not None:
         return _softcapped(query, key, value, mask, options)
     grouped = query.shape[1] != key.shape[1]

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from typing import Any
+
+from transformers import PreTrainedConfig
 
 from rlhf_data import PackedBatch
 
 _LOG = logging.getLogger(__name__)
 
 
-def check_positions(config: Any, batch: PackedBatch) -> None:
+def check_positions(config: PreTrainedConfig, batch: PackedBatch) -> None:
     """Warn, once, of a text beyond the length at which a model's frequencies change for the whole batch.
 
     So it is with dynamic NTK scaling (arXiv:2309.00071, section 3.3) and LongRoPE (arXiv:2402.13753), in
     transformers' padded batches as well: there scores depend on which texts share a batch.
-
-    Args:
-        config: of the text model.
-        batch: the stream.
     """
     length = _stable_length(config)
     if length is None or batch.num_sequences == 1:
@@ -29,8 +26,8 @@ def check_positions(config: Any, batch: PackedBatch) -> None:
         _warn_once(config.model_type, length)
 
 
-def _stable_length(config: Any) -> int | None:
-    """Tokens up to which frequencies are the same for every text; None where they always are."""
+def _stable_length(config: PreTrainedConfig) -> int | None:
+    """Tokens up to which frequencies are the same for every text; None if they always are."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope] if "rope_type" in rope else [each for each in rope.values() if isinstance(each, dict)]
     lengths = [

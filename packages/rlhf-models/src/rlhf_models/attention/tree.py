@@ -1,4 +1,4 @@
-"""What packed attention computes: who sees whom in a batch's tree, and what a layer asks for."""
+"""The attention of packed batches: visibility in a batch's tree, and options of a layer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhf_data import PackedBatch
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What a layer asks of its attention.
+    """Options of a layer's attention.
 
     Args:
         scaling: factor on query-key products.

@@ -16,7 +16,7 @@ class VarlenTables:
     """One row per segment: its own queries against the keys of its ancestors and itself.
 
     Args:
-        key_index: stream positions of all rows' keys, one row after the other; None where nothing is shared,
+        key_index: stream positions of all rows' keys, one row after the other; None if nothing is shared,
             so that they are the stream itself.
         query_offsets: (S + 1,) int32, where each row's queries start in the stream, and N.
         key_offsets: (S + 1,) int32, the same in `key_index`.

@@ -7,6 +7,7 @@ loads, with the head in `score_head.safetensors` and `"score_head": "mlp"` in th
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -31,19 +32,25 @@ from rlhf_models.adapters.files import (
 from rlhf_models.adapters.lora import SCALAR_HEADS
 from rlhf_models.loading.pretrained import load_config, load_model, load_tokenizer, save_model
 from rlhf_models.loading.quantization import quantization_config
+from rlhf_models.loading.shards import (
+    fill_deferred,
+    is_deferred,
+    random_draws_on_meta,
+    settle,
+    share_deferred,
+    whole_value,
+)
 
 HEAD_FILE = "score_head.safetensors"
 Head = Literal["linear", "mlp"]
 _OWN_ENTRIES = ("score_head", "append_eos", "step_separator")
-"""What these models keep in `config.json` beside transformers' own entries."""
+"""Entries of these models in `config.json` besides transformers' own."""
 
 
 class MLPHead(nn.Module):
     """Two-layer heads, one per output: W2 relu(W1 h + b1) + b2.
 
-    Args:
-        hidden_size: width of the trunk and of the heads' inner layer.
-        outputs: number of heads, each with weights of its own.
+    `hidden_size` is the width of the trunk and of the inner layer; each output has its own weights.
     """
 
     def __init__(self, hidden_size: int, outputs: int = 1) -> None:
@@ -55,7 +62,7 @@ class MLPHead(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Random weights: N(0, 2 / hidden) in front of the ReLU, N(0, 1 / (hidden + 1)) behind it."""
+        """Random weights: N(0, 2 / hidden) before the ReLU, N(0, 1 / (hidden + 1)) after it."""
         for layers in self.heads:
             inner, _, outer = cast(Any, layers)
             nn.init.kaiming_normal_(inner.weight, nonlinearity="relu")
@@ -84,10 +91,7 @@ def build_classifier(
         pad_token_id: the tokenizer's padding token, over which transformers passes to find a text's end.
         outputs: number of scores.
         head: its kind.
-        seed: of the head's weights; the global random state is left as it was.
-
-    Raises:
-        UserError: transformers has no such classifier for the architecture, or the decoder is quantised.
+        seed: seed of the head's weights; the global random state is left unchanged.
     """
     if getattr(causal_lm, "is_quantized", False):
         raise UserError(
@@ -96,17 +100,24 @@ def build_classifier(
         )
     config = type(causal_lm.config).from_dict(causal_lm.config.to_dict())
     _set_outputs(config, outputs, pad_token_id)
+    deferred = is_deferred(causal_lm)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            model = auto_class.from_config(config, dtype=causal_lm.dtype)
+            with random_draws_on_meta() if deferred else contextlib.nullcontext():
+                model = auto_class.from_config(config, dtype=causal_lm.dtype)
+                if deferred:
+                    model.initialize_weights()
         except ValueError as error:
             raise UserError(
                 f"{type(causal_lm).__name__} has no variant with a scalar head", code="wrong_model_kind"
             ) from error
         _new_head(model, head)
-    model.base_model.load_state_dict(causal_lm.base_model.state_dict())
     model.name_or_path = causal_lm.name_or_path
+    if deferred:
+        share_deferred(causal_lm.base_model, model.base_model)
+        return model.eval()
+    model.base_model.load_state_dict(causal_lm.base_model.state_dict())
     return model.to(causal_lm.device).eval()
 
 
@@ -131,14 +142,11 @@ def load_classifier(
         base_model: what the adapter was trained on; None takes the name in the adapter's config.
         outputs: number of scores of a new head, or of the one that an adapter brings.
         adapter: name the adapter gets.
-        seed: of a new head's weights.
+        seed: seed of a new head's weights.
         **load_options: `dtype`, `load_in_8bit`, `load_in_4bit` and `device`, see `load_causal_lm`.
 
     Returns:
         The transformers model, or a PeftModel around it, and the tokenizer.
-
-    Raises:
-        UserError: something cannot be loaded, or the model has no head and `new_head` is None.
     """
     adapted = is_adapter(name_or_path)
     base = (base_model or adapter_base(name_or_path)) if adapted else name_or_path
@@ -198,7 +206,8 @@ def share_trunk(auto_class: Any, causal_lm: PreTrainedModel, folder: str | Path)
             f"adapter folder {folder} brings no head that fits its model: {error}", code="head_does_not_fit"
         ) from error
     setattr(model, model.base_model_prefix, causal_lm.base_model)
-    setattr(model, _head_name(model), head.to(causal_lm.device, causal_lm.dtype).requires_grad_(False))
+    device = torch.device("cpu") if is_deferred(causal_lm) else causal_lm.device
+    setattr(model, _head_name(model), head.to(device, causal_lm.dtype).requires_grad_(False))
     model.name_or_path = causal_lm.name_or_path
     return model.eval(), tokenizer
 
@@ -206,12 +215,7 @@ def share_trunk(auto_class: Any, causal_lm: PreTrainedModel, folder: str | Path)
 def save_classifier(model: Any, tokenizer: Any, folder: str | Path, *, adapter: str = "default") -> None:
     """Write a classifier and its tokenizer, atomically; an existing folder is replaced.
 
-    Args:
-        model: what `build_classifier` or `load_classifier` gave. Of a PeftModel, adapter and head are
-            written, in PEFT's format.
-        tokenizer: its tokenizer.
-        folder: where to.
-        adapter: which adapter of a PeftModel.
+    Of a PeftModel, the adapter and the head are written, in PEFT's format.
     """
     if isinstance(model, PeftModel):
         with atomic_folder(folder) as temp:
@@ -221,23 +225,19 @@ def save_classifier(model: Any, tokenizer: Any, folder: str | Path, *, adapter: 
     elif isinstance(head_of(model), MLPHead):
         with atomic_folder(folder) as temp:
             save_model(model.base_model, tokenizer, temp)
-            tensors = {name: tensor.cpu() for name, tensor in head_of(model).state_dict().items()}
+            tensors = {name: whole_value(tensor).cpu() for name, tensor in head_of(model).named_parameters()}
             save_file(tensors, temp / HEAD_FILE)
     else:
         save_model(model, tokenizer, folder)
 
 
 def head_of(model: Any) -> Any:
-    """The head of a sequence or token classifier, or of the one inside a PeftModel.
-
-    Raises:
-        UserError: it has none.
-    """
+    """The head of a sequence or token classifier, or of the one inside a PeftModel."""
     return getattr(model, _head_name(model))
 
 
 def run_head(model: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """What a classifier's head makes of hidden states, (..., outputs).
+    """Outputs of a classifier's head for hidden states, (..., outputs).
 
     A trained head is in fp32 whatever the trunk under it is in.
     """
@@ -265,7 +265,10 @@ def as_token_classifier(model: Any) -> PreTrainedModel:
     with torch.device("meta"):
         other = AutoModelForTokenClassification.from_config(model.config, dtype=model.dtype)
     setattr(other, other.base_model_prefix, model.base_model)
-    weight = head_of(model).weight.detach().clone()
+    head = head_of(model)
+    if is_deferred(head):
+        fill_deferred(head, torch.device("cpu"))
+    weight = head.weight.detach().clone()
     set_linear_head(other, weight, weight.new_zeros(len(weight)))
     other.name_or_path = model.name_or_path
     return other.eval()
@@ -291,7 +294,7 @@ def _load_full(
     load_in_4bit: bool = False,
     **options: Any,
 ) -> PreTrainedModel:
-    """A classifier with its stored head, or a new one where none is stored."""
+    """A classifier with its stored head, or a new one if none is stored."""
     replaced = stored == "mlp" or (stored is None and new_head is not None)
     heads = [f"{head}.{kind}" for head in SCALAR_HEADS for kind in ("weight", "bias")]
     quantization = quantization_config(load_in_8bit, load_in_4bit, device=options.get("device"))
@@ -315,7 +318,7 @@ def _load_full(
 
 
 def _own_entries(folder: str | Path) -> dict[str, Any]:
-    """What a saved adapter's `config.json`, where it has one, says beside transformers' own entries."""
+    """Entries of a saved adapter's `config.json`, if it has one, besides transformers' own."""
     if not (Path(folder) / "config.json").is_file():
         return {}
     config = load_config(folder)
@@ -375,6 +378,8 @@ def _new_head(model: Any, kind: Head) -> None:
     """Put a head with random weights on a classifier that has a linear one."""
     old = head_of(model)
     assert isinstance(old, nn.Linear)
+    if old.weight.is_meta:
+        settle(old)
     if kind == "linear":
         init_head(old)
         return

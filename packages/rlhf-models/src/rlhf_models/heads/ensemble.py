@@ -2,41 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, cast, get_args
 
 import torch
+from peft import PeftModel
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from rlhf_data import PackedBatch, Text, UserError
-from rlhf_models.adapters.lora import LoraSettings
-from rlhf_models.heads.classifiers import Head, build_classifier, load_classifier, stored_head
-from rlhf_models.heads.reward import RewardModel, encode_scored
-from rlhf_models.heads.scalar_model import check_choice, scores_of
+from rlhf_data import PackedBatch, UserError, atomic_folder, atomic_write_json
+from rlhf_models.adapters.files import adapter_config, load_adapter_weights
+from rlhf_models.adapters.lora import AdapterSet, LoraSettings, add_adapters, apply_lora
+from rlhf_models.attention.packed import prepare_for_packing
+from rlhf_models.heads.classifiers import (
+    Head,
+    build_classifier,
+    head_of,
+    init_head,
+    load_classifier,
+    run_head,
+    save_classifier,
+    stored_head,
+)
+from rlhf_models.heads.ensemble_scores import EnsembleScores
+from rlhf_models.heads.reward import RewardModel, read_positions
+from rlhf_models.heads.scalar_model import check_choice
+from rlhf_models.language_model.logps import hidden_states
 from rlhf_models.loading.pretrained import load_config
 
-Aggregate = Literal["mean", "std", "min", "mean_minus_std"]
 EnsembleKind = Literal["independent", "adapters", "heads"]
 ENSEMBLE_FILE = "ensemble_config.json"
 
 
-class RewardEnsemble(nn.Module, ABC):
-    """K reward models that score together; see `from_backbone` for the kinds.
-
-    Args:
-        tokenizer: the tokenizer that all of them read with.
-        size: K, the number of scores of a text.
-    """
+class RewardEnsemble(EnsembleScores):
+    """K reward models that score together; see `from_backbone` for the kinds."""
 
     kind: EnsembleKind
-
-    def __init__(self, tokenizer: Any, size: int) -> None:
-        super().__init__()
-        self.tokenizer, self.size = tokenizer, size
 
     @staticmethod
     def from_backbone(
@@ -58,15 +62,13 @@ class RewardEnsemble(nn.Module, ABC):
             kind: "independent" (K models, trained in full), "adapters" (K LoRA adapters, each with a head, on
                 one frozen trunk) or "heads" (K heads on one trunk, which runs once for all).
             head: kind of every head, "linear" or "mlp".
-            lora: of the adapters; with "heads" it freezes the trunk under one adapter; None with
+            lora: settings of the adapters; with "heads" it freezes the trunk under one adapter; None with
                 "independent".
-            seed: of the heads' weights, different for each, and of the adapters'.
+            seed: seed of the heads' weights, which differ, and of the adapters'.
 
         Raises:
             UserError: settings that do not go together, or an architecture without a scalar head.
         """
-        from rlhf_models.heads.ensemble_kinds import IndependentEnsemble, on_one_trunk
-
         _check(kind, size, lora)
         if kind == "independent":
             make = RewardModel.from_backbone
@@ -81,7 +83,7 @@ class RewardEnsemble(nn.Module, ABC):
             head=head,
             seed=seed,
         )
-        return on_one_trunk(model, tokenizer, size=size, kind=kind, lora=lora, seed=seed)
+        return _on_one_trunk(model, tokenizer, size=size, kind=kind, lora=lora, seed=seed)
 
     @staticmethod
     def from_language_model(
@@ -96,20 +98,12 @@ class RewardEnsemble(nn.Module, ABC):
     ) -> RewardEnsemble:
         """Make an untrained ensemble of a stored language model's trunk, quantised if wanted.
 
-        Args:
-            name_or_path: a model folder or a hub name.
-            size: see `from_backbone`.
-            kind: see `from_backbone`.
-            head: see `from_backbone`.
-            lora: see `from_backbone`.
-            seed: see `from_backbone`.
-            **load_options: `dtype`, `load_in_8bit`, `load_in_4bit` and `device`, see `load_causal_lm`.
+        Takes a model folder or a hub name, the arguments of `from_backbone`, and the `dtype`, `load_in_8bit`,
+        `load_in_4bit` and `device` of `load_causal_lm`.
 
         Raises:
             UserError: as `from_backbone`, or the model cannot be loaded.
         """
-        from rlhf_models.heads.ensemble_kinds import IndependentEnsemble, on_one_trunk
-
         _check(kind, size, lora)
         if kind == "independent":
             if stored_head(load_config(name_or_path)) is not None:
@@ -130,7 +124,7 @@ class RewardEnsemble(nn.Module, ABC):
             seed=seed,
             **load_options,
         )
-        return on_one_trunk(model, tokenizer, size=size, kind=kind, lora=lora, seed=seed)
+        return _on_one_trunk(model, tokenizer, size=size, kind=kind, lora=lora, seed=seed)
 
     @staticmethod
     def from_pretrained(
@@ -146,8 +140,6 @@ class RewardEnsemble(nn.Module, ABC):
         Raises:
             UserError: it cannot be loaded.
         """
-        from rlhf_models.heads.ensemble_kinds import AdapterEnsemble, HeadEnsemble, IndependentEnsemble
-
         folder = Path(folder)
         try:
             saved = json.loads((folder / ENSEMBLE_FILE).read_text(encoding="utf-8"))
@@ -161,85 +153,169 @@ class RewardEnsemble(nn.Module, ABC):
         loader = next(cls for cls in (IndependentEnsemble, AdapterEnsemble, HeadEnsemble) if cls.kind == kind)
         return loader.load(folder, size, base_model=base_model, **load_options)
 
+
+class IndependentEnsemble(RewardEnsemble):
+    """K separate reward models; each is saved in a folder `member<i>` that loads by itself."""
+
+    kind = "independent"
+
+    def __init__(self, members: Sequence[RewardModel]) -> None:
+        super().__init__(members[0].tokenizer, len(members))
+        self.members = nn.ModuleList(members)
+
     @classmethod
-    @abstractmethod
     def load(cls, folder: Path, size: int, *, base_model: str | Path | None, **load_options: Any) -> Self:
-        """Load an ensemble of this kind; see `from_pretrained`."""
-
-    @abstractmethod
-    def forward(self, batch: PackedBatch) -> torch.Tensor:
-        """Raw scores (K, Q) in fp32, one row per member, one column per sequence of the batch."""
-
-    @abstractmethod
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write the ensemble and its tokenizer, atomically; an existing folder is replaced."""
-
-    @abstractmethod
-    def load_weights(self, folder: str | Path) -> None:
-        """Put the weights that `save_pretrained` wrote into this ensemble, bit for bit."""
+        """See `RewardEnsemble.from_pretrained`."""
+        load = RewardModel.from_pretrained
+        return cls([load(folder / f"member{i}", base_model=base_model, **load_options) for i in range(size)])
 
     @property
-    @abstractmethod
     def reader(self) -> Any:
-        """The transformers model whose config, device and context the texts are read for."""
+        """The first member's model."""
+        return self._members[0].model
+
+    def check_packing(self) -> None:
+        """See `EnsembleScores.check_packing`."""
+        self.call(self._members[0].check_packing)
 
     @property
-    def device(self) -> torch.device:
-        """Where the models run."""
-        return self.reader.device
+    def _members(self) -> list[RewardModel]:
+        return cast(list[RewardModel], list(self.members))
 
-    @property
-    def config(self) -> Any:
-        """The transformers config of the trunk, of the first member's where there are several."""
-        return self.reader.config
-
-    @property
-    def append_eos(self) -> bool:
-        """See `ScalarModel.append_eos`."""
-        return bool(getattr(self.config, "append_eos", False))
-
-    @append_eos.setter
-    def append_eos(self, value: bool) -> None:
-        for module in self.modules():
-            if isinstance(module, PreTrainedModel):
-                module.config.append_eos = value
+    def forward(self, batch: PackedBatch) -> torch.Tensor:
+        """See `EnsembleScores.forward`; every member's trunk runs."""
+        return torch.stack([member(batch) for member in self.members])
 
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Recompute each layer in the backward pass to save memory, in train mode."""
-        self.reader.gradient_checkpointing_enable(gradient_checkpointing_kwargs or {"use_reentrant": False})
+        """See `EnsembleScores.gradient_checkpointing_enable`."""
+        for member in self._members:
+            member.gradient_checkpointing_enable(gradient_checkpointing_kwargs)
 
-    @torch.no_grad()
-    def scores(
-        self, prompts: Sequence[Text], completions: Sequence[Text], *, max_tokens: int | None = None
-    ) -> torch.Tensor:
-        """Every member's scores (K, B) of B completions, fp32 on the CPU, without gradients.
+    def save_pretrained(self, folder: str | Path) -> None:
+        """See `EnsembleScores.save_pretrained`."""
+        with _writing(self, folder) as temp:
+            for i, member in enumerate(self._members):
+                member.save_pretrained(temp / f"member{i}")
 
-        Args:
-            prompts: B prompts.
-            completions: B completions.
-            max_tokens: budget in tokens for one forward pass; None runs all at once.
+    def load_weights(self, folder: str | Path) -> None:
+        """See `EnsembleScores.load_weights`."""
+        for i, member in enumerate(self._members):
+            member.load_weights(Path(folder) / f"member{i}")
 
-        Raises:
-            UserError: a text is longer than the context.
-        """
-        pairs = zip(prompts, completions, strict=True)
-        ids = [encode_scored(self.tokenizer, *pair, append_eos=self.append_eos) for pair in pairs]
-        what = "a text to be scored by the ensemble"
-        return scores_of(self, self.reader, ids, max_tokens=max_tokens, what=what)
 
-    def score(
-        self,
-        prompts: Sequence[Text],
-        completions: Sequence[Text],
-        *,
-        aggregate: Aggregate = "mean",
-        k: float = 1.0,
-        max_tokens: int | None = None,
-    ) -> torch.Tensor:
-        """One score (B,) for each of B completions; see `scores` and `aggregate_scores`."""
-        return aggregate_scores(self.scores(prompts, completions, max_tokens=max_tokens), aggregate, k=k)
+class AdapterEnsemble(RewardEnsemble):
+    """K LoRA adapters, each with a head, on one frozen trunk, which runs once for each.
+
+    Saved, every adapter is a reward model in PEFT's format in its folder `member<i>`.
+
+    `model` is a PeftModel with K adapters around a sequence classifier with one label.
+    """
+
+    kind = "adapters"
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        super().__init__(tokenizer, len(model.peft_config))
+        self.model = prepare_for_packing(model)
+        self.adapters = AdapterSet(model)
+
+    @classmethod
+    def load(cls, folder: Path, size: int, *, base_model: str | Path | None, **load_options: Any) -> Self:
+        """See `RewardEnsemble.from_pretrained`."""
+        model, tokenizer = load_classifier(
+            AutoModelForSequenceClassification,
+            folder / "member0",
+            base_model=base_model,
+            adapter="member0",
+            **load_options,
+        )
+        for i in range(1, size):
+            model.add_adapter(f"member{i}", adapter_config(folder / f"member{i}"))
+        ensemble = cls(model, tokenizer)
+        ensemble.load_weights(folder)
+        return ensemble
+
+    def init_heads(self, seed: int) -> None:
+        """Give every adapter's head its own random weights; the global random state is left unchanged."""
+        heads: Any = head_of(self.model)
+        with torch.random.fork_rng(devices=[]):
+            for i, name in enumerate(self.adapters.names):
+                torch.manual_seed(seed + i)
+                init_head(heads.modules_to_save[name])
+
+    def forward(self, batch: PackedBatch) -> torch.Tensor:
+        """See `EnsembleScores.forward`."""
+        last = read_positions(batch, self.config, self.tokenizer)
+        rows = []
+        for name in self.adapters.names:
+            with self.adapters.use(name):
+                rows.append(run_head(self.model, hidden_states(self.model, batch)[last])[:, 0])
+        return torch.stack(rows).float()
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """See `EnsembleScores.gradient_checkpointing_enable`; layers run again with their own adapter."""
+
+        def contexts() -> tuple[
+            contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]
+        ]:
+            return contextlib.nullcontext(), self.adapters.use(self.adapters.active)
+
+        options = {"use_reentrant": False} | (gradient_checkpointing_kwargs or {})
+        self.model.gradient_checkpointing_enable(options | {"context_fn": contexts})
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """See `EnsembleScores.save_pretrained`."""
+        with _writing(self, folder) as temp:
+            for name in self.adapters.names:
+                save_classifier(self.model, self.tokenizer, temp / name, adapter=name)
+
+    def load_weights(self, folder: str | Path) -> None:
+        """See `EnsembleScores.load_weights`."""
+        for name in self.adapters.names:
+            load_adapter_weights(self.model, Path(folder) / name, adapter=name)
+
+
+class HeadEnsemble(RewardEnsemble):
+    """K heads on one trunk, which runs once for all.
+
+    Saved, it is a sequence classifier with K labels and an `ensemble_config.json`: with linear heads
+    `AutoModelForSequenceClassification` loads it.
+
+    `model` is a sequence classifier with K labels, or a PeftModel around one.
+    """
+
+    kind = "heads"
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        super().__init__(tokenizer, model.config.num_labels)
+        self.model = prepare_for_packing(model)
+
+    @classmethod
+    def load(cls, folder: Path, size: int, *, base_model: str | Path | None, **load_options: Any) -> Self:
+        """See `RewardEnsemble.from_pretrained`."""
+        kind = AutoModelForSequenceClassification
+        return cls(*load_classifier(kind, folder, base_model=base_model, outputs=size, **load_options))
+
+    def forward(self, batch: PackedBatch) -> torch.Tensor:
+        """See `EnsembleScores.forward`."""
+        last = read_positions(batch, self.config, self.tokenizer)
+        return run_head(self.model, hidden_states(self.model, batch)[last]).float().T.clone()
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """See `EnsembleScores.save_pretrained`."""
+        with _writing(self, folder) as temp:
+            save_classifier(self.model, self.tokenizer, temp)
+
+    def load_weights(self, folder: str | Path) -> None:
+        """See `EnsembleScores.load_weights`."""
+        if isinstance(self.model, PeftModel):
+            load_adapter_weights(self.model, folder)
+        else:
+            saved = type(self).load(Path(folder), self.size, base_model=None, dtype=self.model.dtype)
+            self.load_state_dict(saved.state_dict())
 
 
 def _check(kind: str, size: int, lora: LoraSettings | None) -> None:
@@ -256,19 +332,27 @@ def _check(kind: str, size: int, lora: LoraSettings | None) -> None:
         )
 
 
-def aggregate_scores(scores: torch.Tensor, aggregate: Aggregate, *, k: float = 1.0) -> torch.Tensor:
-    """One score (B,) from those of K ensemble members (K, B).
+def _on_one_trunk(
+    model: Any, tokenizer: Any, *, size: int, kind: str, lora: LoraSettings | None, seed: int
+) -> RewardEnsemble:
+    """Adapters or heads on a sequence classifier; see `RewardEnsemble.from_backbone`."""
+    if kind == "heads":
+        if model.config.num_labels != size:
+            raise UserError(
+                f"the model has {model.config.num_labels} heads of its own; expected a language model, "
+                f"which gets {size}",
+                code="model_has_heads",
+            )
+        return HeadEnsemble(model if lora is None else apply_lora(model, lora, seed=seed), tokenizer)
+    names = [f"member{i}" for i in range(size)]
+    ensemble = AdapterEnsemble(add_adapters(model, names, lora, seed=seed), tokenizer)
+    ensemble.init_heads(seed)
+    return ensemble
 
-    - "mean": μ = 1/K Σ_i s_i.
-    - "std": σ = sqrt(1/K Σ_i (s_i - μ)²), how much they disagree.
-    - "min": the worst case, min_i s_i (arXiv:2310.02743, equation 5).
-    - "mean_minus_std": μ - k σ, lower where they disagree.
 
-    Raises:
-        UserError: another name.
-    """
-    check_choice("aggregate", aggregate, get_args(Aggregate))
-    if aggregate == "min":
-        return scores.amin(0)
-    mean, std = scores.mean(0), scores.std(0, correction=0)
-    return {"mean": mean, "std": std, "mean_minus_std": mean - k * std}[aggregate]
+@contextlib.contextmanager
+def _writing(ensemble: RewardEnsemble, folder: str | Path) -> Iterator[Path]:
+    """Yield a temporary folder that becomes `folder`, with the ensemble's own file in it."""
+    with atomic_folder(folder) as temp:
+        yield temp
+        atomic_write_json(temp / ENSEMBLE_FILE, {"kind": ensemble.kind, "size": ensemble.size})

@@ -21,14 +21,14 @@ from rlhf_data import (
 )
 from rlhf_models.heads.classifiers import head_of, set_linear_head
 from rlhf_models.heads.scalar_model import HeadModel, check_choice
-from rlhf_models.loading.pretrained import check_prompt_fits
+from rlhf_models.loading.fits import check_prompt_fits
 
 StepAggregate = Literal["min", "mean", "last", "product"]
 DEFAULT_SEPARATOR = "\n"
 
 
 class ProcessRewardModel(HeadModel):
-    """Scores every step of a solution, read at the step's last token, that of the separator behind it.
+    """Scores every step of a solution, at the step's last token, that of the separator after it.
 
     The score is the logit of P(the step is right) = sigmoid(w · h + b). Saved folders load with
     `AutoModelForTokenClassification`; the step separator is `"step_separator"` in their config.
@@ -36,7 +36,7 @@ class ProcessRewardModel(HeadModel):
     Args:
         model: a token classifier with `num_labels == 1`, or a PeftModel around one.
         tokenizer: its tokenizer.
-        step_separator: what follows each step; None takes the stored one, and where none is stored a line
+        step_separator: what follows each step; None takes the stored one, or else a line
             break.
 
     Raises:
@@ -51,7 +51,7 @@ class ProcessRewardModel(HeadModel):
 
     @property
     def step_separator(self) -> str:
-        """What follows each step; stored with the model."""
+        """Separator after each step; stored with the model."""
         return self.config.step_separator
 
     @step_separator.setter
@@ -69,7 +69,7 @@ class ProcessRewardModel(HeadModel):
         return self._head(self._hidden(batch)[positions])
 
     def encode(self, prompt: Text, steps: Sequence[str]) -> StepExample:
-        """Token ids of a prompt and its steps, each with the separator behind it, and where the steps end.
+        """Token ids of a prompt and its steps, each with the separator after it, and where the steps end.
 
         Raises:
             UserError: there is no step.

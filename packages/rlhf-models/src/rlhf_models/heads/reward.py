@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
 from rlhf_data import Encoder, PackedBatch, Text
 from rlhf_models.heads.scalar_model import HeadModel, scores_of
@@ -81,7 +81,7 @@ class ScalarModel(HeadModel):
         through the tokenizer's chat template, which ends a conversation as it likes.
 
         Raises:
-            UserError: a text beside messages, messages without a chat template, or a text that the tokenizer
+            UserError: a text next to messages, messages without a chat template, or a text that the tokenizer
                 has no tokens for.
         """
         return encode_scored(self.tokenizer, prompt, completion, append_eos=self.append_eos)
@@ -109,7 +109,7 @@ def encode_scored(tokenizer: Any, prompt: Text, completion: Text, *, append_eos:
     return ids
 
 
-def read_positions(batch: PackedBatch, config: Any, tokenizer: Any) -> torch.Tensor:
+def read_positions(batch: PackedBatch, config: PreTrainedConfig, tokenizer: Any) -> torch.Tensor:
     """Stream positions (Q,) at which the sequences' scores are read: their last tokens, padding passed over.
 
     Args:

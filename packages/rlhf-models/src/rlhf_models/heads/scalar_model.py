@@ -1,4 +1,4 @@
-"""What reward, judge, value and process-reward models share: a trunk with a scalar head, and a tokenizer."""
+"""Base of reward, judge, value and process-reward models: a trunk with a scalar head, and a tokenizer."""
 
 from __future__ import annotations
 
@@ -23,19 +23,16 @@ from rlhf_models.heads.classifiers import (
     run_head,
     save_classifier,
 )
-from rlhf_models.language_model.logps import hidden_states
-from rlhf_models.loading.pretrained import check_prompt_fits, check_tokenizer_fits
+from rlhf_models.language_model.logps import check_packing, hidden_states
+from rlhf_models.loading.fits import check_prompt_fits, check_tokenizer_fits
+from rlhf_models.loading.shards import ShardUnit
 
 
-class HeadModel(nn.Module):
+class HeadModel(ShardUnit, nn.Module):
     """A decoder's trunk with a head of one output, and its tokenizer.
 
-    Args:
-        model: a transformers sequence or token classifier with `num_labels == 1`, or a PeftModel around one.
-        tokenizer: its tokenizer.
-
-    Raises:
-        UserError: the model has another number of labels or no scalar head, or the tokenizer does not fit.
+    The model is a transformers sequence or token classifier with `num_labels == 1`, or a PeftModel around
+    one.
     """
 
     auto_class: ClassVar[Any]
@@ -64,10 +61,7 @@ class HeadModel(nn.Module):
             causal_lm: the decoder, not quantised and without adapters; it is left as it is.
             tokenizer: its tokenizer.
             head: "linear", or "mlp" for two layers.
-            seed: of the head's weights; the global random state is left as it was.
-
-        Raises:
-            UserError: transformers has no such classifier for the architecture.
+            seed: seed of the head's weights; the global random state is left unchanged.
         """
         pad = tokenizer.pad_token_id
         return cls(
@@ -85,9 +79,6 @@ class HeadModel(nn.Module):
             head: see `from_backbone`.
             seed: see `from_backbone`.
             **load_options: `dtype`, `load_in_8bit`, `load_in_4bit` and `device`, see `load_causal_lm`.
-
-        Raises:
-            UserError: it cannot be loaded.
         """
         loaded = load_classifier(cls.auto_class, name_or_path, new_head=head, seed=seed, **load_options)
         return cls(*loaded)
@@ -102,15 +93,16 @@ class HeadModel(nn.Module):
             name_or_path: a folder that `save_pretrained`, transformers, peft or TRL wrote, or a hub name.
             base_model: what an adapter was trained on; None takes the name in the adapter's config.
             **load_options: `dtype`, `load_in_8bit`, `load_in_4bit` and `device`, see `load_causal_lm`.
-
-        Raises:
-            UserError: it cannot be loaded, or is not a model with one score (a plain language model is not).
         """
         return cls(*load_classifier(cls.auto_class, name_or_path, base_model=base_model, **load_options))
 
+    def check_packing(self) -> None:
+        """See `rlhf_models.language_model.logps.check_packing`."""
+        self.call(lambda: check_packing(self.model))
+
     @property
     def device(self) -> torch.device:
-        """Where the model runs."""
+        """Device of the model."""
         return self.model.device
 
     @property
@@ -119,11 +111,7 @@ class HeadModel(nn.Module):
         return self.model.config
 
     def add_lora(self, settings: LoraSettings | None = None, *, seed: int = 0) -> Self:
-        """Freeze the trunk and add a LoRA adapter to it; the head stays trained in full. Returns this model.
-
-        Raises:
-            UserError: a target layer does not exist, or there is an adapter already.
-        """
+        """Freeze the trunk and add a LoRA adapter to it; the head stays trained in full."""
         if isinstance(self.model, PeftModel):
             raise UserError(
                 f"this {type(self).__name__} has a LoRA adapter already; train that one",
@@ -146,11 +134,7 @@ class HeadModel(nn.Module):
         save_classifier(self.model, self.tokenizer, folder)
 
     def load_weights(self, folder: str | Path) -> None:
-        """Put the weights that `save_pretrained` wrote into this model, bit for bit, parameters in place.
-
-        Raises:
-            UserError: they cannot be read or are of another model.
-        """
+        """Put the weights that `save_pretrained` wrote into this model, bit for bit, parameters in place."""
         if isinstance(self.model, PeftModel):
             load_adapter_weights(self.model, folder)
             return
@@ -165,7 +149,7 @@ class HeadModel(nn.Module):
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Outputs (...,) in fp32 for hidden states (..., hidden)."""
-        return run_head(self.model, hidden)[..., 0].float()
+        return run_head(self.model, hidden)[..., 0].float().clone()  # FSDP wants no views
 
     def _hidden(self, batch: PackedBatch) -> torch.Tensor:
         return hidden_states(self.model, batch)
@@ -183,13 +167,10 @@ def scores_of(
 
     Args:
         forward: gives (..., Q) for a batch.
-        model: the transformers model behind it, for its device and context length.
+        model: the underlying transformers model, for its device and context length.
         sequences: B lists of token ids, none empty.
         max_tokens: budget in tokens for one forward pass; None runs all at once.
         what: names a text in the message.
-
-    Raises:
-        UserError: a sequence is longer than the context.
     """
     if not sequences:
         return torch.empty(0)
@@ -203,11 +184,7 @@ def scores_of(
 
 
 def check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:
-    """Check a name against the valid ones.
-
-    Raises:
-        UserError: it is none of them.
-    """
+    """Check a name against the valid ones."""
     if value not in choices:
         raise UserError(
             f"{what} is {value!r}; expected one of {', '.join(choices)}",

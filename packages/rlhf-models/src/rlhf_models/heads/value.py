@@ -17,10 +17,11 @@ from rlhf_models.heads.classifiers import as_token_classifier, init_head
 from rlhf_models.heads.reward import RewardModel
 from rlhf_models.heads.scalar_model import HeadModel
 from rlhf_models.loading.pretrained import load_config
+from rlhf_models.loading.shards import whole_value
 
 
 class ValueModel(HeadModel):
-    """Predicts the return from every position: V(s) = w · h(s) + b, on a trunk of its own.
+    """Predicts the return from every position: V(s) = w · h(s) + b, on its own trunk.
 
     Saved folders load with `AutoModelForTokenClassification`.
     """
@@ -58,8 +59,8 @@ class ValueHead(nn.Linear):
     """A value head on the trunk of a policy: V(s) = w · h(s) + b in fp32, w ~ N(0, 1 / (hidden + 1)).
 
     Args:
-        hidden_size: of the trunk.
-        seed: of the weights; the global random state is left as it was.
+        hidden_size: width of the trunk.
+        seed: seed of the weights; the global random state is left unchanged.
     """
 
     file_name: ClassVar[str] = "value_head.safetensors"
@@ -77,14 +78,14 @@ class ValueHead(nn.Linear):
     def save_pretrained(self, folder: str | Path) -> None:
         """Write `value_head.safetensors` into a folder."""
         Path(folder).mkdir(parents=True, exist_ok=True)
-        weights = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
+        weights = {name: whole_value(value).cpu().contiguous() for name, value in self.named_parameters()}
         save_file(weights, str(Path(folder) / self.file_name))
 
     def load_weights(self, folder: str | Path) -> None:
         """Put what `save_pretrained` wrote into this head.
 
         Raises:
-            UserError: it cannot be read or is of another model.
+            UserError: it cannot be read or belongs to another model.
         """
         path = Path(folder) / self.file_name
         try:

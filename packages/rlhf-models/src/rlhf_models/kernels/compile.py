@@ -11,10 +11,10 @@ _LOG = logging.getLogger(__name__)
 
 
 def compile_model(model: Any) -> Any:
-    """Compile what a decoder's layers do beside attention, in place, for token streams of any length.
+    """Compile a decoder's layers but for attention, in place, for token streams of any length.
 
     Compiled are the norms and the MLP of every layer (and LoRA adapters in them): that is where kernels fuse.
-    Attention is left as it is: its tables are made anew for every batch, on the host, and its work is in
+    Attention is left as it is: its tables are made for every batch, on the host, and its work is in
     kernels that are compiled already. Parameters, their names and what is saved stay the same.
 
     The first batch waits for the compiler; layers alike share its work. Meant for GPUs, where norms and gates

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
@@ -40,10 +41,6 @@ def rounding(rows: int, like: Tensor) -> int:
     """Rows to add to the rows of a model's states, so that few shapes occur where each one costs memory.
 
     They are added where oneDNN serves even the square layers of a model, which are its smallest.
-
-    Args:
-        rows: of the states.
-        like: states or a weight, as wide as the states.
     """
     costly = _mkl_is_slow() and like.device.type == "cpu" and like.dtype == torch.float32
     return -rows % _ROUND if costly and rows * like.shape[-1] ** 2 >= _LEAST_PRODUCTS else 0
@@ -94,8 +91,11 @@ _FAST: dict[type, type] = {nn.Linear: _FastLinear, Conv1D: _FastConv1D}
 
 
 def is_linear(module: Any) -> bool:
-    """Whether a module is a plain linear layer, changed by `use_fast_linears` or not, and nothing derived."""
-    return type(module) in (nn.Linear, _FastLinear)
+    """Whether a module is a plain linear layer, changed by `use_fast_linears` or sharded or not."""
+    kind = type(module)
+    if issubclass(kind, FSDPModule):
+        kind = kind.__bases__[1]
+    return kind in (nn.Linear, _FastLinear)
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,1 +1,1 @@
-"""What scores tokens: packed log-probs, the language-model head, router loss, dropout, encoding."""
+"""Scoring tokens: packed log-probs, the language-model head, router loss, dropout, encoding."""

@@ -1,12 +1,10 @@
-"""Token ids of a text and of what continues it, where every part of it must have a token."""
+"""Encoding a text and its continuation, each of which must have a token."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from rlhf_data import UserError
-
-__all__ = ["encode_completion", "encode_prompt"]
 
 
 def encode_prompt(tokenizer: Any, text: str) -> list[int]:

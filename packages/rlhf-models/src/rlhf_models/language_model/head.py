@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedConfig
 
 from rlhf_data import UserError
 from rlhf_models.kernels.cpu_linear import is_linear
@@ -29,11 +31,12 @@ class TokenLogps:
 
     Args:
         logps: (M,) fp32, log π(target | prefix), <= 0.
-        entropy: (M,) fp32 in nats, entropy of the distribution each target was drawn from; None if not asked.
-        correct: (M,) bool, whether the target is the first of the likeliest tokens; None if not asked.
-        mean_logits: (M,) fp32, mean over the vocabulary of the model's logits; None if not asked.
-        router_loss: scalar, load-balancing loss of the routers over the stream; None if not asked.
-        distributions: (M, V) fp32, log π of every token in the place of each target; None if not asked.
+        entropy: (M,) fp32 in nats, entropy of the distribution each target was drawn from; None if not
+            requested.
+        correct: (M,) bool, whether the target is the first of the likeliest tokens; None if not requested.
+        mean_logits: (M,) fp32, mean over the vocabulary of the model's logits; None if not requested.
+        router_loss: scalar, load-balancing loss of the routers over the stream; None if not requested.
+        distributions: (M, V) fp32, log π of every token in the place of each target; None if not requested.
     """
 
     logps: torch.Tensor
@@ -52,13 +55,21 @@ def causal_lm(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def lm_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """Final logits (..., V) in fp32 from last hidden states, with the architecture's scaling and soft cap."""
+def lm_logits(
+    model: Any, hidden: torch.Tensor, *, head: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> torch.Tensor:
+    """Final logits (..., V) in fp32 from last hidden states, with the architecture's scaling and soft cap.
+
+    Args:
+        model: the causal LM, or a PeftModel around one.
+        hidden: (..., hidden).
+        head: replaces the model's output layer.
+    """
     lm = causal_lm(model)
-    return _finished(lm.get_output_embeddings()(hidden), lm.config)
+    return _finished((head or lm.get_output_embeddings())(hidden), lm.config)
 
 
-def _finished(outputs: torch.Tensor, config: Any) -> torch.Tensor:
+def _finished(outputs: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
     """Logits in fp32 from the head's outputs."""
     logits, scale = outputs.float(), _logit_scale(config)
     logits = logits if scale == 1.0 else logits * scale
@@ -66,11 +77,19 @@ def _finished(outputs: torch.Tensor, config: Any) -> torch.Tensor:
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def chunk_rows(vocab_size: int, device: torch.device) -> int:
-    """Rows of logits, `vocab_size` each, that are to exist at a time on a device."""
+def chunk_rows(vocab_size: int, device: torch.device, *, gpu_memory: float | None = None) -> int:
+    """Rows of logits, `vocab_size` each, that are to exist at a time on a device.
+
+    Args:
+        vocab_size: logits of a row.
+        device: where.
+        gpu_memory: bytes of a GPU that is not here, in place of the device's.
+    """
     budget = CHUNK_BYTES
-    if device.type == "cuda":
-        budget = max(budget, torch.cuda.get_device_properties(device).total_memory // _GPU_SHARE)
+    if gpu_memory is None and device.type == "cuda":
+        gpu_memory = torch.cuda.get_device_properties(device).total_memory
+    if gpu_memory is not None:
+        budget = max(budget, int(gpu_memory) // _GPU_SHARE)
     return max(1, budget // (4 * vocab_size))
 
 
@@ -88,7 +107,7 @@ def score_targets(
 
     A head that is a plain linear layer is one function together with the softmax, with a backward pass of its
     own (`FusedHead`). Any other (with a bias, adapted, quantised, soft-capped, hooked) is called as the
-    module it is, again in the backward pass where there are several chunks. One that DeepSpeed partitions is
+    module it is, again in the backward pass if there are several chunks. One that is sharded by itself is
     called once around all chunks: each call gathers its weights, and processes differ in their chunks.
 
     Args:
@@ -98,30 +117,31 @@ def score_targets(
         rows: (M,) which row of `hidden` predicts each target; every row at least one.
         temperature: > 0, divides the logits.
         with_entropy: also the entropies, with gradients.
-        with_stats: also `correct`, `mean_logits` and the entropies, without gradients of their own.
+        with_stats: also `correct`, `mean_logits` and the entropies, without gradients.
 
     Raises:
-        UserError: DeepSpeed partitions a head that is more than a linear layer.
+        UserError: a head that is more than a linear layer is sharded by itself.
     """
     lm = causal_lm(model)
-    head, config = lm.get_output_embeddings(), lm.config
+    head: Any = lm.get_output_embeddings()
+    config = lm.config
     num_rows = chunk_rows(config.get_text_config().vocab_size, hidden.device)
     options: dict[str, Any] = {"temperature": temperature}
     options |= {"with_entropy": with_entropy, "with_stats": with_stats}
     capped = getattr(config, "final_logit_softcapping", None) is not None
-    partitioned = any(hasattr(parameter, "ds_id") for parameter in head.parameters())
-    if partitioned and not is_linear(head):
+    sharded = is_sharded_alone(head)
+    if sharded and not is_linear(head):
         raise UserError(
-            f"the output layer is a {type(head).__name__}, which cannot be scored when ZeRO-3 partitions it; "
-            "leave it out of lora_target_modules, or take ZeRO-2",
+            f"the output layer is a {type(head).__name__}, which cannot be scored when it is sharded; leave "
+            "it out of lora_target_modules, or take ZeRO-2",
             code="partitioned_head",
         )
 
     def score(states: torch.Tensor) -> TokenLogps:
-        if _is_matrix(head) and (partitioned or _is_bare(head)) and not capped:
+        if _is_matrix(head) and (sharded or _is_bare(head)) and not capped:
             wanted = HeadTargets(targets, rows, len(states), num_rows)
             return _fused(states, head.weight, wanted, scale=_logit_scale(config), **options)
-        call = partial(linear, weight=head.weight, bias=head.bias) if partitioned else head
+        call = partial(linear, weight=head.weight, bias=head.bias) if sharded else head
         return logps_from_hidden(
             lambda chunk: _finished(call(chunk), config),
             states,
@@ -131,7 +151,12 @@ def score_targets(
             **options,
         )
 
-    return _within_call(head, score, hidden) if partitioned else score(hidden)
+    return _within_call(head, score, hidden) if sharded else score(hidden)
+
+
+def is_sharded_alone(module: nn.Module) -> bool:
+    """Whether a module's parameters are gathered by calling it: an FSDP unit, or any module under ZeRO-3."""
+    return isinstance(module, FSDPModule) or any(hasattr(each, "ds_id") for each in module.parameters())
 
 
 def _within_call(head: Any, score: Callable[[torch.Tensor], TokenLogps], hidden: torch.Tensor) -> TokenLogps:
@@ -158,7 +183,7 @@ def _fused(
     with_entropy: bool,
     with_stats: bool,
 ) -> TokenLogps:
-    """Scores by `FusedHead`; the others as in `score_targets`, `scale` is the architecture's own."""
+    """Scores by `FusedHead`; `scale` is the architecture's own, the rest as in `score_targets`."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         hidden, weight = (x.to(torch.get_autocast_dtype(device)) for x in (hidden, weight))
@@ -180,17 +205,9 @@ def logps_from_hidden(
     with_entropy: bool = False,
     with_stats: bool = False,
 ) -> TokenLogps:
-    """`score_targets` through any head.
+    """`score_targets` through any head, which maps (m, hidden) states to (m, V) fp32 logits.
 
-    Args:
-        head: maps (m, hidden) states to (m, V) fp32 logits.
-        hidden: see `score_targets`, as the others that are not here.
-        targets: see there.
-        rows: see there.
-        rows_per_chunk: states the head sees at a time.
-        temperature: see there.
-        with_entropy: see there.
-        with_stats: see there.
+    The head gets `rows_per_chunk` states at a time; the other arguments are those of `score_targets`.
     """
 
     def score(states: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor) -> TokenLogps:
@@ -222,8 +239,8 @@ def logps_from_hidden(
     return TokenLogps(*(join([getattr(part, name) for part in parts]) for name in _FIELDS))
 
 
-def _logit_scale(config: Any) -> float:
-    """What the architecture multiplies its logits by."""
+def _logit_scale(config: PreTrainedConfig) -> float:
+    """The architecture's factor of the logits."""
     factor, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
     return (1.0 if factor is None else factor) / (1.0 if divisor is None else divisor)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import pad
+from transformers import PreTrainedConfig
 
 from rlhf_data import PackedBatch, TokenSequence, UserError, pack
 from rlhf_models.attention.packed import AttentionPlan, TreeAttention, packed_forward, prepare_for_packing
@@ -17,7 +18,7 @@ from rlhf_models.language_model.head import TokenLogps, causal_lm, lm_logits, sc
 from rlhf_models.language_model.router_loss import router_loss
 
 _PART = 8
-"""Tokens of each part of the tree that `check_packing` scores: convolutions beside attention span about 4."""
+"""Tokens of each part of the tree that `check_packing` scores: convolutions span about 4."""
 _WINDOW = 64
 """Longest sliding window that the parts grow to, so that a text, two parts, goes beyond it."""
 _EXACT, _ROUGH = 1e-3, 0.05
@@ -43,7 +44,7 @@ def stream_forward(
 def _run(
     model: Any, input_ids: torch.Tensor, position_ids: torch.Tensor, plan: AttentionPlan, **options: Any
 ) -> Any:
-    """What the backbone returns for a stream; see `stream_forward`."""
+    """Output of the backbone for a stream; see `stream_forward`."""
     lm = prepare_for_packing(causal_lm(model))
     backbone: Any = lm.base_model
     if backbone is lm:
@@ -80,9 +81,6 @@ def check_packing(model: Any) -> None:
     Nor may what is computed for one text change with another's tokens, which shows what layers carry from
     token to token beside their attention, however little it is. The parts of the tree are longer than the
     windows of the convolutions that some have, and texts longer than a sliding window of up to 64 tokens.
-
-    Raises:
-        UserError: either is not so, or the model has a sliding window that it keeps to itself.
     """
     lm = causal_lm(model)
     config = lm.config.get_text_config()
@@ -134,13 +132,13 @@ def check_packing(model: Any) -> None:
         )
 
 
-def _part_size(config: Any) -> int:
+def _part_size(config: PreTrainedConfig) -> int:
     """Tokens of a part of the tree: as many as a small sliding window has, as far as two fit the context."""
     size = max(_PART, min(getattr(config, "sliding_window", None) or 0, _WINDOW))
     return max(1, min(size, (getattr(config, "max_position_embeddings", None) or 2 * size) // 2))
 
 
-def _check_window(config: Any, windows: Collection[int | None]) -> None:
+def _check_window(config: PreTrainedConfig, windows: Collection[int | None]) -> None:
     """Refuse a model whose configured sliding window did not reach the attention function."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
@@ -167,7 +165,7 @@ def hidden_states(model: Any, batch: PackedBatch) -> torch.Tensor:
 
 
 def run_batch(model: Any, batch: PackedBatch, **options: Any) -> Any:
-    """What the backbone returns for a batch, with rows behind it on some processors (`rounding`)."""
+    """Output of the backbone for a batch, padded with rows on some processors (`rounding`)."""
     lm = causal_lm(model)
     check_positions(lm.config.get_text_config(), batch)
     extra = rounding(batch.num_tokens, next(lm.parameters()))
@@ -187,7 +185,7 @@ def token_logps(
     """Log π of every target token of a packed batch, at the sampling temperature.
 
     log π(y_t | x, y_<t) = z[y_t] - logsumexp(z), z = logits / temperature. The LM head runs once for each
-    position, however many sequences go on from it. The logits of all positions never exist together: the
+    position, however many sequences continue from it. The logits of all positions never exist together: the
     head runs on chunks of them.
 
     Args:
@@ -195,7 +193,7 @@ def token_logps(
         batch: the packed batch, on the model's device.
         temperature: > 0, divides the logits.
         with_entropy: also return the entropy -Σ p log p of each predicted distribution, with gradients.
-        with_stats: also return `entropy`, `correct` and `mean_logits`, without gradients of their own.
+        with_stats: also return `entropy`, `correct` and `mean_logits`, without gradients.
         with_router_loss: also return the load-balancing loss of a model with experts; see `router_loss`.
     """
     output = run_batch(model, batch, **({"output_router_logits": True} if with_router_loss else {}))
@@ -221,7 +219,7 @@ def score_hidden(
     with_entropy: bool = False,
     with_stats: bool = False,
 ) -> TokenLogps:
-    """What `token_logps` gives, from hidden states (N, hidden) that are there already."""
+    """`token_logps` for hidden states (N, hidden) that are already computed."""
     found = batch.host.score_positions.unique(return_inverse=True)
     positions, rows = (x.to(hidden.device, non_blocking=True) for x in found)
     positions = pad(positions, (0, rounding(len(positions), hidden)))

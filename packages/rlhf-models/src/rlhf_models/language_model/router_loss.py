@@ -45,7 +45,7 @@ def router_loss(model: Any, router_logits: Sequence[torch.Tensor], tokens: int) 
     Args:
         model: see `router_coefficient`.
         router_logits: (N', E) of each layer, N' >= N.
-        tokens: N, of the stream; behind them lies padding.
+        tokens: N, of the stream; what follows is padding.
     """
     lm = causal_lm(model)
     logits = tuple(x.flatten(0, -2)[:tokens] for x in router_logits)

@@ -1,4 +1,4 @@
-"""Padded batches of any trainer computed as packed prefix trees: what rows share is computed once."""
+"""Padded batches of any trainer computed as packed prefix trees: shared prefixes are computed once."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from rlhf_models.attention.packed import prepare_for_packing
 from rlhf_models.language_model.head import causal_lm
 from rlhf_models.language_model.logps import check_packing, run_batch
 
-__all__ = ["share_prefixes"]
-
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 _NEEDS_ROWS = ("output_hidden_states", "output_attentions", "output_router_logits")
 """Options whose outputs a stream does not have in the shape of the rows."""
@@ -24,7 +22,7 @@ _PLAIN = {"return_dict": True, "use_cache": False} | dict.fromkeys(_NEEDS_ROWS, 
 
 
 def share_prefixes(model: _Model) -> _Model:
-    """Let a model compute the common beginnings of a padded batch's rows once, whoever calls it.
+    """Let a model compute the common beginnings of a padded batch's rows once, in any trainer.
 
     For trainers that know padded batches only, such as TRL's. The model's backbone is changed in place: it
     packs the rows of `input_ids` (B, T) into a prefix tree, computes that, and returns last hidden states

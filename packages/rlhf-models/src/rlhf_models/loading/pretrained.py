@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from rlhf_data import UserError, absolute_path, atomic_folder
 from rlhf_models.attention.packed import prepare_for_packing
 from rlhf_models.language_model.logps import check_packing
 from rlhf_models.loading.quantization import prepare_quantized, quantization_config
+from rlhf_models.loading.saving import save_weights
+from rlhf_models.loading.shards import load_shards
 from rlhf_models.loading.sources import check_not_a_missing_path, check_on_hub
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -52,6 +55,7 @@ def load_causal_lm(
     load_in_4bit: bool = False,
     device: str | torch.device | None = None,
     gradient_checkpointing: bool = False,
+    sharded: bool = False,
 ) -> PreTrainedModel:
     """Load a decoder with its language-modelling head, ready for packed scoring.
 
@@ -59,16 +63,18 @@ def load_causal_lm(
     sequences share; `disable_dropout` takes it away.
 
     Args:
-        name_or_path: a model folder, or a name on the Hugging Face hub (the local cache is asked first).
-        dtype: of the weights: "auto" (as stored), "float32", "bfloat16", "float16" or a torch dtype.
+        name_or_path: a model folder, or a name on the Hugging Face hub (the local cache is tried first).
+        dtype: dtype of the weights: "auto" (as stored), "float32", "bfloat16", "float16" or a torch dtype.
         load_in_8bit: quantise the linear layers to 8 bits (LLM.int8(), arXiv:2208.07339).
         load_in_4bit: quantise them to 4 bits (NF4, double quantised: QLoRA, arXiv:2305.14314).
         device: where to put it; None is the CPU.
         gradient_checkpointing: recompute each layer in the backward pass to save memory.
+        sharded: read this process's part of the weights only, and give a model on the meta device, whose
+            values come with `rlhf_models.loading.shards.fill_deferred`; every process must call it.
 
     Raises:
         UserError: the folder is missing or lacks config or weights, the hub name is neither cached nor
-            reachable, the files cannot be read, both quantisations are asked for, bitsandbytes is missing,
+            reachable, the files cannot be read, both quantisations are requested, bitsandbytes is missing,
             or the architecture cannot score packed streams.
     """
     check_language_model(name_or_path)
@@ -78,6 +84,7 @@ def load_causal_lm(
         dtype=dtype,
         quantization=quantization_config(load_in_8bit, load_in_4bit, device=device),
         device=device,
+        sharded=sharded,
     )
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -85,7 +92,7 @@ def load_causal_lm(
 
 
 def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
-    """Load a tokenizer; where it has no padding token, the end token stands in.
+    """Load a tokenizer; if it has no padding token, the end token is used.
 
     Args:
         name_or_path: a folder, or a name on the Hugging Face hub.
@@ -122,6 +129,7 @@ def load_model(
     device: str | torch.device | None = None,
     config: PreTrainedConfig | None = None,
     may_lack: Collection[str] = (),
+    sharded: bool = False,
 ) -> PreTrainedModel:
     """Load a model of any head with `auto_class.from_pretrained`; see `load_causal_lm`.
 
@@ -132,11 +140,12 @@ def load_model(
         auto_class: a class such as `AutoModelForCausalLM`.
         name_or_path: see `load_causal_lm`.
         dtype: see `load_causal_lm`.
-        quantization: what `quantization_config` gives.
+        quantization: what `quantization_config` returned.
         device: see `load_causal_lm`.
         config: the config to load with; None for the stored one.
         may_lack: weights that may be missing, those of a new head: they are then random, and the head of
             another kind in the files is passed over in silence.
+        sharded: see `load_causal_lm`.
     """
     where = _checked_source(name_or_path, needs=("config", "weights"))
     options: dict[str, Any] = {
@@ -144,12 +153,11 @@ def load_model(
         "config": load_config(name_or_path) if config is None else config,
     }
     options["adapter_kwargs"] = {"local_files_only": True}  # else each load asks the hub for an adapter
+    load: Any = partial(load_shards, auto_class) if sharded else auto_class.from_pretrained
     if quantization is not None:
         options |= {"quantization_config": quantization, "device_map": {"": str(device or "cpu")}}
     try:
-        model, info = _cached_first(
-            auto_class.from_pretrained, name_or_path, output_loading_info=True, **options
-        )
+        model, info = _cached_first(load, name_or_path, output_loading_info=True, **options)
     except torch.OutOfMemoryError:
         raise
     except _LOAD_ERRORS as error:
@@ -164,6 +172,8 @@ def load_model(
         )
     if unused := [key for key in info["unexpected_keys"] if not (may_lack and key in _OTHER_HEADS)]:
         _LOG.warning("%s: weights without use here: %s", where, _some(unused))
+    if sharded:
+        return prepare_for_packing(model)
     if quantization is None and device is not None:
         model.to(device)
     return _finish(model, where)
@@ -172,7 +182,7 @@ def load_model(
 def save_model(model: Any, tokenizer: Any, folder: str | Path) -> None:
     """Write model and tokenizer in Hugging Face format, atomically; an existing folder is replaced."""
     with atomic_folder(folder) as temp, _quiet_transformers(bars=False):
-        model.save_pretrained(temp)
+        save_weights(model, temp)
         tokenizer.save_pretrained(temp)
 
 
@@ -215,7 +225,7 @@ def check_weights(name_or_path: str | Path) -> None:
     """Check that a model's weights are in its folder, in the local cache or on the hub, without reading them.
 
     Raises:
-        UserError: they are not, or the hub cannot be asked.
+        UserError: they are not, or the hub cannot be reached.
     """
     where = _checked_source(name_or_path, needs=("config", "weights"))
     if Path(name_or_path).is_dir():
@@ -227,50 +237,6 @@ def check_weights(name_or_path: str | Path) -> None:
         f"{where} has no weights in the local Hugging Face cache and none were found on the hub; "
         "check the name and the connection, or give a model folder"
     )
-
-
-def context_length(model: PreTrainedModel | PreTrainedConfig) -> int | None:
-    """Tokens a model can attend to (prompt and completion together); None when it sets no limit."""
-    config = model if isinstance(model, PreTrainedConfig) else model.config
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
-
-
-def check_prompt_fits(model: PreTrainedModel | PreTrainedConfig, length: int, what: str) -> None:
-    """Check that `length` tokens fit into a model's context.
-
-    Args:
-        model: the model or its config.
-        length: tokens in all, those to be generated included.
-        what: names the text in the message, for instance "the prompt of stories.jsonl, line 3".
-
-    Raises:
-        UserError: they do not.
-    """
-    limit = context_length(model)
-    if limit is not None and length > limit:
-        raise UserError(
-            f"{what} needs {length} tokens but the model's context holds {limit}; "
-            "shorten it or take a model with a longer context",
-            code="context_too_short",
-            length=length,
-            limit=limit,
-        )
-
-
-def check_tokenizer_fits(model: PreTrainedModel | PreTrainedConfig, tokenizer: Any) -> None:
-    """Check that a model has an embedding for every token of a tokenizer.
-
-    Raises:
-        UserError: it has not.
-    """
-    config = model if isinstance(model, PreTrainedConfig) else model.config
-    vocab_size = config.get_text_config().vocab_size
-    if len(tokenizer) > vocab_size:
-        raise UserError(
-            f"the tokenizer has {len(tokenizer)} tokens but the model only {vocab_size} embeddings; "
-            "take the tokenizer that belongs to the model",
-            code="tokenizer_does_not_fit",
-        )
 
 
 def _checked_source(name_or_path: str | Path, *, needs: tuple[str, ...]) -> str:

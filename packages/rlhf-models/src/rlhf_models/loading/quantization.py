@@ -18,7 +18,7 @@ def quantization_config(
     """The quantisation `load_model` takes: 8 bits, 4 bits, or None for neither.
 
     Raises:
-        UserError: both are asked for, or bitsandbytes is not installed.
+        UserError: both are requested, or bitsandbytes is not installed.
     """
     if not (load_in_8bit or load_in_4bit):
         return None
@@ -42,15 +42,7 @@ def quantization_config(
 
 
 def prepare_quantized(model: nn.Module, where: str) -> None:
-    """Let the quantised layers of a model on the CPU compute exactly, and with gradients for their inputs.
-
-    Args:
-        model: any model, quantised or not.
-        where: names the model in messages.
-
-    Raises:
-        UserError: 4-bit weights of a width that the CPU kernel gets wrong.
-    """
+    """Let the quantised layers of a model on the CPU compute exactly, and with gradients for their inputs."""
     for name, module in model.named_modules():
         if type(module).__name__ in ("Linear8bitLt", "Linear4bit"):
             weight: Any = module.weight

@@ -14,7 +14,8 @@ from transformers.activations import ACT2FN
 
 from rlhf_data import BaseConfig, UserError, load_config_file
 from rlhf_models.attention.packed import prepare_for_packing
-from rlhf_models.loading.pretrained import check_tokenizer_fits, load_tokenizer
+from rlhf_models.loading.fits import check_tokenizer_fits
+from rlhf_models.loading.pretrained import load_tokenizer
 from rlhf_models.loading.tiny import MIN_VOCAB_SIZE, random_model, train_byte_tokenizer
 
 DEFAULT_VOCAB_SIZE = 4096
@@ -148,7 +149,7 @@ def load_model_config(source: str | Path | Mapping[str, Any] | ModelConfig) -> M
         if others := sorted(set(values) - {"model"}):
             raise UserError(
                 f"{where}: {', '.join(others)} beside the section model; this file describes the model only, "
-                "what the training needs belongs into the method's config",
+                "settings of the training belong in the method's config",
                 code="foreign_sections",
             )
         values = values["model"]
@@ -191,7 +192,7 @@ def build_model(
         config: see `load_model_config`.
         tokenizer: the tokenizer it is for, which decides special tokens and, unless the config does, the
             size of the vocabulary.
-        seed: of the random weights; the global random state is left as it was.
+        seed: seed of the random weights; the global random state is left unchanged.
 
     Raises:
         UserError: the config is wrong, or has fewer embeddings than the tokenizer tokens.

@@ -8,19 +8,13 @@ from pathlib import Path
 
 from rlhf_data import UserError
 
-__all__ = ["check_available", "check_not_a_missing_path", "check_on_hub"]
-
 _LOG = logging.getLogger(__name__)
 _TIMEOUT_S = 10.0
 _HUB_STATES = {401: "is not there, or is private", 403: "is gated or private", 404: "is not there"}
 
 
 def check_not_a_missing_path(name_or_path: str | Path) -> None:
-    """Refuse what is written as a path, or as a hub name never is, and is not there.
-
-    Raises:
-        UserError: it is.
-    """
+    """Refuse what is written as a path, or as a hub name never is, and is not there."""
     name = str(name_or_path)
     written_as_path = name.startswith(("/", ".", "~")) or name.endswith("/") or name.count("/") > 1
     if written_as_path and not Path(name).exists():
@@ -35,7 +29,7 @@ def check_available(name_or_path: str | Path) -> None:
     """Refuse a model that is not a folder, not in the local cache and not on the hub; nothing is loaded.
 
     Raises:
-        UserError: it is none of them, or the hub cannot be asked.
+        UserError: it is none of them, or the hub cannot be reached.
     """
     from huggingface_hub import try_to_load_from_cache
 
@@ -47,11 +41,7 @@ def check_available(name_or_path: str | Path) -> None:
 
 @functools.cache
 def check_on_hub(name: str) -> None:
-    """Ask the hub for a model, once and for at most 10 s, before libraries try for longer.
-
-    Raises:
-        UserError: it is not there, or the hub does not answer.
-    """
+    """Ask the hub for a model, once and for at most 10 s, before libraries try for longer."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 

@@ -32,7 +32,7 @@ TINY_ARCHITECTURES = ("gemma2", "gpt2", "llama", "mistral", "qwen2", "qwen3")
 def train_byte_tokenizer(
     texts: Iterable[str], vocab_size: int = 512, *, max_characters: int | None = None
 ) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer that has a token for every byte, so none is ever unknown.
+    """Train a byte-level BPE tokenizer that has a token for every byte, so that no text is unknown.
 
     Any Unicode text comes back exactly from `decode(encode(text))`: no space is added or cleaned up, and
     text that spells a special token (`<eos>`) is read as plain text, never as that token.
@@ -97,7 +97,7 @@ def build_tiny_llama(
         vocab_size: rows of the embedding.
         eos_token_id: the tokenizer's end token.
         pad_token_id: the tokenizer's padding token.
-        seed: of the random weights; the global random state is left as it was.
+        seed: seed of the random weights; the global random state is left unchanged.
         **sizes: `hidden_size` (64), `num_layers` (2), `num_heads` (4), `intermediate_size` (256),
             `max_positions` (512), or any other field of `LlamaConfig`.
     """
@@ -121,7 +121,7 @@ def tiny_model(
     Args:
         architecture: one of `TINY_ARCHITECTURES`.
         vocab_size: rows of the embedding.
-        seed: of the random weights; the global random state is left as it was.
+        seed: seed of the random weights; the global random state is left unchanged.
         **config_fields: further fields of the architecture's transformers config.
 
     Raises:
@@ -137,9 +137,7 @@ def tiny_model(
 def random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     """A causal LM of a config with random weights, in fp32 on the CPU, in eval mode.
 
-    Args:
-        config: the transformers config.
-        seed: of the random weights; the global random state is left as it was.
+    The global random state is left as it was.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

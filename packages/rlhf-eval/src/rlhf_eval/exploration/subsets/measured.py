@@ -1,4 +1,4 @@
-"""What the pairs of each value of a column are like, and where they differ from all others."""
+"""Statistics of the pairs of each value of a column, and their differences from all others."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ from rlhf_eval.exploration.pair_table import PairTable
 from rlhf_eval.exploration.shortcuts import TOGETHER, audit_shortcuts, length_unit, log_ratio
 from rlhf_eval.stats import benjamini_hochberg, proportion_interval
 
-__all__ = ["OTHER", "SubsetColumn", "measure_subsets"]
-
 OTHER = "other"
-"""What the values with too few pairs are called together."""
+"""Name of the group of values with too few pairs."""
 _FEWEST = 20
-"""Pairs that a value must have to stand for itself."""
+"""Least number of pairs of a value that is shown separately."""
 _MOST_VALUES = 30
 _FLOOR_PAIRS = 200
-"""Pairs from which a value has a floor of its own: half of them are fitted on, half measured."""
+"""Pairs from which a value gets its own floor: half of them are fitted on, half measured."""
 _LEVEL = 0.05
 _COUNTED = {
     "duplicates": ("duplicate_row", "near_duplicate_row"),
@@ -44,7 +42,7 @@ class SubsetColumn:
     """A column of the rows by which their pairs are looked at.
 
     Attributes:
-        name: Of the column.
+        name: Name of the column.
         values: Its distinct values.
         codes: (n,) number of each pair's value.
     """
@@ -81,12 +79,12 @@ def measure_subsets(
     Args:
         table: n pairs.
         columns: what they are looked at by.
-        design: what the floor's model looks at; perhaps of the first pairs only.
+        design: what the floor's model uses; perhaps of the first pairs only.
         clusters: (n,) unit of intervals.
         rows: for each rule, the pairs that break it.
-        noise: of the first m pairs together. A value of a few hundred pairs cannot tell flips from a model
-            that is often wrong, so its rate is claimed only where that of all pairs is.
-        seed: of halves.
+        noise: label noise of the first m pairs together. A few hundred pairs cannot tell flips from a model
+            that is often wrong, so the rate of a value is claimed only where that of all pairs is.
+        seed: seed of the halves.
 
     Returns:
         For each column its `values`, and the `comparisons` of a value with all other pairs whose p-value is
@@ -172,7 +170,7 @@ def _of_value(
 
 
 def _measures(table: PairTable, rows: Rows) -> Iterator[_Measure]:
-    """What values are compared by: length, refusals, and each rule that rows should not break."""
+    """Measures by which values are compared: length, refusals, and each rule that rows should not break."""
     ratio, everything = log_ratio(table), np.arange(len(table))
     differ = np.flatnonzero(ratio != 0)
     yield _Measure("longer", differ, (ratio[differ] > 0).astype(float))
@@ -212,7 +210,7 @@ def _extremity(measure: str, share: float) -> float:
 
 
 def _is_worth_saying(comparison: Mapping[str, Any]) -> bool:
-    """Whether a value differs for the worse: a rule that it breaks less often is no finding."""
+    """Whether a value differs for the worse: breaking a rule less often is not a finding."""
     if comparison["measure"] in ("longer", "refusal"):
         return True
     return comparison["inside"]["estimate"] > comparison["outside"]["estimate"]

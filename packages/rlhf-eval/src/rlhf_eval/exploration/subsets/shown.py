@@ -10,8 +10,6 @@ import numpy as np
 from rlhf_eval.figures import BLUE, GREY, ORANGE
 from rlhf_eval.html import number, table, text
 
-__all__ = ["draw_subsets", "subsets_section"]
-
 _LONGEST_NAME = 24
 _NOTE = (
     "A value of fewer than 20 pairs, or beyond the 30 most frequent, is part of “other”. The floor is that "
@@ -27,7 +25,7 @@ def subsets_section(column: Mapping[str, Any], figure: str = "") -> str:
 
     Args:
         column: one of `measure_subsets`.
-        figure: HTML that stands beside the explanation.
+        figure: HTML that is shown beside the explanation.
     """
     unit = column["values"][0]["length_unit"]
     rows = [_row(each) for each in column["values"]]

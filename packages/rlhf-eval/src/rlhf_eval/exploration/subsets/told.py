@@ -8,8 +8,6 @@ from typing import Any
 from rlhf_eval.exploration.hygiene import ROW_RULES
 from rlhf_eval.exploration.sentences import Sentence, percent
 
-__all__ = ["subset_sentences"]
-
 _MOST_SENTENCES = 8
 _SHARES = {
     "longer": "the longer completion is chosen in {} of the pairs of unequal length",

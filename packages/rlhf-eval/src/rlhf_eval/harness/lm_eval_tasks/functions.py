@@ -1,4 +1,4 @@
-"""What the tasks beside this file name: rows of the suites, and how completions are judged."""
+"""Functions that the tasks in this folder name: rows of the suites, and scoring of completions."""
 
 from __future__ import annotations
 

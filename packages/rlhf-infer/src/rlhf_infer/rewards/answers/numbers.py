@@ -53,9 +53,7 @@ _REPEATING = re.compile(r"(?<![\d.])(\d{1,12})\.(\d{0,12})\\(?:overline|bar)\s*\
 class Number:
     """A number as a text wrote it.
 
-    Args:
-        value: exactly; of `50%` the value is 50.
-        percent: whether a percent sign follows.
+    The value is exact; of `50%` it is 50.
     """
 
     value: Fraction
@@ -78,14 +76,8 @@ class Number:
 
 
 @dataclass(frozen=True)
-class Found:
-    """A number and where it stands in a text that `plain` gave.
-
-    Args:
-        number: the number.
-        start: of its first character, sign and currency included.
-        end: behind its last one.
-    """
+class NumberSpan:
+    """A number and its place in a text that `plain` returned."""
 
     number: Number
     start: int
@@ -109,21 +101,16 @@ def plain(text: str) -> str:
     return _POWER.sub(_power, text)
 
 
-def found_numbers(text: str) -> list[Found]:
+def find_numbers(text: str) -> list[NumberSpan]:
     """All numbers of a text that `plain` gave, in order.
 
     Understood are signs, thousands separators (`1,234`, `1 234`, `1.234,50`), decimals, fractions (`3/4`,
-    `2 3/4`), exponents, `million` and the like, currency signs before and percent signs behind. Of `5-3` both
+    `2 3/4`), exponents, `million` and the like, currency signs before and percent signs after. Of `5-3` both
     numbers are positive; a date such as `3/4/2024` ends with 2024 and holds no fraction. A division by zero
     is not a number.
     """
     found = ((_number(match, text), match) for match in _NUMBER.finditer(text))
-    return [Found(number, match.start(), match.end()) for number, match in found if number is not None]
-
-
-def numbers_in(text: str) -> list[Number]:
-    """All numbers of any text, in order; see `plain` and `found_numbers`."""
-    return [found.number for found in found_numbers(plain(text))]
+    return [NumberSpan(number, match.start(), match.end()) for number, match in found if number is not None]
 
 
 def number_of(value: object) -> Number | None:

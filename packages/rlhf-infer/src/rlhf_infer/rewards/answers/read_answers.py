@@ -1,4 +1,4 @@
-r"""Where in a completion the answer stands, and which number or choice it names.
+r"""Extracting the answer from a completion, as a number or a choice.
 
 An answer is marked by `####` (GSM8K), `\boxed{}`, `<answer>`, or "answer is", "answer:", "correct choice is";
 the mark that comes last counts. A thought, up to `</think>`, is passed over.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from rlhf_infer.rewards.answers.numbers import Found, Number, found_numbers, number_of, plain
+from rlhf_infer.rewards.answers.numbers import Number, NumberSpan, find_numbers, number_of, plain
 
 Read = Literal["auto", "marked", "whole"]
 """What is read of a completion: where an answer is marked that, else all of it ("auto"); what is marked, or
@@ -37,14 +37,14 @@ MATH = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re
 
 _OPERATORS = r"\\(?:sqrt|[dt]?frac|pi|cdot|times|infty|pm|ln|log|sin|cos|tan|theta|cup|cap|le|ge)(?![A-Za-z])"
 _PART_AFTER = re.compile(rf"\s*(?:\*\s*)?(?:{_OPERATORS}|[√π∞}}^])|[abinpqruvwxyz](?![A-Za-z'’])")
-"""What follows a number that is only a part of an expression."""
+"""Characters after a number that make it a part of an expression."""
 _PART_BEFORE = re.compile(rf"(?:{_OPERATORS}|[√π∞^_{{±])\s*[,*{{(\[]*\s*$")
 _BEFORE = 24
-"""Characters in front of a number that are looked at for being part of an expression."""
+"""Characters before a number that are checked for being part of an expression."""
 _BETWEEN = re.compile(
     r"\s*(?:[-,;:+*/×·–−x^]|\\(?:cdot|times)|,?\s*(?:or|and|to|plus|times|minus))?\s*[\[({]*\s*"
 )
-"""What stands between two numbers that are one expression, a range or a list."""
+"""Separators of two numbers that form one expression, a range or a list."""
 _TWO_ASSIGNED = re.compile(r"\d\s*(?:,|;|or|and|,\s*and)\s*\$?[A-Za-z]\w?\s*=\s*[-−\d]")
 _COMMA = re.compile(r",(?!\d{3}(?!\d))|;")
 _WORD = r"(?:cm|mm|km|kg|mg|ml|ft|in|lbs?|oz|hrs?|mins?|secs?|mph|am|pm|[mgshL])"
@@ -65,19 +65,14 @@ _NAMED_NUMBERS: dict[str, int] = dict(zip(_WORDS.split(), [*range(20), *range(20
 
 @dataclass(frozen=True)
 class Marked:
-    """What a mark marks.
-
-    Args:
-        text: the answer, as written.
-        boxed: whether it stands in a box, where nothing but the answer does.
-    """
+    """The text that a marker marks."""
 
     text: str
     boxed: bool
 
 
 def last_mark(text: str) -> Marked | None:
-    """What the last mark of an answer marks; None without a mark."""
+    """The text after the last answer marker; None if there is none."""
     text = text.rpartition(_THOUGHT_END)[2]
     marks: list[tuple[int, str, bool]] = []
     if (at := text.rfind(_HASHES)) >= 0:
@@ -97,7 +92,7 @@ def last_mark(text: str) -> Marked | None:
 
 
 def answer_part(text: str, read: Read) -> str:
-    """The part of a text that holds its answer; empty where `read` asks for a mark and there is none."""
+    """The part of a text that holds its answer; empty if `read` asks for a mark and there is none."""
     if read == "whole":
         return text
     if mark := last_mark(text):
@@ -109,13 +104,13 @@ def read_number(text: str, read: Read = "auto") -> Number | None:
     """The number that a text gives as its answer, see `NumberReward`; None without one."""
     mark = None if read == "whole" else last_mark(text)
     if mark is not None and mark.text:
-        number = boxed_number(mark.text) if mark.boxed else _said_number(mark.text)
+        number = boxed_number(mark.text) if mark.boxed else _stated_number(mark.text)
         if number is not None or mark.boxed or any(character.isdigit() for character in mark.text):
             return number
     if read == "marked":
         return None
     text = plain(text if read == "whole" else text.rpartition(_THOUGHT_END)[2])
-    numbers = found_numbers(text)
+    numbers = find_numbers(text)
     return numbers[-1].number if numbers and _stands_alone(text, numbers[-1]) else None
 
 
@@ -129,11 +124,11 @@ def gold_number(answer: object) -> Number | None:
     mark = last_mark(answer)
     if mark is None or mark.boxed:
         return boxed_number(answer if mark is None else mark.text)
-    return _said_number(mark.text)
+    return _stated_number(mark.text)
 
 
 def boxed_number(text: str) -> Number | None:
-    """The number that a formula is, perhaps with a unit or after `x =`; None where it is anything else."""
+    """The number that a formula is, perhaps with a unit or after `x =`; None if it is anything else."""
     text = plain(text)
     text = _DEGREES.sub(" ", _LAYOUT.sub(" ", text))
     bare = _UNIT_TEXT.sub(" ", text)
@@ -146,7 +141,7 @@ def boxed_number(text: str) -> Number | None:
 
 
 def read_choice(text: str, choices: Sequence[str]) -> int | None:
-    """Index of the one choice that a text names, see `ChoiceReward`; None where it names none or several.
+    """Index of the one choice that a text names, see `ChoiceReward`; None if it names none or several.
 
     A reason, from "because" or "since" on, may name others.
     """
@@ -168,7 +163,7 @@ def without_text_commands(text: str) -> str:
 
 
 def _last_box(text: str) -> tuple[int, str] | None:
-    """Where the last box starts, and what is in it."""
+    r"""Start and content of the last `\boxed{}`."""
     boxes = list(_BOX.finditer(text))
     if not boxes:
         return None
@@ -188,13 +183,13 @@ def _braced(text: str) -> str:
 
 
 def _first_line(text: str) -> str:
-    """The first line that says anything; a formula on lines of its own counts as one."""
+    """The first line that says anything; a formula over several lines counts as one."""
     lines = text.strip().splitlines()
     return next((line for line in lines if any(character.isalnum() for character in line)), "")
 
 
-def _said_number(text: str) -> Number | None:
-    """The first number of a sentence that gives the answer, behind its last `=` unless that is a working."""
+def _stated_number(text: str) -> Number | None:
+    """The first number of a sentence that gives the answer, after its last `=` unless that is a working."""
     if formula := re.match(rf"[\s*:]*(?:{MATH.pattern})", text, re.DOTALL):
         return boxed_number(next(group for group in formula.groups() if group))
     text = _DEGREES.sub(" ", _TEXT.sub(r"\1", plain(text)))
@@ -202,20 +197,20 @@ def _said_number(text: str) -> Number | None:
         return None
     seen = False
     for side in reversed(text.split("=")):
-        numbers = found_numbers(side)
+        numbers = find_numbers(side)
         seen = seen or bool(numbers)
         if numbers and _stands_alone(side, numbers[0]) and not _continues(side, numbers[:2]):
             return numbers[0].number
     return None if seen else _number_word(text)
 
 
-def _stands_alone(text: str, found: Found) -> bool:
+def _stands_alone(text: str, found: NumberSpan) -> bool:
     """Whether a number is not a part of a root, a power, a product with π, or a term such as 2x."""
     before = text[max(0, found.start - _BEFORE) : found.start]
     return not (_PART_AFTER.match(text, found.end) or _PART_BEFORE.search(before))
 
 
-def _continues(text: str, numbers: Sequence[Found]) -> bool:
+def _continues(text: str, numbers: Sequence[NumberSpan]) -> bool:
     """Whether a first number is followed by a second one that belongs to it: `4*5`, `10-12`, `3, 4`."""
     return len(numbers) == 2 and bool(_BETWEEN.fullmatch(text, numbers[0].end, numbers[1].start))
 
@@ -224,7 +219,7 @@ def _only_number(text: str) -> Number | None:
     text = text.strip()
     while len(text) > 1 and text[0] + text[-1] in ("()", "{}"):
         text = text[1:-1].strip()
-    numbers = found_numbers(text)
+    numbers = find_numbers(text)
     if not numbers or text[: numbers[0].start].strip() or not _UNIT.fullmatch(text, numbers[0].end):
         return None
     return numbers[0].number
@@ -257,7 +252,7 @@ def _folded(text: str) -> str:
 
 
 def _letters(text: str) -> list[str]:
-    """Letters that stand for choices: in brackets, after "option", in front of a text, or alone."""
+    """Letters that name choices: in brackets, after "option", before a text, or alone."""
     letters = [*_BRACKETED.findall(text), *_CALLED.findall(text)]
     bare = text.strip(string.punctuation + string.whitespace)
     if match := _LETTERED.match(text.strip()):

@@ -1,6 +1,6 @@
 r"""Rewards for answers that can be checked: numbers, choices, exact texts.
 
-Where in a completion the answer stands: see `rlhf_infer.rewards.answers.read_answers`.
+Where in a completion the answer is: see `rlhf_infer.rewards.answers.read_answers`.
 """
 
 from __future__ import annotations
@@ -28,17 +28,13 @@ _SHOWN = 80
 
 
 class AnswerRule:
-    """Compares what a completion gives as its answer with the right one, which is a column of the data.
-
-    Raises:
-        UserError: an unknown `read`.
-    """
+    """Compares what a completion gives as its answer with the right one, which is a column of the data."""
 
     column: str
     """Holds the right answer."""
     read: Read
     name: str
-    """What metrics call it."""
+    """Name in metrics."""
 
     def __post_init__(self) -> None:
         if self.read not in get_args(Read):
@@ -49,7 +45,7 @@ class AnswerRule:
             )
 
     def right_answer(self, row: Mapping[str, Any], where: str) -> Any:
-        """What `is_right` compares with.
+        """The reference that `is_right` compares with.
 
         Raises:
             UserError: the row holds none; the message begins with `where`.
@@ -61,7 +57,7 @@ class AnswerRule:
         raise NotImplementedError
 
     def __call__(self, /, completions: Sequence[Text], **columns: Any) -> list[float | None]:
-        """Rewards 0 or 1; None where there is no right answer or the column `verifiable` is false."""
+        """Rewards 0 or 1; None if there is no right answer or the column `verifiable` is false."""
         rows = self.checked_rows(completions, columns)
         return [
             None if row is None else float(self.is_right(text_of(completion), self.right_answer(*row)))
@@ -74,22 +70,14 @@ class AnswerRule:
         return (self.column,)
 
     def check_row(self, row: Mapping[str, Any], where: str) -> None:
-        """Refuse a row of the data whose right answer cannot be compared with.
-
-        Raises:
-            UserError: it cannot; the message begins with `where`.
-        """
+        """Refuse a row of the data whose right answer cannot be compared with."""
         if is_checked(row, self.column, where):
             self.right_answer(row, where)
 
     def checked_rows(
         self, completions: Sequence[Text], columns: Mapping[str, Sequence[Any]]
     ) -> list[tuple[Mapping[str, Any], str] | None]:
-        """The row of each completion and what messages call it; None where its answer cannot be checked.
-
-        Raises:
-            UserError: there is no column of right answers.
-        """
+        """The row of each completion and what messages call it; None if its answer cannot be checked."""
         if self.column not in columns:
             raise UserError(
                 f"reward {self.name} needs a column {self.column} with the right answers; name another one "
@@ -108,10 +96,10 @@ class AnswerRule:
 
 @dataclass(frozen=True)
 class NumberReward(AnswerRule):
-    r"""1 where the completion's number equals the right one, else 0, also where there is no number.
+    r"""1 where the completion's number equals the right one, else 0, also if there is no number.
 
     The completion's number is all that a box holds, but for a unit or `x =`; the first one after `####`,
-    "answer is" or in a tag, behind the last `=` of that line unless a working follows it (`20 = 4*5`); and
+    "answer is" or in a tag, after the last `=` of that line unless a working follows it (`20 = 4*5`); and
     without a mark the last one of the text. A number that is part of something else (`2\sqrt{3}`, `7\pi`,
     `(1,4)`, `10-12`) is not an answer. Numbers are compared as exact fractions, see `Number.equals`.
 
@@ -119,11 +107,8 @@ class NumberReward(AnswerRule):
         column: holds the right answer: a number, or a text with one, such as a whole solution of GSM8K.
         tolerance: largest difference that counts as none.
         relative_tolerance: the same as a share of the right number's size.
-        read: see `Read`; with "auto", a mark without a number behind it is passed over.
+        read: see `Read`; with "auto", a mark without a number after it is passed over.
         name: what metrics call it.
-
-    Raises:
-        UserError: a negative tolerance, or an unknown `read`.
     """
 
     column: str = "answer"
@@ -169,7 +154,7 @@ class ChoiceReward(AnswerRule):
     """1 where the completion commits to the right one of several choices, else 0.
 
     A choice is named by its text, in whole words and any case, or by its letter: `B`, `(B)`, `B.`, `B)`,
-    `option B`. A completion that names several different choices, or none, is wrong; what it says behind
+    `option B`. A completion that names several different choices, or none, is wrong; what it says after
     "because" or "since" does not count.
 
     Args:
@@ -177,9 +162,6 @@ class ChoiceReward(AnswerRule):
         choices: column that holds the choices: a list, a JSON list in a string, or `a|b|c`.
         read: see `Read`.
         name: what metrics call it.
-
-    Raises:
-        UserError: an unknown `read`.
     """
 
     column: str = "answer"
@@ -211,16 +193,7 @@ class ChoiceReward(AnswerRule):
 
 @dataclass(frozen=True)
 class ExactReward(AnswerRule):
-    """1 where the completion is the right answer but for case, white space and punctuation around it, else 0.
-
-    Args:
-        column: holds the right answer, or a list of right answers.
-        read: see `Read`.
-        name: what metrics call it.
-
-    Raises:
-        UserError: an unknown `read`.
-    """
+    """1 if the completion is the right answer but for case, white space and punctuation around it, else 0."""
 
     column: str = "answer"
     read: Read = "auto"
@@ -243,7 +216,7 @@ class ExactReward(AnswerRule):
 
 
 RULES: dict[str, type] = {"number": NumberReward, "choice": ChoiceReward, "exact": ExactReward}
-"""What `RewardFunctionFactory.from_spec` calls them."""
+"""Rules by their names in `RewardFunctionFactory.from_spec`."""
 
 
 def shown(value: Any) -> str:
@@ -253,11 +226,7 @@ def shown(value: Any) -> str:
 
 
 def is_checked(row: Mapping[str, Any], column: str, where: str) -> bool:
-    """Whether a row has a right answer to check completions with.
-
-    Raises:
-        UserError: its column `verifiable` says neither yes nor no; the message begins with `where`.
-    """
+    """Whether a row has a right answer to check completions with."""
     try:
         return can_be_checked(row.get(COLUMN)) and row.get(column) is not None
     except UserError as error:

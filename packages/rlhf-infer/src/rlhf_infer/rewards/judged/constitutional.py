@@ -1,4 +1,4 @@
-"""Rewards shaped by principles, each with a weight and a row of its own in the scores."""
+"""Rewards shaped by principles, each with its own weight and row in the scores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PRINCIPLE_TEMPLATE = (
 """Template for a `PromptedJudge` of principles; `{critique}` is the principle's text."""
 
 _HEAD_PROMPT = "Question: {question}\nAnswer: {answer}\nPrinciple:"
-"""What a judge with a scalar head reads before the principle's text."""
+"""Prefix of the principle's text for a judge with a scalar head."""
 _PREFIX = "constitution/"
 
 
@@ -32,9 +32,9 @@ class Principle:
 
     Args:
         name: what metrics call it, after `constitution/`.
-        weight: of its score in the total.
-        text: the principle in words.
-        score: gives a score per completion; None where a judge does.
+        weight: weight of its score in the total.
+        text: the principle's wording.
+        score: gives a score per completion; None if a judge does.
         judge: gives P(the completion follows the text), in [0, 1]; see `judged`.
     """
 
@@ -135,9 +135,9 @@ class Principle:
 
 
 class ConstitutionalRewardWrapper:
-    """A reward function with principles beside it: total = r + Σ_p w_p · s_p.
+    """A reward function with additional principles: total = r + Σ_p w_p · s_p.
 
-    In `RewardFunctions` the base and every principle, as `constitution/<name>`, have rows of their own.
+    In `RewardFunctions` the base and every principle, as `constitution/<name>`, have separate rows.
     Called by itself it is a reward function that gives the total. A judge's principles are put to it
     together, so that question and answer are computed once for all of them.
 
@@ -164,7 +164,7 @@ class ConstitutionalRewardWrapper:
         self.name = name or ("constitution" if base is None else function_name(base))
 
     def components(self, name: str) -> list[tuple[RewardFunction, float, str]]:
-        """The functions this one stands for, with weights and names; see `RewardFunctions`.
+        """The functions that this one combines, with weights and names; see `RewardFunctions`.
 
         Args:
             name: the base's.
@@ -227,7 +227,7 @@ class _PatternScore:
 
 
 class _JudgedScores:
-    """What one judge says about several principles, a row for each."""
+    """Scores of one judge for several principles, a row for each."""
 
     def __init__(self, principles: Sequence[Principle]) -> None:
         self.principles = principles

@@ -47,10 +47,7 @@ _LOCAL = {"dtype", "device"}
 class JudgeReward:
     """A judge as a reward function: P(true) in [0, 1] of a completion as the answer to its prompt.
 
-    Args:
-        judge: the judge.
-        critiques: column with a critique of each completion, None where there is none; None for no critiques.
-        name: what metrics call it.
+    `critiques` names a column with a critique of each completion, or None; None if there are no critiques.
     """
 
     scores_open_answers = True
@@ -61,11 +58,7 @@ class JudgeReward:
     def __call__(
         self, /, prompts: Sequence[Text], completions: Sequence[Text], **columns: Any
     ) -> list[float | None]:
-        """Scores of B completions.
-
-        Raises:
-            UserError: there is no column of that name.
-        """
+        """Scores of B completions."""
         return _known(self.judge.score(*self._asked(prompts, completions, columns)))
 
     def _asked(
@@ -115,15 +108,12 @@ class APIJudgeReward(JudgeReward):
 
 
 def judge_reward(model_options: Mapping[str, Any], **options: Any) -> JudgeReward:
-    """What `judge:path=FOLDER` or `judge:url=URL,model=NAME` names.
+    """Build the judge of `judge:path=FOLDER` or `judge:url=URL,model=NAME`.
 
     Args:
         model_options: for a model on this machine: `device`, `dtype`, `load_in_8bit`, `load_in_4bit` and
             `max_tokens`.
         **options: see `API_OPTIONS`; `max_tokens` is of a forward pass with `path`, of a reply with `url`.
-
-    Raises:
-        UserError: neither or both of `path` and `url`, or options that do not go together or cannot be used.
     """
     name, template = options.pop("name", "judge"), options.pop("template", None)
     if ("path" in options) == ("url" in options):

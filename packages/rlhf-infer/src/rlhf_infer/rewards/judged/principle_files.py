@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_data import BaseConfig, UserError, load_config_file
+from rlhf_infer.rewards.conventions import RewardFunction
 from rlhf_infer.rewards.judged.constitutional import PRINCIPLE_TEMPLATE, Principle
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+FromSpec = Callable[[str], RewardFunction]
 
 
 class PrincipleConfig(BaseConfig):
     """One principle: at most one of `keywords`, `pattern` and `function`; without, a judge reads its text."""
 
     name: str
-    """What metrics call it, after `constitution/`."""
+    """Name in metrics, after `constitution/`."""
 
     weight: float = 1.0
     """Weight of its score in the total."""
 
     text: str = ""
-    """The principle in words; what a judge is asked about."""
+    """The principle's wording; a judge is asked about it."""
 
     keywords: tuple[str, ...] | None = None
     """Words or phrases that are looked for, whole and in any case."""
@@ -37,16 +44,8 @@ class PrincipleConfig(BaseConfig):
     """Reward function, as `--reward` names it: a rule, `pkg.mod:function`, a model, a URL."""
 
 
-def load_principles(path: str | Path, *, judge: Any = None) -> list[Principle]:
-    """Read the principles of a JSON or YAML file `{principles: [{name, weight, text, ...}, ...]}`.
-
-    Args:
-        path: the file; its keys are those of `PrincipleConfig`.
-        judge: decides on principles that are only a text, see `Principle.judged`; None where there is none.
-
-    Raises:
-        UserError: the file is missing or malformed, or a principle that is only a text has no judge.
-    """
+def read_principles(path: str | Path, *, judge: Any, from_spec: FromSpec) -> list[Principle]:
+    """See `load_principles`; `from_spec` makes the reward functions that principles name."""
     if not Path(path).is_file():
         raise UserError(f"there is no file {path} with principles; check the path", code="file_not_found")
     values = load_config_file(path)
@@ -65,19 +64,14 @@ def load_principles(path: str | Path, *, judge: Any = None) -> list[Principle]:
                 f"{where} is {entry!r}; expected a mapping with name, weight, text and so on",
                 code="not_a_mapping",
             )
-        principles.append(_principle(PrincipleConfig.from_dict(entry, where), judge, where))
+        principles.append(_principle(PrincipleConfig.from_dict(entry, where), judge, where, from_spec))
     return principles
 
 
 def load_principle_judge(name_or_path: str | Path, **load_options: Any) -> Any:
-    """Load a judge for principles: a model with one score, or a language model that is asked.
+    """Load a judge for principles: a model with one score, or a language model.
 
-    Args:
-        name_or_path: a model folder or a hub name.
-        **load_options: `dtype`, `load_in_8bit`, `load_in_4bit` and `device`, see `load_causal_lm`.
-
-    Raises:
-        UserError: it cannot be loaded.
+    The options are the `dtype`, `load_in_8bit`, `load_in_4bit` and `device` of `load_causal_lm`.
     """
     from rlhf_infer.judges.prompted import PromptedJudge
     from rlhf_infer.rewards.models import MAX_TOKENS
@@ -91,7 +85,7 @@ def load_principle_judge(name_or_path: str | Path, **load_options: Any) -> Any:
     )
 
 
-def _principle(config: PrincipleConfig, judge: Any, where: str) -> Principle:
+def _principle(config: PrincipleConfig, judge: Any, where: str, from_spec: FromSpec) -> Principle:
     name, weight, text = config.name, config.weight, config.text
     kinds = [kind for kind in ("keywords", "pattern", "function") if getattr(config, kind) is not None]
     if len(kinds) > 1 or not name:
@@ -111,10 +105,7 @@ def _principle(config: PrincipleConfig, judge: Any, where: str) -> Principle:
     if config.pattern is not None:
         return Principle.pattern(name, config.pattern, **scores)
     if config.function is not None:
-        from rlhf_infer.rewards.factory import RewardFunctionFactory  # which reads these files
-
-        function = RewardFunctionFactory.from_spec(config.function)
-        return Principle.function(name, function, weight=weight, text=text)
+        return Principle.function(name, from_spec(config.function), weight=weight, text=text)
     if judge is None:
         raise UserError(
             f"{where} is only a text, which needs a judge; give one, or keywords, a pattern or a function",
@@ -123,5 +114,5 @@ def _principle(config: PrincipleConfig, judge: Any, where: str) -> Principle:
     return Principle.judged(name, text, judge, weight=weight)
 
 
-def _is_classifier(config: Any) -> bool:
+def _is_classifier(config: PreTrainedConfig) -> bool:
     return (config.architectures or [""])[0].endswith("Classification")

@@ -1,10 +1,8 @@
-r"""What math-verify passes over in a formula: units, bases of numbers, sets against tuples."""
+r"""Notation that math-verify ignores: units, number bases, sets as opposed to tuples."""
 
 from __future__ import annotations
 
 import re
-
-__all__ = ["contradict"]
 
 _TEXT = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*"
 _POWER = r"\s*\^\s*(?:\{\s*\d\s*\}|\d)"
@@ -61,7 +59,7 @@ def contradict(gold: str, answer: str) -> bool:
 
 
 def unit_of(formula: str) -> str:
-    r"""The unit behind an amount, under one name for all its spellings; empty where none is named.
+    r"""The unit after an amount, under one name for all its spellings; empty if there is none.
 
     Words in `\text{}` and the like are a unit if nothing follows them, whatever they say; others are where
     all of them are known as units.

@@ -20,7 +20,7 @@ _MOST_WORKERS = 4
 _START_S = 300.0
 """A worker that has not imported sympy by then does not work."""
 _GRACE_S = 5.0
-"""Seconds beyond the limit after which a worker ends itself, should nobody be left to end it."""
+"""Seconds beyond the limit after which a worker ends itself, should nothing be left to end it."""
 
 
 class MathPool:
@@ -29,8 +29,7 @@ class MathPool:
     They live as long as this process; a comparison that takes too long costs its process, and another one is
     started with the next comparison.
 
-    Args:
-        timeout_s: seconds that one comparison may take.
+    `timeout_s` is what one comparison may take.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -44,10 +43,7 @@ class MathPool:
         """Whether two formulas mean the same, for B pairs of the right answer and an answer, in LaTeX.
 
         Returns:
-            B verdicts; None where the comparison took longer than `timeout_s` or too much memory.
-
-        Raises:
-            UserError: a process cannot be started.
+            B verdicts; None if the comparison took longer than `timeout_s` or too much memory.
         """
         return list(self._threads.map(self._compare, pairs))
 
@@ -78,7 +74,7 @@ class _Worker:
         self._timeout_s = timeout_s
         self.ended = False
         self._socket, theirs = socket.socketpair()
-        # -P: a file in the working directory must not stand in for a library.
+        # -P: a file in the working directory must not shadow a library.
         command = [sys.executable, "-P", "-m", "rlhf_infer.rewards.maths.worker", f"{timeout_s + _GRACE_S}"]
         with theirs:
             self._process = subprocess.Popen(
@@ -114,7 +110,7 @@ class _Worker:
         self._process.wait()
 
     def _line(self, timeout_s: float) -> bytes:
-        """The next line, without its end; empty where the process ended or took longer."""
+        """The next line, without its end; empty if the process ended or took longer."""
         until, found = time.monotonic() + timeout_s, b""
         while not found.endswith(b"\n"):
             self._socket.settimeout(max(0.001, until - time.monotonic()))

@@ -45,7 +45,7 @@ class MathReward(AnswerRule):
 
     Numbers are compared exactly, as `NumberReward` does; texts (`\text{Tuesday}`, `(C)`) as `ExactReward`
     does; everything else with the library math-verify: roots, powers, π, fractions of formulas, intervals,
-    sets, tuples, matrices, equations, units. math-verify runs in processes of its own, where a comparison
+    sets, tuples, matrices, equations, units. math-verify runs in separate processes, where a comparison
     ends after `timeout_s`; such an answer is wrong, and counted by the metric `<name>/timeouts`.
 
     Args:
@@ -54,9 +54,6 @@ class MathReward(AnswerRule):
         read: see `Read`; with "auto" and without a mark, the last formula between `$`, or the last number.
         timeout_s: seconds that one comparison may take.
         name: what metrics call it.
-
-    Raises:
-        UserError: a time limit that is not above 0, or an unknown `read`.
     """
 
     column: str = "answer"
@@ -81,7 +78,7 @@ class MathReward(AnswerRule):
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        """Rewards 0 or 1; None where there is no right answer or the column `verifiable` is false."""
+        """Rewards 0 or 1; None if there is no right answer or the column `verifiable` is false."""
         rewards: list[float | None] = [None] * len(completions)
         unclear: dict[tuple[str, str], list[int]] = {}
         for i, row in enumerate(self.checked_rows(completions, columns)):

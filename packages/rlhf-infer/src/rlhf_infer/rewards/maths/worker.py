@@ -39,7 +39,7 @@ def main() -> None:
     replies.write("ready\n")
     for line in sys.stdin:
         gold, answer = json.loads(line)
-        # By default this signal ends the process; whoever started it notices first, unless it is gone.
+        # By default this signal ends the process; its parent notices first, unless it is gone.
         signal.setitimer(signal.ITIMER_REAL, limit_s)
         golds, answers = parsed(gold), parsed(answer)
         right = not ("%" not in gold + answer and _differ(golds, answers)) and verify(

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rlhf_merge.methods.in_memory import Numbers, merge
-from rlhf_merge.methods.spec import Method, Values
+from rlhf_merge.methods.spec import Method, Numbers, Step, Values, merge
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rlhf_merge.methods.blocks import Inputs, Workspace
-    from rlhf_merge.methods.spec import Step
 
 
 def linear(tensors: Sequence[Tensor], weights: Numbers = 1.0, *, normalize: bool = True) -> Tensor:
@@ -31,23 +29,13 @@ def linear(tensors: Sequence[Tensor], weights: Numbers = 1.0, *, normalize: bool
     return merge("linear", None, tensors, {"weight": weights, "normalize": normalize})
 
 
-def _fit_linear(inputs: Inputs, values: Values, space: Workspace) -> Step:
-    """Weighted mean or, without `normalize`, weighted sum."""
+def _fit(inputs: Inputs, values: Values, space: Workspace) -> Step:
     import numpy as np
 
-    from rlhf_merge.methods.combine import Combine
+    from rlhf_merge.methods.combine import combine
 
-    weights = np.array(values.of("weight"), dtype=np.float64)
-    if values.shared["normalize"]:
-        weights = weights / weights.sum()
-    return Combine(inputs, weights.tolist())
-
-
-def _fit_passthrough(inputs: Inputs, values: Values, space: Workspace) -> Step:
-    """The one model times its weight."""
-    from rlhf_merge.methods.combine import Combine
-
-    return Combine(inputs, values.of("weight"))
+    weights = np.array(values.of("weight"))
+    return combine(inputs, weights / weights.sum() if values.shared.get("normalize") else weights)
 
 
 METHODS = {
@@ -55,7 +43,7 @@ METHODS = {
         "Linear (model soup)",
         "weighted mean of the models",
         {"weight": 1.0, "normalize": True},
-        _fit_linear,
+        _fit,
         base="optional",
         paper="arXiv:2203.05482",
     ),
@@ -63,7 +51,7 @@ METHODS = {
         "Passthrough",
         "layers of the models as they are, one behind the other",
         {"weight": 1.0},
-        _fit_passthrough,
+        _fit,
         base="optional",
         models=(1, 1),
         mergekit_names={"scale": "weight"},

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlhf_merge.methods.in_memory import merge
-from rlhf_merge.methods.spec import Method, Values
+from rlhf_merge.methods.spec import Method, Step, Values, merge
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rlhf_merge.methods.blocks import Inputs, Workspace
-    from rlhf_merge.methods.spec import Step
 
 
 def nearswap(base: Tensor, other: Tensor, t: float = 0.001) -> Tensor:
@@ -28,33 +26,18 @@ def nearswap(base: Tensor, other: Tensor, t: float = 0.001) -> Tensor:
     return merge("nearswap", base, [other], {"t": t})
 
 
-class NearSwap:
-    """base + clip(model - base, -t, t).
+def _fit(inputs: Inputs, values: Values, space: Workspace) -> Step:
+    import torch
 
-    Args:
-        inputs: of the tensor: a base and one model.
-        reach: t ≥ 0.
-    """
+    reach = float(values.shared["t"])
 
-    row_length = 1
-    coefficients = ()
-
-    def __init__(self, inputs: Inputs, reach: float):
-        self._inputs, self._reach = inputs, reach
-
-    def __call__(self, start: int, stop: int, space: Workspace) -> Tensor:
-        """See `Step`."""
-        import torch
-
-        base = self._inputs.read_base(start, stop, space.take("base", stop - start))
-        other = self._inputs.read_model(0, start, stop, space.take("out", stop - start))
-        other = torch.sub(base, other, out=other).clamp_(-self._reach, self._reach)
+    def step(start: int, stop: int, space: Workspace) -> Tensor:
+        base = inputs.read(inputs.base, start, stop, space.take("base", stop - start))
+        other = inputs.read(inputs.models[0], start, stop, space.take("out", stop - start))
+        other = torch.sub(base, other, out=other).clamp_(-reach, reach)
         return torch.sub(base, other, out=other)
 
-
-def _fit_nearswap(inputs: Inputs, values: Values, space: Workspace) -> Step:
-    """See `NearSwap`."""
-    return NearSwap(inputs, float(values.shared["t"]))
+    return Step(step)
 
 
 METHODS = {
@@ -62,7 +45,7 @@ METHODS = {
         "NearSwap",
         "elements of the second model where they are near the base's",
         {"t": 0.001},
-        _fit_nearswap,
+        _fit,
         models=(1, 1),
         paper="the model card of QuartetAnemoi-70B-t0.0001",
     ),

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rlhf_merge.methods.in_memory import Numbers, merge
-from rlhf_merge.methods.spec import Method, Parameter, Values
+from rlhf_merge.methods.spec import Method, Numbers, Parameter, Step, Values, merge
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rlhf_merge.methods.blocks import Inputs, Workspace
-    from rlhf_merge.methods.spec import Step
 
 
 def slerp(first: Tensor, second: Tensor, t: float = 0.5) -> Tensor:
@@ -68,29 +66,25 @@ def model_stock(base: Tensor, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _fit_slerp(inputs: Inputs, values: Values, space: Workspace) -> Step:
-    """See `slerp_coefficients`."""
-    from rlhf_merge.methods.combine import Combine, gram, slerp_coefficients
+    from rlhf_merge.methods.combine import combine, gram, slerp_coefficients
 
-    return Combine(inputs, slerp_coefficients(gram(inputs, space), float(values.shared["t"])).tolist())
+    return combine(inputs, slerp_coefficients(gram(inputs, space), float(values.shared["t"])))
 
 
 def _fit_karcher(inputs: Inputs, values: Values, space: Workspace) -> Step:
-    """See `spherical_mean_coefficients`."""
     import numpy as np
 
-    from rlhf_merge.methods.combine import Combine, gram, spherical_mean_coefficients
+    from rlhf_merge.methods.combine import combine, gram, spherical_mean_coefficients
 
-    weights = np.array(values.of("weight"), dtype=np.float64)
     limits = int(values.shared["max_iter"]), float(values.shared["tol"])
-    found = spherical_mean_coefficients(gram(inputs, space), weights, *limits)
-    return Combine(inputs, found.tolist())
+    weights = np.array(values.of("weight"))
+    return combine(inputs, spherical_mean_coefficients(gram(inputs, space), weights, *limits))
 
 
 def _fit_model_stock(inputs: Inputs, values: Values, space: Workspace) -> Step:
-    """See `model_stock_coefficients`."""
-    from rlhf_merge.methods.combine import Combine, gram, model_stock_coefficients
+    from rlhf_merge.methods.combine import combine, gram, model_stock_coefficients
 
-    return Combine(inputs, model_stock_coefficients(gram(inputs, space)).tolist())
+    return combine(inputs, model_stock_coefficients(gram(inputs, space)))
 
 
 PARAMETERS = {

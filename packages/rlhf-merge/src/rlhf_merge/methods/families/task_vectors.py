@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
-from rlhf_merge.methods.in_memory import Numbers, merge
-from rlhf_merge.methods.spec import Method, Parameter, Scalar, Values
+from rlhf_merge.methods.spec import Method, Numbers, Parameter, Scalar, Step, Values, merge
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rlhf_merge.methods.blocks import Inputs, Workspace
-    from rlhf_merge.methods.spec import Step
+    from rlhf_merge.methods.sparsify import Sparsify
 
 Sign = Literal["mass", "count"]
 
@@ -29,21 +28,8 @@ class Summing(TypedDict, total=False):
     sign: Sign | None
 
 
-def _merge(
-    names: tuple[str, str],
-    base: Tensor,
-    tensors: Sequence[Tensor],
-    given: dict[str, Any],
-    summing: Summing,
-    seed: int = 0,
-    name: str = "",
-) -> Tensor:
-    """Merge by the first of two methods or, where signs are elected, by the second."""
-    sign = summing.get("sign")
-    given |= {"sign": sign} if sign else {}
-    given |= {"lambda": summing["lambda_"]} if "lambda_" in summing else {}
-    given |= {"normalize": summing["normalize"]} if "normalize" in summing else {}
-    return merge(names[sign is not None], base, tensors, given, seed, name)
+def _given(summing: Summing, **others: Any) -> dict[str, Any]:
+    return others | {key.rstrip("_"): value for key, value in summing.items() if value is not None}
 
 
 def task_arithmetic(
@@ -134,8 +120,9 @@ def dare(
     Raises:
         ValueError: shapes differ, or a density is outside (0, 1].
     """
-    given = {"weight": weights, "density": density, "rescale": rescale}
-    return _merge(("dare_linear", "dare_ties"), base, tensors, given, summing, seed, name)
+    method = "dare_ties" if summing.get("sign") else "dare_linear"
+    given = _given(summing, weight=weights, density=density, rescale=rescale)
+    return merge(method, base, tensors, given, seed, name)
 
 
 def della(
@@ -154,7 +141,7 @@ def della(
 
     Rows are those of the last dimension; what is kept is divided by its own pⱼ. With a `sign` the merge is
     that of `ties`, without one that of `task_arithmetic`. Deep et al. (2024), DELLA-Merging,
-    arXiv:2406.11617, section 3.
+    arXiv:2406.11617, section 3. Other arguments are those of `dare`.
 
     Args:
         base: θ₀.
@@ -164,15 +151,15 @@ def della(
         epsilon: ε ≥ 0; density ± ε must lie in (0, 1].
         rescale: divide what is kept by its probability.
         seed: of the masks.
-        name: see `dare`.
+        name: of the tensor.
         **summing: see `Summing`.
 
     Raises:
         ValueError: shapes differ, or a density or ε is out of range.
     """
-    given = {"weight": weights, "density": density, "epsilon": epsilon, "rescale": rescale}
-    summing = {"sign": "mass", **summing}
-    return _merge(("della_linear", "della"), base, tensors, given, summing, seed, name)
+    method = "della" if summing.get("sign", "mass") else "della_linear"
+    given = _given(summing, weight=weights, density=density, epsilon=epsilon, rescale=rescale)
+    return merge(method, base, tensors, given, seed, name)
 
 
 def breadcrumbs(
@@ -200,71 +187,49 @@ def breadcrumbs(
     Raises:
         ValueError: shapes differ, or a density or γ is out of range.
     """
-    given = {"weight": weights, "density": density, "gamma": gamma}
-    return _merge(("breadcrumbs", "breadcrumbs_ties"), base, tensors, given, summing)
+    method = "breadcrumbs_ties" if summing.get("sign") else "breadcrumbs"
+    return merge(method, base, tensors, _given(summing, weight=weights, density=density, gamma=gamma))
 
 
-def _fit_task_arithmetic(inputs: Inputs, values: Values, space: Workspace) -> Step:
-    """Task vectors as they are."""
-    from rlhf_merge.methods.combine import Elect
+def _fit_whole(inputs: Inputs, values: Values, space: Workspace) -> Step:
+    from rlhf_merge.methods.combine import sum_task_vectors
 
-    return Elect(inputs, values, [None] * len(inputs.models))
-
-
-def _fit_ties(inputs: Inputs, values: Values, space: Workspace) -> Step:
-    """Task vectors without their smallest elements."""
-    from rlhf_merge.methods.combine import Elect, task_vector_magnitudes
-    from rlhf_merge.methods.sparsify import Trim, kept_count
-
-    kept = [kept_count(density, inputs.numel) for density in values.of("density")]
-    wanted = [[count] if 0 < count < inputs.numel else [] for count in kept]
-    found = task_vector_magnitudes(inputs, space, wanted)
-    return Elect(inputs, values, [Trim(*low) if low else None for low in found])
+    return sum_task_vectors(inputs, values, [None] * len(inputs.models))
 
 
-def _fit_dare(inputs: Inputs, values: Values, space: Workspace) -> Step:
-    """Task vectors with random elements dropped."""
-    from rlhf_merge.methods.combine import Elect
-    from rlhf_merge.methods.sparsify import MaskBits, RandomDrop
-
-    drops = [
-        RandomDrop(MaskBits(inputs.seed, inputs.name, index), density, bool(values.shared["rescale"]))
-        if density < 1
-        else None
-        for index, density in enumerate(values.of("density"))
-    ]
-    return Elect(inputs, values, drops)
-
-
-def _fit_della(inputs: Inputs, values: Values, space: Workspace) -> Step:
-    """Task vectors with elements dropped at random, small ones more often."""
-    from rlhf_merge.methods.combine import Elect
-    from rlhf_merge.methods.sparsify import MaskBits, RankDrop
-
-    row, rescale = inputs.shape[-1] if inputs.shape else 1, bool(values.shared["rescale"])
-    drops = [
-        RankDrop(MaskBits(inputs.seed, inputs.name, index), density, epsilon, rescale, row)
-        if density < 1
-        else None
-        for index, (density, epsilon) in enumerate(
-            zip(values.of("density"), values.of("epsilon"), strict=True)
-        )
-    ]
-    return Elect(inputs, values, drops, row_length=max(1, row))
-
-
-def _fit_breadcrumbs(inputs: Inputs, values: Values, space: Workspace) -> Step:
-    """Task vectors without their largest and smallest elements."""
-    from rlhf_merge.methods.combine import Elect, task_vector_magnitudes
-    from rlhf_merge.methods.sparsify import Trim, kept_count, share_count
+def _fit_trimmed(inputs: Inputs, values: Values, space: Workspace) -> Step:
+    """Without the smallest elements and, where there is a gamma, without the largest."""
+    from rlhf_merge.methods.combine import sum_task_vectors, task_vector_magnitudes
+    from rlhf_merge.methods.sparsify import kept_count, share_count, trim
 
     wanted: list[list[int]] = []
-    for density, gamma in zip(values.of("density"), values.of("gamma"), strict=True):
-        kept = kept_count(density, inputs.numel)
-        dropped = min(share_count(gamma, inputs.numel), inputs.numel - kept)
-        wanted.append([kept + dropped, dropped + 1] if inputs.numel and kept < inputs.numel else [])
+    for own in values.per_model:
+        kept = kept_count(own["density"], inputs.numel)
+        dropped = min(share_count(own.get("gamma", 0.0), inputs.numel), inputs.numel - kept)
+        bounds = [kept + dropped, dropped + 1] if "gamma" in own else [kept]
+        wanted.append(bounds if kept < inputs.numel else [])
     found = task_vector_magnitudes(inputs, space, wanted)
-    return Elect(inputs, values, [Trim(*bounds) if bounds else None for bounds in found])
+    return sum_task_vectors(inputs, values, [trim(*bounds) if bounds else None for bounds in found])
+
+
+def _fit_random(inputs: Inputs, values: Values, space: Workspace) -> Step:
+    """With elements dropped at random; where there is an epsilon, small ones of a row more often."""
+    from rlhf_merge.methods.combine import sum_task_vectors
+    from rlhf_merge.methods.sparsify import MaskBits, random_drop, rank_drop
+
+    row, rescale = inputs.shape[-1] if inputs.shape else 1, bool(values.shared["rescale"])
+    drops: list[Sparsify | None] = []
+    for index, own in enumerate(values.per_model):
+        bits, density = MaskBits(inputs.seed, inputs.name, index), own["density"]
+        ranked = "epsilon" in own
+        drop = (
+            rank_drop(bits, density, own["epsilon"], rescale, row)
+            if ranked
+            else random_drop(bits, density, rescale)
+        )
+        drops.append(drop if density < 1 else None)
+    row_wise = any("epsilon" in own for own in values.per_model)
+    return sum_task_vectors(inputs, values, drops, row_length=max(1, row) if row_wise else 1)
 
 
 PARAMETERS = {
@@ -276,77 +241,67 @@ PARAMETERS = {
     ),
 }
 _TASK: dict[str, Scalar] = {"weight": 1.0, "lambda": 1.0, "normalize": False}
-"""The parameters of every sum of task vectors."""
 _SIGNED: dict[str, Scalar] = {**_TASK, "sign": "mass"}
-"""The same, where signs are elected."""
+_DARE: dict[str, Scalar] = {"density": 1.0, "rescale": True}
+_DELLA: dict[str, Scalar] = {"density": 1.0, "epsilon": 0.15, "rescale": True}
+_CRUMBS: dict[str, Scalar] = {"density": 0.9, "gamma": 0.01}
+
+
+def _trimmed(title: str, summary: str, parameters: dict[str, Scalar], **more: Any) -> Method:
+    return Method(title, summary, parameters, _fit_trimmed, ranks=True, buffers=4, **more)
+
+
+def _random(title: str, summary: str, parameters: dict[str, Scalar], **more: Any) -> Method:
+    return Method(title, summary, parameters, _fit_random, **more)
+
+
+_BY_RANK: dict[str, Any] = {"paper": "arXiv:2406.11617", "buffers": 16, "row_wise": True}
+_WITHOUT_ENDS: dict[str, Any] = {"paper": "arXiv:2312.06795", "mergekit_defaults": {"density": 1.0}}
 
 METHODS = {
     "task_arithmetic": Method(
-        "Task arithmetic",
-        "base plus the weighted task vectors",
-        _TASK,
-        _fit_task_arithmetic,
-        paper="arXiv:2212.04089",
+        "Task arithmetic", "base plus the weighted task vectors", _TASK, _fit_whole, paper="arXiv:2212.04089"
     ),
-    "ties": Method(
+    "ties": _trimmed(
         "TIES",
         "trim the task vectors, elect signs, average what agrees",
         {**_SIGNED, "density": 1.0, "normalize": True},
-        _fit_ties,
         paper="arXiv:2306.01708",
-        ranks=True,
-        buffers=4,
     ),
-    "dare_linear": Method(
+    "dare_linear": _random(
         "DARE",
         "drop elements of the task vectors at random, rescale the rest, add",
-        {**_TASK, "density": 1.0, "rescale": True},
-        _fit_dare,
+        {**_TASK, **_DARE},
         paper="arXiv:2311.03099",
     ),
-    "dare_ties": Method(
+    "dare_ties": _random(
         "DARE-TIES",
         "drop at random and rescale, then elect signs as TIES does",
-        {**_SIGNED, "density": 1.0, "rescale": True},
-        _fit_dare,
+        {**_SIGNED, **_DARE},
         paper="arXiv:2311.03099",
     ),
-    "della_linear": Method(
+    "della_linear": _random(
         "DELLA, linear",
         "drop small elements of each row more often than large ones, rescale, add",
-        {**_TASK, "density": 1.0, "epsilon": 0.15, "rescale": True},
-        _fit_della,
-        paper="arXiv:2406.11617",
-        buffers=16,
-        row_wise=True,
+        {**_TASK, **_DELLA},
+        **_BY_RANK,
     ),
-    "della": Method(
+    "della": _random(
         "DELLA",
         "drop small elements of each row more often than large ones, rescale, elect signs",
-        {**_SIGNED, "density": 1.0, "epsilon": 0.15, "rescale": True, "normalize": True},
-        _fit_della,
-        paper="arXiv:2406.11617",
-        buffers=16,
-        row_wise=True,
+        {**_SIGNED, **_DELLA, "normalize": True},
+        **_BY_RANK,
     ),
-    "breadcrumbs": Method(
+    "breadcrumbs": _trimmed(
         "Model Breadcrumbs",
         "drop the largest and the smallest elements of the task vectors, add",
-        {**_TASK, "density": 0.9, "gamma": 0.01},
-        _fit_breadcrumbs,
-        paper="arXiv:2312.06795",
-        ranks=True,
-        buffers=4,
-        mergekit_defaults={"density": 1.0},
+        {**_TASK, **_CRUMBS},
+        **_WITHOUT_ENDS,
     ),
-    "breadcrumbs_ties": Method(
+    "breadcrumbs_ties": _trimmed(
         "Model Breadcrumbs with TIES",
         "drop the largest and the smallest elements, then elect signs as TIES does",
-        {**_SIGNED, "density": 0.9, "gamma": 0.01},
-        _fit_breadcrumbs,
-        paper="arXiv:2312.06795",
-        ranks=True,
-        buffers=4,
-        mergekit_defaults={"density": 1.0},
+        {**_SIGNED, **_CRUMBS},
+        **_WITHOUT_ENDS,
     ),
 }

@@ -1,0 +1,66 @@
+"""`rlhf-report capability`: what a model can do, and whether it has lost any of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from rlhf_report.failures import explained
+
+
+@click.command("capability")
+@click.option("--model", required=True, metavar="MODEL", help="Model, run folder or adapter.")
+@click.option(
+    "--suite",
+    "suites",
+    multiple=True,
+    metavar="NAME",
+    help="Built-in suite: stories, sums, copying, instructions, refusals, text; repeatable.  [default: all]",
+)
+@click.option(
+    "--file",
+    "files",
+    multiple=True,
+    metavar="NAME=FILE",
+    help="A suite of your own, from a file of rows; repeatable.",
+)
+@click.option(
+    "--rows",
+    default=200,
+    show_default=True,
+    type=click.IntRange(2),
+    help="Maximum number of items of a built-in suite.",
+)
+@click.option(
+    "--max-new-tokens",
+    default=64,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Maximum length of an answer.",
+)
+@click.option("--dtype", default="auto", show_default=True, help="Dtype of the model's weights.")
+@click.option(
+    "--before", metavar="DIR", help="Report of the model before training, to test for regressions against."
+)
+@click.option(
+    "--margin",
+    default=0.02,
+    show_default=True,
+    type=click.FloatRange(0),
+    help="With --before: loss of a suite that does not matter.",
+)
+@click.option(
+    "--output-dir", metavar="DIR", help="Folder of the report.  [default: outputs/capability-<time>]"
+)
+@explained
+def command(**options: Any) -> None:
+    """Measure a model on offline suites: stories, sums, copying, instructions, refusals, plain text.
+
+    With --before, every suite is tested for being no worse than there, by paired tests; exit code 1 if one
+    has become worse.
+    """
+    from rlhf_report.capability import run_capability
+
+    if run_capability(options):
+        raise SystemExit(1)

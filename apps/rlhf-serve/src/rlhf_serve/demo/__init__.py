@@ -1,0 +1,1 @@
+"""The embedded demonstration's models, written by `scripts/build_demo.py`, and prompts for them."""

@@ -1,0 +1,57 @@
+"""The routes that turn texts into tokens and back."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+from rlhf_serve.errors import invalid_request
+from rlhf_serve.http.streaming import attended, within
+from rlhf_serve.http.telemetry import record_of
+from rlhf_serve.openai.other_schemas import DetokenizeRequest, TokenizeRequest
+from rlhf_serve.openai.parse_request import tokenized
+from rlhf_serve.service.served_model import Served
+from rlhf_serve.settings import ServeSettings
+
+TOKENS = _TOKENIZE, _DETOKENIZE = "/tokenize", "/detokenize"
+
+
+def add_tokens(app: FastAPI, served: Served, settings: ServeSettings) -> None:
+    """Add the routes of `TOKENS`."""
+    texts = served.service.texts
+
+    async def in_thread(request: Request, work: Any) -> Any:
+        async def waited() -> Any:
+            async with within(settings.request_timeout_s, record_of(request).began):
+                return await texts.workers.run(work)
+
+        return await attended(request.receive, waited())
+
+    @app.post(_TOKENIZE)
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+        """The tokens of a text or a conversation."""
+        if body.model is not None:
+            served.check_model(body.model)
+        tokens = await in_thread(request, partial(tokenized, body, texts))
+        found = {
+            "count": len(tokens),
+            "max_model_len": served.service.backend.max_model_len,
+            "tokens": tokens,
+        }
+        if body.return_token_strs:
+            found["token_strs"] = [texts.token_bytes.text(token) for token in tokens]
+        return JSONResponse(found)
+
+    @app.post(_DETOKENIZE)
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+        """The text of tokens."""
+        if body.model is not None:
+            served.check_model(body.model)
+        vocabulary = len(texts.tokenizer)
+        if any(token >= vocabulary for token in body.tokens):
+            raise invalid_request(f"tokens has an id outside the vocabulary of {vocabulary}", "tokens")
+        text = await in_thread(request, partial(texts.decode, body.tokens, special=True))
+        return JSONResponse({"prompt": text})

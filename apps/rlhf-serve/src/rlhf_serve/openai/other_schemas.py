@@ -1,0 +1,50 @@
+"""Bodies of requests that rerank documents, or turn texts into tokens and back."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, StrictBool, StrictInt
+
+from rlhf_serve.openai.schema import Body, Messages, TokenIds, Utf8
+
+
+class RerankRequest(Body):
+    """`POST /rerank`: documents ranked by the rewards that they have as answers to a query."""
+
+    model: Annotated[Utf8, Field(max_length=512)] | None = None
+    query: Utf8 | Messages
+    """A text, or a conversation."""
+    documents: Annotated[list[Utf8 | dict[str, Any]], Field(min_length=1, fail_fast=True)]
+    """Texts, or objects with `text`."""
+    top_n: Annotated[StrictInt, Field(ge=1)] | None = None
+    """Number of top documents to return; null returns all."""
+    return_documents: StrictBool | None = None
+    """Whether to return the documents as well."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    reward_columns: dict[Utf8, list[Any]] | None = None
+    """Further columns that rewards read, one value for each document."""
+
+
+class TokenizeRequest(Body):
+    """`POST /tokenize`: a text or a conversation as tokens."""
+
+    model: Annotated[Utf8, Field(max_length=512)] | None = None
+    prompt: Utf8 | None = None
+    messages: Messages | None = None
+    """Instead of `prompt`."""
+    add_special_tokens: StrictBool = True
+    """Whether a prompt gets the special tokens that begin a text."""
+    add_generation_prompt: StrictBool = True
+    continue_final_message: StrictBool = False
+    return_token_strs: StrictBool = False
+    """Return the tokens' texts too."""
+    tools: Annotated[list[dict[str, Any]], Field(max_length=128, fail_fast=True)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(Body):
+    """`POST /detokenize`: the text of tokens."""
+
+    model: Annotated[Utf8, Field(max_length=512)] | None = None
+    tokens: TokenIds

@@ -1,0 +1,153 @@
+"""Connecting to a Ray cluster, or starting one on this machine that ends with this process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from typing import Any
+
+from rlhf_algos.distributed.config import (
+    DistributedConfig,
+    check_reachable,
+    cluster_unreachable,
+    require_ray,
+)
+from rlhf_data import UserError
+
+_LOG = logging.getLogger(__name__)
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # nothing is reported to anyone
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else `uv run` makes Ray ship the working folder to every worker
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_TQDM_PATCH_PRINT": "0",
+}
+
+
+class Cluster:
+    """A connection to a Ray cluster, with room for the workers.
+
+    A process that is connected already stays connected, and its cluster is used.
+
+    Args:
+        config: the settings.
+
+    Attributes:
+        local: whether the cluster was started here, and ends with this connection.
+
+    Raises:
+        UserError: Ray is missing, no cluster answers, or it has no room for the workers.
+    """
+
+    def __init__(self, config: DistributedConfig) -> None:
+        require_ray()
+        check_reachable(config)
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        import ray
+
+        self.config, self.local = config, False
+        self._group: Any = None
+        self._connected_here = not ray.is_initialized()
+        if self._connected_here:
+            handler = signal.getsignal(signal.SIGTERM)
+            self._connect()
+            if threading.current_thread() is threading.main_thread() and handler is not None:
+                signal.signal(signal.SIGTERM, handler)  # Ray's own would end the process at once
+        try:
+            self._reserve()
+        except BaseException:
+            self.close()
+            raise
+
+    def options(self, worker: int) -> dict[str, Any]:
+        """Ray's options of a worker: what it reserves, and where."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=worker)
+        options = {"num_cpus": self.config.cpus_per_worker, "num_gpus": self.config.gpus_per_worker}
+        if self.config.runtime_env:
+            options["runtime_env"] = self.config.runtime_env
+        return options | {"scheduling_strategy": place}
+
+    def release(self) -> None:
+        """Give the room of the workers back."""
+        import ray
+        from ray.util import remove_placement_group
+
+        if self._group is not None and ray.is_initialized():
+            remove_placement_group(self._group)
+        self._group = None
+
+    def close(self) -> None:
+        """Give the room back, and end the connection; a local cluster ends with it."""
+        import ray
+
+        self.release()
+        if self._connected_here:
+            ray.shutdown()
+
+    def _connect(self) -> None:
+        import ray
+
+        address = self.config.address
+        quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+        try:
+            if address != "local":
+                try:
+                    ray.init(address, **quiet)
+                    _LOG.info("connected to the Ray cluster %s", ray.get_runtime_context().gcs_address)
+                    return
+                except ConnectionError:
+                    if address != "auto" or os.environ.get("RAY_ADDRESS"):
+                        raise
+            self._start_local(quiet)
+        except Exception as error:  # Ray raises what comes, a plain Exception where a node is slow to start
+            where = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
+            raise cluster_unreachable(where, error) from error
+
+    def _start_local(self, quiet: dict[str, Any]) -> None:
+        """A cluster of this machine, which counts as having as many CPUs as the workers reserve."""
+        import ray
+
+        config = self.config
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it listens on this machine only
+        os.environ.setdefault("RAY_worker_niceness", "0")  # else a busy machine starves workers
+        reserved = config.rollout_workers * config.cpus_per_worker
+        cpus = os.cpu_count() or 1
+        if reserved > cpus:
+            _LOG.warning("%d workers reserve %d CPUs of %d", config.rollout_workers, reserved, cpus)
+        store = None if config.object_store_gb is None else int(config.object_store_gb * 1e9)
+        context = ray.init(
+            "local",
+            num_cpus=max(reserved, cpus),
+            include_dashboard=config.dashboard,
+            object_store_memory=store,
+            _node_ip_address="127.0.0.1",
+            **quiet,
+        )
+        self.local = True
+        page = getattr(context, "dashboard_url", None)
+        _LOG.info("started a local Ray cluster%s", f", with its dashboard at http://{page}" if page else "")
+
+    def _reserve(self) -> None:
+        """Wait until the cluster has room for the workers."""
+        import ray
+        from ray.util import placement_group
+
+        config = self.config
+        bundle = {"CPU": float(config.cpus_per_worker), "GPU": config.gpus_per_worker}
+        bundle = {name: count for name, count in bundle.items() if count}
+        self._group = placement_group([bundle] * config.rollout_workers, strategy=config.placement)
+        if not self._group.wait(config.start_timeout):
+            free = {
+                name: count for name, count in ray.available_resources().items() if name in ("CPU", "GPU")
+            }
+            raise UserError(
+                f"the Ray cluster has no room for {config.rollout_workers} workers of {bundle} each, placed "
+                f"{config.placement}, after {config.start_timeout:g} s; free are {free or 'no CPUs'}: lower "
+                "distributed.rollout_workers, or add machines",
+                code="no_room_in_cluster",
+                workers=config.rollout_workers,
+            )

@@ -1,0 +1,133 @@
+"""Settings of rollouts on a Ray cluster; loads neither ray nor torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from rlhf_algos.process_group import world_size
+from rlhf_data import BaseConfig, RunFolder, UserError
+
+WORKERS = "workers.jsonl"
+"""File of a run: what happened to workers, and who sampled each step with which weights."""
+
+Tell = Callable[[str, dict[str, Any]], None]
+"""Called with the name of an event and what is known of it."""
+
+_ANSWERS_WITHIN = 10.0
+"""Seconds."""
+
+
+class DistributedConfig(BaseConfig):
+    """Where completions are sampled, how far ahead of the trainer, and what happens when a worker is lost."""
+
+    address: str = "auto"
+    """`auto`: the cluster of RAY_ADDRESS or of this machine, else a local one; `local`: a new one on this
+    machine, closed at the end; or an address such as 10.0.0.1:6379 or ray://10.0.0.1:10001."""
+    rollout_workers: int = Field(default=1, ge=1)
+    """Processes that sample completions; results do not depend on their number."""
+    max_staleness: int = Field(default=0, ge=0)
+    """Steps by which sampling runs ahead: step s samples with the weights after max(0, s - N) steps; 0 waits
+    for the newest, above 0 the difference is corrected with importance sampling."""
+    cpus_per_worker: int = Field(default=1, ge=1)
+    """CPUs that a worker reserves, and threads that it computes with, but not more than the trainer has."""
+    gpus_per_worker: float = Field(default=0.0, ge=0)
+    """GPUs that a worker reserves; 0 samples on CPUs."""
+    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    """Workers on few machines or on many; STRICT insists."""
+    runtime_env: dict[str, Any] = Field(default_factory=dict)
+    """Ray's runtime environment of the workers, such as {env_vars: {NAME: value}}."""
+    on_worker_loss: Literal["restart", "shrink", "stop"] = "restart"
+    """Replace a worker that is lost, go on with the others, or end the run."""
+    group_timeout: float = Field(default=600.0, gt=0)
+    """Seconds that a worker may take for a batch of prompts; a longer one counts as hung, and is killed."""
+    start_timeout: float = Field(default=600.0, gt=0)
+    """Seconds that resources and workers may take to come up, the model's loading included."""
+    max_worker_failures: int = Field(default=8, ge=0)
+    """Workers that may be lost within a step; one more ends the run."""
+    max_group_failures: int = Field(default=2, ge=0)
+    """Errors while sampling a batch of prompts after which it is tried again; one more ends the run."""
+    object_store_gb: float | None = Field(default=None, gt=0.1)
+    """Memory for weights and completions in a local cluster, in GB; null takes Ray's share."""
+    dashboard: bool = False
+    """Start Ray's dashboard with a local cluster."""
+
+    @field_validator("address")
+    @classmethod
+    def _is_an_address(cls, address: str) -> str:
+        host, _, port = address.removeprefix("ray://").rpartition(":")
+        if address in ("auto", "local") or (host and port.isdecimal()):
+            return address
+        raise ValueError(f"{address!r} is no address; take auto, local, HOST:PORT or ray://HOST:PORT")
+
+
+def check_trainer(settings: BaseConfig) -> None:
+    """Refuse a trainer whose weights workers cannot follow.
+
+    Args:
+        settings: the section with its hardware and model settings.
+
+    Raises:
+        ValueError: it shards or quantises them, or is one of several processes.
+    """
+    for key in ("fsdp", "deepspeed", "load_in_8bit", "load_in_4bit"):
+        if getattr(settings, key, False):
+            raise ValueError(
+                f"{key} is set, which rollout workers cannot follow yet; leave it or distributed out"
+            )
+    if world_size() > 1:
+        raise ValueError(
+            f"there are {world_size()} training processes, and rollout workers serve one; start the "
+            "training without torchrun, or leave distributed out"
+        )
+
+
+def check_reachable(config: DistributedConfig) -> None:
+    """Refuse a cluster that nothing answers for, which Ray itself would try to reach for minutes.
+
+    Raises:
+        UserError: nothing listens at the address.
+    """
+    address = os.environ.get("RAY_ADDRESS", "") if config.address == "auto" else config.address
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not (host and port.isdecimal()):
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_ANSWERS_WITHIN).close()
+    except OSError as error:
+        raise cluster_unreachable(address, error) from error
+
+
+def cluster_unreachable(address: str, error: Exception) -> UserError:
+    """The error where no cluster answers at an address."""
+    return UserError(
+        f"distributed.address: no Ray cluster at {address} ({' '.join(str(error).split())[:300]}); start one "
+        "with ray start --head, or take the address local",
+        code="cluster_unreachable",
+        address=address,
+    )
+
+
+def require_ray() -> None:
+    """Refuse a job with rollout workers where Ray is missing.
+
+    Raises:
+        UserError: it is.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise UserError('ray is not installed; run pip install "rlhf-algos[ray]"', code="missing_package")
+
+
+def told_to(run: RunFolder) -> Tell:
+    """A `tell` that writes what it is told into a run's `workers.jsonl`."""
+
+    def tell(event: str, facts: dict[str, Any]) -> None:
+        run.append_lines(WORKERS, [{"event": event, "time": round(time.time(), 3), **facts}])
+
+    return tell

@@ -1,0 +1,99 @@
+"""Versioned weights: the trainer puts each version into the object store once, and workers fetch it there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+Arrays = Mapping[str, Any]
+"""The bytes of each trained parameter as a flat NumPy array, by name."""
+
+
+class Weights:
+    """An actor that knows where each version of the weights is; the object store holds them.
+
+    What it knows the controller can tell again, so nothing is lost with it.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, Any] = {}
+        self._newest: dict[str, str] = {}
+
+    def publish(self, role: str, digest: str, reference: list[Any]) -> None:
+        """Note where weights are, which are a role's newest now: a list with their reference.
+
+        Of a list Ray does not fetch what its references stand for.
+        """
+        self._held[digest] = reference
+        self._newest[role] = digest
+
+    def pull(self, role: str, digest: str) -> tuple[str, list[Any]]:
+        """The digest of weights, and where they are; without a digest the role's newest.
+
+        Raises:
+            KeyError: they were never published, or are forgotten.
+        """
+        digest = digest or self._newest[role]
+        return digest, self._held[digest]
+
+    def keep(self, digests: set[str]) -> None:
+        """Forget all weights but these; the object store drops them when no worker reads them either."""
+        self._held = {digest: held for digest, held in self._held.items() if digest in digests}
+
+
+class Published:
+    """The trainer's side of `Weights`: every version is put into the object store once.
+
+    Attributes:
+        actor: the weights actor.
+        current: digest of the version published last, by role.
+    """
+
+    def __init__(self) -> None:
+        self._references: dict[str, Any] = {}
+        self.current: dict[str, str] = {}
+        self.actor: Any = None
+        self.revive()
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._references
+
+    def publish(self, digest: str, arrays: Arrays, role: str = "") -> None:
+        """Make weights a role's current ones, and put them into the object store, if they are not there."""
+        import ray
+
+        if digest not in self._references:
+            self._references[digest] = ray.put(arrays)
+        if digest != self.current.get(role):
+            self.current[role] = digest
+            self._tell(role, digest)
+
+    def keep(self, digests: set[str]) -> None:
+        """Forget all weights but these and the current ones."""
+        kept = digests | set(self.current.values())
+        self._references = {digest: held for digest, held in self._references.items() if digest in kept}
+        self.actor.keep.remote(kept)
+
+    def revive(self) -> None:
+        """Start the actor anew, and tell it all that is held."""
+        import ray
+
+        self.end()
+        self.actor = ray.remote(Weights).options(num_cpus=0, max_restarts=0).remote()
+        for digest in self._references:
+            self._tell("", digest)
+        for role, digest in self.current.items():
+            self._tell(role, digest)
+
+    def end(self) -> None:
+        """End the actor."""
+        import ray
+        from ray import exceptions
+
+        if self.actor is not None and ray.is_initialized():
+            with contextlib.suppress(exceptions.RayError):  # it has ended by itself
+                ray.kill(self.actor, no_restart=True)
+
+    def _tell(self, role: str, digest: str) -> None:
+        self.actor.publish.remote(role, digest, [self._references[digest]])

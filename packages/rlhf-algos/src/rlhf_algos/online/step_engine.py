@@ -1,0 +1,145 @@
+"""What a trainer asks of its engine, also of one that samples whole steps ahead of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from rlhf_algos.configs.online import SamplingConfig
+from rlhf_algos.engine.step_examples import order_of, steps_of
+from rlhf_algos.process_group import broadcast
+from rlhf_data import PromptExample, RunFolder
+from rlhf_infer import GenerationEngine, Rollout, SamplingParams, TransformersEngine
+
+
+@runtime_checkable
+class StepEngine(GenerationEngine, Protocol):
+    """A generation engine that keeps versions of the weights, and the steps that it has begun."""
+
+    max_staleness: int
+    """Steps by which sampling runs ahead of the trainer."""
+    exact: bool
+    """Whether it computes log-probs as the trainer would, of its present weights."""
+
+    def publish(self, model: Any, version: int) -> None:
+        """Take up the weights of the trainer's model, which `version` steps made."""
+        ...
+
+    def begin(self, step: int, prompts: Sequence[Sequence[int]], n: int, params: SamplingParams) -> None:
+        """Begin to sample a step, with the weights after max(0, step - max_staleness) steps."""
+        ...
+
+    def finish(self, step: int) -> list[list[Rollout]]:
+        """The completions of a step that has begun."""
+        ...
+
+    def settle(self) -> None:
+        """Wait for all that has begun, and make it durable."""
+        ...
+
+    def forget(self, step: int) -> None:
+        """Let go of what is durable of earlier steps."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        ...
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Load what `state` returned."""
+        ...
+
+
+def sampling_params(config: SamplingConfig, seed: int, temperature: float | None = None) -> SamplingParams:
+    """How a trainer samples; `temperature` instead of that of training."""
+    return SamplingParams(
+        config.max_completion_length,
+        config.temperature if temperature is None else temperature,
+        seed,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=config.min_p,
+        repetition_penalty=config.repetition_penalty,
+        stop=config.stop,
+        min_new_tokens=config.min_completion_length,
+    )
+
+
+def sync_weights(trainer: Any) -> None:
+    """Let a trainer's engine sample from the weights as they are now; every process must call it."""
+    engine, parallel = trainer.engine, trainer.parallel
+    if isinstance(engine, TransformersEngine):
+        return  # it samples from the policy itself
+    if isinstance(engine, StepEngine):
+        engine.publish(trainer.model, trainer.step)
+        return
+    with parallel.gathering(trainer.model) as sends:
+        if sends:
+            engine.update_weights(trainer.model)
+    if parallel.world_size > 1:  # of several processes one talks to the server for all
+        follow: Any = getattr(engine, "follow", None)
+        name = broadcast(getattr(engine, "weights_name", None))
+        if follow is not None and not parallel.is_main:
+            follow(name)
+
+
+def in_batches(
+    engine: GenerationEngine, prompts: Sequence[Any], n: int, params: SamplingParams, size: int | None
+) -> list[list[Rollout]]:
+    """`n` completions of each prompt, of which at most `size` are sampled together; None: all."""
+    if isinstance(engine, StepEngine) or not size:  # the former makes batches of its own
+        return engine.generate(prompts, n, params) if prompts else []
+    batches = (prompts[at : at + size] for at in range(0, len(prompts), size))
+    return [group for batch in batches for group in engine.generate(batch, n, params)]
+
+
+def step_rollouts(trainer: Any, prompts: Sequence[PromptExample]) -> list[list[Rollout]]:
+    """Completions of a trainer's present step; the steps up to `max_staleness` ahead are begun too."""
+    engine, config = trainer.engine, trainer.config
+    if not isinstance(engine, StepEngine):
+        return trainer.sample(prompts, config.num_generations, seed=trainer.seed_of(trainer.step))
+    engine.publish(trainer.model, trainer.step)
+    last = min(trainer.step + engine.max_staleness, trainer.total_steps - 1)
+    for step in range(trainer.step, last + 1):
+        asked = prompts if step == trainer.step else _prompts_of(trainer, step)
+        ids = [prompt.prompt_ids for prompt in asked]
+        engine.begin(step, ids, config.num_generations, sampling_params(config, trainer.seed_of(step)))
+    return engine.finish(trainer.step)
+
+
+def computes_as_trainer(engine: GenerationEngine) -> bool:
+    """Whether an engine computes log-probs from the trainer's present weights, and as it would."""
+    return engine.exact if isinstance(engine, StepEngine) else isinstance(engine, TransformersEngine)
+
+
+@contextlib.contextmanager
+def settled(engine: GenerationEngine, run: RunFolder | None) -> Iterator[None]:
+    """Within this context a checkpoint can be written; what no checkpoint needs any more then goes."""
+    if not isinstance(engine, StepEngine):
+        yield
+        return
+    engine.settle()
+    yield
+    if run is not None and (kept := run.checkpoints()):
+        engine.forget(min(step for step, _ in kept))
+
+
+def engine_state(engine: GenerationEngine) -> dict[str, Any]:
+    """What a checkpoint keeps of an engine, by its key."""
+    return {"engine": engine.state()} if isinstance(engine, StepEngine) else {}
+
+
+def load_engine_state(engine: GenerationEngine, state: Mapping[str, Any]) -> None:
+    """Load what `engine_state` returned, of a checkpoint that may be without."""
+    if isinstance(engine, StepEngine):
+        engine.load_state(state.get("engine", {}))
+
+
+def _prompts_of(trainer: Any, step: int) -> Sequence[PromptExample]:
+    """The prompts of a step that is still to come."""
+    config, size = trainer.config, trainer.global_batch_size
+    epoch, at = divmod(step, trainer.steps_per_epoch)
+    order = order_of(trainer.examples, epoch, shuffle=config.shuffle, seed=config.seed)
+    start = at * size
+    return next(steps_of(trainer.examples, order, range(start, start + size, size), trainer.parallel))

@@ -1,0 +1,269 @@
+"""Kinds of stages: the command that each runs, what it leaves, and what its settings must have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_algos.jobs.methods import METHODS
+from rlhf_algos.pipeline.references import Reference
+from rlhf_data import UserError, remove_folder
+
+SETTINGS = "settings.json"
+"""Settings of a stage, with paths in place of references; in its folder."""
+Command = Callable[[Path, dict[str, Any]], tuple[str, list[str]]]
+"""Given a stage's folder and settings, the module that runs it and its arguments, which continue what an
+interrupted process left."""
+
+NOT_YET = ("judge", "refine", "compress")
+"""Kinds that are planned and have no command."""
+
+
+@dataclass(frozen=True)
+class StageKind:
+    """What a stage of this kind does.
+
+    Args:
+        command: what it runs.
+        outputs: paths in its folder by the names that references use; `*` stands for any name.
+        content: files and folders whose content is the result: what is hashed, and the same on every run.
+        required: keys that its settings must have.
+        allowed: all keys that they may have; None where `check` or the command knows them.
+        check: refuses wrong settings with a UserError, given them and the words for where they stand.
+        done: a file that says that the process had come to its end.
+        seed: the key of its seed.
+        launchable: whether it can run in several processes.
+        promoted: the output that takes a role; `candidate` is the gate's setting of that name.
+    """
+
+    command: Command
+    outputs: Mapping[str, str]
+    content: tuple[str, ...]
+    required: tuple[str, ...] = ()
+    allowed: tuple[str, ...] | None = None
+    check: Callable[[dict[str, Any], str], Any] | None = None
+    done: str | None = None
+    seed: str | None = None
+    launchable: bool = False
+    promoted: str | None = None
+
+    def path_of(self, reference: Reference) -> str:
+        """Where in a stage's folder an output is.
+
+        Raises:
+            ValueError: there is no such output.
+        """
+        if reference.output is None:
+            return "."
+        if reference.output in self.outputs:
+            return self.outputs[reference.output]
+        if "*" in self.outputs:
+            return self.outputs["*"].replace("*", reference.output)
+        raise ValueError(f"{reference} is nothing that the stage leaves; it leaves {', '.join(self.outputs)}")
+
+    def check_settings(self, settings: dict[str, Any], where: str) -> None:
+        """Refuse settings that the command would refuse, as far as that is known without running it.
+
+        Raises:
+            UserError: a key is missing or unknown, or a value is refused.
+        """
+        for key in self.required:
+            if settings.get(key) in (None, "", [], {}):
+                raise UserError(
+                    f"{where}: key {key} is missing; give it a value", code="missing_key", key=key
+                )
+        for key in settings if self.allowed is not None else ():
+            if key not in (self.allowed or ()):
+                raise UserError(
+                    f"{where}: unknown key {key}; valid keys are {', '.join(self.allowed or ())}",
+                    code="unknown_key",
+                    key=key,
+                )
+        if self.check is not None:
+            self.check(settings, where)
+
+
+def options(settings: Mapping[str, Any]) -> list[str]:
+    """Command-line options: a list repeats its option, true is a flag, null and false are none."""
+    found: list[str] = []
+    for key, value in settings.items():
+        option = f"--{key.replace('_', '-')}"
+        for each in value if isinstance(value, list | tuple) else (value,):
+            if each is not None and each is not False:
+                found += [option] if each is True else [option, str(each)]
+    return found
+
+
+def _training(command: str) -> Command:
+    """A command of `rlhf-train` with a run folder, `run`, which is continued once it has a config."""
+
+    def run(folder: Path, settings: dict[str, Any]) -> tuple[str, list[str]]:
+        del settings
+        run = folder / "run"
+        if (run / "config.json").exists():
+            return "rlhf_train", [command, "--resume", str(run)]
+        if run.exists():  # ended before it had begun
+            remove_folder(run)
+        return "rlhf_train", [command, "--config", str(folder / SETTINGS), "--output-dir", str(run)]
+
+    return run
+
+
+def _data(folder: Path, settings: dict[str, Any]) -> tuple[str, list[str]]:
+    rows = folder / "rows"
+    if "input" not in settings:
+        names = {"rows": "rows", "world": "kind", "seed": "seed"}
+        given = options({names[key]: value for key, value in settings.items()})
+        return "rlhf_train", ["dummy-data", str(rows), *given]
+    inputs = settings["input"] if isinstance(settings["input"], list) else [settings["input"]]
+    given = options({key: value for key, value in settings.items() if key != "input"})
+    return "rlhf_report", ["prepare", *map(str, inputs), "--out", str(rows), "--overwrite", *given]
+
+
+def _check_data(settings: dict[str, Any], where: str) -> None:
+    allowed = ("input", *_PREPARE) if "input" in settings else ("rows", "world", "seed")
+    for key in settings:
+        if key not in allowed:
+            raise UserError(
+                f"{where}: unknown key {key}; valid keys are {', '.join(allowed)}, and with input those of "
+                "rlhf-report prepare",
+                code="unknown_key",
+                key=key,
+            )
+
+
+def _generate(folder: Path, settings: dict[str, Any]) -> tuple[str, list[str]]:
+    given = {key: value for key, value in settings.items() if key != "prompts"}
+    if isinstance(given.get("reward"), str):
+        given["reward"] = [given["reward"]]
+    if not given.get("reward"):  # nothing ranks the candidates: the commonest one, of one candidate that one
+        given.setdefault("selection", "majority")
+    paths = ["--input", str(settings["prompts"]), "--output", str(folder / "rows.jsonl")]
+    listed = options({"set": [f"{key}={json.dumps(value)}" for key, value in given.items()]})
+    return "rlhf_serve", ["generate", *paths, *listed]
+
+
+def _evaluate(folder: Path, settings: dict[str, Any]) -> tuple[str, list[str]]:
+    given = dict(settings)
+    named = {role: f"{role}={given.pop(role)}" for role in ("reference",) if given.get(role)}
+    given = {"model": f"policy={given.pop('model')}", **named, **given}
+    return "rlhf_report", ["evaluate", *options(given), "--output-dir", str(folder / "report")]
+
+
+def _capability(folder: Path, settings: dict[str, Any]) -> tuple[str, list[str]]:
+    return "rlhf_report", ["capability", *options(settings), "--output-dir", str(folder / "report")]
+
+
+def _merge(folder: Path, settings: dict[str, Any]) -> tuple[str, list[str]]:
+    del settings
+    return "rlhf_merge", ["run", str(folder / SETTINGS), str(folder / "model")]
+
+
+def _step(name: str) -> Command:
+    def run(folder: Path, settings: dict[str, Any]) -> tuple[str, list[str]]:
+        del settings
+        return "rlhf_algos.pipeline.steps", [name, str(folder)]
+
+    return run
+
+
+_TRAINED = {"final": "run/final", "run": "run", "metrics": "run/metrics.jsonl"}
+_PREPARE = (
+    *("kind", "columns", "tokenizer", "against", "ties", "min_words", "duplicate_rows", "duplicate_prompts"),
+    *("contradictions", "max_length", "truncation", "eval_fraction", "stratify_by", "seed", "on_bad_row"),
+)
+_GENERATE_KEYS = (
+    *("prompts", "model", "reward", "reward_weights", "n", "keep", "selection", "budget", "stop_early"),
+    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "sampling_seed"),
+    *("answer", "batch_size", "backend", "dtype", "device", "chat_template", "max_batch_tokens"),
+)
+_EVALUATE_KEYS = (
+    *("model", "reference", "prompts", "reward_model", "held_out_reward", "judge", "judge_labels", "pairs"),
+    *("adversarial", "num_prompts", "winrate_prompts", "samples", "max_new_tokens", "temperature", "seed"),
+    *("gen_batch_size", "dtype", "no_kl", "on_bad_row", "backend"),
+)
+FILTERS = ("pairs", "sft", "kto")
+"""What a stage of kind filter makes of completions."""
+
+
+def _check_filter(settings: dict[str, Any], where: str) -> None:
+    if settings["to"] not in FILTERS:
+        raise UserError(
+            f"{where}: to is {settings['to']!r}; expected one of {', '.join(FILTERS)}",
+            code="invalid_value",
+            key="to",
+        )
+
+
+def _method_check(method: str) -> Callable[[dict[str, Any], str], Any]:
+    return lambda settings, where: METHODS[method].resolve(settings, where=where)
+
+
+KINDS: dict[str, StageKind] = {
+    "data": StageKind(_data, {"*": "rows/*.jsonl"}, ("rows",), check=_check_data, done="rows", seed="seed"),
+    **{
+        name: StageKind(
+            *(_training(name), _TRAINED, ("run/final",)),
+            check=_method_check(name),
+            done="run/results.json",
+            seed="seed",
+            launchable=True,
+            promoted="final",
+        )
+        for name in METHODS
+    },
+    "minmax": StageKind(
+        _training("minmax"),
+        {"final": "run/final/policy", "monitor": "run/final/monitor", "run": "run"},
+        ("run/final",),
+        done="run/results.json",
+        seed="seed",
+        launchable=True,
+        promoted="final",
+    ),
+    "generate": StageKind(
+        *(_generate, {"rows": "rows.jsonl"}, ("rows.jsonl",)),
+        required=("prompts", "model"),
+        allowed=_GENERATE_KEYS,
+        seed="sampling_seed",
+    ),
+    "score": StageKind(
+        *(_step("score"), {"rows": "rows.jsonl"}, ("rows.jsonl",)),
+        required=("rows", "reward"),
+        allowed=("rows", "reward"),
+    ),
+    "filter": StageKind(
+        *(_step("filter"), {"rows": "rows.jsonl"}, ("rows.jsonl",)),
+        required=("rows", "to"),
+        allowed=("rows", "to", "chosen", "rejected", "min_gap", "min_score", "top_share"),
+        check=_check_filter,
+    ),
+    "evaluate": StageKind(
+        *(_evaluate, {"report": "report"}, ("report/completions",)),
+        required=("model", "prompts"),
+        allowed=_EVALUATE_KEYS,
+        seed="seed",
+    ),
+    "capability": StageKind(
+        *(_capability, {"report": "report"}, ("report/items.jsonl",)),
+        required=("model",),
+        allowed=("model", "suite", "file", "rows", "max_new_tokens", "dtype"),
+        done="report/results.json",
+    ),
+    "gate": StageKind(
+        *(_step("gate"), {"verdict": "verdict.json"}, ("verdict.json",)),
+        required=("candidate", "measured"),
+        allowed=("candidate", "measured", "start", "baseline"),
+        promoted="candidate",
+    ),
+    "merge": StageKind(
+        *(_merge, {"final": "model"}, ("model",)),
+        required=("method", "models"),
+        done="model",
+        promoted="final",
+    ),
+}
+"""Every kind, by its name; a method of `METHODS` is one."""

@@ -1,0 +1,178 @@
+"""What results say about themselves: metrics for the manifest, scores by row for gates, signs of collapse."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_data import RunFolder, UserError, read_rows
+
+_SUITES = "items.jsonl"
+"""Of a report of kind capability: a row for every item."""
+_COLUMNS = ("reward", "held_out_reward", "kl", "length")
+_LEAST, _MOST = 0.5, 2.0
+"""Of its value in the first round, below and above which a measure of texts raises an alarm."""
+
+
+def metrics_of(kind: str, folder: Path) -> dict[str, Any]:
+    """Numbers about a finished stage, the same whenever and however often it was interrupted."""
+    del kind
+    for path, read in _READERS.items():
+        if (folder / path).is_file():
+            return read(folder)
+    return {}
+
+
+def scores_of(report: Path) -> tuple[dict[str, dict[str, float]], list[str]]:
+    """Scores of an evaluation, by metric and row, and which of the metrics are capability suites.
+
+    Args:
+        report: the report of a stage of kind evaluate or capability.
+
+    Raises:
+        UserError: it is none.
+    """
+    run = RunFolder(report)
+    if (report / _SUITES).is_file():
+        found: dict[str, dict[str, float]] = {}
+        for row in run.read_lines(_SUITES):
+            found.setdefault(row["suite"], {})[row["id"]] = float(row["score"])
+        return found, list(found)
+    completions = report / "completions" / "policy.jsonl"
+    if not completions.is_file():
+        raise UserError(
+            f"{report} holds no evaluation; name the report of a stage of kind evaluate or capability",
+            code="no_evaluation",
+            path=str(report),
+        )
+    rows = RunFolder(completions.parent).read_lines(completions.name)
+    return {**_by_prompt(rows), **_accuracies(report)}, []
+
+
+def collapse_alarms(rounds: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Signs that texts of later rounds have collapsed, each compared with the first round's.
+
+    Distinct 2-grams, and the share of different texts, that fell to less than half; lengths that doubled or
+    halved; most texts cut off at their longest where they were not.
+
+    Args:
+        rounds: measures of the texts of each round, see `text_measures`.
+    """
+    alarms = []
+    for number, now in enumerate(rounds[1:], 2):
+        for key, (what, low, high) in _WATCHED.items():
+            first, value = rounds[0].get(key), now.get(key)
+            if not first or value is None:
+                continue
+            if value < low * first or value > high * first:
+                alarms.append(f"round {number}: {what} went from {first:.3g} to {value:.3g}")
+        if (now.get("truncated") or 0) > 0.5 >= (rounds[0].get("truncated") or 0):
+            alarms.append(f"round {number}: {now['truncated']:.0%} of the texts are cut off at their longest")
+    return alarms
+
+
+_WATCHED = {
+    "distinct_2": ("the share of different 2-grams", _LEAST, float("inf")),
+    "unique": ("the share of different texts", _LEAST, float("inf")),
+    "words": ("the mean number of words", _LEAST, _MOST),
+    "entropy": ("the entropy of the policy per token", _LEAST, float("inf")),
+}
+
+
+def text_measures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Length, diversity, truncation and score of completions.
+
+    Args:
+        rows: with `completion`, and all `candidates` where they were kept.
+    """
+    from rlhf_eval.evaluation.texts import distinct_share
+
+    texts = [text for row in rows for text in _texts(row)]
+    scores = [row["score"] for row in rows if isinstance(row.get("score"), int | float)]
+    cut = [row["finish_reason"] == "length" for row in rows if row.get("finish_reason") is not None]
+    return {
+        "rows": len(rows),
+        "words": _mean([len(text.split()) for text in texts]),
+        "distinct_2": distinct_share(texts, 2) if texts else None,
+        "unique": len(set(texts)) / len(texts) if texts else None,
+        "truncated": _mean(cut),
+        "score": _mean(scores),
+    }
+
+
+def _texts(row: Mapping[str, Any]) -> list[str]:
+    candidates = row.get("candidates")
+    if isinstance(candidates, list):
+        return [str(each.get("text", "")) for each in candidates]
+    return [row["completion"]] if isinstance(row.get("completion"), str) else []
+
+
+def _of_run(folder: Path) -> dict[str, Any]:
+    results = RunFolder(folder / "run").read_results() or {}
+    return {key: results.get(key) for key in ("before", "after", "steps")}
+
+
+def _of_rows(folder: Path) -> dict[str, Any]:
+    rows = [row for _, row in read_rows(folder / "rows.jsonl")]
+    if rows and "completion" not in rows[0]:
+        return {"rows": len(rows)}
+    return text_measures(rows)
+
+
+def _of_report(folder: Path) -> dict[str, Any]:
+    results = json.loads((folder / "report" / "results.json").read_text(encoding="utf-8"))
+    if "suites" in results:
+        return {"suites": results["suites"]}
+    policy = next((each for each in results["models"] if each["name"] == "policy"), {})
+    found = {kind: policy[kind]["mean"]["estimate"] for kind in _COLUMNS[:2] if kind in policy}
+    if "kl" in policy:
+        found |= {"kl": policy["kl"]["kl"]["estimate"], "entropy": policy["kl"]["entropy_per_token"]}
+    if "tokens" in policy:
+        found["tokens"] = policy["tokens"]["estimate"]
+    return found | {key: policy["diversity"].get(key) for key in ("distinct_2", "unique")}
+
+
+def _of_verdict(folder: Path) -> dict[str, Any]:
+    found = json.loads((folder / "verdict.json").read_text(encoding="utf-8"))
+    return {key: found[key] for key in ("outcome", "reasons")}
+
+
+_READERS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "verdict.json": _of_verdict,
+    "run/results.json": _of_run,
+    "report/results.json": _of_report,
+    "rows.jsonl": _of_rows,
+}
+
+
+def _by_prompt(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Means over the completions of each prompt."""
+    sums: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        values = {key: row.get(key) for key in _COLUMNS}
+        if row.get("finish_reason") is not None:
+            values["truncated"] = float(row["finish_reason"] == "length")
+        for key, value in values.items():
+            if isinstance(value, int | float):
+                sums.setdefault(key, {}).setdefault(row["prompt"], []).append(float(value))
+    return {
+        key: {prompt: sum(each) / len(each) for prompt, each in by_prompt.items()}
+        for key, by_prompt in sums.items()
+    }
+
+
+def _accuracies(report: Path) -> dict[str, dict[str, float]]:
+    """Accuracy of the reward on pairs; the report has its mean only, so its rows pair with no other's."""
+    results = json.loads((report / "results.json").read_text(encoding="utf-8"))
+    found = {}
+    for each in results.get("reward_accuracy", ()):
+        right = round(each["accuracy"]["estimate"] * each["pairs"])
+        names = {f"{report} {i}": float(i < right) for i in range(each["pairs"])}
+        found[f"{each['by']}_accuracy"] = names
+    return found
+
+
+def _mean(values: Sequence[Any]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,223 @@
+"""What is kept on the disk: results by their addresses, the manifest, the history, what is current."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rlhf_algos.pipeline.kinds import KINDS
+from rlhf_algos.pipeline.references import Digests, file_digest, files_below
+from rlhf_data import RunFolder, UserError, atomic_write_json, finite, json_hash
+
+MANIFEST, HISTORY, STAGE = "pipeline.json", "history.jsonl", "stage.json"
+_FORMAT = 1
+"""Incremented when stages of the same settings do something else, so that they run again."""
+_PACKAGES = (
+    *("rlhf-algos", "rlhf-data", "rlhf-eval", "rlhf-infer", "rlhf-merge", "rlhf-minmax", "rlhf-models"),
+    *("rlhf-report", "rlhf-serve", "rlhf-train", "accelerate", "peft", "torch", "transformers", "vllm"),
+)
+_NOT_CONTENT = ("README.md", "lock")
+"""Files that hold times or paths."""
+_NOT_CONTENT_TYPES = (".png", ".html")
+
+
+HUB = "hub"
+
+
+@dataclass(frozen=True)
+class Artefact:
+    """A path that a result holds, or one from outside.
+
+    Attributes:
+        path: Relative to the pipeline's folder, or absolute, or a name on the hub.
+        address: Of the result that holds it, or the digest of a path from outside; `hub` for a name.
+    """
+
+    path: str
+    address: str
+
+
+@dataclass(frozen=True)
+class Current:
+    """What has a role.
+
+    Attributes:
+        artefact: The model.
+        stage: The stage that promoted it; None for the model that the pipeline began with.
+        measured: Its evaluations, for gates that compare with the previous model.
+    """
+
+    artefact: Artefact
+    stage: str | None = None
+    measured: tuple[Artefact, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+
+@dataclass
+class ResultStore:
+    """The folder of a pipeline.
+
+    Attributes:
+        root: The folder.
+        entries: Of the manifest, by stage.
+        current: What has each role.
+    """
+
+    root: Path
+    entries: dict[str, dict[str, Any]] = field(default_factory=dict)
+    current: dict[str, Current] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.digests = Digests(self.root / ".digests.json")
+        self.versions = package_versions()
+
+    def address(self, kind: str, settings: Any, launch: Any, files: Sequence[str], needs: Any) -> str:
+        """The address of a result: a hash of all that it depends on.
+
+        Args:
+            kind: the stage's kind.
+            settings: its settings, with addresses in place of references.
+            launch: how it is launched.
+            files: files and folders that the settings name, whose contents count.
+            needs: addresses of further results that it depends on.
+        """
+        contents = {name: self.digests.of(name) for name in files}
+        made_of = [_FORMAT, kind, settings, launch, contents, needs, self.versions]
+        return json_hash(made_of)
+
+    def folder(self, kind: str, address: str) -> Path:
+        """The folder of a result."""
+        return self.root / "results" / f"{kind}-{address[:16]}"
+
+    def read(self, kind: str, address: str) -> dict[str, Any] | None:
+        """What a finished result's `stage.json` says; None if it is unfinished, or a file of it is gone."""
+        folder = self.folder(kind, address)
+        try:
+            found = json.loads((folder / STAGE).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{folder / STAGE} is damaged ({error}); delete that folder to run the stage again",
+                code="damaged_file",
+            ) from error
+        whole = found["address"] == address and all(
+            (folder / name).is_file() and (folder / name).stat().st_size == entry["size"]
+            for name, entry in found["outputs"].items()
+        )
+        return found if whole else None
+
+    def finish(self, kind: str, address: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Mark a result as finished, with the hashes of its files; what `read` returns from now on.
+
+        Raises:
+            UserError: it left nothing.
+        """
+        folder = self.folder(kind, address)
+        outputs: dict[str, Any] = {}
+        for name in KINDS[kind].content:
+            path = folder / name
+            for file in files_below(path) if path.is_dir() else [path] if path.exists() else []:
+                if file.name not in _NOT_CONTENT and file.suffix not in _NOT_CONTENT_TYPES:
+                    entry = {"sha256": file_digest(file), "size": file.stat().st_size}
+                    outputs[file.relative_to(folder).as_posix()] = entry
+        if not outputs:
+            expected = ", ".join(KINDS[kind].content)
+            raise UserError(
+                f"a stage of kind {kind} ended well and left no {expected} in {folder}; see its log.txt",
+                code="stage_left_nothing",
+                kind=kind,
+            )
+        found = {"kind": kind, "address": address, "outputs": outputs, "metrics": finite(dict(metrics))}
+        atomic_write_json(folder / STAGE, found)
+        return found
+
+    def path(self, artefact: Artefact) -> str:
+        """The absolute path of an artefact."""
+        if artefact.address == HUB:
+            return artefact.path
+        return os.path.normpath(os.path.join(os.path.abspath(self.root), artefact.path))
+
+    def relative(self, path: Path) -> str:
+        """A path as an artefact has it."""
+        return os.path.relpath(path, self.root)
+
+    def write_manifest(self, config: Mapping[str, Any], order: Sequence[str]) -> None:
+        """Write `pipeline.json`: what every stage is made of, what it left, what is current; no times."""
+        stages = {name: self.entries[name] for name in order if name in self.entries}
+        current = {role: each.to_dict() for role, each in sorted(self.current.items())}
+        manifest = {
+            "format": _FORMAT,
+            "config": json_hash(dict(config)),
+            "versions": self.versions,
+            "stages": stages,
+            "current": current,
+        }
+        text = json.dumps(finite(manifest), sort_keys=True)
+        try:
+            same = json.dumps(self.read_manifest(), sort_keys=True) == text
+        except UserError:
+            same = False
+        if not same:
+            atomic_write_json(self.root / MANIFEST, finite(manifest))
+        for role, each in self.current.items():
+            _point(self.root / "current" / role, self.path(each.artefact))
+
+    def read_manifest(self) -> dict[str, Any] | None:
+        """The manifest; None if there is none yet.
+
+        Raises:
+            UserError: it is damaged.
+        """
+        path = self.root / MANIFEST
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise UserError(
+                f"{path} is damaged ({error}); delete it, the next run writes it again", code="damaged_file"
+            ) from error
+
+    def log(self, event: str, stage: str, **facts: Any) -> None:
+        """Append an event to `history.jsonl`, with the time."""
+        row = {"time": round(time.time(), 3), "event": event, "stage": stage, **facts}
+        RunFolder(self.root).append_lines(HISTORY, [row])
+
+    def reject(self, stage: str, address: str, verdict: Mapping[str, Any], candidate: Artefact) -> None:
+        """Write why a candidate was not promoted; the candidate itself stays among the results."""
+        folder = self.root / "rejected" / f"{stage}-{address[:16]}"
+        reason = {"stage": stage, "candidate": asdict(candidate), **verdict}
+        atomic_write_json(folder / "reason.json", finite(reason))
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of the packages that decide what a stage computes, as far as they are installed."""
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _point(link: Path, target: str) -> None:
+    """Let a link lead to a path, atomically; to a name on the hub it leads nowhere."""
+    link.parent.mkdir(parents=True, exist_ok=True)
+    where = os.path.relpath(target, link.parent) if os.path.exists(target) else target
+    if link.is_symlink() and os.readlink(link) == where:
+        return
+    temp = link.with_name(f".{link.name}.tmp-{os.getpid()}")
+    temp.unlink(missing_ok=True)
+    os.symlink(where, temp)
+    os.replace(temp, link)

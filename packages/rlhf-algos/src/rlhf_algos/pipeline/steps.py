@@ -1,0 +1,208 @@
+"""Stages that are none of the commands': scoring and choosing completions, and gates.
+
+`python -m rlhf_algos.pipeline.steps NAME FOLDER` does one in the folder of its stage, from its settings.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_algos.pipeline.kinds import SETTINGS
+from rlhf_algos.pipeline.measured import scores_of
+from rlhf_data import UserError, atomic_write_json, atomic_write_text, exit_cleanly, read_rows
+from rlhf_eval.gates import Gate, judge_gates, verdict_of_all
+
+_NOT_COLUMNS = (
+    *("prompt", "completion", "candidates", "score", "scores", "samples", "answer_found"),
+    *("completion_tokens", "finish_reason"),
+)
+"""Of the rows of `rlhf-serve generate`, what is no column of their prompts."""
+
+
+def score(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Score every candidate of rows anew, and take the best one as the completion."""
+    from rlhf_eval.scoring import load_scorer
+
+    rows = _rows(settings["rows"])
+    lines = settings["reward"] if isinstance(settings["reward"], list) else [settings["reward"]]
+    texts = [[each["text"] for each in _candidates(row, settings["rows"])] for row in rows]
+    flat = [(row, text) for row, group in zip(rows, texts, strict=True) for text in group]
+    names = sorted({name for row in rows for name in row} - set(_NOT_COLUMNS))
+    columns = {name: [row.get(name) for row, _ in flat] for name in names}
+    prompts, completions = [row["prompt"] for row, _ in flat], [text for _, text in flat]
+    totals = [0.0] * len(flat)
+    for line in lines:
+        found = load_scorer(line)(prompts, completions, columns=columns).mean(0)
+        totals = [a + float(b) for a, b in zip(totals, found, strict=True)]
+    place = iter(totals)
+    for row, group in zip(rows, texts, strict=True):
+        ranked = sorted(
+            ({"text": text, "score": next(place)} for text in group), key=lambda each: -each["score"]
+        )
+        row |= {"candidates": ranked, "completion": ranked[0]["text"], "score": ranked[0]["score"]}
+    _write(folder, rows)
+
+
+def choose(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Make training rows of completions: pairs, demonstrations, or labelled completions."""
+    rows = _rows(settings["rows"])
+    made = {"pairs": _pairs, "sft": _demonstrations, "kto": _labelled}[settings["to"]](rows, settings)
+    if not made:
+        raise UserError(
+            f"{settings['rows']}: none of {len(rows)} rows is left by the filter; lower min_gap or "
+            "min_score, raise top_share, or draw more completions",
+            code="no_rows_left",
+            rows=len(rows),
+        )
+    _write(folder, made)
+
+
+def gate(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Judge a candidate, and write the verdict."""
+    measured, suites = _measured(settings["measured"])
+    others = {
+        name: _measured(settings[name])[0] for name in ("start", "previous", "baseline") if settings.get(name)
+    }
+    gates = [Gate.from_dict(each, where="gate") for each in settings["gates"]]
+    verdicts = judge_gates(gates, measured, others, suites=suites)
+    found = {
+        "outcome": verdict_of_all(verdicts),
+        "reasons": [verdict.reason for verdict in verdicts],
+        "verdicts": [verdict.to_dict() for verdict in verdicts],
+    }
+    atomic_write_json(folder / "verdict.json", found)
+    print("\n".join([found["outcome"], *found["reasons"]]))
+
+
+def _measured(reports: Any) -> tuple[dict[str, dict[str, float]], list[str]]:
+    """Scores of several reports together."""
+    scores: dict[str, dict[str, float]] = {}
+    suites: list[str] = []
+    for report in reports if isinstance(reports, list) else [reports]:
+        found, some = scores_of(Path(report))
+        for metric in found:
+            if metric in scores:
+                raise UserError(
+                    f"{metric} is measured in two reports of one gate; name one of them",
+                    code="repeated_name",
+                    metric=metric,
+                )
+        scores |= found
+        suites += some
+    return scores, suites
+
+
+def _pairs(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The best against the worst candidate; or either against a column of the row, as SPIN does.
+
+    `chosen` and `rejected` name a column that holds the text, such as the demonstration of the prompt; by
+    default they are the best and the worst candidate, which must be `min_gap` apart.
+    """
+    chosen, rejected = settings.get("chosen"), settings.get("rejected")
+    least = float(settings.get("min_gap") or 0.0)
+    made = []
+    for row in rows:
+        ranked = sorted(_candidates(row, settings["rows"]), key=lambda each: -_score(each))
+        sides = [
+            _column(row, name, settings["rows"]) if name else ranked[place]["text"]
+            for name, place in ((chosen, 0), (rejected, -1))
+        ]
+        gap = _score(ranked[0]) - _score(ranked[-1])
+        scored = not chosen and not rejected
+        texts = {side.strip() for side in sides}
+        if len(texts) < 2 or "" in texts or (scored and not (gap > 0 and gap >= least)):
+            continue
+        made.append(_kept(row) | {"prompt": row["prompt"], "chosen": sides[0], "rejected": sides[1]})
+    return made
+
+
+def _demonstrations(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The best candidates of at least `min_score`, of those the `top_share` with the highest scores."""
+    least = settings.get("min_score")
+    best = []
+    for row in rows:
+        found = max(_candidates(row, settings["rows"]), key=_score)
+        if found["text"].strip() and (least is None or _score(found) >= least):
+            best.append((_score(found), _kept(row) | {"prompt": row["prompt"], "completion": found["text"]}))
+    share = settings.get("top_share")
+    if share is None:
+        return [row for _, row in best]
+    count = math.ceil(float(share) * len(best))
+    order = sorted(range(len(best)), key=lambda i: -best[i][0])[:count]
+    return [best[i][1] for i in sorted(order)]
+
+
+def _labelled(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Every candidate, good from `min_score` on; without it, from the mean score of all on."""
+    every = [(row, each) for row in rows for each in _candidates(row, settings["rows"])]
+    scores = [_score(each) for _, each in every]
+    least = settings.get("min_score")
+    limit = sum(scores) / len(scores) if least is None and scores else float(least or 0.0)
+    return [
+        {"prompt": row["prompt"], "completion": each["text"], "label": _score(each) >= limit}
+        for row, each in every
+        if each["text"].strip()
+    ]
+
+
+def _rows(path: str) -> list[dict[str, Any]]:
+    rows = [dict(row) for _, row in read_rows(path)]
+    for number, row in enumerate(rows, 1):
+        if "prompt" not in row or ("completion" not in row and "candidates" not in row):
+            raise UserError(
+                f"{path}, row {number}: no prompt and completion; expected rows of a stage of kind generate",
+                code="missing_value",
+            )
+    return rows
+
+
+def _candidates(row: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
+    found = row.get("candidates") or [{"text": row.get("completion"), "score": row.get("score")}]
+    if any(not isinstance(each.get("text"), str) for each in found):
+        raise UserError(f"{path}: a row has a completion that is no text", code="missing_value")
+    return found
+
+
+def _score(candidate: Mapping[str, Any]) -> float:
+    value = candidate.get("score")
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _column(row: Mapping[str, Any], name: str, path: str) -> str:
+    value = row.get(name)
+    if not isinstance(value, str):
+        raise UserError(
+            f"{path}: a row has no text in column {name}, which the filter takes; name another column",
+            code="missing_column",
+            column=name,
+        )
+    return value
+
+
+def _kept(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key not in _NOT_COLUMNS}
+
+
+def _write(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    atomic_write_text(folder / "rows.jsonl", "".join(f"{line}\n" for line in lines))
+    print(f"{len(rows)} rows")
+
+
+STEPS: dict[str, Callable[[Path, Mapping[str, Any]], None]] = {"score": score, "filter": choose, "gate": gate}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Do one step in the folder of its stage."""
+    name, folder = arguments
+    settings = json.loads((Path(folder) / SETTINGS).read_text(encoding="utf-8"))
+    exit_cleanly(lambda: STEPS[name](Path(folder), settings))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

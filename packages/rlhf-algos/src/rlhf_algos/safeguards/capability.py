@@ -1,0 +1,185 @@
+"""Capability suites during a training: a tested loss takes the training back to where it had none."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlhf_algos.configs.trainer import PolicyConfig
+from rlhf_algos.process_group import broadcast
+from rlhf_data import UserError, atomic_write_json
+from rlhf_eval.capability import CapabilityReport, CapabilityTester, load_suites
+from rlhf_eval.gates import verdict_of_all
+
+ROLLBACKS, START = "rollbacks.json", "capability_start"
+"""In the run folder: every rollback with its reasons, and what the model could do at first."""
+_SLOWER = 0.5
+"""Factor on the learning rate after a rollback."""
+_SEEDS = 1_000_003
+"""Between the seed before and after a rollback, so that no user's other seed gives the same order."""
+_ALPHA = 0.05
+"""Risk of a rollback, in the whole training, of a model that has lost nothing."""
+
+
+@dataclass
+class _Policy:
+    model: Any
+    tokenizer: Any
+
+
+class CapabilityGuard:
+    """Measures suites every N steps, and takes a training back whose model has lost one of them.
+
+    The model is compared with what it was when training began, item by item, see
+    `rlhf_eval.gates.judge_gates`.  The risk of a wrong rollback, 5% for the whole training, is shared
+    equally by its measurements (Bonferroni).  A model that has lost nothing that the items show gets a
+    checkpoint; one that has is replaced by the last such checkpoint: weights, optimizer, schedule,
+    controllers, data position.  From there training goes another way: another data order and other samples,
+    at half the learning rate.  After `max_rollbacks` rollbacks the next regression ends the training.
+
+    Args:
+        trainer: of a language model.
+        config: its settings.
+
+    Attributes:
+        rollbacks: how many have been done.
+        lost: whether the last measurement found a loss.
+        saves: whether the model was measured at this step and had lost nothing.
+
+    Raises:
+        UserError: run folder or tokenizer are missing, the model is sharded, or a suite cannot be read.
+    """
+
+    def __init__(self, trainer: Any, config: PolicyConfig) -> None:
+        if trainer.run is None or trainer.tokenizer is None:
+            raise UserError(
+                "capability_steps needs a run folder for checkpoints, and a tokenizer; give the trainer both",
+                code="missing_run_folder",
+            )
+        if trainer.parallel.sharded:
+            raise UserError(
+                "capability_steps needs a model that is not sharded; measure a sharded one after training, "
+                "with a capability stage of a pipeline",
+                code="unsupported_key",
+                key="capability_steps",
+            )
+        self._trainer, self._config = trainer, config
+        looks = math.ceil(trainer.total_steps / (config.capability_steps or 1))
+        self._tester = CapabilityTester(
+            load_suites(config.capability_suites, config.capability_rows),
+            margin=config.capability_margin,
+            alpha=_ALPHA / looks,
+        )
+        self._start: CapabilityReport | None = None
+        self.rollbacks = 0
+        self.lost = self.saves = False
+
+    @property
+    def seed_shift(self) -> int:
+        """What is added to the seed since the last rollback."""
+        return _SEEDS * self.rollbacks
+
+    @property
+    def ended(self) -> bool:
+        """Whether there were more rollbacks than `max_rollbacks`."""
+        return self.rollbacks > self._config.max_rollbacks
+
+    def begin(self) -> None:
+        """Measure the model before its first step, and keep it; later, take up what was measured then."""
+        trainer = self._trainer
+        folder = trainer.run.path / START
+        if self._start is not None:
+            return
+        if broadcast((folder / "results.json").exists()):
+            self._start = CapabilityReport.read(folder)
+            return
+        logging.getLogger(__name__).info("measuring what the model can do before training")
+        self._start = self._measure()
+        if trainer.parallel.is_main:
+            self._start.write(folder, step=trainer.step)
+        trainer.checkpoints.pinned = trainer.step
+        trainer.save_checkpoint()
+
+    def look(self) -> dict[str, float]:
+        """If it is time, measure the model and note what becomes of it.
+
+        Returns:
+            `capability/<suite>`, the mean score of each suite, and `rollbacks`, those done so far; empty
+            where it is not time.
+        """
+        self.lost = self.saves = False
+        trainer = self._trainer
+        if not trainer.due(self._config.capability_steps):
+            return {}
+        assert self._start is not None
+        report = self._measure()
+        verdicts = self._tester.compare(self._start, report, against="start")
+        self.lost = verdict_of_all(verdicts) == "fail"
+        self.saves = not self.lost
+        if self.lost:
+            reasons = [each.reason for each in verdicts if each.outcome == "fail"]
+            self._note({"step": trainer.step, "to": trainer.checkpoints.pinned, "reasons": reasons})
+        else:
+            trainer.checkpoints.pinned = trainer.step
+        found = report.summary()
+        means = {f"capability/{suite}": found[suite]["mean"] for suite in found}
+        return {**means, "rollbacks": self.rollbacks}
+
+    def roll_back(self) -> None:
+        """Go back to the last checkpoint whose model had lost nothing, and on from there another way."""
+        events = self._events()
+        trainer, last = self._trainer, events[-1]
+        trainer.load_checkpoint(trainer.run.checkpoint_path(last["to"]))
+        before, self.rollbacks, self.lost = self.rollbacks, len(events), False
+        factor = _SLOWER ** (self.rollbacks - before)
+        trainer.scheduler.base_lrs = [rate * factor for rate in trainer.scheduler.base_lrs]
+        trainer.trained.set_learning_rates()
+        torch.manual_seed(trainer.seed + trainer.parallel.rank)
+        if trainer.parallel.is_main:
+            trainer.run.drop_checkpoints_after(last["to"])
+            trainer.run.truncate_logs(last["to"])
+        trainer.parallel.wait()
+        what = "training ends with it" if self.ended else "training goes on from it another way"
+        logging.getLogger(__name__).warning(
+            "step %d: %s; back to step %d, and %s", last["step"], "; ".join(last["reasons"]), last["to"], what
+        )
+
+    def finish_rollback(self) -> None:
+        """Of a resumed run: do a rollback that was noted and not followed by a checkpoint."""
+        if len(self._events()) > self.rollbacks:
+            self._trainer.prepare()
+            self.roll_back()
+
+    def state(self) -> dict[str, Any]:
+        """What checkpoints hold of it."""
+        return {"rollbacks": self.rollbacks, "tested": self._trainer.checkpoints.pinned}
+
+    def load_state(self, state: dict[str, Any] | None) -> None:
+        """Take up what a checkpoint holds; one that was written without this guard holds nothing."""
+        self.rollbacks = state["rollbacks"] if state else 0
+        self._trainer.checkpoints.pinned = state["tested"] if state else None
+
+    def _measure(self) -> CapabilityReport:
+        """What the model can do now; the first process measures it for all."""
+        trainer, rows = self._trainer, None
+        if trainer.parallel.is_main:
+            devices = [trainer.device] if trainer.device.type == "cuda" else []
+            with torch.random.fork_rng(devices):
+                rows = self._tester.run(_Policy(trainer.model, trainer.tokenizer)).items
+        return CapabilityReport(tuple(broadcast(rows)))
+
+    def _events(self) -> list[dict[str, Any]]:
+        path = self._trainer.run.path / ROLLBACKS
+        return broadcast(json.loads(path.read_text(encoding="utf-8")) if path.exists() else [])
+
+    def _note(self, event: dict[str, Any]) -> None:
+        """Write a rollback down before it is done, so that a killed run does it when it is resumed."""
+        events = [*self._events(), event]
+        if self._trainer.parallel.is_main:
+            atomic_write_json(self._trainer.run.path / ROLLBACKS, events)
+        self._trainer.parallel.wait()

@@ -1,1 +1,0 @@
-"""LoRA adapters as peft saves them, and tensors with their update added."""

@@ -1,1 +1,0 @@
-"""Vocabularies that differ: the union of tokens, and tensors with their rows aligned to it."""

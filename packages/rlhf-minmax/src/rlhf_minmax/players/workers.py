@@ -1,0 +1,67 @@
+"""Players whose completions are sampled by workers on a Ray cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+
+from rlhf_algos import Controller, EngineSetup, WorkerRole, told_to
+from rlhf_data import RunFolder
+from rlhf_infer import Rollout, SamplingParams
+from rlhf_minmax.config.run import MinMaxConfig
+from rlhf_minmax.players.players import PLAIN, Players
+from rlhf_models import PolicyModel
+
+
+class GameWorkers:
+    """Workers that hold all players; whichever is free samples for any of them.
+
+    Weights travel for each player alone, whenever its trained parameters are no longer those that the workers
+    have; a past player or averaged weights in a player's place are other weights of it.
+
+    Args:
+        players: the players.
+        config: the run's settings, with `distributed`.
+        run: whose `workers.jsonl` says what happens to workers.
+
+    Raises:
+        UserError: Ray is missing, no cluster answers, or it has no room for the workers.
+    """
+
+    def __init__(self, players: Players, config: MinMaxConfig, run: RunFolder) -> None:
+        assert config.distributed is not None
+        named = {"policy": players.policy, "monitor": players.monitor, PLAIN: players.plain}
+        self._names = {id(player): name for name, player in named.items() if player is not None}
+        self._controller = Controller(
+            config.distributed,
+            EngineSetup(config.training.max_kv_tokens, torch.get_num_threads()),
+            None,
+            eos_token_ids=[],
+            roles={name: _role(player) for name, player in named.items() if player is not None},
+            prompts_per_batch=config.training.prompts_per_batch,
+            tell=told_to(run),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def generate(
+        self, player: PolicyModel, prompts: Sequence[Sequence[int]], n: int, params: SamplingParams
+    ) -> list[list[Rollout]]:
+        """`n` completions of each prompt by a player as it is now."""
+        return self._controller.sample_as(self._names[id(player)], prompts, n, params)
+
+    def close(self) -> None:
+        """End the workers, the connection, and a local cluster."""
+        self._controller.close()
+
+
+def _role(player: PolicyModel) -> WorkerRole:
+    own = set(map(id, player.parameters()))
+    trained = frozenset(name for name, each in player.model.named_parameters() if id(each) in own)
+    return WorkerRole(player.model, player.tokenizer, player.adapter, trained)

@@ -1,0 +1,53 @@
+"""What fits a model: the tokens of its context, the vocabulary of a tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from rlhf_data import UserError
+
+
+def context_length(model: PreTrainedModel | PreTrainedConfig) -> int | None:
+    """Tokens a model can attend to (prompt and completion together); None when it sets no limit."""
+    config = model if isinstance(model, PreTrainedConfig) else model.config
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def check_prompt_fits(model: PreTrainedModel | PreTrainedConfig, length: int, what: str) -> None:
+    """Check that `length` tokens fit into a model's context.
+
+    Args:
+        model: the model or its config.
+        length: tokens in all, those to be generated included.
+        what: names the text in the message, for instance "the prompt of stories.jsonl, line 3".
+
+    Raises:
+        UserError: they do not.
+    """
+    limit = context_length(model)
+    if limit is not None and length > limit:
+        raise UserError(
+            f"{what} needs {length} tokens but the model's context holds {limit}; "
+            "shorten it or take a model with a longer context",
+            code="context_too_short",
+            length=length,
+            limit=limit,
+        )
+
+
+def check_tokenizer_fits(model: PreTrainedModel | PreTrainedConfig, tokenizer: Any) -> None:
+    """Check that a model has an embedding for every token of a tokenizer.
+
+    Raises:
+        UserError: a token has none.
+    """
+    config = model if isinstance(model, PreTrainedConfig) else model.config
+    vocab_size = config.get_text_config().vocab_size
+    if len(tokenizer) > vocab_size:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens but the model only {vocab_size} embeddings; "
+            "take the tokenizer that belongs to the model",
+            code="tokenizer_does_not_fit",
+        )

@@ -1,0 +1,24 @@
+"""A Ray cluster in real processes, which the tests of a module share."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+
+from ray_faults import started
+
+
+@pytest.fixture(scope="session")
+def ray_here() -> Iterator[None]:
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip('ray is missing: pip install "rlhf-algos[ray]"')
+    from rlhf_algos.distributed.cluster import Cluster
+    from rlhf_algos.distributed.config import DistributedConfig
+
+    config = DistributedConfig(address="local", rollout_workers=4, object_store_gb=0.2)
+    cluster = started(lambda: Cluster(config))
+    cluster.release()
+    yield
+    cluster.close()

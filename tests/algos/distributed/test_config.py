@@ -1,0 +1,77 @@
+"""Settings of rollout workers: what is refused, with a sentence."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+from typing import Any
+
+import pytest
+
+from raises import raises_error
+from rlhf_algos import METHODS
+from rlhf_algos.distributed.config import DistributedConfig, check_reachable, require_ray
+from rlhf_data import UserError
+
+
+@pytest.mark.parametrize("address", ["auto", "local", "10.0.0.1:6379", "ray://head:10001"])
+def test_addresses(address: str):
+    assert DistributedConfig(address=address).address == address
+
+
+@pytest.mark.parametrize("address", ["", "head", "ray://head", "head:port", "ray://:10001"])
+def test_what_is_no_address(address: str):
+    with raises_error("invalid_value", key="distributed.address"):
+        METHODS["grpo"].resolve({"distributed": {"address": address}})
+
+
+@pytest.mark.parametrize("key", ["rollout_workers", "cpus_per_worker", "group_timeout", "start_timeout"])
+def test_there_is_at_least_some(key: str):
+    with raises_error("invalid_value", key=f"distributed.{key}"):
+        METHODS["ppo"].resolve({"distributed": {key: 0}})
+
+
+def test_an_unknown_key_is_refused():
+    with raises_error("unknown_key", key="distributed.workers"):
+        METHODS["grpo"].resolve({"distributed": {"workers": 2}})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"fsdp": True},
+        {"use_vllm": True, "vllm_mode": "server"},
+        {"load_in_4bit": True, "use_peft": True, "model_name_or_path": "somewhere"},
+    ],
+    ids=["fsdp", "server", "4bit"],
+)
+def test_what_workers_cannot_follow_is_refused(other: dict[str, Any]):
+    METHODS["grpo"].resolve(other)
+    with pytest.raises(UserError, match="distributed"):
+        METHODS["grpo"].resolve(other | {"distributed": {}})
+
+
+def test_a_training_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="2 training processes"):
+        METHODS["grpo"].resolve({"distributed": {}, "per_device_train_batch_size": 8})
+
+
+def test_without_ray_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with raises_error("missing_package"):
+        require_ray()
+
+
+def test_a_cluster_that_nothing_answers_for_is_refused_at_once(monkeypatch: pytest.MonkeyPatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        check_reachable(DistributedConfig(address=address))
+    for name in (address, f"ray://{address}"):
+        with raises_error("cluster_unreachable", address=name):
+            check_reachable(DistributedConfig(address=name))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    check_reachable(DistributedConfig())
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with raises_error("cluster_unreachable", address=address):
+        check_reachable(DistributedConfig())

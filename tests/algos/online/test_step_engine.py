@@ -1,0 +1,63 @@
+"""Sampling ahead of the trainer, by ordinal, with one process; and in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ahead_engine import AheadEngine
+from online_trainers import PROMPTS, TOKENIZER, grpo, ppo
+
+_CLOCK = ("step_time", "time/rollout", "time/score", "time/update", "samples_per_second", "peak_memory_gb")
+
+
+def run(
+    make: Callable[..., Any], engine: Any = None, **settings: Any
+) -> tuple[list[dict[str, float]], list[Any]]:
+    """Metrics of every step but for the clock, and the final weights."""
+    found: list[dict[str, float]] = []
+    options: dict[str, Any] = {
+        "on_step": lambda step, metrics: found.append({k: v for k, v in metrics.items() if k not in _CLOCK})
+    }
+    trainer = make(options=options | ({"engine": engine} if engine else {}), prompts_per_batch=1, **settings)
+    trainer.train()
+    return found, [parameter.detach().clone() for parameter in trainer.parameters]
+
+
+def same(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    return one[0] == other[0] and all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
+
+
+@pytest.mark.parametrize("make", [grpo, ppo])
+def test_an_engine_that_waits_for_the_newest_weights_is_as_the_trainers_own(make: Any):
+    assert same(run(make), run(make, AheadEngine(TOKENIZER, 0)))
+
+
+def test_step_s_is_sampled_with_the_weights_of_k_steps_before():
+    engine = AheadEngine(TOKENIZER, 2)
+    metrics, _ = run(grpo, engine, max_steps=6)
+    assert len(metrics) == 6
+    assert engine.used == {0: 0, 1: 0, 2: 0, 3: 1, 4: 2, 5: 3}
+    ratios = [row["sampling/importance_sampling_ratio/mean"] for row in metrics]
+    assert ratios[0] == pytest.approx(1, abs=1e-5)
+    assert all(abs(ratio - 1) > 1e-4 for ratio in ratios[2:])
+
+
+def test_batches_of_prompts_are_sampled_apart(monkeypatch: pytest.MonkeyPatch):
+    trainer = grpo(prompts_per_batch=2)
+    sizes: list[int] = []
+    generate = trainer.engine.generate
+
+    def counted(prompts: Any, *rest: Any) -> Any:
+        sizes.append(len(prompts))
+        return generate(prompts, *rest)
+
+    monkeypatch.setattr(trainer.engine, "generate", counted)
+    groups = trainer.sample(PROMPTS[:5], 3, seed=1)
+    assert sizes == [2, 2, 1]
+    assert [list(group[0].prompt_ids) for group in groups] == [list(p.prompt_ids) for p in PROMPTS[:5]]
+    whole = grpo().sample(PROMPTS[:5], 3, seed=1)
+    assert [[r.completion_ids for r in g] for g in groups] == [[r.completion_ids for r in g] for g in whole]

@@ -1,0 +1,126 @@
+"""Memory of each process, from shapes: every part by hand, and what a GPU cannot hold."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raises import raises_error
+from rlhf_algos import METHODS, DPOConfig, Machine, check_start, plan_machine
+from rlhf_algos.parallel.memory_plan import TrainedShape, memory_by_phase, trained_shape
+from rlhf_models import LoraSettings, add_adapters, tiny_model
+
+SHAPE = TrainedShape(trained=1000, frozen=200.0, reference=4000.0, unit=100)
+H100 = plan_machine(4, "h100")
+
+
+ALONE = Machine()
+
+
+def plan(machine: Machine = ALONE, *, half: bool = False, cache: float = 0.0, **settings: Any) -> Any:
+    config = DPOConfig.from_dict(settings)
+    return memory_by_phase(config, SHAPE, machine, half=half, activations=500.0, cache=cache)
+
+
+def zero(tmp_path: Path, stage: int, **more: Any) -> str:
+    section = {"stage": stage, "reduce_bucket_size": 10, "stage3_max_live_parameters": 300, **more}
+    path = tmp_path / "zero.json"
+    path.write_text(json.dumps({"zero_optimization": section}))
+    return str(path)
+
+
+def test_one_process_holds_all() -> None:
+    """Weights 4 x 1000 + 200, gradients 4 x 1000, moments 8 x 1000; nothing is gathered."""
+    phases = plan(cache=70.0)
+    assert phases["load"] == {"weights": 4200, "reference": 4000, "gathered layers": 0}
+    held = {"weights": 4200, "reference": 4000, "moments": 8000}
+    assert phases["rollout"] == held | {"gathered layers": 0, "keys and values": 70}
+    assert phases["update"] == held | {"gradients": 4000, "activations": 500}
+    assert sum(phases["checkpoint"].values()) == 16200
+    assert "rollout" not in plan()
+
+
+def test_autocast_and_ddp_keep_copies() -> None:
+    update = plan(Machine(2), half=True)["update"]
+    assert update["weights in half precision"] == 2000
+    assert update["buckets of gradients"] == 4000
+
+
+def test_fsdp_divides_all_and_gathers_layers() -> None:
+    """A quarter of each; 3 layers of 100 weights of 4 bytes, in the update 2 fp32 layers more."""
+    phases = plan(Machine(4), fsdp=True)
+    assert phases["load"] == {"weights": 1050, "reference": 1000, "gathered layers": 1200}
+    assert phases["update"]["gathered layers"] == 2000
+    assert [phases["update"][part] for part in ("gradients", "moments")] == [1000, 2000]
+    assert plan(Machine(4), half=True, fsdp=True)["load"]["gathered layers"] == 600
+    offloaded = plan(H100, fsdp=True, fsdp_cpu_offload=True)["update"]
+    assert [offloaded[part] for part in ("weights", "reference", "gradients", "moments")] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("stage", "weights", "gradients", "gathered"),
+    [(1, 2200, 2000, 0), (2, 2200, 500, 0), (3, 550, 500, 600)],
+)
+def test_zero_divides_by_its_stage(
+    stage: int, weights: float, gradients: float, gathered: float, tmp_path: Path
+) -> None:
+    """In bf16: 2 bytes a weight and gradient, and fp32 copy and moments, 12 x 1000 / 4."""
+    update = plan(Machine(4), half=True, deepspeed=zero(tmp_path, stage))["update"]
+    assert (update["weights"], update["gradients"]) == (weights, gradients)
+    assert update["fp32 copy of the weights"] + update["moments"] == 3000
+    assert update.get("gathered layers", 0) == gathered
+    assert update["gradients in fp32"] == 1000
+
+
+def test_what_deepspeed_offloads_is_not_on_the_gpu(tmp_path: Path) -> None:
+    parts = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    update = plan(H100, deepspeed=zero(tmp_path, 3, **parts))["update"]
+    assert [update[part] for part in ("weights", "reference", "moments", "gradients in fp32")] == [0] * 4
+    assert plan(Machine(4), deepspeed=zero(tmp_path, 3, **parts))["update"]["moments"] == 2000
+
+
+def test_the_shape_of_a_model() -> None:
+    """A tiny Llama's largest unit is a layer or an end; LoRA trains its adapters alone."""
+    model = tiny_model("llama", vocab_size=300, seed=0)
+    count = sum(each.numel() for each in model.parameters())
+    shape = trained_shape(model, frozen=0.0, reference=0.0, moments=8.0)
+    assert shape.trained == count and 0 < shape.unit < count
+    adapted = add_adapters(model, ["default"], LoraSettings(lora_r=2), seed=0)
+    assert trained_shape(adapted, frozen=4.0 * count, reference=0.0, moments=8.0).trained < count / 2
+
+
+@pytest.mark.parametrize(
+    ("given", "memory"),
+    [
+        ("H100", 80e9),
+        ("a100-40GB", 40e9),
+        ("A100_40gb", 40e9),
+        ("24GB", 24e9),
+        ("24 GiB", 24 * 2**30),
+        ("7.5", 7.5e9),
+    ],
+)
+def test_gpus_are_named_or_sized(given: str, memory: float) -> None:
+    machine = plan_machine(2, given)
+    assert machine.memory == memory and machine.processes == 2 and machine.usable == 0.9 * memory
+
+
+def test_without_a_gpu_there_is_no_limit() -> None:
+    assert plan_machine(3, None) == Machine(3, None, math.inf)
+
+
+@pytest.mark.parametrize("given", ["h1000", "", "0GB", "-3GB", "GB"])
+def test_other_gpus_are_refused(given: str) -> None:
+    with raises_error("invalid_value", key="gpu"):
+        plan_machine(1, given)
+
+
+def test_quantised_weights_are_not_sharded() -> None:
+    quantised = {"model_name_or_path": "a-model", "load_in_8bit": True, "use_peft": True}
+    config = METHODS["dpo"].resolve(quantised | {"fsdp": True})
+    with raises_error("quantised_and_sharded"):
+        check_start(METHODS["dpo"], config, Machine(2))

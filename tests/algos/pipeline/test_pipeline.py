@@ -1,0 +1,272 @@
+"""Pipelines of quick stages: what runs, what runs again, what is promoted, what an error says."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raises import raises_error
+from rlhf_algos.pipeline.config import PipelineConfig, Selection
+from rlhf_algos.pipeline.kinds import KINDS
+from rlhf_algos.pipeline.launch import launcher
+from rlhf_algos.pipeline.runner import Pipeline
+
+DATA = {"config": {"rows": 8}}
+CHOSEN = {"kind": "filter", "config": {"rows": "${data.sft}", "to": "sft"}}
+LABELLED = {"kind": "filter", "config": {"rows": "${chosen.rows}", "to": "kto"}}
+
+
+@pytest.fixture
+def run(tmp_path: Path):
+    """Runs a pipeline of these stages in one folder; the pipeline, with the events it told."""
+
+    def start(stages: dict[str, Any], selection: Selection | None = None, **values: Any) -> Any:
+        told: list[tuple[str, str]] = []
+        config = PipelineConfig.from_dict({"stages": stages, **values})
+        pipeline = Pipeline(config, tmp_path / "run", lambda event, stage, text: told.append((event, stage)))
+        pipeline.told = told  # type: ignore[attr-defined]
+        pipeline.run(selection)
+        return pipeline
+
+    return start
+
+
+def started(pipeline: Any) -> list[str]:
+    return [stage for event, stage in pipeline.told if event == "started"]
+
+
+def report(folder: Path, **suites: list[float]) -> str:
+    """A report of capability suites."""
+    folder.mkdir(parents=True)
+    rows = [
+        {"suite": suite, "id": str(i), "score": score}
+        for suite, values in suites.items()
+        for i, score in enumerate(values)
+    ]
+    (folder / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder)
+
+
+def gate(measured: str, start: str, candidate: str = "${chosen}", **fields: Any) -> dict[str, Any]:
+    return {
+        "config": {"candidate": candidate, "measured": measured, "start": start},
+        "gates": [{"metric": "suites", "against": "previous", "margin": 0.05}],
+        "promotes": "policy",
+        **fields,
+    }
+
+
+def test_a_second_run_does_nothing_and_a_change_runs_what_depends_on_it(run: Any, tmp_path: Path) -> None:
+    stages = {"data": DATA, "chosen": CHOSEN, "labelled": LABELLED}
+    first = run(stages)
+    assert started(first) == ["data", "chosen", "labelled"]
+    manifest = (tmp_path / "run/pipeline.json").read_bytes()
+    began = time.monotonic()
+    again = run(stages)
+    assert started(again) == [] and time.monotonic() - began < 5
+    assert (tmp_path / "run/pipeline.json").read_bytes() == manifest
+    changed = {**stages, "chosen": {**CHOSEN, "config": {**CHOSEN["config"], "top_share": 0.5}}}
+    assert started(run(changed)) == ["chosen", "labelled"]
+    assert started(run(stages)) == []  # the results of before are still there
+    renamed = {"data": DATA, "other": CHOSEN}
+    assert started(run(renamed)) == []  # a name is no part of what a result is made of
+
+
+def test_a_changed_file_and_a_lost_result_run_again(run: Any, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    row = {"prompt": "a", "completion": "b"}
+    rows.write_text(json.dumps(row) + "\n")
+    stages = {"chosen": {"kind": "filter", "config": {"rows": str(rows), "to": "sft"}}}
+    assert started(run(stages)) == ["chosen"]
+    rows.write_text(json.dumps({**row, "completion": "c"}) + "\n")
+    second = run(stages)
+    assert started(second) == ["chosen"]
+    entry = second.store.entries["chosen"]
+    (tmp_path / "run" / entry["folder"] / "rows.jsonl").unlink()
+    assert started(run(stages)) == ["chosen"]
+
+
+def test_a_gate_that_passes_promotes_and_one_that_fails_leaves_what_was_current(
+    run: Any, tmp_path: Path
+) -> None:
+    good, bad = [1.0] * 400, [1.0] * 200 + [0.0] * 200
+    before = report(tmp_path / "before", sums=good)
+    same, worse = report(tmp_path / "same", sums=good), report(tmp_path / "worse", sums=bad)
+    stages = {
+        "data": DATA,
+        "chosen": CHOSEN,
+        "first": {"kind": "gate", **gate(same, before)},
+        "labelled": LABELLED,
+        "second": {"kind": "gate", **gate(worse, before, "${labelled}", on_failure="rollback")},
+        "after": {"kind": "filter", "config": {"rows": "${current.policy}/rows.jsonl", "to": "sft"}},
+    }
+    pipeline = run(stages)
+    root, entries = tmp_path / "run", pipeline.store.entries
+    assert [entries[name]["decision"] for name in ("first", "second")] == ["accepted", "rejected"]
+    current = json.loads((root / "pipeline.json").read_text())["current"]["policy"]
+    assert current["stage"] == "first" and current["artefact"]["path"] == entries["chosen"]["folder"]
+    assert (root / "current/policy").resolve() == (root / entries["chosen"]["folder"]).resolve()
+    assert entries["after"]["inputs"] == {"${current.policy}": entries["chosen"]["address"]}
+    (reason,) = (root / "rejected").glob("second-*/reason.json")
+    assert json.loads(reason.read_text())["candidate"]["path"] == entries["labelled"]["folder"]
+    assert (root / entries["labelled"]["folder"] / "rows.jsonl").exists()  # rejected, and kept
+    stopped = run({**stages, "second": {**stages["second"], "on_failure": "stop"}})
+    assert stopped.stopped and stopped.store.entries["after"] == {"kind": "filter", "status": "skipped"}
+
+
+def test_an_open_gate_rejects_unless_it_is_told_to_accept(run: Any, tmp_path: Path) -> None:
+    start, few = report(tmp_path / "start", sums=[1, 0, 1, 0]), report(tmp_path / "few", sums=[1, 0, 0, 1])
+    stages = {"data": DATA, "chosen": CHOSEN, "gate": gate(few, start)}
+    assert run(stages).store.entries["gate"]["decision"] == "rejected"
+    (reason,) = (tmp_path / "run/rejected").glob("gate-*/reason.json")
+    assert json.loads(reason.read_text())["outcome"] == "inconclusive"
+    accepting = run({**stages, "gate": gate(few, start, on_inconclusive="accept")})
+    assert accepting.store.entries["gate"]["decision"] == "accepted"
+
+
+def test_a_loop_has_rounds_until_a_gate_ends_them(run: Any, tmp_path: Path) -> None:
+    good = report(tmp_path / "good", sums=[1.0] * 400)
+    bad = report(tmp_path / "bad-2", sums=[0.0] * 400)
+    os.symlink(good, tmp_path / "bad-1")
+    os.symlink(bad, tmp_path / "bad-3")
+    drawn = {"kind": "filter", "config": {"rows": "${data.sft}", "to": "sft", "min_score": "${round}"}}
+    drawn["config"]["min_score"] = -1
+    loop = {
+        "rounds": 3,
+        "stages": {
+            "drawn": {**drawn, "config": {**drawn["config"], "top_share": 1.0}},
+            "gate": gate(f"{tmp_path}/bad-${{round}}", good, "${drawn}"),
+        },
+    }
+    pipeline = run({"data": DATA, "loop": loop, "last": {**CHOSEN, "needs": ["loop-1-drawn"]}})
+    entries = pipeline.store.entries
+    assert [entries[f"loop-{i}-gate"].get("decision") for i in (1, 2, 3)] == ["accepted", "rejected", None]
+    assert entries["loop-3-drawn"]["status"] == "skipped" and entries["last"]["status"] == "done"
+    assert pipeline.store.current["policy"].stage == "loop-1-gate" and not pipeline.stopped
+
+
+def test_selected_stages_need_the_results_of_the_others(run: Any) -> None:
+    stages = {"data": DATA, "chosen": CHOSEN, "labelled": LABELLED}
+    with raises_error("missing_result", stage="data"):
+        run(stages, Selection(("chosen",)))
+    assert started(run(stages, Selection(until="chosen"))) == ["data", "chosen"]
+    assert started(run(stages, Selection(start="labelled"))) == ["labelled"]
+    with raises_error("unknown_stage", stage="choosen"):
+        run(stages, Selection(("choosen",)))
+
+
+def test_a_plan_runs_nothing(run: Any, tmp_path: Path) -> None:
+    stages = {"data": DATA, "chosen": CHOSEN, "labelled": LABELLED}
+    pipeline = Pipeline(PipelineConfig.from_dict({"stages": stages}), tmp_path / "run")
+    assert [state for _, state, _ in pipeline.plan()] == ["to run"] * 3
+    assert not (tmp_path / "run").exists()
+    run(stages, Selection(until="chosen"))
+    assert [state for _, state, _ in pipeline.plan()] == ["done", "done", "to run"]
+
+
+def test_a_stage_that_fails_says_why_and_is_tried_again(run: Any, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a"}\n')
+    stages = {"chosen": {"kind": "filter", "config": {"rows": str(rows), "to": "sft"}, "retries": 1}}
+    with raises_error("stage_failed", stage="chosen", exit_code=2):
+        run(stages)
+    history = [json.loads(line) for line in (tmp_path / "run/history.jsonl").read_text().splitlines()]
+    assert [row["event"] for row in history] == ["started", "failed", "failed"]
+    manifest = json.loads((tmp_path / "run/pipeline.json").read_text())
+    assert manifest["stages"]["chosen"]["status"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("stages", "code"),
+    [
+        ({"tune": {}}, "unknown_kind"),
+        ({"refine": {}}, "kind_not_built"),
+        ({"sft": {"config": {"train_data": "${data.sft}"}}}, "invalid_value"),
+        ({"data": {}, "sft": {"config": {"train_data": "${data.sft"}}}, "invalid_reference"),
+        ({"sft": {}, "dpo": {"config": {"model_name_or_path": "${sft.last}"}}}, "invalid_value"),
+        ({"data": {"launch": 2}}, "invalid_value"),
+        ({"data": {"gates": []}}, "invalid_value"),
+        ({"gate": {"config": {"candidate": "a", "measured": "b"}}}, "invalid_value"),
+        ({"data": {"promotes": "policy"}}, "invalid_value"),
+        ({"Data": {"kind": "data"}}, "invalid_value"),
+        ({"data": {"confg": {}}}, "unknown_key"),
+        ({}, "invalid_value"),
+    ],
+)
+def test_wrong_settings_are_refused(stages: dict[str, Any], code: str) -> None:
+    with raises_error(code):
+        PipelineConfig.from_dict({"stages": stages})
+
+
+@pytest.mark.parametrize(
+    ("stage", "code"),
+    [
+        ({"kind": "sft", "config": {"lerning_rate": 1}}, "unknown_key"),
+        ({"kind": "data", "config": {"row": 1}}, "unknown_key"),
+        ({"kind": "generate", "config": {"prompts": "a"}}, "missing_key"),
+        ({"kind": "filter", "config": {"rows": "a", "to": "dpo"}}, "invalid_value"),
+    ],
+)
+def test_settings_of_stages_are_refused_before_anything_runs(
+    stage: dict[str, Any], code: str, tmp_path: Path
+) -> None:
+    pipeline = Pipeline(PipelineConfig.from_dict({"stages": {"data": DATA, "it": stage}}), tmp_path / "run")
+    with raises_error(code):
+        pipeline.run()
+    assert not (tmp_path / "run").exists()
+
+
+def test_launchers() -> None:
+    assert launcher(None) == [sys.executable, "-m"]
+    assert launcher(2)[1:] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    assert launcher("accelerate launch --num-processes 2")[-2:] == ["2", "-m"]
+
+
+def test_keys_of_generate_are_settings_of_rlhf_serve() -> None:
+    from rlhf_serve.settings import BatchSettings
+
+    assert set(KINDS["generate"].allowed or ()) - {"prompts"} <= BatchSettings.model_fields.keys()
+
+
+def test_a_stage_ends_when_its_pipeline_is_killed(tmp_path: Path) -> None:
+    """kill -9 of the pipeline: its guard ends the stage, and holds the lock until it has."""
+    from rlhf_algos.pipeline import child
+
+    beat = tmp_path / "beat"
+    stage = f"import time\nwhile True:\n    open({str(beat)!r}, 'a').write('x')\n    time.sleep(0.05)"
+    guard = [
+        sys.executable,
+        child.__file__,
+        str(tmp_path / "lock"),
+        str(tmp_path / "log"),
+        sys.executable,
+        "-c",
+        stage,
+    ]
+    code = "import subprocess as s, sys; s.Popen(sys.argv[1:], stdin=s.PIPE, start_new_session=True).wait()"
+    pipeline = subprocess.Popen([sys.executable, "-c", code, *guard])
+    _until(lambda: beat.exists() and beat.stat().st_size > 2)
+    os.kill(pipeline.pid, signal.SIGKILL)
+    pipeline.wait()
+    next_guard = [*guard[:4], sys.executable, "-c", "print('next')"]
+    with subprocess.Popen(next_guard, stdin=subprocess.PIPE) as following:  # which waits for the lock
+        assert following.wait(timeout=60) == 0
+    size = beat.stat().st_size
+    time.sleep(0.3)
+    assert beat.stat().st_size == size
+    assert (tmp_path / "log").read_text() == "next\n"
+
+
+def _until(condition: Any) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)

@@ -1,0 +1,138 @@
+"""Jobs by command whose weights are sharded from the first byte, on several processes and then on others."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from proofs import in_ci
+from rlhf_algos import export_checkpoint
+from rlhf_data import RunFolder
+from rlhf_models import train_byte_tokenizer
+
+ROOT = Path(__file__).parents[2]
+STEPS = 10
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small Llama, whose embedding and output layer are apart, and pairs to train on."""
+    folder = tmp_path_factory.mktemp("inputs")
+    words = ["red", "green", "blue", "of", "a"]
+    rows = [
+        {"prompt": f"row {i} {words[i % 5]}", "chosen": " " + words[i % 3] * (1 + i % 4), "rejected": " no"}
+        for i in range(40)
+    ]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer: Any = train_byte_tokenizer([row["prompt"] + row["chosen"] for row in rows])
+    config = LlamaConfig(
+        hidden_size=36,  # odd parts of rows on four processes
+        intermediate_size=54,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=len(tokenizer) + 3,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def train(run_processes: Callable[..., str], inputs: Path) -> Callable[..., None]:
+    """Runs `rlhf-train dpo` in a run folder, on a number of processes, so that a step has 8 pairs."""
+
+    def call(run: Path, processes: int, *options: str, steps: int = STEPS) -> None:
+        command = [inputs / "start.py", "dpo", "--output-dir", run, "--max-steps", steps, *options]
+        if processes == 1 and "--resume" in options:
+            command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 1, *command]
+        run_processes(command, processes=processes)
+
+    (inputs / "start.py").write_text("from rlhf_train.cli import main\n\nmain()\n")
+    return call
+
+
+def settings(inputs: Path, processes: int, **own: Any) -> list[str]:
+    values = {
+        "per_device_train_batch_size": 8 // processes,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "stage_samples": 0,
+        **own,
+    }
+    given = [part for key, value in values.items() for part in ("--set", f"{key}={json.dumps(value)}")]
+    return ["--model", str(inputs / "model"), "--train-data", str(inputs / "pairs.jsonl"), *given]
+
+
+@pytest.fixture(scope="module")
+def alone(train: Callable[..., None], inputs: Path) -> Path:
+    """The run of a single process."""
+    train(inputs / "alone", 1, *settings(inputs, 1))
+    return inputs / "alone"
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: each for path in folder.glob("*.safetensors") for name, each in load_file(path).items()}
+
+
+@pytest.mark.parametrize(
+    "mode",
+    in_ci(["fsdp", "fsdp_offload", "zero2_offload", "zero3", "zero3_offload"], "fsdp", "zero3_offload"),
+)
+def test_four_then_two_then_one_process_train_as_one_does(
+    mode: str, train: Any, inputs: Path, alone: Path, tmp_path: Path
+) -> None:
+    if mode.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    own: dict[str, Any] = {"deepspeed": str(ROOT / "configs" / f"{mode}.json")}
+    if mode.startswith("fsdp"):
+        own = {"fsdp": True, "fsdp_cpu_offload": mode.endswith("offload")}
+    run = tmp_path / "run"
+    start = settings(inputs, 4, **own)
+    if mode in ("fsdp", "zero3"):
+        train(run, 4, *start, steps=4)
+        train(run, 2, "--resume", steps=8)
+        train(run, 1, "--resume")
+    else:
+        train(run, 4, *start)
+    expected = RunFolder(alone).read_metrics()
+    for row, other in zip(RunFolder(run).read_metrics(), expected, strict=True):
+        for name in ("loss", "logps/chosen", "logps/rejected", "rewards/margins", "grad_norm"):
+            assert row[name] == pytest.approx(other[name], rel=1e-5, abs=1e-5), (row["step"], name)
+    final, whole = weights(run / "final"), weights(alone / "final")
+    assert final.keys() == whole.keys()
+    for name, each in whole.items():
+        torch.testing.assert_close(final[name], each, rtol=1e-3, atol=1e-4)
+    export_checkpoint(run / f"checkpoint-{STEPS}", tmp_path / "exported")
+    exported = weights(tmp_path / "exported")
+    assert all(torch.equal(exported[name], each) for name, each in final.items())
+
+
+@pytest.mark.proof
+def test_each_process_takes_its_part_of_the_memory(run_processes: Any) -> None:
+    """At load, the reference included, and over two steps, beside one process with all of it."""
+    options = ["--parameters", "60", "--hidden", "320", "--jobs", "dpo", "--modes", "fsdp"]
+    printed = run_processes([ROOT / "benchmarks/sharded_memory.py", *options], processes=1)
+    report = json.loads(printed[printed.index("{") :])
+    for row in report["rows"]:
+        if row["mode"] == "one":
+            continue
+        share = -(-report["parameters"] // row["processes"])
+        assert row["held"] <= share + report["largest_part"], row
+        assert row["loaded_ratio"] <= {2: 0.6, 4: 0.35}[row["processes"]], row
+        assert row["stepped_ratio"] <= {2: 0.6, 4: 0.4}[row["processes"]], row

@@ -1,0 +1,73 @@
+"""Games that are sampled by Ray workers are those of one process, to the bit."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raises import raises_error
+from rlhf_data import RunFolder
+from rlhf_minmax import MinMaxConfig, MinMaxTrainer
+from rlhf_minmax.players.workers import GameWorkers
+
+_CLOCK = ("step_time", "time/", "tokens_per_second", "samples_per_second", "peak_memory_gb")
+_WORKERS = "distributed={address: local, rollout_workers: 2, object_store_gb: 0.2}"
+_PAST = ("pool.every=1", "pool.share=0.8", "policy_model.average_decay=0.9", "data.eval_stories=4")
+_FULL = ("policy_model.use_lora=false", "monitor_model.use_lora=false")
+
+
+def _play(make_game: Any, folder: Path, *settings: str) -> tuple[list[dict[str, Any]], list[torch.Tensor]]:
+    """Metrics of a short game but for the clock, and the players' weights."""
+    pipeline, stories = make_game("training.prompts_per_batch=1", *settings)
+    run = RunFolder.create(folder, resume=True)
+    workers = GameWorkers(pipeline.players, pipeline.config, run) if pipeline.config.distributed else None
+    game = replace(pipeline, workers=workers)
+    rows: list[dict[str, Any]] = []
+    trainer = MinMaxTrainer(game, game.config, stories.train[:8], stories.held_out[:4], run=run)
+    try:
+        for _ in range(3):
+            rows.append(dict(trainer.train_step()))
+        rows.append(trainer._evaluate())
+        with trainer.optimizer.averaged() if trainer.optimizer.keeps_averages else torch.no_grad():
+            rows.append(trainer._evaluate())
+    finally:
+        if workers is not None:
+            workers.close()
+    players = game.players.policy, game.players.monitor
+    weights = [each.detach().clone() for player in players for each in player.parameters()]
+    return [{k: v for k, v in row.items() if not k.startswith(_CLOCK)} for row in rows], weights
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason='ray is missing: pip install "rlhf-algos[ray]"'
+)
+@pytest.mark.parametrize("settings", [_PAST, _FULL], ids=["adapters", "two-models"])
+def test_a_game_with_workers_is_that_of_one_process(
+    settings: tuple[str, ...], make_game: Any, tmp_path: Path
+):
+    alone = _play(make_game, tmp_path / "alone", *settings)
+    shared = _play(make_game, tmp_path / "workers", *settings, _WORKERS)
+    assert alone[0] == shared[0]
+    assert all(map(torch.equal, alone[1], shared[1]))
+    events = RunFolder(tmp_path / "workers").read_lines("workers.jsonl")
+    assert [row["event"] for row in events] == ["ready", "ready"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"distributed": {"max_staleness": 1}},
+        {"training": {"fsdp": True}},
+        {"policy_model": {"load_in_4bit": True}},
+    ],
+    ids=["ahead", "fsdp", "4bit"],
+)
+def test_what_workers_cannot_follow_is_refused(other: dict[str, Any]):
+    with raises_error("invalid_value"):
+        MinMaxConfig.from_dict({"distributed": {}} | other)

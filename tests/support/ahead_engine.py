@@ -1,0 +1,58 @@
+"""A `StepEngine` in one process, as simple as can be: a copy of the model for every version."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf_infer import Rollout, SamplingParams, TransformersEngine
+
+
+class AheadEngine:
+    """Samples step s with the copy of version max(0, s - max_staleness), prompt by prompt."""
+
+    def __init__(self, tokenizer: Any, max_staleness: int) -> None:
+        self.max_staleness, self.exact = max_staleness, not max_staleness
+        self.used: dict[int, int] = {}  # step -> version
+        self._tokenizer = tokenizer
+        self._copies: dict[int, Any] = {}
+        self._newest = 0
+        self._done: dict[int, list[list[Rollout]]] = {}
+        self.eos_token_ids = [tokenizer.eos_token_id]
+
+    def publish(self, model: Any, version: int) -> None:
+        self._copies[version] = TransformersEngine(copy.deepcopy(model), self._tokenizer)
+        self._newest = version
+
+    def update_weights(self, model: Any) -> None:
+        self.publish(model, self._newest)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], n: int, params: SamplingParams, *, first: int = 0
+    ) -> list[list[Rollout]]:
+        return self._sample(self._newest, prompts, n, params)
+
+    def begin(self, step: int, prompts: Sequence[Sequence[int]], n: int, params: SamplingParams) -> None:
+        if step not in self._done:
+            self.used[step] = max(0, step - self.max_staleness)
+            self._done[step] = self._sample(self.used[step], prompts, n, params)
+
+    def finish(self, step: int) -> list[list[Rollout]]:
+        return self._done[step]
+
+    def settle(self) -> None: ...
+
+    def forget(self, step: int) -> None: ...
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+    def _sample(
+        self, version: int, prompts: Sequence[Sequence[int]], n: int, params: SamplingParams
+    ) -> list[list[Rollout]]:
+        return [group for prompt in prompts for group in self._copies[version].generate([prompt], n, params)]
