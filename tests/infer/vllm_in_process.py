@@ -5,6 +5,7 @@ Started by test_vllm_real.py under the Python of an environment that has vLLM.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import random
@@ -183,19 +184,21 @@ def sampling(engine: VLLMEngine, model: Any, tokenizer: Any) -> dict[str, Any]:
 
 
 def interruption(engine: VLLMEngine, prompts: list[list[int]]) -> bool:
-    """Whether a call after one that was broken off is undisturbed by it."""
+    """Whether calls after some that were broken off, at whatever moment, are undisturbed by it."""
 
     def interrupt(*_: object) -> None:
         raise Interrupted
 
     expected = ids(engine.generate(prompts, 2, GREEDY))
     signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
-    try:
-        while True:
-            engine.generate(prompts, 50, SamplingParams(100, 1.0, 1))
-    except Interrupted:
-        return ids(engine.generate(prompts, 2, GREEDY)) == expected
+    for seconds in np.linspace(0.02, 0.3, 12):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        with contextlib.suppress(Interrupted):
+            while True:
+                engine.generate(prompts, 50, SamplingParams(100, 1.0, 1))
+        if ids(engine.generate(prompts, 2, GREEDY)) != expected:
+            return False
+    return True
 
 
 def full_weights(folder: Path) -> dict[str, Any]:

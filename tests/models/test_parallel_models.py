@@ -70,7 +70,8 @@ for name, make in MODELS.items():
         found = gradients(model)
         assert found.keys() == expected.keys(), (name, wrap)
         for key, gradient in expected.items():  # wrappers average over the two processes
-            torch.testing.assert_close(2 * found[key], gradient, rtol=1e-4, atol=1e-6)
+            atol = 1e-6 * max(1, gradient.abs().max().item())  # sums of large terms may be near zero
+            torch.testing.assert_close(2 * found[key], gradient, rtol=1e-4, atol=atol)
     if dist.get_rank() == 0:
         print("same", name)
 dist.destroy_process_group()

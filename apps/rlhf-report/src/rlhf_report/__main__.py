@@ -2,4 +2,5 @@
 
 from rlhf_report.cli import main
 
-main(prog_name="rlhf-report")
+if __name__ == "__main__":
+    main(prog_name="rlhf-report")

@@ -2,4 +2,5 @@
 
 from rlhf_serve.cli.main import main
 
-main(prog_name="rlhf-serve")
+if __name__ == "__main__":
+    main(prog_name="rlhf-serve")

@@ -2,4 +2,5 @@
 
 from rlhf_train.cli import main
 
-main(prog_name="rlhf-train")
+if __name__ == "__main__":
+    main(prog_name="rlhf-train")

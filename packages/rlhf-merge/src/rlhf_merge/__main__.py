@@ -2,4 +2,5 @@
 
 from rlhf_merge.cli.main import main
 
-main(prog_name="rlhf-merge")
+if __name__ == "__main__":
+    main(prog_name="rlhf-merge")

@@ -38,8 +38,8 @@ class Record:
     Attributes:
         template: keyword arguments for the chat template, such as `tools`.
         where: the record's place in its file; not compared.
-        is_chat: whether its texts are turns of a chat, as an instruction and its answer are; false for messages,
-            which say so themselves.
+        is_chat: whether its texts are turns of a chat, as an instruction and its answer are; false for
+            messages, which say so themselves.
     """
 
     template: Mapping[str, Any] | None = field(default=None, hash=False)

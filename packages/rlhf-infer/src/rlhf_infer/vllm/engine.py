@@ -28,6 +28,7 @@ from rlhf_infer.vllm.settings import (
     sample_seeds,
     set_environment,
 )
+from rlhf_infer.vllm.signals_held import SignalsHeld
 from rlhf_infer.vllm.stall_watch import StallWatch
 from rlhf_infer.vllm.weight_export import policy_tensors, write_adapter_folder, write_weight_folder
 from rlhf_infer.vllm.worker import platform_arguments
@@ -99,13 +100,14 @@ class VLLMEngine:
         each = len(seeds) // len(distinct)
         fields = request_fields(params, self.eos_token_ids) | {"detokenize": bool(params.stop)}
         watch = StallWatch(self._progress, self.timeout_s)
-        with _random_state_kept(), self._nothing_left_over(), watch:
-            outputs = self._llm.generate(
+        with SignalsHeld() as signals, _random_state_kept(), self._nothing_left_over(), watch:
+            self._llm.enqueue(
                 [{"prompt_token_ids": list(prompt)} for prompt in distinct for _ in range(each)],
                 [engine_request(fields | seed) for seed in seeds],
                 use_tqdm=False,
                 lora_request=self._adapter,
             )
+            outputs = self._finished(signals)
         drawn = {
             prompt: [
                 rollout_from(prompt, output.outputs[0], params.top_logprobs)
@@ -177,6 +179,14 @@ class VLLMEngine:
         self._adapter = LoRARequest(name, self._version, str(folder)) if written else None
         if self._adapter is not None and not engine.add_lora(self._adapter):
             raise RuntimeError(f"vLLM did not take the adapter {name}")
+
+    def _finished(self, signals: SignalsHeld) -> list[Any]:
+        """The outputs of all requests in their order; signals are answered after each step."""
+        engine, outputs = self._llm.llm_engine, []
+        while engine.has_unfinished_requests():
+            signals.deliver()
+            outputs += [output for output in engine.step() if output.finished]
+        return sorted(outputs, key=lambda output: int(output.request_id))
 
     def _progress(self) -> tuple[int, int]:
         """Unfinished requests, and tokens that they have."""
