@@ -2,6 +2,7 @@ from rlhf_models.adapters.files import ADAPTER_CONFIG as ADAPTER_CONFIG
 from rlhf_models.adapters.files import adapter_base as adapter_base
 from rlhf_models.adapters.files import adapter_config as adapter_config
 from rlhf_models.adapters.files import adapter_shapes as adapter_shapes
+from rlhf_models.adapters.files import is_adapted as is_adapted
 from rlhf_models.adapters.files import is_adapter as is_adapter
 from rlhf_models.adapters.files import is_language_adapter as is_language_adapter
 from rlhf_models.adapters.files import load_adapter_tokenizer as load_adapter_tokenizer

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.optim import Optimizer
@@ -34,7 +33,15 @@ from rlhf_algos.parallel.deepspeed_file import (
 from rlhf_algos.parallel.precision import HALF, check_hardware, choose_precision
 from rlhf_algos.parallel.sharding import partition, reshard, shard
 from rlhf_algos.process_group import init_process_group
-from rlhf_models import causal_lm, gathering, is_deferred, is_sharded, is_sharded_alone, whole_value
+from rlhf_models import (
+    causal_lm,
+    gathering,
+    is_adapted,
+    is_deferred,
+    is_sharded,
+    is_sharded_alone,
+    whole_value,
+)
 
 _LOG = logging.getLogger(__name__)
 
@@ -324,7 +331,7 @@ def _has_fp32_copy(parameter: Any) -> bool:
 @contextlib.contextmanager
 def _adapters_whole(module: nn.Module) -> Iterator[None]:
     """Put the trained parameters of a module with adapters in place, whole, for a while."""
-    if not any(isinstance(each, BaseTunerLayer) for each in module.modules()):
+    if not any(is_adapted(each) for each in module.modules()):
         yield
         return
     old: list[tuple[nn.Module, str, nn.Parameter]] = []

@@ -5,20 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import (
-    LoraConfig,
-    PeftConfig,
-    PeftModel,
-    TaskType,
-    get_peft_model,
-    get_peft_model_state_dict,
-    set_peft_model_state_dict,
-)
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -33,10 +25,19 @@ from rlhf_models.loading.pretrained import (
 )
 from rlhf_models.loading.shards import stand_ins
 
+if TYPE_CHECKING:  # see `is_adapted`
+    from peft import LoraConfig, PeftModel
+
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BASE_PATH = "base_model.json"
 """Beside an adapter whose base is a folder: the way there from the adapter, for trees that are moved."""
 _FROM_HERE = "path_from_here"
+
+
+def is_adapted(model: Any) -> bool:
+    """Whether a model is a PeftModel; PEFT, which takes seconds to import, is imported only to make one."""
+    peft = sys.modules.get("peft.peft_model")
+    return peft is not None and isinstance(model, peft.PeftModel)
 
 
 def load_adapter(model: PreTrainedModel, folder: str | Path, *, adapter: str = "default") -> PeftModel:
@@ -47,6 +48,8 @@ def load_adapter(model: PreTrainedModel, folder: str | Path, *, adapter: str = "
         folder: what `save_adapter`, peft or TRL wrote.
         adapter: name the adapter gets.
     """
+    from peft import PeftModel, get_peft_model
+
     config = adapter_config(folder)
     config.inference_mode = False
     config.base_model_name_or_path = model.name_or_path or None
@@ -96,6 +99,8 @@ def load_adapter_weights(
         adapter: name of the model's adapter.
         without: names of modules whose weights in the folder are passed over.
     """
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
     saved = {
         name: tensor
         for name, tensor in adapter_tensors(folder).items()
@@ -117,6 +122,8 @@ def save_adapter(model: PeftModel, folder: str | Path, *, adapter: str = "defaul
 
     `PeftModel.from_pretrained(base, folder)` loads it.
     """
+    from peft import get_peft_model_state_dict
+
     state = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
     tensors = {key: value.detach().cpu().contiguous() for key, value in state.items()}
     with atomic_folder(folder) as temp:
@@ -152,7 +159,7 @@ def is_language_adapter(name_or_path: str | Path) -> bool:
     Raises:
         UserError: the folder holds an adapter that cannot be read, or that is not of LoRA.
     """
-    return is_adapter(name_or_path) and adapter_config(name_or_path).task_type in (None, TaskType.CAUSAL_LM)
+    return is_adapter(name_or_path) and adapter_config(name_or_path).task_type in (None, "CAUSAL_LM")
 
 
 def load_merged(folder: str | Path, **load_options: Any) -> tuple[PreTrainedModel, Any]:
@@ -206,6 +213,8 @@ def adapter_config(folder: str | Path) -> LoraConfig:
     Raises:
         UserError: `adapter_config.json` is missing, unreadable, or not of a LoRA adapter.
     """
+    from peft import LoraConfig, PeftConfig
+
     try:
         config = PeftConfig.from_pretrained(str(folder))
     except (OSError, ValueError, TypeError, KeyError) as error:

@@ -6,12 +6,9 @@ import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig, PeftModel, TaskType, get_peft_model
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import AuxiliaryTrainingWrapper
 from pydantic import Field
 from torch import nn
 from transformers import PreTrainedModel
@@ -21,9 +18,12 @@ from rlhf_data import BaseConfig, UserError
 from rlhf_models.adapters.files import add_saved_adapter, load_adapter_weights, save_adapter
 from rlhf_models.loading.shards import stand_ins
 
+if TYPE_CHECKING:  # see `is_adapted`
+    from peft import LoraConfig, PeftModel
+
 SCALAR_HEADS = ("score", "classifier")
 """Names that transformers gives to the heads of sequence and token classifiers."""
-_TASKS = {"ForSequenceClassification": TaskType.SEQ_CLS, "ForTokenClassification": TaskType.TOKEN_CLS}
+_TASKS = {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
 
 
 class LoraSettings(BaseConfig):
@@ -67,6 +67,8 @@ def add_adapters(
         UserError: a target layer does not exist in the model.
         ValueError: no name, a name twice, or a name with a dot.
     """
+    from peft import PeftModel, get_peft_model
+
     if not names or len(set(names)) < len(names) or any("." in name or not name for name in names):
         raise ValueError(f"adapter names must be distinct, without dots, and at least one, got {list(names)}")
     config = _lora_config(model, settings or LoraSettings())
@@ -171,6 +173,9 @@ class AdapterSet:
         """Undo what peft does to all adapters when one is added, and list the layers that switch."""
         for parameter in itertools.chain.from_iterable(self._parameters.values()):
             parameter.requires_grad_(True)
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils import AuxiliaryTrainingWrapper
+
         switched = (BaseTunerLayer, AuxiliaryTrainingWrapper)
         self._layers = [module for module in self.model.modules() if isinstance(module, switched)]
 
@@ -187,6 +192,8 @@ class AdapterSet:
 
 def _lora_config(model: PreTrainedModel, settings: LoraSettings) -> Any:
     """A maker of LoraConfigs (peft keeps and changes the one it is given)."""
+    from peft import LoraConfig
+
     layers = _linear_layers(model)
     targets = settings.lora_target_modules or sorted({name.rpartition(".")[2] for name in layers})
     for target in targets:
@@ -198,9 +205,7 @@ def _lora_config(model: PreTrainedModel, settings: LoraSettings) -> Any:
                 layer=target,
             )
     chosen = [m for name, m in layers.items() if any(name == t or name.endswith(f".{t}") for t in targets)]
-    task = next(
-        (task for end, task in _TASKS.items() if type(model).__name__.endswith(end)), TaskType.CAUSAL_LM
-    )
+    task = next((task for end, task in _TASKS.items() if type(model).__name__.endswith(end)), "CAUSAL_LM")
 
     def make() -> LoraConfig:
         return LoraConfig(

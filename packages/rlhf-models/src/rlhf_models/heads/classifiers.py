@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -24,6 +23,7 @@ from rlhf_models.adapters.files import (
     adapter_base,
     adapter_shapes,
     adapter_tensors,
+    is_adapted,
     is_adapter,
     load_adapter,
     load_adapter_tokenizer,
@@ -217,7 +217,7 @@ def save_classifier(model: Any, tokenizer: Any, folder: str | Path, *, adapter: 
 
     Of a PeftModel, the adapter and the head are written, in PEFT's format.
     """
-    if isinstance(model, PeftModel):
+    if is_adapted(model):
         with atomic_folder(folder) as temp:
             save_adapter(model, temp, adapter=adapter)
             model.config.save_pretrained(temp)

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any, Literal, Self, cast, get_args
 
 import torch
-from peft import PeftModel
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from rlhf_data import PackedBatch, UserError, atomic_folder, atomic_write_json
-from rlhf_models.adapters.files import adapter_config, load_adapter_weights
+from rlhf_models.adapters.files import adapter_config, is_adapted, load_adapter_weights
 from rlhf_models.adapters.lora import AdapterSet, LoraSettings, add_adapters, apply_lora
 from rlhf_models.attention.packed import prepare_for_packing
 from rlhf_models.heads.classifiers import (
@@ -311,7 +310,7 @@ class HeadEnsemble(RewardEnsemble):
 
     def load_weights(self, folder: str | Path) -> None:
         """See `EnsembleScores.load_weights`."""
-        if isinstance(self.model, PeftModel):
+        if is_adapted(self.model):
             load_adapter_weights(self.model, folder)
         else:
             saved = type(self).load(Path(folder), self.size, base_model=None, dtype=self.model.dtype)

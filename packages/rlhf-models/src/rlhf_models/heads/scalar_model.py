@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
 from rlhf_data import PackedBatch, TokenSequence, UserError, pack
-from rlhf_models.adapters.files import load_adapter_weights
+from rlhf_models.adapters.files import is_adapted, load_adapter_weights
 from rlhf_models.adapters.lora import LoraSettings, apply_lora
 from rlhf_models.attention.packed import prepare_for_packing
 from rlhf_models.heads.classifiers import (
@@ -112,7 +111,7 @@ class HeadModel(ShardUnit, nn.Module):
 
     def add_lora(self, settings: LoraSettings | None = None, *, seed: int = 0) -> Self:
         """Freeze the trunk and add a LoRA adapter to it; the head stays trained in full."""
-        if isinstance(self.model, PeftModel):
+        if is_adapted(self.model):
             raise UserError(
                 f"this {type(self).__name__} has a LoRA adapter already; train that one",
                 code="adapter_exists",
@@ -135,7 +134,7 @@ class HeadModel(ShardUnit, nn.Module):
 
     def load_weights(self, folder: str | Path) -> None:
         """Put the weights that `save_pretrained` wrote into this model, bit for bit, parameters in place."""
-        if isinstance(self.model, PeftModel):
+        if is_adapted(self.model):
             load_adapter_weights(self.model, folder)
             return
         saved = type(self).from_pretrained(folder, dtype=self.model.dtype)
