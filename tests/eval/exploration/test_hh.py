@@ -53,6 +53,13 @@ def test_words_of_the_last_turn(table):
     assert (found["chosen"]["median"], found["rejected"]["median"]) == (21, 27)
 
 
+def test_the_bars_of_both_completions_are_alike_and_of_whole_lengths(table):
+    for parts in length_summaries(lengths_of(table)).values():
+        chosen, rejected = parts["chosen"]["histogram"], parts["rejected"]["histogram"]
+        assert chosen["edges"] == rejected["edges"] == [int(edge) for edge in chosen["edges"]]
+        assert sum(chosen["counts"]) == sum(rejected["counts"]) == len(table)
+
+
 def test_chosen_is_the_shorter_one(table):
     bias = label_bias(lengths_of(table), table.keys[:, 0])["words"]
     assert [bias[name]["pairs"] for name in ("longer", "equal", "shorter")] == [647, 27, 826]

@@ -78,12 +78,13 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
 
     Raises:
         DiskFullError: nothing can be added to the disk, also where the block's own writing finds it so.
+        UserError: there can be no folder in that place.
     """
     path = Path(path)
     with explain_full_disk(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
         temp = _temp_beside(path)
-        temp.mkdir()
+        with _explain_folder(path):
+            temp.mkdir(parents=True)
         try:
             yield temp
             _fsync_tree(temp)
@@ -167,17 +168,24 @@ def ensure_writable_folder(path: str | Path) -> Path:
         UserError: it cannot be created or written to.
     """
     path = Path(path)
-    try:
+    with _explain_folder(path):
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
+    return path
+
+
+@contextlib.contextmanager
+def _explain_folder(path: Path) -> Iterator[None]:
+    try:
+        with explain_full_disk(path):
+            yield
     except OSError as error:
         reason = error.strerror or str(error)
         raise UserError(
             f"folder {path} is not writable ({reason}); choose another folder or change its permissions",
             code="folder_not_writable",
         ) from error
-    return path
 
 
 def _temp_beside(path: Path) -> Path:

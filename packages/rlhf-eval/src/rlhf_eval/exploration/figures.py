@@ -61,7 +61,7 @@ def _draw_lengths(axes: Any, results: Mapping[str, Any]) -> None:
     for part, color in (("chosen", BLUE), ("rejected", ORANGE)):
         bars = results["lengths"][unit][part]["histogram"]
         axes.stairs(bars["counts"], bars["edges"], color=color, label=part, linewidth=2)
-    axes.set_xlabel(unit)
+    axes.set_xlabel(f"{unit}; the last step has all longer ones")
     axes.set_ylabel("completions")
     axes.legend()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -34,16 +35,25 @@ def lengths_of(table: PairTable) -> dict[str, dict[str, np.ndarray]]:
 
 def length_summaries(lengths: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, dict[str, Any]]:
     """Mean, quantiles, histogram and shares above `LIMITS` of each length."""
-    return {
-        unit: {part: _summary(values) for part, values in parts.items()} for unit, parts in lengths.items()
-    }
+    found = {}
+    for unit, parts in lengths.items():
+        completions = _edges(np.concatenate([parts["chosen"], parts["rejected"]]))
+        edges = {part: _edges(values) for part, values in parts.items()}
+        edges |= {"chosen": completions, "rejected": completions}
+        found[unit] = {part: _summary(values, edges[part]) for part, values in parts.items()}
+    return found
 
 
-def _summary(values: np.ndarray) -> dict[str, Any]:
+def _edges(values: np.ndarray) -> np.ndarray:
+    """Edges of bars as wide as a whole number, for lengths are whole, up to the longest hundredth."""
+    width = max(1, math.ceil(float(np.quantile(values, 0.99)) / _BARS))
+    return np.arange(_BARS + 1) * width
+
+
+def _summary(values: np.ndarray, edges: np.ndarray) -> dict[str, Any]:
     values = np.asarray(values, dtype=float)
-    # The longest hundredth goes into the last bar, so that it does not squeeze the others.
-    top = max(float(np.quantile(values, 0.99)), 1.0)
-    counts, edges = np.histogram(np.minimum(values, top), bins=_BARS, range=(0, top))
+    # The longest ones go into the last bar, so that they do not squeeze the others.
+    counts, _ = np.histogram(np.minimum(values, edges[-1]), bins=edges)
     return {
         "n": len(values),
         "mean": float(values.mean()),
@@ -59,9 +69,11 @@ def _summary(values: np.ndarray) -> dict[str, Any]:
 def length_difference(lengths: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Histogram of chosen − rejected; what is beyond the outer hundredths is in the bars at the ends."""
     values = lengths["chosen"].astype(float) - lengths["rejected"]
-    top = max(float(np.quantile(np.abs(values), 0.99)), 1.0)
-    # An odd number of bars: the one in the middle holds the pairs of equal length.
-    counts, edges = np.histogram(np.clip(values, -top, top), bins=_BARS + 1, range=(-top, top))
+    # An odd number of bars, each of an odd number of lengths: the one in the middle has pairs of equal length
+    # at its middle.
+    width = math.ceil(2 * float(np.quantile(np.abs(values), 0.99)) / (_BARS + 1)) // 2 * 2 + 1
+    edges = (np.arange(_BARS + 2) - (_BARS + 1) / 2) * width
+    counts, _ = np.histogram(np.clip(values, edges[0], edges[-1]), bins=edges)
     return {"edges": edges.tolist(), "counts": counts.tolist()}
 
 
