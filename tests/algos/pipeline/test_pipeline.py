@@ -188,7 +188,7 @@ def test_a_stage_that_fails_says_why_and_is_tried_again(run: Any, tmp_path: Path
     ("stages", "code"),
     [
         ({"tune": {}}, "unknown_kind"),
-        ({"refine": {}}, "kind_not_built"),
+        ({"compress": {}}, "kind_not_built"),
         ({"sft": {"config": {"train_data": "${data.sft}"}}}, "invalid_value"),
         ({"data": {}, "sft": {"config": {"train_data": "${data.sft"}}}, "invalid_reference"),
         ({"sft": {}, "dpo": {"config": {"model_name_or_path": "${sft.last}"}}}, "invalid_value"),
@@ -211,6 +211,7 @@ def test_wrong_settings_are_refused(stages: dict[str, Any], code: str) -> None:
     [
         ({"kind": "sft", "config": {"lerning_rate": 1}}, "unknown_key"),
         ({"kind": "data", "config": {"row": 1}}, "unknown_key"),
+        ({"kind": "refine", "config": {"prompts": "a", "model": "b", "n": 2}}, "unknown_key"),
         ({"kind": "generate", "config": {"prompts": "a"}}, "missing_key"),
         ({"kind": "filter", "config": {"rows": "a", "to": "dpo"}}, "invalid_value"),
     ],

@@ -56,7 +56,7 @@ def test_a_game_with_workers_is_that_of_one_process(
     assert alone[0] == shared[0]
     assert all(map(torch.equal, alone[1], shared[1]))
     events = RunFolder(tmp_path / "workers").read_lines("workers.jsonl")
-    assert [row["event"] for row in events] == ["ready", "ready"]
+    assert [row["event"] for row in events] == ["start", "ready", "ready"]
 
 
 @pytest.mark.parametrize(

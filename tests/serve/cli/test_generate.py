@@ -10,8 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from files import read_lines
-from rlhf_infer import RewardFunctions
-from rlhf_serve.cli import generate as module
+from rlhf_infer import BestOfNSampler, RewardFunctions
 from rlhf_serve.cli.main import main
 
 ROWS = [{"prompt": f"where is mary {i} ?", "tag": i} for i in range(7)]
@@ -63,25 +62,22 @@ def test_an_interrupted_run_goes_on_where_it_was(
 ) -> None:
     whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     assert run(folders, rows, whole).exit_code == 0
-    sample, calls = module._sample, []
+    sample, calls = BestOfNSampler.sample, []
 
-    def interrupted(*arguments: Any) -> Any:
-        calls.append(arguments[-1])
+    def interrupted(self: Any, prompts: Any, columns: Any) -> Any:
+        calls.append(columns["tag"])
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return sample(*arguments)
+        return sample(self, prompts, columns)
 
-    monkeypatch.setattr(module, "_sample", interrupted)
+    monkeypatch.setattr(BestOfNSampler, "sample", interrupted)
     assert run(folders, rows, output).exit_code == 130
-    monkeypatch.undo()
     assert len(read_lines(output)) == 4
     with open(output, "a") as file:
         file.write('{"prompt": "where is ma')  # a line that was being written
-    drawn: list[int] = []
-    monkeypatch.setattr(module, "_sample", lambda *a: (drawn.append(a[-1]), sample(*a))[1])
     result = run(folders, rows, output)
     assert result.exit_code == 0 and "has 4 of 7 rows; continuing" in result.stderr
-    assert drawn == [4, 6] and output.read_text() == whole.read_text()
+    assert calls[3:] == [[4, 5], [6]] and output.read_text() == whole.read_text()
     assert "has all 7 rows already" in run(folders, rows, output).stderr
 
 

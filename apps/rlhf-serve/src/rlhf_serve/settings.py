@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlhf_data import BaseConfig, model_folder
 from rlhf_infer import ConfidenceBasedStopping, ScorePopulation
@@ -137,7 +137,7 @@ class ServeSettings(ModelSettings):
     """Whether prompts are written into the log."""
 
 
-class BatchSettings(ModelSettings):
+class FileSettings(ModelSettings):
     """A run over a file of prompts."""
 
     input_path: str
@@ -148,14 +148,6 @@ class BatchSettings(ModelSettings):
     """Start over where the output exists."""
     batch_size: int = Field(default=16, ge=1)
     """Prompts at a time."""
-    keep: int | None = Field(default=None, ge=1)
-    """The best N candidates are written too; null for none."""
-    selection: Literal["best", "majority", "weighted"] = "best"
-    """The `best` by score, or votes of the candidates' answers, plain (`majority`) or `weighted` by score."""
-    budget: int | None = Field(default=None, ge=1)
-    """Samples per prompt on average, given where they pay, at most `n`; null for `n` each."""
-    stop_early: bool = False
-    """Stop sampling a prompt whose best will hardly be beaten; `n` is then the most."""
     max_tokens: int = Field(default=256, ge=1)
     """Longest completion in tokens."""
     temperature: float = Field(default=1.0, ge=0)
@@ -172,3 +164,55 @@ class BatchSettings(ModelSettings):
     """Texts that end a completion."""
     sampling_seed: int = Field(default=0, ge=0)
     """Of the samples."""
+
+
+class BatchSettings(FileSettings):
+    """Best-of-N for a file of prompts."""
+
+    keep: int | None = Field(default=None, ge=1)
+    """The best N candidates are written too; null for none."""
+    selection: Literal["best", "majority", "weighted"] = "best"
+    """The `best` by score, or votes of the candidates' answers, plain (`majority`) or `weighted` by score."""
+    budget: int | None = Field(default=None, ge=1)
+    """Samples per prompt on average, given where they pay, at most `n`; null for `n` each."""
+    stop_early: bool = False
+    """Stop sampling a prompt whose best will hardly be beaten; `n` is then the most."""
+
+
+class RefineSettings(FileSettings):
+    """Drafts, critiques and rewrites for a file of prompts."""
+
+    critic: str | None = None
+    """Folder or hub name of the model that criticises; null for the policy itself."""
+    critic_max_tokens: int | None = Field(default=None, ge=1)
+    """Longest critique in tokens; null for `max_tokens`."""
+    principles: str | tuple[str, ...] = ()
+    """Principles, or a file of them; the critiques of a round are about one of them, taken in turn."""
+    rounds: int = Field(default=3, ge=0)
+    """Rewrites of a prompt at most."""
+    until: Literal["score", "no_change", "verdict", "never"] = "never"
+    """What ends a prompt's rounds earlier, see `rlhf_infer.RefinerRules`."""
+    keep: Literal["best", "last"] = "best"
+    """The draft that becomes the completion; `best` needs a reward."""
+    min_gain: float = Field(default=0.0, ge=0)
+    """A draft is better than an earlier one only if its score is higher by more than this."""
+    verdict: str | None = None
+    """Regular expression for critiques that find nothing wrong; null for the built-in one."""
+    templates: dict[Literal["critique", "refine", "chat_critique", "chat_refine"], str] = Field(
+        default_factory=dict
+    )
+    """Other wordings than those of `rlhf_infer.RefinerTemplates`."""
+
+    @field_validator("critic")
+    @classmethod
+    def _critic_of_a_run(cls, name: str | None) -> str | None:
+        return name and model_folder(name)
+
+    @model_validator(mode="after")
+    def _only_what_counts(self) -> Self:
+        for name in ("n", "answer", "stopping"):
+            if name in self.model_fields_set:
+                raise ValueError(
+                    f"{name} goes with several candidates, of which there are none here; leave it out"
+                )
+        return self

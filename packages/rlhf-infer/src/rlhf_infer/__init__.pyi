@@ -39,6 +39,13 @@ from rlhf_infer.sampling.candidates import Selection as Selection
 from rlhf_infer.sampling.candidates import select as select
 from rlhf_infer.sampling.confidence_stopping import ConfidenceBasedStopping as ConfidenceBasedStopping
 from rlhf_infer.sampling.ensemble_policy import EnsemblePolicy as EnsemblePolicy
+from rlhf_infer.sampling.refinement import Draft as Draft
+from rlhf_infer.sampling.refinement import Refinement as Refinement
+from rlhf_infer.sampling.refinement import RefinerRules as RefinerRules
+from rlhf_infer.sampling.refinement import RefinerTemplates as RefinerTemplates
+from rlhf_infer.sampling.refinement import preference_rows as preference_rows
+from rlhf_infer.sampling.refiner import EngineCritic as EngineCritic
+from rlhf_infer.sampling.refiner import IterativeRefiner as IterativeRefiner
 from rlhf_infer.sampling.score_model import ScorePopulation as ScorePopulation
 from rlhf_infer.sampling.scorers import JudgeReward as JudgeReward
 from rlhf_infer.sampling.scorers import ProcessReward as ProcessReward

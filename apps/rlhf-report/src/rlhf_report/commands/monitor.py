@@ -9,7 +9,7 @@ import click
 from rlhf_report.failures import explained
 
 _SHORTEST = 0.1
-_PLOTS = ("all", "reward", "loss", "kl", "lengths", "learning", "time", "memory")
+_PLOTS = ("all", "reward", "loss", "kl", "lengths", "learning", "time", "memory", "workers")
 
 
 @click.command("monitor")

@@ -22,6 +22,7 @@ def dashboard(runs: Sequence[tuple[RunLog, Summary]], *, plot: str = "all") -> R
 
 def _panel(log: RunLog, summary: Summary, plot: str) -> Panel:
     lines: list[RenderableType] = [Text(summary.text)]
+    lines += [Text(summary.workers)] if summary.workers else []
     lines += [Text(f"! step {each.step}: {each.text}", style="bold red") for each in summary.alerts]
     if summary.skipped:
         lines.append(Text(f"about {summary.skipped:,} rows between were left out", style="dim"))

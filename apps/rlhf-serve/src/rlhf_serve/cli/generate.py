@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlhf_data import PromptRecord, UserError, atomic_write_json, read_rows, record_rows
+from rlhf_data import UserError
 from rlhf_infer import (
     AdaptiveComputeAllocator,
     BestOfNSampler,
     ConfidenceBasedStopping,
     SamplingCost,
-    SamplingParams,
     Selected,
     extractor,
 )
@@ -22,119 +18,28 @@ from rlhf_infer.sampling.candidates import VOTES
 from rlhf_serve.backends.transformers import load_engine, wants_vllm
 from rlhf_serve.cli.display import Display
 from rlhf_serve.cli.load import Parts, load_parts
+from rlhf_serve.cli.output import Work, sampling_params, write_rows
 from rlhf_serve.service.tokenization import give_template
 from rlhf_serve.settings import BatchSettings
-
-_NOT_COMPARED = ("batch_size", "device", "input_path", "max_batch_tokens", "output_path", "overwrite")
-"""Settings that change no completion."""
 
 
 def generate(settings: BatchSettings) -> None:
     """Write the best completion of every prompt, after those that the output has already."""
-    display = Display()
-    rows = _rows(settings)
-    done = _Output(settings, rows).resume()
-    if done == len(rows):
-        display.say(f"{settings.output_path} has all {done} rows already; --overwrite starts over")
-        return
-    if done:
-        display.say(f"{settings.output_path} has {done} of {len(rows)} rows; continuing")
-    parts = load_parts(settings, display.say, display.building)
-    sampler, close = _sampler(settings, parts)
-    costs = []
-    try:
-        with open(settings.output_path, "ab") as file:
-            for start in range(done, len(rows), settings.batch_size):
-                batch = rows[start : start + settings.batch_size]
-                found = _sample(settings, sampler, batch, start)
-                for row, selected in zip(batch, found, strict=True):
-                    file.write(_line(row, selected, settings))
-                file.flush()
-                os.fsync(file.fileno())
-                costs += [selected.cost for selected in found]
-                display.step("prompts", start + len(batch), len(rows))
-    finally:
-        display.finish()
-        close()
-    display.say(_summary(SamplingCost.total(costs), len(costs), settings.output_path))
 
+    def load(display: Display) -> tuple[Work, Callable[[], None]]:
+        sampler, close = _sampler(settings, load_parts(settings, display.say, display.building))
 
-def _rows(settings: BatchSettings) -> list[dict[str, Any]]:
-    """The rows of the input, each with a prompt: its own, or what comes before its completions."""
-    rows = list(read_rows(settings.input_path))
-    found = []
-    for (_, row), records in zip(rows, record_rows(rows, settings.input_path, "prompt"), strict=True):
-        if isinstance(records, UserError):
-            raise records
-        [record] = records
-        assert isinstance(record, PromptRecord)
-        found.append(row | {"prompt": record.prompt})
-    return found
+        def work(
+            rows: Sequence[dict[str, Any]], columns: dict[str, list[Any]]
+        ) -> list[tuple[dict[str, Any], SamplingCost]]:
+            found = sampler.sample([row["prompt"] for row in rows], columns)
+            return [(_added(each, settings), each.cost) for each in found]
 
+        return work, close
 
-class _Output:
-    """The output file of a run, and what of it there is."""
-
-    def __init__(self, settings: BatchSettings, rows: Sequence[dict[str, Any]]) -> None:
-        self.path = Path(settings.output_path)
-        self.marks = self.path.with_name(self.path.name + ".settings.json")
-        self.overwrite, self.rows = settings.overwrite, rows
-        self.settings = {k: v for k, v in settings.to_dict().items() if k not in _NOT_COMPARED}
-
-    def resume(self) -> int:
-        """How many rows it has; an incomplete last line goes."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            if self.overwrite or not self.path.exists() or not self.path.stat().st_size:
-                self.path.write_bytes(b"")
-                atomic_write_json(self.marks, self.settings)
-                return 0
-            lines = self.path.read_bytes().split(b"\n")
-            self._check_settings()
-            self._check_rows(lines[:-1])
-            with open(self.path, "rb+") as file:
-                file.truncate(sum(len(line) + 1 for line in lines[:-1]))
-        except OSError as error:
-            raise UserError(
-                f"{self.path} cannot be written ({error.strerror or error})", code="unwritable"
-            ) from error
-        return len(lines) - 1
-
-    def _check_settings(self) -> None:
-        try:
-            before = json.loads(self.marks.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"{self.path} exists, and {self.marks.name} beside it does not say how it was made; choose "
-                "another --output, or --overwrite",
-                code="file_exists",
-            ) from error
-        for name, value in self.settings.items():
-            if before.get(name) != value:
-                raise UserError(
-                    f"{self.path} was made with {name}={before.get(name)!r}, now it is {value!r}; give the "
-                    "same settings, another --output, or --overwrite",
-                    code="different_config",
-                )
-
-    def _check_rows(self, lines: Sequence[bytes]) -> None:
-        if len(lines) > len(self.rows):
-            raise UserError(
-                f"{self.path} has {len(lines)} rows, the input {len(self.rows)}; choose another --output, or "
-                "--overwrite",
-                code="different_config",
-            )
-        for number, (line, row) in enumerate(zip(lines, self.rows, strict=False), 1):
-            try:
-                same = json.loads(line).get("prompt") == row["prompt"]
-            except (ValueError, AttributeError):
-                same = False
-            if not same:
-                raise UserError(
-                    f"{self.path}, line {number}: the prompt is not that of the input's row; choose another "
-                    "--output, or --overwrite",
-                    code="different_config",
-                )
+    costs = write_rows(settings, load)
+    if costs:
+        Display().say(_summary(costs, settings.output_path))
 
 
 def _sampler(settings: BatchSettings, parts: Parts) -> tuple[BestOfNSampler, Any]:
@@ -156,15 +61,12 @@ def _sampler(settings: BatchSettings, parts: Parts) -> tuple[BestOfNSampler, Any
         engine = load_engine(settings, parts.model)
         tokenizer, close = engine.tokenizer, engine.close
     give_template(tokenizer, parts.chat_template)
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")
-    values = {name: getattr(settings, name) for name in names}
-    params = SamplingParams(settings.max_tokens, seed=settings.sampling_seed, **values)
     sampler = BestOfNSampler(
         engine,
         parts.rewards,
         tokenizer,
         n=settings.n if settings.budget is None else settings.budget,
-        params=params,
+        params=sampling_params(settings),
         selection=settings.selection,
         extract=extractor(settings.answer) if settings.selection in VOTES else None,
         adaptive=_adaptive(settings),
@@ -190,21 +92,9 @@ def _adaptive(settings: BatchSettings) -> ConfidenceBasedStopping | AdaptiveComp
     return AdaptiveComputeAllocator(min_samples=max(1, min(4, budget // 2)), max_samples=settings.n)
 
 
-def _sample(
-    settings: BatchSettings, sampler: BestOfNSampler, batch: Sequence[dict[str, Any]], start: int
-) -> list[Selected]:
-    names = sorted({name for row in batch for name in row} - {"prompt"})
-    columns = {name: [row.get(name) for row in batch] for name in names}
-    try:
-        return sampler.sample([row["prompt"] for row in batch], columns)
-    except UserError as error:
-        where = f"{settings.input_path}, rows {start + 1} to {start + len(batch)}"
-        raise UserError(f"{where}: {error}") from error
-
-
-def _line(row: dict[str, Any], selected: Selected, settings: BatchSettings) -> bytes:
+def _added(selected: Selected, settings: BatchSettings) -> dict[str, Any]:
     best, cost = selected.best, selected.cost
-    found = row | {
+    found: dict[str, Any] = {
         "completion": best.text,
         "score": best.score,
         "scores": dict(best.scores),
@@ -215,18 +105,15 @@ def _line(row: dict[str, Any], selected: Selected, settings: BatchSettings) -> b
     }
     if settings.keep is not None:
         found["candidates"] = [
-            {
-                "text": each.text,
-                "score": each.score,
-                "finish_reason": each.rollout.finish_reason,
-            }
+            {"text": each.text, "score": each.score, "finish_reason": each.rollout.finish_reason}
             for each in selected.top(settings.keep)
         ]
-    return json.dumps(found, ensure_ascii=False).encode() + b"\n"
+    return found
 
 
-def _summary(cost: SamplingCost, prompts: int, path: str) -> str:
-    text = f"{prompts} prompts, {cost.samples} candidates, {cost.completion_tokens} tokens"
+def _summary(costs: Sequence[SamplingCost], path: str) -> str:
+    cost = SamplingCost.total(costs)
+    text = f"{len(costs)} prompts, {cost.samples} candidates, {cost.completion_tokens} tokens"
     if cost.saved_samples:
         text += f"; {cost.saved_share:.0%} of the candidates saved"
     return f"{text}; written to {path}"

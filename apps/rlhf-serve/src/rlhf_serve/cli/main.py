@@ -20,8 +20,12 @@ _BUILDING = "; a demonstration of another seed is built first, which takes minut
 Decorator = Callable[[Any], Any]
 
 
-def _model_options() -> list[Decorator]:
-    """Options of both commands about models; defaults are those of `rlhf_serve.settings`."""
+def _model_options(*, several: bool = True) -> list[Decorator]:
+    """Options of all commands about models; defaults are those of `rlhf_serve.settings`."""
+    candidates = [
+        click.option("--n", type=click.IntRange(min=1), help="Candidates per prompt.  [default: 8]"),
+        click.option("--answer", type=click.Choice(_ANSWERS), help="What votes count.  [default: text]"),
+    ]
     return [
         click.option("--config", type=click.Path(), help="JSON or YAML file of settings."),
         click.option(
@@ -37,14 +41,13 @@ def _model_options() -> list[Decorator]:
             help="Reward of candidates: a reward model, an ensemble or a process reward model, "
             "pkg.mod:function, a URL, or a rule; repeatable.",
         ),
-        click.option("--n", type=click.IntRange(min=1), help="Candidates per prompt.  [default: 8]"),
+        *(candidates if several else ()),
         click.option("--backend", type=click.Choice(_BACKENDS), help="Generation engine.  [default: auto]"),
         click.option(
             "--dtype", type=click.Choice(_DTYPES), help="Dtype of the weights.  [default: as stored]"
         ),
         click.option("--device", metavar="DEVICE", help="Device of the models.  [default: the GPU, if any]"),
         click.option("--chat-template", metavar="FILE", help="Chat template for a tokenizer without one."),
-        click.option("--answer", type=click.Choice(_ANSWERS), help="What votes count.  [default: text]"),
         click.option("--seed", type=click.IntRange(min=0), help="Seed of the demonstration.  [default: 0]"),
     ]
 
@@ -134,6 +137,25 @@ def _generate(**options: Any) -> None:
     exit_cleanly(job)
 
 
+def _refine(**options: Any) -> None:
+    """Draft, critique and rewrite for a file of prompts; an interrupted run continues where it stopped.
+
+    The policy criticises its own drafts, or --critic does. With --principles a round's critiques are about
+    one of them. The output has each row with `completion` (the draft that is kept), `score`, `first_draft`,
+    `drafts` with their critiques, and the cost, in the order of the input.
+    """
+
+    def job() -> None:
+        from rlhf_serve.settings import RefineSettings
+
+        settings = _settings(RefineSettings, options)
+        from rlhf_serve.cli.refine import refine
+
+        refine(settings)
+
+    exit_cleanly(job)
+
+
 def _settings(kind: Any, options: dict[str, Any], more: Callable[[Any], str] = lambda settings: "") -> Any:
     """A command's settings, whose files and models are there; says that loading takes time."""
     from rlhf_serve.cli.display import Display
@@ -145,13 +167,41 @@ def _settings(kind: Any, options: dict[str, Any], more: Callable[[Any], str] = l
     return settings
 
 
-def _generate_options() -> list[Decorator]:
+def _file_options(*, several: bool = True) -> list[Decorator]:
     return [
         click.option("--input", "input_path", required=True, metavar="FILE", help="Rows with prompts."),
         click.option(
             "--output", "output_path", required=True, metavar="FILE", help="JSON lines, one per row."
         ),
-        *_model_options(),
+        *_model_options(several=several),
+    ]
+
+
+def _sampling_options() -> list[Decorator]:
+    return [
+        click.option(
+            "--max-tokens",
+            type=click.IntRange(min=1),
+            help="Maximum completion length in tokens.  [default: 256]",
+        ),
+        click.option("--temperature", type=click.FloatRange(min=0), help="[default: 1]"),
+        click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="[default: 1]"),
+        click.option(
+            "--stop", multiple=True, metavar="TEXT", help="Text that ends a completion; repeatable."
+        ),
+        click.option(
+            "--sampling-seed", type=click.IntRange(min=0), help="Seed of the samples.  [default: 0]"
+        ),
+        click.option("--batch-size", type=click.IntRange(min=1), help="Prompts per batch.  [default: 16]"),
+        click.option(
+            "--overwrite", is_flag=True, help="Replace an existing output instead of continuing it."
+        ),
+    ]
+
+
+def _generate_options() -> list[Decorator]:
+    return [
+        *_file_options(),
         click.option(
             "--top-k-candidates",
             "keep",
@@ -175,23 +225,29 @@ def _generate_options() -> list[Decorator]:
             is_flag=True,
             help="Stop sampling a prompt once its best is unlikely to be beaten.",
         ),
+        *_sampling_options(),
+    ]
+
+
+def _refine_options() -> list[Decorator]:
+    return [
+        *_file_options(several=False),
+        click.option("--critic", metavar="PATH|HUB_ID", help="Model that criticises.  [default: the policy]"),
+        click.option("--critic-max-tokens", type=click.IntRange(min=1), help="[default: --max-tokens]"),
+        click.option("--principles", metavar="FILE", help="Principles that critiques are about, in turn."),
+        click.option("--rounds", type=click.IntRange(min=0), help="Rewrites at most.  [default: 3]"),
         click.option(
-            "--max-tokens",
-            type=click.IntRange(min=1),
-            help="Maximum completion length in tokens.  [default: 256]",
-        ),
-        click.option("--temperature", type=click.FloatRange(min=0), help="[default: 1]"),
-        click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="[default: 1]"),
-        click.option(
-            "--stop", multiple=True, metavar="TEXT", help="Text that ends a completion; repeatable."
+            "--until",
+            type=click.Choice(("score", "no_change", "verdict", "never")),
+            help="What ends rounds earlier: no better score, no change, a critique that finds nothing.",
         ),
         click.option(
-            "--sampling-seed", type=click.IntRange(min=0), help="Seed of the samples.  [default: 0]"
+            "--keep", type=click.Choice(("best", "last")), help="Draft that is kept.  [default: best]"
         ),
-        click.option("--batch-size", type=click.IntRange(min=1), help="Prompts per batch.  [default: 16]"),
         click.option(
-            "--overwrite", is_flag=True, help="Replace an existing output instead of continuing it."
+            "--min-gain", type=click.FloatRange(min=0), help="Gain in score that counts.  [default: 0]"
         ),
+        *_sampling_options(),
     ]
 
 
@@ -203,3 +259,4 @@ main = click.group(
     )
 )
 main.add_command(click.command("generate")(_decorated(_generate, _generate_options())))
+main.add_command(click.command("refine")(_decorated(_refine, _refine_options())))

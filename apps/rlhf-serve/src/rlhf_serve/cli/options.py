@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from rlhf_data import BaseConfig, UserError, apply_overrides, load_config_file
 from rlhf_models.loading.sources import check_not_a_missing_path
-from rlhf_serve.settings import BatchSettings, ModelSettings
+from rlhf_serve.settings import FileSettings, ModelSettings
 
 _Settings = TypeVar("_Settings", bound=BaseConfig)
 
@@ -25,10 +25,11 @@ def settings_of(kind: type[_Settings], options: Mapping[str, Any]) -> _Settings:
 
 def check_inputs(settings: ModelSettings) -> None:
     """Look for the models and files that the settings name by a path."""
-    if isinstance(settings, BatchSettings) and not Path(settings.input_path).exists():
+    if isinstance(settings, FileSettings) and not Path(settings.input_path).exists():
         raise UserError(
             f"data file {settings.input_path} does not exist; check the path", code="file_not_found"
         )
-    for name in (settings.model, *settings.reward):
+    critic = getattr(settings, "critic", None)
+    for name in (settings.model, critic, *settings.reward):
         if name is not None and ":" not in name:
             check_not_a_missing_path(name)

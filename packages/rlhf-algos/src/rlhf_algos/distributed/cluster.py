@@ -35,6 +35,7 @@ class Cluster:
 
     Attributes:
         local: whether the cluster was started here, and ends with this connection.
+        dashboard: the address of Ray's dashboard, where it was started here with one.
 
     Raises:
         UserError: Ray is missing, no cluster answers, or it has no room for the workers.
@@ -48,6 +49,7 @@ class Cluster:
         import ray
 
         self.config, self.local = config, False
+        self.dashboard: str | None = None
         self._group: Any = None
         self._connected_here = not ray.is_initialized()
         if self._connected_here:
@@ -129,7 +131,10 @@ class Cluster:
         )
         self.local = True
         page = getattr(context, "dashboard_url", None)
-        _LOG.info("started a local Ray cluster%s", f", with its dashboard at http://{page}" if page else "")
+        self.dashboard = f"http://{page}" if page else None
+        _LOG.info(
+            "started a local Ray cluster%s", f", with its dashboard at {self.dashboard}" if page else ""
+        )
 
     def _reserve(self) -> None:
         """Wait until the cluster has room for the workers."""

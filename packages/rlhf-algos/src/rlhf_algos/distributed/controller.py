@@ -115,6 +115,7 @@ class Controller:
         except BaseException:
             self._cluster.close()
             raise
+        tell("start", {"workers": config.rollout_workers, "dashboard": self._cluster.dashboard})
         self._driver = threading.Thread(target=self._drive, name="rollouts", daemon=True)
         if self.max_staleness:
             self._driver.start()

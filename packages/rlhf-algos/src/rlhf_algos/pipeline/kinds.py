@@ -18,7 +18,7 @@ Command = Callable[[Path, dict[str, Any]], tuple[str, list[str]]]
 """Given a stage's folder and settings, the module that runs it and its arguments, which continue what an
 interrupted process left."""
 
-NOT_YET = ("judge", "refine", "compress")
+NOT_YET = ("judge", "compress")
 """Kinds that are planned and have no command."""
 
 
@@ -136,14 +136,24 @@ def _check_data(settings: dict[str, Any], where: str) -> None:
 
 
 def _generate(folder: Path, settings: dict[str, Any]) -> tuple[str, list[str]]:
+    # Where nothing ranks the candidates the commonest one is taken, of one candidate that one.
+    unranked = {} if settings.get("reward") else {"selection": "majority"}
+    return _sampling("generate", folder, unranked | settings)
+
+
+def _refine(folder: Path, settings: dict[str, Any]) -> tuple[str, list[str]]:
+    unscored = {} if settings.get("reward") else {"keep": "last"}
+    return _sampling("refine", folder, unscored | settings)
+
+
+def _sampling(command: str, folder: Path, settings: dict[str, Any]) -> tuple[str, list[str]]:
+    """A command of `rlhf-serve` that writes rows of completions."""
     given = {key: value for key, value in settings.items() if key != "prompts"}
     if isinstance(given.get("reward"), str):
         given["reward"] = [given["reward"]]
-    if not given.get("reward"):  # nothing ranks the candidates: the commonest one, of one candidate that one
-        given.setdefault("selection", "majority")
     paths = ["--input", str(settings["prompts"]), "--output", str(folder / "rows.jsonl")]
     listed = options({"set": [f"{key}={json.dumps(value)}" for key, value in given.items()]})
-    return "rlhf_serve", ["generate", *paths, *listed]
+    return "rlhf_serve", [command, *paths, *listed]
 
 
 def _evaluate(folder: Path, settings: dict[str, Any]) -> tuple[str, list[str]]:
@@ -175,10 +185,15 @@ _PREPARE = (
     *("kind", "columns", "tokenizer", "against", "ties", "min_words", "duplicate_rows", "duplicate_prompts"),
     *("contradictions", "max_length", "truncation", "eval_fraction", "stratify_by", "seed", "on_bad_row"),
 )
-_GENERATE_KEYS = (
-    *("prompts", "model", "reward", "reward_weights", "n", "keep", "selection", "budget", "stop_early"),
+_SAMPLING_KEYS = (
+    *("prompts", "model", "reward", "reward_weights"),
     *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "sampling_seed"),
-    *("answer", "batch_size", "backend", "dtype", "device", "chat_template", "max_batch_tokens"),
+    *("batch_size", "backend", "dtype", "device", "chat_template", "max_batch_tokens"),
+)
+_GENERATE_KEYS = (*_SAMPLING_KEYS, "n", "keep", "selection", "budget", "stop_early", "answer")
+_REFINE_KEYS = (
+    *(*_SAMPLING_KEYS, "critic", "critic_max_tokens", "principles", "rounds", "until", "keep", "min_gain"),
+    *("verdict", "templates"),
 )
 _EVALUATE_KEYS = (
     *("model", "reference", "prompts", "reward_model", "held_out_reward", "judge", "judge_labels", "pairs"),
@@ -228,6 +243,12 @@ KINDS: dict[str, StageKind] = {
         *(_generate, {"rows": "rows.jsonl"}, ("rows.jsonl",)),
         required=("prompts", "model"),
         allowed=_GENERATE_KEYS,
+        seed="sampling_seed",
+    ),
+    "refine": StageKind(
+        *(_refine, {"rows": "rows.jsonl"}, ("rows.jsonl",)),
+        required=("prompts", "model"),
+        allowed=_REFINE_KEYS,
         seed="sampling_seed",
     ),
     "score": StageKind(

@@ -11,9 +11,10 @@ from typing import Any
 
 from rlhf_data import UserError, current_names
 from rlhf_eval.monitor.tail import Tail
+from rlhf_eval.monitor.workers import with_workers, workers_text
 
 _METRICS, _RESULTS, _CONFIG = "metrics.jsonl", "results.json", "config.json"
-_SAMPLES = "samples.jsonl"
+_SAMPLES, _WORKERS = "samples.jsonl", "workers.jsonl"
 _TRL = "trainer_state.json"
 _SAME = {
     "critic/score/mean": "reward",
@@ -57,6 +58,7 @@ class RunLog:
     def __post_init__(self) -> None:
         self._state = _trainer_state(self.path)
         self._tail = None if self._state else Tail(self.path / _METRICS if self.path.is_dir() else self.path)
+        self._workers = Tail(self.path / _WORKERS)
         self._seen: float | None = None
         self._rows: list[dict[str, Any]] = []
 
@@ -64,6 +66,11 @@ class RunLog:
     def rows(self) -> list[dict[str, Any]]:
         """Its rows in order, under this toolkit's names; every one has `step`."""
         return self._rows
+
+    @property
+    def workers(self) -> str:
+        """One sentence about its rollout workers; empty without them."""
+        return workers_text(self._workers.rows, finished=self.finished)
 
     @property
     def unnumbered(self) -> bool:
@@ -94,8 +101,9 @@ class RunLog:
     def poll(self) -> bool:
         """Take up what was logged since the last call; whether that changed anything."""
         changed = self._poll_state() if self._tail is None else self._tail.poll()
+        changed = self._workers.poll() or changed
         if self._tail is not None and changed:
-            self._rows = list(_normalised(self._tail.rows))
+            self._rows = with_workers(list(_normalised(self._tail.rows)), self._workers.rows)
         if self.path.is_dir() and self._tail is not None:
             finished = (self.path / _RESULTS).is_file()
             changed, self.finished = changed or finished != self.finished, finished

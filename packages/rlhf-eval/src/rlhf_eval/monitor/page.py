@@ -34,6 +34,8 @@ def monitor_page(
 
 def _run_html(log: RunLog, summary: Summary, plot: str) -> str:
     body = f"<p>{text(summary.text[0].upper() + summary.text[1:])}.</p>\n"
+    if summary.workers:
+        body += f"<p>{text(summary.workers[0].upper() + summary.workers[1:])}.</p>\n"
     if summary.alerts:
         lines = [
             f'<li><span class="bad-text">step {each.step:,}</span> {text(each.text)}</li>'

@@ -30,6 +30,7 @@ PLOTS: dict[str, tuple[str, ...]] = {
     ),
     "time": ("step_time", "samples_per_second", "tokens_per_second"),
     "memory": ("peak_memory_gb",),
+    "workers": ("workers/waited_s", "workers/ready", "workers/lost", "workers/ahead", "workers/from_ledger"),
 }
 """Metrics of each kind of plot, those before others that are looked at first."""
 _BARS = "▁▂▃▄▅▆▇█"
@@ -49,6 +50,7 @@ class Summary:
         alerts: what looks wrong.
         skipped: rows of the log that were left out.
         unnumbered: whether there are rows and none of them has a step.
+        workers: a sentence about its rollout workers, if it has any.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Summary:
     alerts: tuple[Alert, ...]
     skipped: int
     unnumbered: bool = False
+    workers: str = ""
 
     @property
     def seconds_left(self) -> float | None:
@@ -99,6 +102,7 @@ def summarise(log: RunLog) -> Summary:
         tuple(alerts),
         log.skipped,
         log.unnumbered,
+        log.workers,
     )
 
 

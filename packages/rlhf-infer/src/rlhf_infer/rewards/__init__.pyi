@@ -9,5 +9,6 @@ from rlhf_infer.rewards.judged.constitutional import (
     ConstitutionalRewardWrapper as ConstitutionalRewardWrapper,
 )
 from rlhf_infer.rewards.judged.constitutional import Principle as Principle
+from rlhf_infer.rewards.judged.principle_files import load_principle_texts as load_principle_texts
 from rlhf_infer.rewards.normalise import RewardNormaliser as RewardNormaliser
 from rlhf_infer.rewards.normalise import normalised as normalised

@@ -44,8 +44,31 @@ class PrincipleConfig(BaseConfig):
     """Reward function, as `--reward` names it: a rule, `pkg.mod:function`, a model, a URL."""
 
 
+def load_principle_texts(path: str | Path) -> list[str]:
+    """The wordings of the principles in a file.
+
+    Raises:
+        UserError: the file is missing or has another form, or a principle has no text.
+    """
+    texts = []
+    for where, config in _read(path):
+        if not config.text.strip():
+            raise UserError(
+                f"{where} has no text, by which a critique could be asked for; say what is expected",
+                code="missing_value",
+                key="text",
+            )
+        texts.append(config.text)
+    return texts
+
+
 def read_principles(path: str | Path, *, judge: Any, from_spec: FromSpec) -> list[Principle]:
     """See `load_principles`; `from_spec` makes the reward functions that principles name."""
+    return [_principle(config, judge, where, from_spec) for where, config in _read(path)]
+
+
+def _read(path: str | Path) -> list[tuple[str, PrincipleConfig]]:
+    """The principles of a file, and the words for where each stands."""
     if not Path(path).is_file():
         raise UserError(f"there is no file {path} with principles; check the path", code="file_not_found")
     values = load_config_file(path)
@@ -56,7 +79,7 @@ def read_principles(path: str | Path, *, judge: Any, from_spec: FromSpec) -> lis
             "list of at least one principle",
             code="no_principles",
         )
-    principles = []
+    found = []
     for number, entry in enumerate(entries, 1):
         where = f"{path}, principle {number}"
         if not isinstance(entry, dict):
@@ -64,8 +87,8 @@ def read_principles(path: str | Path, *, judge: Any, from_spec: FromSpec) -> lis
                 f"{where} is {entry!r}; expected a mapping with name, weight, text and so on",
                 code="not_a_mapping",
             )
-        principles.append(_principle(PrincipleConfig.from_dict(entry, where), judge, where, from_spec))
-    return principles
+        found.append((where, PrincipleConfig.from_dict(entry, where)))
+    return found
 
 
 def load_principle_judge(name_or_path: str | Path, **load_options: Any) -> Any:

@@ -1,0 +1,61 @@
+"""Rollout workers of a run, from the `workers.jsonl` in its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_METRICS = {
+    "workers": "workers/ready",
+    "waited_s": "workers/waited_s",
+    "ahead": "workers/ahead",
+    "lost": "workers/lost",
+    "staleness": "workers/staleness",
+    "from_ledger": "workers/from_ledger",
+}
+"""Facts of a step, and the metrics that they become."""
+
+
+def with_workers(rows: Sequence[dict[str, Any]], events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of a run's log with what is known of the workers at each step, as metrics `workers/...`.
+
+    Args:
+        rows: rows of the log, each with `step`.
+        events: rows of `workers.jsonl`; of a step that was sampled twice, as after a resume, the last counts.
+    """
+    steps = {
+        event["step"]: {name: event[key] for key, name in _METRICS.items() if key in event}
+        for event in events
+        if event.get("event") == "step" and isinstance(event.get("step"), int)
+    }
+    return [{**row, **steps.get(row["step"], {})} for row in rows]
+
+
+def workers_text(events: Sequence[Mapping[str, Any]], *, finished: bool) -> str:
+    """One sentence: workers at present, which weights are sampled, what was lost; empty without workers."""
+    if not events:
+        return ""
+    begun = max((at for at, event in enumerate(events) if event.get("event") == "start"), default=0)
+    parts = [] if finished else [_at_work(events[begun:])]
+    step = next((event for event in reversed(events) if event.get("event") == "step"), None)
+    if step:
+        parts.append(f"step {step.get('step')} sampled with the weights after {step.get('version')}")
+    losses = [event for event in events if event.get("event") in ("lost", "failed")]
+    if losses:
+        last = losses[-1]
+        times = "once" if len(losses) == 1 else f"{len(losses)} times"
+        parts.append(f"workers failed {times}, last worker {last.get('worker')} ({last.get('why')})")
+    if events[begun].get("dashboard") and not finished:
+        parts.append(f"Ray's dashboard: {events[begun]['dashboard']}")
+    return "; ".join(parts)
+
+
+def _at_work(events: Sequence[Mapping[str, Any]]) -> str:
+    ready: set[Any] = set()
+    for event in events:
+        if event.get("event") == "ready":
+            ready.add(event.get("worker"))
+        elif event.get("event") == "lost":
+            ready.discard(event.get("worker"))
+    wanted = events[0].get("workers") if events[0].get("event") == "start" else None
+    return f"{len(ready)}{f' of {wanted}' if wanted else ''} workers ready"
