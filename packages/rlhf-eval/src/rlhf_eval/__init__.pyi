@@ -12,6 +12,7 @@ from rlhf_eval import run_comparison as run_comparison
 from rlhf_eval import samples as samples
 from rlhf_eval import scoring as scoring
 from rlhf_eval import stats as stats
+from rlhf_eval import validation as validation
 from rlhf_eval.curves import metric_keys as metric_keys
 from rlhf_eval.curves import metric_panel as metric_panel
 from rlhf_eval.curves import training_curves as training_curves

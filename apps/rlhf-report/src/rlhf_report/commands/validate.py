@@ -1,0 +1,42 @@
+"""`rlhf-report validate`: completions with what is wrong with each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from rlhf_report.failures import explained
+
+
+@click.command("validate")
+@click.argument("data", metavar="DATA")
+@click.option(
+    "--reference",
+    metavar="MODEL",
+    help="Language model, not the policy, that measures likelihood and order of sentences.",
+)
+@click.option(
+    "--human", metavar="FILE", help="Good completions, by which --reference flags others; at least 30."
+)
+@click.option(
+    "--max-flagged",
+    type=click.FloatRange(0, 1),
+    help="Exit with 1 if a larger share has a flaw, by the lower end of its interval.",
+)
+@click.option("--dtype", default="auto", show_default=True, help="Dtype of the reference model's weights.")
+@click.option(
+    "--output-dir", metavar="DIR", help="Folder of the report.  [default: outputs/validation-<time>]"
+)
+@explained
+def command(**options: Any) -> None:
+    """Look for flaws of completions that need no right answer.
+
+    DATA has rows with prompt and completion, such as the output of `rlhf-serve generate`. Found are
+    repetition, echo of the prompt, another language, an end in the middle of a sentence, nothing at all; with
+    --reference and --human also what is unlikely, what is bland, and sentences in a wrong order.
+    """
+    from rlhf_report.validate import run_validation
+
+    if run_validation(options):
+        raise SystemExit(1)

@@ -1,0 +1,125 @@
+"""From the options of `rlhf-report validate` to its report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from rlhf_data import RunFolder, Text, UserError, alone_in, load_records, model_folder, read_rows
+from rlhf_eval.stats import Interval, proportion_interval
+from rlhf_eval.validation import AdversarialValidator, ReferenceScorer, Validation
+
+_SHOWN = 3
+
+
+def run_validation(given: Mapping[str, Any]) -> bool:
+    """Validate, write the report and print it; whether too many completions have a flaw."""
+    if given["human"] and not given["reference"]:
+        raise UserError(
+            "--human sets thresholds of a reference model; give --reference too", code="unused_option"
+        )
+    prompts, completions = _rows(given["data"])
+    validator = _validator(given)
+    path = Path(given["output_dir"]) if given["output_dir"] else None
+    run = RunFolder.create(path, job="validation")
+    with alone_in(run.path):
+        found = validator.validate(prompts, completions)
+        share = _share([bool(each.flaws) for each in found])
+        kinds = _kinds(found)
+        results = {
+            "completions": len(found),
+            "flagged": asdict(share),
+            "flaws": {kind: asdict(each) for kind, each in kinds.items()},
+            "thresholds": asdict(validator.config),
+            "mean_score": float(np.mean([each.score for each in found])),
+        }
+        rows = zip(prompts, completions, found, strict=True)
+        run.append_lines(
+            "validations.jsonl",
+            [{"prompt": prompt, "completion": text, **each.to_dict()} for prompt, text, each in rows],
+        )
+        run.write_results(results)
+    _print(found, completions, share, kinds)
+    click.echo(str(run.path))
+    limit = given["max_flagged"]
+    if limit is not None and share.low > limit:
+        click.echo(f"more than {limit:.1%} of the completions have a flaw")
+        return True
+    return False
+
+
+def _rows(path: str) -> tuple[list[Text], list[str]]:
+    """Prompts and completions of rows, empty ones included, for those are flawed."""
+    prompts, completions = list[Text](), list[str]()
+    for number, (_, row) in enumerate(read_rows(path), 1):
+        prompt, completion = row.get("prompt"), row.get("completion")
+        if not isinstance(completion, str) or not isinstance(prompt, str | list):
+            raise UserError(
+                f"{path}, row {number}: expected a prompt (a text or messages) and a completion (a text), as "
+                "rlhf-serve generate writes them",
+                code="missing_value",
+                row=number,
+            )
+        prompts.append(prompt)
+        completions.append(completion)
+    if not prompts:
+        raise UserError(f"{path} has no rows", code="no_rows")
+    return prompts, completions
+
+
+def _people(path: str) -> tuple[list[Text], list[str]]:
+    """Good completions, in any form that `rlhf-train sft` takes."""
+    records = load_records(path, "sft").records
+    return [each.prompt for each in records], [_text(each.completion) for each in records]
+
+
+def _validator(given: Mapping[str, Any]) -> AdversarialValidator:
+    if not given["reference"]:
+        return AdversarialValidator()
+    from rlhf_models import load_causal_lm, load_tokenizer
+
+    model = model_folder(given["reference"])
+    reference = ReferenceScorer(load_causal_lm(model, dtype=given["dtype"]), load_tokenizer(model))
+    validator = AdversarialValidator(reference)
+    return validator.calibrated(*_people(given["human"])) if given["human"] else validator
+
+
+def _kinds(found: Sequence[Validation]) -> dict[str, Interval]:
+    """The share of completions with each flaw, the most frequent first."""
+    counts = Counter(flaw.kind for each in found for flaw in each.flaws)
+    return {
+        kind: _share([any(flaw.kind == kind for flaw in each.flaws) for each in found])
+        for kind, _ in counts.most_common()
+    }
+
+
+def _share(flags: Sequence[bool]) -> Interval:
+    return proportion_interval(np.asarray(flags, dtype=float), np.arange(len(flags)))
+
+
+def _print(
+    found: Sequence[Validation], completions: Sequence[str], share: Interval, kinds: Mapping[str, Interval]
+) -> None:
+    click.echo(f"{len(found):,} completions, with a flaw {_percent(share)}")
+    for kind, each in kinds.items():
+        click.echo(f"  {kind:14} {_percent(each)}")
+    worst = sorted(range(len(found)), key=lambda place: found[place].score)
+    for place in [place for place in worst if found[place].flaws][:_SHOWN]:
+        flaws = ", ".join(flaw.kind for flaw in found[place].flaws)
+        click.echo(f"row {place + 1}: {flaws}: {completions[place][:80]!r}")
+
+
+def _percent(share: Interval) -> str:
+    return f"{share.estimate:.1%} [{share.low:.1%}, {share.high:.1%}]"
+
+
+def _text(completion: Text) -> str:
+    if isinstance(completion, str):
+        return completion
+    return "\n".join(str(turn.get("content") or "") for turn in completion)

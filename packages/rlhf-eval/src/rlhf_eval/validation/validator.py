@@ -1,0 +1,182 @@
+"""Completions with what is wrong with each of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from rlhf_data import Text, UserError, finite
+from rlhf_eval.validation.flaws import RULES, Flaw
+from rlhf_eval.validation.language_models import ReferenceScorer
+
+Contradicts = Callable[[Sequence[str], Sequence[str]], Sequence[float]]
+"""P(a text contradicts its source), for each pair of source and text: an NLI model, or a world's rules."""
+_FEWEST_CALIBRATED = 30
+
+
+@dataclass(frozen=True)
+class ValidatorConfig:
+    """From where on a measure is a flaw.
+
+    Args:
+        rule: the measure of a rule, of which 0.5 is too much.
+        nll: mean and standard deviation of the negative log-likelihood per token of good completions under
+            the reference model; None without calibration, and then likelihood is measured and flags nothing.
+        surprising: standard deviations above the mean from which on a completion is flagged.
+        bland: standard deviations below it.
+        coherence: nats per token; less is flagged. None without calibration.
+        contradiction: P(contradiction) from which on a completion is flagged.
+    """
+
+    rule: float = 0.5
+    nll: tuple[float, float] | None = None
+    surprising: float = 3.0
+    bland: float = 2.0
+    coherence: float | None = None
+    contradiction: float = 0.5
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What was found in a completion.
+
+    Args:
+        score: in [0, 1], 1 for no flaw: 1 − the greatest severity.
+        measures: every measure that was made, in its own unit; None where it is not defined.
+        flaws: what is beyond a threshold.
+    """
+
+    score: float
+    measures: Mapping[str, float | None]
+    flaws: tuple[Flaw, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return finite(
+            {
+                "score": self.score,
+                "measures": dict(self.measures),
+                "flaws": [asdict(each) for each in self.flaws],
+            }
+        )
+
+
+class AdversarialValidator:
+    """Looks for flaws that need no right answer: a lower bound, for what it does not find may be wrong too.
+
+    Rules measure repetition, echo of the prompt, another language, an end in the middle, and nothing at all.
+    A reference model measures likelihood, too low as well as too high, and whether the order of sentences
+    matters (Barzilay and Lapata 2008, section 4.1: a text against shuffles of it). A function of source and
+    text measures contradiction (SummaC, arXiv:2111.09525); without one, that is not known.
+
+    Args:
+        reference: the reference model; None leaves likelihood and coherence out.
+        contradicts: gives P(contradiction); None leaves it out.
+        config: thresholds; `calibrated` sets those of a reference model.
+    """
+
+    def __init__(
+        self,
+        reference: ReferenceScorer | None = None,
+        contradicts: Contradicts | None = None,
+        config: ValidatorConfig | None = None,
+    ) -> None:
+        self.reference, self.contradicts = reference, contradicts
+        self.config = config or ValidatorConfig()
+
+    def calibrated(self, prompts: Sequence[Text], completions: Sequence[str]) -> AdversarialValidator:
+        """This validator with the reference model's thresholds from completions that people wrote.
+
+        Raises:
+            UserError: fewer than 30 of them have a likelihood.
+        """
+        if self.reference is None:
+            return self
+        nll = self.reference.nll(prompts, completions)
+        nll = nll[np.isfinite(nll)]
+        if len(nll) < _FEWEST_CALIBRATED:
+            raise UserError(
+                f"{len(nll)} completions are too few to set thresholds by; expected {_FEWEST_CALIBRATED}",
+                code="too_few_rows",
+                rows=len(nll),
+            )
+        coherence = self.reference.coherence(prompts, completions)
+        coherence = coherence[np.isfinite(coherence)]
+        least = float(np.quantile(coherence, 0.05)) if len(coherence) >= _FEWEST_CALIBRATED else None
+        config = replace(self.config, nll=(float(nll.mean()), float(nll.std(ddof=1))), coherence=least)
+        return AdversarialValidator(self.reference, self.contradicts, config)
+
+    def validate(
+        self,
+        prompts: Sequence[Text],
+        completions: Sequence[str],
+        sources: Sequence[str] | None = None,
+    ) -> list[Validation]:
+        """Measure completions.
+
+        Args:
+            prompts: B texts or message lists.
+            completions: B texts.
+            sources: B texts that completions must not contradict; None leaves contradiction out.
+
+        Raises:
+            ValueError: arguments of different lengths.
+        """
+        measures = [
+            {name: rule(_said(prompt), text) for name, rule in RULES.items()}
+            for prompt, text in zip(prompts, completions, strict=True)
+        ]
+        columns: dict[str, Sequence[float]] = {}
+        if self.reference is not None:
+            columns["nll"] = self.reference.nll(prompts, completions).tolist()
+            columns["coherence"] = self.reference.coherence(prompts, completions).tolist()
+        if self.contradicts is not None and sources is not None:
+            columns["contradiction"] = list(self.contradicts(sources, completions))
+        for name, values in columns.items():
+            for own, value in zip(measures, values, strict=True):
+                own[name] = value
+        return [self._judged(own, text) for own, text in zip(measures, completions, strict=True)]
+
+    def _judged(self, measures: Mapping[str, float], text: str) -> Validation:
+        flaws = [
+            Flaw(name, measures[name], _excerpt(text)) for name in RULES if measures[name] >= self.config.rule
+        ]
+        flaws += [each for each in self._of_model(measures) if each is not None]
+        worst = max((each.severity for each in flaws), default=0.0)
+        known = {name: None if math.isnan(value) else value for name, value in measures.items()}
+        return Validation(1.0 - worst, known, tuple(flaws))
+
+    def _of_model(self, measures: Mapping[str, float]) -> list[Flaw | None]:
+        config, found = self.config, list[Flaw | None]()
+        nll, coherence = measures.get("nll", math.nan), measures.get("coherence", math.nan)
+        if config.nll is not None and not math.isnan(nll):
+            z = (nll - config.nll[0]) / (config.nll[1] or 1.0)
+            said = f"{nll:.2f} nats per token, {z:+.1f} standard deviations from good completions"
+            found.append(_beyond("surprising", z, config.surprising, said))
+            found.append(_beyond("bland", -z, config.bland, said))
+        if config.coherence is not None and coherence < config.coherence:
+            said = f"{coherence:+.3f} nats per token likelier than with sentences in another order"
+            found.append(Flaw("incoherent", 0.5, said))
+        contradiction = measures.get("contradiction", math.nan)
+        if contradiction >= config.contradiction:
+            found.append(Flaw("contradiction", contradiction, f"P(contradiction) {contradiction:.2f}"))
+        return found
+
+
+def _beyond(kind: str, z: float, limit: float, said: str) -> Flaw | None:
+    """A flaw of severity 0.5 at the limit, rising to 1."""
+    return Flaw(kind, 1 - 0.5 * limit / z, said) if z > limit else None
+
+
+def _said(prompt: Text) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(str(turn.get("content") or "") for turn in prompt)
+
+
+def _excerpt(text: str, most: int = 80) -> str:
+    return text if len(text) <= most else f"{text[:most]}…"
