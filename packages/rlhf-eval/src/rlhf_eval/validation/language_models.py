@@ -35,8 +35,8 @@ class ReferenceScorer:
     def nll(self, prompts: Sequence[Text], completions: Sequence[str]) -> np.ndarray:
         """(B,) mean negative log-likelihood of a completion's tokens and its end, in nats.
 
-        Prompts that completions share are computed once. What does not fit the model's context is left out; NaN
-        where nothing does.
+        Prompts that completions share are computed once. What does not fit the model's context is left out;
+        NaN where nothing does.
         """
         longest = context_length(self.model)
         sequences = []
