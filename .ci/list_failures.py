@@ -24,7 +24,9 @@ def main(paths: list[str]) -> None:
         for case in cases:
             for problem in (*case.iter("failure"), *case.iter("error")):
                 message = " ".join((problem.get("message") or "").split())
-                if len(message) > 2 * _SHOWN:
+                if "sub-exception" in message:  # the message of a group names none of them
+                    message += f" ... {' '.join((problem.text or '').split())[-10 * _SHOWN :]}"
+                elif len(message) > 2 * _SHOWN:
                     message = f"{message[:_SHOWN]} ... {message[-_SHOWN:]}"
                 print(f"failed: {case.get('classname')}::{case.get('name')}: {message}")
 
