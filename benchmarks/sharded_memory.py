@@ -26,7 +26,7 @@ from typing import Any
 
 STEPS = 2
 ROWS = 8
-"""Rows of a step, on one process and on several."""
+"""Rows or completions of a step, on one process and on several."""
 ZERO = {
     "stage": 3,
     "overlap_comm": False,
@@ -165,8 +165,9 @@ def train(name: str, model: str, rows: str, run: str, mode: str) -> dict[str, An
     trainer.checkpoints = None
     trainer.run = None
     trainer.events.run = None
+    size = trainer.global_batch_size  # of GRPO prompts, each with several completions
     for step in range(STEPS):
-        metrics = trainer.train_step([trainer.examples[i] for i in range(step * ROWS, (step + 1) * ROWS)])
+        metrics = trainer.train_step([trainer.examples[i] for i in range(step * size, (step + 1) * size)])
     return {**peaks, **planned, "stepped": _peak(), "held": held, "loss": metrics["loss"]}
 
 
