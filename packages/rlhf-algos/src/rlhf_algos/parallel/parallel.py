@@ -31,7 +31,7 @@ from rlhf_algos.parallel.deepspeed_file import (
     zero_stage,
 )
 from rlhf_algos.parallel.precision import HALF, check_hardware, choose_precision
-from rlhf_algos.parallel.sharding import partition, reshard, shard
+from rlhf_algos.parallel.sharding import partition, reshard, shard, step_in_place
 from rlhf_algos.process_group import init_process_group
 from rlhf_models import (
     causal_lm,
@@ -40,6 +40,7 @@ from rlhf_models import (
     is_deferred,
     is_sharded,
     is_sharded_alone,
+    use_partitioned_linears,
     whole_value,
 )
 
@@ -139,6 +140,9 @@ class Parallel:
             self.module = scorer
         elif self.deepspeed:
             self.module, optimizer = self.accelerator.prepare(scorer, optimizer)
+            if self.zero_stage == SHARDED_WEIGHTS:
+                step_in_place(self.module.optimizer)
+                use_partitioned_linears(scorer)
         else:
             placement = [self.world_size > 1, self.precision == "fp16"]
             self.module, optimizer = self.accelerator.prepare(scorer, optimizer, device_placement=placement)
