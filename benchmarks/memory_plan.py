@@ -1,6 +1,6 @@
 """The memory that `--dry-run` plans beside what processes take, for eight jobs of three shapes.
 
-    python benchmarks/memory_plan.py
+    python benchmarks/memory_plan.py [--output memory_plan.json]
 
 Jobs run as in `sharded_memory.py`: two steps of random Llamas on the CPU, memory counted above what the same
 job takes on a model of 1% of the size.  Prints JSON: the plan for the phase that needs most, the largest peak
@@ -9,6 +9,7 @@ of all processes, and plan over peak.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tempfile
@@ -38,6 +39,11 @@ JOBS = [
 
 def main() -> None:
     """Make the models, run every job, print plan and measurement."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, help="where the JSON goes; printed if left out")
+    options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         for shape, given in SHAPES.items():
@@ -53,7 +59,11 @@ def main() -> None:
             rows.append(what | {"planned": planned, "measured": measured})
             rows[-1]["ratio"] = round(planned / measured, 3)
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    print(json.dumps({"shapes": SHAPES, "rows": rows}, indent=1))
+    report = json.dumps({"shapes": SHAPES, "rows": rows}, indent=1) + "\n"
+    if options.output:
+        options.output.write_text(report)
+    else:
+        print(report)
 
 
 if __name__ == "__main__":
