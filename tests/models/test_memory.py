@@ -47,7 +47,8 @@ def test_activations_are_those_that_autograd_keeps(config: PreTrainedConfig) -> 
 
 
 def test_offloaded_inputs_of_layers_are_not_counted_but_for_two() -> None:
-    config = LlamaConfig(**SHAPE | {"num_hidden_layers": 6})
+    shape: dict[str, Any] = SHAPE | {"num_hidden_layers": 6}
+    config = LlamaConfig(**shape)
     kept, moved = (
         activation_bytes(config, 10, 2, checkpointing=True, offloading=offloading)
         for offloading in (False, True)

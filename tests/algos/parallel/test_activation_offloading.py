@@ -23,7 +23,8 @@ def train(device: str) -> tuple[list[float], list[torch.Tensor]]:
     losses: list[float] = []
     settings = {"learning_rate": 1e-2, "per_device_train_batch_size": 4, "max_steps": 4}
     config = SFTConfig.from_dict(settings | {"gradient_checkpointing": True})
-    model = tiny_model("llama", vocab_size=300, seed=0).to(device)
+    model: Any = tiny_model("llama", vocab_size=300, seed=0)
+    model.to(device)
     trainer = SFTTrainer(model, config, ROWS, on_step=lambda _, metrics: losses.append(metrics["loss"]))
     trainer.train()
     return losses, [parameter.detach().cpu() for parameter in trainer.parameters]
