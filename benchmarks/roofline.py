@@ -31,7 +31,8 @@ from torch.profiler import ProfilerActivity, profile
 import rlhf_algos
 from rlhf_data import PreferenceDataset, PreferenceRecord, UserError, atomic_write_json
 from rlhf_models import load_causal_lm, load_tokenizer
-from rlhf_models.kernels.cpu_linear import is_linear, product, rounding
+from rlhf_models.kernels.cpu_linear import product, rounding
+from rlhf_models.kernels.partitioned_linear import is_linear
 
 Shape = tuple[int, int, int]
 """Rows, inner size and columns of a product."""

@@ -1,6 +1,7 @@
 """Resident memory of each process when a job's models are sharded, beside that of one process.
 
     python benchmarks/sharded_memory.py [--parameters 270] [--jobs dpo sft] [--modes fsdp] [--processes 2 4]
+        [--output sharded_memory.json]
 
 Makes a random Llama in fp32 safetensors, runs each job alone and on several processes under torchrun (gloo on
 the CPU), and prints JSON: peak resident memory after loading (the reference included) and after two steps,
@@ -26,7 +27,7 @@ from typing import Any
 
 STEPS = 2
 ROWS = 8
-"""Rows of a step, on one process and on several."""
+"""Rows or completions of a step, on one process and on several."""
 ZERO = {
     "stage": 3,
     "overlap_comm": False,
@@ -48,7 +49,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_model(folder: Path, millions: int, hidden: int) -> dict[str, int]:
+def make_model(folder: Path, millions: int, hidden: int, vocabulary: int = 8_000) -> dict[str, int]:
     """Write a Llama of about that size, and its tokenizer; parameters of it and of its largest part."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
@@ -56,7 +57,6 @@ def make_model(folder: Path, millions: int, hidden: int) -> dict[str, int]:
     from rlhf_models import train_byte_tokenizer
 
     tokenizer: Any = train_byte_tokenizer(_texts(64))
-    vocabulary = 8_000
     layer = 4 * hidden**2 + 3 * hidden * 4 * hidden
     layers = max(1, round((millions * 1e6 - 2 * vocabulary * hidden) / layer))
     config = LlamaConfig(
@@ -80,16 +80,16 @@ def make_model(folder: Path, millions: int, hidden: int) -> dict[str, int]:
     return {"parameters": parameters, "largest_part": max(layer, vocabulary * hidden)}
 
 
-def _texts(count: int) -> list[str]:
+def _texts(count: int, words: int = 12) -> list[str]:
     rng = random.Random(0)
     return [
-        " ".join(rng.choice(("red", "green", "blue", "a", "of")) for _ in range(12)) for _ in range(count)
+        " ".join(rng.choice(("red", "green", "blue", "a", "of")) for _ in range(words)) for _ in range(count)
     ]
 
 
-def write_rows(folder: Path) -> None:
-    """Pairs and prompts to train on."""
-    texts = _texts(3 * 64)
+def write_rows(folder: Path, words: int = 12) -> None:
+    """Pairs and prompts to train on, of texts of so many words."""
+    texts = _texts(3 * 64, words)
     pairs = [
         {"prompt": p, "chosen": f" {c}", "rejected": f" {r}"}
         for p, c, r in zip(texts[::3], texts[1::3], texts[2::3], strict=True)
@@ -165,8 +165,9 @@ def train(name: str, model: str, rows: str, run: str, mode: str) -> dict[str, An
     trainer.checkpoints = None
     trainer.run = None
     trainer.events.run = None
+    size = trainer.global_batch_size  # of GRPO prompts, each with several completions
     for step in range(STEPS):
-        metrics = trainer.train_step([trainer.examples[i] for i in range(step * ROWS, (step + 1) * ROWS)])
+        metrics = trainer.train_step([trainer.examples[i] for i in range(step * size, (step + 1) * size)])
     return {**peaks, **planned, "stepped": _peak(), "held": held, "loss": metrics["loss"]}
 
 
@@ -216,6 +217,7 @@ def main() -> None:
     parser.add_argument("--jobs", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     parser.add_argument("--modes", nargs="+", choices=["fsdp", "zero3"], default=["fsdp", "zero3"])
     parser.add_argument("--processes", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--output", type=Path, help="where the JSON goes; printed if left out")
     parser.add_argument("--work", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
@@ -238,7 +240,11 @@ def main() -> None:
                     }
                     rows.append({"job": job, "mode": mode, "processes": processes, **found, **ratios})
                     print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    print(json.dumps({**model, "rows": rows}, indent=1))
+    report = json.dumps({**model, "rows": rows}, indent=1) + "\n"
+    if options.output:
+        options.output.write_text(report)
+    else:
+        print(report)
 
 
 if __name__ == "__main__":

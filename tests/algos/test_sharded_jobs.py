@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from proofs import in_ci
 from rlhf_algos import export_checkpoint
@@ -121,6 +121,60 @@ def test_four_then_two_then_one_process_train_as_one_does(
     export_checkpoint(run / f"checkpoint-{STEPS}", tmp_path / "exported")
     exported = weights(tmp_path / "exported")
     assert all(torch.equal(exported[name], each) for name, each in final.items())
+
+
+@pytest.fixture(scope="module")
+def wide(inputs: Path) -> Path:
+    """A narrow model with a vocabulary of 152,064 rows; demonstrations, every other one of 300 tokens."""
+    folder = inputs / "wide"
+    tokenizer: Any = AutoTokenizer.from_pretrained(inputs / "model")
+    words = [" red", " green", " blue", " of"]
+    rows = [{"prompt": "say", "completion": words[i // 2] * (2 if i % 2 else 300)} for i in range(8)]
+    folder.mkdir()
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=152_064,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    return folder
+
+
+@pytest.mark.parametrize("mode", in_ci(["zero3", "fsdp"], "zero3"))
+def test_a_wide_vocabulary_with_unevenly_many_scored_tokens(
+    mode: str, wide: Path, train: Any, inputs: Path, run_processes: Any
+) -> None:
+    """One process scores its tokens in three chunks, the other in one; losses are as of one process."""
+    if mode == "zero3" and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    own: dict[str, Any] = (
+        {"fsdp": True} if mode == "fsdp" else {"deepspeed": str(ROOT / "configs/zero3.json")}
+    )
+    rows: dict[int, list[dict[str, Any]]] = {}
+    for processes in (1, 2):
+        given = {"per_device_train_batch_size": 4 // processes, "shuffle": False, "stage_samples": 0}
+        given |= {"learning_rate": 1e-3, "max_steps": 2} | (own if processes > 1 else {})
+        options = [part for key, value in given.items() for part in ("--set", f"{key}={json.dumps(value)}")]
+        source = ["--model", wide / "model", "--train-data", wide / "rows.jsonl"]
+        run = wide / f"{mode}-{processes}"
+        command = [inputs / "start.py", "sft", "--output-dir", run, *source, *options]
+        run_processes(command, processes=processes)
+        rows[processes] = RunFolder(run).read_metrics()
+    assert len(rows[1]) == len(rows[2]) == 2
+    for one, other in zip(rows[1], rows[2], strict=True):
+        assert one["num_tokens"] > 600 * one["step"]  # a chunk has 220 rows of logits
+        for name in ("loss", "grad_norm"):
+            assert other[name] == pytest.approx(one[name], rel=1e-5), (one["step"], name)
 
 
 @pytest.mark.proof

@@ -44,3 +44,13 @@ def test_activations_are_those_that_autograd_keeps(config: PreTrainedConfig) -> 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         token_logps(model, batch)
     assert sum(kept.values()) == pytest.approx(activation_bytes(config, batch.num_tokens, 4), rel=0.2)
+
+
+def test_offloaded_inputs_of_layers_are_not_counted_but_for_two() -> None:
+    shape: dict[str, Any] = SHAPE | {"num_hidden_layers": 6}
+    config = LlamaConfig(**shape)
+    kept, moved = (
+        activation_bytes(config, 10, 2, checkpointing=True, offloading=offloading)
+        for offloading in (False, True)
+    )
+    assert kept - moved == 4 * 10 * config.hidden_size * 2

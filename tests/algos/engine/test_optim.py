@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from raises import raises_error
+from rlhf_algos import METHODS, check_start, plan_machine
 from rlhf_algos.configs.trainer import TrainerConfig
 from rlhf_algos.engine.optimizer import OPTIMIZERS, create_optimizer, create_scheduler, learning_rate_factor
 
@@ -87,7 +88,7 @@ def test_epsilon_and_betas_are_those_asked_for():
 
 
 def test_unknown_optimizer_names_the_known_ones():
-    with pytest.raises(ValueError, match="optim must be adamw_torch or adamw_bnb_8bit, got 'sgd'"):
+    with pytest.raises(ValueError, match=r"optim must be adamw_torch or .* or paged_adamw_32bit, got 'sgd'"):
         create_optimizer([nn.Parameter(torch.zeros(1))], learning_rate=0.1, optim="sgd")
 
 
@@ -95,6 +96,17 @@ def test_missing_bitsandbytes_is_said(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with raises_error("missing_package"):
         create_optimizer([nn.Parameter(torch.zeros(1))], learning_rate=0.1, optim="adamw_bnb_8bit")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to page from")
+@pytest.mark.parametrize("optim", ["paged_adamw_8bit", "paged_adamw_32bit"])
+def test_pages_need_a_gpu(optim: str) -> None:
+    with raises_error("missing_gpu"):
+        create_optimizer([nn.Parameter(torch.zeros(1))], learning_rate=0.1, optim=optim)
+    job = METHODS["sft"].resolve({"optim": optim})
+    with raises_error("missing_gpu"):
+        check_start(METHODS["sft"], job)
+    check_start(METHODS["sft"], job, plan_machine(1, "H100"))
 
 
 def test_the_config_names_the_same_optimizers():

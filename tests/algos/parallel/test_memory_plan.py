@@ -27,7 +27,8 @@ def plan(machine: Machine = ALONE, *, half: bool = False, cache: float = 0.0, **
 
 
 def zero(tmp_path: Path, stage: int, **more: Any) -> str:
-    section = {"stage": stage, "reduce_bucket_size": 10, "stage3_max_live_parameters": 300, **more}
+    section = {"stage": stage, "reduce_bucket_size": 10, "stage3_max_live_parameters": 300}
+    section |= {"stage3_prefetch_bucket_size": 50, **more}
     path = tmp_path / "zero.json"
     path.write_text(json.dumps({"zero_optimization": section}))
     return str(path)
@@ -63,7 +64,7 @@ def test_fsdp_divides_all_and_gathers_layers() -> None:
 
 @pytest.mark.parametrize(
     ("stage", "weights", "gradients", "gathered"),
-    [(1, 2200, 2000, 0), (2, 2200, 500, 0), (3, 550, 500, 600)],
+    [(1, 2200, 2000, 0), (2, 2200, 500, 0), (3, 550, 500, 700)],
 )
 def test_zero_divides_by_its_stage(
     stage: int, weights: float, gradients: float, gathered: float, tmp_path: Path
@@ -74,6 +75,12 @@ def test_zero_divides_by_its_stage(
     assert update["fp32 copy of the weights"] + update["moments"] == 3000
     assert update.get("gathered layers", 0) == gathered
     assert update["gradients in fp32"] == 1000
+    assert update["buckets of gradients"] == (40 if stage == 3 else 20)
+
+
+def test_zero_3_steps_weights_in_fp32_themselves(tmp_path: Path) -> None:
+    copies = [plan(Machine(4), deepspeed=zero(tmp_path, stage))["update"] for stage in (1, 2, 3)]
+    assert [each["fp32 copy of the weights"] for each in copies] == [1000, 1000, 0]
 
 
 def test_what_deepspeed_offloads_is_not_on_the_gpu(tmp_path: Path) -> None:

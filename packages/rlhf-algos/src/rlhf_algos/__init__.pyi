@@ -25,6 +25,7 @@ from rlhf_algos.configs.online import OnlineConfig as OnlineConfig
 from rlhf_algos.configs.online import PPOConfig as PPOConfig
 from rlhf_algos.configs.trainer import HardwareConfig as HardwareConfig
 from rlhf_algos.configs.trainer import LanguageModelConfig as LanguageModelConfig
+from rlhf_algos.configs.trainer import Optim as Optim
 from rlhf_algos.configs.trainer import OptimizerConfig as OptimizerConfig
 from rlhf_algos.configs.trainer import ReportConfig as ReportConfig
 from rlhf_algos.configs.trainer import SelectionConfig as SelectionConfig

@@ -38,6 +38,7 @@ from rlhf_models.heads.reward import encode_scored as encode_scored
 from rlhf_models.heads.value import ValueHead as ValueHead
 from rlhf_models.heads.value import ValueModel as ValueModel
 from rlhf_models.kernels.compile import compile_model as compile_model
+from rlhf_models.kernels.partitioned_linear import use_partitioned_linears as use_partitioned_linears
 from rlhf_models.language_model.dropout import disable_dropout as disable_dropout
 from rlhf_models.language_model.dropout import evaluating as evaluating
 from rlhf_models.language_model.encoding import encode_completion as encode_completion

@@ -41,6 +41,7 @@ def activation_bytes(
     itemsize: int,
     *,
     checkpointing: bool = False,
+    offloading: bool = False,
     device: torch.device | None = None,
     gpu_memory: float | None = None,
 ) -> float:
@@ -49,8 +50,8 @@ def activation_bytes(
     Tokens x layers x (10 hidden + 2 key-value widths + k intermediate) values, as counted among the tensors
     that autograd keeps of Llama (k = 4, gated feed-forward layers) and GPT-2 (k = 5).  Attention matrices are
     not kept here; with fused kernels it is less, as in arXiv:2205.05198, equation 1.  With gradient
-    checkpointing, one hidden state per layer and one layer's activations.  And three copies of the LM head's
-    chunk of logits in fp32.
+    checkpointing, one hidden state per layer (offloaded, two in all) and one layer's activations.  And three
+    copies of the LM head's chunk of logits in fp32.
 
     Not covered: the allocator's slack, and what quantised layers unpack for a moment.
 
@@ -59,6 +60,7 @@ def activation_bytes(
         tokens: tokens in the stream.
         itemsize: bytes of a value.
         checkpointing: whether layers are computed again in the backward pass.
+        offloading: whether their inputs are elsewhere until then.
         device: where, one of this machine's; None is the CPU.
         gpu_memory: bytes of a GPU that is not here, in place of the device's.
     """
@@ -70,7 +72,8 @@ def activation_bytes(
     kv_heads = getattr(config, "num_key_value_heads", None)
     gated = kv_heads is not None  # architectures with fewer key-value heads have gated layers
     per_layer = 10 * hidden + 2 * hidden * (kv_heads or heads) // heads + (4 if gated else 5) * intermediate
-    values = layers * hidden + per_layer if checkpointing else layers * per_layer
+    inputs = 2 if offloading else layers
+    values = inputs * hidden + per_layer if checkpointing else layers * per_layer
     rows = min(tokens, chunk_rows(config.vocab_size, device or torch.device("cpu"), gpu_memory=gpu_memory))
     return tokens * values * itemsize + _LOGITS_COPIES * rows * config.vocab_size * 4
 

@@ -9,6 +9,9 @@ from pydantic import Field, field_validator, model_validator
 
 from rlhf_data import BaseConfig, LocalPath, Strings
 
+Optim = Literal["adamw_torch", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit"]
+"""Optimizers by the names that transformers gives them."""
+
 
 class OptimizerConfig(BaseConfig):
     """Optimizer and learning-rate schedule."""
@@ -29,8 +32,8 @@ class OptimizerConfig(BaseConfig):
     """AdamW's epsilon, added to the root of the second moment."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Maximum 2-norm of a step's gradient, to which a longer one is scaled down."""
-    optim: Literal["adamw_torch", "adamw_bnb_8bit"] = "adamw_torch"
-    """torch's AdamW (fused), or bitsandbytes' with moments in 8 bits."""
+    optim: Optim = "adamw_torch"
+    """torch's AdamW (fused), or bitsandbytes' with moments in 8 bits, or paged out where memory is short."""
 
 
 class StepsConfig(BaseConfig):
@@ -88,6 +91,8 @@ class HardwareConfig(BaseConfig):
     """Compute in float16 with a scaled loss; null: on GPUs without bfloat16."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass: less memory, a third more time."""
+    activation_offloading: bool = False
+    """Keep the layers' inputs in main memory until the backward pass; needs gradient_checkpointing, a GPU."""
     torch_compile: bool = False
     """Compile the model's layers with torch.compile; pays off on GPUs and in long runs."""
     deepspeed: LocalPath | None = None
@@ -103,6 +108,10 @@ class HardwareConfig(BaseConfig):
             raise ValueError("bf16 and fp16 are both true; choose one")
         if self.deepspeed and self.fsdp:
             raise ValueError("deepspeed and fsdp are both set; choose one")
+        if self.activation_offloading and not self.gradient_checkpointing:
+            raise ValueError(
+                "activation_offloading moves what gradient_checkpointing keeps, and that is off; set both"
+            )
         if self.fsdp_cpu_offload and not self.fsdp:
             raise ValueError(
                 "fsdp_cpu_offload is set without fsdp; set fsdp too, or offload in the deepspeed file"
@@ -146,8 +155,8 @@ class TrainerConfig(OptimizerConfig, LoopConfig, HardwareConfig, TrackingConfig)
             raise ValueError(
                 "load_best_model_at_end needs a model that is not sharded; leave one of them out"
             )
-        if self.optim == "adamw_bnb_8bit" and (self.fsdp or self.deepspeed):
-            raise ValueError("adamw_bnb_8bit cannot be sharded; take adamw_torch with fsdp and deepspeed")
+        if self.optim != "adamw_torch" and (self.fsdp or self.deepspeed):
+            raise ValueError(f"{self.optim} cannot be sharded; take adamw_torch with fsdp and deepspeed")
         return self
 
     @property

@@ -66,7 +66,7 @@ def create_optimizer(
     Raises:
         ValueError: no parameters, some do not require a gradient or are in half precision, or an unknown
             `optim`.
-        UserError: bitsandbytes is requested and not installed.
+        UserError: bitsandbytes is requested and not installed, or pages without a GPU.
     """
     if optim not in OPTIMIZERS:
         raise ValueError(f"optim must be {' or '.join(OPTIMIZERS)}, got {optim!r}")
@@ -85,33 +85,53 @@ def create_optimizer(
             {"params": vectors, "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]
+    check_optimizer(optim, parameters[0].device)
     return OPTIMIZERS[optim](groups, lr=learning_rate, betas=betas, eps=epsilon)
 
 
-def _adamw_8bit(groups: list[dict[str, Any]], **options: Any) -> Optimizer:
-    """AdamW of bitsandbytes: moments of tensors with 4096 or more entries are kept in 8 bits.
+def check_optimizer(optim: str, device: torch.device) -> None:
+    """Refuse an optimizer that needs another package or another device.
 
-    Each block of 256 has its own scale, https://arxiv.org/abs/2110.02861.
+    Raises:
+        UserError: bitsandbytes is not installed, or the optimizer keeps pages on a GPU and there is none.
     """
+    if optim == "adamw_torch":
+        return
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(
-            "optim=adamw_bnb_8bit needs bitsandbytes, which is not installed; run pip install bitsandbytes, "
+            f"optim={optim} needs bitsandbytes, which is not installed; run pip install bitsandbytes, "
             "or take optim=adamw_torch",
             code="missing_package",
         )
-    from bitsandbytes.optim.adamw import AdamW8bit
+    if optim.startswith("paged") and device.type != "cuda":
+        raise UserError(
+            f"optim={optim} moves pages between a GPU and main memory, and training runs on the "
+            f"{device.type.upper()}; take adamw_bnb_8bit or adamw_torch",
+            code="missing_gpu",
+        )
 
-    return AdamW8bit(groups, **options)
+
+def _of_bitsandbytes(name: str, groups: list[dict[str, Any]], **options: Any) -> Optimizer:
+    """AdamW of bitsandbytes: in 8 bits are moments of tensors with 4096 or more entries.
+
+    Each block of 256 has its own scale, https://arxiv.org/abs/2110.02861.  Paged ones are in memory that the
+    CUDA driver moves to the host where the GPU's is short, https://arxiv.org/abs/2305.14314, section 3.
+    """
+    from bitsandbytes.optim import adamw
+
+    return getattr(adamw, name)(groups, **options)
 
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     # Fused on CPU too, where a model of 100k parameters takes a third of the time of the plain loop.
     "adamw_torch": partial(AdamW, fused=True),
-    "adamw_bnb_8bit": _adamw_8bit,
+    "adamw_bnb_8bit": partial(_of_bitsandbytes, "AdamW8bit"),
+    "paged_adamw_8bit": partial(_of_bitsandbytes, "PagedAdamW8bit"),
+    "paged_adamw_32bit": partial(_of_bitsandbytes, "PagedAdamW32bit"),
 }
 """What `optim` may name; the names are those of transformers."""
-MOMENT_BYTES = {"adamw_torch": 8, "adamw_bnb_8bit": 2}
-"""Both moments of a parameter."""
+MOMENT_BYTES = {"adamw_torch": 8, "adamw_bnb_8bit": 2, "paged_adamw_8bit": 2, "paged_adamw_32bit": 8}
+"""Both moments of a parameter; paged ones may leave a GPU, and are counted as if they did not."""
 
 
 def create_scheduler(

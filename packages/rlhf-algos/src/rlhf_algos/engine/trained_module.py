@@ -66,7 +66,8 @@ class TrainedModule:
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """Run the module, wrapped for the processes and the precision of this training."""
         self.prepare()
-        return self._wrapped(*inputs, **options)
+        with self.parallel.offloading():
+            return self._wrapped(*inputs, **options)
 
     def step(self) -> tuple[bool, Tensor | None]:
         """One optimizer step; see `Parallel.step`."""

@@ -289,6 +289,7 @@ def _memory(
         tokens.largest,
         itemsize,
         checkpointing=config.gradient_checkpointing,
+        offloading=config.activation_offloading,
         device=job_device(),
         gpu_memory=machine.memory if machine.card else None,
     )
@@ -319,6 +320,7 @@ def _cache(config: OnlineJobConfig, text: Any, tokens: StepTokens, itemsize: int
 
 _LESS_MEMORY: tuple[dict[str, Any], ...] = (
     {"gradient_checkpointing": True},
+    {"gradient_checkpointing": True, "activation_offloading": True},
     {"fsdp": True},
     {"fsdp": True, "gradient_checkpointing": True},
     {"fsdp": True, "gradient_checkpointing": True, "fsdp_cpu_offload": True},

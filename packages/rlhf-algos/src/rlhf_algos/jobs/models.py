@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from rlhf_algos.configs.offline import PRMConfig
+from rlhf_algos.engine.optimizer import check_optimizer
 from rlhf_algos.jobs.chat_setup import set_chat_format, warn_of_endless_turns
 from rlhf_algos.jobs.config import AdapterConfig, EnsembleConfig, HeadConfig, JobConfig
 from rlhf_algos.jobs.tiny_models import CHAT_TEMPLATE, record_texts, tiny_start
@@ -62,12 +63,14 @@ def check_start(method: Method, config: JobConfig, machine: Machine | None = Non
         machine: what it is planned for; None is this machine with the processes that torchrun started.
 
     Raises:
-        UserError: see `rlhf_algos.parallel.parallel.check_hardware`; quantisation without bitsandbytes, or of
+        UserError: see `check_hardware` and `check_optimizer`; quantisation without bitsandbytes, or of
             weights that are sharded; a reward model where a language model is trained.
     """
     processes = machine.processes if machine else world_size()
-    here = config.model_copy(update={"fp16": None}) if machine and machine.card else config
+    elsewhere = {"fp16": None, "activation_offloading": False, "optim": "adamw_torch"}
+    here = config.model_copy(update=elsewhere) if machine and machine.card else config
     check_hardware(here, job_device(), _dtype(config), world_size=processes)
+    check_optimizer(here.optim, job_device())
     if (config.load_in_8bit or config.load_in_4bit) and processes > 1 and shards_weights(config):
         raise UserError(
             "quantised weights are not sharded; leave out load_in_8bit and load_in_4bit, or fsdp and ZeRO-3: "

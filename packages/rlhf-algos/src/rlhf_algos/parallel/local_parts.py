@@ -27,7 +27,7 @@ def local_part(parameter: Any) -> Tensor:
 def set_local_part(parameter: Any, value: Tensor) -> None:
     """Write what `local_part` gave, between forward passes.
 
-    DeepSpeed's copy in fp32, from which the next step starts, stays as it is.
+    DeepSpeed's copy in fp32 of a weight in half precision, from which the next step starts, stays as it is.
     """
     local_part(parameter).copy_(value)
     if hasattr(parameter, "ds_tensor"):

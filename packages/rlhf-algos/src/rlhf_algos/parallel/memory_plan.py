@@ -44,6 +44,8 @@ _LIVE = 1_000_000_000
 """Parameters that ZeRO-3 may keep gathered, and elements of its optimizer's groups: DeepSpeed's defaults."""
 _BUCKET = 500_000_000
 """Elements of a bucket of gradients, DeepSpeed's default."""
+_PREFETCH = 50_000_000
+"""Parameters that ZeRO-3 gathers ahead, DeepSpeed's default."""
 
 
 @dataclass(frozen=True)
@@ -139,8 +141,8 @@ def memory_by_phase(
     Per trained parameter in fp32: a weight 4, a gradient 4, two moments 8.  Autocast keeps copies in half
     precision, 2, and DDP buckets of gradients, 4.  FSDP divides all by the processes and gathers a layer at a
     time.  ZeRO (arXiv:1910.02054) keeps weights and gradients in the precision of the computation and a copy
-    of the weights in fp32; stage 1 divides that copy and the moments, 2 gradients too, 3 weights too.  What a
-    GPU offloads is not counted.
+    of the weights in fp32 (stage 3 none of weights in fp32); stage 1 divides that copy and the moments, 2
+    gradients too, 3 weights too.  What a GPU offloads is not counted.
 
     Args:
         config: precision and kind of parallelism.
@@ -199,17 +201,18 @@ def _zero(
     split = 1 / machine.processes if stage == 3 else 1.0
     parts = {"weights": (size * count + shape.frozen) * split, "reference": shape.reference * split}
     parts["gradients"] = size * (count if stage == 1 else own)
-    parts["fp32 copy of the weights"] = 4.0 * own
+    parts["fp32 copy of the weights"] = 4.0 * own if half or stage < 3 else 0.0
     parts["moments"] = shape.moments * own
     bucket = min(float(section.get("reduce_bucket_size", _BUCKET)), float(count))
-    in_update = {"buckets of gradients": size * bucket}
+    in_update = {"buckets of gradients": size * bucket * (2 if stage == 3 else 1)}  # summed in a copy
     group = min(float(section.get("sub_group_size", _LIVE)), own) if stage == 3 else own
     gathered = 0.0
     if stage == 3:
         everything = count + (shape.frozen + shape.reference) / size
         gathered = size * min(float(section.get("stage3_max_live_parameters", _LIVE)), everything)
         gathered = max(gathered, 2.0 * size * shape.unit)
-        in_update["gathered layers"] = gathered
+        ahead = min(float(section.get("stage3_prefetch_bucket_size", _PREFETCH)), everything)
+        in_update["gathered layers"] = gathered + size * ahead
     if machine.card:
         if (section.get("offload_optimizer") or {}).get("device", "none") != "none":
             parts |= {"fp32 copy of the weights": 0.0, "moments": 0.0}
@@ -217,7 +220,6 @@ def _zero(
         if (section.get("offload_param") or {}).get("device", "none") != "none":
             parts |= {"weights": 0.0, "reference": 0.0}
     in_update["gradients in fp32"] = 4.0 * group
-    in_update["what a step computes"] = 8.0 * group  # the optimizer sees a group as one tensor
     return parts, gathered, in_update
 
 

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from rlhf_algos.configs.trainer import HardwareConfig
+from rlhf_algos.parallel.activation_offloading import offloaded_states
 from rlhf_algos.parallel.deepspeed_file import (
     SHARDED_WEIGHTS,
     deepspeed_plugin,
@@ -31,7 +32,7 @@ from rlhf_algos.parallel.deepspeed_file import (
     zero_stage,
 )
 from rlhf_algos.parallel.precision import HALF, check_hardware, choose_precision
-from rlhf_algos.parallel.sharding import partition, reshard, shard
+from rlhf_algos.parallel.sharding import partition, reshard, shard, step_in_place
 from rlhf_algos.process_group import init_process_group
 from rlhf_models import (
     causal_lm,
@@ -40,6 +41,7 @@ from rlhf_models import (
     is_deferred,
     is_sharded,
     is_sharded_alone,
+    use_partitioned_linears,
     whole_value,
 )
 
@@ -71,7 +73,7 @@ class Parallel:
     ) -> None:
         self.precision, reason = choose_precision(config, device, dtype)
         self.fsdp, self.max_grad_norm = config.fsdp, max_grad_norm
-        self._offload = config.fsdp_cpu_offload
+        self._offload, self._offloads_states = config.fsdp_cpu_offload, config.activation_offloading
         self.zero_stage = zero_stage(config.deepspeed) if config.deepspeed else 0
         plugin = None
         if not torch.cuda.is_available():
@@ -139,6 +141,9 @@ class Parallel:
             self.module = scorer
         elif self.deepspeed:
             self.module, optimizer = self.accelerator.prepare(scorer, optimizer)
+            if self.zero_stage == SHARDED_WEIGHTS:
+                step_in_place(self.module.optimizer)
+                use_partitioned_linears(scorer)
         else:
             placement = [self.world_size > 1, self.precision == "fp16"]
             self.module, optimizer = self.accelerator.prepare(scorer, optimizer, device_placement=placement)
@@ -166,6 +171,10 @@ class Parallel:
             self.module.set_requires_gradient_sync(last)
         ddp = self.world_size > 1 and not self.sharded
         return self.accelerator.no_sync(self.module) if ddp and not last else contextlib.nullcontext()
+
+    def offloading(self) -> contextlib.AbstractContextManager[Any]:
+        """Context of the wrapped module's forward pass, which may keep hidden states in main memory."""
+        return offloaded_states(self.device) if self._offloads_states else contextlib.nullcontext()
 
     def clip(self, parameters: Sequence[nn.Parameter]) -> Tensor | None:
         """Scale the gradient down to `max_grad_norm`; its norm before, None if DeepSpeed does it later."""

@@ -57,10 +57,16 @@ def check_hardware(
     """Refuse settings that this machine or this number of processes cannot honour; loads nothing.
 
     Raises:
-        UserError: fp16 where it cannot be, FSDP in a process that torchrun did not start, or a DeepSpeed
-            file that is missing or no JSON.
+        UserError: fp16 where it cannot be, activations to offload from a CPU, FSDP in a process that torchrun
+            did not start, or a DeepSpeed file that is missing or no JSON.
     """
     choose_precision(config, device, dtype)
+    if config.activation_offloading and device.type == "cpu":
+        raise UserError(
+            "activation_offloading moves activations from a GPU to main memory, and on a CPU they are there; "
+            "leave it out",
+            code="missing_gpu",
+        )
     if config.fsdp and world_size == 1 and "RANK" not in os.environ:  # torchrun sets it
         raise UserError(
             "fsdp shards over several processes, this is a single one; start it with torchrun",

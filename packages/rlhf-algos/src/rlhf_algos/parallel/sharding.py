@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from rlhf_models import fill_deferred
 
-__all__ = ["partition", "reshard", "return_freed_memory", "shard", "units"]
+__all__ = ["partition", "reshard", "return_freed_memory", "shard", "step_in_place", "units"]
 
 _M_MMAP_THRESHOLD = -3
 """Of mallopt(3): blocks of this size and more are mapped one by one."""
@@ -132,3 +132,20 @@ def partition(module: nn.Module, device: torch.device, settings: dict[str, Any])
             converted.append(parameter)
 
     fill_deferred(module, device, then=convert)
+
+
+def step_in_place(optimizer: Any) -> None:
+    """Let ZeRO-3 step weights that are in fp32 themselves, not a copy of them.
+
+    DeepSpeed means to do so, but compares a `torch.device` with its name, which are never equal
+    (deepspeed/runtime/zero/stage3.py, `_create_fp32_partitions`, 0.19).
+
+    Args:
+        optimizer: DeepSpeed's of stage 3, before its first step.
+    """
+    pairs = zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True)
+    for weights, stepped in pairs:
+        if weights is None or weights.shape != stepped.shape:  # on disk
+            continue
+        if (weights.dtype, weights.device) == (stepped.dtype, stepped.device):
+            stepped.data = weights.data

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
-from rlhf_algos import HardwareConfig, ReportConfig, SelectionConfig
+from rlhf_algos import HardwareConfig, Optim, ReportConfig, SelectionConfig
 from rlhf_data import BaseConfig, LocalPath
 
 TIME_SCALE_LIMIT = 10
@@ -114,8 +114,8 @@ class GameLoopConfig(BaseConfig):
 class TrainingConfig(ReportConfig, SelectionConfig, GameLoopConfig):
     """Learning rates, sizes and schedule; which evaluation is the best, trackers, debug switches."""
 
-    optim: Literal["adamw_torch", "adamw_bnb_8bit"] = "adamw_torch"
-    """Optimizer of both players: torch's AdamW (fused), or bitsandbytes' with moments in 8 bits."""
+    optim: Optim = "adamw_torch"
+    """Optimizer of both players: torch's AdamW (fused), or one of bitsandbytes."""
     metric_for_best_model: str = "policy/accuracy"
     """Evaluation metric that selects the best checkpoint, with or without `eval_` in front."""
 

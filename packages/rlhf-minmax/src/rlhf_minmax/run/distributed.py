@@ -57,7 +57,7 @@ def check_processes(config: MinMaxConfig, processes: int | None = None) -> None:
         )
     whole = ["debug_gradient_flow"] if training.debug_gradient_flow else []
     whole += ["load_best_model_at_end"] if training.load_best_model_at_end else []
-    whole += ["optim adamw_bnb_8bit"] if training.optim == "adamw_bnb_8bit" else []
+    whole += [f"optim {training.optim}"] if training.optim != "adamw_torch" else []
     if whole:
         raise UserError(
             f"training.{' and '.join(whole)} cannot be had with {sharding}, which shards what they need "

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
@@ -73,8 +72,11 @@ class _Linear(torch.autograd.Function):
         )
 
 
-class _FastLinear(nn.Linear):
+class FastLinear(nn.Linear):
+    """A linear layer that takes the faster library."""
+
     def forward(self, input: Tensor) -> Tensor:
+        """As of `nn.Linear`."""
         if _worthwhile(input, self.weight):
             return _Linear.apply(input, self.weight, self.bias)
         return linear(input, self.weight, self.bias)
@@ -87,15 +89,7 @@ class _FastConv1D(Conv1D):
         return super().forward(x)
 
 
-_FAST: dict[type, type] = {nn.Linear: _FastLinear, Conv1D: _FastConv1D}
-
-
-def is_linear(module: Any) -> bool:
-    """Whether a module is a plain linear layer, changed by `use_fast_linears` or sharded or not."""
-    kind = type(module)
-    if issubclass(kind, FSDPModule):
-        kind = kind.__bases__[1]
-    return kind in (nn.Linear, _FastLinear)
+_FAST: dict[type, type] = {nn.Linear: FastLinear, Conv1D: _FastConv1D}
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -109,7 +103,7 @@ def _worthwhile(x: Tensor, weight: Tensor) -> bool:
         and x.numel() * len(weight) >= _LEAST_PRODUCTS
         and all(t.device.type == "cpu" and t.dtype == torch.float32 for t in (x, weight))
         and type(weight) in (nn.Parameter, Tensor)  # a sharded weight is another class
-        and not hasattr(weight, "ds_id")  # DeepSpeed has its own way with partitioned weights
+        and not hasattr(weight, "ds_id")  # see `partitioned_linear`
         and not torch.is_autocast_enabled("cpu")
     )
 

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
 from rlhf_data import UserError
-from rlhf_models.kernels.cpu_linear import is_linear
 from rlhf_models.kernels.fused_head import FusedHead, HeadTargets
+from rlhf_models.kernels.partitioned_linear import is_linear
 
 CHUNK_BYTES = 1 << 27
 """Bytes of fp32 logits held at a time on a CPU, which gains nothing from more."""
