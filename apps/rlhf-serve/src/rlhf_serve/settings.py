@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from rlhf_data import BaseConfig, model_folder
-from rlhf_infer import ConfidenceBasedStopping, ScorePopulation
+from rlhf_infer import ConfidenceBasedStopping, ScorePopulation, SearchSettings, StepLabelSettings
 
 
 class PopulationSettings(BaseConfig):
@@ -137,25 +137,17 @@ class ServeSettings(ModelSettings):
     """Whether prompts are written into the log."""
 
 
-class BatchSettings(ModelSettings):
-    """A run over a file of prompts."""
+class FileSettings(ModelSettings):
+    """Completions of a file of prompts: where they come from, where they go, how they are drawn."""
 
     input_path: str
     """Rows with `prompt`: JSON lines, JSON, CSV, Parquet or Arrow."""
     output_path: str
-    """JSON lines, one per row, in the order of the input."""
+    """JSON lines, in the order of the input."""
     overwrite: bool = False
     """Start over where the output exists."""
     batch_size: int = Field(default=16, ge=1)
     """Prompts at a time."""
-    keep: int | None = Field(default=None, ge=1)
-    """The best N candidates are written too; null for none."""
-    selection: Literal["best", "majority", "weighted"] = "best"
-    """The `best` by score, or votes of the candidates' answers, plain (`majority`) or `weighted` by score."""
-    budget: int | None = Field(default=None, ge=1)
-    """Samples per prompt on average, given where they pay, at most `n`; null for `n` each."""
-    stop_early: bool = False
-    """Stop sampling a prompt whose best will hardly be beaten; `n` is then the most."""
     max_tokens: int = Field(default=256, ge=1)
     """Longest completion in tokens."""
     temperature: float = Field(default=1.0, ge=0)
@@ -172,3 +164,27 @@ class BatchSettings(ModelSettings):
     """Texts that end a completion."""
     sampling_seed: int = Field(default=0, ge=0)
     """Of the samples."""
+
+
+class BatchSettings(FileSettings):
+    """The best completion of every prompt of a file."""
+
+    keep: int | None = Field(default=None, ge=1)
+    """The best N candidates are written too; null for none."""
+    selection: Literal["best", "majority", "weighted"] = "best"
+    """The `best` by score, or votes of the candidates' answers, plain (`majority`) or `weighted` by score."""
+    budget: int | None = Field(default=None, ge=1)
+    """Samples per prompt on average, given where they pay, at most `n`; null for `n` each."""
+    stop_early: bool = False
+    """Stop sampling a prompt whose best will hardly be beaten; `n` is then the most."""
+    search: SearchSettings | None = None
+    """Search step by step instead of sampling whole completions; null for best-of-N."""
+    search_tree: str | None = None
+    """JSON lines with everything that the search has drawn; null for none."""
+
+
+class LabelSettings(FileSettings):
+    """Step labels of a file of prompts."""
+
+    labels: StepLabelSettings = Field(default_factory=StepLabelSettings)
+    """How many solutions and completions are drawn, and what makes a label."""

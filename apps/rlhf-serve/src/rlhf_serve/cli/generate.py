@@ -1,4 +1,4 @@
-"""Best-of-N over a file of prompts, row by row, resumable."""
+"""The best completions of a file of prompts, by best-of-N or tree search, row by row, resumable."""
 
 from __future__ import annotations
 
@@ -8,31 +8,34 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_data import PromptRecord, UserError, atomic_write_json, read_rows, record_rows
+from rlhf_data import UserError, atomic_write_json
 from rlhf_infer import (
     AdaptiveComputeAllocator,
     BestOfNSampler,
     ConfidenceBasedStopping,
     SamplingCost,
-    SamplingParams,
     Selected,
     extractor,
 )
 from rlhf_infer.sampling.candidates import VOTES
-from rlhf_serve.backends.transformers import load_engine, wants_vllm
 from rlhf_serve.cli.display import Display
+from rlhf_serve.cli.files import open_engine, prompt_rows, sampling_params
 from rlhf_serve.cli.load import Parts, load_parts
-from rlhf_serve.service.tokenization import give_template
+from rlhf_serve.cli.search import TreeSampler, check_search, is_by_tree, tree_sampler
 from rlhf_serve.settings import BatchSettings
 
-_NOT_COMPARED = ("batch_size", "device", "input_path", "max_batch_tokens", "output_path", "overwrite")
+Sampler = BestOfNSampler | TreeSampler
+_NOT_COMPARED = (
+    *("batch_size", "device", "input_path", "max_batch_tokens", "output_path", "overwrite", "search_tree"),
+)
 """Settings that change no completion."""
 
 
 def generate(settings: BatchSettings) -> None:
     """Write the best completion of every prompt, after those that the output has already."""
     display = Display()
-    rows = _rows(settings)
+    check_search(settings)
+    rows = prompt_rows(settings)
     done = _Output(settings, rows).resume()
     if done == len(rows):
         display.say(f"{settings.output_path} has all {done} rows already; --overwrite starts over")
@@ -40,7 +43,7 @@ def generate(settings: BatchSettings) -> None:
     if done:
         display.say(f"{settings.output_path} has {done} of {len(rows)} rows; continuing")
     parts = load_parts(settings, display.say, display.building)
-    sampler, close = _sampler(settings, parts)
+    sampler, close = _sampler(settings, parts, done)
     costs = []
     try:
         with open(settings.output_path, "ab") as file:
@@ -56,20 +59,7 @@ def generate(settings: BatchSettings) -> None:
     finally:
         display.finish()
         close()
-    display.say(_summary(SamplingCost.total(costs), len(costs), settings.output_path))
-
-
-def _rows(settings: BatchSettings) -> list[dict[str, Any]]:
-    """The rows of the input, each with a prompt: its own, or what comes before its completions."""
-    rows = list(read_rows(settings.input_path))
-    found = []
-    for (_, row), records in zip(rows, record_rows(rows, settings.input_path, "prompt"), strict=True):
-        if isinstance(records, UserError):
-            raise records
-        [record] = records
-        assert isinstance(record, PromptRecord)
-        found.append(row | {"prompt": record.prompt})
-    return found
+    display.say(_summary(SamplingCost.total(costs), len(costs), settings))
 
 
 class _Output:
@@ -137,37 +127,21 @@ class _Output:
                 )
 
 
-def _sampler(settings: BatchSettings, parts: Parts) -> tuple[BestOfNSampler, Any]:
+def _sampler(settings: BatchSettings, parts: Parts, done: int) -> tuple[Sampler, Any]:
     """The sampler, and the function that closes it."""
-    if wants_vllm(settings):
-        from rlhf_infer import VLLMEngine
-        from rlhf_models import load_tokenizer
-        from rlhf_serve.backends.vllm import full_model, vllm_settings
-
-        folder, temporary = full_model(parts.model)
-        tokenizer = load_tokenizer(folder)
-        engine: Any = VLLMEngine(folder, tokenizer, vllm_settings(settings))
-
-        def close() -> None:
-            engine.close()
-            if temporary is not None:
-                temporary.cleanup()
-    else:
-        engine = load_engine(settings, parts.model)
-        tokenizer, close = engine.tokenizer, engine.close
-    give_template(tokenizer, parts.chat_template)
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")
-    values = {name: getattr(settings, name) for name in names}
-    params = SamplingParams(settings.max_tokens, seed=settings.sampling_seed, **values)
+    if is_by_tree(settings):
+        return tree_sampler(settings, parts, done)
+    adaptive = _adaptive(settings)
+    engine, close = open_engine(settings, parts)
     sampler = BestOfNSampler(
         engine,
         parts.rewards,
-        tokenizer,
+        engine.tokenizer,
         n=settings.n if settings.budget is None else settings.budget,
-        params=params,
+        params=sampling_params(settings),
         selection=settings.selection,
         extract=extractor(settings.answer) if settings.selection in VOTES else None,
-        adaptive=_adaptive(settings),
+        adaptive=adaptive,
     )
     return sampler, close
 
@@ -191,7 +165,7 @@ def _adaptive(settings: BatchSettings) -> ConfidenceBasedStopping | AdaptiveComp
 
 
 def _sample(
-    settings: BatchSettings, sampler: BestOfNSampler, batch: Sequence[dict[str, Any]], start: int
+    settings: BatchSettings, sampler: Sampler, batch: Sequence[dict[str, Any]], start: int
 ) -> list[Selected]:
     names = sorted({name for row in batch for name in row} - {"prompt"})
     columns = {name: [row.get(name) for row in batch] for name in names}
@@ -225,8 +199,9 @@ def _line(row: dict[str, Any], selected: Selected, settings: BatchSettings) -> b
     return json.dumps(found, ensure_ascii=False).encode() + b"\n"
 
 
-def _summary(cost: SamplingCost, prompts: int, path: str) -> str:
-    text = f"{prompts} prompts, {cost.samples} candidates, {cost.completion_tokens} tokens"
+def _summary(cost: SamplingCost, prompts: int, settings: BatchSettings) -> str:
+    drawn = "steps" if is_by_tree(settings) else "candidates"
+    text = f"{prompts} prompts, {cost.samples} {drawn}, {cost.completion_tokens} tokens"
     if cost.saved_samples:
         text += f"; {cost.saved_share:.0%} of the candidates saved"
-    return f"{text}; written to {path}"
+    return f"{text}; written to {settings.output_path}"

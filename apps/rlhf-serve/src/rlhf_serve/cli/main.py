@@ -14,6 +14,7 @@ from rlhf_data import exit_cleanly
 _BACKENDS = ("auto", "transformers", "vllm")
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _ANSWERS = ("text", "marked", "number")
+_SEARCHES = ("mcts", "beam", "dvts", "best-first", "best-of-n")
 _LOADING = "loading torch and transformers, which takes some seconds"
 _BUILDING = "; a demonstration of another seed is built first, which takes minutes"
 
@@ -117,7 +118,7 @@ def _serve(context: click.Context, **options: Any) -> None:
 
 
 def _generate(**options: Any) -> None:
-    """Best-of-N for a file of prompts; an interrupted run continues where it stopped.
+    """Best-of-N or tree search for a file of prompts; an interrupted run continues where it stopped.
 
     Rows have `prompt`, a text or messages, and any columns that reward functions read. The output has each
     row with `completion`, `score` and its cost, in the order of the input.
@@ -134,6 +135,24 @@ def _generate(**options: Any) -> None:
     exit_cleanly(job)
 
 
+def _label_steps(**options: Any) -> None:
+    """Label steps by Monte Carlo, for `rlhf-train prm`: how often completions from a step on are right.
+
+    Rows have `prompt` and what the reward reads, such as `answer` for `--reward number`. The output has rows
+    with `prompt`, `completions` (steps) and `labels`. An interrupted run continues where it stopped.
+    """
+
+    def job() -> None:
+        from rlhf_serve.settings import LabelSettings
+
+        settings = _settings(LabelSettings, options)
+        from rlhf_serve.cli.label_steps import label_steps
+
+        label_steps(settings)
+
+    exit_cleanly(job)
+
+
 def _settings(kind: Any, options: dict[str, Any], more: Callable[[Any], str] = lambda settings: "") -> Any:
     """A command's settings, whose files and models are there; says that loading takes time."""
     from rlhf_serve.cli.display import Display
@@ -145,13 +164,35 @@ def _settings(kind: Any, options: dict[str, Any], more: Callable[[Any], str] = l
     return settings
 
 
-def _generate_options() -> list[Decorator]:
+def _file_options() -> list[Decorator]:
+    """Options of the commands over a file of prompts."""
     return [
         click.option("--input", "input_path", required=True, metavar="FILE", help="Rows with prompts."),
-        click.option(
-            "--output", "output_path", required=True, metavar="FILE", help="JSON lines, one per row."
-        ),
+        click.option("--output", "output_path", required=True, metavar="FILE", help="JSON lines."),
         *_model_options(),
+        click.option(
+            "--max-tokens",
+            type=click.IntRange(min=1),
+            help="Maximum completion length in tokens.  [default: 256]",
+        ),
+        click.option("--temperature", type=click.FloatRange(min=0), help="[default: 1]"),
+        click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="[default: 1]"),
+        click.option(
+            "--stop", multiple=True, metavar="TEXT", help="Text that ends a completion; repeatable."
+        ),
+        click.option(
+            "--sampling-seed", type=click.IntRange(min=0), help="Seed of the samples.  [default: 0]"
+        ),
+        click.option("--batch-size", type=click.IntRange(min=1), help="Prompts per batch.  [default: 16]"),
+        click.option(
+            "--overwrite", is_flag=True, help="Replace an existing output instead of continuing it."
+        ),
+    ]
+
+
+def _generate_options() -> list[Decorator]:
+    return [
+        *_file_options(),
         click.option(
             "--top-k-candidates",
             "keep",
@@ -176,21 +217,51 @@ def _generate_options() -> list[Decorator]:
             help="Stop sampling a prompt once its best is unlikely to be beaten.",
         ),
         click.option(
-            "--max-tokens",
+            "--search",
+            "search__strategy",
+            type=click.Choice(_SEARCHES),
+            help="Search step by step, guided by the reward model.",
+        ),
+        click.option(
+            "--search-width",
+            "search__width",
             type=click.IntRange(min=1),
-            help="Maximum completion length in tokens.  [default: 256]",
-        ),
-        click.option("--temperature", type=click.FloatRange(min=0), help="[default: 1]"),
-        click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="[default: 1]"),
-        click.option(
-            "--stop", multiple=True, metavar="TEXT", help="Text that ends a completion; repeatable."
+            metavar="N",
+            help="Steps drawn of a prompt at a time.  [default: 8]",
         ),
         click.option(
-            "--sampling-seed", type=click.IntRange(min=0), help="Seed of the samples.  [default: 0]"
+            "--search-budget-tokens",
+            "search__budget_tokens",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Tokens generated for a prompt at most.  [default: 2048]",
         ),
-        click.option("--batch-size", type=click.IntRange(min=1), help="Prompts per batch.  [default: 16]"),
+        click.option("--search-tree", metavar="FILE", help="Also write everything that was drawn."),
+    ]
+
+
+def _label_options() -> list[Decorator]:
+    return [
+        *_file_options(),
         click.option(
-            "--overwrite", is_flag=True, help="Replace an existing output instead of continuing it."
+            "--solutions",
+            "labels__solutions",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Solutions per prompt, each a row.  [default: 4]",
+        ),
+        click.option(
+            "--completions",
+            "labels__completions",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Completions drawn after each step.  [default: 8]",
+        ),
+        click.option(
+            "--estimation",
+            "labels__estimation",
+            type=click.Choice(("hard", "soft")),
+            help="1 if any completion is right, or the share that is.  [default: hard]",
         ),
     ]
 
@@ -203,3 +274,4 @@ main = click.group(
     )
 )
 main.add_command(click.command("generate")(_decorated(_generate, _generate_options())))
+main.add_command(click.command("label-steps")(_decorated(_label_steps, _label_options())))

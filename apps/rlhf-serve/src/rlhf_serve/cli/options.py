@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from rlhf_data import BaseConfig, UserError, apply_overrides, load_config_file
 from rlhf_models.loading.sources import check_not_a_missing_path
-from rlhf_serve.settings import BatchSettings, ModelSettings
+from rlhf_serve.settings import FileSettings, ModelSettings
 
 _Settings = TypeVar("_Settings", bound=BaseConfig)
 
@@ -19,13 +19,19 @@ def settings_of(kind: type[_Settings], options: Mapping[str, Any]) -> _Settings:
     path, overrides = options.pop("config"), options.pop("overrides")
     values = apply_overrides({} if path is None else load_config_file(path), overrides)
     # Options that were not given are None, empty or false.
-    values |= {key: value for key, value in options.items() if value not in (None, ()) and value is not False}
+    given = {key: value for key, value in options.items() if value not in (None, ()) and value is not False}
+    for key, value in given.items():
+        section, nested, name = key.partition("__")
+        if not nested:
+            values[key] = value
+        elif isinstance(values.setdefault(section, {}), dict):
+            values[section] = {**values[section], name: value}
     return kind.from_dict(values, "settings" if path is None else f"config file {path}")
 
 
 def check_inputs(settings: ModelSettings) -> None:
     """Look for the models and files that the settings name by a path."""
-    if isinstance(settings, BatchSettings) and not Path(settings.input_path).exists():
+    if isinstance(settings, FileSettings) and not Path(settings.input_path).exists():
         raise UserError(
             f"data file {settings.input_path} does not exist; check the path", code="file_not_found"
         )
