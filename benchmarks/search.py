@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import search_planted as planted
 
-from rlhf_data import atomic_write_json
+from rlhf_data import atomic_write_json, finite
 from rlhf_eval.stats import paired_difference
 from rlhf_infer import SamplingParams, SearchSettings, TreeSearch
 from rlhf_infer.sampling.answers import extractor
@@ -32,7 +32,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "dvts": {"strategy": "dvts", "rounds": None},
     "best-first": {"strategy": "best-first"},
     "mcts": {"strategy": "mcts"},
-    "mcts, max": {"strategy": "mcts", "backup": "max"},
+    "mcts, mean": {"strategy": "mcts", "backup": "mean"},
 }
 BASELINE = "best-of-n"
 
@@ -85,7 +85,7 @@ def compared(outcomes: dict[str, list[float]], tokens: dict[str, float]) -> dict
         rows[arm] = {"accuracy": sum(own) / len(own), "tokens": tokens[arm]}
         if arm != BASELINE:
             gap = paired_difference(own, outcomes[BASELINE])
-            rows[arm]["minus_best_of_n"] = [gap.estimate, gap.low, gap.high]
+            rows[arm]["minus_best_of_n"] = finite([gap.estimate, gap.low, gap.high])
     return rows
 
 
@@ -94,8 +94,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--prompts", type=int, default=200)
-    parser.add_argument("--budgets", type=int, nargs="+", default=[64, 128, 256, 512])
+    parser.add_argument("--prompts", type=int, default=50)
+    parser.add_argument("--budgets", type=int, nargs="+", default=[128, 256])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="few prompts, one seed")
     parser.add_argument("--output", type=Path)

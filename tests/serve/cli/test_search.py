@@ -55,7 +55,7 @@ def test_an_interrupted_search_goes_on_where_it_was(
 ) -> None:
     paths = [tmp_path / name for name in ("whole", "whole.tree", "out", "out.tree")]
     assert run("generate", folders, rows, paths[0], *SEARCH, "--search-tree", str(paths[1])).exit_code == 0
-    append, calls = module._append, []
+    append, calls = module.TreeFile.append, []
 
     def interrupted(*arguments: Any) -> None:
         append(*arguments)
@@ -63,7 +63,7 @@ def test_an_interrupted_search_goes_on_where_it_was(
         if len(calls) == 2:
             raise KeyboardInterrupt  # the trees are there, the rows are not
 
-    monkeypatch.setattr(module, "_append", interrupted)
+    monkeypatch.setattr(module.TreeFile, "append", interrupted)
     again = ["generate", folders, rows, paths[2], *SEARCH, "--search-tree", str(paths[3])]
     assert run(*again).exit_code == 130
     monkeypatch.undo()
@@ -95,6 +95,19 @@ def test_options_that_make_no_sense_are_refused(
     result = run("generate", folders, rows, tmp_path / "out.jsonl", *options)
     assert result.exit_code == 2 and said in result.stderr, result.output
     assert result.stderr.strip().splitlines()[-1].startswith("Error: ")
+
+
+def test_a_tree_that_cannot_be_written_is_refused(folders: Path, rows: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    for path, said in (
+        (tmp_path, "cannot be written"),
+        (rows / "tree.jsonl", "cannot be written"),
+        (output, "is the input or the output"),
+        (rows, "is the input or the output"),
+    ):
+        result = run("generate", folders, rows, output, *SEARCH, "--search-tree", str(path))
+        assert result.exit_code == 2 and said in result.stderr, result.output
+    assert [json.loads(line) for line in rows.read_text().splitlines()] == ROWS
 
 
 def test_a_search_without_scores_is_refused(folders: Path, rows: Path, tmp_path: Path) -> None:

@@ -35,6 +35,13 @@ def check_search(settings: BatchSettings) -> None:
             "best-of-n --search-budget-tokens",
             code="unused_option",
         )
+    if settings.search_tree is not None:
+        others = (settings.input_path, settings.output_path)
+        if Path(settings.search_tree).resolve() in [Path(other).resolve() for other in others]:
+            raise UserError(
+                f"--search-tree {settings.search_tree} is the input or the output; name another file",
+                code="conflicting_options",
+            )
     if search is None:
         return
     if settings.stop_early or settings.budget is not None:
@@ -71,22 +78,19 @@ def _check_tree(settings: BatchSettings, search: SearchSettings) -> None:
         )
 
 
-class TreeSampler:
-    """A `TreeSearch` with the interface of `BestOfNSampler`, which keeps its trees in a file.
+class TreeFile:
+    """The file of the trees, row by row as the output.
 
     Args:
-        search: the search.
-        path: file of the trees, to which those of each call are appended; None for none.
-        done: how many trees of it are of rows that are done; the others go.
+        path: where it is.
+        done: rows that the output has, whose trees stay; the others go.
 
     Raises:
-        UserError: the file does not have them.
+        UserError: it does not have these trees, or cannot be written.
     """
 
-    def __init__(self, search: TreeSearch, path: str | None, done: int) -> None:
-        self.search, self.path = search, path
-        if path is None:
-            return
+    def __init__(self, path: str, done: int) -> None:
+        self.path = Path(path)
         trees = read_trees(path)[:done] if done else []
         if len(trees) < done:
             raise UserError(
@@ -94,36 +98,50 @@ class TreeSampler:
                 "--overwrite",
                 code="different_config",
             )
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        write_trees(path, trees)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_trees(path, trees)
+        except OSError as error:
+            raise UserError(
+                f"the search tree {path} cannot be written ({error.strerror or error}); name another file",
+                code="unwritable",
+            ) from error
+
+    def append(self, trees: Sequence[SearchTree]) -> None:
+        """Add the trees of the next rows."""
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.writelines(line + "\n" for tree in trees for line in tree.lines())
+            file.flush()
+            os.fsync(file.fileno())
+
+
+class TreeSampler:
+    """A `TreeSearch` with the interface of `BestOfNSampler`, which keeps its trees in a file, if given."""
+
+    def __init__(self, search: TreeSearch, file: TreeFile | None) -> None:
+        self.search, self.file = search, file
 
     def sample(
         self, prompts: Sequence[Text], columns: Mapping[str, Sequence[Any]] | None = None
     ) -> list[Selected]:
         """The candidates of every prompt, and their order."""
         results = self.search.run(prompts, columns)
-        if self.path is not None:
-            _append(self.path, [result.tree for result in results])
+        if self.file is not None:
+            self.file.append([result.tree for result in results])
         return [result.selected for result in results]
-
-
-def _append(path: str, trees: Sequence[SearchTree]) -> None:
-    with open(path, "a", encoding="utf-8") as file:
-        file.writelines(line + "\n" for tree in trees for line in tree.lines())
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def tree_sampler(settings: BatchSettings, parts: Parts, done: int) -> tuple[TreeSampler, Callable[[], None]]:
     """The sampler, and the function that closes its engine; `done` rows of the output are there."""
     assert settings.search is not None
+    chosen = settings.search.model_copy(update={"selection": settings.selection})
+    file = None if settings.search_tree is None else TreeFile(settings.search_tree, done)
+    extract = extractor(settings.answer) if settings.selection != "best" else None
     engine, close = open_engine(settings, parts)
-    search = TreeSearch(
-        engine,
-        parts.rewards,
-        engine.tokenizer,
-        settings.search.model_copy(update={"selection": settings.selection}),
-        sampling_params(settings),
-        extract=extractor(settings.answer) if settings.selection != "best" else None,
-    )
-    return TreeSampler(search, settings.search_tree, done), close
+    try:
+        params = sampling_params(settings)
+        search = TreeSearch(engine, parts.rewards, engine.tokenizer, chosen, params, extract=extract)
+    except UserError:
+        close()
+        raise
+    return TreeSampler(search, file), close
