@@ -8,7 +8,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from rlhf_data import BaseConfig, model_folder
-from rlhf_infer import ConfidenceBasedStopping, ScorePopulation
+from rlhf_infer import ConfidenceBasedStopping, ScorePopulation, SearchSettings, StepLabelSettings
 
 
 class PopulationSettings(BaseConfig):
@@ -138,12 +138,12 @@ class ServeSettings(ModelSettings):
 
 
 class FileSettings(ModelSettings):
-    """A run over a file of prompts."""
+    """Completions of a file of prompts: where they come from, where they go, how they are drawn."""
 
     input_path: str
     """Rows with `prompt`: JSON lines, JSON, CSV, Parquet or Arrow."""
     output_path: str
-    """JSON lines, one per row, in the order of the input."""
+    """JSON lines, in the order of the input."""
     overwrite: bool = False
     """Start over where the output exists."""
     batch_size: int = Field(default=16, ge=1)
@@ -167,7 +167,7 @@ class FileSettings(ModelSettings):
 
 
 class BatchSettings(FileSettings):
-    """Best-of-N for a file of prompts."""
+    """The best completion of every prompt of a file."""
 
     keep: int | None = Field(default=None, ge=1)
     """The best N candidates are written too; null for none."""
@@ -177,6 +177,10 @@ class BatchSettings(FileSettings):
     """Samples per prompt on average, given where they pay, at most `n`; null for `n` each."""
     stop_early: bool = False
     """Stop sampling a prompt whose best will hardly be beaten; `n` is then the most."""
+    search: SearchSettings | None = None
+    """Search step by step instead of sampling whole completions; null for best-of-N."""
+    search_tree: str | None = None
+    """JSON lines with everything that the search has drawn; null for none."""
 
 
 class RefineSettings(FileSettings):
@@ -216,3 +220,10 @@ class RefineSettings(FileSettings):
                     f"{name} goes with several candidates, of which there are none here; leave it out"
                 )
         return self
+
+
+class LabelSettings(FileSettings):
+    """Step labels of a file of prompts."""
+
+    labels: StepLabelSettings = Field(default_factory=StepLabelSettings)
+    """How many solutions and completions are drawn, and what makes a label."""

@@ -1,4 +1,4 @@
-"""Best-of-N over a file of prompts, row by row, resumable."""
+"""The best completions of a file of prompts, by best-of-N or tree search, row by row, resumable."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ from rlhf_infer import (
     extractor,
 )
 from rlhf_infer.sampling.candidates import VOTES
-from rlhf_serve.backends.transformers import load_engine, wants_vllm
 from rlhf_serve.cli.display import Display
+from rlhf_serve.cli.files import open_engine, sampling_params
 from rlhf_serve.cli.load import Parts, load_parts
-from rlhf_serve.cli.output import Work, sampling_params, write_rows
-from rlhf_serve.service.tokenization import give_template
+from rlhf_serve.cli.output import Work, write_rows
+from rlhf_serve.cli.search import TreeSampler, check_search, is_by_tree, tree_sampler
 from rlhf_serve.settings import BatchSettings
+
+Sampler = BestOfNSampler | TreeSampler
 
 
 def generate(settings: BatchSettings) -> None:
     """Write the best completion of every prompt, after those that the output has already."""
+    check_search(settings)
 
-    def load(display: Display) -> tuple[Work, Callable[[], None]]:
-        sampler, close = _sampler(settings, load_parts(settings, display.say, display.building))
+    def load(display: Display, done: int) -> tuple[Work, Callable[[], None]]:
+        sampler, close = _sampler(settings, load_parts(settings, display.say, display.building), done)
 
         def work(
             rows: Sequence[dict[str, Any]], columns: dict[str, list[Any]]
@@ -39,37 +42,24 @@ def generate(settings: BatchSettings) -> None:
 
     costs = write_rows(settings, load)
     if costs:
-        Display().say(_summary(costs, settings.output_path))
+        Display().say(_summary(costs, settings))
 
 
-def _sampler(settings: BatchSettings, parts: Parts) -> tuple[BestOfNSampler, Any]:
+def _sampler(settings: BatchSettings, parts: Parts, done: int) -> tuple[Sampler, Any]:
     """The sampler, and the function that closes it."""
-    if wants_vllm(settings):
-        from rlhf_infer import VLLMEngine
-        from rlhf_models import load_tokenizer
-        from rlhf_serve.backends.vllm import full_model, vllm_settings
-
-        folder, temporary = full_model(parts.model)
-        tokenizer = load_tokenizer(folder)
-        engine: Any = VLLMEngine(folder, tokenizer, vllm_settings(settings))
-
-        def close() -> None:
-            engine.close()
-            if temporary is not None:
-                temporary.cleanup()
-    else:
-        engine = load_engine(settings, parts.model)
-        tokenizer, close = engine.tokenizer, engine.close
-    give_template(tokenizer, parts.chat_template)
+    if is_by_tree(settings):
+        return tree_sampler(settings, parts, done)
+    adaptive = _adaptive(settings)
+    engine, close = open_engine(settings, parts)
     sampler = BestOfNSampler(
         engine,
         parts.rewards,
-        tokenizer,
+        engine.tokenizer,
         n=settings.n if settings.budget is None else settings.budget,
         params=sampling_params(settings),
         selection=settings.selection,
         extract=extractor(settings.answer) if settings.selection in VOTES else None,
-        adaptive=_adaptive(settings),
+        adaptive=adaptive,
     )
     return sampler, close
 
@@ -111,9 +101,9 @@ def _added(selected: Selected, settings: BatchSettings) -> dict[str, Any]:
     return found
 
 
-def _summary(costs: Sequence[SamplingCost], path: str) -> str:
-    cost = SamplingCost.total(costs)
-    text = f"{len(costs)} prompts, {cost.samples} candidates, {cost.completion_tokens} tokens"
+def _summary(costs: Sequence[SamplingCost], settings: BatchSettings) -> str:
+    cost, drawn = SamplingCost.total(costs), "steps" if is_by_tree(settings) else "candidates"
+    text = f"{len(costs)} prompts, {cost.samples} {drawn}, {cost.completion_tokens} tokens"
     if cost.saved_samples:
         text += f"; {cost.saved_share:.0%} of the candidates saved"
-    return f"{text}; written to {path}"
+    return f"{text}; written to {settings.output_path}"

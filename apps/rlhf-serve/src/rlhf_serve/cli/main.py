@@ -14,6 +14,7 @@ from rlhf_data import exit_cleanly
 _BACKENDS = ("auto", "transformers", "vllm")
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _ANSWERS = ("text", "marked", "number")
+_SEARCHES = ("mcts", "beam", "dvts", "best-first", "best-of-n")
 _LOADING = "loading torch and transformers, which takes some seconds"
 _BUILDING = "; a demonstration of another seed is built first, which takes minutes"
 
@@ -120,7 +121,7 @@ def _serve(context: click.Context, **options: Any) -> None:
 
 
 def _generate(**options: Any) -> None:
-    """Best-of-N for a file of prompts; an interrupted run continues where it stopped.
+    """Best-of-N or tree search for a file of prompts; an interrupted run continues where it stopped.
 
     Rows have `prompt`, a text or messages, and any columns that reward functions read. The output has each
     row with `completion`, `score` and its cost, in the order of the input.
@@ -133,6 +134,24 @@ def _generate(**options: Any) -> None:
         from rlhf_serve.cli.generate import generate
 
         generate(settings)
+
+    exit_cleanly(job)
+
+
+def _label_steps(**options: Any) -> None:
+    """Label steps by Monte Carlo, for `rlhf-train prm`: how often completions from a step on are right.
+
+    Rows have `prompt` and what the reward reads, such as `answer` for `--reward number`. The output has rows
+    with `prompt`, `completions` (steps) and `labels`. An interrupted run continues where it stopped.
+    """
+
+    def job() -> None:
+        from rlhf_serve.settings import LabelSettings
+
+        settings = _settings(LabelSettings, options)
+        from rlhf_serve.cli.label_steps import label_steps
+
+        label_steps(settings)
 
     exit_cleanly(job)
 
@@ -168,17 +187,11 @@ def _settings(kind: Any, options: dict[str, Any], more: Callable[[Any], str] = l
 
 
 def _file_options(*, several: bool = True) -> list[Decorator]:
+    """Options of the commands over a file of prompts."""
     return [
         click.option("--input", "input_path", required=True, metavar="FILE", help="Rows with prompts."),
-        click.option(
-            "--output", "output_path", required=True, metavar="FILE", help="JSON lines, one per row."
-        ),
+        click.option("--output", "output_path", required=True, metavar="FILE", help="JSON lines."),
         *_model_options(several=several),
-    ]
-
-
-def _sampling_options() -> list[Decorator]:
-    return [
         click.option(
             "--max-tokens",
             type=click.IntRange(min=1),
@@ -225,7 +238,53 @@ def _generate_options() -> list[Decorator]:
             is_flag=True,
             help="Stop sampling a prompt once its best is unlikely to be beaten.",
         ),
-        *_sampling_options(),
+        click.option(
+            "--search",
+            "search__strategy",
+            type=click.Choice(_SEARCHES),
+            help="Search step by step, guided by the reward model.",
+        ),
+        click.option(
+            "--search-width",
+            "search__width",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Steps drawn of a prompt at a time.  [default: 8]",
+        ),
+        click.option(
+            "--search-budget-tokens",
+            "search__budget_tokens",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Tokens generated for a prompt at most.  [default: 2048]",
+        ),
+        click.option("--search-tree", metavar="FILE", help="Also write everything that was drawn."),
+    ]
+
+
+def _label_options() -> list[Decorator]:
+    return [
+        *_file_options(),
+        click.option(
+            "--solutions",
+            "labels__solutions",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Solutions per prompt, each a row.  [default: 4]",
+        ),
+        click.option(
+            "--completions",
+            "labels__completions",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Completions drawn after each step.  [default: 8]",
+        ),
+        click.option(
+            "--estimation",
+            "labels__estimation",
+            type=click.Choice(("hard", "soft")),
+            help="1 if any completion is right, or the share that is.  [default: hard]",
+        ),
     ]
 
 
@@ -247,7 +306,6 @@ def _refine_options() -> list[Decorator]:
         click.option(
             "--min-gain", type=click.FloatRange(min=0), help="Gain in score that counts.  [default: 0]"
         ),
-        *_sampling_options(),
     ]
 
 
@@ -259,4 +317,5 @@ main = click.group(
     )
 )
 main.add_command(click.command("generate")(_decorated(_generate, _generate_options())))
+main.add_command(click.command("label-steps")(_decorated(_label_steps, _label_options())))
 main.add_command(click.command("refine")(_decorated(_refine, _refine_options())))

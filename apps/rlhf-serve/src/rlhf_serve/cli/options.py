@@ -19,7 +19,13 @@ def settings_of(kind: type[_Settings], options: Mapping[str, Any]) -> _Settings:
     path, overrides = options.pop("config"), options.pop("overrides")
     values = apply_overrides({} if path is None else load_config_file(path), overrides)
     # Options that were not given are None, empty or false.
-    values |= {key: value for key, value in options.items() if value not in (None, ()) and value is not False}
+    given = {key: value for key, value in options.items() if value not in (None, ()) and value is not False}
+    for key, value in given.items():
+        section, nested, name = key.partition("__")
+        if not nested:
+            values[key] = value
+        elif isinstance(values.setdefault(section, {}), dict):
+            values[section] = {**values[section], name: value}
     return kind.from_dict(values, "settings" if path is None else f"config file {path}")
 
 

@@ -8,25 +8,35 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_data import PromptRecord, UserError, atomic_write_json, read_rows, record_rows
-from rlhf_infer import SamplingCost, SamplingParams
+from rlhf_data import UserError, atomic_write_json
+from rlhf_infer import SamplingCost
 from rlhf_serve.cli.display import Display
+from rlhf_serve.cli.files import prompt_rows
 from rlhf_serve.settings import FileSettings
 
-_NOT_COMPARED = ("batch_size", "device", "input_path", "max_batch_tokens", "output_path", "overwrite")
+_NOT_COMPARED = (
+    "batch_size",
+    "device",
+    "input_path",
+    "max_batch_tokens",
+    "output_path",
+    "overwrite",
+    "search_tree",
+)
 """Settings that change no completion."""
 Work = Callable[[Sequence[dict[str, Any]], dict[str, list[Any]]], list[tuple[dict[str, Any], SamplingCost]]]
 """Gives what is added to each row of a batch, and its cost; from the rows, and their other columns."""
 
 
 def write_rows(
-    settings: FileSettings, load: Callable[[Display], tuple[Work, Callable[[], None]]]
+    settings: FileSettings, load: Callable[[Display, int], tuple[Work, Callable[[], None]]]
 ) -> list[SamplingCost]:
     """Write each row of the input with what is made of it, after those that the output has already.
 
     Args:
         settings: the run's settings.
-        load: loads what makes it, only if a row is left; also gives what closes that.
+        load: loads what makes it, given the number of rows that are done; also gives what closes that. It is
+            called only if a row is left.
 
     Returns:
         What each row cost that was written now.
@@ -41,7 +51,7 @@ def write_rows(
         return []
     if done:
         display.say(f"{settings.output_path} has {done} of {len(rows)} rows; continuing")
-    work, close = load(display)
+    work, close = load(display, done)
     costs = []
     try:
         with open(settings.output_path, "ab") as file:
@@ -64,26 +74,6 @@ def write_rows(
         display.finish()
         close()
     return costs
-
-
-def sampling_params(settings: FileSettings) -> SamplingParams:
-    """How completions are drawn."""
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")
-    values: dict[str, Any] = {name: getattr(settings, name) for name in names}
-    return SamplingParams(settings.max_tokens, seed=settings.sampling_seed, **values)
-
-
-def prompt_rows(settings: FileSettings) -> list[dict[str, Any]]:
-    """The rows of the input, each with a prompt: its own, or what comes before its completions."""
-    rows = list(read_rows(settings.input_path))
-    found = []
-    for (_, row), records in zip(rows, record_rows(rows, settings.input_path, "prompt"), strict=True):
-        if isinstance(records, UserError):
-            raise records
-        [record] = records
-        assert isinstance(record, PromptRecord)
-        found.append(row | {"prompt": record.prompt})
-    return found
 
 
 class Output:

@@ -18,8 +18,9 @@ from rlhf_infer import (
 from rlhf_infer.rewards import load_principle_texts
 from rlhf_serve.backends.transformers import load_engine
 from rlhf_serve.cli.display import Display
+from rlhf_serve.cli.files import sampling_params
 from rlhf_serve.cli.load import load_parts
-from rlhf_serve.cli.output import Work, sampling_params, write_rows
+from rlhf_serve.cli.output import Work, write_rows
 from rlhf_serve.service.tokenization import give_template
 from rlhf_serve.settings import RefineSettings
 
@@ -43,7 +44,8 @@ def refine(settings: RefineSettings) -> None:
             code="missing_scorer",
         )
 
-    def load(display: Display) -> tuple[Work, Callable[[], None]]:
+    def load(display: Display, done: int) -> tuple[Work, Callable[[], None]]:
+        del done
         refiner, close = _refiner(settings, rules, templates, principles, display)
 
         def work(
