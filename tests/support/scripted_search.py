@@ -26,9 +26,8 @@ class Letters:
 class Script:
     """An engine whose draws after each text are given, in order; then the last one again and again."""
 
-    eos_token_ids = (END,)
-
     def __init__(self, steps: Mapping[str, Sequence[str]]) -> None:
+        self.eos_token_ids = [END]
         self.steps, self.tokenizer, self.calls = steps, Letters(), 0
 
     def generate(
@@ -47,6 +46,12 @@ class Script:
                 ]
             )
         return groups
+
+    def update_weights(self, model: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 class Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import pytest
 
@@ -70,7 +71,8 @@ def test_visit_counts_equal_a_tree_worked_by_hand() -> None:
 def test_uct_prefers_what_was_visited_less() -> None:
     # Q + √(ln N / n): a: .6 + √(ln 4 / 3) = 1.280, b: .3 + √(ln 4 / 1) = 1.477. PUCT with c = 1 would take a:
     # .6 + ½·2/4 = .85 against .3 + ½·2/2 = .8.
-    for formula, expected in (("uct", 2), ("puct", 3)):
+    formulas: tuple[tuple[Literal["uct", "puct"], int], ...] = (("uct", 2), ("puct", 3))
+    for formula, expected in formulas:
         tree = SearchTree(">", [1])
         grown(tree, ROOT, [0.6, 0.3])
         grown(tree, 1, [0.65, 0.55])

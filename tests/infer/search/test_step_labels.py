@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
-from rlhf_data import StepBuilder, load_records
+from rlhf_data import StepBuilder, StepExample, load_records
 from rlhf_infer import (
     SamplingParams,
     SearchSettings,
@@ -54,6 +54,7 @@ def test_rows_are_read_for_training(tmp_path: Path) -> None:
     records = load_records(path, "steps").records
     assert [record.labels for record in records] == [(0.5, 0.0, 0.0), (1.0,)]
     example = StepBuilder(engine.tokenizer).build(records[0])
+    assert isinstance(example, StepExample)
     assert [example.sequence.input_ids[end] for end in example.step_ends] == [1, 1, 1]
 
 
@@ -69,7 +70,8 @@ def test_trees_give_labels_too() -> None:
         verifier=ends_with_b,
     )
     [result] = search.run([">"])
-    for estimation, first in (("hard", 1.0), ("soft", 0.5)):
+    expected: tuple[tuple[Literal["hard", "soft"], float], ...] = (("hard", 1.0), ("soft", 0.5))
+    for estimation, first in expected:
         settings = StepLabelSettings(estimation=estimation)
         rows = tree_step_labels(result.tree, engine.tokenizer, search.params, settings)
         assert [(row.completions, row.labels) for row in rows] == [

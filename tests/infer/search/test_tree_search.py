@@ -24,7 +24,7 @@ from rlhf_infer import (
     read_trees,
     write_trees,
 )
-from rlhf_infer.search.scorers import packed_tokens
+from rlhf_infer.search.scorers import RewardScorer, packed_tokens
 from rlhf_infer.search.settings import SearchStrategy
 from rlhf_models import ProcessRewardModel, RewardModel, ValueModel
 
@@ -144,6 +144,7 @@ def test_best_of_n_finds_what_the_sampler_finds(engine: TransformersEngine, tiny
     reward = RewardModel.from_backbone(tiny_llama, engine.tokenizer)
     search = searching(engine, reward, strategy="best-of-n", budget_tokens=160)
     scorer = path_scorer(reward)
+    assert isinstance(scorer, RewardScorer)
     for prompt, result in zip(PROMPTS, search.run(PROMPTS), strict=True):
         n = len(result.selected.candidates)
         sampler = BestOfNSampler(engine, scorer.functions, engine.tokenizer, n=n, params=PARAMS)

@@ -59,9 +59,9 @@ from rlhf_infer.search.scorers import PathScores as PathScores
 from rlhf_infer.search.scorers import ScoredPath as ScoredPath
 from rlhf_infer.search.scorers import path_scorer as path_scorer
 from rlhf_infer.search.settings import SearchSettings as SearchSettings
+from rlhf_infer.search.settings import StepLabelSettings as StepLabelSettings
 from rlhf_infer.search.step_labels import LabelledSolution as LabelledSolution
 from rlhf_infer.search.step_labels import StepLabeller as StepLabeller
-from rlhf_infer.search.step_labels import StepLabelSettings as StepLabelSettings
 from rlhf_infer.search.step_labels import tree_step_labels as tree_step_labels
 from rlhf_infer.search.tree import SearchNode as SearchNode
 from rlhf_infer.search.tree import SearchTree as SearchTree

@@ -1,4 +1,4 @@
-"""How a tree is searched: strategy, widths, budget, steps, and the constants of MCTS."""
+"""How a tree is searched (strategy, widths, budget, steps, constants of MCTS), and how steps are labelled."""
 
 from __future__ import annotations
 
@@ -67,3 +67,18 @@ class SearchSettings(BaseConfig):
     def nodes(self) -> int:
         """Nodes of a tree that are extended in a wave."""
         return self.width // self.children
+
+
+class StepLabelSettings(BaseConfig):
+    """How steps are labelled."""
+
+    solutions: int = Field(default=4, ge=1)
+    """Solutions drawn of a prompt, each of which becomes a row; equal ones become one."""
+    completions: int = Field(default=8, ge=1)
+    """Completions drawn after every step."""
+    estimation: Literal["hard", "soft"] = "hard"
+    """Label of a step: 1 if any completion after it is right, else 0; or the share that is right."""
+    right_from: float = 0.5
+    """A completion is right from this score of the verifier on."""
+    separator: str = Field(default="\n", min_length=1)
+    """Text that ends a step."""

@@ -4,33 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field
-
-from rlhf_data import BaseConfig, Encoder, Text
+from rlhf_data import Encoder, Text
 from rlhf_infer.engines.protocol import GenerationEngine, SamplingParams
 from rlhf_infer.engines.stop_strings import StopTexts, completion_text
 from rlhf_infer.search.scorers import PathScorer, ScoredPath, path_scorer
+from rlhf_infer.search.settings import StepLabelSettings
 from rlhf_infer.search.tree import SearchTree
 
 _WINDOW = 64
 """Tokens; prefixes whose lengths differ by less are completed in one call."""
-
-
-class StepLabelSettings(BaseConfig):
-    """How steps are labelled."""
-
-    solutions: int = Field(default=4, ge=1)
-    """Solutions drawn of a prompt, each of which becomes a row; equal ones become one."""
-    completions: int = Field(default=8, ge=1)
-    """Completions drawn after every step."""
-    estimation: Literal["hard", "soft"] = "hard"
-    """Label of a step: 1 if any completion after it is right, else 0; or the share that is right."""
-    right_from: float = 0.5
-    """A completion is right from this score of the verifier on."""
-    separator: str = Field(default="\n", min_length=1)
-    """Text that ends a step."""
 
 
 @dataclass(frozen=True)
