@@ -15,6 +15,7 @@ from rlhf_data import (
     atomic_write_json,
     atomic_write_text,
     detect_kind,
+    ensure_writable_folder,
     load_config_file,
     model_folder,
     prepare_rows,
@@ -49,6 +50,8 @@ def run_prepare(given: dict[str, Any]) -> None:
         next(iter(scan_rows(path)))  # before the long work
     options = {"columns": columns, "source_column": given["source_column"]}
     with _progress() as report:
+        if out is not None:
+            ensure_writable_folder(out.parent)
         prepared = prepare_rows(
             lambda: read_items(paths, kind, config, **options),
             config,

@@ -18,7 +18,7 @@ from rlhf_data.readers.files import OnBadRow, good_rows, parsed_rows, scan_rows
 from rlhf_data.readers.locations import data_files
 from rlhf_data.records.kind import Text
 from rlhf_data.records.row import Row
-from rlhf_data.runs.atomic import atomic_folder, atomic_write_json
+from rlhf_data.runs.atomic import atomic_folder, atomic_write_json, ensure_writable_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +107,7 @@ def pair_ratings(
             code="no_row_left",
         )
     again = _answers(paths, ratings, columns or {}, "skip", [])
+    ensure_writable_folder(out.parent)
     with atomic_folder(out) as folder:
         with open(folder / "pairs.jsonl", "w", encoding="utf-8") as file:
             for pair in _pairs(again, kept, lambda read: report(rows + read)):

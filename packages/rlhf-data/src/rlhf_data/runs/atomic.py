@@ -78,13 +78,12 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
 
     Raises:
         DiskFullError: nothing can be added to the disk, also where the block's own writing finds it so.
-        UserError: there can be no folder in that place.
     """
     path = Path(path)
     with explain_full_disk(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
         temp = _temp_beside(path)
-        with _explain_folder(path):
-            temp.mkdir(parents=True)
+        temp.mkdir()
         try:
             yield temp
             _fsync_tree(temp)
@@ -168,24 +167,18 @@ def ensure_writable_folder(path: str | Path) -> Path:
         UserError: it cannot be created or written to.
     """
     path = Path(path)
-    with _explain_folder(path):
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    return path
-
-
-@contextlib.contextmanager
-def _explain_folder(path: Path) -> Iterator[None]:
     try:
         with explain_full_disk(path):
-            yield
+            path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path):
+                pass
     except OSError as error:
         reason = error.strerror or str(error)
         raise UserError(
             f"folder {path} is not writable ({reason}); choose another folder or change its permissions",
             code="folder_not_writable",
         ) from error
+    return path
 
 
 def _temp_beside(path: Path) -> Path:

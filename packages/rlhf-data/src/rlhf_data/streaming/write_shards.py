@@ -16,7 +16,12 @@ from rlhf_data.readers.files import OnBadRow, good_rows, scan_rows
 from rlhf_data.readers.json_lines import row_place
 from rlhf_data.readers.lmdb_rows import LENGTH_KEY, row_key
 from rlhf_data.readers.locations import data_files
-from rlhf_data.runs.atomic import atomic_folder, atomic_write_json, remove_stale_temps
+from rlhf_data.runs.atomic import (
+    atomic_folder,
+    atomic_write_json,
+    ensure_writable_folder,
+    remove_stale_temps,
+)
 from rlhf_data.streaming.rows import ShardedRows
 
 ShardFormat = Literal["parquet", "arrow", "lmdb", "jsonl"]
@@ -77,7 +82,7 @@ def write_shards(
     as_json = str if shard_format in ("parquet", "arrow") else _as_json
     rows = _counted(_good_rows(sources, on_bad_row, skipped, as_json), on_progress or (lambda rows: None))
     folder.parent.mkdir(parents=True, exist_ok=True)
-    remove_stale_temps(folder.parent)
+    remove_stale_temps(ensure_writable_folder(folder.parent))
     with atomic_folder(folder) as temporary:
         if shard_format == "lmdb":
             shards = [_write_lmdb(rows, temporary)]

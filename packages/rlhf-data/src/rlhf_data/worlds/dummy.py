@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from rlhf_data.errors import UserError
 from rlhf_data.records.kind import ASSISTANT_TURN
-from rlhf_data.runs.atomic import atomic_folder
+from rlhf_data.runs.atomic import atomic_folder, ensure_writable_folder
 from rlhf_data.worlds.arithmetic import arithmetic_records
 from rlhf_data.worlds.story import StoryWorldConfig, generate_stories
 from rlhf_data.worlds.story_tasks import story_records
@@ -98,6 +98,7 @@ def write_dummy_data(
     if rows < 2:
         raise UserError(f"rows must be at least 2, got {rows}", code="invalid_value", key="rows")
     files = _files(rows, kind, seed)
+    ensure_writable_folder(folder.parent)
     with atomic_folder(folder) as temporary:
         (temporary / "forms").mkdir()
         for name, values in files.items():

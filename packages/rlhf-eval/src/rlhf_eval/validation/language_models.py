@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_data import Encoder, Text, TokenSequence
-from rlhf_eval.evaluation.divergence import sequence_logps
 from rlhf_eval.validation.flaws import sentences
-from rlhf_models import context_length
 
 _SHUFFLES = 4
 
@@ -38,6 +36,9 @@ class ReferenceScorer:
         Prompts that completions share are computed once. What does not fit the model's context is left out;
         NaN where nothing does.
         """
+        from rlhf_eval.evaluation.divergence import sequence_logps
+        from rlhf_models import context_length
+
         longest = context_length(self.model)
         sequences = []
         for prompt, text in zip(prompts, completions, strict=True):
