@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhf_eval.validation.flaws import (
+    RULES,
     cut_off,
     echo,
     longest_repeat,
@@ -56,6 +57,8 @@ def test_another_language() -> None:
     german = "Das ist nicht so einfach, und die Antwort ist auch für uns nicht klar."
     assert other_language("How do I bake?", TEXT) == 0.0
     assert other_language("How do I bake?", f"{TEXT} {german}") >= 0.5
+    assert other_language("What is the best way to bake a cake?", f"{german} {german}") == 1.0
+    assert other_language("Translate this for me, it is the answer.", f"{german} {german}") == 0.0
     assert other_language("Wie backt man das, und ist es für die Kinder?", german) == 0.0
     assert (
         other_language("How do I bake?", f"{TEXT} Это очень хороший вопрос, спасибо большое за него") >= 0.5
@@ -71,8 +74,16 @@ def test_another_language() -> None:
         ("A single sentence that has no end of its own", False),
         (f"{TEXT}\n- a list of things without a full stop", False),
         (f"{TEXT} More about it is at https://example.org/a/b", False),
+        ("def add(a, b):\n    return a + b\n\nIt adds. Then total = add(first, second) + third", False),
+        ("The moon is up\nand so am I\nwho never sleeps. He said\nthat all will end in rain", False),
         ("", False),
     ],
 )
 def test_an_end_in_the_middle(text: str, cut: bool) -> None:
     assert cut_off(text) is cut
+
+
+@pytest.mark.parametrize("text", ["the " * 250_000, "a" * 1_000_000, "中" * 300_000, "so it goes. " * 90_000])
+def test_long_texts_take_no_longer_than_their_length(text: str) -> None:
+    for rule in RULES.values():
+        assert 0 <= rule("how is it ?", text) <= 1

@@ -157,6 +157,20 @@ def test_a_critic_of_ones_own(byte_tokenizer: Any) -> None:
     assert len(engine.read) == 2 and critic_engine(["q"], [" x"]) == [f"seen {len('q x critique:')}"]
 
 
+def test_rounds_end_where_the_context_does(tiny_llama: Any, byte_tokenizer: Any) -> None:
+    engine = TransformersEngine(tiny_llama, byte_tokenizer)
+    limit = tiny_llama.config.max_position_embeddings
+    long = "so " * limit
+    ids = byte_tokenizer(long)["input_ids"]
+    long = byte_tokenizer.decode(ids[: limit - PARAMS.max_new_tokens - 4])
+    made = IterativeRefiner(engine, byte_tokenizer, params=PARAMS, rules=LAST).refine([long, PROMPTS[0]])
+    assert [len(each.drafts) for each in made] == [1, 3]
+    alone = IterativeRefiner(engine, byte_tokenizer, params=PARAMS, rules=LAST).refine([PROMPTS[0]])
+    assert alone[0].drafts == made[1].drafts
+    with raises_error("context_too_short"):
+        IterativeRefiner(engine, byte_tokenizer, params=PARAMS, rules=LAST).refine(["so " * limit])
+
+
 def test_chats_go_on_from_the_draft() -> None:
     chat = [{"role": "user", "content": "q"}]
     asked = RefinerTemplates().ask("refine", chat, "x", critique="too short")

@@ -83,7 +83,8 @@ def test_an_interrupted_run_goes_on_where_it_was(
     [
         (("--set", "n=2"), "n goes with several candidates"),
         (("--set", 'templates.refine="{question}"'), "{critique}"),
-        (("--set", "verdict=("), "no regular expression"),
+        (("--set", "verdict=("), "regular expression"),
+        (("--set", "templates.critique=none"), "{answer}"),
         (("--principles", "none.yaml"), "none.yaml"),
         (("--critic", "/nowhere"), "/nowhere"),
         (("--backend", "vllm"), "transformers"),

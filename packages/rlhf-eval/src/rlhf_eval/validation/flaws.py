@@ -11,11 +11,21 @@ from itertools import groupby
 
 from rlhf_eval.evaluation.texts import repeated_share
 
+_MOST_WORDS, _MOST_CHARACTERS = 5_000, 20_000
+"""Of a text, measured for repetition and for its language."""
+_PRIME, _BASE = (1 << 61) - 1, 1_000_003
 _FEWEST_WORDS = 12
 """Shorter texts repeat words without being flawed."""
 _SENTENCE = re.compile(r"(?<=[.!?…。！？])[\"'”’)]*\s+")
 _ENDS = re.compile(r"[.!?…:。！？)\]}\"'”’`*\-|]\s*$")
-_LIST_OR_ADDRESS = re.compile(r"^\s*(?:[-*•–]|\d+[.)])\s|\S+\.\w+/\S*$|https?://\S*$")
+_LAST = 400
+"""Characters of a line's end that are looked at."""
+_NOT_PROSE = re.compile(r"^(?:[-*•–]|\d+[.)])\s|[=<>{}();_|\\]|\w\.\w+/\S*$|https?://\S*$")
+_ASKS = re.compile(
+    r"translat|übersetz|tradu[cz]|vertaal|перев|翻译|翻譯|訳|\b(?:english|german|french|spanish|italian|portuguese|dutch"
+    r"|russian|chinese|japanese|korean|arabic|hindi|greek|hebrew|deutsch|englisch|anglais|inglés|inglese)\b",
+    re.IGNORECASE,
+)
 _WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)?")
 _COMMON = {
     "English": "the of and to in is that it was for with as on are this you be have not they what which",
@@ -64,20 +74,27 @@ def repetition(text: str) -> float:
     if len(words) < _FEWEST_WORDS:
         return _grade(_longest_run(words), 8)
     said = Counter(s for s in sentences(text.lower()) if len(s.split()) >= 3)
+    few = words[:_MOST_WORDS]
     return max(
         _grade(repeated_share(text), 0.2),
-        _grade(len(longest_repeat(words)) / len(words), 0.2),
+        _grade(len(longest_repeat(few)) / len(few), 0.2),
         _grade(max(said.values(), default=1) - 1, 2),
         _grade(_longest_run(words), 8),
     )
 
 
 def longest_repeat(words: Sequence[str]) -> Sequence[str]:
-    """The longest run of words that comes twice without overlapping itself."""
+    """The longest run of words that comes twice without overlapping itself, in the first 5,000 of them.
+
+    Found by halving its length, for a shorter run comes twice wherever a longer one does, with hashes that
+    roll along (Rabin and Karp 1987).
+    """
+    words = words[:_MOST_WORDS]
+    numbers = [hash(word) % _PRIME for word in words]
     low, high, best = 1, len(words) // 2, (0, 0)
     while low <= high:
         size = (low + high) // 2
-        at = _repeat_of(words, size)
+        at = _repeat_of(numbers, size)
         if at is None:
             high = size - 1
         else:
@@ -95,45 +112,48 @@ def echo(prompt: str, text: str) -> float:
 
 
 def other_language(prompt: str, text: str) -> float:
-    """How much of a text is in another script or language than the rest, in [0, 1]: 0.5 for a fifth of it.
+    """How much of a text is in another script or language than its prompt, in [0, 1]: 0.5 for a fifth of it.
 
-    Of seven European languages, sentences are told apart by their commonest words; a language that the prompt
-    has in it is no other one.
+    Of seven European languages, sentences are told apart by their commonest words. Where the prompt shows no
+    language, or names one, or asks for a translation, only what differs from the text's own main language
+    counts.
     """
-    return _grade(max(_other_script(prompt, text), _other_words(prompt, text)), 0.2)
+    asks = bool(_ASKS.search(prompt))
+    return _grade(max(_other_script(prompt, text, asks), _other_words(prompt, text, asks)), 0.2)
 
 
 def cut_off(text: str) -> bool:
-    """Whether a text of several sentences ends in the middle of one, and not in a list or an address."""
-    last = (text.strip().splitlines() or [""])[-1]
-    if _LIST_OR_ADDRESS.search(last) or len(last.split()) <= 3:
+    """Whether a text of several sentences ends in the middle of one; not code, verses, lists, addresses."""
+    lines = [line.strip()[-_LAST:] for line in text.strip().splitlines() if line.strip()]
+    if not lines or len(lines[-1].split()) <= 3 or _NOT_PROSE.search(lines[-1]):
         return False
-    return len(sentences(text)) > 1 and not _ENDS.search(last)
+    open_ended = sum(not _ENDS.search(line) for line in lines)
+    if not open_ended or _ENDS.search(lines[-1]) or (len(lines) > 2 and 2 * open_ended > len(lines)):
+        return False
+    return len(sentences(text[-10 * _LAST :])) > 1
 
 
-def _other_script(prompt: str, text: str) -> float:
-    scripts = [_script(c) for c in text if c.isalpha()]
-    if len(scripts) < 20:
+def _other_script(prompt: str, text: str, asks: bool) -> float:
+    scripts = Counter(_script(c) for c in text[:_MOST_CHARACTERS] if c.isalpha())
+    if scripts.total() < 20:
         return 0.0
-    allowed = {_script(c) for c in prompt if c.isalpha()}
-    counts = Counter(script for script in scripts if script not in allowed)
-    most = Counter(scripts).most_common(1)[0][0]
-    return sum(n for script, n in counts.items() if script != most or allowed) / len(scripts)
+    allowed = {_script(c) for c in prompt[:_MOST_CHARACTERS] if c.isalpha()}
+    if asks or not allowed:
+        allowed |= {scripts.most_common(1)[0][0]}
+    return sum(count for script, count in scripts.items() if script not in allowed) / scripts.total()
 
 
-def _other_words(prompt: str, text: str) -> float:
-    parts = [(s, _language_of(s)) for s in sentences(text)]
-    known = Counter({s: len(s) for s, language in parts if language})
-    total = sum(known.values())
-    if total < 40:
-        return 0.0
+def _other_words(prompt: str, text: str, asks: bool) -> float:
     sizes = Counter[str]()
-    for s, language in parts:
-        if language:
-            sizes[language] += len(s)
-    own = {_language_of(s) for s in sentences(prompt)} or {None}
-    main = sizes.most_common(1)[0][0]
-    return sum(n for language, n in sizes.items() if language != main and language not in own) / total
+    for sentence in sentences(text[:_MOST_CHARACTERS]):
+        if language := _language_of(sentence):
+            sizes[language] += len(sentence)
+    if sizes.total() < 40:
+        return 0.0
+    allowed = {language for s in sentences(prompt[:_MOST_CHARACTERS]) if (language := _language_of(s))}
+    if asks or not allowed:
+        allowed |= {sizes.most_common(1)[0][0]}
+    return sum(size for language, size in sizes.items() if language not in allowed) / sizes.total()
 
 
 def _language_of(sentence: str) -> str | None:
@@ -157,13 +177,17 @@ def _longest_run(words: Sequence[str]) -> int:
     return max((sum(1 for _ in run) for _, run in groupby(words)), default=0)
 
 
-def _repeat_of(words: Sequence[str], size: int) -> int | None:
+def _repeat_of(numbers: Sequence[int], size: int) -> int | None:
     """Where a run of so many words begins that comes again after its end."""
-    seen: dict[tuple[str, ...], int] = {}
-    for at, gram in enumerate(_grams(words, size)):
-        first = seen.setdefault(gram, at)
-        if at >= first + size:
-            return first
+    seen: dict[int, int] = {}
+    top, rolling = pow(_BASE, size - 1, _PRIME), 0
+    for end, number in enumerate(numbers):
+        if end >= size:
+            rolling -= numbers[end - size] * top
+        rolling = (rolling * _BASE + number) % _PRIME
+        at = end - size + 1
+        if at >= 0 and at >= seen.setdefault(rolling, at) + size:
+            return seen[rolling]
     return None
 
 

@@ -13,6 +13,7 @@ from rlhf_infer.sampling.search import as_completion
 
 Keep = Literal["best", "last"]
 Until = Literal["score", "no_change", "verdict", "never"]
+_NEEDED = {"critique": "answer", "refine": "critique", "chat_refine": "critique"}
 _FIELDS = {
     "critique": ("prompt", "answer", "principle"),
     "refine": ("prompt", "answer", "critique"),
@@ -33,7 +34,7 @@ class RefinerTemplates:
         chat_refine: the same for a rewrite, from `{critique}`.
 
     Raises:
-        UserError: a template has another field, or is none.
+        UserError: a template has another field, or lacks the draft or the critique that it is about.
     """
 
     critique: str = "{prompt}{answer}\n\nWhat is wrong with this answer? {principle}\n"
@@ -43,13 +44,16 @@ class RefinerTemplates:
 
     def __post_init__(self) -> None:
         for name, fields in _FIELDS.items():
-            text = getattr(self, name)
+            text, needed = getattr(self, name), _NEEDED.get(name)
             try:
-                text.format(**dict.fromkeys(fields, ""))
+                given = text.format(**{field: f"<{field}>" for field in fields})
+                if needed and f"<{needed}>" not in given:
+                    raise KeyError(needed)
             except (AttributeError, KeyError, IndexError, ValueError) as error:
-                expected = ", ".join(f"{{{field}}}" for field in fields)
+                others = ", ".join(f"{{{field}}}" for field in fields)
+                with_it = f" with {{{needed}}}" if needed else ""
                 raise UserError(
-                    f"template {name} is {text!r}; expected a text with {expected} and no other braces",
+                    f"template {name} is {text!r}; expected a text{with_it}, and no braces but {others}",
                     code="invalid_template",
                     key=name,
                 ) from error
@@ -139,10 +143,11 @@ class RefinerRules:
                     f"{name} is {getattr(self, name)}; expected at least 0", code="invalid_value", key=name
                 )
         try:
-            re.compile(self.verdict)
+            if re.compile(self.verdict).search(""):
+                raise re.error("it matches the empty text")
         except re.error as error:
             raise UserError(
-                f"verdict is {self.verdict!r}, which is no regular expression ({error})",
+                f"verdict is {self.verdict!r}, which finds no verdict ({error}); give a regular expression",
                 code="invalid_value",
                 key="verdict",
             ) from error

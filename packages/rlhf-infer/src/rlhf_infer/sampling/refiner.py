@@ -42,17 +42,21 @@ class EngineCritic:
 
     def __call__(self, prompts: Sequence[Text], drafts: Sequence[str]) -> list[str]:
         """A critique of each draft."""
-        return [text for text, _ in self.criticise(prompts, drafts)]
+        return ["" if each is None else each[0] for each in self.criticise(prompts, drafts)]
 
     def criticise(
         self, prompts: Sequence[Text], drafts: Sequence[str], principle: str = "", round: int = 1
-    ) -> list[tuple[str, SamplingCost]]:
-        """A critique of each draft with regard to a principle, and its cost; each round has its own seed."""
+    ) -> list[tuple[str, SamplingCost] | None]:
+        """A critique of each draft with regard to a principle, and its cost; each round has its own seed.
+
+        None where the draft leaves no room for it in the model's context.
+        """
         asked = [
             self.templates.ask("critique", prompt, draft, principle=principle)
             for prompt, draft in zip(prompts, drafts, strict=True)
         ]
-        return [(text.strip(), cost) for text, _, cost in self._writer.write(asked, round)]
+        found = self._writer.write(asked, round)
+        return [None if each is None else (each[0].strip(), each[2]) for each in found]
 
 
 class IterativeRefiner:
@@ -61,7 +65,8 @@ class IterativeRefiner:
     With principles it revises as Constitutional AI does (arXiv:2212.08073, section 3.1): the critiques of a
     round are about one of them, taken in turn. Without a scorer nothing says whether a rewrite is better, and
     models that judge their own answers often make them worse (arXiv:2310.01798): rules that need scores are
-    then refused. The prompts of a round go to the engine together, so that drafts share prefixes.
+    then refused. The prompts of a round go to the engine together, so that drafts share prefixes. The rounds
+    of a prompt end, too, where draft and critique no longer fit the model's context.
 
     Args:
         engine: the policy.
@@ -113,7 +118,7 @@ class IterativeRefiner:
             One result per prompt, in their order.
 
         Raises:
-            UserError: a prompt, or a draft with its critique, does not fit the model, or a reward fails.
+            UserError: a prompt does not fit the model, or a reward fails.
         """
         cases = [
             _Case(prompt, {name: values[i] for name, values in (columns or {}).items()})
@@ -122,41 +127,52 @@ class IterativeRefiner:
         self._draft(cases, 0)
         going = cases
         for round in range(1, self.rules.max_rounds + 1):
-            self._criticise(going, round)
+            going = self._criticise(going, round)
             going = [case for case in going if not self.rules.finds_nothing(case.critique)]
-            self._draft(going, round)
+            going = self._draft(going, round)
             going = [case for case in going if self.rules.goes_on(case.drafts)]
         return [
             Refinement(case.prompt, tuple(case.drafts), self.rules.kept(case.drafts), case.cost)
             for case in cases
         ]
 
-    def _criticise(self, cases: Sequence[_Case], round: int) -> None:
+    def _criticise(self, cases: Sequence[_Case], round: int) -> list[_Case]:
+        """Criticise the last drafts; those that there was room for."""
         prompts, drafts = [case.prompt for case in cases], [case.drafts[-1].text for case in cases]
         principle = self.principles[(round - 1) % len(self.principles)] if self.principles else ""
-        found: Sequence[tuple[str, SamplingCost]]
+        found: Sequence[tuple[str, SamplingCost] | None]
         if isinstance(self.critic, EngineCritic):
             found = self.critic.criticise(prompts, drafts, principle, round)
         else:
             found = [(text, SamplingCost()) for text in (self.critic(prompts, drafts) if cases else ())]
-        for case, (text, cost) in zip(cases, found, strict=True):
-            case.critique, case.principle, case.cost = text, principle, case.cost + cost
+        criticised = []
+        for case, each in zip(cases, found, strict=True):
+            if each is not None:
+                text, cost = each
+                case.critique, case.principle, case.cost = text, principle, case.cost + cost
+                criticised.append(case)
+        return criticised
 
-    def _draft(self, cases: Sequence[_Case], round: int) -> None:
-        """Write the next draft of each, and score it."""
+    def _draft(self, cases: Sequence[_Case], round: int) -> list[_Case]:
+        """Write the next drafts, and score them; those that there was room for."""
         asked = [
             self.templates.ask("refine", case.prompt, case.drafts[-1].text, critique=case.critique)
             if round
             else case.prompt
             for case in cases
         ]
-        for case, (text, rollout, cost) in zip(cases, self._writer.write(asked, round), strict=True):
-            text = _begun_like(case.drafts[0].text, text) if round else text
-            case.drafts.append(Draft(text, case.critique, case.principle, None, rollout.finish_reason))
-            case.completion_ids = rollout.completion_ids
-            case.cost += cost
-        if self.scorer is not None and cases:
-            _score(self.scorer, cases)
+        written = []
+        for case, each in zip(cases, self._writer.write(asked, round), strict=True):
+            if each is not None:
+                text, rollout, cost = each
+                text = _begun_like(case.drafts[0].text, text) if round else text
+                case.drafts.append(Draft(text, case.critique, case.principle, None, rollout.finish_reason))
+                case.completion_ids = rollout.completion_ids
+                case.cost += cost
+                written.append(case)
+        if self.scorer is not None and written:
+            _score(self.scorer, written)
+        return written
 
 
 @dataclass
@@ -179,21 +195,32 @@ class _Writer:
         self.engine, self.tokenizer, self.params = engine, tokenizer, params
         self.encoder = Encoder(tokenizer)
 
-    def write(self, asked: Sequence[Text], round: int) -> list[tuple[str, Rollout, SamplingCost]]:
-        """Text, rollout and cost of each completion."""
-        if not asked:
-            return []
+    def write(self, asked: Sequence[Text], round: int) -> list[tuple[str, Rollout, SamplingCost] | None]:
+        """Text, rollout and cost of each completion; None for what does not fit after the first round."""
         ids = [self.encoder.prompt(each) for each in asked]
         params = dataclasses.replace(self.params, seed=self.params.seed + round)
-        rollouts: list[Rollout] = [group[0] for group in self.engine.generate(ids, 1, params)]
         return [
-            (
+            None
+            if each is None
+            else (
                 completion_text(self.tokenizer, each.completion_ids, params),
                 each,
                 SamplingCost(1, len(prompt), len(each.completion_ids)),
             )
-            for prompt, each in zip(ids, rollouts, strict=True)
+            for prompt, each in zip(ids, self._rollouts(ids, params, round), strict=True)
         ]
+
+    def _rollouts(self, ids: Sequence[list[int]], params: SamplingParams, round: int) -> list[Rollout | None]:
+        if not ids:
+            return []
+        try:
+            return [group[0] for group in self.engine.generate(ids, 1, params)]
+        except UserError as error:
+            if not round or error.code != "context_too_short":
+                raise
+        if len(ids) == 1:
+            return [None]
+        return [rollout for each in ids for rollout in self._rollouts([each], params, round)]
 
 
 def _score(scorer: RewardFunctions, cases: Sequence[_Case]) -> None:
