@@ -127,7 +127,7 @@ def _big(numbers: int) -> torch.nn.Module:
 
 
 def measure_broadcast(gigabytes: float, workers: int) -> dict[str, Any]:
-    """Seconds to publish a version of so many weights, and until all workers have it."""
+    """Time to publish one version of the weights, and until all workers have loaded it."""
     import ray
 
     numbers = int(gigabytes * 1e9 / 4)

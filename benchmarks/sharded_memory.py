@@ -88,7 +88,7 @@ def _texts(count: int, words: int = 12) -> list[str]:
 
 
 def write_rows(folder: Path, words: int = 12) -> None:
-    """Pairs and prompts to train on, of texts of so many words."""
+    """Write preference pairs and prompts to train on, with texts of the given number of words."""
     texts = _texts(3 * 64, words)
     pairs = [
         {"prompt": p, "chosen": f" {c}", "rejected": f" {r}"}

@@ -68,7 +68,7 @@ def _cuda() -> bool:
 
 
 def _now() -> float:
-    """Seconds, when the device has done what it was told."""
+    """The time in seconds, after synchronising the device."""
     if _cuda():
         import torch
 

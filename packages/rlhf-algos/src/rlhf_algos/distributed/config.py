@@ -64,7 +64,7 @@ class DistributedConfig(BaseConfig):
         host, _, port = address.removeprefix("ray://").rpartition(":")
         if address in ("auto", "local") or (host and port.isdecimal()):
             return address
-        raise ValueError(f"{address!r} is no address; take auto, local, HOST:PORT or ray://HOST:PORT")
+        raise ValueError(f"{address!r} is not an address; expected auto, local, HOST:PORT or ray://HOST:PORT")
 
 
 def check_trainer(settings: BaseConfig) -> None:
@@ -125,7 +125,7 @@ def require_ray() -> None:
 
 
 def told_to(run: RunFolder) -> Tell:
-    """A `tell` that writes what it is told into a run's `workers.jsonl`."""
+    """A callback that logs worker events to a run's `workers.jsonl`."""
 
     def tell(event: str, facts: dict[str, Any]) -> None:
         run.append_lines(WORKERS, [{"event": event, "time": round(time.time(), 3), **facts}])

@@ -170,7 +170,7 @@ class RolloutWorker:
                 return engine.generate(request.prompts, request.n, request.params, first=request.first)
         except UserError as error:
             return Failure("input", str(error), error.code, error.fields)
-        except Exception:
+        except Exception:  # the controller logs it, and gives the batch a limited number of retries
             return Failure("error", traceback.format_exc(limit=-3))
 
     def _take_up(self, name: str, digest: str, weights: Any) -> Failure | None:
