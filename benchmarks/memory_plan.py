@@ -1,4 +1,4 @@
-"""The memory that `--dry-run` plans beside what processes take, for eight jobs of three shapes.
+"""The memory that `--dry-run` plans beside what processes take, for ten jobs of four shapes.
 
     python benchmarks/memory_plan.py [--output memory_plan.json]
 
@@ -18,9 +18,10 @@ from typing import Any
 
 from sharded_memory import make_model, measure, write_rows
 
-SHAPES: dict[str, dict[str, int]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "deep": {"millions": 100, "hidden": 640},
     "wide": {"millions": 100, "hidden": 640, "vocabulary": 64_000},
+    "tied": {"millions": 70, "hidden": 640, "vocabulary": 64_000, "tied": True},
     "long": {"millions": 40, "hidden": 512, "words": 80},
 }
 """Sizes of the models, and words of a text; 12 unless said."""
@@ -31,6 +32,8 @@ JOBS = [
     ("deep", "grpo", "fsdp", 2),
     ("wide", "dpo", "one", 1),
     ("wide", "sft", "fsdp", 2),
+    ("tied", "sft", "fsdp", 2),
+    ("tied", "dpo", "fsdp", 2),
     ("long", "sft", "one", 1),
     ("long", "ppo", "one", 1),
 ]

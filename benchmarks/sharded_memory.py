@@ -49,7 +49,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_model(folder: Path, millions: int, hidden: int, vocabulary: int = 8_000) -> dict[str, int]:
+def make_model(
+    folder: Path, millions: int, hidden: int, vocabulary: int = 8_000, tied: bool = False
+) -> dict[str, int]:
     """Write a Llama of about that size, and its tokenizer; parameters of it and of its largest part."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
@@ -58,7 +60,7 @@ def make_model(folder: Path, millions: int, hidden: int, vocabulary: int = 8_000
 
     tokenizer: Any = train_byte_tokenizer(_texts(64))
     layer = 4 * hidden**2 + 3 * hidden * 4 * hidden
-    layers = max(1, round((millions * 1e6 - 2 * vocabulary * hidden) / layer))
+    layers = max(1, round((millions * 1e6 - (1 if tied else 2) * vocabulary * hidden) / layer))
     config = LlamaConfig(
         hidden_size=hidden,
         intermediate_size=4 * hidden,
@@ -67,7 +69,7 @@ def make_model(folder: Path, millions: int, hidden: int, vocabulary: int = 8_000
         num_key_value_heads=hidden // 32,
         vocab_size=vocabulary,
         max_position_embeddings=512,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,

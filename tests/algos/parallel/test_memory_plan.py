@@ -11,10 +11,16 @@ import pytest
 
 from raises import raises_error
 from rlhf_algos import METHODS, DPOConfig, Machine, check_start, plan_machine
-from rlhf_algos.parallel.memory_plan import TrainedShape, memory_by_phase, trained_shape
+from rlhf_algos.parallel.memory_plan import (
+    Gathered,
+    TrainedShape,
+    gathered_parts,
+    memory_by_phase,
+    trained_shape,
+)
 from rlhf_models import LoraSettings, add_adapters, tiny_model
 
-SHAPE = TrainedShape(trained=1000, frozen=200.0, reference=4000.0, unit=100)
+SHAPE = TrainedShape(trained=1000, frozen=200.0, reference=4000.0, gathered=Gathered(100, 150, 10))
 H100 = plan_machine(4, "h100")
 
 
@@ -52,14 +58,35 @@ def test_autocast_and_ddp_keep_copies() -> None:
 
 
 def test_fsdp_divides_all_and_gathers_layers() -> None:
-    """A quarter of each; 3 layers of 100 weights of 4 bytes, in the update 2 fp32 layers more."""
+    """A quarter of each.
+
+    Gathered forwards: 3 layers of 100 and the rest, 10, of 4 bytes; two output layers of 150 are no more.
+    Backwards: 5 layers and 2 times the rest, 4 x 520.
+    """
     phases = plan(Machine(4), fsdp=True)
-    assert phases["load"] == {"weights": 1050, "reference": 1000, "gathered layers": 1200}
-    assert phases["update"]["gathered layers"] == 2000
+    assert phases["load"] == {"weights": 1050, "reference": 1000, "gathered layers": 1240}
+    assert phases["update"]["gathered layers"] == 2080
     assert [phases["update"][part] for part in ("gradients", "moments")] == [1000, 2000]
-    assert plan(Machine(4), half=True, fsdp=True)["load"]["gathered layers"] == 600
+    assert plan(Machine(4), half=True, fsdp=True)["load"]["gathered layers"] == 620
     offloaded = plan(H100, fsdp=True, fsdp_cpu_offload=True)["update"]
     assert [offloaded[part] for part in ("weights", "reference", "gradients", "moments")] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("gathered", "forwards", "backwards"),
+    [
+        (Gathered(layer=10, end=90), 2 * 90, 3 * 90),  # itself, what it is copied from; itself, two gradients
+        (Gathered(layer=25, rest=90), 75 + 90, 125 + 2 * 90),  # itself and its gradient while layers run
+        (Gathered(layer=1, rest=90), 3 + 90, 3 * 90),  # at the end as an output layer's
+    ],
+)
+def test_fsdp_gathers_wide_vocabularies(gathered: Gathered, forwards: float, backwards: float) -> None:
+    """In numbers of 4 bytes."""
+    config = DPOConfig.from_dict({"fsdp": True})
+    shape = TrainedShape(trained=200, frozen=0.0, reference=0.0, gathered=gathered)
+    phases = memory_by_phase(config, shape, Machine(2), half=False, activations=0.0)
+    assert phases["load"]["gathered layers"] == 4 * forwards
+    assert phases["update"]["gathered layers"] == 4 * backwards
 
 
 @pytest.mark.parametrize(
@@ -91,11 +118,15 @@ def test_what_deepspeed_offloads_is_not_on_the_gpu(tmp_path: Path) -> None:
 
 
 def test_the_shape_of_a_model() -> None:
-    """A tiny Llama's largest unit is a layer or an end; LoRA trains its adapters alone."""
+    """LoRA trains its adapters alone, and an embedding that is the output layer too is gathered with the rest."""
     model = tiny_model("llama", vocab_size=300, seed=0)
     count = sum(each.numel() for each in model.parameters())
     shape = trained_shape(model, frozen=0.0, reference=0.0, moments=8.0)
-    assert shape.trained == count and 0 < shape.unit < count
+    layer = sum(each.numel() for each in model.model.layers[0].parameters())
+    embedding, norm = model.lm_head.weight.numel(), model.model.norm.weight.numel()
+    assert shape.trained == count
+    tied = model.config.tie_word_embeddings
+    assert shape.gathered == Gathered(layer, 0 if tied else embedding, norm + embedding * tied)
     adapted = add_adapters(model, ["default"], LoraSettings(lora_r=2), seed=0)
     assert trained_shape(adapted, frozen=4.0 * count, reference=0.0, moments=8.0).trained < count / 2
 

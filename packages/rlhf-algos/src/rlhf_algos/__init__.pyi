@@ -101,8 +101,10 @@ from rlhf_algos.parallel.lockstep import Lockstep as Lockstep
 from rlhf_algos.parallel.lockstep import generate_together as generate_together
 from rlhf_algos.parallel.memory_plan import CARDS as CARDS
 from rlhf_algos.parallel.memory_plan import Machine as Machine
+from rlhf_algos.parallel.memory_plan import Gathered as Gathered
 from rlhf_algos.parallel.memory_plan import TrainedShape as TrainedShape
 from rlhf_algos.parallel.memory_plan import check_room as check_room
+from rlhf_algos.parallel.memory_plan import gathered_parts as gathered_parts
 from rlhf_algos.parallel.memory_plan import memory_by_phase as memory_by_phase
 from rlhf_algos.parallel.memory_plan import memory_rows as memory_rows
 from rlhf_algos.parallel.memory_plan import peak_of as peak_of

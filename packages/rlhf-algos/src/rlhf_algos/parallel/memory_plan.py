@@ -18,9 +18,11 @@ from rlhf_models import format_bytes, memory_text
 
 __all__ = [
     "CARDS",
+    "Gathered",
     "Machine",
     "TrainedShape",
     "check_room",
+    "gathered_parts",
     "memory_by_phase",
     "memory_rows",
     "peak_of",
@@ -95,6 +97,43 @@ def plan_machine(processes: int, gpu: str | None) -> Machine:
 
 
 @dataclass(frozen=True)
+class Gathered:
+    """Parameters of a model that are gathered together.
+
+    Attributes:
+        layer: of the largest layer.
+        end: of the embedding or the output layer, the larger of those that share no weights.
+        rest: of all others, such as an embedding that is the output layer too; they are gathered as long as
+            the model runs.
+    """
+
+    layer: int = 0
+    end: int = 0
+    rest: int = 0
+
+    @property
+    def largest(self) -> int:
+        """Of the largest of the three."""
+        return max(self.layer, self.end, self.rest)
+
+    def union(self, other: Gathered) -> Gathered:
+        """Of two models that do not run at the same time."""
+        return Gathered(*map(max, (self.layer, self.end, self.rest), (other.layer, other.end, other.rest)))
+
+
+def gathered_parts(model: nn.Module) -> Gathered:
+    """The sizes of what `units` gives, for a model that may be on the meta device."""
+    sizes = {"layer": 0, "end": 0}
+    seen: set[int] = set()
+    for unit in units(model):
+        name = "layer" if any(True for _ in unit.children()) else "end"  # the ends are single modules
+        own = [each for each in unit.parameters() if id(each) not in seen]
+        seen.update(map(id, own))
+        sizes[name] = max(sizes[name], sum(each.numel() for each in own))
+    return Gathered(**sizes, rest=sum(each.numel() for each in model.parameters() if id(each) not in seen))
+
+
+@dataclass(frozen=True)
 class TrainedShape:
     """Sizes of what is trained and of what stands beside it.
 
@@ -102,14 +141,14 @@ class TrainedShape:
         trained: parameters with a gradient, a separate value model's included.
         frozen: bytes of the others.
         reference: bytes of a frozen copy that is the reference; 0 without one.
-        unit: parameters that are gathered at a time, at most: a layer's, or an embedding's.
+        gathered: of the model whose parts are the largest.
         moments: bytes of both Adam moments of a parameter.
     """
 
     trained: int
     frozen: float
     reference: float
-    unit: int
+    gathered: Gathered
     moments: float = 8.0
 
 
@@ -123,8 +162,7 @@ def trained_shape(model: nn.Module, *, frozen: float, reference: float, moments:
         moments: bytes of both moments of a trained parameter.
     """
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
-    gathered = [sum(each.numel() for each in unit.parameters()) for unit in units(model)]
-    return TrainedShape(trained, frozen, reference, max(gathered, default=0), moments)
+    return TrainedShape(trained, frozen, reference, gathered_parts(model), moments)
 
 
 def memory_by_phase(
@@ -171,7 +209,7 @@ def memory_by_phase(
     if cache:
         phases["rollout"] = kept | {"gathered layers": gathered, "keys and values": cache}
     phases["update"] = kept | {"gradients": parts["gradients"], "activations": activations} | in_update
-    phases["checkpoint"] = kept | {"a gathered layer": 4.0 * shape.unit if gathered else 0.0}
+    phases["checkpoint"] = kept | {"a gathered layer": 4.0 * shape.gathered.largest if gathered else 0.0}
     return phases
 
 
@@ -185,10 +223,14 @@ def _fsdp(
     count = shape.trained * own
     parts = {"weights": 4 * count + shape.frozen * own, "reference": shape.reference * own}
     parts |= {"gradients": 4 * count, "moments": shape.moments * count}
-    # The layer, what it is copied from, and the one gathered before it; in the backward pass its gradient
-    # too, and the copy of that which is summed.
-    gathered = 3.0 * shape.unit * (2 if half else 4)
-    return parts, gathered, {"gathered layers": gathered + 2 * 4.0 * shape.unit}
+    size, most = 2 if half else 4, shape.gathered
+    # A layer, what it is copied from, and the one gathered before it; what is not in a layer stays.
+    gathered = size * (max(3.0 * most.layer, 2.0 * most.end) + most.rest)
+    # In a backward pass gradients too, and the copies of them that are summed.  The output layer comes first:
+    # nothing is gathered beside it, and what it was copied from is free by then.  The rest comes last.
+    backward = max((3 * size + 8.0) * most.layer, (size + 8.0) * most.end) + 2.0 * size * most.rest
+    backward = max(backward, (size + 8.0) * most.rest)
+    return parts, gathered, {"gathered layers": max(gathered, backward)}
 
 
 def _zero(
@@ -210,7 +252,7 @@ def _zero(
     if stage == 3:
         everything = count + (shape.frozen + shape.reference) / size
         gathered = size * min(float(section.get("stage3_max_live_parameters", _LIVE)), everything)
-        gathered = max(gathered, 2.0 * size * shape.unit)
+        gathered = max(gathered, 2.0 * size * shape.gathered.largest)
         ahead = min(float(section.get("stage3_prefetch_bucket_size", _PREFETCH)), everything)
         in_update["gathered layers"] = gathered + size * ahead
     if machine.card:

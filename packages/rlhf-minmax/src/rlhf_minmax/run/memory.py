@@ -11,8 +11,16 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 
-from rlhf_algos import MOMENT_BYTES, Machine, TrainedShape, check_room, memory_by_phase, shards_weights
-from rlhf_algos.parallel.sharding import units
+from rlhf_algos import (
+    MOMENT_BYTES,
+    Gathered,
+    Machine,
+    TrainedShape,
+    check_room,
+    gathered_parts,
+    memory_by_phase,
+    shards_weights,
+)
 from rlhf_data import UserError, apply_overrides
 from rlhf_minmax.config.run import MinMaxConfig, PlayerConfig
 from rlhf_minmax.players.players import PLAIN, backbone_settings, lora_settings, share_backbone
@@ -48,7 +56,7 @@ class Held:
         probed: parameters that a best-response probe trains with an optimizer of its own.
         frozen: bytes of weights that are not trained, the references left out.
         reference: bytes of references.
-        unit: bytes of the largest part that is gathered at a time.
+        gathered: parts of the models here that are gathered together.
         activations: of the largest pass.
         cache: keys and values of the largest generation.
         copies: parameters that are kept beside the trained ones, or gradients.
@@ -58,7 +66,7 @@ class Held:
     probed: int = 0
     frozen: float = 0.0
     reference: float = 0.0
-    unit: float = 0.0
+    gathered: Gathered = Gathered()
     activations: float = 0.0
     cache: float = 0.0
     copies: float = 0.0
@@ -112,7 +120,7 @@ def _phases(config: MinMaxConfig, held: Held, device: torch.device, machine: Mac
     training, total = config.training, sum(held.trained.values())
     hardware = training.hardware()
     moments = float(MOMENT_BYTES[training.optim])
-    shape = TrainedShape(total, held.frozen, held.reference, math.ceil(held.unit / 4), moments)
+    shape = TrainedShape(total, held.frozen, held.reference, held.gathered, moments)
     sizes = {"half": False, "activations": held.activations, "cache": held.cache}
     phases = memory_by_phase(hardware, shape, machine, **sizes)
     update = phases["update"]
@@ -187,7 +195,7 @@ class _Planned:
         else:
             on.reference += sizes.weights
             count = sizes.count
-        on.unit = max(on.unit, sizes.largest)
+        on.gathered = on.gathered.union(sizes.gathered)
         on.trained |= dict.fromkeys(names, count)
         return dict.fromkeys(names, count)
 
@@ -223,7 +231,7 @@ class _Planned:
                 bits = 8 if section.load_in_8bit else None
                 sizes = _sizes(_Shape(info.config), auto_class, self._dtype(device), bits)
                 on.frozen += sizes.weights
-                on.unit = max(on.unit, sizes.largest)
+                on.gathered = on.gathered.union(sizes.gathered)
             if info.adapter is not None:
                 shapes = adapter_shapes(info.adapter).values()
                 on.frozen += _COPY_BYTES * sum(math.prod(shape) for shape in shapes)
@@ -243,20 +251,19 @@ class _Shape:
 
 
 class _Sizes(NamedTuple):
-    """Bytes of a model's weights, its parameters, and bytes of the largest part gathered at a time."""
+    """Bytes of a model's weights, its parameters, and the parts of it that are gathered together."""
 
     weights: float
     count: int
-    largest: float
+    gathered: Gathered
 
 
 @lru_cache(maxsize=32)  # a plan tries many settings on the same models
 def _sizes(shape: _Shape, auto_class: Any, dtype: torch.dtype, bits: int | None) -> _Sizes:
     with torch.device("meta"):
         model = auto_class.from_config(shape.config, dtype=dtype)
-    parts = (sum(p.numel() * p.element_size() for p in unit.parameters()) for unit in units(model))
     count = sum(p.numel() for p in model.parameters())
-    return _Sizes(weight_bytes(model, bits=bits), count, max(parts, default=0.0))
+    return _Sizes(weight_bytes(model, bits=bits), count, gathered_parts(model))
 
 
 @lru_cache(maxsize=8)
