@@ -30,7 +30,7 @@ from rlhf_serve.openai.responses_api import ResponseFormat
 from rlhf_serve.openai.responses_schema import ResponsesRequest
 from rlhf_serve.openai.schema import ChatRequest, CompletionRequest, Generation
 from rlhf_serve.openai.tools import tool_use
-from rlhf_serve.service.best_of_n import GenerationRequest
+from rlhf_serve.service.requests import GenerationRequest
 from rlhf_serve.service.served_model import Served
 from rlhf_serve.settings import ServeSettings
 

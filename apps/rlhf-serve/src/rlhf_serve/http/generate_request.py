@@ -18,7 +18,8 @@ from rlhf_serve.http.telemetry import RequestRecord
 from rlhf_serve.openai.logprobs import Unfolding
 from rlhf_serve.openai.responses import WAITING, Format
 from rlhf_serve.openai.responses_api import ResponseFormat
-from rlhf_serve.service.best_of_n import BestOfNService, GenerationRequest, GenerationResult, Timing
+from rlhf_serve.service.best_of_n import BestOfNService, GenerationResult
+from rlhf_serve.service.requests import GenerationRequest, Timing
 
 PAUSE_S = 5.0
 """Seconds after which a stream shows that it lives."""
@@ -126,7 +127,7 @@ class Generating:
         head: Any = self.style.stream_head()
         self._head = head
         [first, *others] = self.requests
-        if not others and first.candidates == 1:
+        if not others and first.candidates == 1 and first.search is None:
             results = [await self._live(first, head, queue)]
         else:
             results = await self.service.run_all(self.requests, self.timing)

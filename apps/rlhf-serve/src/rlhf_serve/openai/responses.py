@@ -22,7 +22,8 @@ from rlhf_serve.openai.logprobs import (
 )
 from rlhf_serve.openai.tool_calls import Part, ToolCallParser
 from rlhf_serve.openai.tools import ToolUse
-from rlhf_serve.service.best_of_n import GenerationResult, Timing
+from rlhf_serve.service.best_of_n import GenerationResult
+from rlhf_serve.service.requests import Timing
 from rlhf_serve.service.tokenization import Texts
 
 DONE = "data: [DONE]\n\n"

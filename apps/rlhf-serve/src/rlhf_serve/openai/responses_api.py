@@ -16,7 +16,8 @@ from rlhf_serve.openai.responses import usage
 from rlhf_serve.openai.responses_schema import ResponsesRequest
 from rlhf_serve.openai.tool_calls import Part, ToolCallParser
 from rlhf_serve.openai.tools import ToolUse
-from rlhf_serve.service.best_of_n import GenerationResult, Timing
+from rlhf_serve.service.best_of_n import GenerationResult
+from rlhf_serve.service.requests import Timing
 from rlhf_serve.service.tokenization import Texts
 
 
