@@ -96,8 +96,8 @@ def test_virtual_loss_spreads_a_wave() -> None:
 
 
 def test_draws_under_way_count_as_visits_of_the_parent_too() -> None:
-    # c = .47, one draw below a under way: a: .9·3/4 + .235·√7/5 = .799, b: .5 + .235·√7/2 = .811. With √6, its
-    # visits alone, a: .790 against b: .788; with √5 a: .780 against .763.
+    # c = .47, one draw below a under way: a: .9·3/4 + .235·√7/5 = .799, b: .5 + .235·√7/2 = .811. With √6,
+    # its visits alone, a: .790 against b: .788; with √5 a: .780 against .763.
     tree = SearchTree(">", [1])
     grown(tree, ROOT, [0.9, 0.5])
     grown(tree, 1, [0.9, 0.9])

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlhf_data import UserError
-from rlhf_infer import SamplingParams, SearchSettings
-from rlhf_infer.search.checks import check_settings
+from rlhf_infer import SamplingParams, SearchSettings, check_search_settings
 from rlhf_serve.errors import invalid_request
 from rlhf_serve.openai.schema import Generation
 
@@ -82,7 +81,7 @@ def check_drawn_by_steps(settings: SearchSettings, params: SamplingParams) -> No
         APIError: 400; the field is named.
     """
     try:
-        check_settings(settings, params, extract=str)
+        check_search_settings(settings, params, extract=str)
     except UserError as error:
         key = error.fields.get("key")
         names = {"constraint": "response_format", "min_new_tokens": "min_tokens"}

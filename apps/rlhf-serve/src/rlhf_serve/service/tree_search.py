@@ -7,12 +7,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhf_infer import ProcessReward, RewardFunctions, SearchSettings, Selected
+from rlhf_infer import (
+    DrawSteps,
+    Extract,
+    PathScores,
+    ProcessReward,
+    RewardFunctions,
+    ScorePaths,
+    SearchSettings,
+    SearchWaves,
+    Selected,
+    StepCalls,
+)
 from rlhf_infer.async_loop import gather_all
-from rlhf_infer.sampling.candidates import Extract
 from rlhf_infer.sampling.search import as_completion
-from rlhf_infer.search.scorers import PathScores
-from rlhf_infer.search.waves import Calls, DrawSteps, ScorePaths, SearchWaves
 from rlhf_serve.backends.protocol import Backend, Draw
 from rlhf_serve.errors import invalid_request
 from rlhf_serve.service.requests import GenerationRequest, Timing
@@ -105,7 +113,7 @@ class TreeSearchService:
         return PathScores(known, 0, 0)
 
 
-def _next(calls: Calls, answer: Any) -> Callable[[], DrawSteps | ScorePaths | Selected]:
+def _next(calls: StepCalls, answer: Any) -> Callable[[], DrawSteps | ScorePaths | Selected]:
     """Hands the answer over and gives the next call, or in the end what the only prompt's search selects."""
 
     def work() -> DrawSteps | ScorePaths | Selected:

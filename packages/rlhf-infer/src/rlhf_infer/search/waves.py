@@ -10,7 +10,7 @@ from rlhf_data import Text, UserError
 from rlhf_infer.engines.protocol import Rollout, SamplingParams, ends_of
 from rlhf_infer.engines.stop_strings import completion_text
 from rlhf_infer.sampling.candidates import Extract, Selected
-from rlhf_infer.search.checks import check_resumed, check_settings
+from rlhf_infer.search.checks import check_resumed, check_search_settings
 from rlhf_infer.search.mcts import MCTS
 from rlhf_infer.search.results import SearchCost, SearchResult, selected
 from rlhf_infer.search.scorers import PathScores, ScoredPath, packed_tokens
@@ -68,7 +68,7 @@ class ScorePaths:
     verified: bool
 
 
-Calls = Generator[DrawSteps | ScorePaths, Any, list[SearchResult]]
+StepCalls = Generator[DrawSteps | ScorePaths, Any, list[SearchResult]]
 """Yields what is to be done, takes the answer, and returns the results."""
 
 
@@ -121,7 +121,7 @@ class SearchWaves:
         checker: Checker | None = None,
         extract: Extract | None = None,
     ) -> None:
-        check_settings(settings, params, extract)
+        check_search_settings(settings, params, extract)
         self.scorer, self.verifier, self.tokenizer = scorer, verifier, tokenizer
         self.settings, self.params = settings, params
         self.checker, self.extract = checker, extract
@@ -138,7 +138,7 @@ class SearchWaves:
         *,
         resume: Sequence[SearchTree] = (),
         on_wave: Callable[[Sequence[SearchTree]], None] | None = None,
-    ) -> Calls:
+    ) -> StepCalls:
         """Search all prompts; see `TreeSearch.run`, to whose arguments the prompts' tokens come."""
         self.cost = SearchCost()
         searches = self._start(prompts, prompt_ids, dict(columns or {}), resume)
