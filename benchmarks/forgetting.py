@@ -43,7 +43,7 @@ ARMS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "LoRA": [("rank 16", {"use_lora": True, "lora_r": 16, "lora_alpha": 32})],
     "mean of weights": [(f"{share:.0%} after", {"mean": share}) for share in (0.25, 0.5, 0.75)],
 }
-"""Ways and their settings; `replay`, `ewc` and `mean` are this file's, the others those of `rlhf-train sft`."""
+"""Ways and their settings: `replay`, `ewc` and `mean` are this file's, the others `rlhf-train sft`'s."""
 
 
 def all_sums(seed: int) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
