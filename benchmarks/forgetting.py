@@ -40,7 +40,7 @@ ARMS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "replay": [(f"{share:.0%} stories", {"replay": share}) for share in (0.1, 0.5)],
     "EWC": [(f"λ = {strength:g}", {"ewc_strength": strength, "ewc": True}) for strength in (0.01, 0.1, 1)],
     "L2-SP": [(f"λ = {strength:g}", {"ewc_strength": strength}) for strength in (0.01, 0.1, 1)],
-    "LoRA": [("rank 16", {"use_lora": True, "lora_r": 16, "lora_alpha": 32})],
+    "LoRA": [("rank 16", {"use_peft": True, "lora_r": 16, "lora_alpha": 32})],
     "mean of weights": [(f"{share:.0%} after", {"mean": share}) for share in (0.25, 0.5, 0.75)],
 }
 """Ways and their settings: `replay`, `ewc` and `mean` are this file's, the others `rlhf-train sft`'s."""
