@@ -89,6 +89,10 @@ class Format:
         """Fields that all chunks of a stream share."""
         return self._head("chat.completion.chunk" if self.chat else "text_completion")
 
+    def id_of(self, head: dict[str, Any]) -> str:
+        """The answer's id."""
+        return head["id"]
+
     def chunks(self, head: dict[str, Any], results: Sequence[GenerationResult]) -> Iterator[str]:
         """The winners, piece by piece."""
         index = 0

@@ -88,6 +88,10 @@ class ResponseFormat:
             }
         )
 
+    def id_of(self, head: ResponseStream) -> str:
+        """The answer's id."""
+        return head.body["id"]
+
     def chunks(self, head: ResponseStream, results: Sequence[GenerationResult]) -> Iterator[str]:
         """The winner, piece by piece."""
         [result] = results
