@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from raises import raises_error
+from rlhf_infer import RewardFunctions
 from rlhf_infer.rewards import RewardFunctionFactory as Factory
 
 
@@ -125,3 +126,17 @@ def test_long_texts_do_not_hang_the_presets() -> None:
 def test_non_empty() -> None:
     message = [{"role": "assistant", "content": None}]
     assert Factory.non_empty()(["a", " \n", "", message]) == [1, 0, 0, 0]
+
+
+def test_columns_that_no_row_has_are_refused_if_no_reward_does_without() -> None:
+    def exact(completions: list[str], answer: list[str]) -> list[float]:
+        return [float(text == right) for text, right in zip(completions, answer, strict=True)]
+
+    def length(completions: list[str]) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    alone = RewardFunctions([exact])
+    with raises_error("missing_column", column="answer"):
+        alone.check_columns({"answer": [None, None], "other": [1, 2]})
+    alone.check_columns({"answer": [None, "a"]})
+    RewardFunctions([exact, length]).check_columns({})

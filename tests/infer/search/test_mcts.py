@@ -95,6 +95,17 @@ def test_virtual_loss_spreads_a_wave() -> None:
         assert [each.node for each in MCTS(settings, bounded=True).choose(tree)] == expected
 
 
+def test_draws_under_way_count_as_visits_of_the_parent_too() -> None:
+    # c = .47, one draw below a under way: a: .9·3/4 + .235·√7/5 = .799, b: .5 + .235·√7/2 = .811. With √6,
+    # its visits alone, a: .790 against b: .788; with √5 a: .780 against .763.
+    tree = SearchTree(">", [1])
+    grown(tree, ROOT, [0.9, 0.5])
+    grown(tree, 1, [0.9, 0.9])
+    tree.nodes[ROOT].visits = 6
+    settings = SearchSettings(width=4, branch=2, c=0.47, widen=False)
+    assert [each.node for each in MCTS(settings, bounded=True).choose(tree)] == [3, 2]
+
+
 def test_another_child_is_drawn_where_the_children_are_worse() -> None:
     # c = 1, after draws of .1 and .1: another one .1 + √2/(1+2) = .571, the first child .1 + ½√2/2 = .454.
     # After .9 and .1: another one .5 + .471 = .971, the first child .9 + .354 = 1.254.
@@ -114,6 +125,16 @@ def test_unbounded_scores_are_scaled_by_the_tree() -> None:
         settings = SearchSettings(width=2, branch=2, widen=False)
         chosen.append(MCTS(settings, bounded=False).choose(tree))
     assert chosen[0] == chosen[1] == [Expansion(2, 2)]
+
+
+def test_the_smallest_score_of_a_tree_is_a_quality_of_0() -> None:
+    # Scores of 10, 24 and 30 become 0, .7 and 1. With one draw below the best under way its Q is 1·3/4, above
+    # .7; bonuses are below .01. Were the scores shifted to 1, 1.7 and 2, it would be 1.5, below 1.7.
+    tree = SearchTree(">", [1])
+    grown(tree, ROOT, [30.0, 24.0, 10.0])
+    grown(tree, 1, [30.0, 30.0])
+    settings = SearchSettings(width=4, branch=2, c=0.01, widen=False)
+    assert [each.node for each in MCTS(settings, bounded=False).choose(tree)] == [4, 5]
 
 
 def test_a_finished_tree_gets_more_children_at_the_root() -> None:

@@ -73,7 +73,7 @@ def test_trees_give_labels_too() -> None:
     expected: tuple[tuple[Literal["hard", "soft"], float], ...] = (("hard", 1.0), ("soft", 0.5))
     for estimation, first in expected:
         settings = StepLabelSettings(estimation=estimation)
-        rows = tree_step_labels(result.tree, engine.tokenizer, search.params, settings)
+        rows = tree_step_labels(result.tree, engine.tokenizer, search.waves.params, settings)
         assert [(row.completions, row.labels) for row in rows] == [
             (("c",), (0.0,)),
             (("a", "b"), (first, 1.0)),

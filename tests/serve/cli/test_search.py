@@ -68,6 +68,7 @@ def test_an_interrupted_search_goes_on_where_it_was(
     assert run(*again).exit_code == 130
     monkeypatch.undo()
     assert (len(read_lines(paths[2])), len(read_trees(paths[3]))) == (2, 4)
+    paths[3].write_bytes(paths[3].read_bytes()[:-20])  # as of a process that was killed as it wrote
     assert run(*again).exit_code == 0
     assert paths[2].read_text() == paths[0].read_text() and paths[3].read_text() == paths[1].read_text()
     other = run(*again, "--search-width", "8")
@@ -154,3 +155,14 @@ def test_step_labels_need_a_checker_and_samples(folders: Path, rows: Path, tmp_p
     ):
         result = run("label-steps", folders, rows, output, *more, reward=reward)
         assert result.exit_code == 2 and said in result.stderr
+
+
+def test_rows_without_the_rewards_column_are_refused_before_anything_is_drawn(
+    folders: Path, tmp_path: Path
+) -> None:
+    rows, output = tmp_path / "bare.jsonl", tmp_path / "out.jsonl"
+    rows.write_text('{"prompt": "where is mary ?"}\n')
+    for verb, options in (("generate", SEARCH), ("generate", ["--n", "2"]), ("label-steps", [])):
+        result = run(verb, folders, rows, output, *options, "--overwrite", reward="number")
+        assert result.exit_code == 2 and "number reads the column answer" in result.stderr, result.output
+        assert not output.read_text()

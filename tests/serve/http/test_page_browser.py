@@ -82,6 +82,7 @@ def answer(prompt: str, drawn: int) -> dict[str, Any]:
         "candidates": candidates,
         "usage": {"prompt_tokens": 7, "completion_tokens": 30, "total_tokens": 37, "candidates": drawn},
         "timing": {"queue_s": 0.01, "generate_s": 1.234, "score_s": 0.5, "total_s": 12.34},
+        "id": "chatcmpl-1",
     }
 
 
@@ -90,6 +91,8 @@ class Canned:
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
+        self.ratings: list[dict[str, Any]] | None = None
+        """Ratings of answers; None for a server that takes none."""
         self.keys = KeyRing()
         self.left = threading.Event()
         """Whether somebody left before the answer."""
@@ -101,12 +104,21 @@ class Canned:
         app.add_api_route("/", page.response)
         app.add_api_route("/page/info", self.info)
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
+        app.add_api_route("/v1/feedback", self.feedback, methods=["POST"])
         return app
 
     def info(self) -> dict[str, Any]:
         examples = ["Where is the ball?", "2 + 2 ="]
         names = {"model": "demo-policy", "reward_model": "demo-reward"}
-        return names | {"default_n": 5, "max_n": 16, "max_tokens": 32, "examples": examples}
+        limits = {"default_n": 5, "max_n": 16, "max_tokens": 32}
+        return names | limits | {"examples": examples, "feedback": self.ratings is not None}
+
+    def feedback(self, body: dict[str, Any]) -> dict[str, Any]:
+        assert self.ratings is not None
+        if self.ratings:
+            raise errors.already_rated(body["id"], body["index"])
+        self.ratings.append(body)
+        return body
 
     async def chat(self, body: dict[str, Any], request: Request) -> dict[str, Any]:
         self.keys.authenticate(request.headers)
@@ -175,6 +187,23 @@ def test_everything_is_done_with_a_keyboard(browser: Browser, canned: Canned) ->
     browser.press("Enter")
     browser.until("document.querySelector('#form').getAttribute('aria-busy') === 'false'")
     assert len(canned.bodies) == 2
+
+
+def test_the_winner_can_be_rated_once(browser: Browser, canned: Canned) -> None:
+    browser.open(canned.url)
+    browser.ask("hello")
+    assert browser.texts(".rating") == []  # the server takes no ratings
+    canned.ratings = []
+    browser.open(canned.url)
+    browser.ask("hello")
+    browser.run("document.querySelectorAll('.rating button')[1].click()")
+    browser.until("document.querySelector('.rating span').textContent.startsWith('Thank')")
+    assert canned.ratings == [{"id": "chatcmpl-1", "index": 0, "rating": "down"}]
+    pressed = "[...document.querySelectorAll('.rating button')].map((b) => [b.disabled, b.ariaPressed])"
+    assert browser.run(pressed) == [[True, "false"], [True, "true"]]
+    browser.ask("again")
+    browser.run("document.querySelector('.rating button').click()")
+    browser.until("document.querySelector('.rating span').textContent.includes('rated already')")
 
 
 def test_candidates_are_shown_with_the_winner_first(browser: Browser, canned: Canned) -> None:

@@ -27,7 +27,7 @@ def run_validation(given: Mapping[str, Any]) -> bool:
     prompts, completions = _rows(given["data"])
     validator = _validator(given)
     path = Path(given["output_dir"]) if given["output_dir"] else None
-    run = RunFolder.create(path, job="validation")
+    run = RunFolder.create(path, job="validation", resumable=False)
     with alone_in(run.path):
         found = validator.validate(prompts, completions)
         share = _share([bool(each.flaws) for each in found])

@@ -80,6 +80,27 @@ def model_not_found(name: str, served: Sequence[str]) -> APIError:
     return APIError(404, message, "not_found_error", param="model", code="model_not_found")
 
 
+def unknown_answer(answer: str, index: int, remembered: int) -> APIError:
+    """404: nothing that this client got can be rated by that id and index."""
+    message = (
+        f"answer {shown(answer)} with choice {index} is not known; this server remembers the last "
+        f"{remembered} answers since its start, for the API key that asked"
+    )
+    return APIError(404, message, "not_found_error", param="id", code="answer_not_found")
+
+
+def already_rated(answer: str, index: int) -> APIError:
+    """409: the choice has its rating."""
+    message = f"choice {index} of answer {shown(answer)} is rated already"
+    return APIError(409, message, "invalid_request_error", param="id", code="already_rated")
+
+
+def feedback_failed() -> APIError:
+    """500: the rating could not be stored."""
+    message = "the rating could not be stored; try again, or report it to the server's operator"
+    return APIError(500, message, "server_error", code="feedback_failed")
+
+
 def wrong_host(host: str) -> APIError:
     """403: the request addresses the server by a name that it does not have."""
     message = (

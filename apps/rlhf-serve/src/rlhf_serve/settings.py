@@ -135,6 +135,8 @@ class ServeSettings(ModelSettings):
     """Requests of a key that are open at a time; null for any number."""
     log_prompts: bool = False
     """Whether prompts are written into the log."""
+    feedback: str | None = None
+    """File to which ratings of answers are appended, as rows for `rlhf-train kto`; null takes no ratings."""
 
 
 class FileSettings(ModelSettings):

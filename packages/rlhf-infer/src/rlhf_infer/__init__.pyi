@@ -33,6 +33,7 @@ from rlhf_infer.sampling.answers import extractor as extractor
 from rlhf_infer.sampling.best_of_n import BestOfNSampler as BestOfNSampler
 from rlhf_infer.sampling.budget import AdaptiveComputeAllocator as AdaptiveComputeAllocator
 from rlhf_infer.sampling.candidates import Candidate as Candidate
+from rlhf_infer.sampling.candidates import Extract as Extract
 from rlhf_infer.sampling.candidates import SamplingCost as SamplingCost
 from rlhf_infer.sampling.candidates import Selected as Selected
 from rlhf_infer.sampling.candidates import Selection as Selection
@@ -52,6 +53,7 @@ from rlhf_infer.sampling.scorers import ProcessReward as ProcessReward
 from rlhf_infer.sampling.scorers import load_scorer as load_scorer
 from rlhf_infer.sampling.search import BestOfNSearch as BestOfNSearch
 from rlhf_infer.sampling.search import SearchRules as SearchRules
+from rlhf_infer.search.checks import check_search_settings as check_search_settings
 from rlhf_infer.search.results import SearchCost as SearchCost
 from rlhf_infer.search.results import SearchResult as SearchResult
 from rlhf_infer.search.scorers import PathScorer as PathScorer
@@ -69,6 +71,10 @@ from rlhf_infer.search.tree import read_trees as read_trees
 from rlhf_infer.search.tree import write_trees as write_trees
 from rlhf_infer.search.tree_search import MCTSGenerator as MCTSGenerator
 from rlhf_infer.search.tree_search import TreeSearch as TreeSearch
+from rlhf_infer.search.waves import DrawSteps as DrawSteps
+from rlhf_infer.search.waves import ScorePaths as ScorePaths
+from rlhf_infer.search.waves import SearchWaves as SearchWaves
+from rlhf_infer.search.waves import StepCalls as StepCalls
 from rlhf_infer.vllm.engine import VLLMEngine as VLLMEngine
 from rlhf_infer.vllm.process import VLLMServer as VLLMServer
 from rlhf_infer.vllm.server_engine import VLLMServerEngine as VLLMServerEngine

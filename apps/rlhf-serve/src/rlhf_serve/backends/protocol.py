@@ -39,6 +39,8 @@ class Backend(Protocol):
     """Longest prompt and completion in tokens."""
     max_batch_tokens: int
     """The same, as far as memory allows."""
+    eos_token_ids: list[int]
+    """What ends a completion."""
 
     async def generate(self, draw: Draw, on_token: OnToken | None = None) -> list[Rollout]:
         """The samples `first` to `first + n - 1` of a prompt; cancelling the call ends them.

@@ -35,6 +35,7 @@ class TransformersBackend:
         limit = context_length(engine.model)
         self.max_model_len = limit if limit is not None else 1 << 20
         self.max_batch_tokens = engine.max_batch_tokens
+        self.eos_token_ids: list[int] = engine.eos_token_ids
         self._engine = engine
         self._handover = _Handover()
         self._batcher = ContinuousBatcher(engine, threads=threads, after_tokens=self._handover.wake)

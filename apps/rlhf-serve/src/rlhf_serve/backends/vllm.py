@@ -55,7 +55,8 @@ class VLLMBackend:
         self.tokenizer = tokenizer
         self.max_model_len: int = engine.model_config.max_model_len
         self.max_batch_tokens = self.max_model_len
-        self._engine, self._ends, self._folder = engine, eos_token_ids, folder
+        self.eos_token_ids = list(eos_token_ids)
+        self._engine, self._folder = engine, folder
         self._grammars: Grammars | None = None
 
     @classmethod
@@ -90,7 +91,7 @@ class VLLMBackend:
         """
         params, prompt = draw.params, tuple(draw.prompt)
         check_requests([prompt], replace(params, raw_logprobs=False), self.max_model_len)
-        fields = request_fields(params, self._ends) | {"detokenize": bool(params.stop)}
+        fields = request_fields(params, self.eos_token_ids) | {"detokenize": bool(params.stop)}
         if not draw.logps:
             fields["logprobs"] = None
         requests: list[dict[str, int]] = [{"n": draw.n}]
@@ -155,7 +156,7 @@ class VLLMBackend:
     def check_constraint(self, constraint: Constraint) -> None:
         """See `Backend.check_constraint`; vLLM enforces it, with the same library."""
         if self._grammars is None:
-            self._grammars = Grammars(self.tokenizer, len(self.tokenizer), self._ends)
+            self._grammars = Grammars(self.tokenizer, len(self.tokenizer), self.eos_token_ids)
         self._grammars.compile(constraint)
 
     def run_work(self, work: Callable[[], Any]) -> Any:

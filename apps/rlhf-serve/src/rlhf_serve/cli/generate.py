@@ -30,11 +30,14 @@ def generate(settings: BatchSettings) -> None:
     check_search(settings)
 
     def load(display: Display, done: int) -> tuple[Work, Callable[[], None]]:
-        sampler, close = _sampler(settings, load_parts(settings, display.say, display.building), done)
+        parts = load_parts(settings, display.say, display.building)
+        sampler, close = _sampler(settings, parts, done)
 
         def work(
             rows: Sequence[dict[str, Any]], columns: dict[str, list[Any]]
         ) -> list[tuple[dict[str, Any], SamplingCost]]:
+            if parts.rewards is not None:
+                parts.rewards.check_columns(columns)
             found = sampler.sample([row["prompt"] for row in rows], columns)
             return [(_added(each, settings), each.cost) for each in found]
 

@@ -40,7 +40,9 @@ def label_steps(settings: LabelSettings) -> None:
         solutions, labels = 0, []
         for start in range(done, len(rows), settings.batch_size):
             batch = rows[start : start + settings.batch_size]
-            found = [each for group in _labelled(labeller, batch, settings, start) for each in group]
+            found = [
+                each for group in _labelled(labeller, parts.rewards, batch, settings, start) for each in group
+            ]
             progress.add([each.row() for each in found], start + len(batch))
             solutions += len(found)
             labels += [label for each in found for label in each.labels]
@@ -76,11 +78,16 @@ def _check(settings: LabelSettings) -> None:
 
 
 def _labelled(
-    labeller: StepLabeller, batch: Sequence[dict[str, Any]], settings: LabelSettings, start: int
+    labeller: StepLabeller,
+    rewards: Any,
+    batch: Sequence[dict[str, Any]],
+    settings: LabelSettings,
+    start: int,
 ) -> list[Any]:
     names = sorted({name for row in batch for name in row} - {"prompt"})
     columns = {name: [row.get(name) for row in batch] for name in names}
     try:
+        rewards.check_columns(columns)
         return labeller.label([row["prompt"] for row in batch], columns)
     except UserError as error:
         where = f"{settings.input_path}, rows {start + 1} to {start + len(batch)}"

@@ -80,6 +80,11 @@ def _server_options() -> list[Decorator]:
             help="Web pages of this origin may use the server; * for all; repeatable.",
         ),
         click.option("--log-prompts", is_flag=True, default=None, help="Log prompts."),
+        click.option(
+            "--feedback",
+            metavar="FILE",
+            help="Take ratings of answers, and append them as rows for rlhf-train kto.",
+        ),
     ]
 
 

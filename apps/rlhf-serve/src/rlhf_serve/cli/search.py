@@ -91,7 +91,7 @@ class TreeFile:
 
     def __init__(self, path: str, done: int) -> None:
         self.path = Path(path)
-        trees = read_trees(path)[:done] if done else []
+        trees = read_trees(path, done) if done else []
         if len(trees) < done:
             raise UserError(
                 f"{path} has {len(trees)} trees, the output {done} rows; choose another output, or "

@@ -16,6 +16,7 @@ from rlhf_serve.cli.display import Display
 from rlhf_serve.cli.load import load
 from rlhf_serve.http.api_keys import ENVIRONMENT, KeyRing
 from rlhf_serve.http.app import LOOPBACK, create_app
+from rlhf_serve.http.feedback import check_feedback
 from rlhf_serve.http.h11 import HTTPProtocol
 from rlhf_serve.settings import ServeSettings
 
@@ -29,6 +30,8 @@ def serve(settings: ServeSettings) -> None:
     display = Display()
     file = settings.api_keys_file
     keys = KeyRing.load(file=None if file is None else Path(file))
+    if settings.feedback is not None:
+        check_feedback(settings.feedback)
     listener = _listen(settings)
     try:
         # One pool of threads for all that computes: a second one would take the first one's cores.

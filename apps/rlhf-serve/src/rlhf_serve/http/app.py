@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 from rlhf_serve import page
 from rlhf_serve.http import middleware
 from rlhf_serve.http.api_keys import KeyRing
+from rlhf_serve.http.feedback import FeedbackLog, add_feedback
 from rlhf_serve.http.generate_request import Generating
 from rlhf_serve.http.limits import Admission, ConcurrencyLimiter, RateLimiter
 from rlhf_serve.http.score_routes import SCORING, add_scoring
@@ -30,7 +31,7 @@ from rlhf_serve.openai.responses_api import ResponseFormat
 from rlhf_serve.openai.responses_schema import ResponsesRequest
 from rlhf_serve.openai.schema import ChatRequest, CompletionRequest, Generation
 from rlhf_serve.openai.tools import tool_use
-from rlhf_serve.service.best_of_n import GenerationRequest
+from rlhf_serve.service.requests import GenerationRequest
 from rlhf_serve.service.served_model import Served
 from rlhf_serve.settings import ServeSettings
 
@@ -91,7 +92,10 @@ def create_app(served: Served, settings: ServeSettings, keys: KeyRing | None = N
         )
     _add_open_routes(app, served, settings, admission)
     _add_models(app, served)
-    _add_generation(app, served, settings, admission)
+    log = None if settings.feedback is None else FeedbackLog(settings.feedback, served.model)
+    _add_generation(app, served, settings, admission, log)
+    if log is not None:
+        add_feedback(app, log, served.service.texts.workers)
     add_scoring(app, served, settings, admission)
     add_tokens(app, served, settings)
 
@@ -129,6 +133,7 @@ def _add_open_routes(app: FastAPI, served: Served, settings: ServeSettings, admi
             "max_n": settings.max_n,
             "max_tokens": settings.max_tokens or served.service.backend.max_model_len - 1,
             "examples": list(served.examples),
+            "feedback": settings.feedback is not None,
         }
 
     @app.get("/health")
@@ -169,7 +174,9 @@ def _add_models(app: FastAPI, served: Served) -> None:
         return card
 
 
-def _add_generation(app: FastAPI, served: Served, settings: ServeSettings, admission: Admission) -> None:
+def _add_generation(
+    app: FastAPI, served: Served, settings: ServeSettings, admission: Admission, log: FeedbackLog | None
+) -> None:
     service = served.service
     parts = (VERSION, service.backend.name, served.model, *served.rewards)
     fingerprint = f"fp_{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]}"
@@ -216,9 +223,14 @@ def _add_generation(app: FastAPI, served: Served, settings: ServeSettings, admis
         request: Request,
     ) -> Response:
         record = record_of(request)
-        log_prompts = settings.log_prompts
         job = Generating(
-            service, parse_requests, style, record, settings.request_timeout_s, log_prompts=log_prompts
+            service,
+            parse_requests,
+            style,
+            record,
+            settings.request_timeout_s,
+            log_prompts=settings.log_prompts,
+            remember=None if log is None else log.remember,
         )
         if body.stream:
             with_usage = body.stream_options is not None and body.stream_options.include_usage

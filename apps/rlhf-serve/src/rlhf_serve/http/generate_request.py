@@ -18,10 +18,14 @@ from rlhf_serve.http.telemetry import RequestRecord
 from rlhf_serve.openai.logprobs import Unfolding
 from rlhf_serve.openai.responses import WAITING, Format
 from rlhf_serve.openai.responses_api import ResponseFormat
-from rlhf_serve.service.best_of_n import BestOfNService, GenerationRequest, GenerationResult, Timing
+from rlhf_serve.service.best_of_n import BestOfNService, GenerationResult
+from rlhf_serve.service.requests import GenerationRequest, Timing
 
 PAUSE_S = 5.0
 """Seconds after which a stream shows that it lives."""
+
+Remember = Callable[[str, str | None, Sequence[GenerationResult]], None]
+"""Takes an answer's id, the name of the API key, and what it holds."""
 
 
 class Generating:
@@ -35,6 +39,7 @@ class Generating:
         record: its log record.
         timeout_s: seconds after its coming at which it is given up.
         log_prompts: whether the record gets the prompt.
+        remember: called with the answer's id and what it holds, so that it can be rated.
     """
 
     def __init__(
@@ -46,11 +51,13 @@ class Generating:
         timeout_s: float,
         *,
         log_prompts: bool = False,
+        remember: Remember | None = None,
     ) -> None:
         self.service, self.style, self.record = service, style, record
         self.requests: Sequence[GenerationRequest] = ()
         self.timing = Timing(started=record.began)
         self._head: Any = None
+        self._remember = remember
         self._parse_requests, self._timeout_s, self._log_prompts = parse_requests, timeout_s, log_prompts
 
     @asynccontextmanager
@@ -79,8 +86,9 @@ class Generating:
         """
         async with self._placed(admission):
             results = await self.service.run_all(self.requests, self.timing)
-        self._note(results)
-        return self.style.whole(results, self.timing)
+        response = self.style.whole(results, self.timing)
+        self._note(results, response["id"])
+        return response
 
     async def events(self, admission: Admission, with_usage: bool) -> AsyncGenerator[str, None]:
         """The response as events: a single candidate is streamed by token, winners once they are known.
@@ -126,13 +134,13 @@ class Generating:
         head: Any = self.style.stream_head()
         self._head = head
         [first, *others] = self.requests
-        if not others and first.candidates == 1:
+        if not others and first.candidates == 1 and first.search is None:
             results = [await self._live(first, head, queue)]
         else:
             results = await self.service.run_all(self.requests, self.timing)
             for text in self.style.chunks(head, results):
                 queue.put_nowait(text)
-        self._note(results)
+        self._note(results, self.style.id_of(head))
         queue.put_nowait(self.style.ending(head, results, self.timing, with_usage=with_usage))
 
     async def _live(
@@ -155,8 +163,10 @@ class Generating:
         queue.put_nowait(choice.closing(result.selected.candidates[0]))
         return result
 
-    def _note(self, results: Sequence[GenerationResult]) -> None:
-        """Enter the results in the log record."""
+    def _note(self, results: Sequence[GenerationResult], answer: str) -> None:
+        """Enter the results in the log record, and among the answers that can be rated."""
+        if self._remember is not None:
+            self._remember(answer, self.record.key, results)
         record, drawn = self.record, [each for result in results for each in result.selected.candidates]
         chosen = [each for result in results for each in result.chosen]
         record.prompt_tokens = sum(result.selected.cost.prompt_tokens for result in results)

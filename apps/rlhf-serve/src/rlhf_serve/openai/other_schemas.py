@@ -1,8 +1,8 @@
-"""Bodies of requests that rerank documents, or turn texts into tokens and back."""
+"""Bodies of requests that rerank documents, turn texts into tokens and back, or rate answers."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt
 
@@ -48,3 +48,14 @@ class DetokenizeRequest(Body):
 
     model: Annotated[Utf8, Field(max_length=512)] | None = None
     tokens: TokenIds
+
+
+class FeedbackRequest(Body):
+    """`POST /v1/feedback`: whether a choice of an answer is good."""
+
+    id: Annotated[Utf8, Field(max_length=128)]
+    """Of the answer, as the response has it."""
+    index: Annotated[StrictInt, Field(ge=0)] = 0
+    """Of the choice."""
+    rating: Literal["up", "down"]
+    comment: Annotated[Utf8, Field(max_length=4096)] | None = None

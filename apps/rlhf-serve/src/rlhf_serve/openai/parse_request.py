@@ -14,10 +14,12 @@ from rlhf_serve.openai.forms import form_of
 from rlhf_serve.openai.other_schemas import TokenizeRequest
 from rlhf_serve.openai.sampling import sampling_params
 from rlhf_serve.openai.schema import ChatRequest, CompletionRequest, Generation, StopEarly
+from rlhf_serve.openai.search import check_drawn_by_steps, search_of
 from rlhf_serve.openai.tools import ToolUse, tool_use
-from rlhf_serve.service.best_of_n import BestOfNService, GenerationRequest
+from rlhf_serve.service.best_of_n import BestOfNService
 from rlhf_serve.service.chat_templates import template_text
 from rlhf_serve.service.messages import checked_messages
+from rlhf_serve.service.requests import GenerationRequest
 from rlhf_serve.service.tokenization import Texts
 from rlhf_serve.settings import ServeSettings, StoppingSettings
 
@@ -195,12 +197,16 @@ def _request(
     params = sampling_params(
         body, max(max_new_tokens, 1), asked.logprobs, asked.form, len(service.texts.tokenizer)
     )
+    search = search_of(body, service.scoring is not None, max_new_tokens * settings.max_n)
+    if search is not None:
+        check_drawn_by_steps(search, params)
     n, candidates, selection = _counts(body, settings, service.scoring is not None)
     if max_new_tokens == 0:
         n, candidates, selection = 1, 1, "none"
     stopping = _stopping(body, settings, candidates)
     scored = service.scoring is not None and selection != "none"
     scored = scored and (candidates > 1 or body.return_candidates or body.best_of is not None)
+    scored = scored or search is not None
     if scored and service.scoring is not None:
         service.scoring.check_columns(prompt.columns)
     return GenerationRequest(
@@ -218,6 +224,7 @@ def _request(
         columns=prompt.columns,
         prompt_logprobs=prompt_logprobs,
         draws=max_new_tokens > 0,
+        search=search,
     )
 
 
@@ -238,6 +245,8 @@ def _check_nothing_drawn(body: Generation, prompt_logprobs: int | None) -> None:
         raise invalid_request(
             "max_tokens is 0; expected at least 1, or echo with logprobs, or prompt_logprobs", "max_tokens"
         )
+    if body.search is not None:
+        raise invalid_request("with max_tokens 0 there is nothing to search; leave search out", "search")
     for name in ("n", "best_of", "budget"):
         if (getattr(body, name) or 1) > 1:
             raise invalid_request(f"with max_tokens 0 there is one choice; leave {name} out", name)

@@ -22,7 +22,8 @@ from rlhf_serve.openai.logprobs import (
 )
 from rlhf_serve.openai.tool_calls import Part, ToolCallParser
 from rlhf_serve.openai.tools import ToolUse
-from rlhf_serve.service.best_of_n import GenerationResult, Timing
+from rlhf_serve.service.best_of_n import GenerationResult
+from rlhf_serve.service.requests import Timing
 from rlhf_serve.service.tokenization import Texts
 
 DONE = "data: [DONE]\n\n"
@@ -87,6 +88,10 @@ class Format:
     def stream_head(self) -> dict[str, Any]:
         """Fields that all chunks of a stream share."""
         return self._head("chat.completion.chunk" if self.chat else "text_completion")
+
+    def id_of(self, head: dict[str, Any]) -> str:
+        """The answer's id."""
+        return head["id"]
 
     def chunks(self, head: dict[str, Any], results: Sequence[GenerationResult]) -> Iterator[str]:
         """The winners, piece by piece."""

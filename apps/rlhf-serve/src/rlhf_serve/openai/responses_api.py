@@ -16,7 +16,8 @@ from rlhf_serve.openai.responses import usage
 from rlhf_serve.openai.responses_schema import ResponsesRequest
 from rlhf_serve.openai.tool_calls import Part, ToolCallParser
 from rlhf_serve.openai.tools import ToolUse
-from rlhf_serve.service.best_of_n import GenerationResult, Timing
+from rlhf_serve.service.best_of_n import GenerationResult
+from rlhf_serve.service.requests import Timing
 from rlhf_serve.service.tokenization import Texts
 
 
@@ -86,6 +87,10 @@ class ResponseFormat:
                 "truncation": request.truncation or "disabled",
             }
         )
+
+    def id_of(self, head: ResponseStream) -> str:
+        """The answer's id."""
+        return head.body["id"]
 
     def chunks(self, head: ResponseStream, results: Sequence[GenerationResult]) -> Iterator[str]:
         """The winner, piece by piece."""

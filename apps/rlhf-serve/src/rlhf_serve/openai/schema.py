@@ -144,6 +144,9 @@ class Generation(Body):
     """Former name: `budget: N` is `best_of: N` with `stop_early: true`."""
     selection: Selection | None = None
     """`best` by score, `majority` or `weighted` votes of the candidates' answers, or `none`: as they come."""
+    search: dict[str, Any] | Utf8 | None = None
+    """Search a tree of steps by the rewards in place of drawing candidates: `mcts`, `beam`, `dvts`,
+    `best-first`, `best-of-n`, or an object with `strategy` and more of `rlhf_infer.SearchSettings`."""
     return_candidates: StrictBool = False
     """Return all candidates with their scores in `candidates`."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None

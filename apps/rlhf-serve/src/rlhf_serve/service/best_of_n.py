@@ -5,83 +5,27 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf_data import Message, Text, UserError
 from rlhf_infer import (
     BestOfNSearch,
     Candidate,
-    ConfidenceBasedStopping,
     OnToken,
     PromptLogps,
     Rollout,
-    SamplingParams,
     SearchRules,
     Selected,
-    Selection,
     extractor,
 )
 from rlhf_infer.async_loop import gather_all
 from rlhf_infer.sampling.candidates import VOTES
 from rlhf_serve.backends.protocol import Backend, Draw
+from rlhf_serve.service.requests import GenerationRequest, Timing
 from rlhf_serve.service.scoring_queue import Scoring
 from rlhf_serve.service.tokenization import Texts
-
-
-@dataclass(frozen=True)
-class GenerationRequest:
-    """Settings of a request for one prompt.
-
-    Args:
-        prompt: the reward functions' prompt: a text or messages.
-        prompt_ids: the policy's prompt.
-        n: number of choices returned.
-        candidates: number of completions sampled, with `stopping` at most.
-        stopping: ends drawing when the best is unlikely to be beaten; None draws all.
-        selection: how choices are ranked.
-        scored: whether candidates are scored.
-        params: how candidates are drawn.
-        reproducible: whether the same seed has to give the same candidates.
-        logps: whether log-probs of their tokens are needed.
-        columns: further values that reward functions read.
-        prompt_logprobs: likeliest tokens reported with the prompt's; None for no log-probs of the prompt.
-        draws: whether anything is drawn; else the one candidate is empty.
-    """
-
-    prompt: Text
-    prompt_ids: tuple[int, ...]
-    n: int
-    candidates: int
-    stopping: ConfidenceBasedStopping | None
-    selection: Selection
-    scored: bool
-    params: SamplingParams
-    reproducible: bool
-    logps: bool
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    prompt_logprobs: int | None = None
-    draws: bool = True
-
-
-@dataclass
-class Timing:
-    """Seconds that parts of a request took; of several prompts the sums, and those of each."""
-
-    queue_s: float = 0.0
-    generate_s: float = 0.0
-    score_s: float = 0.0
-    started: float = field(default_factory=time.perf_counter)
-    prompts: list[Timing] = field(default_factory=list)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The seconds, and those since the request started."""
-        found: dict[str, Any] = {"queue_s": round(self.queue_s, 4), **self._work()}
-        found["total_s"] = round(time.perf_counter() - self.started, 4)
-        return found | ({"prompts": [each._work() for each in self.prompts]} if self.prompts else {})
-
-    def _work(self) -> dict[str, float]:
-        return {"generate_s": round(self.generate_s, 4), "score_s": round(self.score_s, 4)}
+from rlhf_serve.service.tree_search import TreeSearchService
 
 
 @dataclass(frozen=True)
@@ -121,6 +65,7 @@ class BestOfNService:
         self.backend, self.texts, self.scoring = backend, texts, scoring
         self.messages = messages
         self._extract = extractor(answer)
+        self._trees = scoring and TreeSearchService(backend, texts, scoring, self._extract)
 
     def as_scored(self, messages: list[Message], template: Mapping[str, Any] | None = None) -> Text:
         """A conversation as reward functions read it: as messages, or as the text that the policy reads.
@@ -141,6 +86,8 @@ class BestOfNService:
             APIError: a reward function cannot score one of them, or none of them has a score.
             UserError: the backend cannot draw them.
         """
+        if request.search is not None and self._trees is not None:
+            return GenerationResult(request, await self._trees.run(request, timing))
         rules = SearchRules(
             request.candidates,
             request.params,

@@ -12,7 +12,7 @@ from rlhf_infer.search.settings import SearchSettings
 from rlhf_infer.search.tree import SearchTree
 
 
-def check_settings(settings: SearchSettings, params: SamplingParams, extract: Extract | None) -> None:
+def check_search_settings(settings: SearchSettings, params: SamplingParams, extract: Extract | None) -> None:
     """Refuse settings that do not go together, with each other or with a search by steps."""
     if settings.selection in VOTES and extract is None:
         raise UserError(

@@ -144,8 +144,8 @@ class SearchTree:
             yield json.dumps(vars(node))
 
     @classmethod
-    def from_lines(cls, lines: Iterable[str]) -> list[SearchTree]:
-        """The trees that `lines` gave, one after another.
+    def from_lines(cls, lines: Iterable[str], most: int | None = None) -> list[SearchTree]:
+        """The trees that `lines` gave, one after another; of the first `most` only, if given.
 
         Raises:
             UserError: a line is none of a tree, or nodes are missing.
@@ -153,6 +153,8 @@ class SearchTree:
         trees: list[SearchTree] = []
         left = 0
         for number, line in enumerate(lines, 1):
+            if not left and len(trees) == most:
+                break
             try:
                 row = json.loads(line)
                 if left:
@@ -192,15 +194,15 @@ def write_trees(path: str | Path, trees: Sequence[SearchTree]) -> None:
     atomic_write_text(path, "".join(line + "\n" for tree in trees for line in tree.lines()))
 
 
-def read_trees(path: str | Path) -> list[SearchTree]:
-    """Read the search trees of a file.
+def read_trees(path: str | Path, most: int | None = None) -> list[SearchTree]:
+    """Read the search trees of a file; or the first `most`, without what a killed process left after them.
 
     Raises:
         UserError: it cannot be read, or holds something else.
     """
     try:
         with open(path, encoding="utf-8") as file:
-            return SearchTree.from_lines(file)
+            return SearchTree.from_lines(file, most)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"search tree {path} cannot be read: {error}", code="unreadable_file") from error
     except UserError as error:

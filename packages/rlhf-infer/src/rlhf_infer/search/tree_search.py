@@ -3,48 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhf_data import Encoder, Text, UserError
-from rlhf_infer.engines.protocol import GenerationEngine, Rollout, SamplingParams, ends_of
-from rlhf_infer.engines.stop_strings import completion_text
-from rlhf_infer.sampling.candidates import Extract, Selected
-from rlhf_infer.search.checks import check_resumed, check_settings
-from rlhf_infer.search.mcts import MCTS
-from rlhf_infer.search.results import SearchCost, SearchResult, selected
-from rlhf_infer.search.scorers import PathScorer, ScoredPath, packed_tokens, path_scorer
+from rlhf_data import Encoder, Text
+from rlhf_infer.engines.protocol import GenerationEngine, SamplingParams
+from rlhf_infer.sampling.candidates import Extract
+from rlhf_infer.search.results import SearchCost, SearchResult
+from rlhf_infer.search.scorers import path_scorer
 from rlhf_infer.search.settings import SearchSettings
-from rlhf_infer.search.strategies import DVTS, Beam, BestFirst, BestOfN, Expansion, Strategy
-from rlhf_infer.search.tree import Draw, SearchTree, Terminal
-
-Checker = Callable[[str], bool]
-"""Whether the text of a completion so far is a finished one, for instance because it gives an answer."""
-_STRATEGIES = {"best-of-n": BestOfN, "beam": Beam, "dvts": DVTS, "best-first": BestFirst}
-
-
-@dataclass
-class _Search:
-    """The search of one prompt."""
-
-    tree: SearchTree
-    strategy: Strategy
-    columns: Mapping[str, Any]
-    recorded: Mapping[tuple[int, ...], tuple[list[Draw], float | None]]
-    ended: bool = False
-
-
-@dataclass
-class _Order:
-    """Draws `first` to `first + count - 1` after a node, of at most `cap` tokens each."""
-
-    search: _Search
-    node: int
-    first: int
-    count: int
-    cap: int
-    expansion: int
-    draws: list[Draw]
+from rlhf_infer.search.tree import SearchTree
+from rlhf_infer.search.waves import Checker, DrawSteps, ScorePaths, SearchWaves
 
 
 class TreeSearch:
@@ -66,10 +34,6 @@ class TreeSearch:
         checker: ends completions whose text so far is finished.
         extract: finds a text's answer, for votes.
 
-    Attributes:
-        trees: those of the last or the interrupted run.
-        cost: what the last run took.
-
     Raises:
         UserError: settings that do not go together.
     """
@@ -86,17 +50,30 @@ class TreeSearch:
         checker: Checker | None = None,
         extract: Extract | None = None,
     ) -> None:
-        check_settings(settings, params, extract)
-        self.engine, self.tokenizer = engine, tokenizer
-        self.settings, self.params = settings, params
-        self.scorer: PathScorer = path_scorer(scorer, settings.aggregate)
-        self.verifier: PathScorer | None = None if verifier is None else path_scorer(verifier)
-        self.checker, self.extract = checker, extract
-        self.trees: list[SearchTree] = []
-        self.cost = SearchCost()
+        self.engine = engine
+        self.scorer = path_scorer(scorer, settings.aggregate)
+        self.verifier = None if verifier is None else path_scorer(verifier)
+        self.waves = SearchWaves(
+            self.scorer,
+            tokenizer,
+            settings,
+            params,
+            eos_token_ids=engine.eos_token_ids,
+            verifier=self.verifier,
+            checker=checker,
+            extract=extract,
+        )
         self._encoder = Encoder(tokenizer)
-        self._ends = ends_of(params, engine.eos_token_ids)
-        self._by_steps = settings.strategy != "best-of-n"
+
+    @property
+    def trees(self) -> list[SearchTree]:
+        """Those of the last or the interrupted run."""
+        return self.waves.trees
+
+    @property
+    def cost(self) -> SearchCost:
+        """What the last run took."""
+        return self.waves.cost
 
     def run(
         self,
@@ -121,188 +98,24 @@ class TreeSearch:
         Raises:
             UserError: a prompt does not fit the model, a scorer failed, or `resume` is of something else.
         """
-        self.cost = SearchCost()
-        searches = self._start(prompts, dict(columns or {}), resume)
-        self.trees = [search.tree for search in searches]
-        while orders := [order for search in searches for order in self._orders(search)]:
-            self._draw(orders)
-            self._grow(orders)
-            self.cost = self.cost.plus(waves=1)
-            if on_wave is not None:
-                on_wave(self.trees)
-        return [SearchResult(*self._selected(search)) for search in searches]
-
-    def _start(
-        self,
-        prompts: Sequence[Text],
-        columns: Mapping[str, Sequence[Any]],
-        resume: Sequence[SearchTree],
-    ) -> list[_Search]:
-        for name, values in columns.items():
-            if len(values) != len(prompts):
-                raise UserError(
-                    f"column {name} has {len(values)} values for {len(prompts)} prompts; expected one each",
-                    code="wrong_column_length",
-                    column=name,
-                )
         ids = [self._encoder.prompt(prompt) for prompt in prompts]
         check = getattr(self.engine, "check_lengths", None)
         if check is not None:
-            check(ids, self.params.max_new_tokens)
-        made_with = self._made_with()
-        if resume:
-            check_resumed(resume, prompts, ids, made_with)
-        return [
-            _Search(
-                SearchTree(prompt, own, made_with),
-                self._strategy(),
-                {name: values[i] for name, values in columns.items()},
-                resume[i].recorded() if resume else {},
-            )
-            for i, (prompt, own) in enumerate(zip(prompts, ids, strict=True))
-        ]
+            check(ids, self.waves.params.max_new_tokens)
+        calls = self.waves.calls(prompts, ids, columns, resume=resume, on_wave=on_wave)
+        answer: Any = None
+        while True:
+            try:
+                call = calls.send(answer)
+            except StopIteration as end:
+                return end.value
+            answer = self._answer(call)
 
-    def _strategy(self) -> Strategy:
-        if self.settings.strategy == "mcts":
-            return MCTS(self.settings, bounded=self.scorer.bounded)
-        return _STRATEGIES[self.settings.strategy](self.settings)
-
-    def _made_with(self) -> dict[str, Any]:
-        names = ("seed", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
-        found = {name: getattr(self.params, name) for name in names}
-        found |= {"stop": list(self.params.stop), "stop_token_ids": list(self.params.stop_token_ids)}
-        found |= {"logit_bias": [list(pair) for pair in self.params.logit_bias]}
-        steps = [self.settings.separator, self.settings.max_step_tokens] if self._by_steps else None
-        verifier = None if self.verifier is None else self.verifier.name
-        aggregate = getattr(self.scorer, "aggregate", None)
-        return found | {
-            "steps": steps,
-            "scorer": self.scorer.name,
-            "aggregate": aggregate,
-            "verifier": verifier,
-        }
-
-    def _orders(self, search: _Search) -> list[_Order]:
-        """What a tree draws next; every draw has its longest length set aside, so that the budget holds."""
-        if search.ended:
-            return []
-        tree, left = search.tree, self.settings.budget_tokens - search.tree.spent
-        orders: list[_Order] = []
-        planned: dict[int, int] = {}
-        for place, expansion in enumerate(search.strategy.choose(tree) if left > 0 else ()):
-            cap = self._cap(tree, expansion.node)
-            if left < cap and not orders:
-                cap = left  # the last steps are drawn one by one, until no token is left
-            count = min(expansion.count, left // cap)
-            if not count:
-                break
-            first = len(tree.nodes[expansion.node].draws) + planned.get(expansion.node, 0)
-            planned[expansion.node] = planned.get(expansion.node, 0) + count
-            orders.append(_Order(search, expansion.node, first, count, cap, place, []))
-            left -= count * cap
-            if count < expansion.count:
-                break
-        search.ended = not orders
-        return orders
-
-    def _cap(self, tree: SearchTree, node: int) -> int:
-        """Tokens of a step after a node at most, the budget aside."""
-        room = self.params.max_new_tokens - len(tree.completion_ids(node))
-        return min(self.settings.max_step_tokens, room) if self._by_steps else room
-
-    def _draw(self, orders: Sequence[_Order]) -> None:
-        """Fill in the draws; those with the same number and length go to the engine together."""
-        calls: dict[tuple[int, int, int], list[_Order]] = {}
-        for order in orders:
-            if not _from_record(order):
-                calls.setdefault((order.first, order.count, order.cap), []).append(order)
-        for (first, count, cap), members in calls.items():
-            stop = (self.settings.separator, *self.params.stop) if self._by_steps else self.params.stop
-            params = replace(self.params, max_new_tokens=cap, stop=stop)
-            paths = [
-                [*each.search.tree.prompt_ids, *each.search.tree.completion_ids(each.node)]
-                for each in members
-            ]
-            groups = self.engine.generate(paths, count, params, first=first)
-            for order, rollouts in zip(members, groups, strict=True):
-                order.draws = [_as_draw(rollout) for rollout in rollouts]
-            self.cost = self.cost.plus(
-                engine_calls=1,
-                generated_tokens=sum(len(d.token_ids) for order in members for d in order.draws),
-                prefill_tokens=packed_tokens(paths),
-                prefill_tokens_alone=count * sum(map(len, paths)),
-            )
-
-    def _grow(self, orders: Sequence[_Order]) -> None:
-        """Put the draws into the trees, score what is new, back up, and tell the strategies."""
-        drawn = [(order, [self._add(order, draw) for draw in order.draws]) for order in orders]
-        self._score([(order.search, child) for order, children in drawn for child in children])
-        of_search: dict[int, list[tuple[Expansion, Sequence[int]]]] = {}
-        for order, children in drawn:
-            tree = order.search.tree
-            for child in children:
-                score = tree.nodes[child].score
-                assert score is not None
-                tree.back_up(child, score, self.settings.backup)
-            own = of_search.setdefault(id(order.search), [])
-            own.append((Expansion(order.node, order.count), children))
-        for search in {id(order.search): order.search for order in orders}.values():
-            search.strategy.take(search.tree, of_search[id(search)])
-            enough = self.settings.stop_score
-            scores = (search.tree.nodes[node].score or 0.0 for node in search.tree.finished)
-            search.ended = enough is not None and any(score >= enough for score in scores)
-
-    def _add(self, order: _Order, draw: Draw) -> int:
-        tree = order.search.tree
-        ids = tree.completion_ids(order.node) + draw.token_ids
-        terminal = self._terminal(ids, draw)
-        short = order.cap < self._cap(tree, order.node)
-        cut = terminal is None and short and draw.finish_reason == "length"
-        return tree.add(order.node, draw, terminal=terminal, cut=cut)
-
-    def _terminal(self, ids: tuple[int, ...], draw: Draw) -> Terminal | None:
-        """What ended the completion, if something did."""
-        if draw.finish_reason == "stop" and ids[-1] in self._ends:
-            return "end"
-        if self.params.stop:
-            whole = completion_text(self.tokenizer, ids, replace(self.params, stop=()))
-            if any(stop in whole for stop in self.params.stop):
-                return "stop"
-        if self.checker is not None and self.checker(self._text(ids)):
-            return "checked"
-        return "length" if len(ids) >= self.params.max_new_tokens else None
-
-    def _text(self, ids: Sequence[int]) -> str:
-        return completion_text(self.tokenizer, ids, self.params)
-
-    def _score(self, nodes: Sequence[tuple[_Search, int]]) -> None:
-        """Score the nodes that have no score, each once."""
-        waiting: dict[bool, list[tuple[_Search, int]]] = {}
-        for search, node in {(id(search), node): (search, node) for search, node in nodes}.values():
-            own = search.tree.nodes[node]
-            if own.score is None:
-                own.score = search.recorded.get(search.tree.completion_ids(node), ((), None))[1]
-            if own.score is None:
-                verified = self.verifier is not None and own.terminal is not None
-                waiting.setdefault(verified, []).append((search, node))
-        for verified, members in waiting.items():
-            scorer = self.verifier if verified and self.verifier is not None else self.scorer
-            found = scorer.score([self._path(*member) for member in members])
-            for (search, node), value in zip(members, found.values, strict=True):
-                search.tree.nodes[node].score = value
-            if not verified:
-                self.cost = self.cost.plus(
-                    scored_nodes=len(members),
-                    scored_tokens=found.tokens,
-                    scored_tokens_alone=found.tokens_alone,
-                )
-
-    def _path(self, search: _Search, node: int) -> ScoredPath:
-        tree, ids = search.tree, search.tree.completion_ids(node)
-        return ScoredPath(tree.prompt, tree.prompt_ids, ids, self._text(ids), search.columns)
-
-    def _selected(self, search: _Search) -> tuple[SearchTree, Selected]:
-        return search.tree, selected(search.tree, self._text, self.settings.selection, self.extract)
+    def _answer(self, call: DrawSteps | ScorePaths) -> Any:
+        if isinstance(call, ScorePaths):
+            scorer = self.verifier if call.verified and self.verifier is not None else self.scorer
+            return scorer.score(call.paths)
+        return self.engine.generate(call.paths, call.count, call.params, first=call.first)
 
 
 class MCTSGenerator:
@@ -339,24 +152,3 @@ class MCTSGenerator:
     ) -> list[SearchResult]:
         """See `TreeSearch.run`."""
         return self.search.run(prompts, columns)
-
-
-def _as_draw(rollout: Rollout) -> Draw:
-    return Draw(tuple(rollout.completion_ids), tuple(rollout.logps), rollout.finish_reason)
-
-
-def _from_record(order: _Order) -> bool:
-    """Fill in draws that the resumed tree has, if it has them all, at least as long as they may be now."""
-    ids = order.search.tree.completion_ids(order.node)
-    known = order.search.recorded.get(ids, ([], None))[0][order.first : order.first + order.count]
-    if len(known) < order.count:
-        return False
-    if any(draw.finish_reason == "length" and len(draw.token_ids) < order.cap for draw in known):
-        return False
-    order.draws = [
-        draw
-        if len(draw.token_ids) <= order.cap
-        else Draw(draw.token_ids[: order.cap], draw.logps[: order.cap], "length")
-        for draw in known
-    ]
-    return True

@@ -1,0 +1,139 @@
+"""Ratings of answers by those who read them, kept as rows to train on."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+from rlhf_data import UserError
+from rlhf_infer.sampling.search import as_completion
+from rlhf_serve.errors import already_rated, feedback_failed, unknown_answer
+from rlhf_serve.http.telemetry import record_of
+from rlhf_serve.openai.other_schemas import FeedbackRequest
+from rlhf_serve.service.best_of_n import GenerationResult
+from rlhf_serve.service.worker_threads import Workers
+
+FEEDBACK = "/v1/feedback"
+_REMEMBERED = 4096
+"""Answers that can be rated, the newest."""
+
+
+@dataclass
+class _Answer:
+    """An answer that can be rated: who got it, and its choices as rows."""
+
+    key: str | None
+    choices: list[dict[str, Any]]
+    rated: set[int] = field(default_factory=set)
+
+
+def check_feedback(path: str | Path) -> None:
+    """Make the file ready to be appended to: make it, or cut off a line that a killed server left torn.
+
+    Raises:
+        UserError: it cannot be written, or is another file than one of ratings.
+    """
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab+") as file:
+            file.seek(0)
+            content = file.read()
+            first = content.partition(b"\n")[0]
+            starts, whole = first.startswith(b'{"prompt": '), b'"label"' in first or b"\n" not in content
+            if content and not (starts and whole):
+                raise UserError(
+                    f"{path} exists and holds no ratings of answers; name another file for --feedback",
+                    code="file_exists",
+                )
+            file.truncate(content.rfind(b"\n") + 1)
+    except OSError as error:
+        raise UserError(
+            f"feedback file {path} cannot be written ({error.strerror or error}); name another",
+            code="unwritable",
+        ) from error
+
+
+class FeedbackLog:
+    """Remembers the newest answers, and appends a row for `rlhf-train kto` when a choice is rated.
+
+    Args:
+        path: JSON lines with prompt, completion, label, score, and where they come from.
+        model: name of the served model.
+
+    Raises:
+        UserError: see `check_feedback`.
+    """
+
+    def __init__(self, path: str | Path, model: str) -> None:
+        self.path, self.model = Path(path), model
+        self._answers: OrderedDict[str, _Answer] = OrderedDict()
+        self._lock = threading.Lock()
+        check_feedback(self.path)
+
+    def remember(self, answer: str, key: str | None, results: Sequence[GenerationResult]) -> None:
+        """Let the choices of an answer be rated by its id, with the API key that asked for it."""
+        choices = [
+            {
+                "prompt": result.request.prompt,
+                "completion": as_completion(result.request.prompt, each.text),
+                "score": each.score,
+            }
+            for result in results
+            for each in result.chosen
+        ]
+        self._answers[answer] = _Answer(key, choices)
+        while len(self._answers) > _REMEMBERED:
+            self._answers.popitem(last=False)
+
+    def rate(self, body: FeedbackRequest, key: str | None) -> None:
+        """Append the row of a rated choice.
+
+        Raises:
+            APIError: 404, the answer is not known, or has no such choice; 409, the choice is rated already;
+                500, the file cannot be written.
+        """
+        answer = self._answers.get(body.id)
+        if answer is None or answer.key != key or body.index >= len(answer.choices):
+            raise unknown_answer(body.id, body.index, _REMEMBERED)
+        row = answer.choices[body.index] | {"label": body.rating == "up", "comment": body.comment}
+        row |= {"id": body.id, "index": body.index, "model": self.model}
+        with self._lock:
+            if body.index in answer.rated:
+                raise already_rated(body.id, body.index)
+            self._append(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+            answer.rated.add(body.index)
+
+    def _append(self, line: bytes) -> None:
+        try:
+            with open(self.path, "ab") as file:
+                end = file.tell()
+                try:
+                    file.write(line)
+                    file.flush()
+                    os.fsync(file.fileno())
+                except OSError:
+                    os.truncate(self.path, end)
+                    raise
+        except OSError as error:
+            raise feedback_failed() from error
+
+
+def add_feedback(app: FastAPI, log: FeedbackLog, workers: Workers) -> None:
+    """Add the route for ratings."""
+
+    @app.post(FEEDBACK)
+    async def feedback(body: FeedbackRequest, request: Request) -> Response:
+        """Rate a choice of an answer that this server gave."""
+        await workers.run(lambda: log.rate(body, record_of(request).key))
+        found = {"object": "feedback", "id": body.id, "index": body.index, "rating": body.rating}
+        return JSONResponse(found)
