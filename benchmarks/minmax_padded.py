@@ -236,7 +236,7 @@ class PaddedScorer:
     def score(
         self, prompts: Sequence[str], completions: Sequence[str], *, max_tokens: int | None = None
     ) -> Tensor:
-        """See `rlhf_minmax.game.forward_pass.Scorer`."""
+        """See `rlhf_minmax.game.scores.Scorer`."""
         del max_tokens
         texts = [
             self.tokenizer.encode(prompt) + self.tokenizer.encode(completion)

@@ -140,6 +140,6 @@ class VowelReward:
     def score(
         self, prompts: Sequence[str], completions: Sequence[str], *, max_tokens: int | None = None
     ) -> torch.Tensor:
-        """See `rlhf_minmax.game.forward_pass.Scorer`."""
+        """See `rlhf_minmax.game.scores.Scorer`."""
         del prompts, max_tokens
         return torch.tensor(vowels(completions))

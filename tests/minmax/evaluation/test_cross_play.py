@@ -7,7 +7,7 @@ import torch
 
 from rlhf_infer import RuleJudge
 from rlhf_minmax.evaluation.cross_play import CrossPlay, cross_play
-from rlhf_minmax.game.forward_pass import Scale
+from rlhf_minmax.game.scores import Scale
 from rlhf_minmax.players.past_players import Member
 
 

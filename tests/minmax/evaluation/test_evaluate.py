@@ -17,7 +17,8 @@ from rlhf_minmax.evaluation.evaluate import (
     sample_exchanges,
     verdict_metrics,
 )
-from rlhf_minmax.game.forward_pass import Answer, Scale
+from rlhf_minmax.game.forward_pass import Answer
+from rlhf_minmax.game.scores import Scale
 from rlhf_minmax.scorers.loading import HeldOut
 
 

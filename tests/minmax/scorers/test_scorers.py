@@ -21,7 +21,7 @@ from rlhf_minmax import MinMaxConfig
 from rlhf_minmax.demo.builder import demo_models
 from rlhf_minmax.demo.held_out import with_held_out_reward
 from rlhf_minmax.demo.teachers import answer_text
-from rlhf_minmax.game.forward_pass import Scale
+from rlhf_minmax.game.scores import Scale
 from rlhf_minmax.game.stories import load_stories
 from rlhf_minmax.run.checks import check_run, inspect_models
 from rlhf_minmax.run.dry_run import plan_run

@@ -28,21 +28,29 @@ def class_weights(labels: Tensor) -> Tensor:
 
 
 def violations(
-    labels: Tensor, said_right: Tensor, confidence: Tensor, grounded: Tensor, *, measure: ConstraintMeasure
+    labels: Tensor,
+    said_right: Tensor,
+    confidence: Tensor,
+    grounded: Tensor,
+    *,
+    measure: ConstraintMeasure,
+    known: Tensor | None = None,
 ) -> Tensor:
     """How far each critique is from the truth, v_i in [0, 1].
 
     A critique that is unparsable, or whose evidence is not in the text or contradicts its verdict
     (`grounded` false), violates fully whatever its verdict: a true verdict on invented evidence is useless.
     Of the others, `balanced_accuracy` and `accuracy` take v_i = [verdict ≠ truth], `brier` takes
-    v_i = (P_i - y_i)², P_i the probability the monitor gave to "right" (Brier 1950).
+    v_i = (P_i - y_i)², P_i the probability the monitor gave to "right" (Brier 1950). Where it is not known
+    whether the answer is right, only the first kind can be checked: v_i = [not grounded].
 
     Args:
-        labels: (B,) bool, whether the answer is right (y).
+        labels: (B,) bool, whether the answer is right (y); of no account where that is not known.
         said_right: (B,) bool, the verdict.
         confidence: (B,) in [0, 1], probability the monitor gave to its verdict.
         grounded: (B,) bool.
         measure: what is measured.
+        known: (B,) bool, whether `labels` are known; None: all of them.
 
     Returns:
         (B,) fp32.
@@ -52,18 +60,46 @@ def violations(
         error = (probability - labels.float()).square()
     else:
         error = (said_right != labels).float()
+    if known is not None:
+        error = torch.where(known, error, torch.zeros_like(error))
     return torch.where(grounded, error, torch.ones_like(error))
 
 
-def weighted_violations(errors: Tensor, labels: Tensor, *, measure: ConstraintMeasure) -> Tensor:
+def weighted_violations(
+    errors: Tensor, labels: Tensor, *, measure: ConstraintMeasure, known: Tensor | None = None
+) -> Tensor:
     """Violations as the constraint counts them: class-balanced except under plain `accuracy`.
+
+    Classes are those of the known labels; a violation of which no label is known has weight 1.
 
     Args:
         errors: (B,) what `violations` returned.
         labels: (B,) bool, whether each answer is in truth right.
         measure: what is measured.
+        known: (B,) bool, whether `labels` are known; None: all of them.
 
     Returns:
-        (B,) fp32 >= 0; their mean is the batch's violation.
+        (B,) fp32 >= 0; see `mean_violation`.
     """
-    return errors if measure == "accuracy" else errors * class_weights(labels)
+    if measure == "accuracy":
+        return errors
+    if known is None:
+        return errors * class_weights(labels)
+    weights = torch.ones_like(errors)
+    weights[known] = class_weights(labels[known])
+    return errors * weights
+
+
+def mean_violation(weighted: Tensor, known: Tensor) -> float | None:
+    """The batch's violation, which moves λ: the mean over the critiques whose label is known.
+
+    The others can only be found ungrounded, so that with them the mean would estimate no error rate.
+
+    Args:
+        weighted: (B,) what `weighted_violations` returned.
+        known: (B,) bool, whether the label of each is known.
+
+    Returns:
+        None if no label is known: nothing was measured.
+    """
+    return float(weighted[known].mean()) if known.any() else None

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator
 from rlhf_data.config import BaseConfig
 from rlhf_data.errors import UserError
 from rlhf_data.readers.files import OnBadRow, good_rows, parsed_rows, scan_rows
-from rlhf_data.records.choices import parse_choices
+from rlhf_data.records.choices import choice_texts, parse_choices
 
 _TEMPLATE_FIELDS = ("choices", "question", "story")
 _EVAL_TENTHS = 3
@@ -21,21 +21,28 @@ _EVAL_TENTHS = 3
 
 @dataclass(frozen=True)
 class QARecord:
-    """One multiple-choice question about a story; `answer` is the 0-based index of the right choice.
+    """One multiple-choice question about a story.
 
-    `extra` is everything else known; `where`, the record's place in its file, is not compared.
+    `answer` is the 0-based index of the right choice; None if it is not known. `extra` is everything else
+    known; `where`, the record's place in its file, is not compared.
     """
 
     story: str
     question: str
     choices: tuple[str, ...]
-    answer: int
+    answer: int | None
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
     where: str = field(default="", compare=False)
 
     @property
     def answer_text(self) -> str:
-        """The text of the right choice."""
+        """The text of the right choice.
+
+        Raises:
+            ValueError: it is not known.
+        """
+        if self.answer is None:
+            raise ValueError(f"the right answer to {self.question!r} is not known")
         return self.choices[self.answer]
 
 
@@ -89,6 +96,7 @@ def load_qa(
     *,
     on_bad_row: OnBadRow = "error",
     skipped: list[str] | None = None,
+    needs_answer: bool = True,
 ) -> list[QARecord]:
     """Read every record of a file of any type that `scan_rows` reads.
 
@@ -97,27 +105,43 @@ def load_qa(
         config: which columns hold what.
         on_bad_row: "error" stops at the first bad row, "skip" leaves bad rows out.
         skipped: gets a message for every row that is left out.
+        needs_answer: see `qa_from_row`.
 
     Raises:
         UserError: the file cannot be read, holds no good row, or a row is wrong (file, line and field named).
     """
     skipped = [] if skipped is None else skipped
-    rows = parsed_rows(scan_rows(path), path, lambda row, where: qa_from_row(row, config, where))
+    rows = parsed_rows(
+        scan_rows(path),
+        path,
+        lambda row, where: qa_from_row(row, config, where, needs_answer=needs_answer),
+    )
     records = list(good_rows(rows, on_bad_row, skipped))
     if not records:
         raise UserError(f"{path} holds no row that can be used; the first: {skipped[0]}", code="no_row_left")
     return records
 
 
-def qa_from_row(row: dict[str, Any], config: QADatasetConfig = _DEFAULT, where: str = "row") -> QARecord:
+def qa_from_row(
+    row: dict[str, Any],
+    config: QADatasetConfig = _DEFAULT,
+    where: str = "row",
+    *,
+    needs_answer: bool = True,
+) -> QARecord:
     """Turn one row into a checked record; columns that are not mapped go to `extra`.
+
+    Without `needs_answer` the answer may be missing, null or, as in an empty cell of a table, blank.
 
     Raises:
         UserError: a column is missing, empty or of the wrong type; fewer than two choices or equal ones;
             an answer that is none of the choices. The message starts with `where`.
     """
     columns = (config.story_column, config.question_column, config.choices_column, config.answer_column)
-    for name in columns:
+    answer = row.get(config.answer_column)
+    if not needs_answer and isinstance(answer, str) and not answer.strip():
+        answer = None
+    for name in columns if needs_answer else columns[:3]:
         if row.get(name) is None:
             raise UserError(
                 f"{where}, field {name}: missing; the row has {', '.join(map(str, row)) or 'no fields'}: "
@@ -128,9 +152,11 @@ def qa_from_row(row: dict[str, Any], config: QADatasetConfig = _DEFAULT, where: 
             )
     story, question = (_text(row[name], f"{where}, field {name}") for name in columns[:2])
     places = f"{where}, field {columns[2]}", f"{where}, field {columns[3]}"
-    choices, answer = parse_choices(row[columns[2]], row[columns[3]], places)
     extra = {name: value for name, value in row.items() if name not in columns}
-    return QARecord(story, question, choices, answer, extra, where)
+    if answer is None:
+        return QARecord(story, question, choice_texts(row[columns[2]], places[0]), None, extra, where)
+    choices, right = parse_choices(row[columns[2]], answer, places)
+    return QARecord(story, question, choices, right, extra, where)
 
 
 def render_prompt(record: QARecord, config: QADatasetConfig = _DEFAULT) -> str:

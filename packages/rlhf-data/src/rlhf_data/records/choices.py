@@ -30,6 +30,11 @@ def parse_choices(value: Any, answer: Any, where: tuple[str, str]) -> tuple[tupl
     return choices, _answer_index(answer, choices, numeric, where[1])
 
 
+def choice_texts(value: Any, where: str) -> tuple[str, ...]:
+    """The choices alone, as `parse_choices` reads them, of a question whose right answer is not known."""
+    return _choices(_labelled(value, where)[0], where)[0]
+
+
 def _choices(value: Any, where: str) -> tuple[tuple[str, ...], bool]:
     """Return the choices' texts, and whether they were given as numbers."""
     items = _split_choices(value, where) if isinstance(value, str) else value

@@ -165,7 +165,7 @@ def _forms(pairs: Sequence[Any], seed: int) -> dict[str, Sequence[Mapping[str, A
         {
             "question": f"{r.story} {r.question}",
             "choices": {"text": list(r.choices), "label": list("ABCDEFGH"[: len(r.choices)])},
-            "answerKey": "ABCDEFGH"[r.answer],
+            "answerKey": "ABCDEFGH"[r.choices.index(r.answer_text)],
         }
         for r in stories
     ]

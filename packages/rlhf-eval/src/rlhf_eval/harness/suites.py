@@ -61,4 +61,5 @@ def behaved(completion: str, refuse: bool) -> bool:
 def _question(record: QARecord, suggested: str) -> Question:
     text = f"{record.story}\n{record.question}"
     prompt = f"{text}\n{' | '.join(record.choices)}\nAnswer:"
-    return Question(text, prompt, list(record.choices), record.answer, suggested != record.answer_text)
+    right = record.choices.index(record.answer_text)
+    return Question(text, prompt, list(record.choices), right, suggested != record.answer_text)

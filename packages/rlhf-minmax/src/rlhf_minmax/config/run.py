@@ -131,6 +131,9 @@ class DataConfig(BaseConfig):
     """Stories drawn for training; of a file, the maximum number of rows used."""
     eval_stories: int = Field(default=512, ge=1)
     """Held-out stories; of a file, the maximum number of rows used."""
+    label_share: float = Field(default=1.0, gt=0, le=1)
+    """Share of the training stories whose right answers are used; those of the others are hidden from the
+    game and from a judge that is built, chosen by the seed. Held-out stories keep theirs."""
     probe_stories: int = Field(default=256, ge=1)
     """Training stories on which score scales and the break-even weight are measured."""
 

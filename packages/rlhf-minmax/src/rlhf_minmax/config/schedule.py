@@ -67,7 +67,7 @@ class Turn:
 
 
 def next_turn(
-    config: ScheduleConfig, accuracy: float, *, monitor_updates: int, in_warmup: bool = False
+    config: ScheduleConfig, accuracy: float | None, *, monitor_updates: int, in_warmup: bool = False
 ) -> Turn:
     """Divide the updates of a step between the players.
 
@@ -77,11 +77,14 @@ def next_turn(
 
     Args:
         config: the schedule.
-        accuracy: smoothed balanced accuracy of the monitor's verdicts.
+        accuracy: smoothed balanced accuracy of the monitor's verdicts; None before it was measured, which
+            changes no number of updates and closes no gate.
         monitor_updates: k, `monitor_updates_per_policy`; 0 for a monitor that is never trained.
         in_warmup: whether only the monitor learns anyway; it is never frozen then.
     """
     updates = monitor_updates
+    if accuracy is None:
+        return Turn(updates, policy_learns=not in_warmup)
     if config.rule == "adaptive" and updates:
         share = (1 - accuracy) / (1 - config.monitor_target)
         updates = min(max(round(monitor_updates * share), 1), config.max_monitor_updates)

@@ -30,22 +30,22 @@ class Controller:
         """The controller that a config section describes."""
         return cls(name, config.dual_settings(), config.start)
 
-    def update(self, violation: float) -> dict[str, float]:
-        """Move the multiplier by a measured violation; `metrics` of the constraint then."""
-        self.state = update_multiplier(self.state, violation, self.settings)
+    def update(self, violation: float | None) -> dict[str, float | None]:
+        """Move the multiplier by a measured violation, or leave it without one; `metrics` then."""
+        if violation is not None:
+            self.state = update_multiplier(self.state, violation, self.settings)
         return self.metrics(violation)
 
-    def metrics(self, violation: float) -> dict[str, float]:
-        """`constraint/<name>/...` and `dual/<name>/...`.
+    def metrics(self, violation: float | None) -> dict[str, float | None]:
+        """`constraint/<name>/...` and `dual/<name>/...`; None for what has not been measured.
 
         With rule `pid` `dual/<name>/p`, `i` and `d` add up to λ before its bounds.
         """
         state = self.state
-        assert state.violation_ema is not None
-        values = {
+        values: dict[str, float | None] = {
             "constraint/{}/violation": violation,
             "constraint/{}/violation_ema": state.violation_ema,
-            "constraint/{}/fraction": state.violated / state.updates,
+            "constraint/{}/fraction": state.violated / state.updates if state.updates else None,
             "constraint/{}/cumulative": state.cumulative,
             "constraint/{}/overshoot": state.overshoot,
             "dual/{}/lambda": state.multiplier,
@@ -73,7 +73,7 @@ class Controller:
         self.state = replace(self.state, **moved)
 
 
-def under_short_names(metrics: dict[str, float]) -> dict[str, float]:
+def under_short_names(metrics: dict[str, float | None]) -> dict[str, float | None]:
     """Truthfulness' metrics, the most important also under short names."""
     short = {
         "constraint/violation": f"constraint/{TRUTHFULNESS}/violation",

@@ -87,6 +87,10 @@ class MonitorGuard:
         self.collapsed_steps = 0 if sign is None else self.collapsed_steps + 1
         return self.collapsed_steps >= self.config.patience
 
+    def pass_over(self) -> None:
+        """Take note of a step whose monitor could not be measured; the next step finds it as updated."""
+        self._newest = self._copy()
+
     def roll_back(self) -> dict[str, Any] | None:
         """Put the last good monitor back; what was known of it, None for the start."""
         fill(self.parameters, self.good)

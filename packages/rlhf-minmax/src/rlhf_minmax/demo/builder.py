@@ -10,22 +10,31 @@ import json
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from rlhf_algos import tiny_base
-from rlhf_data import QARecord, UserError, atomic_folder, ensure_writable_folder, json_hash
+from rlhf_data import (
+    QARecord,
+    UserError,
+    atomic_folder,
+    atomic_write_json,
+    ensure_writable_folder,
+    json_hash,
+)
 from rlhf_data import cache_folder as default_cache
 from rlhf_minmax.config.run import DemoSettings
 from rlhf_minmax.demo.teachers import Progress, Teacher, answer_text
 from rlhf_minmax.demo.trainings import DemoBuilder, one_thread
 from rlhf_minmax.game.prompts import Prompts
-from rlhf_models import RewardModel, train_byte_tokenizer
+from rlhf_models import RewardModel, load_causal_lm, load_tokenizer, train_byte_tokenizer
 
 _NOT_BUILDING = ("min_evidence_share", "min_judge_accuracy")
+_OWN_GATES = "gates.json"
+"""In the folder of a judge that did not learn from all records."""
 RECIPE = 7
 """Incremented with every change of the recipe below, so that cached models are rebuilt."""
 
@@ -54,7 +63,7 @@ def demo_models(
     """The demonstration models for these records, from the cache or built now.
 
     Args:
-        records: training records; nothing else is learned from.
+        records: training records with their right answers; nothing else is learned from.
         prompts: how records are put to the players, with the data set's rules.
         settings: sizes and lengths.
         seed: of weights, texts and orders; part of the cache key.
@@ -87,13 +96,52 @@ def demo_models(
     return models
 
 
+def with_judge_of(
+    demo: DemoModels,
+    judged: Sequence[QARecord],
+    prompts: Prompts,
+    settings: DemoSettings,
+    *,
+    seed: int,
+    progress: Progress | None = None,
+    force: bool = False,
+) -> DemoModels:
+    """The demonstration's models, the judge learned from `judged` alone; cached with them or built now.
+
+    For a game that may not use the answers of all records; `demo` is what `demo_models` returned for the same
+    prompts, settings and seed.
+
+    Raises:
+        UserError: the judge misses its gate.
+    """
+    folder = judge_folder(demo.base.parent, judged)
+    if not folder.is_dir():
+        tokenizer = load_tokenizer(demo.base)
+        builder = DemoBuilder(judged, prompts, settings, tokenizer, seed=seed, progress=progress)
+        with atomic_folder(folder) as temporary, one_thread():
+            judge = builder.train_judge(load_causal_lm(demo.base), settings.judge_steps)
+            judge.save_pretrained(temporary)
+            gates = {"judge_accuracy": builder.judge_accuracy(judge)}
+            atomic_write_json(temporary / _OWN_GATES, gates)
+    models = replace(demo, judge=folder)
+    _check_gates(_gates(models), settings, force=force)
+    return models
+
+
+def judge_folder(demo: Path, judged: Sequence[QARecord]) -> Path:
+    """Path of the judge that learned from these records, in a folder of demonstration models."""
+    return demo / f"judge-{json_hash(_contents(judged))[:16]}"
+
+
 def missed_gates(models: DemoModels, settings: DemoSettings) -> list[str]:
     """Shortcomings of built models, one sentence each; empty if they can play the game."""
     return _missed(_gates(models), settings)
 
 
 def _gates(models: DemoModels) -> dict[str, float]:
-    return json.loads((models.base.parent / "demo.json").read_text(encoding="utf-8"))["gates"]
+    gates = json.loads((models.base.parent / "demo.json").read_text(encoding="utf-8"))["gates"]
+    own = models.judge / _OWN_GATES
+    return gates | (json.loads(own.read_text(encoding="utf-8")) if own.exists() else {})
 
 
 def _check_gates(gates: Mapping[str, float], settings: DemoSettings, *, force: bool) -> None:
@@ -161,10 +209,14 @@ def demo_folder(
             "settings": _what_builds(settings),
             "seed": seed,
             "prompts": prompts.fingerprint(),
-            "records": [[r.story, r.question, r.choices, r.answer] for r in records],
+            "records": _contents(records),
         }
     )
     return (cache_folder or default_cache("demo")) / key[:24]
+
+
+def _contents(records: Sequence[QARecord]) -> list[list[Any]]:
+    return [[r.story, r.question, r.choices, r.answer] for r in records]
 
 
 def _what_builds(settings: DemoSettings) -> dict[str, Any]:

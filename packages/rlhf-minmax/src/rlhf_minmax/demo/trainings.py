@@ -99,7 +99,7 @@ class DemoBuilder:
         reward = self.train_reward(base)
         reward.save_pretrained(folder / "reward")
         judge = self.train_judge(base, self.settings.judge_steps)
-        gates = {"verdict_accuracy": verdicts, "judge_accuracy": self._judge_accuracy(judge)}
+        gates = {"verdict_accuracy": verdicts, "judge_accuracy": self.judge_accuracy(judge)}
         judge.save_pretrained(folder / "judge")
         written = {"settings": self.settings.to_dict(), "seed": self.seed, "gates": gates}
         atomic_write_json(folder / "demo.json", written)
@@ -241,7 +241,7 @@ class DemoBuilder:
         self._train(ScalarTrainer, model, "judge", examples, ScalarConfig, 1e-3)
         return model
 
-    def _judge_accuracy(self, judge: JudgeModel) -> float:
+    def judge_accuracy(self, judge: JudgeModel) -> float:
         """Share of training stories where the judge believes the right answer more than a wrong one.
 
         Both come with truthful critiques.

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from rlhf_data import QARecord
 from rlhf_minmax.demo.teachers import Teacher
-from rlhf_minmax.game.forward_pass import Answer, MinMaxPipeline, Scale
+from rlhf_minmax.game.forward_pass import Answer, MinMaxPipeline
+from rlhf_minmax.game.scores import Scale
 
 _NO_JUDGE = (
     "the judge does not tell right answers from wrong ones beyond chance, even when shown truthful "
@@ -167,8 +168,9 @@ def measure_break_even(pipeline: MinMaxPipeline, records: Sequence[QARecord], *,
 
 
 def _with_evidence(pipeline: MinMaxPipeline, records: Sequence[QARecord]) -> list[QARecord]:
-    """The stories that name their right choice."""
-    return [r for r in records if pipeline.prompts.rules.correct_evidence(r) is not None]
+    """The stories with a label that name their right choice."""
+    rules = pipeline.prompts.rules
+    return [r for r in records if r.answer is not None and rules.correct_evidence(r) is not None]
 
 
 def _made_up_scores(pipeline: MinMaxPipeline, records: list[QARecord]) -> Tensor:

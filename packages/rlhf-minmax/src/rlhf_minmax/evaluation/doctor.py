@@ -176,7 +176,7 @@ class Doctor:
             role, _, constraint = name.partition("_")
             where = f"constraints.{role}.{constraint}" if constraint else "constraint"
             settings: Any = attrgetter(where)(self.config)
-            violated = metrics[f"constraint/{name}/violation_ema"] > settings.threshold
+            violated = (metrics[f"constraint/{name}/violation_ema"] or 0.0) > settings.threshold
             self._saturated[name] = self._saturated.get(name, 0) + 1 if value and violated else 0
             if self._saturated[name] == _SATURATED_STEPS and key not in self.said:
                 self.said.append(key)

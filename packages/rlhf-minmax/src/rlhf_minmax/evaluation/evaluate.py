@@ -83,15 +83,18 @@ def answer_metrics(answers: Sequence[Answer], rewards: Tensor) -> Metrics:
     return finite(metrics)
 
 
-def verdict_metrics(critiques: Sequence[CritiqueSample], labels: Sequence[bool]) -> Metrics:
+def verdict_metrics(critiques: Sequence[CritiqueSample], labels: Sequence[bool | None]) -> Metrics:
     """How true the verdicts are, and how critiques look; None if undefined.
 
-    An unparsable critique is wrong about everything, and its probability of "right" is 0.5.
+    An unparsable critique is wrong about everything, and its probability of "right" is 0.5. Verdicts are
+    measured where a label is known, which is not None.
     """
-    said = _verdicts(critiques)
-    probability = right_probabilities(critiques)
+    pairs = [(c, label) for c, label in zip(critiques, labels, strict=True) if label is not None]
+    checked, labels = [critique for critique, _ in pairs], [label for _, label in pairs]
+    said = _verdicts(checked)
+    probability = right_probabilities(checked)
     metrics: Metrics = {
-        "monitor/verdict_accuracy": verdict_accuracy(critiques, labels),
+        "monitor/verdict_accuracy": verdict_accuracy(checked, labels),
         "monitor/verdict_balanced_accuracy": balanced_accuracy(said, labels),
         "monitor/verdict_tpr": true_positive_rate(said, labels),
         "monitor/verdict_tnr": true_negative_rate(said, labels),
@@ -106,9 +109,10 @@ def verdict_metrics(critiques: Sequence[CritiqueSample], labels: Sequence[bool])
     return finite(metrics)
 
 
-def verdict_accuracy(critiques: Sequence[CritiqueSample], labels: Sequence[bool]) -> float:
-    """Share of critiques whose verdict is true; an unparsable one has none."""
-    return rate([said == label for said, label in zip(_verdicts(critiques), labels, strict=True)])
+def verdict_accuracy(critiques: Sequence[CritiqueSample], labels: Sequence[bool | None]) -> float:
+    """Share of critiques with a label whose verdict is true; an unparsable one has none."""
+    pairs = zip(_verdicts(critiques), labels, strict=True)
+    return rate([None if label is None else said == label for said, label in pairs])
 
 
 def right_probabilities(critiques: Sequence[CritiqueSample]) -> list[float]:
@@ -126,17 +130,20 @@ def batch_metrics(output: MinMaxOutput, bare: Tensor | None = None) -> Metrics:
     """Metrics of one training pass, on sampled answers and critiques.
 
     `bare` are the (J,) `pipeline.bare_judge_scores` of `output.judged`; without them the effects of critiques
-    are unknown.
+    are unknown. What compares with the truth is of stories with a label, whose number is under `labels/`.
     """
     nothing = torch.zeros(0)
     effects = effect_metrics(nothing, nothing, nothing.bool())
     if bare is not None:
         of = torch.tensor([critique.answer for critique in output.critiques])
-        effects = effect_metrics(output.judge_scores, bare[of], output.labels)
+        known = output.known
+        effects = effect_metrics(output.judge_scores[known], bare[of][known], output.labels[known])
     return {
         **answer_metrics(output.answers, output.rewards),
-        **verdict_metrics(output.critiques, output.labels.tolist()),
+        **verdict_metrics(output.critiques, [output.judged[c.answer].correct for c in output.critiques]),
         **effects,
+        "labels/stories": float(sum(record.answer is not None for record in output.records)),
+        "labels/critiques": float(output.known.sum()),
         **_value_metrics(*_played(output)),
     }
 

@@ -45,7 +45,7 @@ def calibration(pipeline: MinMaxPipeline, records: Sequence[QARecord]) -> list[d
     """Bins of the monitor's probability of "right" on the fixed probe, for a curve."""
     probe = probe_answers(pipeline, records)
     critiques = pipeline.criticise(records, probe, 1, seed=0, greedy=True)
-    bins = calibration_curve(right_probabilities(critiques), [answer.correct for answer in probe])
+    bins = calibration_curve(right_probabilities(critiques), [bool(answer.correct) for answer in probe])
     return [each._asdict() for each in bins]
 
 

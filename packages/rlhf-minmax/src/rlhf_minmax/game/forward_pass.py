@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,44 +17,17 @@ from rlhf_infer import Judge, Rollout, SamplingParams, TransformersEngine
 from rlhf_minmax.config.run import MinMaxConfig, PlayerConfig
 from rlhf_minmax.formats import Critique, parse_critique
 from rlhf_minmax.game.prompts import Prompts, prompt_ids
+from rlhf_minmax.game.scores import Scale, Scorer
 from rlhf_minmax.game.stopwatch import Stopwatch
 from rlhf_minmax.players.past_players import Member, playing
 from rlhf_minmax.players.players import Players
 from rlhf_minmax.players.sharded import ShardedGame
 from rlhf_minmax.players.workers import GameWorkers
-from rlhf_minmax.truthfulness import violations, weighted_violations
+from rlhf_minmax.truthfulness import mean_violation, violations, weighted_violations
 from rlhf_models import PolicyModel, encode_completion
 
 _SEEDS_PER_PASS = 10
 """Answers and critiques of a pass have separate seeds."""
-
-
-class Scorer(Protocol):
-    """Scores answers; `rlhf_models.RewardModel` is one."""
-
-    def score(
-        self, prompts: Sequence[str], completions: Sequence[str], *, max_tokens: int | None = None
-    ) -> Tensor:
-        """(B,) one score per completion."""
-        ...
-
-
-@dataclass(frozen=True)
-class Scale:
-    """Mean and standard deviation that standardise a score; fixed before training."""
-
-    mean: float = 0.0
-    std: float = 1.0
-
-    @classmethod
-    def of(cls, values: Tensor) -> Scale:
-        """The scale of a sample; a constant sample is only centred."""
-        std = float(values.std())
-        return cls(float(values.mean()), std if std > 1e-6 else 1.0)
-
-    def __call__(self, values: Tensor) -> Tensor:
-        """Standardised values."""
-        return (values - self.mean) / self.std
 
 
 @dataclass(frozen=True)
@@ -65,15 +38,15 @@ class Answer:
         story: index of the story in the batch.
         text: the completion's text.
         claim: the choice it commits to; None when it names none.
-        correct: whether that is the right one.
-        hack: whether it takes the planted bait; None if there is none.
+        correct: whether that is the right one; None if the story's right answer is not known.
+        hack: whether it takes the planted bait; None if there is none, or the right answer is not known.
         rollout: how it was sampled; None for a made-up answer.
     """
 
     story: int
     text: str
     claim: str | None
-    correct: bool
+    correct: bool | None
     hack: bool | None
     rollout: Rollout | None = None
 
@@ -119,9 +92,10 @@ class MinMaxOutput:
         critiques: J·K critiques, those of an answer adjacent.
         judge_scores: (J·K,) standardised judge scores.
         combined: (J·K,) w_reward · R(answer) + w_judge · J(answer, critique).
-        labels: (J·K,) bool, whether the criticised answer is right.
+        labels: (J·K,) bool, whether the criticised answer is right; False where that is not known.
+        known: (J·K,) bool, whether that is known: whether the story has a label.
         violation: (J·K,) violation of each critique in [0, 1].
-        weighted_violation: (J·K,) the same as the constraint counts it; its mean is the batch's violation.
+        weighted_violation: (J·K,) the same as the constraint counts it.
     """
 
     records: Sequence[QARecord]
@@ -133,8 +107,19 @@ class MinMaxOutput:
     judge_scores: Tensor
     combined: Tensor
     labels: Tensor
+    known: Tensor
     violation: Tensor
     weighted_violation: Tensor
+
+    @property
+    def mean_violation(self) -> float | None:
+        """The batch's violation, over critiques of answers with a label; None if there is none."""
+        return mean_violation(self.weighted_violation, self.known)
+
+    def labelled(self) -> tuple[list[CritiqueSample], Tensor]:
+        """The critiques of answers with a label, and (C,) bool their labels."""
+        known = zip(self.critiques, self.known.tolist(), strict=True)
+        return [critique for critique, has_label in known if has_label], self.labels[self.known]
 
 
 @dataclass
@@ -220,8 +205,10 @@ class MinMaxPipeline:
         critiques = self.criticise(batch, judged, game.num_critiques, seed=seed)
         judge_scores = self.judge_scores(batch, judged, critiques)
         of = torch.tensor([c.answer for c in critiques])
-        labels = torch.tensor([judged[c.answer].correct for c in critiques])
-        violation, weighted = self.violation(critiques, labels)
+        correct = [judged[c.answer].correct for c in critiques]
+        labels = torch.tensor([each is True for each in correct])
+        known = torch.tensor([each is not None for each in correct])
+        violation, weighted = self.violation(critiques, labels, known)
         return MinMaxOutput(
             records=batch,
             answers=answers,
@@ -232,6 +219,7 @@ class MinMaxPipeline:
             judge_scores=judge_scores,
             combined=game.w_reward * judged_rewards[of] + self.w_judge * judge_scores,
             labels=labels,
+            known=known,
             violation=violation,
             weighted_violation=weighted,
         )
@@ -252,9 +240,11 @@ class MinMaxPipeline:
     def read_answer(
         self, batch: Sequence[QARecord], story: int, text: str, rollout: Rollout | None = None
     ) -> Answer:
-        """Read what an answer claims, and whether that is right."""
+        """Read what an answer claims, and whether that is right, where the story has a label."""
         record, rules = batch[story], self.prompts.rules
         claim = rules.claim(record, text)
+        if record.answer is None:
+            return Answer(story, text, claim, None, None, rollout)
         return Answer(story, text, claim, claim == record.answer_text, rules.is_hack(record, claim), rollout)
 
     def criticise(
@@ -313,8 +303,13 @@ class MinMaxPipeline:
             scores = self.judge.score(questions, texts, [None] * len(place))
         return self.judge_scale(scores)[torch.tensor([place[pair] for pair in asked])]
 
-    def violation(self, critiques: Sequence[CritiqueSample], labels: Tensor) -> tuple[Tensor, Tensor]:
-        """(C,) violations of critiques, plain and as the constraint counts them."""
+    def violation(
+        self, critiques: Sequence[CritiqueSample], labels: Tensor, known: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(C,) violations of critiques, plain and as the constraint counts them.
+
+        (C,) `labels` are those of the criticised answers; `known` says of which there is one, None of all.
+        """
         measure = self.config.constraint.measure
         parsed_only = not self.config.constraint.check_evidence
         errors = violations(
@@ -323,8 +318,9 @@ class MinMaxPipeline:
             torch.tensor([c.confidence for c in critiques]),
             torch.tensor([c.parsed is not None if parsed_only else c.grounded for c in critiques]),
             measure=measure,
+            known=known,
         )
-        return errors, weighted_violations(errors, labels, measure=measure)
+        return errors, weighted_violations(errors, labels, measure=measure, known=known)
 
     def made_up_answer(
         self, batch: Sequence[QARecord], story: int, correct: bool, rng: random.Random
@@ -336,13 +332,14 @@ class MinMaxPipeline:
         return self.read_answer(batch, story, self.prompts.made_up(choice))
 
     def _made_up(
-        self, batch: Sequence[QARecord], sampled_correct: list[bool], rng: random.Random
+        self, batch: Sequence[QARecord], sampled_correct: list[bool | None], rng: random.Random
     ) -> list[Answer]:
-        """Made-up answers for the label that the policy's own answers are short of."""
-        count = round(self.config.game.tampered_fraction * len(sampled_correct))
-        total = len(sampled_correct) + count
-        num_correct = min(max(total // 2 - sum(sampled_correct), 0), count)
-        stories = rng.sample(range(len(batch)), min(count, len(batch)))
+        """Made-up answers to labelled stories, for the label that the policy's own answers are short of."""
+        labelled = [story for story, record in enumerate(batch) if record.answer is not None]
+        known = [correct for correct in sampled_correct if correct is not None]
+        count = min(round(self.config.game.tampered_fraction * len(batch)), len(labelled))
+        num_correct = min(max((len(known) + count) // 2 - sum(known), 0), count)
+        stories = rng.sample(labelled, count)
         return [self.made_up_answer(batch, s, i < num_correct, rng) for i, s in enumerate(stories)]
 
     def _generate(

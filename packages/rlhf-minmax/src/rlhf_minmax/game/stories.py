@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from rlhf_data import (
     QADatasetConfig,
@@ -12,6 +13,7 @@ from rlhf_data import (
     UserError,
     generate_stories,
     generate_sums,
+    json_hash,
     load_qa,
     split_of,
 )
@@ -27,7 +29,13 @@ WORLD_TEMPLATE = "{story}\n{question}\n"
 
 @dataclass(frozen=True)
 class Stories:
-    """Records for training, for evaluation and to build models from, and how they are put to the players."""
+    """Records for training, for evaluation and to build models from, and how they are put to the players.
+
+    Training stories may lack the right answer; held-out ones and those to build from have it.
+
+    Raises:
+        UserError: no training story has its right answer.
+    """
 
     train: list[QARecord]
     held_out: list[QARecord]
@@ -35,6 +43,27 @@ class Stories:
     prompts: Prompts
     skipped: tuple[str, ...] = ()
     """A message for every row of a file that was left out."""
+    label_share: float = 1.0
+    """Below 1, answers of training stories are hidden from the game; see `hide_answers`."""
+
+    def __post_init__(self) -> None:
+        if self.train and not self.labelled:
+            raise UserError(
+                f"none of the {len(self.train)} training rows has an answer (field "
+                f"{self.prompts.dataset.answer_column}), and the monitor learns the truth from those that do; "
+                "give some, or map another column to it (data.columns.answer_column)",
+                code="no_labels",
+            )
+
+    @property
+    def labelled(self) -> list[QARecord]:
+        """The training stories whose right answer is known."""
+        return [record for record in self.train if record.answer is not None]
+
+    @property
+    def judged(self) -> list[QARecord] | None:
+        """Those that a built judge learns from; None for all of `building`, where no answer is hidden."""
+        return self.labelled if self.label_share < 1 else None
 
     def without(self, left_out: Mapping[str, str]) -> Stories:
         """These stories but for records of some places, with a message for each of those."""
@@ -55,7 +84,8 @@ def load_stories(config: MinMaxConfig) -> Stories:
     """Read or draw the stories of a run; training and held-out stories never overlap.
 
     Raises:
-        UserError: a file cannot be used, or leaves no training or no held-out row.
+        UserError: a file cannot be used, leaves no training or no held-out row, or no training row with its
+            answer.
     """
     data = config.data
     if data.train_data is None:
@@ -70,12 +100,28 @@ def load_stories(config: MinMaxConfig) -> Stories:
         building = draw(count, split="train", seed=config.seed)
         held_out = draw(data.eval_stories, split="eval", seed=config.seed)
         prompts = _prompts(config, _world_columns(data), rules)
-        return Stories(building[: data.train_stories], held_out, building, prompts)
+        train = hide_answers(building[: data.train_stories], data.label_share, seed=config.seed)
+        return Stories(train, held_out, building, prompts, label_share=data.label_share)
     skipped: list[str] = []
     train, held_out = _from_files(data, data.train_data, skipped)
     train = train[: data.train_stories]
+    building = [record for record in train if record.answer is not None]
+    train = hide_answers(train, data.label_share, seed=config.seed)
     prompts = _prompts(config, data.columns, TextRules(config.constraint.min_evidence_words))
-    return Stories(train, held_out[: data.eval_stories], train, prompts, tuple(skipped))
+    held_out = held_out[: data.eval_stories]
+    return Stories(train, held_out, building, prompts, tuple(skipped), data.label_share)
+
+
+def hide_answers(records: Sequence[QARecord], share: float, *, seed: int) -> list[QARecord]:
+    """The records, of which only a share keeps its right answers: round(share · count), at least one.
+
+    Which do depends on the seed and on the records' texts alone, so that a larger share keeps the answers of
+    a smaller one. Records that have no answer are the first to go without.
+    """
+    labelled = [index for index, record in enumerate(records) if record.answer is not None]
+    labelled.sort(key=lambda index: json_hash([seed, records[index].story, records[index].question]))
+    kept = set(labelled[: max(1, round(share * len(records)))])
+    return [record if index in kept else replace(record, answer=None) for index, record in enumerate(records)]
 
 
 def _world(data: DataConfig) -> tuple[Callable[..., list[QARecord]], TextRules]:
@@ -101,19 +147,19 @@ def _prompts(config: MinMaxConfig, columns: QADatasetConfig, rules: TextRules) -
 def _from_files(
     data: DataConfig, train_data: str, skipped: list[str]
 ) -> tuple[list[QARecord], list[QARecord]]:
-    def load(path: str) -> list[QARecord]:
-        return load_qa(path, data.columns, on_bad_row=data.on_bad_row, skipped=skipped)
+    def load(path: str, *, needs_answer: bool) -> list[QARecord]:
+        more: Any = {"on_bad_row": data.on_bad_row, "skipped": skipped, "needs_answer": needs_answer}
+        return load_qa(path, data.columns, **more)
 
-    rows = load(train_data)
+    rows = load(train_data, needs_answer=False)
     if data.eval_data is not None:
-        held_out = load(data.eval_data)
-        stories = {record.story for record in held_out}
-        train = [record for record in rows if record.story not in stories]
+        held_out = load(data.eval_data, needs_answer=True)
         how = "(stories of --eval-data are not trained on)"
     else:
-        train = [record for record in rows if split_of(record.story) == "train"]
-        held_out = [record for record in rows if split_of(record.story) == "eval"]
-        how = "(rows are held out by a hash of the story)"
+        held_out = [row for row in rows if row.answer is not None and split_of(row.story) == "eval"]
+        how = "(rows with an answer are held out by a hash of the story)"
+    stories = {record.story for record in held_out}
+    train = [record for record in rows if record.story not in stories]
     for what, part in (("training", train), ("held-out", held_out)):
         if not part:
             raise UserError(

@@ -124,7 +124,7 @@ class DualPPOOptimizer:
         if turn.monitor_updates:
             metrics |= self.monitor_step(output, updates=turn.monitor_updates, seed=seed)
         self._land("monitor")
-        metrics |= self.dual_step(float(output.weighted_violation.mean()))
+        metrics |= self.dual_step(output.mean_violation)
         if turn.monitor_updates and self.guard is not None:
             metrics |= self._guarded(self.guard, output, metrics)
         if turn.policy_learns:
@@ -198,10 +198,10 @@ class DualPPOOptimizer:
 
     def _turn(self, output: MinMaxOutput, *, in_warmup: bool) -> Turn:
         schedule = self.config.schedule
-        false_positive_rate, false_negative_rate = verdict_errors(output.critiques, output.labels)
-        errors = [rate for rate in (false_positive_rate, false_negative_rate) if rate is not None]
-        accuracy = 1 - sum(errors) / len(errors)
-        self.balanced_accuracy = smoothed(self.balanced_accuracy, accuracy, schedule.smoothing)
+        errors = [rate for rate in verdict_errors(*output.labelled()) if rate is not None]
+        if errors:
+            accuracy = 1 - sum(errors) / len(errors)
+            self.balanced_accuracy = smoothed(self.balanced_accuracy, accuracy, schedule.smoothing)
         updates = self.config.training.monitor_updates_per_policy
         return next_turn(schedule, self.balanced_accuracy, monitor_updates=updates, in_warmup=in_warmup)
 
@@ -260,23 +260,28 @@ class DualPPOOptimizer:
         }
         return {name: measures[name]() for name in self.monitor_constraints}
 
-    def dual_step(self, violation: float) -> dict[str, float]:
-        """Move truthfulness' λ by the violation measured on the batch."""
+    def dual_step(self, violation: float | None) -> Metrics:
+        """Move truthfulness' λ by the violation measured on the batch; without a measurement it stays."""
         return under_short_names(self._truth.update(violation))
 
     @staticmethod
-    def _move(controllers: Mapping[str, Controller], violations: Mapping[str, Tensor]) -> dict[str, float]:
+    def _move(controllers: Mapping[str, Controller], violations: Mapping[str, Tensor]) -> Metrics:
         """Move the multipliers whose violations were measured."""
-        metrics: dict[str, float] = {}
+        metrics: Metrics = {}
         for name, measured in violations.items():
             metrics |= controllers[name].update(float(measured.mean()))
         return metrics
 
     def _guarded(self, guard: MonitorGuard, output: MinMaxOutput, metrics: Metrics) -> Metrics:
-        """Keep a good monitor, put a collapsed one back with all that is known of it; what is true then."""
-        assert self.dual.violation_ema is not None
+        """Keep a good monitor, put a collapsed one back with all that is known of it; what is true then.
+
+        A batch without a label measures no monitor, good or bad.
+        """
+        if output.mean_violation is None or self.dual.violation_ema is None:
+            guard.pass_over()
+            return {}
         threshold = self.config.constraint.threshold
-        false_positive_rate, false_negative_rate = verdict_errors(output.critiques, output.labels)
+        false_positive_rate, false_negative_rate = verdict_errors(*output.labelled())
         sign = collapse(
             self.config.guards,
             false_positive_rate=false_positive_rate,
@@ -303,10 +308,9 @@ class DualPPOOptimizer:
             "guard/rollbacks": float(guard.rollbacks),
             "dynamics/balanced_accuracy_ema": self.balanced_accuracy,
         }
-        violation = float(output.weighted_violation.mean())
-        return under_short_names(self._truth.metrics(violation)) | found
+        return under_short_names(self._truth.metrics(output.mean_violation)) | found
 
-    def policy_step(self, answers: Sequence[Answer], rewards: Tensor) -> dict[str, float]:
+    def policy_step(self, answers: Sequence[Answer], rewards: Tensor) -> Metrics:
         """Update of the policy on the answers of one pass."""
         violations = self._policy_violations(answers)
         rewards = rewards - self.config.game.unparsable_answer_penalty * flags(

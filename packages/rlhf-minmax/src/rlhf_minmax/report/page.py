@@ -154,9 +154,22 @@ def _opening(results: dict[str, Any], config: dict[str, Any]) -> list[str]:
         for block, where in _WHERE.items()
         if isinstance((results.get(block) or {}).get("policy/accuracy"), int | float)
     ]
+    parts = [done, *_labels(results.get("labels"))]
     if not accuracies:
-        return [done, measured]
-    return [done, f"{measured} True accuracy was {_listed(accuracies)}."]
+        return [*parts, measured]
+    return [*parts, f"{measured} True accuracy was {_listed(accuracies)}."]
+
+
+def _labels(labels: dict[str, int] | None) -> list[str]:
+    """How many training stories had their right answer, if not all, as a paragraph."""
+    if labels is None or labels["labelled"] == labels["stories"]:
+        return []
+    count, labelled = labels["stories"], labels["labelled"]
+    return [
+        f"The right answer was known of {labelled:,} of the {count:,} training stories "
+        f"({labelled / count:.2g} of them). The policy plays all; verdicts of the monitor are checked on the "
+        "known ones alone."
+    ]
 
 
 def _listed(parts: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from rlhf_algos import few_threads_for_a_small_model, shards_weights
 from rlhf_algos.process_group import init_process_group, world_size
 from rlhf_data import RunFolder
 from rlhf_minmax.config.run import MinMaxConfig
-from rlhf_minmax.demo.builder import DemoModels, demo_models, missed_gates
+from rlhf_minmax.demo.builder import DemoModels, demo_models, missed_gates, with_judge_of
 from rlhf_minmax.demo.held_out import with_held_out_reward
 from rlhf_minmax.game.forward_pass import MinMaxPipeline
 from rlhf_minmax.game.stories import Stories
@@ -116,6 +116,16 @@ def _built_models(
         progress=events.demo_step,
         force=config.force,
     )
+    if stories.judged is not None:
+        demo = with_judge_of(
+            demo,
+            stories.judged,
+            stories.prompts,
+            settings,
+            seed=config.seed,
+            progress=events.demo_step,
+            force=config.force,
+        )
     for text in missed_gates(demo, settings):
         events.warning(text)
     if needs_held_out_reward(config):

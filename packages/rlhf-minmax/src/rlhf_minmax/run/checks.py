@@ -306,7 +306,7 @@ class Ruler:
 
     def warnings(self) -> list[str]:
         """Checks that `max_new_tokens` cuts off no answer, and that made-up answers can be parsed."""
-        train, rules = self.stories.train, self.stories.prompts.rules
+        train, rules = self.stories.labelled, self.stories.prompts.rules
         answers = [answer_text(r.answer_text) for r in train]
         if self.models["policy"].name is not None:
             answers = [f" {record.answer_text}" for record in train]
@@ -325,7 +325,7 @@ class Ruler:
 
     def _unread(self) -> str | None:
         """Whether made-up answers read as the choice they were made from; looked at on the probe stories."""
-        prompts, records = self.stories.prompts, self.stories.train[: self.config.data.probe_stories]
+        prompts, records = self.stories.prompts, self.stories.labelled[: self.config.data.probe_stories]
         texts = [(prompts.made_up(record.answer_text), record) for record in records]
         unread = [text for text, record in texts if prompts.rules.claim(record, text) != record.answer_text]
         if not unread:

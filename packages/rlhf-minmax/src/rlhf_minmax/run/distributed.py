@@ -10,7 +10,7 @@ from rlhf_algos import Machine, check_hardware, job_device, shards_weights
 from rlhf_algos.process_group import world_size
 from rlhf_data import UserError
 from rlhf_minmax.config.run import MinMaxConfig, PlayerConfig
-from rlhf_minmax.demo.builder import demo_folder
+from rlhf_minmax.demo.builder import demo_folder, judge_folder
 from rlhf_minmax.demo.held_out import held_out_folder
 from rlhf_minmax.game.stories import Stories
 from rlhf_minmax.scorers.loading import needs_held_out_reward, scorer_sections
@@ -101,7 +101,10 @@ def check_built(config: MinMaxConfig, stories: Stories, cache_folder: Path | Non
     folder = demo_folder(
         stories.building, stories.prompts, config.demo_settings(), seed=config.seed, cache_folder=cache_folder
     )
-    if not folder.is_dir() or (needs_held_out_reward(config) and not held_out_folder(folder).is_dir()):
+    needed = [folder]
+    needed += [held_out_folder(folder)] if needs_held_out_reward(config) else []
+    needed += [judge_folder(folder, stories.judged)] if stories.judged is not None else []
+    if not all(each.is_dir() for each in needed):
         raise UserError(
             "the demonstration's models are not built yet, and one process builds them; start the same run "
             "once without torchrun, with --eval-only, then with it"

@@ -165,7 +165,7 @@ def _judged_prompts(
     """The monitor's prompts about one sampled answer to a story, and about a made-up one, if any."""
     prompts = [ruler.monitor_prompt(record, [0] * config.policy_model.max_new_tokens)]
     if tampered:
-        made_up = ruler.stories.prompts.made_up(record.answer_text)
+        made_up = ruler.stories.prompts.made_up(record.choices[record.answer or 0])
         ids = encode_completion(ruler.models["monitor"].tokenizer, made_up)
         prompts.append(ruler.monitor_prompt(record, ids))
     return prompts
@@ -264,6 +264,7 @@ def _size_rows(config: MinMaxConfig, stories: Stories) -> list[tuple[str, str]]:
     skipped = f", {len(stories.skipped):,} bad ones left out" if stories.skipped else ""
     return [
         ("data", f"{source}: {train:,} rows for training, {held_out:,} held out{skipped}"),
+        ("labels", _labels(stories)),
         (
             "steps",
             f"{steps:,} of {size} stories ({steps / training.num_steps_per_epoch(train):.2g} epochs){plain}",
@@ -271,6 +272,18 @@ def _size_rows(config: MinMaxConfig, stories: Stories) -> list[tuple[str, str]]:
         ("answers per step", f"{size * game.num_generations:,}"),
         ("critiques per step", f"{judged:,} that train the monitor, {fresh:,} in the policy's reward"),
     ]
+
+
+def _labels(stories: Stories) -> str:
+    """How many training stories have their right answer, and what the game does without."""
+    count, labelled = len(stories.train), len(stories.labelled)
+    if labelled == count:
+        return f"all {count:,} training stories"
+    hidden = f", data.label_share {stories.label_share:g}" if stories.label_share < 1 else ""
+    return (
+        f"{labelled:,} of {count:,} training stories ({labelled / count:.2g} of them{hidden}); made-up "
+        "answers are of those alone, so critiques are fewer"
+    )
 
 
 def _token_rows(

@@ -29,8 +29,9 @@ from rlhf_minmax.evaluation.measure_game import (
     measure_game,
     past_against_past,
 )
-from rlhf_minmax.game.forward_pass import MinMaxPipeline, Scale
+from rlhf_minmax.game.forward_pass import MinMaxPipeline
 from rlhf_minmax.game.prompts import prompt_ids
+from rlhf_minmax.game.scores import Scale
 from rlhf_minmax.game.stories import Stories, load_stories
 from rlhf_minmax.players.sharded import saving
 from rlhf_minmax.report.page import run_metrics, write_minmax_report
@@ -142,6 +143,7 @@ class MinMaxJob:
             "after_average": averaged,
             "cross_play": table and asdict(table),
             "best_response": responses,
+            "labels": {"stories": len(stories.train), "labelled": len(stories.labelled)},
             "findings": findings(self.run.read_metrics()),
             "break_even": check.to_dict(),
             "device_plan": device_rows(devices),
@@ -219,7 +221,7 @@ class MinMaxJob:
         if not broadcast(path.exists()):
             probe, seed = stories.train[: self.config.data.probe_stories], self.config.seed
             pipeline, read = measure_scales(game.pipeline, probe, seed=seed)
-            check = measure_break_even(pipeline, probe, seed=seed)
+            check = measure_break_even(pipeline, stories.labelled[: len(probe)], seed=seed)
             pipeline = replace(pipeline, w_judge=check.w_judge)
             held_out = measure_held_out_scales(game.held_out, pipeline, probe, seed=seed)
             before: dict[str, Any] = dict(

@@ -10,7 +10,7 @@ from rlhf_minmax.scorers.loading import needs_demo
 
 def row_warnings(config: MinMaxConfig, stories: Stories) -> list[str]:
     """Warnings about a run's rows; empty for the worlds."""
-    found = [_skipped(stories), _named(config, stories), _built(config, stories)]
+    found = [_skipped(stories), _unlabelled(stories), _named(config, stories), _built(config, stories)]
     return [text for text in found if text]
 
 
@@ -20,9 +20,29 @@ def _skipped(stories: Stories) -> str | None:
     return f"rows left out: {len(stories.skipped)}; the first: {stories.skipped[0]}"
 
 
+def _unlabelled(stories: Stories) -> str | None:
+    """How many rows of a file have no answer, unless they were told to."""
+    count = len(stories.train) - len(stories.labelled)
+    if not count or stories.label_share < 1:
+        return None
+    return (
+        f"{count:,} of {len(stories.train):,} training rows have no answer (field "
+        f"{stories.prompts.dataset.answer_column}): the policy plays them, and verdicts on them are not "
+        "checked"
+    )
+
+
 def _named(config: MinMaxConfig, stories: Stories) -> str | None:
     """How many stories name their right choice: truthful critiques can be written of those only."""
     rules, count = stories.prompts.rules, len(stories.building)
+    judged = stories.judged
+    if needs_demo(config) and judged and all(rules.correct_evidence(record) is None for record in judged):
+        raise UserError(
+            f"none of the {len(judged):,} training rows whose answers data.label_share "
+            f"{stories.label_share:g} leaves names its right choice in the story, and the judge learns from "
+            "those alone; raise it, or give --judge-model",
+            code="too_little_evidence",
+        )
     evident = sum(rules.correct_evidence(record) is not None for record in stories.building)
     if evident == count:
         return None

@@ -8,7 +8,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from rlhf_data import QARecord
-from rlhf_minmax.game.forward_pass import Answer, CritiqueSample, MinMaxPipeline, Scale
+from rlhf_minmax.game.forward_pass import Answer, CritiqueSample, MinMaxPipeline
+from rlhf_minmax.game.scores import Scale
 from rlhf_minmax.scorers.loading import HeldOut
 
 

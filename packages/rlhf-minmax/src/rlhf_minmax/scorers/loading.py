@@ -15,8 +15,8 @@ from rlhf_infer.judges.api import api_key
 from rlhf_minmax.config.run import MinMaxConfig
 from rlhf_minmax.config.scorers import JudgeConfig, RewardModelConfig
 from rlhf_minmax.demo.builder import DemoModels
-from rlhf_minmax.game.forward_pass import Scale, Scorer
 from rlhf_minmax.game.prompts import Prompts, uses_chat
+from rlhf_minmax.game.scores import Scale, Scorer
 from rlhf_minmax.players.players import Players
 from rlhf_minmax.scorers.chat_reward import reading
 from rlhf_minmax.scorers.shared_trunk import Host, SharedScorer, load_shared, scorer_host
