@@ -109,7 +109,7 @@ def make_game(demo_cache: Path, make_config: Callable[..., Any]) -> Callable[...
         config, devices = make_config(*overrides), DeviceManager({})
         stories = load_stories(config)
         demo = demo_models(
-            stories.train,
+            stories.building,
             stories.prompts,
             config.demo,
             seed=config.seed,

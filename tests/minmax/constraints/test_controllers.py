@@ -87,7 +87,7 @@ def test_the_parts_of_pid_add_up_to_the_multiplier_in_the_warm_up_too():
     found = controller(rule="pid", start=1.0, warmup_steps=2, threshold=0.1, smoothing=1.0)
     metrics = [found.update(violation) for violation in (0.9, 0.3, 0.5)]
     for each in metrics:
-        parts = [each[f"dual/c/{part}"] for part in "pid"]
+        parts = [each[f"dual/c/{part}"] or 0.0 for part in "pid"]
         assert sum(parts) == pytest.approx(each["dual/c/lambda"])
     # λ stays 1 = α Σ0 for two steps; then e = 0.4, Σ = 2 + 0.4, a rise of 0.2: 0.5 · (0.4, 2.4, 0.5 · 0.2).
     assert [metrics[1][f"dual/c/{part}"] for part in "pid"] == [0.0, 1.0, 0.0]
@@ -196,6 +196,7 @@ def made_output():
         judge_scores=torch.zeros(4),
         combined=torch.zeros(4),
         labels=torch.ones(4, dtype=torch.bool),
+        known=torch.ones(4, dtype=torch.bool),
         violation=torch.zeros(4),
         weighted_violation=torch.zeros(4),
     )

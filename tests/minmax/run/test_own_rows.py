@@ -102,22 +102,22 @@ def test_a_row_that_is_too_long_is_named_by_its_line(rows: Rows) -> None:
 
 
 def test_rows_that_are_too_long_or_wrong_are_skipped_and_counted(rows: Rows) -> None:
-    wrong = row(50) | {"answer": None}
+    wrong = row(50) | {"question": None}
     path = rows(12, more=(LONG, wrong))
-    with raises_error("missing_column", where=f"{path}, line 14", column="answer"):
+    with raises_error("missing_column", where=f"{path}, line 14", column="question"):
         load_stories(config_of(path))
     found = checked(config_of(path, "data.on_bad_row=skip"))
     assert len(found.stories.train) + len(found.stories.held_out) == 12
     assert {text.split(":")[0].rpartition("line ")[2] for text in found.stories.skipped} == {
         "13",
-        "14, field answer",
+        "14, field question",
     }
     assert any("rows left out: 2" in text for text in found.warnings)
     assert all(record.where for record in found.stories.train)
 
 
 def test_a_file_of_bad_rows_only_is_refused(rows: Rows) -> None:
-    path = rows(0, more=(row(1) | {"answer": None}, row(2) | {"story": ""}))
+    path = rows(0, more=(row(1) | {"answer": "nobody"}, row(2) | {"story": ""}))
     with raises_error("no_row_left"):
         load_stories(config_of(path, "data.on_bad_row=skip"))
 

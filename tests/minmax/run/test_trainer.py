@@ -31,9 +31,14 @@ AHEAD = (
 )
 
 
-@pytest.fixture(params=by_default(["lora", "full", "ahead", "everything"], "lora"))
+FEW_LABELS = (*DROPOUT, "data.train_stories=5", "data.label_share=0.2")
+"""One of five stories: the others' steps measure nothing."""
+
+
+@pytest.fixture(params=by_default(["lora", "full", "ahead", "everything", "few"], "lora", "few"))
 def run_kind(request, everything):
-    return {"lora": DROPOUT, "full": FULL, "ahead": AHEAD, "everything": everything}[request.param]
+    kinds = {"lora": DROPOUT, "full": FULL, "ahead": AHEAD, "everything": everything, "few": FEW_LABELS}
+    return kinds[request.param]
 
 
 def test_a_policy_that_words_its_answers_otherwise_is_reported(make_game, tmp_path, scripted):
