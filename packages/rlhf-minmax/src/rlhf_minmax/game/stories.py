@@ -50,8 +50,8 @@ class Stories:
         if self.train and not self.labelled:
             raise UserError(
                 f"none of the {len(self.train)} training rows has an answer (field "
-                f"{self.prompts.dataset.answer_column}), and the monitor learns the truth from those that do; "
-                "give some, or map another column to it (data.columns.answer_column)",
+                f"{self.prompts.dataset.answer_column}), and the monitor learns the truth from those that "
+                "do; give some, or map another column to it (data.columns.answer_column)",
                 code="no_labels",
             )
 
