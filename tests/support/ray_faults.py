@@ -274,6 +274,7 @@ def train_server() -> Iterator[CommandServer]:
 
 def started(start: Callable[[], Any], *, seconds: float = 90.0, attempts: int = 4) -> Any:
     """What is started; Ray gives a node 30 s to come up, and once, which is little on a busy machine."""
+    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # else every worker gets the working folder sent
     from ray._private import services
 
     look_up = services.get_node
