@@ -78,7 +78,7 @@ def test_random_faults_change_nothing(staleness: int, server: CommandServer, tmp
     with ray_cluster() as cluster:
         runs = FaultyRuns(server, cluster, tmp_path, "grpo")
         whole = runs.whole("whole", workers=1 if staleness else 0, staleness=staleness)
-        faults = draw(rng, 3, ("idle worker", "serving worker", "weights", "machine"))
+        faults = draw(rng, 3, ("idle worker", "serving worker", "serving reward worker", "machine"))
         faults.append(Fault(18, "driver", "kill"))
         run = runs.disturbed("run", faults, workers=2, staleness=staleness, rng=rng)
         assert_same(run, whole)
