@@ -7,6 +7,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -145,6 +147,13 @@ class RayCluster:
         self._cluster.remove_node(self._machine, allow_graceful=False)
         self.add_machine()
 
+    def drain_head(self) -> None:
+        """Announce that the machine of the head and the driver is to leave."""
+        reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"]
+        node = ["--address", self.address, "--node-id", self._cluster.head_node.node_id]
+        command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", *node, *reason]
+        subprocess.run([*command, "--deadline-remaining-seconds", "600"], check=True, capture_output=True)
+
     def processes(self, title: str) -> list[int]:
         """Processes of this user whose title is this one, as Ray sets it."""
         found = []
@@ -230,6 +239,10 @@ class FaultyRuns:
         if found:
             os.kill(found[0], SIGNALS[fault.how])
         return bool(found)
+
+    def stopped(self) -> int:
+        """Wait for the end of a run; its exit code."""
+        return self._server.wait()
 
     def start(self, run: Path, workers: int, staleness: int = 0, address: str = "") -> int:
         """Start a run, or resume the one that left its config there; the process."""

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from rlhf_algos.distributed.config import (
     DistributedConfig,
+    Tell,
     check_reachable,
     cluster_unreachable,
     require_ray,
@@ -53,6 +54,7 @@ class Cluster:
         self.config, self.local = config, False
         self.dashboard: str | None = None
         self._group: Any = None
+        self._leaving = False
         self._connected_here = not ray.is_initialized()
         if self._connected_here:
             handler = signal.getsignal(signal.SIGTERM)
@@ -79,6 +81,25 @@ class Cluster:
             options["runtime_env"] = self.config.runtime_env
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place)
         return options | {"scheduling_strategy": strategy}
+
+    def leave_if_drained(self, tell: Tell) -> None:
+        """Have this process stop as SIGTERM does, with a checkpoint, once `ray drain-node` gives its notice.
+
+        Machines that only have workers may leave without one: nothing is there that another one lacks.
+
+        Args:
+            tell: is told so, once.
+        """
+        import ray
+        from ray._private.state import state  # where Ray Train asks too; there is no public way
+        from ray.util.client import ray as client
+
+        if self.local or self._leaving or client.is_connected():
+            return
+        if ray.get_runtime_context().get_node_id() in state.get_draining_nodes():
+            self._leaving = True
+            tell("drained", {})
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def release(self) -> None:
         """Give the room of the workers back."""

@@ -216,6 +216,7 @@ class Controller:
         self._versions = {each: digest for each, digest in self._versions.items() if each >= oldest}
         with self._lock:
             self._published.keep(set(self._versions.values()))
+        self._cluster.leave_if_drained(self._tell)
         measured = [_measured(task.scoring) for task in tasks if task.scoring is not None]
         return _groups(tasks), measured if self._rewards is not None else None
 
