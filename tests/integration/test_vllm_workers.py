@@ -47,7 +47,7 @@ def find(python: str, name: str) -> bool:
 
 @pytest.fixture
 def python_path(tmp_path: Path) -> str:
-    """PYTHONPATH for vLLM's Python: the packages here with their versions, and Ray where it is missing there."""
+    """PYTHONPATH for vLLM's Python: the packages here with their versions, and Ray where it lacks that."""
     python = os.environ.get("VLLM_PYTHON")
     if not python:
         pytest.skip("VLLM_PYTHON, the Python of an environment with vLLM, is not set")
