@@ -7,12 +7,13 @@ that samples or scores, and of the weights actor, SIGKILL of the driver, which i
 of workers, and of a whole machine of the cluster (its raylet). Prints a JSON line per run, and a summary with
 the median seconds from the first fault of a run to the end of the next step, by role: the driver's is a
 restart from the last checkpoint, after which steps are trained again. Exit code 1: bytes differ, or a run
-ended with an error.
+ended with an error. Ctrl-C ends it with the summary of what was done.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import random
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +40,33 @@ def main() -> None:
     parser.add_argument("--roles", nargs="+", default=ROLES, choices=ROLES)
     parser.add_argument("--staleness", nargs="+", type=int, default=[0, 2])
     options = parser.parse_args()
-    rng, different = random.Random(options.seed), 0
-    recoveries: list[Recovery] = []
-    alone: list[Recovery] = []  # what came after the first fault of a run may have met one that was not over
+    found: list[tuple[dict[str, Any], list[Recovery]]] = []
+    with contextlib.suppress(KeyboardInterrupt):
+        for row, recoveries in disturbed_runs(options):
+            print(json.dumps(row), flush=True)
+            found.append((row, recoveries))
+    different = sum(not row["same"] for row, _ in found)
+    struck = [each.fault for _, recoveries in found for each in recoveries]
+    summary = {
+        "runs": len(found),
+        "runs_that_differ": different,
+        "faults": len(struck),
+        "kinds": dict(Counter(f"{fault.how} of {fault.role}" for fault in struck)),
+        # A later fault of a run may have met an earlier one that was not over.
+        "recovery": recovery_by_role([each for _, recoveries in found for each in recoveries[:1]]),
+    }
+    print(json.dumps(summary), flush=True)
+    sys.exit(1 if different else 0)
+
+
+def disturbed_runs(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[Recovery]]]:
+    """Facts of one run after the other, and of its faults, until there were so many as the options say."""
+    rng, done = random.Random(options.seed), 0
     with tempfile.TemporaryDirectory() as name, train_server() as server, ray_cluster() as cluster:
         wholes: dict[tuple[str, int], Path] = {}
         for number in itertools.count():
-            if len(recoveries) >= options.faults:
-                break
+            if done >= options.faults:
+                return
             method, staleness = rng.choice(options.methods), rng.choice(options.staleness)
             folder = Path(name, method)
             folder.mkdir(exist_ok=True)
@@ -64,25 +85,11 @@ def main() -> None:
                 assert_same(run, wholes[method, staleness])
             except AssertionError as error:
                 row |= {"same": False, "difference": str(error)[-2000:]}
-                different += 1
             row["faults"] = [str(each.fault) for each in runs.recoveries]
             row["recovered_s"] = [each.seconds for each in runs.recoveries]
             row |= {"seconds": round(time.monotonic() - started, 1), "lost": len(lost(run))}
-            recoveries += runs.recoveries
-            alone += runs.recoveries[:1]
-            print(json.dumps(row), flush=True)
-    print(
-        json.dumps(
-            {
-                "faults": len(recoveries),
-                "runs_that_differ": different,
-                "kinds": dict(Counter(f"{each.fault.how} of {each.fault.role}" for each in recoveries)),
-                "recovery": recovery_by_role(alone),
-            }
-        ),
-        flush=True,
-    )
-    sys.exit(1 if different else 0)
+            done += len(faults)
+            yield row, runs.recoveries
 
 
 def recovery_by_role(recoveries: list[Recovery]) -> dict[str, dict[str, float]]:

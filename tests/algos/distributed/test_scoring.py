@@ -48,6 +48,12 @@ def kill(completions, **columns):
         os.kill(os.getpid(), signal.SIGKILL)
     return [len(text) for text in completions]
 
+def terminate(completions, **columns):
+    if once("terminate"):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(3600)
+    return [len(text) for text in completions]
+
 def hang(completions, **columns):
     if once("hang"):
         time.sleep(3600)
@@ -55,7 +61,7 @@ def hang(completions, **columns):
 
 def broken(completions, trainer_state, **columns):
     if trainer_state.global_step == 1:
-        raise KeyError("no such thing")
+        raise SystemExit("no such thing")
     return [1.0 for _ in completions]
 
 class Counts:
@@ -166,7 +172,7 @@ def test_scoring_goes_by_ordinals_ahead_of_the_trainer(code: Path, pooled: Make)
     assert steps == sorted([step for step in range(6) for _ in range(2)] * 2)
 
 
-@pytest.mark.parametrize("how", ["kill", "hang"])
+@pytest.mark.parametrize("how", ["kill", "terminate", "hang"])
 def test_what_a_lost_reward_worker_scored_is_scored_again(how: str, code: Path, pooled: Make):
     options = pooled(f"{code}:{how}", group_timeout=3)
     found = _run(grpo, options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -95,6 +96,8 @@ class RewardWorker:
     def __init__(self, cpus: int) -> None:
         self._cpus = cpus
         self._functions: RewardFunctions | None = None
+        # Ray's handler raises SystemExit, within a function as if that had called `sys.exit` itself.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def setup(self, setup: RewardSetup) -> tuple[int, RewardFacts] | Failure:
         """Load models and functions; the process's number, and what there is to know of them."""
