@@ -155,16 +155,18 @@ class RayCluster:
         subprocess.run([*command, "--deadline-remaining-seconds", "600"], check=True, capture_output=True)
 
     def processes(self, title: str) -> list[int]:
-        """Processes of this user whose title is this one, as Ray sets it."""
+        """Processes of this cluster whose title is this one, as Ray sets it: children of its raylets."""
+        nodes = self._cluster.list_all_nodes()
+        raylets = {each.process.pid for node in nodes for each in node.all_processes.get("raylet", ())}
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal():
                 try:
                     words = (entry / "cmdline").read_bytes()
-                    mine = entry.stat().st_uid == os.getuid()
+                    parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
                 except OSError:  # it has ended meanwhile
                     continue
-                if mine and words.split(b"\0")[0].decode(errors="replace").strip() == title:
+                if parent in raylets and words.split(b"\0")[0].decode(errors="replace").strip() == title:
                     found.append(int(entry.name))
         return found
 
