@@ -7,7 +7,7 @@ import signal
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,9 +16,6 @@ from rlhf_algos.distributed.pool import Failure
 from rlhf_algos.online.rollouts import completions_of, samples_of
 from rlhf_data import PromptExample, UserError, json_hash
 from rlhf_infer import Measured, RewardFunctionFactory, RewardFunctions, Rollout, Samples
-
-if TYPE_CHECKING:
-    from rlhf_algos.distributed.controller import Controller
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,7 @@ class RewardSetup:
         groups: Sequence[Sequence[Rollout]],
     ) -> Samples:
         """What is scored of a step's completions: a group for each prompt, and the columns to be seen."""
-        return samples_of(completions_of(prompts, groups, self.tokenizer), columns, step)
+        return samples_of(completions_of(prompts, groups, self.tokenizer), step, columns)
 
     def scoring(self, step: int, number: int, samples: Samples) -> Scoring:
         """The task of scoring a batch."""
@@ -134,22 +131,34 @@ class RewardWorker:
         return Measured(measured.rows, measured.metrics)
 
 
+class RewardPool(Protocol):
+    """What reward workers do for a trainer; the controller is one."""
+
+    def load_rewards(self, setup: RewardSetup) -> RewardFacts:
+        """Let workers load the functions; what a trainer must know of them."""
+        ...
+
+    def measure(self, batches: Sequence[Samples]) -> list[Measured]:
+        """What the functions give for batches."""
+        ...
+
+
 class PooledRewards(RewardFunctions):
-    """Reward functions that a controller's reward workers call.
+    """Reward functions that workers call.
 
     Args:
-        controller: of the workers; this waits until one of them has loaded the functions.
+        pool: the workers; this waits until one of them has loaded the functions.
         setup: how they do that.
 
     Raises:
         UserError: a function cannot be loaded, or has a state.
     """
 
-    def __init__(self, controller: Controller, setup: RewardSetup) -> None:
-        facts = controller.load_rewards(setup)
-        self._controller, self.sources = controller, ()
+    def __init__(self, pool: RewardPool, setup: RewardSetup) -> None:
+        facts = pool.load_rewards(setup)
+        self._pool, self.sources = pool, ()
         self.names, self.weights, self.may_leave_out = facts.names, facts.weights, facts.may_leave_out
 
     def measure(self, batches: Sequence[Samples]) -> list[Measured]:
         """See `RewardFunctions.measure`; each batch goes to a worker."""
-        return self._controller.measure(batches)
+        return self._pool.measure(batches)

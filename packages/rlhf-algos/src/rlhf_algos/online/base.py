@@ -18,9 +18,10 @@ from rlhf_algos.engine.step_examples import steps_of
 from rlhf_algos.online.rollouts import (
     Completion,
     StepTable,
-    column_names,
     completions_of,
     flat,
+    idle_completion,
+    in_parts,
     keep_tokens,
     rollout_metrics,
     samples_of,
@@ -203,8 +204,6 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
     ) -> tuple[list[Completion], StepTable]:
         """This process's completions with their texts, and the rewards of all of them.
 
-        Reward functions see those of `prompts_per_batch` prompts together.
-
         Args:
             prompts: the prompts of all processes.
             rollouts: `n` for each of this process's share of the prompts.
@@ -220,12 +219,10 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         width = len(self.rewards.names) + 4
         rows = torch.zeros(len(prompts) * n, width, device=self.device)
         if completions:
-            names = column_names(completion.prompt for completion in completions)
-            samples = samples_of(completions, names, self.step)
+            samples = samples_of(completions, self.step)
             if measured is None:
-                size = n * (prompts_together(self) or len(prompts))
-                batches = (completions[at : at + size] for at in range(0, len(completions), size))
-                measured = self.rewards.measure([samples_of(each, names, self.step) for each in batches])
+                together = n * (prompts_together(self) or len(prompts))
+                measured = self.rewards.measure(in_parts(samples, together))
             scores = self.rewards.joined(measured, samples)
             self._said = dict(scores.metrics)
             facts = [completion.facts(self.engine.eos_token_ids) for completion in completions]
@@ -386,11 +383,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         """A completion for a process that has none to take part with; it does not count."""
         if completions:
             return completions[:1]
-        prompt = next(iter(self.examples))
-        rollout = Rollout(prompt.prompt_ids, [self.engine.eos_token_ids[0]], [0.0], "stop")
-        idle = Completion(prompt, rollout, 0, weight=0.0)
-        idle.tokens = dict.fromkeys(self.token_fields, torch.zeros(1))
-        return [idle]
+        return [idle_completion(next(iter(self.examples)), self.engine.eos_token_ids[0], self.token_fields)]
 
     def _divergence(self, completions: Sequence[Completion], temperature: float | None) -> float:
         """Nats per token from the reference at this temperature, the k1 estimate over all completions."""

@@ -82,26 +82,41 @@ def completions_of(
     ]
 
 
+def idle_completion(prompt: PromptExample, token: int, fields: Iterable[str]) -> Completion:
+    """A completion of one token that does not count, for a process that has none."""
+    idle = Completion(prompt, Rollout(prompt.prompt_ids, [token], [0.0], "stop"), 0, weight=0.0)
+    idle.tokens = dict.fromkeys(fields, torch.zeros(1))
+    return idle
+
+
 def column_names(prompts: Iterable[PromptExample]) -> list[str]:
     """The further columns that any of the prompts has."""
     return sorted({name for prompt in prompts for name in prompt.columns})
 
 
-def samples_of(completions: Sequence[Completion], columns: Iterable[str], step: int) -> Samples:
+def samples_of(completions: Sequence[Completion], step: int, columns: Sequence[str] | None = None) -> Samples:
     """Completions as reward functions get them.
 
     Args:
         completions: B of them, with their texts.
-        columns: the columns that they see; None stands for a value that a prompt lacks.
         step: steps done.
+        columns: the columns that they see; None: those that any of their prompts has. None stands for a
+            value that a prompt lacks.
     """
+    names = column_names(each.prompt for each in completions) if columns is None else columns
     return Samples(
         [each.prompt.prompt for each in completions],
         [each.text for each in completions],
         [each.rollout.completion_ids for each in completions],
-        {name: [each.prompt.columns.get(name) for each in completions] for name in columns},
+        {name: [each.prompt.columns.get(name) for each in completions] for name in names},
         step,
     )
+
+
+def in_parts(samples: Samples, size: int) -> list[Samples]:
+    """Samples cut into parts of this size, the last one perhaps smaller."""
+    count = len(samples.completions)
+    return [samples.part(range(at, min(at + size, count))) for at in range(0, count, size)]
 
 
 @dataclass(frozen=True)
