@@ -5,9 +5,9 @@
 Faults are SIGKILL, SIGTERM, SIGSEGV and SIGSTOP (a hang) of a rollout or reward worker that idles, of one
 that samples or scores, and of the weights actor, SIGKILL of the driver, which is resumed with another number
 of workers, and of a whole machine of the cluster (its raylet). Prints a JSON line per run, and a summary with
-the median seconds from the first fault of a run to the end of the next step, by role: the driver's is a
-restart from the last checkpoint, after which steps are trained again. Exit code 1: bytes differ, or a run
-ended with an error. Ctrl-C ends it with the summary of what was done.
+the median seconds from a fault to the end of the second step after it, by role: the driver's is a restart
+from the last checkpoint, after which steps are trained again. Exit code 1: bytes differ, or a run ended with
+an error. Ctrl-C ends it with the summary of what was done.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ def main() -> None:
         "runs_that_differ": different,
         "faults": len(struck),
         "kinds": dict(Counter(f"{fault.how} of {fault.role}" for fault in struck)),
-        # A later fault of a run may have met an earlier one that was not over.
-        "recovery": recovery_by_role([each for _, recoveries in found for each in recoveries[:1]]),
+        "recovery": recovery_by_role([each for _, recoveries in found for each in recoveries]),
     }
     print(json.dumps(summary), flush=True)
     sys.exit(1 if different else 0)

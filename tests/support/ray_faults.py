@@ -97,7 +97,10 @@ class Fault:
 
 @dataclass(frozen=True)
 class Recovery:
-    """What a fault cost: seconds until the step after it was done, and steps that were trained again."""
+    """What a fault cost: seconds until the next two steps were done, and steps that were trained again.
+
+    Two, for who idles may have done its part of the step that is under way.
+    """
 
     fault: Fault
     seconds: float
@@ -219,7 +222,7 @@ class FaultyRuns:
                 process = self.start(run, rng.randint(1, 3), staleness)
             elif fault.role == "machine":
                 self._there.kill_machine()
-            self.wait(run, process, min(before + 1, STEPS))
+            self.wait(run, process, min(before + 2, STEPS))
             self.recoveries.append(Recovery(fault, round(time.monotonic() - began, 2), again))
         self._ended_well(run)
         return run
@@ -235,6 +238,10 @@ class FaultyRuns:
 
         def there() -> bool:
             found[:] = self._there.processes(TITLES[fault.role])
+            if (
+                fault.role != "weights"
+            ):  # else one of a driver that was killed might be met, which is still there
+                found[:] = [number for number in found if number in _ready(run)]
             return bool(found) or _steps(run) >= STEPS - 1
 
         self._wait(run, process, there)
@@ -344,6 +351,17 @@ def started(start: Callable[[], Any], *, seconds: float = 90.0, attempts: int = 
         return start()
     finally:
         services.get_node = look_up
+
+
+def _ready(run: Path) -> set[int]:
+    """Processes of the workers that came up for the present command."""
+    ready = set[int]()
+    for row in RunFolder(run).read_lines("workers.jsonl"):
+        if row["event"] == "start":
+            ready.clear()
+        elif row["event"] == "ready":
+            ready.add(row["pid"])
+    return ready
 
 
 def _steps(run: Path) -> int:
