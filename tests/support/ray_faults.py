@@ -238,10 +238,8 @@ class FaultyRuns:
 
         def there() -> bool:
             found[:] = self._there.processes(TITLES[fault.role])
-            if (
-                fault.role != "weights"
-            ):  # else one of a driver that was killed might be met, which is still there
-                found[:] = [number for number in found if number in _ready(run)]
+            if found and fault.role != "weights":  # not one of a driver before, which has not ended yet
+                found[:] = _ready(run) & set(found)
             return bool(found) or _steps(run) >= STEPS - 1
 
         self._wait(run, process, there)
