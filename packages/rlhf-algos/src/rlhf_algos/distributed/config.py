@@ -55,7 +55,8 @@ class DistributedConfig(BaseConfig):
     start_timeout: float = Field(default=600.0, gt=0)
     """Seconds that resources and workers may take to come up, the model's loading included."""
     max_worker_failures: int = Field(default=8, ge=0)
-    """Workers that may be lost within a step; one more ends the run."""
+    """Losses within a step, for each worker that there is, after which one more ends the run; a machine that
+    goes takes all of its workers, and those that are started there before Ray knows."""
     max_group_failures: int = Field(default=2, ge=0)
     """Errors while sampling a batch of prompts after which it is tried again; one more ends the run.
     An error of a reward function ends the run at once."""

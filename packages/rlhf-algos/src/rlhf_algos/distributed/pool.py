@@ -266,10 +266,11 @@ class Losses:
         """
         self.lost += 1
         _LOG.warning("lost %s", what)
-        if self.lost > self._config.max_worker_failures:
+        workers = self._config.rollout_workers + self._config.reward_workers
+        if self.lost > self._config.max_worker_failures * workers:
             raise UserError(
-                f"{self.lost} workers were lost within a step, more than distributed.max_worker_failures; "
-                f"the last one: {what}",
+                f"{self.lost} losses within a step, more than distributed.max_worker_failures for each of "
+                f"{workers} workers; the last one: {what}",
                 code="too_many_lost_workers",
                 lost=self.lost,
             )
