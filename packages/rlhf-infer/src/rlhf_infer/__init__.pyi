@@ -23,6 +23,7 @@ from rlhf_infer.judges.prompted import RuleJudge as RuleJudge
 from rlhf_infer.judges.prompted import verdict_rule as verdict_rule
 from rlhf_infer.judges.settings import APISettings as APISettings
 from rlhf_infer.rewards import ConstitutionalRewardWrapper as ConstitutionalRewardWrapper
+from rlhf_infer.rewards import Measured as Measured
 from rlhf_infer.rewards import RewardFunctionFactory as RewardFunctionFactory
 from rlhf_infer.rewards import RewardFunctions as RewardFunctions
 from rlhf_infer.rewards import RewardScores as RewardScores

@@ -44,8 +44,8 @@ class SamplingConfig(BaseConfig):
     max_kv_tokens: int = Field(default=1 << 18, ge=1)
     """Tokens in the KV cache at a time; transformers engine only."""
     prompts_per_batch: int | None = Field(default=None, ge=1)
-    """Prompts sampled together; null: all of a step, or 1 with rollout workers, each of which gets a batch.
-    Equal batches give equal bits, with workers or without."""
+    """Prompts sampled together, and scored; null: all of a step, or 1 with rollout workers, each of which
+    gets a batch.  Equal batches give equal bits, with workers or without."""
 
     @model_validator(mode="after")
     def _lengths_fit(self) -> Self:

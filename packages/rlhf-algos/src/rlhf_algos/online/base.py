@@ -15,13 +15,25 @@ from rlhf_algos.configs.online import OnlineConfig
 from rlhf_algos.engine.language_model import LanguageModelTrainer, LogpsModule
 from rlhf_algos.engine.optimizer_step import combined, epoch_order
 from rlhf_algos.engine.step_examples import steps_of
-from rlhf_algos.online.rollouts import Completion, StepTable, flat, keep_tokens, rollout_metrics, table_row
+from rlhf_algos.online.rollouts import (
+    Completion,
+    StepTable,
+    completions_of,
+    flat,
+    idle_completion,
+    in_parts,
+    keep_tokens,
+    rollout_metrics,
+    samples_of,
+    table_row,
+)
 from rlhf_algos.online.samples import keep_samples, stage_rows, start_completions
 from rlhf_algos.online.step_engine import (
     computes_as_trainer,
     engine_state,
     in_batches,
     load_engine_state,
+    prompts_together,
     sampling_params,
     settled,
     step_rollouts,
@@ -30,7 +42,14 @@ from rlhf_algos.online.step_engine import (
 from rlhf_algos.parallel.lockstep import generate_together
 from rlhf_algos.tracking.run_facts import pace
 from rlhf_data import PackedBatch, PromptExample, TokenSequence, UserError, pack
-from rlhf_infer import GenerationEngine, RewardFunctions, Rollout, SamplingParams, TransformersEngine
+from rlhf_infer import (
+    GenerationEngine,
+    Measured,
+    RewardFunctions,
+    Rollout,
+    SamplingParams,
+    TransformersEngine,
+)
 
 _LOG = logging.getLogger(__name__)
 _EVALUATION, _STAGE, _START = 1 << 31, 1 << 30, 1 << 29
@@ -137,9 +156,9 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         started = time.perf_counter()
         self.prepare()
         self.scorer.eval()
-        rollouts = step_rollouts(self, examples)
+        rollouts, measured = step_rollouts(self, examples)
         sampled = time.perf_counter()
-        completions, table = self.score(examples, rollouts, self.config.num_generations)
+        completions, table = self.score(examples, rollouts, self.config.num_generations, measured)
         metrics = rollout_metrics(table) | self._said | self.compute_advantages(completions, table)
         assessed = time.perf_counter()
         self.scorer.train()
@@ -177,7 +196,11 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         )
 
     def score(
-        self, prompts: Sequence[PromptExample], rollouts: Sequence[Sequence[Rollout]], n: int
+        self,
+        prompts: Sequence[PromptExample],
+        rollouts: Sequence[Sequence[Rollout]],
+        n: int,
+        measured: Sequence[Measured] | None = None,
     ) -> tuple[list[Completion], StepTable]:
         """This process's completions with their texts, and the rewards of all of them.
 
@@ -185,27 +208,22 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
             prompts: the prompts of all processes.
             rollouts: `n` for each of this process's share of the prompts.
             n: completions per prompt.
+            measured: what reward functions gave for these batches, where that is known.
 
         Raises:
             UserError: a reward function failed.
         """
-        rank, world = self.parallel.rank, self.parallel.world_size
-        completions = [
-            Completion(prompts[at], rollout, at * n + number, self.text_of(prompts[at], rollout))
-            for at, group in zip(range(rank, len(prompts), world), rollouts, strict=True)
-            for number, rollout in enumerate(group)
-        ]
-        columns = {name for completion in completions for name in completion.prompt.columns}
+        completions = completions_of(
+            prompts, rollouts, self.tokenizer, rank=self.parallel.rank, world=self.parallel.world_size
+        )
         width = len(self.rewards.names) + 4
         rows = torch.zeros(len(prompts) * n, width, device=self.device)
         if completions:
-            scores = self.rewards(
-                [completion.prompt.prompt for completion in completions],
-                [completion.text for completion in completions],
-                completion_ids=[completion.rollout.completion_ids for completion in completions],
-                columns={name: [each.prompt.columns.get(name) for each in completions] for name in columns},
-                step=self.step,
-            )
+            samples = samples_of(completions, self.step)
+            if measured is None:
+                together = n * (prompts_together(self) or len(prompts))
+                measured = self.rewards.measure(in_parts(samples, together))
+            scores = self.rewards.joined(measured, samples)
             self._said = dict(scores.metrics)
             facts = [completion.facts(self.engine.eos_token_ids) for completion in completions]
             places = torch.tensor([completion.index for completion in completions])
@@ -365,11 +383,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         """A completion for a process that has none to take part with; it does not count."""
         if completions:
             return completions[:1]
-        prompt = next(iter(self.examples))
-        rollout = Rollout(prompt.prompt_ids, [self.engine.eos_token_ids[0]], [0.0], "stop")
-        idle = Completion(prompt, rollout, 0, weight=0.0)
-        idle.tokens = dict.fromkeys(self.token_fields, torch.zeros(1))
-        return [idle]
+        return [idle_completion(next(iter(self.examples)), self.engine.eos_token_ids[0], self.token_fields)]
 
     def _divergence(self, completions: Sequence[Completion], temperature: float | None) -> float:
         """Nats per token from the reference at this temperature, the k1 estimate over all completions."""
@@ -380,11 +394,6 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
             sums = torch.stack([(old - ref).sum(), torch.tensor(len(old), device=self.device)])
         total, count = self.parallel.sum(sums.float()).tolist()
         return total / max(count, 1.0)
-
-    def text_of(self, prompt: PromptExample, rollout: Rollout) -> Any:
-        """A completion as reward functions get it: a text, or after messages the assistant's message."""
-        text = self.tokenizer.decode(rollout.completion_ids, skip_special_tokens=True)
-        return text if isinstance(prompt.prompt, str) else [{"role": "assistant", "content": text}]
 
     def seed_of(self, step: int) -> int:
         """Seed of the sampling of a step."""

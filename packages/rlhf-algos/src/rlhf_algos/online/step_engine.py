@@ -10,7 +10,7 @@ from rlhf_algos.configs.online import SamplingConfig
 from rlhf_algos.engine.step_examples import order_of, steps_of
 from rlhf_algos.process_group import broadcast
 from rlhf_data import PromptExample, RunFolder
-from rlhf_infer import GenerationEngine, Rollout, SamplingParams, TransformersEngine
+from rlhf_infer import GenerationEngine, Measured, Rollout, SamplingParams, TransformersEngine
 
 
 @runtime_checkable
@@ -21,17 +21,19 @@ class StepEngine(GenerationEngine, Protocol):
     """Steps by which sampling runs ahead of the trainer."""
     exact: bool
     """Whether it computes log-probs as the trainer would, of its present weights."""
+    prompts_per_batch: int
+    """Prompts whose completions are sampled together, and scored."""
 
     def publish(self, model: Any, version: int) -> None:
         """Take up the weights of the trainer's model, which `version` steps made."""
         ...
 
-    def begin(self, step: int, prompts: Sequence[Sequence[int]], n: int, params: SamplingParams) -> None:
+    def begin(self, step: int, prompts: Sequence[PromptExample], n: int, params: SamplingParams) -> None:
         """Begin to sample a step, with the weights after max(0, step - max_staleness) steps."""
         ...
 
-    def finish(self, step: int) -> list[list[Rollout]]:
-        """The completions of a step that has begun."""
+    def finish(self, step: int) -> tuple[list[list[Rollout]], list[Measured] | None]:
+        """The completions of a step that has begun; what reward functions gave, where the engine has them."""
         ...
 
     def settle(self) -> None:
@@ -94,17 +96,24 @@ def in_batches(
     return [group for batch in batches for group in engine.generate(batch, n, params)]
 
 
-def step_rollouts(trainer: Any, prompts: Sequence[PromptExample]) -> list[list[Rollout]]:
-    """Completions of a trainer's present step; the steps up to `max_staleness` ahead are begun too."""
+def prompts_together(trainer: Any) -> int | None:
+    """Prompts whose completions a trainer samples and scores together; None: all of a step."""
+    engine = trainer.engine
+    return engine.prompts_per_batch if isinstance(engine, StepEngine) else trainer.config.prompts_per_batch
+
+
+def step_rollouts(
+    trainer: Any, prompts: Sequence[PromptExample]
+) -> tuple[list[list[Rollout]], list[Measured] | None]:
+    """What `StepEngine.finish` gives of a trainer's present step; up to `max_staleness` more are begun."""
     engine, config = trainer.engine, trainer.config
     if not isinstance(engine, StepEngine):
-        return trainer.sample(prompts, config.num_generations, seed=trainer.seed_of(trainer.step))
+        return trainer.sample(prompts, config.num_generations, seed=trainer.seed_of(trainer.step)), None
     engine.publish(trainer.model, trainer.step)
     last = min(trainer.step + engine.max_staleness, trainer.total_steps - 1)
     for step in range(trainer.step, last + 1):
         asked = prompts if step == trainer.step else _prompts_of(trainer, step)
-        ids = [prompt.prompt_ids for prompt in asked]
-        engine.begin(step, ids, config.num_generations, sampling_params(config, trainer.seed_of(step)))
+        engine.begin(step, asked, config.num_generations, sampling_params(config, trainer.seed_of(step)))
     return engine.finish(trainer.step)
 
 
