@@ -6,11 +6,18 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from rlhf_algos.configs.online import SamplingConfig
+from rlhf_algos.configs.online import OnlineConfig, SamplingConfig
 from rlhf_algos.engine.step_examples import order_of, steps_of
 from rlhf_algos.process_group import broadcast
-from rlhf_data import PromptExample, RunFolder
-from rlhf_infer import GenerationEngine, Rollout, SamplingParams, TransformersEngine
+from rlhf_data import PromptExample, RunFolder, UserError
+from rlhf_infer import (
+    GenerationEngine,
+    PreviousCompletions,
+    Rollout,
+    SamplingParams,
+    SpeculativeDecoder,
+    TransformersEngine,
+)
 
 
 @runtime_checkable
@@ -49,6 +56,41 @@ class StepEngine(GenerationEngine, Protocol):
     def load_state(self, state: dict[str, Any]) -> None:
         """Load what `state` returned."""
         ...
+
+
+def engine_for(
+    config: OnlineConfig, model: Any, tokenizer: Any, engine: GenerationEngine | None
+) -> GenerationEngine:
+    """The engine of a trainer: the one that it is given, or one that samples from its model itself.
+
+    Raises:
+        UserError: speculation is on, and the engine is another one.
+    """
+    if not config.speculation:
+        return engine or TransformersEngine(model, tokenizer, max_batch_tokens=config.max_kv_tokens)
+    if engine is not None:
+        raise UserError(
+            "speculation is for the trainer's own engine; leave out speculation or the engine",
+            code="conflicting_options",
+        )
+    return SpeculativeDecoder(model, tokenizer, PreviousCompletions(), max_batch_tokens=config.max_kv_tokens)
+
+
+def keep_guesses(engine: GenerationEngine, rollouts: Sequence[Sequence[Rollout]]) -> dict[str, float]:
+    """Keep a step's completions where the engine guesses from those of the last epoch; metrics of that.
+
+    `speculation/agreement`: tokens up to which completions are those of the last epoch, from its end on.
+    """
+    previous = _previous(engine)
+    if previous is None:
+        return {}
+    previous.keep(rollouts)
+    return {} if previous.agreement is None else {"speculation/agreement": previous.agreement}
+
+
+def _previous(engine: GenerationEngine) -> PreviousCompletions | None:
+    drafter = engine.drafter if isinstance(engine, SpeculativeDecoder) else None
+    return drafter if isinstance(drafter, PreviousCompletions) else None
 
 
 def sampling_params(config: SamplingConfig, seed: int, temperature: float | None = None) -> SamplingParams:
@@ -127,6 +169,8 @@ def settled(engine: GenerationEngine, run: RunFolder | None) -> Iterator[None]:
 
 def engine_state(engine: GenerationEngine) -> dict[str, Any]:
     """What a checkpoint keeps of an engine, by its key."""
+    if (previous := _previous(engine)) is not None:
+        return {"previous": previous.state()}
     return {"engine": engine.state()} if isinstance(engine, StepEngine) else {}
 
 
@@ -134,6 +178,8 @@ def load_engine_state(engine: GenerationEngine, state: Mapping[str, Any]) -> Non
     """Load what `engine_state` returned, of a checkpoint that may be without."""
     if isinstance(engine, StepEngine):
         engine.load_state(state.get("engine", {}))
+    if (previous := _previous(engine)) is not None and "previous" in state:
+        previous.load_state(state["previous"])
 
 
 def _prompts_of(trainer: Any, step: int) -> Sequence[PromptExample]:

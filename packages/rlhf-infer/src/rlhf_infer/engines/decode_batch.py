@@ -159,6 +159,10 @@ class Rows:
         """Places of the completions that have not finished."""
         return self.place[self.alive].tolist()
 
+    def drawn(self, place: int) -> int:
+        """Tokens of the completion in this place."""
+        return int(self._lengths[place]) or self.length
+
     def finish(self, ends: np.ndarray, reason: Literal["stop", "length"]) -> None:
         """Finish the rows marked in `ends` (B,) that are unfinished."""
         for place in self.place[ends & self.alive]:

@@ -112,7 +112,7 @@ class Sampler:
                 range(0, len(hidden), self._rows_per_chunk), hidden.split(self._rows_per_chunk), strict=True
             )
         ]
-        found = SampledTokens(*(drawn[0] if len(drawn) == 1 else map(torch.cat, zip(*drawn, strict=True))))
+        found = _joined(drawn)
         if self._seen is not None:
             self._seen.scatter_(1, found.tokens[:, None], True)
         if self._counts is not None:
@@ -121,8 +121,34 @@ class Sampler:
             self._masks.accept(found.tokens)
         return found
 
+    def draw_at(
+        self, head: Callable[[Tensor], Tensor], hidden: Tensor, rows: Tensor, steps: Tensor
+    ) -> SampledTokens:
+        """The tokens that rows draw in any of their places, several places of a row at once.
+
+        Args:
+            head: maps states to fp32 logits (*, V).
+            hidden: (M, hidden) states of the tokens before these places.
+            rows: (M,) whose places they are.
+            steps: (M,) tokens that come before them in the completion.
+
+        Raises:
+            ValueError: what a row has drawn before changes what it may draw, see `remembers`.
+        """
+        if remembers(self._params):
+            raise ValueError("penalties, processors and constraints need the tokens one after the other")
+        size = self._rows_per_chunk
+        parts = zip(hidden.split(size), rows.split(size), steps.split(size), strict=True)
+        return _joined(
+            [self._draw_chunk(head(states), row, step, lambda row: None) for states, row, step in parts]
+        )
+
     def _draw_chunk(
-        self, logits: Tensor, rows: slice, step: int, completions: Callable[[int], list[int] | None]
+        self,
+        logits: Tensor,
+        rows: slice | Tensor,
+        step: int | Tensor,
+        completions: Callable[[int], list[int] | None],
     ) -> tuple[Tensor, ...]:
         params, greedy = self._params, self._params.temperature == 0
         temperature = 1.0 if greedy else params.temperature
@@ -143,7 +169,11 @@ class Sampler:
         return *chosen, likeliest.indices, likeliest.values
 
     def _processed(
-        self, logits: Tensor, rows: slice, step: int, completions: Callable[[int], list[int] | None]
+        self,
+        logits: Tensor,
+        rows: slice | Tensor,
+        step: int | Tensor,
+        completions: Callable[[int], list[int] | None],
     ) -> Tensor:
         """The logits (B, V) after penalties, bias, processors and constraint; a copy if changed."""
         params, changed = self._params, logits
@@ -151,13 +181,17 @@ class Sampler:
             penalty = params.repetition_penalty
             penalised = torch.where(logits < 0, logits * penalty, logits / penalty)
             changed = torch.where(self._seen[rows], penalised, logits)
-        if step < params.min_new_tokens:
-            changed = changed.index_fill(-1, self._ends, -torch.inf)
+        early = step < params.min_new_tokens
+        if early if isinstance(early, bool) else early.any():
+            held = changed.index_fill(-1, self._ends, -torch.inf)
+            changed = held if isinstance(early, bool) else torch.where(early[:, None], held, changed)
         if self._counts is not None:
             counts = self._counts[rows]
             changed = changed - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
         if len(self._biased):
             changed = changed.index_add(-1, self._biased, self._bias.expand(len(changed), -1))
+        if isinstance(rows, Tensor):
+            return changed
         if params.logits_processors:
             changed = changed.clone() if changed is logits else changed
             for row in range(len(logits)):
@@ -165,6 +199,16 @@ class Sampler:
                 if completion is not None:
                     changed[row] = _through_processors(params, completion, changed[row])
         return changed if self._masks is None else self._masks.masked(changed, rows)
+
+
+def remembers(params: SamplingParams) -> bool:
+    """Whether the tokens that a completion has change, other than through the model, what comes next."""
+    penalised = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+    return bool(penalised or params.logits_processors or params.constraint is not None)
+
+
+def _joined(drawn: Sequence[tuple[Tensor, ...]]) -> SampledTokens:
+    return SampledTokens(*(drawn[0] if len(drawn) == 1 else map(torch.cat, zip(*drawn, strict=True))))
 
 
 def _through_processors(params: SamplingParams, completion: list[int], logits: Tensor) -> Tensor:

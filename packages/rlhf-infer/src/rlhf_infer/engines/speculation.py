@@ -1,0 +1,71 @@
+"""Speculative decoding: several guessed tokens of every row are computed in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rlhf_infer.engines.decode_batch import Cohort
+from rlhf_infer.engines.drafts import Drafter
+from rlhf_infer.engines.kv_cache import PromptCache, RaggedAttention
+from rlhf_infer.engines.protocol import SamplingParams, ends_of
+from rlhf_infer.engines.sampler import remembers
+from rlhf_infer.engines.speculative_batch import RaggedRows, SpeculativeCohort
+from rlhf_infer.engines.transformers_engine import TransformersEngine
+from rlhf_models import causal_lm
+
+
+class SpeculativeDecoder(TransformersEngine):
+    """A `TransformersEngine` that computes guesses of the next tokens along with the last one.
+
+    A token is always drawn from the model's distribution by the random number that belongs to its place, as
+    without speculation; a guess that turns out to be that token has saved a pass, any other changes nothing.
+    So completions are those of the plain engine token for token, greedy or sampled, whatever the guesses;
+    only rounding differs (log-probs by 1e-5, and a token where two are equally likely). Drafters that draw
+    by the same random numbers guess better, without having to know the model's distribution (Daliri, Musco
+    and Suresh 2024, arXiv:2408.07978). A guess x is right with the probability p(x), as in the rule of
+    Leviathan et al. 2023 (arXiv:2211.17192) for a draft that is certain of x.
+
+    Samples with penalties, logits processors or a constraint, and models with a sliding window shorter than
+    prompt and completion, are decoded plainly.
+
+    Args:
+        model: as in `TransformersEngine`.
+        tokenizer: as in `TransformersEngine`.
+        drafter: makes the guesses.
+        **options: those of `TransformersEngine`.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, drafter: Drafter, **options: Any) -> None:
+        super().__init__(model, tokenizer, **options)
+        self.drafter = drafter
+
+    def _cohort(
+        self,
+        prompts: list[tuple[int, ...]],
+        samples: range,
+        params: SamplingParams,
+        prefilled: tuple[PromptCache, torch.Tensor],
+        seeds: Sequence[int] | None = None,
+    ) -> Cohort:
+        cache, hidden = prefilled
+        window = getattr(causal_lm(self.model).config.get_text_config(), "sliding_window", None)
+        fits = window is None or cache.longest + params.max_new_tokens <= window
+        drafts = None
+        if fits and not remembers(params):
+            drafts = self.drafter.begin(prompts, samples, params, seeds)
+        if drafts is None:
+            return super()._cohort(prompts, samples, params, prefilled, seeds)
+        return SpeculativeCohort(
+            RaggedRows(prompts, samples, params.max_new_tokens, raw=params.raw_logprobs),
+            self._sampler(prompts, samples, params, seeds),
+            RaggedAttention(cache, len(samples), params.max_new_tokens),
+            drafts=drafts,
+            lengths=cache.lengths,
+            hidden=hidden,
+            params=params,
+            ends=ends_of(params, self.eos_token_ids),
+            stops=self._stop_texts(params),
+        )
