@@ -95,6 +95,7 @@ def _previous(engine: GenerationEngine) -> PreviousCompletions | None:
 
 def sampling_params(config: SamplingConfig, seed: int, temperature: float | None = None) -> SamplingParams:
     """How a trainer samples; `temperature` instead of that of training."""
+    alike = isinstance(config, OnlineConfig) and config.common_random_numbers and not config.use_vllm
     return SamplingParams(
         config.max_completion_length,
         config.temperature if temperature is None else temperature,
@@ -105,6 +106,7 @@ def sampling_params(config: SamplingConfig, seed: int, temperature: float | None
         repetition_penalty=config.repetition_penalty,
         stop=config.stop,
         min_new_tokens=config.min_completion_length,
+        coupled=alike,
     )
 
 

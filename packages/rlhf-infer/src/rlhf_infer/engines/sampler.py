@@ -19,6 +19,10 @@ _NUCLEUS = 256
 """Tokens that are sorted for top-p at first; more only where they have too little probability."""
 
 
+_RUNNERS = 64
+"""Tokens that have noise of their own in a race."""
+
+
 @dataclass(frozen=True)
 class SampledTokens:
     """The next tokens of B rows.
@@ -39,7 +43,7 @@ class SampledTokens:
 
 
 class Sampler:
-    """Draws the next tokens of B rows by inverting cumulative distributions.
+    """Draws the next tokens of B rows by inverting cumulative distributions, or by races.
 
     Args:
         params: see `SamplingParams`.
@@ -161,7 +165,7 @@ class Sampler:
             wanted = logps
             if processed is not logits or params.top_k or params.top_p < 1 or params.min_p:
                 wanted = truncated(processed / temperature, params).log_softmax(-1)
-            tokens = invert(wanted, self._uniforms[rows, step])
+            tokens = (race if params.coupled else invert)(wanted, self._uniforms[rows, step])
         chosen = tokens, *(each.gather(-1, tokens[:, None])[:, 0] for each in (logps, raw))
         if not params.top_logprobs:
             return chosen
@@ -259,6 +263,45 @@ def invert(logps: Tensor, uniforms: Tensor) -> Tensor:
     cumulative = logps.double().exp_().cumsum_(-1)
     draw = uniforms[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, draw, right=True)[:, 0].clamp_(max=logps.shape[-1] - 1)
+
+
+def race(logps: Tensor, uniforms: Tensor) -> Tensor:
+    """Tokens (B,) that win a race: argmax of log p + Gumbel noise, which belongs to the place and the token.
+
+    So the token is drawn from p (Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030), and two distributions
+    with total variation t between them draw different tokens with probability 2t / (1 + t) at most (Daliri,
+    Musco and Suresh 2024, arXiv:2408.07978); inverting cumulative distributions has no such bound. The
+    likeliest tokens run by themselves; the others as one, and one of them is drawn if that wins.
+
+    Args:
+        logps: (B, V), -inf for what cannot be drawn.
+        uniforms: (B,) float64 in [0, 1), one for each place, of which the noise is hashed.
+    """
+    alone, tokens = logps.double().topk(min(_RUNNERS, logps.shape[-1]), -1)
+    noise = _hashed(uniforms, tokens)
+    if alone.shape[-1] < logps.shape[-1]:
+        others = logps.double().exp().scatter_(-1, tokens, 0.0)
+        together = others.sum(-1, keepdim=True)
+        drawn = invert(others.log(), _hashed(uniforms, torch.full_like(tokens[:, :1], -2))[:, 0])
+        alone, tokens = torch.cat([alone, together.log()], -1), torch.cat([tokens, drawn[:, None]], -1)
+        noise = torch.cat([noise, _hashed(uniforms, torch.full_like(drawn[:, None], -1))], -1)
+    winner = (alone - (-noise.log()).log()).argmax(-1, keepdim=True)
+    return tokens.gather(-1, winner)[:, 0]
+
+
+def _hashed(uniforms: Tensor, tokens: Tensor) -> Tensor:
+    """(B, K) float64 in (0, 1): SplitMix64's finaliser over a place's uniform (B,) and tokens (B, K)."""
+    state = (uniforms * (1 << 53)).long()[:, None] * _signed(0x9E3779B97F4A7C15)
+    state = state + tokens * _signed(0xD1342543DE82EF95)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        state = (state ^ ((state >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)
+    state = state ^ ((state >> 31) & ((1 << 33) - 1))
+    return (((state >> 11) & ((1 << 53) - 1)).double() + 0.5) / (1 << 53)
+
+
+def _signed(word: int) -> int:
+    """A 64-bit word as torch's int64 has it."""
+    return word - (1 << 64) if word >> 63 else word
 
 
 def uniforms(

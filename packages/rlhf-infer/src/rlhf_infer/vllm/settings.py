@@ -114,6 +114,12 @@ def check_requests(prompts: Sequence[Sequence[int]], params: SamplingParams, lim
             code="invalid_value",
             key="logits_processors",
         )
+    if params.coupled:
+        raise UserError(
+            "vLLM draws tokens its own way; use the transformers engine for coupled",
+            code="invalid_value",
+            key="coupled",
+        )
     if params.raw_logprobs:
         raise UserError(
             "this engine's log-probs are those at the sampling temperature; use the transformers engine for "
