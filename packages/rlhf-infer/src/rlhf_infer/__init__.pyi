@@ -3,6 +3,7 @@ from rlhf_infer.engines.constraints import Grammars as Grammars
 from rlhf_infer.engines.continuous_batching import ContinuousBatcher as ContinuousBatcher
 from rlhf_infer.engines.continuous_batching import OnToken as OnToken
 from rlhf_infer.engines.continuous_batching import TopLogps as TopLogps
+from rlhf_infer.engines.draft_model import DraftModel as DraftModel
 from rlhf_infer.engines.drafts import Drafter as Drafter
 from rlhf_infer.engines.drafts import NgramDrafter as NgramDrafter
 from rlhf_infer.engines.drafts import PreviousCompletions as PreviousCompletions

@@ -19,6 +19,9 @@ _GRAMS = (3, 2)
 class Drafter(Protocol):
     """Makes guesses for cohorts of samples."""
 
+    measured: bool
+    """Whether the time that guesses cost and save decides when they are made; else the drafter does."""
+
     def begin(
         self, prompts: Sequence[tuple[int, ...]], samples: range, params: SamplingParams, seeds: Any
     ) -> RowDrafts | None:
@@ -36,6 +39,8 @@ class PreviousCompletions:
     Args:
         least: tokens of a completion that must agree on average for guessing to pay.
     """
+
+    measured = False
 
     def __init__(self, least: float = 8.0) -> None:
         self.least = least
@@ -98,7 +103,7 @@ class _WholeDrafts:
         guesses = np.take_along_axis(known, np.minimum(at, known.shape[1] - 1), 1)
         return np.where(inside, guesses, -1)
 
-    def keep(self, kept: np.ndarray) -> None:
+    def keep(self, kept: np.ndarray, prompts: np.ndarray) -> None:
         """See `RowDrafts.keep`; the table goes by place."""
 
 
@@ -111,6 +116,8 @@ class NgramDrafter:
     Args:
         most: guesses of a row in one pass.
     """
+
+    measured = True
 
     def __init__(self, most: int = 16) -> None:
         self.most = most
@@ -151,7 +158,7 @@ class _NgramDrafts:
             guesses[row, : len(guess)] = guess
         return guesses
 
-    def keep(self, kept: np.ndarray) -> None:
+    def keep(self, kept: np.ndarray, prompts: np.ndarray) -> None:
         """See `RowDrafts.keep`; texts go by place."""
 
 

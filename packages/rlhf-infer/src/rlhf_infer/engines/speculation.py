@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from rlhf_infer.engines.decode_batch import Cohort
 from rlhf_infer.engines.drafts import Drafter
 from rlhf_infer.engines.kv_cache import PromptCache, RaggedAttention
+from rlhf_infer.engines.payoff import Payoff
 from rlhf_infer.engines.protocol import SamplingParams, ends_of
 from rlhf_infer.engines.sampler import remembers
 from rlhf_infer.engines.speculative_batch import RaggedRows, SpeculativeCohort
@@ -28,6 +30,8 @@ class SpeculativeDecoder(TransformersEngine):
     and Suresh 2024, arXiv:2408.07978). A guess x is right with the probability p(x), as in the rule of
     Leviathan et al. 2023 (arXiv:2211.17192) for a draft that is certain of x.
 
+    Guesses that cost more time than they save are left out, by measurement where the drafter does not know.
+
     Samples with penalties, logits processors or a constraint, and models with a sliding window shorter than
     prompt and completion, are decoded plainly.
 
@@ -41,6 +45,17 @@ class SpeculativeDecoder(TransformersEngine):
     def __init__(self, model: Any, tokenizer: Any, drafter: Drafter, **options: Any) -> None:
         super().__init__(model, tokenizer, **options)
         self.drafter = drafter
+        self._payoff = Payoff()
+
+    def advance(self, cohorts: Sequence[Cohort], *, row_sizes: Sequence[int] = ()) -> None:
+        """See `TransformersEngine.advance`; its time is what decides about guesses."""
+        before = [(each, _guessed(each), len(each.rows.live()), each.rows.total) for each in cohorts]
+        started = time.perf_counter()
+        super().advance(cohorts, row_sizes=row_sizes)
+        seconds = time.perf_counter() - started
+        for each, guessed, rows, tokens in before:
+            self._payoff.gained(rows, guessed, each.rows.total - tokens)
+            self._payoff.took(rows, _guessed(each), seconds)
 
     def _cohort(
         self,
@@ -54,7 +69,8 @@ class SpeculativeDecoder(TransformersEngine):
         window = getattr(causal_lm(self.model).config.get_text_config(), "sliding_window", None)
         fits = window is None or cache.longest + params.max_new_tokens <= window
         drafts = None
-        if fits and not remembers(params):
+        wanted = self._payoff.pays if self.drafter.measured else _always
+        if fits and not remembers(params) and wanted(len(prompts) * len(samples)):
             drafts = self.drafter.begin(prompts, samples, params, seeds)
         if drafts is None:
             return super()._cohort(prompts, samples, params, prefilled, seeds)
@@ -63,9 +79,19 @@ class SpeculativeDecoder(TransformersEngine):
             self._sampler(prompts, samples, params, seeds),
             RaggedAttention(cache, len(samples), params.max_new_tokens),
             drafts=drafts,
+            wanted=wanted,
             lengths=cache.lengths,
             hidden=hidden,
             params=params,
             ends=ends_of(params, self.eos_token_ids),
             stops=self._stop_texts(params),
         )
+
+
+def _guessed(cohort: Cohort) -> bool:
+    return isinstance(cohort, SpeculativeCohort) and cohort.guessed
+
+
+def _always(rows: int) -> bool:
+    del rows
+    return True

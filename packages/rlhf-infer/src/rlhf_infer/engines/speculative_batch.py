@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from rlhf_infer.engines.decode_batch import Cohort, Rows
-from rlhf_infer.engines.sampler import SampledTokens
+from rlhf_infer.engines.kv_cache import RaggedAttention
+from rlhf_infer.engines.sampler import SampledTokens, Sampler
 
 
 class RowDrafts(Protocol):
@@ -20,8 +21,8 @@ class RowDrafts(Protocol):
         """(B, K) tokens that the rows of the batch may draw next, in order; -1 after the last guess."""
         ...
 
-    def keep(self, kept: np.ndarray) -> None:
-        """Go on with these rows (B',) of the batch only, ascending."""
+    def keep(self, kept: np.ndarray, prompts: np.ndarray) -> None:
+        """Go on with these rows (B',) of the batch only, ascending, and their prompts (B',)."""
         ...
 
 
@@ -32,6 +33,11 @@ class RaggedRows(Rows):
     def lengths(self) -> np.ndarray:
         """(B,) tokens of the rows of the batch."""
         return self._lengths[self.place]
+
+    @property
+    def total(self) -> int:
+        """See `Rows.total`."""
+        return int(self._lengths.sum())
 
     def drawn(self, place: int) -> int:
         """See `Rows.drawn`."""
@@ -74,15 +80,29 @@ class SpeculativeCohort(Cohort):
 
     Args:
         rows: the completions, empty.
-        drafts: guesses for them.
-        **parts: see `Cohort`; the attention is a `RaggedAttention`.
+        sampler: draws their tokens.
+        attention: a `RaggedAttention`.
+        drafts: guesses for the rows.
+        wanted: whether to guess in the next pass, given how many rows are unfinished.
+        **options: see `Cohort`.
     """
 
     rows: RaggedRows
 
-    def __init__(self, rows: RaggedRows, *parts: Any, drafts: RowDrafts, **options: Any) -> None:
-        super().__init__(rows, *parts, **options)
-        self._drafts = drafts
+    def __init__(
+        self,
+        rows: RaggedRows,
+        sampler: Sampler,
+        attention: RaggedAttention,
+        *,
+        drafts: RowDrafts,
+        wanted: Callable[[int], bool] = lambda rows: True,
+        **options: Any,
+    ) -> None:
+        super().__init__(rows, sampler, attention, **options)
+        self.guessed = False
+        """Whether guesses were asked for in the last pass."""
+        self._drafts, self._wanted = drafts, wanted
         self._fed = np.zeros((len(rows.place), 1), dtype=np.int64)
         self._counts = np.ones(len(rows.place), dtype=np.int64)
 
@@ -111,7 +131,7 @@ class SpeculativeCohort(Cohort):
             self._starts = self._starts[index]
             self._sampler.keep(index)
             self._attention.keep_rows(index, self.rows.prompt)
-            self._drafts.keep(kept)
+            self._drafts.keep(kept, self.rows.prompt)
         self._feed(hidden.device)
 
     def _indices(self) -> tuple[np.ndarray, np.ndarray]:
@@ -150,7 +170,8 @@ class SpeculativeCohort(Cohort):
         """Make `tokens` of each row's newest token and the guesses after it."""
         rows = self.rows
         lengths = rows.lengths
-        guesses = self._drafts.propose(rows)
+        self.guessed = self._wanted(int(rows.alive.sum()))
+        guesses = self._drafts.propose(rows) if self.guessed else np.zeros((len(lengths), 0), dtype=np.int64)
         room = np.where(rows.alive, self._params.max_new_tokens - 1 - lengths, 0)
         known = (guesses >= 0) & (np.arange(guesses.shape[1]) < room[:, None])
         known = np.cumprod(known, 1).astype(bool)
