@@ -28,7 +28,7 @@ class DraftModel(TransformersEngine):
         guesses: tokens that it draws for a pass.
     """
 
-    measured = True
+    measured = couples = True
 
     def __init__(self, model: Any, tokenizer: Any, *, guesses: int = 4) -> None:
         super().__init__(model.eval(), tokenizer)

@@ -21,6 +21,8 @@ class Drafter(Protocol):
 
     measured: bool
     """Whether the time that guesses cost and save decides when they are made; else the drafter does."""
+    couples: bool
+    """Whether samples are to be drawn with `SamplingParams.coupled`, so that its guesses are right more often."""
 
     def begin(
         self, prompts: Sequence[tuple[int, ...]], samples: range, params: SamplingParams, seeds: Any
@@ -40,7 +42,7 @@ class PreviousCompletions:
         least: tokens of a completion that must agree on average for guessing to pay.
     """
 
-    measured = False
+    measured = couples = False
 
     def __init__(self, least: float = 8.0) -> None:
         self.least = least
@@ -114,20 +116,20 @@ class NgramDrafter:
     same time (prompt lookup decoding, https://github.com/apoorvumang/prompt-lookup-decoding).
 
     Args:
-        most: guesses of a row in one pass.
+        guesses: of a row in one pass, at most.
     """
 
-    measured = True
+    measured, couples = True, False
 
-    def __init__(self, most: int = 16) -> None:
-        self.most = most
+    def __init__(self, guesses: int = 16) -> None:
+        self.guesses = guesses
 
     def begin(
         self, prompts: Sequence[tuple[int, ...]], samples: range, params: SamplingParams, seeds: Any
     ) -> RowDrafts | None:
         """See `Drafter.begin`."""
         del params, seeds
-        return _NgramDrafts(prompts, len(samples), self.most)
+        return _NgramDrafts(prompts, len(samples), self.guesses)
 
 
 class _NgramDrafts:
@@ -136,7 +138,7 @@ class _NgramDrafts:
         self._prompt_lengths = [len(text) for text in self._texts]
         self._places: list[dict[tuple[int, ...], tuple[list[int], int]]] = [{} for _ in prompts]
         self._samples, self._most = samples, most
-        self._sizes, self._guessed = [2] * len(self._texts), [0] * len(self._texts)
+        self._sizes, self._guessed = [min(2, most)] * len(self._texts), [0] * len(self._texts)
         for prompt, places in enumerate(self._places):
             text = self._texts[prompt * samples]
             _learn(places, text, 1, len(text))
@@ -151,7 +153,7 @@ class _NgramDrafts:
             text += rows.tokens[place, had - self._prompt_lengths[place] : rows.drawn(place)].tolist()
             if self._guessed[place]:
                 right = end - had > self._guessed[place]
-                self._sizes[place] = min(2 * self._sizes[place], self._most) if right else 2
+                self._sizes[place] = min(2 * self._sizes[place] if right else 2, self._most)
             guess = _following(places, text, self._sizes[place])
             _learn(places, text, had, end)
             self._guessed[place] = len(guess)

@@ -19,7 +19,7 @@ _NUCLEUS = 256
 """Tokens that are sorted for top-p at first; more only where they have too little probability."""
 
 
-_RUNNERS = 64
+_RUNNERS = 256
 """Tokens that have noise of their own in a race."""
 
 

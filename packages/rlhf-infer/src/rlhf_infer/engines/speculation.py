@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,10 +26,11 @@ class SpeculativeDecoder(TransformersEngine):
     A token is always drawn from the model's distribution by the random number that belongs to its place, as
     without speculation; a guess that turns out to be that token has saved a pass, any other changes nothing.
     So completions are those of the plain engine token for token, greedy or sampled, whatever the guesses;
-    only rounding differs (log-probs by 1e-5, and a token where two are equally likely). Drafters that draw
-    by the same random numbers guess better, without having to know the model's distribution (Daliri, Musco
-    and Suresh 2024, arXiv:2408.07978). A guess x is right with the probability p(x), as in the rule of
-    Leviathan et al. 2023 (arXiv:2211.17192) for a draft that is certain of x.
+    only rounding differs (log-probs by 1e-5, and a token where two are equally likely). A fixed guess x is
+    right with the probability p(x), as in the rule of Leviathan et al. 2023 (arXiv:2211.17192) for a draft
+    that is certain of x. A draft model draws by the same random numbers, which makes its guesses right nearly
+    as often as that rule would (Daliri, Musco and Suresh 2024, arXiv:2408.07978); for it all samples are
+    drawn with `SamplingParams.coupled`, so they are other ones than without, of the same distribution.
 
     Guesses that cost more time than they save are left out, by measurement where the drafter does not know.
 
@@ -69,6 +71,8 @@ class SpeculativeDecoder(TransformersEngine):
         window = getattr(causal_lm(self.model).config.get_text_config(), "sliding_window", None)
         fits = window is None or cache.longest + params.max_new_tokens <= window
         drafts = None
+        if self.drafter.couples:
+            params = replace(params, coupled=True)
         wanted = self._payoff.pays if self.drafter.measured else _always
         if fits and not remembers(params) and wanted(len(prompts) * len(samples)):
             drafts = self.drafter.begin(prompts, samples, params, seeds)
