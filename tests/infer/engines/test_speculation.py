@@ -150,9 +150,27 @@ def test_right_guesses_save_passes_and_wrong_ones_cost_none(
     other = SamplingParams(100, seed=2)
     assert_same(speculative.generate(PROMPTS, 2, other), engine.generate(PROMPTS, 2, other))
     assert len(passes) == 2 * 100
-    previous.keep(speculative.generate(PROMPTS, 2, other))
-    assert previous.agreement is not None and previous.agreement < 8
-    assert previous.begin([tuple(PROMPTS[0])], range(2), params, None) is None
+    fresh = PreviousCompletions()
+    fresh.keep(expected)
+    fresh.keep(speculative.generate(PROMPTS, 2, other))
+    assert fresh.agreement is not None and fresh.agreement < 8
+    assert fresh.begin([tuple(PROMPTS[0])], range(2), params, None) is None
+
+
+def test_what_guesses_save_goes_by_the_row_that_goes_on_alone_for_longest() -> None:
+    def kept(*agreed: int) -> PreviousCompletions:
+        previous = PreviousCompletions()
+        old = [Rollout([5], [7] * 64, [0.0] * 64, "length") for _ in agreed]
+        new = [Rollout([5], [7] * same + [8] * (64 - same), [0.0] * 64, "length") for same in agreed]
+        previous.keep([old])
+        previous.keep([new])
+        return previous
+
+    # A pass is 100 rows, 1.2 times that where rows differ: (6400 + 128) / (120 * 64 / 32 + 128).
+    assert kept(64, 64).saving == pytest.approx(6528 / 368)
+    # One row draws 60 tokens alone, and 32 guesses of two rows were for nothing.
+    assert kept(64, 4).saving == pytest.approx(6528 / (120 * 62 + 128 + 64))
+    assert kept(64, 4).agreement == 34
 
 
 def test_the_state_of_previous_completions_is_all_there_is(lively_model: Any) -> None:

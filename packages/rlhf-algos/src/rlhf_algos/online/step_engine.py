@@ -79,13 +79,16 @@ def engine_for(
 def keep_guesses(engine: GenerationEngine, rollouts: Sequence[Sequence[Rollout]]) -> dict[str, float]:
     """Keep a step's completions where the engine guesses from those of the last epoch; metrics of that.
 
-    `speculation/agreement`: tokens up to which completions are those of the last epoch, from its end on.
+    From the second epoch on `speculation/agreement`, the tokens up to which completions are those of the last
+    epoch, and `speculation/saving`, the ratio of times that follows from that.
     """
     previous = _previous(engine)
     if previous is None:
         return {}
     previous.keep(rollouts)
-    return {} if previous.agreement is None else {"speculation/agreement": previous.agreement}
+    if previous.agreement is None or previous.saving is None:
+        return {}
+    return {"speculation/agreement": previous.agreement, "speculation/saving": previous.saving}
 
 
 def _previous(engine: GenerationEngine) -> PreviousCompletions | None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-_FEW = 8
-"""Rows up to which guessing is tried first; a pass over more costs nearly as much more as it has tokens."""
 _TRIAL = 4
-"""Passes that say how fast one way is; the first ones of another way are taken this often too."""
+"""Passes that say how fast a way is."""
 _PATIENCE = 64
 """Passes after which the slower way is tried again, and twice as many each time after that."""
 _FADE = 0.9
@@ -46,9 +44,9 @@ class Payoff:
         """Whether to guess in the next pass over so many rows: the faster way, now and then the other."""
         known = self._of(rows)
         plain, guessing = known.ways
-        if guessing.passes < _TRIAL and (rows <= _FEW or plain.passes >= _PATIENCE):
+        if guessing.passes < _TRIAL:
             return True
-        if min(plain.passes, guessing.passes) < _TRIAL:
+        if plain.passes < _TRIAL:
             return False
         better = guessing.pace > plain.pace
         known.left -= 1

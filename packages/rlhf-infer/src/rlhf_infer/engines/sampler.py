@@ -277,16 +277,18 @@ def race(logps: Tensor, uniforms: Tensor) -> Tensor:
         logps: (B, V), -inf for what cannot be drawn.
         uniforms: (B,) float64 in [0, 1), one for each place, of which the noise is hashed.
     """
-    alone, tokens = logps.double().topk(min(_RUNNERS, logps.shape[-1]), -1)
-    noise = _hashed(uniforms, tokens)
-    if alone.shape[-1] < logps.shape[-1]:
-        others = logps.double().exp().scatter_(-1, tokens, 0.0)
-        together = others.sum(-1, keepdim=True)
-        drawn = invert(others.log(), _hashed(uniforms, torch.full_like(tokens[:, :1], -2))[:, 0])
-        alone, tokens = torch.cat([alone, together.log()], -1), torch.cat([tokens, drawn[:, None]], -1)
-        noise = torch.cat([noise, _hashed(uniforms, torch.full_like(drawn[:, None], -1))], -1)
+    alone, tokens = logps.topk(min(_RUNNERS, logps.shape[-1]), -1)
+    alone, noise = alone.double(), _hashed(uniforms, tokens)
+    others = logps.exp().scatter_(-1, tokens, 0.0)
+    together = others.sum(-1, keepdim=True, dtype=torch.float64).log()
+    alone = torch.cat([alone, together], -1)
+    noise = torch.cat([noise, _hashed(uniforms, torch.full_like(tokens[:, :1], -1))], -1)
     winner = (alone - (-noise.log()).log()).argmax(-1, keepdim=True)
-    return tokens.gather(-1, winner)[:, 0]
+    drawn = tokens.gather(-1, winner.clamp(max=tokens.shape[-1] - 1))[:, 0]
+    rest = winner[:, 0] == tokens.shape[-1]
+    if rest.any():
+        drawn[rest] = invert(others[rest].log(), _hashed(uniforms[rest], torch.full_like(tokens[rest, :1], -2))[:, 0])
+    return drawn
 
 
 def _hashed(uniforms: Tensor, tokens: Tensor) -> Tensor:

@@ -20,6 +20,10 @@ from rlhf_infer.engines.transformers_engine import TransformersEngine
 from rlhf_models import causal_lm
 
 
+_ROWS_ON_CPU = 8
+"""Rows up to which a CPU computes guesses of theirs in less time than they save; more rows are all it can do."""
+
+
 class SpeculativeDecoder(TransformersEngine):
     """A `TransformersEngine` that computes guesses of the next tokens along with the last one.
 
@@ -32,7 +36,8 @@ class SpeculativeDecoder(TransformersEngine):
     as often as that rule would (Daliri, Musco and Suresh 2024, arXiv:2408.07978); for it all samples are
     drawn with `SamplingParams.coupled`, so they are other ones than without, of the same distribution.
 
-    Guesses that cost more time than they save are left out, by measurement where the drafter does not know.
+    Guesses that cost more time than they save are left out, by measurement where the drafter does not know; on
+    CPUs it then makes none for more than 8 rows.
 
     Samples with penalties, logits processors or a constraint, and models with a sliding window shorter than
     prompt and completion, are decoded plainly.
@@ -73,8 +78,10 @@ class SpeculativeDecoder(TransformersEngine):
         drafts = None
         if self.drafter.couples:
             params = replace(params, coupled=True)
-        wanted = self._payoff.pays if self.drafter.measured else _always
-        if fits and not remembers(params) and wanted(len(prompts) * len(samples)):
+        rows, measured = len(prompts) * len(samples), self.drafter.measured
+        wanted = self._payoff.pays if measured else _always
+        few = not measured or hidden.device.type != "cpu" or rows <= _ROWS_ON_CPU
+        if fits and few and not remembers(params) and wanted(rows):
             drafts = self.drafter.begin(prompts, samples, params, seeds)
         if drafts is None:
             return super()._cohort(prompts, samples, params, prefilled, seeds)
