@@ -2,11 +2,12 @@
 
     uv run python benchmarks/speculation.py --output benchmarks/results/speculation.json
 
-The model is stories260k of ../shared/data, on one thread. In `rollouts` two trainers take the same steps in turn,
-one with `speculation=previous`, on 4 prompts x 8 completions; `completions` compares engines call by call. Whoever
-begins changes. Seconds are those of this process on a processor, so that others on the machine count less; ratios
-are plain / speculative, above 1 is faster with speculation, medians over steps or calls. `same` is the share of
-completions that are equal token for token; others differ by rounding where two tokens are equally likely.
+The model is stories260k of ../shared/data, on one thread. In `rollouts` two trainers take the same steps
+in turn, one with `speculation=previous`, on 4 prompts x 8 completions; `completions` compares engines
+call by call. Whoever begins changes. Seconds are those of this process on a processor, so that others on
+the machine count less; ratios are plain / speculative, above 1 is faster with speculation, medians over
+steps or calls. `same` is the share of completions that are equal token for token; others differ by
+rounding, where two tokens are equally likely.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,14 @@ import torch
 
 from rlhf_algos import GRPOConfig, GRPOTrainer
 from rlhf_data import PromptExample, atomic_write_json, finite
-from rlhf_infer import DraftModel, NgramDrafter, Rollout, SamplingParams, SpeculativeDecoder, TransformersEngine
+from rlhf_infer import (
+    DraftModel,
+    NgramDrafter,
+    Rollout,
+    SamplingParams,
+    SpeculativeDecoder,
+    TransformersEngine,
+)
 from rlhf_infer.rewards import RewardFunctions
 from rlhf_models import load_causal_lm, load_tokenizer
 
@@ -75,6 +84,7 @@ class Timed:
         return groups
 
     def step(self, prompts: Sequence[PromptExample]) -> dict[str, float]:
+        """A training step on these prompts; its metrics."""
         started = time.process_time()
         metrics = self.trainer.train_step(prompts)
         self.whole = time.process_time() - started
@@ -116,6 +126,7 @@ def rollouts(settings: dict[str, Any], *, epochs: int, tokens: int) -> dict[str,
 
 
 def timed(make: Callable[[], list[list[int]]]) -> Made:
+    """Processor seconds, and what was drawn."""
     started = time.process_time()
     drawn = make()
     return time.process_time() - started, drawn
@@ -130,7 +141,7 @@ def early_layers(layers: int) -> Any:
 
 
 def completions(*, text: str, n: int, temperature: float, tokens: int, repeats: int) -> dict[str, Any]:
-    """One prompt or several through every engine, in turn; the first round, which warms up, does not count."""
+    """One prompt or several through every engine, in turn; the first round warms up and does not count."""
     model, tokenizer = load_causal_lm(MODEL), load_tokenizer(MODEL)
     texts = [text] if n == 1 else [start.format("Lily") for start in STARTS]
     ids = [tokenizer.encode(each) for each in texts]
@@ -140,7 +151,7 @@ def completions(*, text: str, n: int, temperature: float, tokens: int, repeats: 
         "ngram": SpeculativeDecoder(model, tokenizer, NgramDrafter()),
         "early_layers": SpeculativeDecoder(model, tokenizer, drafts),
     }
-    theirs = load_causal_lm(MODEL)
+    theirs: Any = load_causal_lm(MODEL)
     theirs.set_attn_implementation("sdpa")
     sides: dict[str, Callable[[int], list[list[int]]]] = {}
 
@@ -150,10 +161,16 @@ def completions(*, text: str, n: int, temperature: float, tokens: int, repeats: 
 
     def transformers(seed: int, **options: Any) -> list[list[int]]:
         torch.manual_seed(seed)
-        options |= {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+        options |= (
+            {"do_sample": True, "temperature": temperature, "top_k": 0}
+            if temperature
+            else {"do_sample": False}
+        )
         prompt = torch.tensor(ids)
         options |= {"max_new_tokens": tokens, "min_new_tokens": tokens, "pad_token_id": 0}
-        return theirs.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[:, len(ids[0]) :].tolist()
+        return theirs.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[
+            :, len(ids[0]) :
+        ].tolist()
 
     for name, engine in engines.items():
         sides[name] = lambda seed, engine=engine: ours(engine, seed)
@@ -165,7 +182,7 @@ def completions(*, text: str, n: int, temperature: float, tokens: int, repeats: 
     for round_ in range(repeats + 1):
         drawn = {}
         for name in list(sides)[:: 1 if round_ % 2 else -1]:
-            took, drawn[name] = timed(lambda name=name: sides[name](round_))
+            took, drawn[name] = timed(partial(sides[name], round_))
             seconds[name].append(took)
         if round_:
             same += [a == b for a, b in zip(drawn["plain"], drawn["ngram"], strict=True)]
@@ -179,7 +196,9 @@ def completions(*, text: str, n: int, temperature: float, tokens: int, repeats: 
 
 def main() -> None:
     """Measure, print JSON, and keep it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)

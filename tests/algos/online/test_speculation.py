@@ -45,7 +45,9 @@ def completions_of(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[list[
 
 
 @pytest.mark.parametrize("make", [grpo, ppo])
-def test_speculation_changes_no_completion_and_saves_passes(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speculation_changes_no_completion_and_saves_passes(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     common = SETTINGS | {"common_random_numbers": True}
     plain, passes = completions_of(make(**common), monkeypatch)
     trainer = make(**common, speculation="previous")
@@ -90,7 +92,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path: Path) -> No
     ],
 )
 def test_speculation_is_refused_where_its_completions_would_be_lost(values: dict[str, Any]) -> None:
-    config = job_config(GRPOConfig, "policy")
+    config: Any = job_config(GRPOConfig, "policy")
     with pytest.raises(UserError):
         config.from_dict({"speculation": "previous", "reward": ["number"], **values})
     assert config.from_dict({"speculation": "previous", "reward": ["number"]}).speculation == "previous"

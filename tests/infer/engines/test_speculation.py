@@ -132,7 +132,9 @@ def test_right_guesses_save_passes_and_wrong_ones_cost_none(
     expected = engine.generate(PROMPTS, 2, params)
     passes = []
     monkeypatch.setattr(
-        TransformersEngine, "_forward", lambda self, *a, _f=TransformersEngine._forward: passes.append(1) or _f(self, *a)
+        TransformersEngine,
+        "_forward",
+        lambda self, *a, _f=TransformersEngine._forward: passes.append(1) or _f(self, *a),
     )
     previous = PreviousCompletions()
     previous.keep(expected)
@@ -254,7 +256,9 @@ def test_races_draw_by_probability_and_couple_nearly_as_well_as_can_be() -> None
     logits = 2 * torch.randn(100, generator=generator)  # more tokens than have noise of their own
     p, q = logits.log_softmax(-1), (logits + 0.1 * torch.randn(100, generator=generator)).log_softmax(-1)
     numbers = torch.rand(100_000, dtype=torch.float64, generator=generator)
-    ones, others = (torch.cat([race(x.expand(1000, -1), part) for part in numbers.split(1000)]) for x in (p, q))
+    ones, others = (
+        torch.cat([race(x.expand(1000, -1), part) for part in numbers.split(1000)]) for x in (p, q)
+    )
     wanted = p.double().exp() * len(numbers)
     often = wanted >= 5
     counts = ones.bincount(minlength=100).double()
@@ -330,7 +334,10 @@ def test_the_batcher_hands_over_every_token(kind: str, lively_model: Any) -> Non
     told: list[dict[int, list[int]]] = [{} for _ in asked]
     futures = [
         batcher.submit(
-            prompt, n, params, on_token=lambda sample, token, *_, of=i: told[of].setdefault(sample, []).append(token)
+            prompt,
+            n,
+            params,
+            on_token=lambda sample, token, *_, of=i: told[of].setdefault(sample, []).append(token),
         )
         for i, (prompt, n, params) in enumerate(asked)
     ]

@@ -185,7 +185,8 @@ def test_guessing_tokens_changes_no_completion(
 
 
 @pytest.mark.parametrize(
-    "options", [("--draft", "ngram", "--draft-model", "policy"), ("--set", "draft_tokens=3"), ("--draft", "x")]
+    "options",
+    [("--draft", "ngram", "--draft-model", "policy"), ("--set", "draft_tokens=3"), ("--draft", "x")],
 )
 def test_drafts_that_do_not_go_together_are_refused(
     options: tuple[str, ...], folders: Path, rows: Path, tmp_path: Path

@@ -74,7 +74,7 @@ class ModelSettings(BaseConfig):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of the weights."""
     draft_model: str | None = None
-    """Folder or hub name of a small model of the same tokenizer that guesses the next tokens; null for none."""
+    """Folder or hub name of a small model of the same tokenizer that guesses tokens; null for none."""
     draft: Literal["ngram"] | None = None
     """Guess the next tokens without a model: `ngram` repeats what followed the last ones before."""
     draft_tokens: int | None = Field(default=None, ge=1)

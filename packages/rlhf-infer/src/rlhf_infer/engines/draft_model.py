@@ -42,7 +42,7 @@ class DraftModel(TransformersEngine):
         """
         if tokenizer.get_vocab() != self.tokenizer.get_vocab():
             raise UserError(
-                "the draft model has another tokenizer than the model; choose a draft model of the same family",
+                "the draft model has another tokenizer than the model; choose one of the same family",
                 code="tokenizers_differ",
             )
 
@@ -60,7 +60,11 @@ class DraftModel(TransformersEngine):
         return _ModelDrafts(self, self._prefill(known), sampler, len(samples), params.max_new_tokens)
 
     def draw_after(
-        self, ids: np.ndarray, positions: Tensor, attention: RaggedAttention, draw: Callable[..., SampledTokens]
+        self,
+        ids: np.ndarray,
+        positions: Tensor,
+        attention: RaggedAttention,
+        draw: Callable[..., SampledTokens],
     ) -> np.ndarray:
         """Tokens that `draw` draws by this model after it has computed tokens (N,) at positions (N,)."""
         tokens = torch.from_numpy(np.minimum(ids, self.vocab_size - 1)).to(positions.device)

@@ -13,7 +13,7 @@ from rlhf_infer.engines.speculative_batch import RaggedRows, RowDrafts
 MOST = 32
 """Guesses of a row in one pass. More save few passes, and cost much where an early one is wrong."""
 _PASS = 100.0
-"""A pass costs as much as this many of its rows: stories260k on one core. Larger models save more than that."""
+"""A pass costs as much as this many of its rows, with stories260k on one core; larger models save more."""
 _RAGGED = 1.2
 """A pass over rows of different lengths costs this many times one over rows of equal length."""
 _GRAMS = (3, 2)
@@ -26,12 +26,12 @@ class Drafter(Protocol):
     measured: bool
     """Whether the time that guesses cost and save decides when they are made; else the drafter does."""
     couples: bool
-    """Whether samples are to be drawn with `SamplingParams.coupled`, so that its guesses are right more often."""
+    """Whether samples are to be drawn with `SamplingParams.coupled`, so that more of its guesses are right."""
 
     def begin(
         self, prompts: Sequence[tuple[int, ...]], samples: range, params: SamplingParams, seeds: Any
     ) -> RowDrafts | None:
-        """Guesses for new samples, with the arguments of `TransformersEngine.start`; None if there are none."""
+        """Guesses for new samples, by the arguments of `TransformersEngine.start`; None: there are none."""
         ...
 
 
@@ -175,7 +175,9 @@ class _NgramDrafts:
         """See `RowDrafts.keep`; texts go by place."""
 
 
-def _learn(places: dict[tuple[int, ...], tuple[list[int], int]], text: list[int], start: int, end: int) -> None:
+def _learn(
+    places: dict[tuple[int, ...], tuple[list[int], int]], text: list[int], start: int, end: int
+) -> None:
     """Remember what stands before each token from `start` to `end`, and where."""
     for at in range(start, end):
         for size in _GRAMS:

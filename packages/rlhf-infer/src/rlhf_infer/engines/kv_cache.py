@@ -148,7 +148,7 @@ class DecodeAttention:
         return mixed.to(value.dtype).reshape(rows, heads, size)
 
     def _room(self, layer: int, rows: int, end: int) -> tuple[Tensor, Tensor]:
-        """The rows' keys and values of a layer, with room for `end` tokens; zeros where there are none yet."""
+        """The rows' keys and values of a layer, with room for `end` tokens; zeros where there are none."""
         old = self._own.get(layer)
         if old is not None and end <= old[0].shape[2]:
             return old
@@ -228,9 +228,7 @@ class RaggedAttention(DecodeAttention):
         unseen = self._unseen.repeat_interleave(repeat, 1)[:, None]
         seen = own_key[:, :, : self._end], own_value[:, :, : self._end]
         mixed, total = _mix(square, *seen, options.softcap, unseen)
-        slots = _mix(
-            self._to_slots(square), *self._cache.layers[layer], options.softcap, self._hidden(None)
-        )
+        slots = _mix(self._to_slots(square), *self._cache.layers[layer], options.softcap, self._hidden(None))
         on_prompt, prompt_total = (self._from_slots(x, width * repeat) for x in slots)
         mixed = torch.lerp(mixed, on_prompt, torch.sigmoid(prompt_total - total)).to(value.dtype)
         flat = mixed.unflatten(2, (width, repeat)).transpose(1, 2).reshape(rows * width, heads, size)

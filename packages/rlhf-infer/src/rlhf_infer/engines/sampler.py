@@ -287,7 +287,9 @@ def race(logps: Tensor, uniforms: Tensor) -> Tensor:
     drawn = tokens.gather(-1, winner.clamp(max=tokens.shape[-1] - 1))[:, 0]
     rest = winner[:, 0] == tokens.shape[-1]
     if rest.any():
-        drawn[rest] = invert(others[rest].log(), _hashed(uniforms[rest], torch.full_like(tokens[rest, :1], -2))[:, 0])
+        drawn[rest] = invert(
+            others[rest].log(), _hashed(uniforms[rest], torch.full_like(tokens[rest, :1], -2))[:, 0]
+        )
     return drawn
 
 

@@ -19,9 +19,8 @@ from rlhf_infer.engines.speculative_batch import RaggedRows, SpeculativeCohort
 from rlhf_infer.engines.transformers_engine import TransformersEngine
 from rlhf_models import causal_lm
 
-
 _ROWS_ON_CPU = 8
-"""Rows up to which a CPU computes guesses of theirs in less time than they save; more rows are all it can do."""
+"""Rows up to which a CPU computes their guesses in less time than these may save."""
 
 
 class SpeculativeDecoder(TransformersEngine):
@@ -36,8 +35,8 @@ class SpeculativeDecoder(TransformersEngine):
     as often as that rule would (Daliri, Musco and Suresh 2024, arXiv:2408.07978); for it all samples are
     drawn with `SamplingParams.coupled`, so they are other ones than without, of the same distribution.
 
-    Guesses that cost more time than they save are left out, by measurement where the drafter does not know; on
-    CPUs it then makes none for more than 8 rows.
+    Guesses that cost more time than they save are left out, by measurement where the drafter does not know;
+    on CPUs it then makes none for more than 8 rows.
 
     Samples with penalties, logits processors or a constraint, and models with a sliding window shorter than
     prompt and completion, are decoded plainly.

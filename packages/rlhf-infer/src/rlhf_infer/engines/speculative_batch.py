@@ -122,7 +122,9 @@ class SpeculativeCohort(Cohort):
         """Draw the tokens after all of `tokens`, and take each row's up to the first that was not guessed."""
         rows, places = self._indices()
         at = np.minimum(self.rows.lengths[rows] + places, self._params.max_new_tokens - 1)
-        drawn = self._sampler.draw_at(head, hidden, *(torch.from_numpy(x).to(hidden.device) for x in (rows, at)))
+        drawn = self._sampler.draw_at(
+            head, hidden, *(torch.from_numpy(x).to(hidden.device) for x in (rows, at))
+        )
         self._take(drawn, rows, places, at)
         if self.finished:
             return
@@ -157,10 +159,14 @@ class SpeculativeCohort(Cohort):
         """(B,) the rows with a stop text that ends in a token they got since they had these lengths (B,)."""
         rows = self.rows
         found = np.zeros(len(rows.alive), dtype=bool)
-        for row in np.flatnonzero(rows.alive) if self._stops is not None else ():
+        if self._stops is None:
+            return found
+        for row in np.flatnonzero(rows.alive):
             place, prompt = rows.place[row], rows.prompts[rows.prompt[row]]
             for length in range(int(before[row]) + 1, int(rows.lengths[row]) + 1):
-                if length > self._params.min_new_tokens and self._stops.end(prompt, rows.tokens[place, :length]):
+                if length > self._params.min_new_tokens and self._stops.end(
+                    prompt, rows.tokens[place, :length]
+                ):
                     rows.cut(int(row), length)
                     found[row] = True
                     break
@@ -170,8 +176,10 @@ class SpeculativeCohort(Cohort):
         """Make `tokens` of each row's newest token and the guesses after it."""
         rows = self.rows
         lengths = rows.lengths
-        self.guessed = self._wanted(int(rows.alive.sum()))
-        guesses = self._drafts.propose(rows) if self.guessed else np.zeros((len(lengths), 0), dtype=np.int64)
+        guesses = np.zeros((len(lengths), 0), dtype=np.int64)
+        self.guessed = self._wanted(int(np.count_nonzero(rows.alive)))
+        if self.guessed:
+            guesses = self._drafts.propose(rows)
         room = np.where(rows.alive, self._params.max_new_tokens - 1 - lengths, 0)
         known = (guesses >= 0) & (np.arange(guesses.shape[1]) < room[:, None])
         known = np.cumprod(known, 1).astype(bool)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import json
+import logging
 import os
 import shutil
 import signal
