@@ -31,7 +31,7 @@ class Drafter(Protocol):
     def begin(
         self, prompts: Sequence[tuple[int, ...]], samples: range, params: SamplingParams, seeds: Any
     ) -> RowDrafts | None:
-        """Guesses for new samples, by the arguments of `TransformersEngine.start`; None: there are none."""
+        """Guesses for samples, by the arguments of `TransformersEngine.start`; None: there are none."""
         ...
 
 
