@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ class _Tokenizer:
 class _Always:
     """A drafter whose guesses are asked for in every pass, whether they pay or not."""
 
-    measured = False
+    measured = couples = False
 
     def __init__(self, drafter: Any) -> None:
         self.begin = drafter.begin
@@ -111,6 +112,13 @@ def test_tokens_are_those_of_the_plain_engine(kind: str, settings: str, lively_m
     expected = engine.generate(PROMPTS, 3, params)
     speculative = SpeculativeDecoder(engine.model, _Tokenizer(), drafter_of(kind, engine, params))
     assert_same(speculative.generate(PROMPTS, 3, params), expected)
+
+
+def test_with_a_draft_model_samples_are_coupled_ones(lively_model: Any) -> None:
+    engine, params = TransformersEngine(lively_model(), _Tokenizer()), SamplingParams(24, seed=4)
+    expected = engine.generate(PROMPTS, 2, replace(params, coupled=True))
+    decoder = SpeculativeDecoder(engine.model, _Tokenizer(), DraftModel(close_to(engine.model), _Tokenizer()))
+    assert_same(decoder.generate(PROMPTS, 2, params), expected)
 
 
 @pytest.mark.parametrize("name", TINY_ARCHITECTURES)
@@ -212,8 +220,6 @@ def test_what_is_drawn_has_the_targets_distribution(settings: str, lively_model:
     decoder.eos_token_ids = engine.eos_token_ids
     counts = torch.zeros(1600)
     for seed in range(rounds):
-        from dataclasses import replace
-
         (group,) = decoder.generate([prompt], n, replace(params, seed=seed))
         pairs = torch.tensor([each.completion_ids[:2] for each in group])
         counts += (pairs[:, 0] * 40 + pairs[:, 1]).bincount(minlength=1600)

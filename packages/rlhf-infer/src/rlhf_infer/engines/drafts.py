@@ -26,7 +26,7 @@ class Drafter(Protocol):
     measured: bool
     """Whether the time that guesses cost and save decides when they are made; else the drafter does."""
     couples: bool
-    """Whether samples are to be drawn with `SamplingParams.coupled`, so that more of its guesses are right."""
+    """Whether samples are to be drawn with `SamplingParams.coupled`: more of its guesses are right then."""
 
     def begin(
         self, prompts: Sequence[tuple[int, ...]], samples: range, params: SamplingParams, seeds: Any
