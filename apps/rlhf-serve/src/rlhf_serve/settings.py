@@ -73,6 +73,12 @@ class ModelSettings(BaseConfig):
     """Generation engine; `auto` is vLLM if it is installed and there is a GPU, otherwise transformers."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of the weights."""
+    draft_model: str | None = None
+    """Folder or hub name of a small model of the same tokenizer that guesses tokens; null for none."""
+    draft: Literal["ngram"] | None = None
+    """Guess the next tokens without a model: `ngram` repeats what followed the last ones before."""
+    draft_tokens: int | None = Field(default=None, ge=1)
+    """Tokens guessed at a time; null for 4 of a draft model, and up to 16 of `ngram`."""
     device: str | None = None
     """Device of the models; null for the first GPU, or the CPU."""
     chat_template: str | None = None
@@ -90,10 +96,18 @@ class ModelSettings(BaseConfig):
     vllm_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """vLLM: further engine arguments under vLLM's names."""
 
-    @field_validator("model")
+    @field_validator("model", "draft_model")
     @classmethod
     def _model_of_a_run(cls, name: str | None) -> str | None:
         return name and model_folder(name)
+
+    @model_validator(mode="after")
+    def _one_draft(self) -> Self:
+        if self.draft_model and self.draft:
+            raise ValueError("draft_model and draft both guess tokens; give one of them")
+        if self.draft_tokens and not (self.draft_model or self.draft):
+            raise ValueError("draft_tokens is given, and nothing that guesses; give draft_model or draft too")
+        return self
 
 
 class ServeSettings(ModelSettings):

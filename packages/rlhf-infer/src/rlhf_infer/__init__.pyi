@@ -3,12 +3,17 @@ from rlhf_infer.engines.constraints import Grammars as Grammars
 from rlhf_infer.engines.continuous_batching import ContinuousBatcher as ContinuousBatcher
 from rlhf_infer.engines.continuous_batching import OnToken as OnToken
 from rlhf_infer.engines.continuous_batching import TopLogps as TopLogps
+from rlhf_infer.engines.draft_model import DraftModel as DraftModel
+from rlhf_infer.engines.drafts import Drafter as Drafter
+from rlhf_infer.engines.drafts import NgramDrafter as NgramDrafter
+from rlhf_infer.engines.drafts import PreviousCompletions as PreviousCompletions
 from rlhf_infer.engines.json_schemas import check_schema as check_schema
 from rlhf_infer.engines.prompt_logps import PromptLogps as PromptLogps
 from rlhf_infer.engines.protocol import GenerationEngine as GenerationEngine
 from rlhf_infer.engines.protocol import LogitsProcessor as LogitsProcessor
 from rlhf_infer.engines.protocol import Rollout as Rollout
 from rlhf_infer.engines.protocol import SamplingParams as SamplingParams
+from rlhf_infer.engines.speculation import SpeculativeDecoder as SpeculativeDecoder
 from rlhf_infer.engines.stop_strings import completion_text as completion_text
 from rlhf_infer.engines.stop_strings import until_stop as until_stop
 from rlhf_infer.engines.transformers_engine import TransformersEngine as TransformersEngine

@@ -30,8 +30,10 @@ from rlhf_algos.online.rollouts import (
 from rlhf_algos.online.samples import keep_samples, stage_rows, start_completions
 from rlhf_algos.online.step_engine import (
     computes_as_trainer,
+    engine_for,
     engine_state,
     in_batches,
+    keep_guesses,
     load_engine_state,
     prompts_together,
     sampling_params,
@@ -60,8 +62,9 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
     """Samples completions, scores them with reward functions and updates the policy on them, step by step.
 
     A step is one rollout and all its updates, so that between steps there is nothing to remember but model,
-    optimizer and controllers.  A completion's random numbers depend on the seed, the step, its prompt and its
-    number only, so rollouts do not depend on the number of processes.
+    optimizer and controllers, and with `speculation` the completions of the last epoch.  A completion's
+    random numbers depend on the seed, the step (not with `common_random_numbers`), its prompt and its number
+    only, so rollouts do not depend on the number of processes.
 
     Args:
         model: a transformers causal LM, or a PeftModel around one.
@@ -105,7 +108,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         self.rewards = rewards
         self.terms_per_token = 1.0
         self._said: dict[str, float] = {}  # what this process's reward functions logged last
-        self.engine = engine or TransformersEngine(model, tokenizer, max_batch_tokens=config.max_kv_tokens)
+        self.engine = engine_for(config, model, tokenizer, engine)
         super().__init__(model, config, examples, eval_examples=eval_examples, tokenizer=tokenizer, **options)
         prompts = self.global_batch_size
         _LOG.info("a step: %d prompts, %d completions of each", prompts, config.num_generations)
@@ -160,6 +163,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         sampled = time.perf_counter()
         completions, table = self.score(examples, rollouts, self.config.num_generations, measured)
         metrics = rollout_metrics(table) | self._said | self.compute_advantages(completions, table)
+        metrics |= keep_guesses(self.engine, rollouts)
         assessed = time.perf_counter()
         self.scorer.train()
         metrics |= self.update(completions, len(examples))
@@ -267,7 +271,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
             super().save_checkpoint(metrics)
 
     def extra_state(self) -> dict[str, Any]:
-        """State of the reward functions, and of an engine that samples ahead."""
+        """State of the reward functions, and of an engine that samples ahead or guesses."""
         return {"reward_functions": self.rewards.state()} | engine_state(self.engine)
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
@@ -397,4 +401,5 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
 
     def seed_of(self, step: int) -> int:
         """Seed of the sampling of a step."""
-        return (self.seed << 32) + step
+        same = self.config.common_random_numbers and step < _START
+        return (self.seed << 32) + (0 if same else step)

@@ -6,11 +6,19 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from rlhf_algos.configs.online import SamplingConfig
+from rlhf_algos.configs.online import OnlineConfig, SamplingConfig
 from rlhf_algos.engine.step_examples import order_of, steps_of
 from rlhf_algos.process_group import broadcast
-from rlhf_data import PromptExample, RunFolder
-from rlhf_infer import GenerationEngine, Measured, Rollout, SamplingParams, TransformersEngine
+from rlhf_data import PromptExample, RunFolder, UserError
+from rlhf_infer import (
+    GenerationEngine,
+    Measured,
+    PreviousCompletions,
+    Rollout,
+    SamplingParams,
+    SpeculativeDecoder,
+    TransformersEngine,
+)
 
 
 @runtime_checkable
@@ -53,8 +61,47 @@ class StepEngine(GenerationEngine, Protocol):
         ...
 
 
+def engine_for(
+    config: OnlineConfig, model: Any, tokenizer: Any, engine: GenerationEngine | None
+) -> GenerationEngine:
+    """The engine of a trainer: the one that it is given, or one that samples from its model itself.
+
+    Raises:
+        UserError: speculation is on, and the engine is another one.
+    """
+    if not config.speculation:
+        return engine or TransformersEngine(model, tokenizer, max_batch_tokens=config.max_kv_tokens)
+    if engine is not None:
+        raise UserError(
+            "speculation is for the trainer's own engine; leave out speculation or the engine",
+            code="conflicting_options",
+        )
+    return SpeculativeDecoder(model, tokenizer, PreviousCompletions(), max_batch_tokens=config.max_kv_tokens)
+
+
+def keep_guesses(engine: GenerationEngine, rollouts: Sequence[Sequence[Rollout]]) -> dict[str, float]:
+    """Keep a step's completions where the engine guesses from those of the last epoch; metrics of that.
+
+    From the second epoch on `speculation/agreement`, the tokens up to which completions are those of the last
+    epoch, and `speculation/saving`, the ratio of times that follows from that.
+    """
+    previous = _previous(engine)
+    if previous is None:
+        return {}
+    previous.keep(rollouts)
+    if previous.agreement is None or previous.saving is None:
+        return {}
+    return {"speculation/agreement": previous.agreement, "speculation/saving": previous.saving}
+
+
+def _previous(engine: GenerationEngine) -> PreviousCompletions | None:
+    drafter = engine.drafter if isinstance(engine, SpeculativeDecoder) else None
+    return drafter if isinstance(drafter, PreviousCompletions) else None
+
+
 def sampling_params(config: SamplingConfig, seed: int, temperature: float | None = None) -> SamplingParams:
     """How a trainer samples; `temperature` instead of that of training."""
+    alike = isinstance(config, OnlineConfig) and config.common_random_numbers and not config.use_vllm
     return SamplingParams(
         config.max_completion_length,
         config.temperature if temperature is None else temperature,
@@ -65,6 +112,7 @@ def sampling_params(config: SamplingConfig, seed: int, temperature: float | None
         repetition_penalty=config.repetition_penalty,
         stop=config.stop,
         min_new_tokens=config.min_completion_length,
+        coupled=alike,
     )
 
 
@@ -136,6 +184,8 @@ def settled(engine: GenerationEngine, run: RunFolder | None) -> Iterator[None]:
 
 def engine_state(engine: GenerationEngine) -> dict[str, Any]:
     """What a checkpoint keeps of an engine, by its key."""
+    if (previous := _previous(engine)) is not None:
+        return {"previous": previous.state()}
     return {"engine": engine.state()} if isinstance(engine, StepEngine) else {}
 
 
@@ -143,6 +193,8 @@ def load_engine_state(engine: GenerationEngine, state: Mapping[str, Any]) -> Non
     """Load what `engine_state` returned, of a checkpoint that may be without."""
     if isinstance(engine, StepEngine):
         engine.load_state(state.get("engine", {}))
+    if (previous := _previous(engine)) is not None and "previous" in state:
+        previous.load_state(state["previous"])
 
 
 def _prompts_of(trainer: Any, step: int) -> Sequence[PromptExample]:

@@ -279,30 +279,37 @@ class TransformersEngine:
         seeds: Sequence[int] | None = None,
     ) -> Cohort:
         cache, hidden = prefilled
-        ends = ends_of(params, self.eos_token_ids)
-        masks = None
-        if params.constraint is not None:
-            grammar, rows = self.compile(params.constraint), len(prompts) * len(samples)
-            masks = TokenMasks(grammar, rows, self.vocab_size, self.eos_token_ids)
-        sampler = Sampler(
-            params,
-            ends,
-            prompts,
-            samples,
-            vocab_size=self.vocab_size,
-            device=hidden.device,
-            seeds=seeds,
-            masks=masks,
-        )
         return Cohort(
             Rows(prompts, samples, params.max_new_tokens, raw=params.raw_logprobs),
-            sampler,
+            self._sampler(prompts, samples, params, seeds),
             DecodeAttention(cache, len(samples), params.max_new_tokens),
             lengths=cache.lengths,
             hidden=hidden,
             params=params,
-            ends=ends,
+            ends=ends_of(params, self.eos_token_ids),
             stops=self._stop_texts(params),
+        )
+
+    def _sampler(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        samples: range,
+        params: SamplingParams,
+        seeds: Sequence[int] | None,
+    ) -> Sampler:
+        masks = None
+        if params.constraint is not None:
+            grammar, rows = self.compile(params.constraint), len(prompts) * len(samples)
+            masks = TokenMasks(grammar, rows, self.vocab_size, self.eos_token_ids)
+        return Sampler(
+            params,
+            ends_of(params, self.eos_token_ids),
+            prompts,
+            samples,
+            vocab_size=self.vocab_size,
+            device=causal_lm(self.model).device,
+            seeds=seeds,
+            masks=masks,
         )
 
     def _stop_texts(self, params: SamplingParams) -> StopTexts | None:
