@@ -33,6 +33,7 @@ from rlhf_infer.rewards import RewardFunctionFactory as RewardFunctionFactory
 from rlhf_infer.rewards import RewardFunctions as RewardFunctions
 from rlhf_infer.rewards import RewardScores as RewardScores
 from rlhf_infer.rewards.conventions import Samples as Samples
+from rlhf_infer.rewards.requirements import check_columns as check_columns
 from rlhf_infer.rewards.requirements import computes_with_torch as computes_with_torch
 from rlhf_infer.rewards.requirements import needed_columns as needed_columns
 from rlhf_infer.sampling.answers import extractor as extractor

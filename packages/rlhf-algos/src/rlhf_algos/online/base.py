@@ -21,10 +21,8 @@ from rlhf_algos.online.rollouts import (
     completions_of,
     flat,
     idle_completion,
-    in_parts,
     keep_tokens,
     rollout_metrics,
-    samples_of,
     table_row,
 )
 from rlhf_algos.online.samples import keep_samples, stage_rows, start_completions
@@ -35,10 +33,10 @@ from rlhf_algos.online.step_engine import (
     in_batches,
     keep_guesses,
     load_engine_state,
-    prompts_together,
     sampling_params,
     settled,
     step_rollouts,
+    step_scores,
     sync_weights,
 )
 from rlhf_algos.parallel.lockstep import generate_together
@@ -223,11 +221,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         width = len(self.rewards.names) + 4
         rows = torch.zeros(len(prompts) * n, width, device=self.device)
         if completions:
-            samples = samples_of(completions, self.step)
-            if measured is None:
-                together = n * (prompts_together(self) or len(prompts))
-                measured = self.rewards.measure(in_parts(samples, together))
-            scores = self.rewards.joined(measured, samples)
+            scores = step_scores(self, completions, n, measured)
             self._said = dict(scores.metrics)
             facts = [completion.facts(self.engine.eos_token_ids) for completion in completions]
             places = torch.tensor([completion.index for completion in completions])

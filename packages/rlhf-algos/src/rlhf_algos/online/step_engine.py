@@ -8,12 +8,14 @@ from typing import Any, Protocol, runtime_checkable
 
 from rlhf_algos.configs.online import OnlineConfig, SamplingConfig
 from rlhf_algos.engine.step_examples import order_of, steps_of
+from rlhf_algos.online.rollouts import Completion, in_parts, samples_of
 from rlhf_algos.process_group import broadcast
 from rlhf_data import PromptExample, RunFolder, UserError
 from rlhf_infer import (
     GenerationEngine,
     Measured,
     PreviousCompletions,
+    RewardScores,
     Rollout,
     SamplingParams,
     SpeculativeDecoder,
@@ -148,6 +150,25 @@ def prompts_together(trainer: Any) -> int | None:
     """Prompts whose completions a trainer samples and scores together; None: all of a step."""
     engine = trainer.engine
     return engine.prompts_per_batch if isinstance(engine, StepEngine) else trainer.config.prompts_per_batch
+
+
+def step_scores(
+    trainer: Any, completions: Sequence[Completion], n: int, measured: Sequence[Measured] | None
+) -> RewardScores:
+    """Rewards of this process's completions of a step, in the batches that are scored together.
+
+    Args:
+        trainer: the trainer.
+        completions: `n` of each of its prompts.
+        n: completions of a prompt.
+        measured: what reward functions gave for these batches, where that is known.
+    """
+    samples = samples_of(completions, trainer.step)
+    if measured is None:
+        together = prompts_together(trainer)
+        size = len(completions) if together is None else n * together
+        measured = trainer.rewards.measure(in_parts(samples, size))
+    return trainer.rewards.joined(measured, samples)
 
 
 def step_rollouts(

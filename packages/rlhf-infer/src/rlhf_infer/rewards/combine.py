@@ -24,7 +24,6 @@ from rlhf_infer.rewards.conventions import (
     stateful_part,
 )
 from rlhf_infer.rewards.errors import named_errors
-from rlhf_infer.rewards.requirements import needed_columns
 from rlhf_infer.rewards.routing import open_answers_only
 from rlhf_infer.rewards.texts import sample_name
 
@@ -273,28 +272,6 @@ class RewardFunctions:
         for i in unscored.nonzero().flatten().tolist():
             alike = [j for j in known if samples.prompts[j] == samples.prompts[i]] or known
             total[i] = total[alike].mean()
-
-    def check_columns(self, columns: Mapping[str, Sequence[Any]]) -> None:
-        """Refuse rows that no function can score, for want of a column, before anything is computed for them.
-
-        Args:
-            columns: the values of the rows by column, None where a row has none.
-
-        Raises:
-            UserError: every function reads a column that none of the rows has.
-        """
-        present = {name for name, values in columns.items() if any(value is not None for value in values)}
-        lacking = [
-            next((name for name in needed_columns(source.function) if name not in present), None)
-            for source in self.sources
-        ]
-        if lacking[0] is not None and None not in lacking:
-            raise UserError(
-                f"reward {self.sources[0].name} reads the column {lacking[0]}, which no row here has; add it "
-                "to the rows, or give another reward",
-                code="missing_column",
-                column=lacking[0],
-            )
 
     def state(self) -> dict[str, Any]:
         """State to restore on resume, as JSON values: those of the functions that have one, by name."""
