@@ -22,8 +22,8 @@ from rlhf_infer import (
     SpeculativeDecoder,
     TransformersEngine,
 )
-from rlhf_infer.engines.payoff import Payoff
 from rlhf_infer.engines.sampler import race
+from rlhf_infer.engines.speculation import Payoff
 from rlhf_models.loading.tiny import TINY_ARCHITECTURES
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [5, 6, 7, 20], [30, 31], [5, 6, 7, 8, 5, 6, 7]]

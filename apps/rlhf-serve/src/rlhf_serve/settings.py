@@ -87,6 +87,8 @@ class ModelSettings(BaseConfig):
     """Of the demonstration's models; those of 0 come with the package."""
     max_batch_tokens: int = Field(default=1 << 17, ge=1)
     """transformers: prompt and completion tokens whose keys and values are held at a time."""
+    prefix_cache_tokens: int = Field(default=0, ge=0)
+    """transformers: prompt tokens whose keys and values are kept for later prompts that begin alike."""
     gpu_memory_utilization: float = Field(default=0.6, gt=0, le=1)
     """vLLM: share of the device's memory for weights and cache; reward models need the rest."""
     max_model_len: int | None = Field(default=None, ge=2)
@@ -113,6 +115,8 @@ class ModelSettings(BaseConfig):
 class ServeSettings(ModelSettings):
     """The served model and its limits."""
 
+    prefix_cache_tokens: int = Field(default=8192, ge=0)
+    """transformers: prompt tokens whose keys and values are kept for later prompts that begin alike."""
     served_model_name: str | None = None
     """Model name for clients; null for the folder's name."""
     host: str = "127.0.0.1"

@@ -132,7 +132,10 @@ def load_engine(settings: ModelSettings, model: str) -> TransformersEngine:
     if settings.draft_model is not None:
         drafter = DraftModel(*_load(settings, settings.draft_model), **count)
         drafter.check_tokenizer(tokenizer)
-    options = {"max_batch_tokens": settings.max_batch_tokens}
+    options = {
+        "max_batch_tokens": settings.max_batch_tokens,
+        "prefix_cache_tokens": settings.prefix_cache_tokens,
+    }
     if drafter is None:
         return TransformersEngine(lm, tokenizer, **options)
     return SpeculativeDecoder(lm, tokenizer, drafter, **options)

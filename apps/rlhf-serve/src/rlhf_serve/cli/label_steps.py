@@ -15,7 +15,14 @@ from rlhf_serve.cli.files import open_engine, prompt_rows, sampling_params
 from rlhf_serve.cli.load import load_parts
 from rlhf_serve.settings import LabelSettings
 
-_NOT_COMPARED = ("device", "input_path", "max_batch_tokens", "output_path", "overwrite")
+_NOT_COMPARED = (
+    "device",
+    "input_path",
+    "max_batch_tokens",
+    "output_path",
+    "overwrite",
+    "prefix_cache_tokens",
+)
 """Settings that change no row."""
 
 

@@ -47,15 +47,19 @@ class PromptCache:
 class PrefillAttention:
     """Tree attention over packed prompts that keeps every layer's keys and values.
 
-    The packed prompts are on the CPU; `batch.sequence_ids` says whose the cached keys and values are.
+    Args:
+        batch: packed prompts, on the CPU.
+        cache: where keys and values go.
+        places: (Q,) of the batch's prompts in the cache; None: `batch.sequence_ids`.
     """
 
-    def __init__(self, batch: PackedBatch, cache: PromptCache) -> None:
+    def __init__(self, batch: PackedBatch, cache: PromptCache, places: Tensor | None = None) -> None:
         device = cache.lengths.device
         paths = [batch.path(q) for q in range(batch.num_sequences)]
         width = max(len(path) for path in paths)
         index = torch.stack([torch.nn.functional.pad(path, (0, width - len(path))) for path in paths])
-        self._index, self._prompts = index.to(device), batch.sequence_ids.to(device)
+        places = batch.sequence_ids if places is None else places
+        self._index, self._prompts = index.to(device), places.to(device)
         self._attention = TreeAttention(batch.to(device))
         self._cache = cache
 
@@ -138,9 +142,9 @@ class DecodeAttention:
         end, window = self._step + 1, options.window
         seen = slice(0 if window is None else max(0, end - window), end)
         query = (query * options.scaling).view(rows, key.shape[1], -1, size)
-        mixed, total = _mix(query, own_key[:, :, seen], own_value[:, :, seen], options.softcap)
+        mixed, total = mix(query, own_key[:, :, seen], own_value[:, :, seen], options.softcap)
         if window is None or end < window:  # else no prompt token is near enough
-            slots = _mix(
+            slots = mix(
                 self._to_slots(query), *self._cache.layers[layer], options.softcap, self._hidden(window)
             )
             on_prompt, prompt_total = (self._from_slots(x, query.shape[2]) for x in slots)
@@ -227,8 +231,8 @@ class RaggedAttention(DecodeAttention):
         repeat = heads // kv_heads
         unseen = self._unseen.repeat_interleave(repeat, 1)[:, None]
         seen = own_key[:, :, : self._end], own_value[:, :, : self._end]
-        mixed, total = _mix(square, *seen, options.softcap, unseen)
-        slots = _mix(self._to_slots(square), *self._cache.layers[layer], options.softcap, self._hidden(None))
+        mixed, total = mix(square, *seen, options.softcap, unseen)
+        slots = mix(self._to_slots(square), *self._cache.layers[layer], options.softcap, self._hidden(None))
         on_prompt, prompt_total = (self._from_slots(x, width * repeat) for x in slots)
         mixed = torch.lerp(mixed, on_prompt, torch.sigmoid(prompt_total - total)).to(value.dtype)
         flat = mixed.unflatten(2, (width, repeat)).transpose(1, 2).reshape(rows * width, heads, size)
@@ -269,7 +273,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def _mix(
+def mix(
     query: Tensor, key: Tensor, value: Tensor, softcap: float | None, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention (*, D) of scaled queries, and the logarithm (*, 1) of the sum of exponentials, in fp32."""
