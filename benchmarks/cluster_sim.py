@@ -233,6 +233,7 @@ def run_workers(
     from rlhf_algos.distributed.config import DistributedConfig
     from rlhf_algos.distributed.controller import Controller
     from rlhf_algos.distributed.worker import EngineSetup
+    from rlhf_data import PromptExample
     from rlhf_infer import SamplingParams
     from rlhf_models import tiny_model, train_byte_tokenizer
 
@@ -247,7 +248,7 @@ def run_workers(
         eos_token_ids=[tokenizer.eos_token_id],
         prompts_per_batch=1,
     )
-    prompts = [[3 + i, 5, 7 + i] for i in range(options.batches)]
+    prompts = [PromptExample("", (3 + i, 5, 7 + i), {}) for i in range(options.batches)]
     try:
         controller.publish(model, 0)
         controller.generate([[5]] * workers * 4, 1, SamplingParams(2, 1.0, 0))  # until all of them are there
@@ -258,7 +259,7 @@ def run_workers(
             for ahead in range(step, min(step + staleness, options.steps - 1) + 1):
                 params = SamplingParams(_TOKENS, 1.0, ahead, logit_bias=((tokenizer.eos_token_id, _EARLY),))
                 controller.begin(ahead, prompts, 2, params)
-            groups = controller.finish(step)
+            groups, _ = controller.finish(step)
             forwards.append([max(len(rollout.completion_ids) for rollout in group) for group in groups])
             each.append(time.perf_counter() - begun)
             time.sleep(options.update_seconds)

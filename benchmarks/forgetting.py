@@ -83,7 +83,8 @@ class Teller:
         engine = TransformersEngine(model, self.tokenizer)
         prompts = [self.tokenizer(row["prompt"])["input_ids"] for row in sums]
         groups = engine.generate(prompts, 1, SamplingParams(6, temperature=0))
-        texts = [self.tokenizer.decode(group[0].completion_ids, skip_special_tokens=True) for group in groups]
+        ids = [group[0].completion_ids for group in groups]
+        texts: list[Any] = [self.tokenizer.decode(each, skip_special_tokens=True) for each in ids]
         right = [text.strip() == row["completion"].strip() for text, row in zip(texts, sums, strict=True)]
         return {"gain": float(np.mean(right)), "forgotten": float(np.mean(self.before - self.logps(model)))}
 

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from command_server import CommandServer
+from files import read_lines
 from proofs import in_ci
 from ray_faults import Fault, FaultyRuns, assert_same, draw, lost, ray_cluster, train_server
+from rlhf_data import RunFolder
 
 pytestmark = [
     pytest.mark.slow,
@@ -78,8 +80,25 @@ def test_random_faults_change_nothing(staleness: int, server: CommandServer, tmp
     with ray_cluster() as cluster:
         runs = FaultyRuns(server, cluster, tmp_path, "grpo")
         whole = runs.whole("whole", workers=1 if staleness else 0, staleness=staleness)
-        faults = draw(rng, 3, ("idle worker", "serving worker", "weights", "machine"))
+        faults = draw(rng, 3, ("idle worker", "serving worker", "serving reward worker", "machine"))
         faults.append(Fault(18, "driver", "kill"))
         run = runs.disturbed("run", faults, workers=2, staleness=staleness, rng=rng)
         assert_same(run, whole)
         assert lost(run)
+
+
+def test_a_machine_that_is_drained_checkpoints_first(server: CommandServer, tmp_path: Path):
+    with ray_cluster() as cluster:
+        runs = FaultyRuns(server, cluster, tmp_path, "grpo")
+        run = tmp_path / "run"
+        process = runs.start(run, workers=1)
+        runs.wait(run, process, 5)
+        cluster.drain_head()
+        assert runs.stopped() == 128 + signal.SIGTERM
+        [step] = [row["step"] for row in read_lines(run / "workers.jsonl") if row["event"] == "step"][-1:]
+        assert RunFolder(run).checkpoints()[-1][0] == step
+    with ray_cluster() as cluster:
+        runs = FaultyRuns(server, cluster, tmp_path, "grpo")
+        runs.start(run, workers=2)
+        assert runs.stopped() == 0
+        assert_same(run, runs.whole("whole"))

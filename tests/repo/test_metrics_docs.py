@@ -30,6 +30,7 @@ from rlhf_algos import (
 from rlhf_algos.configs.online import SamplingConfig, VLLMConfig
 from rlhf_algos.configs.trainer import CapabilityConfig, ConsolidationConfig
 from rlhf_algos.jobs.rlhf_config import RLHFConfig
+from rlhf_algos.online.step_engine import keep_guesses
 from rlhf_data import (
     KTOExample,
     PreferencePair,
@@ -42,7 +43,7 @@ from rlhf_data import (
     TokenSequence,
     generate_stories,
 )
-from rlhf_infer import RuleJudge, TransformersEngine
+from rlhf_infer import PreviousCompletions, Rollout, RuleJudge, SpeculativeDecoder, TransformersEngine
 from rlhf_infer.rewards import RewardFunctions
 from rlhf_minmax import MinMaxConfig, MinMaxPipeline, MinMaxTrainer
 from rlhf_minmax.evaluation.break_even import BreakEven
@@ -272,6 +273,11 @@ def online_trainer(name: str, language_model: Any, tokenizer: Any) -> Any:
 def test_keys_of_online_training(name: str, tiny_llama: Any, byte_tokenizer: Any) -> None:
     trainer = online_trainer(name, tiny_llama, byte_tokenizer)
     written = {key.replace("/long/", "/<function>/") for key in trainer.train()}
+    guessing = SpeculativeDecoder(tiny_llama, byte_tokenizer, PreviousCompletions())
+    found = dict[str, float]()
+    for _ in range(2):  # the second epoch has something to compare
+        found = keep_guesses(guessing, [[Rollout([5], [7], [0.0], "stop")]])
+    written |= found.keys()
     shared = {row[0] for row in documented("Trainers: metrics.jsonl") if row[1] == "all"}
     rows = [row for row in documented(ONLINE) if name in row[1].split(", ")]
     starred = {f"eval_{row[0]}" for row in rows if row[2] == "*"}

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+from rlhf_data import PromptExample
 from rlhf_infer import Rollout, SamplingParams, TransformersEngine
 
 
@@ -13,7 +14,7 @@ class AheadEngine:
     """Samples step s with the copy of version max(0, s - max_staleness), prompt by prompt."""
 
     def __init__(self, tokenizer: Any, max_staleness: int) -> None:
-        self.max_staleness, self.exact = max_staleness, not max_staleness
+        self.max_staleness, self.exact, self.prompts_per_batch = max_staleness, not max_staleness, 1
         self.used: dict[int, int] = {}  # step -> version
         self._tokenizer = tokenizer
         self._copies: dict[int, Any] = {}
@@ -33,13 +34,14 @@ class AheadEngine:
     ) -> list[list[Rollout]]:
         return self._sample(self._newest, prompts, n, params)
 
-    def begin(self, step: int, prompts: Sequence[Sequence[int]], n: int, params: SamplingParams) -> None:
+    def begin(self, step: int, prompts: Sequence[PromptExample], n: int, params: SamplingParams) -> None:
         if step not in self._done:
             self.used[step] = max(0, step - self.max_staleness)
-            self._done[step] = self._sample(self.used[step], prompts, n, params)
+            ids = [prompt.prompt_ids for prompt in prompts]
+            self._done[step] = self._sample(self.used[step], ids, n, params)
 
-    def finish(self, step: int) -> list[list[Rollout]]:
-        return self._done[step]
+    def finish(self, step: int) -> tuple[list[list[Rollout]], None]:
+        return self._done[step], None
 
     def settle(self) -> None: ...
 

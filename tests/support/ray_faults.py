@@ -1,4 +1,4 @@
-"""Random faults of rollout workers, weights actor, machines and driver, drawn from a seed, in real runs."""
+"""Random faults of workers, weights actor, machines and driver, drawn from a seed, in real runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +18,7 @@ from typing import Any
 
 from command_server import CommandServer, command_server
 from files import metrics_of, read_lines
+from rlhf_data import RunFolder
 
 STEPS = 20
 _MODEL = """
@@ -43,8 +46,14 @@ _SETTINGS: dict[str, Any] = {
     "sample_steps": 5,
     "max_steps": STEPS,
     "prompts_per_batch": 1,
-    "reward": "length:target=60,unit=characters",
 }
+_REWARDS = """
+import time
+
+def slow(completions, **columns):
+    time.sleep(0.05)  # so that a worker can be met while it scores
+    return [len(text) % 7 for text in completions]
+"""
 _SETUP = """
 import contextlib, importlib
 import peft, rlhf_algos.jobs.training_job, rlhf_eval, rlhf_train.display.training
@@ -55,6 +64,15 @@ with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(ImportError):
     importlib.import_module("deepspeed")  # accelerate imports it where a model is saved
 rlhf_eval.training_curves = lambda *args, **options: None  # drawing is most of so small a run
 """
+TITLES = {
+    "idle worker": "ray::RolloutWorker",
+    "serving worker": "ray::RolloutWorker.generate",
+    "idle reward worker": "ray::RewardWorker",
+    "serving reward worker": "ray::RewardWorker.score",
+    "weights": "ray::Weights",
+}
+"""Titles that Ray gives the processes of actors, by role."""
+ROLES = (*TITLES, "driver", "machine")
 SIGNALS = {
     "kill": signal.SIGKILL,
     "exit": signal.SIGTERM,
@@ -75,6 +93,18 @@ class Fault:
 
     def __str__(self) -> str:
         return f"{self.how} of {self.role} after step {self.after}"
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What a fault cost: seconds until the next two steps were done, and steps that were trained again.
+
+    Two, for who idles may have done its part of the step that is under way.
+    """
+
+    fault: Fault
+    seconds: float
+    steps_again: int
 
 
 def draw(rng: random.Random, count: int, roles: tuple[str, ...]) -> list[Fault]:
@@ -120,17 +150,26 @@ class RayCluster:
         self._cluster.remove_node(self._machine, allow_graceful=False)
         self.add_machine()
 
+    def drain_head(self) -> None:
+        """Announce that the machine of the head and the driver is to leave."""
+        reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"]
+        node = ["--address", self.address, "--node-id", self._cluster.head_node.node_id]
+        command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", *node, *reason]
+        subprocess.run([*command, "--deadline-remaining-seconds", "600"], check=True, capture_output=True)
+
     def processes(self, title: str) -> list[int]:
-        """Processes of this user whose title is this one, as Ray sets it."""
+        """Processes of this cluster whose title is this one, as Ray sets it: children of its raylets."""
+        nodes = self._cluster.list_all_nodes()
+        raylets = {each.process.pid for node in nodes for each in node.all_processes.get("raylet", ())}
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal():
                 try:
                     words = (entry / "cmdline").read_bytes()
-                    mine = entry.stat().st_uid == os.getuid()
+                    parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
                 except OSError:  # it has ended meanwhile
                     continue
-                if mine and words.split(b"\0")[0].decode(errors="replace").strip() == title:
+                if parent in raylets and words.split(b"\0")[0].decode(errors="replace").strip() == title:
                     found.append(int(entry.name))
         return found
 
@@ -139,7 +178,7 @@ class RayCluster:
 
 
 @contextmanager
-def ray_cluster(cpus: int = 4) -> Iterator[RayCluster]:
+def ray_cluster(cpus: int = 5) -> Iterator[RayCluster]:
     cluster = RayCluster(cpus)
     try:
         yield cluster
@@ -152,7 +191,9 @@ class FaultyRuns:
 
     def __init__(self, server: CommandServer, cluster: RayCluster | None, folder: Path, method: str) -> None:
         self._server, self._cluster, self._folder, self._method = server, cluster, folder, method
+        self.recoveries: list[Recovery] = []
         (folder / "model.yaml").write_text(_MODEL)
+        (folder / "rewards.py").write_text(_REWARDS)
 
     def whole(self, name: str, *, workers: int = 0, staleness: int = 0) -> Path:
         """An undisturbed run; without workers in one process."""
@@ -170,14 +211,19 @@ class FaultyRuns:
         for fault in faults:
             self.wait(run, process, fault.after)
             time.sleep(rng.uniform(0, 0.2))
+            if fault.role in TITLES and not self._meet(run, process, fault):
+                continue
+            began, before, again = time.monotonic(), _steps(run), 0
             if fault.role == "driver":
                 os.kill(process, signal.SIGKILL)
                 assert self._server.wait() == -signal.SIGKILL, self._log(run)
+                before = _steps(run)
+                again = before - max((step for step, _ in RunFolder(run).checkpoints()), default=0)
                 process = self.start(run, rng.randint(1, 3), staleness)
             elif fault.role == "machine":
                 self._there.kill_machine()
-            else:
-                self._strike(run, process, fault)
+            self.wait(run, process, min(before + 2, STEPS))
+            self.recoveries.append(Recovery(fault, round(time.monotonic() - began, 2), again))
         self._ended_well(run)
         return run
 
@@ -186,28 +232,33 @@ class FaultyRuns:
         assert self._cluster is not None
         return self._cluster
 
-    def _strike(self, run: Path, process: int, fault: Fault) -> None:
-        title = {
-            "idle worker": "ray::RolloutWorker",
-            "serving worker": "ray::RolloutWorker.generate",
-            "weights": "ray::Weights",
-        }[fault.role]
+    def _meet(self, run: Path, process: int, fault: Fault) -> bool:
+        """Send a fault's signal to an actor of its role; False if the run ended before there was one."""
         found: list[int] = []
 
         def there() -> bool:
-            found[:] = self._there.processes(title)
+            found[:] = self._there.processes(TITLES[fault.role])
+            if found and fault.role != "weights":  # not one of a driver before, which has not ended yet
+                found[:] = _ready(run) & set(found)
             return bool(found) or _steps(run) >= STEPS - 1
 
         self._wait(run, process, there)
         if found:
             os.kill(found[0], SIGNALS[fault.how])
+        return bool(found)
+
+    def stopped(self) -> int:
+        """Wait for the end of a run; its exit code."""
+        return self._server.wait()
 
     def start(self, run: Path, workers: int, staleness: int = 0, address: str = "") -> int:
         """Start a run, or resume the one that left its config there; the process."""
         settings = _SETTINGS | {"model_config": self._folder / "model.yaml"}
+        rewards = "length:target=60,unit=characters", f"{self._folder / 'rewards.py'}:slow"
         arguments = [
             self._method,
             *(w for key, value in settings.items() for w in ("--set", f"{key}={value}")),
+            *(w for reward in rewards for w in ("--reward", reward)),
         ]
         if (run / "config.json").exists():
             arguments = [self._method, "--resume", str(run)]
@@ -217,6 +268,7 @@ class FaultyRuns:
             given = {
                 "address": address or self._there.address,
                 "rollout_workers": workers,
+                "reward_workers": max(1, workers - 1),
                 "max_staleness": staleness,
                 "group_timeout": 20,
                 "start_timeout": 200,
@@ -274,6 +326,7 @@ def train_server() -> Iterator[CommandServer]:
 
 def started(start: Callable[[], Any], *, seconds: float = 90.0, attempts: int = 4) -> Any:
     """What is started; Ray gives a node 30 s to come up, and once, which is little on a busy machine."""
+    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # else every worker gets the working folder sent
     from ray._private import services
 
     look_up = services.get_node
@@ -296,6 +349,17 @@ def started(start: Callable[[], Any], *, seconds: float = 90.0, attempts: int = 
         return start()
     finally:
         services.get_node = look_up
+
+
+def _ready(run: Path) -> set[int]:
+    """Processes of the workers that came up for the present command."""
+    ready = set[int]()
+    for row in RunFolder(run).read_lines("workers.jsonl"):
+        if row["event"] == "start":
+            ready.clear()
+        elif row["event"] == "ready":
+            ready.add(row["pid"])
+    return ready
 
 
 def _steps(run: Path) -> int:

@@ -14,7 +14,6 @@ from rlhf_algos import METHODS, DPOConfig, Machine, check_start, plan_machine
 from rlhf_algos.parallel.memory_plan import (
     Gathered,
     TrainedShape,
-    gathered_parts,
     memory_by_phase,
     trained_shape,
 )
@@ -118,7 +117,7 @@ def test_what_deepspeed_offloads_is_not_on_the_gpu(tmp_path: Path) -> None:
 
 
 def test_the_shape_of_a_model() -> None:
-    """LoRA trains its adapters alone, and an embedding that is the output layer too is gathered with the rest."""
+    """LoRA trains its adapters alone; an embedding that is the output layer too is gathered with the rest."""
     model = tiny_model("llama", vocab_size=300, seed=0)
     count = sum(each.numel() for each in model.parameters())
     shape = trained_shape(model, frozen=0.0, reference=0.0, moments=8.0)

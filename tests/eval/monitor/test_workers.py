@@ -55,6 +55,18 @@ def test_new_events_alone_are_shown(tmp_path: Path) -> None:
     assert log.poll() and "2 of 2 workers" in log.workers
 
 
+def test_reward_workers_are_counted_apart(tmp_path: Path) -> None:
+    events = [
+        {"event": "start", "workers": 1, "reward_workers": 2},
+        *({"event": "ready", "pool": "reward", "worker": number} for number in range(2)),
+        {"event": "ready", "pool": "rollout", "worker": 0},
+        {"event": "lost", "pool": "reward", "worker": 1, "why": "killed"},
+    ]
+    (write(tmp_path) / "workers.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in events))
+    said = open_log(tmp_path).workers
+    assert "1 of 1 workers" in said and "1 of 2 reward workers" in said and "reward worker 1 (killed)" in said
+
+
 def test_without_workers_nothing_is_said(tmp_path: Path) -> None:
     (write(tmp_path) / "workers.jsonl").unlink()
     assert open_log(tmp_path).workers == ""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raises import raises_error
-from rlhf_infer import RewardFunctions
+from rlhf_infer import check_columns
 from rlhf_infer.rewards import RewardFunctionFactory as Factory
 
 
@@ -135,8 +135,7 @@ def test_columns_that_no_row_has_are_refused_if_no_reward_does_without() -> None
     def length(completions: list[str]) -> list[float]:
         return [float(len(text)) for text in completions]
 
-    alone = RewardFunctions([exact])
     with raises_error("missing_column", column="answer"):
-        alone.check_columns({"answer": [None, None], "other": [1, 2]})
-    alone.check_columns({"answer": [None, "a"]})
-    RewardFunctions([exact, length]).check_columns({})
+        check_columns({"exact": exact}, {"answer": [None, None], "other": [1, 2]})
+    check_columns({"exact": exact}, {"answer": [None, "a"]})
+    check_columns({"exact": exact, "length": length}, {})

@@ -63,11 +63,17 @@ def test_a_server_that_is_not_ready_in_time_is_ended(tmp_path: Path) -> None:
 
 def test_a_server_is_asked_for_what_the_settings_say(tmp_path: Path, python: str) -> None:
     settings = VLLMSettings(
-        dtype="float32", kv_cache_gib=0.5, max_model_len=64, max_lora_rank=9, options={"max_num_seqs": 3}
+        dtype="float32",
+        kv_cache_gib=0.5,
+        max_model_len=64,
+        max_lora_rank=9,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 4},
+        options={"max_num_seqs": 3},
     )
     command = VLLMServer(tmp_path, settings, python=python, port=1234)._command()
     pairs = list(itertools.pairwise(command))
     expected = {"model": tmp_path, "port": 1234, "dtype": "float32", "max-model-len": 64, "max-num-seqs": 3}
+    expected |= {"speculative-config": '{"method": "ngram", "num_speculative_tokens": 4}'}
     expected |= {"kv-cache-memory-bytes": 1 << 29, "max-lora-rank": 16, "generation-config": "vllm"}
     assert all((f"--{name}", str(value)) in pairs for name, value in expected.items())
     assert {"--enable-lora", "--no-enforce-eager"} <= set(command)

@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 
 from files import read_lines
 from rlhf_infer import BestOfNSampler, RewardFunctions
+from rlhf_models import save_model, tiny_model, train_byte_tokenizer
 from rlhf_serve.cli.main import main
 
 ROWS = [{"prompt": f"where is mary {i} ?", "tag": i} for i in range(7)]
@@ -163,3 +164,42 @@ def test_a_failing_reward_names_the_rows_and_keeps_what_is_done(
     assert result.exit_code == 2
     assert "rows 5 to 6" in result.output and "no five please" in result.output
     assert len(read_lines(tmp_path / "out.jsonl")) == 4
+
+
+@pytest.mark.parametrize(
+    ("drafts", "sampling"),
+    [
+        (("--draft", "ngram"), ("--temperature", "0.7")),
+        (("--draft", "ngram", "--set", "draft_tokens=2"), ("--temperature", "0", "--n", "1")),
+        (("--draft-model", "policy"), ("--temperature", "0", "--n", "1")),
+    ],
+)
+def test_guessing_tokens_changes_no_completion(
+    drafts: tuple[str, ...], sampling: tuple[str, ...], folders: Path, rows: Path, tmp_path: Path
+) -> None:
+    named = [str(folders / "policy") if option == "policy" else option for option in drafts]
+    for name, options in (("plain", []), ("guessed", named)):
+        result = run(folders, rows, tmp_path / f"{name}.jsonl", *sampling, *options)
+        assert result.exit_code == 0, result.output
+    assert (tmp_path / "plain.jsonl").read_text() == (tmp_path / "guessed.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--draft", "ngram", "--draft-model", "policy"), ("--set", "draft_tokens=3"), ("--draft", "x")],
+)
+def test_drafts_that_do_not_go_together_are_refused(
+    options: tuple[str, ...], folders: Path, rows: Path, tmp_path: Path
+) -> None:
+    named = [str(folders / "policy") if option == "policy" else option for option in options]
+    result = run(folders, rows, tmp_path / "out.jsonl", *named)
+    assert result.exit_code == 2 and "Traceback" not in result.output
+
+
+def test_a_draft_model_with_another_tokenizer_is_refused(folders: Path, rows: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    tokenizer = train_byte_tokenizer(["quite another text"], 270)
+    save_model(tiny_model("llama", vocab_size=len(tokenizer)), tokenizer, other)
+    result = run(folders, rows, tmp_path / "out.jsonl", "--draft-model", str(other))
+    assert result.exit_code == 2 and "Traceback" not in result.output
+    assert "tokenizer" in result.output

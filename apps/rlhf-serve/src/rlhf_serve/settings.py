@@ -73,6 +73,12 @@ class ModelSettings(BaseConfig):
     """Generation engine; `auto` is vLLM if it is installed and there is a GPU, otherwise transformers."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of the weights."""
+    draft_model: str | None = None
+    """Folder or hub name of a small model of the same tokenizer that guesses tokens; null for none."""
+    draft: Literal["ngram"] | None = None
+    """Guess the next tokens without a model: `ngram` repeats what followed the last ones before."""
+    draft_tokens: int | None = Field(default=None, ge=1)
+    """Tokens guessed at a time; null for 4 of a draft model, and up to 16 of `ngram`."""
     device: str | None = None
     """Device of the models; null for the first GPU, or the CPU."""
     chat_template: str | None = None
@@ -81,6 +87,8 @@ class ModelSettings(BaseConfig):
     """Of the demonstration's models; those of 0 come with the package."""
     max_batch_tokens: int = Field(default=1 << 17, ge=1)
     """transformers: prompt and completion tokens whose keys and values are held at a time."""
+    prefix_cache_tokens: int = Field(default=0, ge=0)
+    """transformers: prompt tokens whose keys and values are kept for later prompts that begin alike."""
     gpu_memory_utilization: float = Field(default=0.6, gt=0, le=1)
     """vLLM: share of the device's memory for weights and cache; reward models need the rest."""
     max_model_len: int | None = Field(default=None, ge=2)
@@ -90,15 +98,25 @@ class ModelSettings(BaseConfig):
     vllm_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """vLLM: further engine arguments under vLLM's names."""
 
-    @field_validator("model")
+    @field_validator("model", "draft_model")
     @classmethod
     def _model_of_a_run(cls, name: str | None) -> str | None:
         return name and model_folder(name)
+
+    @model_validator(mode="after")
+    def _one_draft(self) -> Self:
+        if self.draft_model and self.draft:
+            raise ValueError("draft_model and draft both guess tokens; give one of them")
+        if self.draft_tokens and not (self.draft_model or self.draft):
+            raise ValueError("draft_tokens is given, and nothing that guesses; give draft_model or draft too")
+        return self
 
 
 class ServeSettings(ModelSettings):
     """The served model and its limits."""
 
+    prefix_cache_tokens: int = Field(default=8192, ge=0)
+    """transformers: prompt tokens whose keys and values are kept for later prompts that begin alike."""
     served_model_name: str | None = None
     """Model name for clients; null for the folder's name."""
     host: str = "127.0.0.1"

@@ -100,8 +100,8 @@ from rlhf_algos.parallel.local_parts import whole_of_part as whole_of_part
 from rlhf_algos.parallel.lockstep import Lockstep as Lockstep
 from rlhf_algos.parallel.lockstep import generate_together as generate_together
 from rlhf_algos.parallel.memory_plan import CARDS as CARDS
-from rlhf_algos.parallel.memory_plan import Machine as Machine
 from rlhf_algos.parallel.memory_plan import Gathered as Gathered
+from rlhf_algos.parallel.memory_plan import Machine as Machine
 from rlhf_algos.parallel.memory_plan import TrainedShape as TrainedShape
 from rlhf_algos.parallel.memory_plan import check_room as check_room
 from rlhf_algos.parallel.memory_plan import gathered_parts as gathered_parts

@@ -12,7 +12,17 @@ from typing import Any
 import torch
 
 from rlhf_data import UserError
-from rlhf_infer import Constraint, ContinuousBatcher, OnToken, PromptLogps, Rollout, TransformersEngine
+from rlhf_infer import (
+    Constraint,
+    ContinuousBatcher,
+    DraftModel,
+    NgramDrafter,
+    OnToken,
+    PromptLogps,
+    Rollout,
+    SpeculativeDecoder,
+    TransformersEngine,
+)
 from rlhf_models import PolicyModel, context_length, is_adapter, load_causal_lm, load_tokenizer
 from rlhf_serve.backends.protocol import Backend, Draw
 from rlhf_serve.settings import ModelSettings
@@ -115,15 +125,30 @@ def load_backend(settings: ModelSettings, model: str, *, threads: int | None = N
 
 
 def load_engine(settings: ModelSettings, model: str) -> TransformersEngine:
-    """A transformers engine with its model, or a model under an adapter."""
+    """A transformers engine with its model, or a model under an adapter; one that guesses if asked for."""
+    lm, tokenizer = _load(settings, model)
+    count = {} if settings.draft_tokens is None else {"guesses": settings.draft_tokens}
+    drafter: NgramDrafter | DraftModel | None = NgramDrafter(**count) if settings.draft else None
+    if settings.draft_model is not None:
+        drafter = DraftModel(*_load(settings, settings.draft_model), **count)
+        drafter.check_tokenizer(tokenizer)
+    options = {
+        "max_batch_tokens": settings.max_batch_tokens,
+        "prefix_cache_tokens": settings.prefix_cache_tokens,
+    }
+    if drafter is None:
+        return TransformersEngine(lm, tokenizer, **options)
+    return SpeculativeDecoder(lm, tokenizer, drafter, **options)
+
+
+def _load(settings: ModelSettings, model: str) -> tuple[Any, Any]:
+    """A model, or a model under an adapter, and its tokenizer."""
     device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
     options: dict[str, Any] = {"dtype": settings.dtype, "device": device}
     if is_adapter(model):
         policy = PolicyModel.from_pretrained(model, **options)
-        lm, tokenizer = policy.model, policy.tokenizer
-    else:
-        lm, tokenizer = load_causal_lm(model, **options), load_tokenizer(model)
-    return TransformersEngine(lm, tokenizer, max_batch_tokens=settings.max_batch_tokens)
+        return policy.model, policy.tokenizer
+    return load_causal_lm(model, **options), load_tokenizer(model)
 
 
 def wants_vllm(settings: ModelSettings) -> bool:

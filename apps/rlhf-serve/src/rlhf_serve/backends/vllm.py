@@ -197,5 +197,18 @@ def vllm_settings(settings: ModelSettings) -> VLLMSettings:
         gpu_memory_utilization=settings.gpu_memory_utilization,
         max_model_len=settings.max_model_len,
         tensor_parallel_size=settings.tensor_parallel_size,
+        speculative_config=_speculation(settings),
         options=settings.vllm_options,
     )
+
+
+def _speculation(settings: ModelSettings) -> dict[str, bool | int | float | str] | None:
+    """Drafts in vLLM's words."""
+    if settings.draft_model is not None:
+        count = settings.draft_tokens or 4
+        return {"method": "draft_model", "model": settings.draft_model, "num_speculative_tokens": count}
+    if settings.draft is not None:
+        # vLLM guesses this many whether earlier guesses were right or not, so fewer than our own engine.
+        count = settings.draft_tokens or 4
+        return {"method": settings.draft, "num_speculative_tokens": count, "prompt_lookup_max": 3}
+    return None

@@ -12,6 +12,7 @@ from rlhf_infer import (
     ConfidenceBasedStopping,
     SamplingCost,
     Selected,
+    check_columns,
     extractor,
 )
 from rlhf_infer.sampling.candidates import VOTES
@@ -37,7 +38,7 @@ def generate(settings: BatchSettings) -> None:
             rows: Sequence[dict[str, Any]], columns: dict[str, list[Any]]
         ) -> list[tuple[dict[str, Any], SamplingCost]]:
             if parts.rewards is not None:
-                parts.rewards.check_columns(columns)
+                check_columns({each.name: each.function for each in parts.rewards.sources}, columns)
             found = sampler.sample([row["prompt"] for row in rows], columns)
             return [(_added(each, settings), each.cost) for each in found]
 

@@ -9,13 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_data import UserError, atomic_write_json
-from rlhf_infer import StepLabeller
+from rlhf_infer import StepLabeller, check_columns
 from rlhf_serve.cli.display import Display
 from rlhf_serve.cli.files import open_engine, prompt_rows, sampling_params
 from rlhf_serve.cli.load import load_parts
 from rlhf_serve.settings import LabelSettings
 
-_NOT_COMPARED = ("device", "input_path", "max_batch_tokens", "output_path", "overwrite")
+_NOT_COMPARED = (
+    "device",
+    "input_path",
+    "max_batch_tokens",
+    "output_path",
+    "overwrite",
+    "prefix_cache_tokens",
+)
 """Settings that change no row."""
 
 
@@ -87,7 +94,7 @@ def _labelled(
     names = sorted({name for row in batch for name in row} - {"prompt"})
     columns = {name: [row.get(name) for row in batch] for name in names}
     try:
-        rewards.check_columns(columns)
+        check_columns({each.name: each.function for each in rewards.sources}, columns)
         return labeller.label([row["prompt"] for row in batch], columns)
     except UserError as error:
         where = f"{settings.input_path}, rows {start + 1} to {start + len(batch)}"

@@ -43,6 +43,12 @@ def _model_options(*, several: bool = True) -> list[Decorator]:
             "pkg.mod:function, a URL, or a rule; repeatable.",
         ),
         *(candidates if several else ()),
+        click.option(
+            "--draft-model", metavar="PATH|HUB_ID", help="Small model that guesses tokens ahead, for speed."
+        ),
+        click.option(
+            "--draft", type=click.Choice(("ngram",)), help="Guess tokens from repetitions, for speed."
+        ),
         click.option("--backend", type=click.Choice(_BACKENDS), help="Generation engine.  [default: auto]"),
         click.option(
             "--dtype", type=click.Choice(_DTYPES), help="Dtype of the weights.  [default: as stored]"

@@ -36,6 +36,6 @@ def check_inputs(settings: ModelSettings) -> None:
             f"data file {settings.input_path} does not exist; check the path", code="file_not_found"
         )
     critic = getattr(settings, "critic", None)
-    for name in (settings.model, critic, *settings.reward):
+    for name in (settings.model, settings.draft_model, critic, *settings.reward):
         if name is not None and ":" not in name:
             check_not_a_missing_path(name)

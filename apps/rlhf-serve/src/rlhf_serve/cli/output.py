@@ -21,6 +21,7 @@ _NOT_COMPARED = (
     "max_batch_tokens",
     "output_path",
     "overwrite",
+    "prefix_cache_tokens",
     "search_tree",
 )
 """Settings that change no completion."""

@@ -84,7 +84,9 @@ def _refiner(
     writer, longest = engine, settings.critic_max_tokens or settings.max_tokens
     if settings.critic is not None:
         display.say(f"critic: {settings.critic}")
-        writer = load_engine(settings, settings.critic)
+        writer = load_engine(
+            settings.model_copy(update={"draft": None, "draft_model": None}), settings.critic
+        )
         give_template(writer.tokenizer, parts.chat_template)
     critic = EngineCritic(
         writer, writer.tokenizer, dataclasses.replace(params, max_new_tokens=longest), templates

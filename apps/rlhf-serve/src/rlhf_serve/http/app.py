@@ -205,15 +205,8 @@ def _add_generation(
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Completions of texts, the best of several candidates each."""
         served.check_model(body.model)
-        style = Format(
-            False,
-            served.model,
-            service.texts,
-            body.logprobs,
-            body.return_candidates,
-            fingerprint,
-            echo=body.echo,
-        )
+        shown = (body.logprobs, body.return_candidates, fingerprint)
+        style = Format(False, served.model, service.texts, *shown, echo=body.echo)
         return await _generate(partial(completion_requests, body, settings, service), style, body, request)
 
     async def _generate(

@@ -44,8 +44,8 @@ class SamplingConfig(BaseConfig):
     max_kv_tokens: int = Field(default=1 << 18, ge=1)
     """Tokens in the KV cache at a time; transformers engine only."""
     prompts_per_batch: int | None = Field(default=None, ge=1)
-    """Prompts sampled together; null: all of a step, or 1 with rollout workers, each of which gets a batch.
-    Equal batches give equal bits, with workers or without."""
+    """Prompts sampled together, and scored; null: all of a step, or 1 with rollout workers, each of which
+    gets a batch.  Equal batches give equal bits, with workers or without."""
 
     @model_validator(mode="after")
     def _lengths_fit(self) -> Self:
@@ -115,11 +115,27 @@ class OnlineConfig(SamplingConfig, VLLMConfig, PolicyConfig):
     """Leave completions that were cut off at `max_completion_length` out of the loss."""
     disable_dropout: bool = True
     """Disable dropout, including the adapters'."""
+    speculation: Literal["previous"] | None = None
+    """Guess that a prompt's completions are those of the epoch before, and compute them in few passes; what
+    is sampled stays the same. Transformers engine only, in one process. Null decodes token by token."""
+    common_random_numbers: bool = False
+    """Sample a prompt with the same random numbers in every epoch, so that completions change only where the
+    policy did; epochs are then no longer independent of each other."""
 
     @field_validator("reward_weights", mode="before")
     @classmethod
     def _one_weight(cls, value: object) -> object:
         return (value,) if isinstance(value, int | float) else value
+
+    @model_validator(mode="after")
+    def _can_speculate(self) -> Self:
+        if self.speculation and self.use_vllm:
+            raise ValueError("speculation is for the transformers engine; leave out speculation or use_vllm")
+        if self.speculation and self.repetition_penalty != 1:
+            raise ValueError("speculation does not go with a repetition_penalty; leave out one of them")
+        if self.speculation and world_size() > 1:  # a prompt may come to another process in the next epoch
+            raise ValueError(f"speculation needs one process, and there are {world_size()}; leave it out")
+        return self
 
     @model_validator(mode="after")
     def _buffer_fits(self) -> Self:

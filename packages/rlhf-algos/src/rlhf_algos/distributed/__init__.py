@@ -1,1 +1,1 @@
-"""Rollouts on a Ray cluster; only the modules of this room import ray, and `config` does not."""
+"""Rollouts and rewards on a Ray cluster; only the modules of this room import ray, and `config` does not."""

@@ -6,10 +6,11 @@ import logging
 import os
 import signal
 import threading
-from typing import Any
+from typing import Any, Literal
 
 from rlhf_algos.distributed.config import (
     DistributedConfig,
+    Tell,
     check_reachable,
     cluster_unreachable,
     require_ray,
@@ -17,6 +18,8 @@ from rlhf_algos.distributed.config import (
 from rlhf_data import UserError
 
 _LOG = logging.getLogger(__name__)
+Kind = Literal["rollout", "reward"]
+"""What workers do: sample completions, or score them."""
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",  # nothing is reported to anyone
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # else `uv run` makes Ray ship the working folder to every worker
@@ -51,6 +54,7 @@ class Cluster:
         self.config, self.local = config, False
         self.dashboard: str | None = None
         self._group: Any = None
+        self._leaving = False
         self._connected_here = not ray.is_initialized()
         if self._connected_here:
             handler = signal.getsignal(signal.SIGTERM)
@@ -63,15 +67,39 @@ class Cluster:
             self.close()
             raise
 
-    def options(self, worker: int) -> dict[str, Any]:
+    def workers(self, kind: Kind) -> int:
+        """How many workers of a kind there are to be."""
+        return self.config.rollout_workers if kind == "rollout" else self.config.reward_workers
+
+    def options(self, kind: Kind, number: int) -> dict[str, Any]:
         """Ray's options of a worker: what it reserves, and where."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=worker)
-        options = {"num_cpus": self.config.cpus_per_worker, "num_gpus": self.config.gpus_per_worker}
+        place = number if kind == "rollout" else self.workers("rollout") + number
+        options: dict[str, Any] = {"num_cpus": self.config.cpus_per_worker, "num_gpus": self._gpus(kind)}
         if self.config.runtime_env:
             options["runtime_env"] = self.config.runtime_env
-        return options | {"scheduling_strategy": place}
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place)
+        return options | {"scheduling_strategy": strategy}
+
+    def leave_if_drained(self, tell: Tell) -> None:
+        """Have this process stop as SIGTERM does, with a checkpoint, once `ray drain-node` gives its notice.
+
+        Machines that only have workers may leave without one: nothing is there that another one lacks.
+
+        Args:
+            tell: is told so, once.
+        """
+        import ray
+        from ray._private.state import state  # where Ray Train asks too; there is no public way
+        from ray.util.client import ray as client
+
+        if self.local or self._leaving or client.is_connected():
+            return
+        if ray.get_runtime_context().get_node_id() in state.get_draining_nodes():
+            self._leaving = True
+            tell("drained", {})
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def release(self) -> None:
         """Give the room of the workers back."""
@@ -116,10 +144,11 @@ class Cluster:
         config = self.config
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it listens on this machine only
         os.environ.setdefault("RAY_worker_niceness", "0")  # else a busy machine starves workers
-        reserved = config.rollout_workers * config.cpus_per_worker
+        workers = config.rollout_workers + config.reward_workers
+        reserved = workers * config.cpus_per_worker
         cpus = os.cpu_count() or 1
         if reserved > cpus:
-            _LOG.warning("%d workers reserve %d CPUs of %d", config.rollout_workers, reserved, cpus)
+            _LOG.warning("%d workers reserve %d CPUs of %d", workers, reserved, cpus)
         store = None if config.object_store_gb is None else int(config.object_store_gb * 1e9)
         context = ray.init(
             "local",
@@ -142,17 +171,28 @@ class Cluster:
         from ray.util import placement_group
 
         config = self.config
-        bundle = {"CPU": float(config.cpus_per_worker), "GPU": config.gpus_per_worker}
-        bundle = {name: count for name, count in bundle.items() if count}
-        self._group = placement_group([bundle] * config.rollout_workers, strategy=config.placement)
+        bundles = [self._bundle("rollout")] * config.rollout_workers
+        bundles += [self._bundle("reward")] * config.reward_workers
+        self._group = placement_group(bundles, strategy=config.placement)
         if not self._group.wait(config.start_timeout):
             free = {
                 name: count for name, count in ray.available_resources().items() if name in ("CPU", "GPU")
             }
+            asked = f"{config.rollout_workers} workers of {self._bundle('rollout')} each"
+            if config.reward_workers:
+                asked += f" and {config.reward_workers} reward workers of {self._bundle('reward')} each"
             raise UserError(
-                f"the Ray cluster has no room for {config.rollout_workers} workers of {bundle} each, placed "
-                f"{config.placement}, after {config.start_timeout:g} s; free are {free or 'no CPUs'}: lower "
+                f"the Ray cluster has no room for {asked}, placed {config.placement}, after "
+                f"{config.start_timeout:g} s; free are {free or 'no CPUs'}: lower "
                 "distributed.rollout_workers, or add machines",
                 code="no_room_in_cluster",
-                workers=config.rollout_workers,
+                workers=len(bundles),
             )
+
+    def _gpus(self, kind: Kind) -> float:
+        return self.config.gpus_per_worker if kind == "rollout" else self.config.gpus_per_reward_worker
+
+    def _bundle(self, kind: Kind) -> dict[str, float]:
+        """What a worker reserves."""
+        reserved = {"CPU": float(self.config.cpus_per_worker), "GPU": self._gpus(kind)}
+        return {name: count for name, count in reserved.items() if count}

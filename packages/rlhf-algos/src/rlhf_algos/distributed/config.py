@@ -7,9 +7,9 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlhf_algos.process_group import world_size
 from rlhf_data import BaseConfig, RunFolder, UserError
@@ -32,6 +32,9 @@ class DistributedConfig(BaseConfig):
     machine, closed at the end; or an address such as 10.0.0.1:6379 or ray://10.0.0.1:10001."""
     rollout_workers: int = Field(default=1, ge=1)
     """Processes that sample completions; results do not depend on their number."""
+    reward_workers: int = Field(default=0, ge=0)
+    """Processes that score completions, each with reward functions, models and judges of its own; 0 scores
+    in the trainer's process.  Results do not depend on their number."""
     max_staleness: int = Field(default=0, ge=0)
     """Steps by which sampling runs ahead: step s samples with the weights after max(0, s - N) steps; 0 waits
     for the newest, above 0 the difference is corrected with importance sampling."""
@@ -39,6 +42,8 @@ class DistributedConfig(BaseConfig):
     """CPUs that a worker reserves, and threads that it computes with, but not more than the trainer has."""
     gpus_per_worker: float = Field(default=0.0, ge=0)
     """GPUs that a worker reserves; 0 samples on CPUs."""
+    gpus_per_reward_worker: float = Field(default=0.0, ge=0)
+    """GPUs that a reward worker reserves; 0 scores on CPUs."""
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     """Workers on few machines or on many; STRICT insists."""
     runtime_env: dict[str, Any] = Field(default_factory=dict)
@@ -46,17 +51,25 @@ class DistributedConfig(BaseConfig):
     on_worker_loss: Literal["restart", "shrink", "stop"] = "restart"
     """Replace a worker that is lost, go on with the others, or end the run."""
     group_timeout: float = Field(default=600.0, gt=0)
-    """Seconds that a worker may take for a batch of prompts; a longer one counts as hung, and is killed."""
+    """Seconds that a worker may take to sample or score a batch; then it counts as hung, and is killed."""
     start_timeout: float = Field(default=600.0, gt=0)
     """Seconds that resources and workers may take to come up, the model's loading included."""
     max_worker_failures: int = Field(default=8, ge=0)
-    """Workers that may be lost within a step; one more ends the run."""
+    """Losses within a step, for each worker that there is, after which one more ends the run; a machine that
+    goes takes all of its workers, and those that are started there before Ray knows."""
     max_group_failures: int = Field(default=2, ge=0)
-    """Errors while sampling a batch of prompts after which it is tried again; one more ends the run."""
+    """Errors while sampling a batch of prompts after which it is tried again; one more ends the run.
+    An error of a reward function ends the run at once."""
     object_store_gb: float | None = Field(default=None, gt=0.1)
     """Memory for weights and completions in a local cluster, in GB; null takes Ray's share."""
     dashboard: bool = False
     """Start Ray's dashboard with a local cluster."""
+
+    @model_validator(mode="after")
+    def _gpus_are_used(self) -> Self:
+        if self.gpus_per_reward_worker and not self.reward_workers:
+            raise ValueError("gpus_per_reward_worker is set without reward_workers; set these too")
+        return self
 
     @field_validator("address")
     @classmethod

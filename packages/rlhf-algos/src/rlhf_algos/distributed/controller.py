@@ -2,64 +2,38 @@
 
 from __future__ import annotations
 
-import heapq
-import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf_algos.distributed.cluster import Cluster
 from rlhf_algos.distributed.config import DistributedConfig, Tell
 from rlhf_algos.distributed.ledger import GroupKey, Ledger, request_hash
+from rlhf_algos.distributed.pool import Failure, Losses, Lost, Pool, Worker, answers
+from rlhf_algos.distributed.scoring import RewardFacts, RewardSetup, RewardWorker, Scoring
 from rlhf_algos.distributed.weights import Published
 from rlhf_algos.distributed.worker import (
     EngineSetup,
-    Failure,
-    Lost,
-    Pool,
     Request,
-    Worker,
+    RolloutWorker,
+    Task,
     WorkerRole,
     digest_of,
     skeleton,
     trained_arrays,
 )
-from rlhf_data import UserError
-from rlhf_infer import Rollout, SamplingParams
+from rlhf_algos.online.rollouts import column_names
+from rlhf_data import PromptExample, UserError
+from rlhf_infer import Measured, Rollout, Samples, SamplingParams
 
-_LOG = logging.getLogger(__name__)
 _NOW = -1
 """Step of what is sampled at once, such as an evaluation; it comes before all else."""
 _POLL = 0.2
 """Seconds after which a wait looks up."""
 _GAP = 0.002
 """Seconds between turns in which the trainer's thread gets its turn."""
-
-
-@dataclass(order=True)
-class Task:
-    """A batch of prompts that one worker samples; the order is that in which they are handed out.
-
-    Args:
-        step: the step that it is for, or `_NOW`.
-        number: its place among those of the step.
-        request: what is asked.
-        key: what the ledger knows it by; None keeps it out of the ledger.
-        groups: the completions of each prompt, once they are there.
-        failures: how often sampling it ended with an error.
-        known: whether the ledger had it.
-    """
-
-    step: int
-    number: int
-    request: Request = field(compare=False)
-    key: GroupKey | None = field(compare=False, default=None)
-    groups: list[list[Rollout]] | None = field(compare=False, default=None)
-    failures: int = field(compare=False, default=0)
-    known: bool = field(compare=False, default=False)
 
 
 class Controller:
@@ -74,7 +48,7 @@ class Controller:
         tokenizer: of the model that is published without a role.
         eos_token_ids: the tokens that end a completion.
         roles: models by name, for `sample_as`.
-        prompts_per_batch: prompts that a worker samples together; None: one.
+        prompts_per_batch: prompts that a worker samples together, and scores; None: one.
         ledger: the file of finished groups; None keeps none.
         tell: called with an event's name and what is known of it.
 
@@ -96,13 +70,14 @@ class Controller:
     ) -> None:
         self.config, self.eos_token_ids, self.max_staleness = config, eos_token_ids, config.max_staleness
         self.exact = config.max_staleness == 0 and setup.vllm is None
-        self._setup, self._tokenizer, self._size = setup, tokenizer, prompts_per_batch or 1
+        self._setup, self._tokenizer = setup, tokenizer
+        self._rewards: RewardSetup | None = None
+        self._facts: RewardFacts | None = None
+        self.prompts_per_batch = prompts_per_batch or 1
         self._roles = dict(roles or {})
-        self._tell = tell
+        self._tell, self._losses = tell, Losses(config, tell)
         self._versions: dict[int, str] = {}
         self._steps: dict[int, list[Task]] = {}
-        self._queue: list[Task] = []
-        self._lost = 0
         self._start: Any = None
         self._lock, self._closed = threading.RLock(), threading.Event()
         self._error: Exception | None = None
@@ -111,14 +86,47 @@ class Controller:
         self._cluster = Cluster(config)
         try:
             self._published = Published()
-            self._pool = Pool(self._cluster)
+            self._sampling = Pool(
+                self._cluster,
+                "rollout",
+                RolloutWorker,
+                "generate",
+                lambda task: (task.request, self._published.actor),
+            )
+            self._scoring = Pool(self._cluster, "reward", RewardWorker, "score", lambda task: (task.samples,))
+            self._pools = [pool for pool in (self._sampling, self._scoring) if pool.workers]
         except BaseException:
             self._cluster.close()
             raise
-        tell("start", {"workers": config.rollout_workers, "dashboard": self._cluster.dashboard})
+        facts: dict[str, Any] = {"workers": config.rollout_workers, "dashboard": self._cluster.dashboard}
+        if config.reward_workers:
+            facts["reward_workers"] = config.reward_workers
+        tell("start", facts)
         self._driver = threading.Thread(target=self._drive, name="rollouts", daemon=True)
         if self.max_staleness:
             self._driver.start()
+
+    def load_rewards(self, setup: RewardSetup) -> RewardFacts:
+        """Let reward workers score what is sampled from now on; what a trainer must know of the functions.
+
+        Raises:
+            UserError: they cannot be loaded, or have a state.
+        """
+        self._rewards = setup
+        self._scoring.set_up(setup)
+        self._work(lambda: self._facts is not None)
+        assert self._facts is not None
+        return self._facts
+
+    def measure(self, batches: Sequence[Samples]) -> list[Measured]:
+        """What the reward functions give for batches, at once; see `RewardFunctions.measure`."""
+        assert self._rewards is not None
+        tasks = [self._rewards.scoring(_NOW, number, samples) for number, samples in enumerate(batches)]
+        with self._lock:
+            for task in tasks:
+                self._scoring.add(task)
+        self._work(lambda: all(task.done for task in tasks))
+        return [_measured(task) for task in tasks]
 
     def publish(self, model: Any, version: int) -> None:
         """Make the model's trained weights the ones that are sampled from; `version` steps made them."""
@@ -144,14 +152,18 @@ class Controller:
             self._published.keep(set())
         return self._sample(role, prompts, n, params)
 
-    def begin(self, step: int, prompts: Sequence[Sequence[int]], n: int, params: SamplingParams) -> None:
+    def begin(self, step: int, prompts: Sequence[PromptExample], n: int, params: SamplingParams) -> None:
         """Begin to sample a step, with the weights that are due to it; one that has begun goes on."""
         if step in self._steps:
             return
         if self._ledger is None and self._path:  # not where a run is only evaluated, perhaps while it trains
             self._ledger = Ledger(self._path)
         version = max(0, step - self.max_staleness)
-        tasks = self._tasks(step, prompts, n, params, self._versions[version])
+        ids = [prompt.prompt_ids for prompt in prompts]
+        tasks = self._tasks(step, ids, n, params, self._versions[version])
+        if self._rewards is not None:
+            for task, batch in zip(tasks, self._batches(prompts), strict=True):
+                task.prompts, task.columns = batch, column_names(prompts)
         self._steps[step] = tasks
         for task in tasks:
             task.key = GroupKey(
@@ -168,12 +180,21 @@ class Controller:
                 code="lost_rollouts",
                 step=step + 1,
             )
-        self._queue_up(wanted)
+        with self._lock:
+            for task in tasks:
+                if task.sampled:
+                    self._score(task)
+                else:
+                    self._sampling.add(task)
 
-    def finish(self, step: int) -> list[list[Rollout]]:
-        """The completions of a step that has begun, `n` of each prompt in their order."""
+    def finish(self, step: int) -> tuple[list[list[Rollout]], list[Measured] | None]:
+        """The completions of a step that has begun, `n` of each prompt, and what reward functions gave.
+
+        Raises:
+            UserError: sampling or scoring cannot go on, or a reward function failed.
+        """
         started, tasks = time.monotonic(), self._steps[step]
-        self._work(tasks)
+        self._work(lambda: all(task.done for task in tasks))
         del self._steps[step]
         version = max(0, step - self.max_staleness)
         self._tell(
@@ -185,21 +206,23 @@ class Controller:
                 "waited_s": round(time.monotonic() - started, 3),
                 "groups": len(tasks),
                 "from_ledger": sum(task.known for task in tasks),
-                "ahead": sum(task.groups is None for later in self._steps.values() for task in later),
-                "workers": sum(worker.ready for worker in self._pool.workers.values()),
-                "lost": self._lost,
+                "ahead": sum(not task.done for later in self._steps.values() for task in later),
+                "workers": self._sampling.ready,
+                "lost": self._losses.lost,
             },
         )
-        self._lost = 0
+        self._losses.lost = 0
         oldest = step + 1 - self.max_staleness
         self._versions = {each: digest for each, digest in self._versions.items() if each >= oldest}
         with self._lock:
             self._published.keep(set(self._versions.values()))
-        return _groups(tasks)
+        self._cluster.leave_if_drained(self._tell)
+        measured = [_measured(task.scoring) for task in tasks if task.scoring is not None]
+        return _groups(tasks), measured if self._rewards is not None else None
 
     def settle(self) -> None:
         """Wait for all that has begun, and put it on the disk: what a checkpoint continues from."""
-        self._work([task for tasks in self._steps.values() for task in tasks])
+        self._work(lambda: all(task.sampled for tasks in self._steps.values() for task in tasks))
         if self._ledger is not None:
             with self._lock:
                 self._ledger.sync()
@@ -223,7 +246,8 @@ class Controller:
         self._closed.set()
         if self._driver.is_alive():
             self._driver.join()
-        self._pool.close()
+        for pool in self._pools:
+            pool.close()
         self._published.end()
         self._cluster.close()
         if self._ledger is not None:
@@ -242,20 +266,22 @@ class Controller:
         with self._lock:
             if self._start is None:
                 self._start = ray.put((skeleton(self._roles), self._setup))
-                self._pool.set_up([self._start], self._published.actor)
+                self._sampling.set_up([self._start], self._published.actor)
         return digest
 
     def _sample(
         self, role: str, prompts: Sequence[Sequence[int]], n: int, params: SamplingParams, first: int = 0
     ) -> list[list[Rollout]]:
         tasks = self._tasks(_NOW, prompts, n, params, self._published.current[role], first, role)
-        self._queue_up(tasks)
-        self._work(tasks)
+        with self._lock:
+            for task in tasks:
+                self._sampling.add(task)
+        self._work(lambda: all(task.sampled for task in tasks))
         return _groups(tasks)
 
-    def _work(self, tasks: Sequence[Task]) -> None:
-        """Drive the workers until these tasks are done; whatever else was begun goes on meanwhile."""
-        while any(task.groups is None for task in tasks):
+    def _work(self, done: Callable[[], bool]) -> None:
+        """Drive the workers until something is done; whatever else was begun goes on meanwhile."""
+        while not done():
             with self._lock:
                 if self._error is not None:
                     raise self._error
@@ -267,7 +293,7 @@ class Controller:
             with self._lock:
                 if self._error is not None or self._closed.is_set():
                     return
-                if self._pool.busy or self._queue:
+                if any(pool.busy for pool in self._pools):
                     try:
                         self._turn()
                     except Exception as error:  # raised in the trainer's thread, when it asks next
@@ -276,20 +302,20 @@ class Controller:
 
     def _turn(self) -> None:
         """Give idle workers something to do, and deal with what the others answer."""
-        for worker in self._pool.idle():
-            if self._queue:
-                task = heapq.heappop(self._queue)
-                self._pool.give(worker, task, task.request, self._published.actor)
-        if not self._pool.workers:
-            raise no_workers_left(self.config)
-        for worker, outcome in self._pool.answers(_POLL):
+        for pool in self._pools:
+            pool.hand_out()
+        for pool, worker, outcome in answers(self._pools, _POLL):
             task, worker.task = worker.task, None
             if isinstance(outcome, Lost):
-                self._lose(worker, task, outcome)
+                self._losses.lose(pool, worker, task, outcome)
             elif isinstance(outcome, Failure):
-                self._fail(worker, task, outcome)
+                self._fail(pool, worker, task, outcome)
             elif task is None:
-                self._tell("ready", {"worker": worker.number, "pid": outcome})
+                pid, facts = outcome
+                self._facts = facts or self._facts
+                self._tell("ready", {"worker": worker.number, "pool": pool.kind, "pid": pid})
+            elif isinstance(task, Scoring):
+                self._take_rewards(task, outcome)
             else:
                 self._take(task, outcome)
 
@@ -298,62 +324,44 @@ class Controller:
         if self._ledger is not None and task.key is not None:
             self._ledger.append(task.key, groups)
         task.groups = groups
+        self._score(task)
 
-    def _lose(self, worker: Worker, task: Task | None, outcome: Lost) -> None:
-        """Have a lost worker's task sampled again, and replace it as the settings say."""
-        self._count(f"worker {worker.number}: {outcome.why}")
-        self._tell("lost", {"worker": worker.number, "serving": task is not None, "why": outcome.why})
-        if task is not None:
-            self._queue_up([task])
-        how = self.config.on_worker_loss
-        if how == "stop":
-            raise UserError(
-                f"worker {worker.number} is lost ({outcome.why}), and distributed.on_worker_loss is stop",
-                code="worker_lost",
-                worker=worker.number,
-            )
-        if outcome.never_up and not any(each.ready for each in self._pool.workers.values()):
-            raise no_workers_left(self.config)
-        if how == "restart":
-            self._pool.replace(worker.number)
+    def _score(self, task: Task) -> None:
+        """Have completions scored, where reward workers do that and the ledger does not know how."""
+        if not task.prompts or self._rewards is None:
+            return
+        samples = self._rewards.samples(task.step, task.prompts, task.columns, task.groups or ())
+        scoring = self._rewards.scoring(task.step, task.number, samples)
+        if self._ledger is not None:
+            scoring.measured = self._ledger.find_rewards(scoring.key)
+        task.scoring = scoring
+        if not scoring.done:
+            self._scoring.add(scoring)
 
-    def _fail(self, worker: Worker, task: Task | None, failure: Failure) -> None:
+    def _take_rewards(self, task: Scoring, measured: Measured) -> None:
+        if self._ledger is not None and task.step != _NOW:
+            self._ledger.append_rewards(task.key, measured)
+        task.measured = measured
+
+    def _fail(self, pool: Pool, worker: Worker, task: Any, failure: Failure) -> None:
         """Weights that could not be fetched are published again; another error is tried again elsewhere."""
-        self._tell("failed", {"worker": worker.number, "kind": failure.kind, "why": failure.text})
-        if failure.kind == "input":
-            raise UserError(failure.text, code=failure.code, **(failure.fields or {}))
+        self._tell(
+            "failed",
+            {"worker": worker.number, "pool": pool.kind, "kind": failure.kind, "why": failure.text},
+        )
         if failure.kind == "weights":
-            if worker.weights is self._published.actor:  # else it was replaced since
-                self._count(f"the weights actor: {failure.text}")
+            if worker.given[-1] is self._published.actor:  # else it was replaced since
+                self._losses.count(f"the weights actor: {failure.text}")
                 self._published.revive()
-            self._pool.set_up([self._start], self._published.actor)
-        elif task is None:
-            raise UserError(
-                f"worker {worker.number} cannot make its engine: {failure.text}", code="worker_failed"
-            )
+            pool.set_up([self._start], self._published.actor)
+            if task is not None:
+                pool.add(task)
+        elif failure.kind == "error":
+            self._losses.fail(pool, worker, task, failure)
+        elif isinstance(task, Scoring):
+            task.error = failure  # raised at the step that it belongs to, as without workers
         else:
-            task.failures += 1
-            if task.failures > self.config.max_group_failures:
-                raise UserError(
-                    f"sampling failed {task.failures} times for the same prompts, more than "
-                    f"distributed.max_group_failures; the last time with {failure.text}",
-                    code="group_failed",
-                    failures=task.failures,
-                )
-        if task is not None:
-            self._queue_up([task])
-
-    def _count(self, what: str) -> None:
-        """Count a loss against the step's budget."""
-        self._lost += 1
-        _LOG.warning("lost %s", what)
-        if self._lost > self.config.max_worker_failures:
-            raise UserError(
-                f"{self._lost} workers were lost within a step, more than distributed.max_worker_failures; "
-                f"the last one: {what}",
-                code="too_many_lost_workers",
-                lost=self._lost,
-            )
+            raise _raised(failure)
 
     def _tasks(
         self,
@@ -365,27 +373,26 @@ class Controller:
         first: int = 0,
         role: str = "",
     ) -> list[Task]:
-        batches = [prompts[at : at + self._size] for at in range(0, len(prompts), self._size)]
         return [
             Task(step, number, Request(list(map(list, batch)), n, params, first, weights, role))
-            for number, batch in enumerate(batches)
+            for number, batch in enumerate(self._batches(prompts))
         ]
 
-    def _queue_up(self, tasks: Sequence[Task]) -> None:
-        with self._lock:
-            for task in tasks:
-                heapq.heappush(self._queue, task)
-
-
-def no_workers_left(config: DistributedConfig) -> UserError:
-    """The error where every worker is lost, and none is to be replaced."""
-    return UserError(
-        f"all {config.rollout_workers} workers are lost; continue the run with --resume, or set "
-        "distributed.on_worker_loss to restart",
-        code="no_workers_left",
-        workers=config.rollout_workers,
-    )
+    def _batches(self, prompts: Sequence[Any]) -> list[Sequence[Any]]:
+        size = self.prompts_per_batch
+        return [prompts[at : at + size] for at in range(0, len(prompts), size)]
 
 
 def _groups(tasks: Sequence[Task]) -> list[list[Rollout]]:
     return [group for task in tasks for group in task.groups or ()]
+
+
+def _measured(task: Scoring) -> Measured:
+    if task.measured is None:
+        assert task.error is not None
+        raise _raised(task.error)
+    return task.measured
+
+
+def _raised(failure: Failure) -> UserError:
+    return UserError(failure.text, code=failure.code, **(failure.fields or {}))

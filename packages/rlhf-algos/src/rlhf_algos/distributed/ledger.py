@@ -1,4 +1,4 @@
-"""The groups that workers have finished, in a file, so that a killed run does not sample them again."""
+"""The groups that workers have finished, in a file, so that a killed run does not do them again."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlhf_data import UserError, json_hash
-from rlhf_infer import Rollout
+from rlhf_infer import Measured, Rollout
 
 _LOG = logging.getLogger(__name__)
 FILE = "rollouts.ledger"
@@ -30,12 +30,14 @@ class GroupKey:
         number: of the batch of prompts within the step.
         request: hash of prompts, number of completions and sampling parameters.
         weights: digest of the weights that they are sampled with.
+        kind: `rollouts`, or their `rewards`, whose request is the hash of what was scored by what.
     """
 
     step: int
     number: int
     request: str
-    weights: str
+    weights: str = ""
+    kind: Literal["rollouts", "rewards"] = "rollouts"
 
 
 class Ledger:
@@ -53,7 +55,9 @@ class Ledger:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._places: dict[tuple[int, int], tuple[GroupKey, int, int]] = {}  # key, offset and bytes of a line
+        self._places: dict[
+            tuple[int, int, str], tuple[GroupKey, int, int]
+        ] = {}  # key, offset, bytes of a line
         with _explained(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a+b", buffering=0)
@@ -61,27 +65,22 @@ class Ledger:
             for offset, line in _lines_of(path):
                 if _is_whole(line):
                     key = GroupKey(**json.loads(line[_CHECKSUM:])["key"])
-                    self._places[key.step, key.number] = key, offset, len(line)
+                    self._places[_place(key)] = key, offset, len(line)
                 else:
                     torn += 1
         if torn:
-            _LOG.warning(
-                "%s: %d torn or damaged lines are dropped; those groups are sampled again", path, torn
-            )
+            _LOG.warning("%s: %d torn or damaged lines are dropped; those groups are done again", path, torn)
             self._rewrite()
 
     @property
     def num_groups(self) -> int:
         """Finished groups that the file holds."""
-        return len(self._places)
+        return sum(key.kind == "rollouts" for key, _, _ in self._places.values())
 
     def find(self, key: GroupKey, prompts: Iterable[Any]) -> list[list[Rollout]] | None:
         """The completions of a group, one list for each of its prompts; None if it is not finished."""
-        found = self._places.get((key.step, key.number))
-        if found is None or found[0] != key:
-            return None
-        rows = json.loads(self._line(*found[1:])[_CHECKSUM:])["rollouts"]
-        return [
+        rows = self._find(key)
+        return rows and [
             [Rollout(prompt, ids, logps, reason) for ids, logps, reason in group]
             for prompt, group in zip(prompts, rows, strict=True)
         ]
@@ -89,14 +88,32 @@ class Ledger:
     def append(self, key: GroupKey, groups: list[list[Rollout]]) -> None:
         """Add a finished group; once this returns, a killed process does not lose it."""
         rows = [[(each.completion_ids, each.logps, each.finish_reason) for each in group] for group in groups]
-        text = json.dumps({"key": vars(key), "rollouts": rows}, separators=(",", ":")).encode()
+        self._append(key, rows)
+
+    def find_rewards(self, key: GroupKey) -> Measured | None:
+        """What reward functions gave for a group; None if it is not scored."""
+        found = self._find(key)
+        return found and Measured(*found)
+
+    def append_rewards(self, key: GroupKey, measured: Measured) -> None:
+        """Add what reward functions gave for a group."""
+        self._append(key, (measured.rows, measured.metrics))
+
+    def _find(self, key: GroupKey) -> Any:
+        found = self._places.get(_place(key))
+        if found is None or found[0] != key:
+            return None
+        return json.loads(self._line(*found[1:])[_CHECKSUM:])[key.kind]
+
+    def _append(self, key: GroupKey, value: Any) -> None:
+        text = json.dumps({"key": vars(key), key.kind: value}, separators=(",", ":")).encode()
         line = b"%08x %s\n" % (zlib.crc32(text), text)
         with _explained(self.path):
             offset = self._file.seek(0, os.SEEK_END)
             written = self._file.write(line)
             if written != len(line):
                 raise OSError(f"{written} of {len(line)} bytes were written")
-        self._places[key.step, key.number] = key, offset, len(line)
+        self._places[_place(key)] = key, offset, len(line)
 
     def sync(self) -> None:
         """Put the file on the disk, where the machine's end does not lose it either."""
@@ -134,6 +151,10 @@ class Ledger:
             self._file.close()
             self._file = self.path.open("a+b", buffering=0)
         self._places = places
+
+
+def _place(key: GroupKey) -> tuple[int, int, str]:
+    return key.step, key.number, key.kind
 
 
 def request_hash(prompts: Any, n: int, params: Any) -> str:

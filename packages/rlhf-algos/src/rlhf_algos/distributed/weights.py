@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 Arrays = Mapping[str, Any]
 """The bytes of each trained parameter as a flat NumPy array, by name."""
+
+
+_KNOWN_WITHIN = 10.0
+"""Seconds in which the controller's word of weights arrives; a worker may ask for them before."""
 
 
 class Weights:
@@ -19,25 +24,35 @@ class Weights:
     def __init__(self) -> None:
         self._held: dict[str, Any] = {}
         self._newest: dict[str, str] = {}
+        self._news = asyncio.Condition()
 
-    def publish(self, role: str, digest: str, reference: list[Any]) -> None:
+    async def publish(self, role: str, digest: str, reference: list[Any]) -> None:
         """Note where weights are, which are a role's newest now: a list with their reference.
 
         Of a list Ray does not fetch what its references stand for.
         """
-        self._held[digest] = reference
-        self._newest[role] = digest
+        async with self._news:
+            self._held[digest] = reference
+            self._newest[role] = digest
+            self._news.notify_all()
 
-    def pull(self, role: str, digest: str) -> tuple[str, list[Any]]:
+    async def pull(self, role: str, digest: str) -> tuple[str, list[Any]]:
         """The digest of weights, and where they are; without a digest the role's newest.
 
         Raises:
             KeyError: they were never published, or are forgotten.
         """
-        digest = digest or self._newest[role]
-        return digest, self._held[digest]
 
-    def keep(self, digests: set[str]) -> None:
+        def known() -> bool:
+            return digest in self._held if digest else role in self._newest
+
+        async with self._news:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._news.wait_for(known), _KNOWN_WITHIN)
+            digest = digest or self._newest[role]
+            return digest, self._held[digest]
+
+    async def keep(self, digests: set[str]) -> None:
         """Forget all weights but these; the object store drops them when no worker reads them either."""
         self._held = {digest: held for digest, held in self._held.items() if digest in digests}
 

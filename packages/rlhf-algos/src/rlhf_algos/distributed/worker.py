@@ -7,18 +7,19 @@ import copy
 import hashlib
 import os
 import tempfile
-import time
 import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
-from rlhf_algos.distributed.cluster import Cluster
+from rlhf_algos.distributed.ledger import GroupKey
+from rlhf_algos.distributed.pool import Failure
+from rlhf_algos.distributed.scoring import Scoring
 from rlhf_algos.distributed.weights import Arrays
-from rlhf_data import UserError
+from rlhf_data import PromptExample, UserError
 from rlhf_infer import (
     GenerationEngine,
     Rollout,
@@ -90,22 +91,43 @@ class Request:
     role: str = ""
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Why a worker that is well gave no completions.
+@dataclass(order=True)
+class Task:
+    """A batch of prompts that one worker samples; the order is that in which they are handed out.
 
     Args:
-        kind: `weights`: they could not be fetched; `input`: a mistake of the user's, whose sentence it is;
-            `error`: anything else.
-        text: what happened.
-        code: of a user's mistake.
-        fields: of a user's mistake.
+        step: the step that it is for, or -1, which comes before all else.
+        number: its place among those of the step.
+        request: what is asked.
+        key: what the ledger knows it by; None keeps it out of the ledger.
+        groups: the completions of each prompt, once they are there.
+        failures: how often sampling it ended with an error.
+        known: whether the ledger had it.
+        prompts: what its completions are scored with; without them they are not.
+        columns: the columns that reward functions see.
+        scoring: their scoring, once there is something to score.
     """
 
-    kind: Literal["weights", "input", "error"]
-    text: str
-    code: str = ""
-    fields: dict[str, Any] | None = None
+    step: int
+    number: int
+    request: Request = field(compare=False)
+    key: GroupKey | None = field(compare=False, default=None)
+    groups: list[list[Rollout]] | None = field(compare=False, default=None)
+    failures: int = field(compare=False, default=0)
+    known: bool = field(compare=False, default=False)
+    prompts: Sequence[PromptExample] = field(compare=False, default=())
+    columns: Sequence[str] = field(compare=False, default=())
+    scoring: Scoring | None = field(compare=False, default=None)
+
+    @property
+    def sampled(self) -> bool:
+        """Whether its completions are there."""
+        return self.groups is not None
+
+    @property
+    def done(self) -> bool:
+        """Whether it needs no worker any more."""
+        return self.sampled and (not self.prompts or (self.scoring is not None and self.scoring.done))
 
 
 class RolloutWorker:
@@ -119,8 +141,8 @@ class RolloutWorker:
         self._adapters: dict[str, AdapterSet] = {}
         self._half: torch.dtype | None = None
 
-    def setup(self, start: list[Any], weights: Any) -> int | Failure:
-        """Make the engine; the process's number.
+    def setup(self, start: list[Any], weights: Any) -> tuple[int, None] | Failure:
+        """Make the engine; the process's number, and nothing to be known of the engine.
 
         Args:
             start: a list with the reference of the roles, whose models lack their trained weights, and the
@@ -132,7 +154,7 @@ class RolloutWorker:
         except UserError as error:
             return Failure("input", str(error), error.code, error.fields)
 
-    def _set_up(self, start: list[Any], weights: Any) -> int | Failure:
+    def _set_up(self, start: list[Any], weights: Any) -> tuple[int, None] | Failure:
         import ray
 
         roles, setup = ray.get(start[0])
@@ -154,7 +176,7 @@ class RolloutWorker:
                 write_weight_folder(model, folder, tokenizer=role.tokenizer)
                 engine = VLLMEngine(folder, role.tokenizer, setup.vllm, timeout_s=setup.timeout)
                 self._engines[name] = engine
-        return os.getpid()
+        return os.getpid(), None
 
     def generate(self, request: Request, weights: Any) -> list[list[Rollout]] | Failure:
         """Completions of each prompt of a request."""
@@ -192,149 +214,6 @@ class RolloutWorker:
             engine.update_weights(self._roles[name].model)
         self._weights[name] = digest
         return None
-
-
-@dataclass
-class Worker:
-    """A worker as the controller sees it.
-
-    Attributes:
-        number: its place; a replacement takes over the number.
-        actor: the actor.
-        ready: whether its engine is there.
-        doing: the reference of what it was asked last; None while it idles.
-        task: what that is for; None for its setup.
-        weights: the weights actor that it was told of for that.
-        deadline: when that must be there, in seconds of the monotonic clock.
-    """
-
-    number: int
-    actor: Any
-    ready: bool = False
-    doing: Any = None
-    task: Any = None
-    weights: Any = None
-    deadline: float = 0.0
-
-
-@dataclass(frozen=True)
-class Lost:
-    """A worker that is gone: why, and whether it never came up in time."""
-
-    why: str
-    never_up: bool = False
-
-
-class Pool:
-    """The workers: starts them, asks them, and says what came of it.
-
-    Args:
-        cluster: where they run.
-    """
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster, self._config = cluster, cluster.config
-        self._setup: tuple[Any, ...] = ()
-        self.workers: dict[int, Worker] = {}
-        for number in range(self._config.rollout_workers):
-            self._start(number)
-
-    def set_up(self, *arguments: Any) -> None:
-        """Let workers make their engines, also later ones; the arguments are those of the actor's `setup`."""
-        self._setup = arguments
-        for worker in self.workers.values():
-            if not worker.ready and worker.doing is None:
-                worker.weights = arguments[-1]
-                self._ask(worker, worker.actor.setup.remote(*arguments), self._config.start_timeout)
-
-    @property
-    def busy(self) -> bool:
-        """Whether a worker does something."""
-        return any(worker.doing is not None for worker in self.workers.values())
-
-    def idle(self) -> list[Worker]:
-        """Workers that can be given something."""
-        return [worker for worker in self.workers.values() if worker.ready and worker.doing is None]
-
-    def give(self, worker: Worker, task: Any, request: Request, weights: Any) -> None:
-        """Have a worker sample a request, which is for a task."""
-        worker.task, worker.weights = task, weights
-        self._ask(worker, worker.actor.generate.remote(request, weights), self._config.group_timeout)
-
-    def answers(self, patience: float) -> list[tuple[Worker, Any]]:
-        """What workers have answered, after waiting for it: completions, a `Failure`, or that one is `Lost`.
-
-        What a worker does is over then; a lost one is out of the pool.
-
-        Args:
-            patience: seconds after which nothing is an answer too.
-        """
-        import ray
-
-        asked = {worker.doing: worker for worker in self.workers.values() if worker.doing is not None}
-        if not asked:
-            return []
-        until = min(worker.deadline for worker in asked.values()) - time.monotonic()
-        done, _ = ray.wait(list(asked), num_returns=1, timeout=max(0.0, min(patience, until)))
-        found = [(asked[reference], _outcome(reference)) for reference in done]
-        if not done:
-            late = [worker for worker in asked.values() if worker.deadline <= time.monotonic()]
-            found = [(worker, self._hung(worker)) for worker in late]
-        for worker, outcome in found:
-            worker.doing = None
-            if isinstance(outcome, Lost):
-                self._end(self.workers.pop(worker.number))
-            elif not isinstance(outcome, Failure):
-                worker.ready = True
-        return found
-
-    def replace(self, number: int) -> None:
-        """Start a worker in the place of a lost one."""
-        self._start(number)
-        if self._setup:
-            self.set_up(*self._setup)
-
-    def close(self) -> None:
-        """End all workers."""
-        for worker in self.workers.values():
-            self._end(worker)
-        self.workers.clear()
-
-    def _start(self, number: int) -> None:
-        import ray
-
-        options: Any = self._cluster.options(number)
-        actor = ray.remote(RolloutWorker).options(**options, max_restarts=0)
-        self.workers[number] = Worker(number, actor.remote(self._config.cpus_per_worker))
-
-    def _ask(self, worker: Worker, reference: Any, seconds: float) -> None:
-        worker.doing, worker.deadline = reference, time.monotonic() + seconds
-
-    def _hung(self, worker: Worker) -> Lost:
-        if worker.ready:
-            return Lost(f"no answer within group_timeout, {self._config.group_timeout:g} s")
-        return Lost(f"not there within start_timeout, {self._config.start_timeout:g} s", never_up=True)
-
-    def _end(self, worker: Worker) -> None:
-        import ray
-        from ray import exceptions
-
-        if ray.is_initialized():
-            with contextlib.suppress(exceptions.RayError):  # it has ended by itself
-                ray.kill(worker.actor, no_restart=True)
-
-
-def _outcome(reference: Any) -> Any:
-    """What an actor returned; that it is lost, where Ray says so."""
-    import ray
-    from ray import exceptions
-
-    try:
-        return ray.get(reference)
-    except exceptions.RayTaskError as error:  # outside of what a worker catches itself
-        return Failure("error", str(error)[-2000:])
-    except exceptions.RayError as error:
-        return Lost(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
 
 def trained_arrays(role: WorkerRole) -> Arrays:

@@ -241,6 +241,8 @@ class OnlineJobConfig(RewardSourceConfig, OnlineConfig, JobConfig):
                 "vllm_mode is server, and with rollout workers every worker has its own engine; set "
                 "vllm_mode=colocate, or leave distributed out"
             )
+        if self.speculation:  # a prompt may come to another worker in the next epoch
+            raise ValueError("speculation does not go with rollout workers; leave out one of them")
         check_trainer(self)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 from pathlib import Path
 from typing import Any
@@ -82,32 +83,40 @@ def _check_model(name: str, *, scores: bool) -> None:
         check_weights(name)
 
 
-def load_rewards(config: OnlineJobConfig) -> RewardFunctions:
-    """The rewards of a job; all are looked at before the first model is loaded."""
+def load_rewards(config: OnlineJobConfig) -> RewardFunctions | None:
+    """The rewards of a job, None where reward workers load them; all are looked at before the first model."""
     check_parts(config)
+    if config.distributed and config.distributed.reward_workers:
+        return None
     options = {"device": job_device()}
     functions = [RewardFunctionFactory.from_spec(spec, model_options=options) for spec in config.reward]
     return RewardFunctions(functions, weights=config.reward_weights)
 
 
 def online_parts(
-    config: OnlineJobConfig, model: Any, tokenizer: Any, run: RunFolder, rewards: RewardFunctions
+    config: OnlineJobConfig, model: Any, tokenizer: Any, run: RunFolder, rewards: RewardFunctions | None
 ) -> dict[str, Any]:
     """What the trainer of an online method takes in addition to the arguments of every trainer."""
     parts: dict[str, Any] = {"rewards": rewards}
     if isinstance(config, PPOConfig):
         parts["value_model"] = _value_model(config, model, tokenizer)
     if config.distributed:
-        parts["engine"] = worker_engine(config, model, tokenizer, run)
+        parts |= worker_parts(config, model, tokenizer, run, rewards)
     elif config.use_vllm:
         parts["engine"] = vllm_engine(config, model, tokenizer, run)
     return parts
 
 
-def worker_engine(config: OnlineJobConfig, model: Any, tokenizer: Any, run: RunFolder) -> GenerationEngine:
-    """An engine over workers on a Ray cluster; what happens there is written to `workers.jsonl`."""
+def worker_parts(
+    config: OnlineJobConfig, model: Any, tokenizer: Any, run: RunFolder, rewards: RewardFunctions | None
+) -> dict[str, Any]:
+    """An engine over workers on a Ray cluster, and the rewards, of reward workers where those load them.
+
+    What happens to workers is written to `workers.jsonl`.
+    """
     from rlhf_algos.distributed.controller import Controller
     from rlhf_algos.distributed.ledger import FILE
+    from rlhf_algos.distributed.scoring import PooledRewards, RewardSetup
     from rlhf_algos.distributed.worker import EngineSetup
 
     assert config.distributed is not None
@@ -119,8 +128,9 @@ def worker_engine(config: OnlineJobConfig, model: Any, tokenizer: Any, run: RunF
         vllm=_settings(config, model) if config.use_vllm else None,
         timeout=config.vllm_server_timeout,
     )
-
-    return Controller(
+    specs = tuple(map(RewardFunctionFactory.with_absolute_paths, config.reward))
+    scoring = RewardSetup(specs, config.reward_weights, copy.deepcopy(tokenizer), torch.get_num_threads())
+    engine = Controller(
         config.distributed,
         setup,
         tokenizer,
@@ -129,6 +139,11 @@ def worker_engine(config: OnlineJobConfig, model: Any, tokenizer: Any, run: RunF
         ledger=run.path / FILE,
         tell=told_to(run),
     )
+    try:
+        return {"engine": engine, "rewards": rewards or PooledRewards(engine, scoring)}
+    except BaseException:
+        engine.close()
+        raise
 
 
 def _value_model(config: PPOConfig, model: Any, tokenizer: Any) -> ValueModel | ValueHead:

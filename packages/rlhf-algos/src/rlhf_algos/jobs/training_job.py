@@ -132,7 +132,7 @@ class TrainingJob(Job):
             tokenizer=tokenizer,
             run=self.run,
             progress=self.progress,
-            **online_parts(online, model, tokenizer, self.run, rewards) if online and rewards else {},
+            **online_parts(online, model, tokenizer, self.run, rewards) if online else {},
         )
         _hold_weights(trainer, config, tokenizer, max_length)
         trainer.on_report = self.on_report

@@ -15,22 +15,41 @@ from rlhf_algos.configs.online import OnlineConfig
 from rlhf_algos.engine.language_model import LanguageModelTrainer, LogpsModule
 from rlhf_algos.engine.optimizer_step import combined, epoch_order
 from rlhf_algos.engine.step_examples import steps_of
-from rlhf_algos.online.rollouts import Completion, StepTable, flat, keep_tokens, rollout_metrics, table_row
+from rlhf_algos.online.rollouts import (
+    Completion,
+    StepTable,
+    completions_of,
+    flat,
+    idle_completion,
+    keep_tokens,
+    rollout_metrics,
+    table_row,
+)
 from rlhf_algos.online.samples import keep_samples, stage_rows, start_completions
 from rlhf_algos.online.step_engine import (
     computes_as_trainer,
+    engine_for,
     engine_state,
     in_batches,
+    keep_guesses,
     load_engine_state,
     sampling_params,
     settled,
     step_rollouts,
+    step_scores,
     sync_weights,
 )
 from rlhf_algos.parallel.lockstep import generate_together
 from rlhf_algos.tracking.run_facts import pace
 from rlhf_data import PackedBatch, PromptExample, TokenSequence, UserError, pack
-from rlhf_infer import GenerationEngine, RewardFunctions, Rollout, SamplingParams, TransformersEngine
+from rlhf_infer import (
+    GenerationEngine,
+    Measured,
+    RewardFunctions,
+    Rollout,
+    SamplingParams,
+    TransformersEngine,
+)
 
 _LOG = logging.getLogger(__name__)
 _EVALUATION, _STAGE, _START = 1 << 31, 1 << 30, 1 << 29
@@ -41,8 +60,9 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
     """Samples completions, scores them with reward functions and updates the policy on them, step by step.
 
     A step is one rollout and all its updates, so that between steps there is nothing to remember but model,
-    optimizer and controllers.  A completion's random numbers depend on the seed, the step, its prompt and its
-    number only, so rollouts do not depend on the number of processes.
+    optimizer and controllers, and with `speculation` the completions of the last epoch.  A completion's
+    random numbers depend on the seed, the step (not with `common_random_numbers`), its prompt and its number
+    only, so rollouts do not depend on the number of processes.
 
     Args:
         model: a transformers causal LM, or a PeftModel around one.
@@ -86,7 +106,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         self.rewards = rewards
         self.terms_per_token = 1.0
         self._said: dict[str, float] = {}  # what this process's reward functions logged last
-        self.engine = engine or TransformersEngine(model, tokenizer, max_batch_tokens=config.max_kv_tokens)
+        self.engine = engine_for(config, model, tokenizer, engine)
         super().__init__(model, config, examples, eval_examples=eval_examples, tokenizer=tokenizer, **options)
         prompts = self.global_batch_size
         _LOG.info("a step: %d prompts, %d completions of each", prompts, config.num_generations)
@@ -137,10 +157,11 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         started = time.perf_counter()
         self.prepare()
         self.scorer.eval()
-        rollouts = step_rollouts(self, examples)
+        rollouts, measured = step_rollouts(self, examples)
         sampled = time.perf_counter()
-        completions, table = self.score(examples, rollouts, self.config.num_generations)
+        completions, table = self.score(examples, rollouts, self.config.num_generations, measured)
         metrics = rollout_metrics(table) | self._said | self.compute_advantages(completions, table)
+        metrics |= keep_guesses(self.engine, rollouts)
         assessed = time.perf_counter()
         self.scorer.train()
         metrics |= self.update(completions, len(examples))
@@ -177,7 +198,11 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         )
 
     def score(
-        self, prompts: Sequence[PromptExample], rollouts: Sequence[Sequence[Rollout]], n: int
+        self,
+        prompts: Sequence[PromptExample],
+        rollouts: Sequence[Sequence[Rollout]],
+        n: int,
+        measured: Sequence[Measured] | None = None,
     ) -> tuple[list[Completion], StepTable]:
         """This process's completions with their texts, and the rewards of all of them.
 
@@ -185,27 +210,18 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
             prompts: the prompts of all processes.
             rollouts: `n` for each of this process's share of the prompts.
             n: completions per prompt.
+            measured: what reward functions gave for these batches, where that is known.
 
         Raises:
             UserError: a reward function failed.
         """
-        rank, world = self.parallel.rank, self.parallel.world_size
-        completions = [
-            Completion(prompts[at], rollout, at * n + number, self.text_of(prompts[at], rollout))
-            for at, group in zip(range(rank, len(prompts), world), rollouts, strict=True)
-            for number, rollout in enumerate(group)
-        ]
-        columns = {name for completion in completions for name in completion.prompt.columns}
+        completions = completions_of(
+            prompts, rollouts, self.tokenizer, rank=self.parallel.rank, world=self.parallel.world_size
+        )
         width = len(self.rewards.names) + 4
         rows = torch.zeros(len(prompts) * n, width, device=self.device)
         if completions:
-            scores = self.rewards(
-                [completion.prompt.prompt for completion in completions],
-                [completion.text for completion in completions],
-                completion_ids=[completion.rollout.completion_ids for completion in completions],
-                columns={name: [each.prompt.columns.get(name) for each in completions] for name in columns},
-                step=self.step,
-            )
+            scores = step_scores(self, completions, n, measured)
             self._said = dict(scores.metrics)
             facts = [completion.facts(self.engine.eos_token_ids) for completion in completions]
             places = torch.tensor([completion.index for completion in completions])
@@ -249,7 +265,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
             super().save_checkpoint(metrics)
 
     def extra_state(self) -> dict[str, Any]:
-        """State of the reward functions, and of an engine that samples ahead."""
+        """State of the reward functions, and of an engine that samples ahead or guesses."""
         return {"reward_functions": self.rewards.state()} | engine_state(self.engine)
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
@@ -365,11 +381,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         """A completion for a process that has none to take part with; it does not count."""
         if completions:
             return completions[:1]
-        prompt = next(iter(self.examples))
-        rollout = Rollout(prompt.prompt_ids, [self.engine.eos_token_ids[0]], [0.0], "stop")
-        idle = Completion(prompt, rollout, 0, weight=0.0)
-        idle.tokens = dict.fromkeys(self.token_fields, torch.zeros(1))
-        return [idle]
+        return [idle_completion(next(iter(self.examples)), self.engine.eos_token_ids[0], self.token_fields)]
 
     def _divergence(self, completions: Sequence[Completion], temperature: float | None) -> float:
         """Nats per token from the reference at this temperature, the k1 estimate over all completions."""
@@ -381,11 +393,7 @@ class OnlineTrainer(LanguageModelTrainer[PromptExample]):
         total, count = self.parallel.sum(sums.float()).tolist()
         return total / max(count, 1.0)
 
-    def text_of(self, prompt: PromptExample, rollout: Rollout) -> Any:
-        """A completion as reward functions get it: a text, or after messages the assistant's message."""
-        text = self.tokenizer.decode(rollout.completion_ids, skip_special_tokens=True)
-        return text if isinstance(prompt.prompt, str) else [{"role": "assistant", "content": text}]
-
     def seed_of(self, step: int) -> int:
         """Seed of the sampling of a step."""
-        return (self.seed << 32) + step
+        same = self.config.common_random_numbers and step < _START
+        return (self.seed << 32) + (0 if same else step)

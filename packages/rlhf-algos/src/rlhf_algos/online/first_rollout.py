@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_algos.engine.step_examples import order_of, steps_of
 from rlhf_algos.online.preflight import Finding, ReferenceRewards, preflight, repeated_prompts
+from rlhf_algos.online.rollouts import completions_of
 from rlhf_data import PromptExample
 from rlhf_infer import RewardScores
 from rlhf_models import context_length
@@ -37,8 +38,9 @@ def check_first_rollout(trainer: OnlineTrainer) -> list[Finding]:
     if not own:
         return []
     remembered = trainer.rewards.state()
-    texts = [trainer.text_of(p, r) for p, group in zip(own, rollouts, strict=True) for r in group]
-    ids = [rollout.completion_ids for group in rollouts for rollout in group]
+    completions = completions_of(own, rollouts, trainer.tokenizer)
+    texts = [each.text for each in completions]
+    ids = [each.rollout.completion_ids for each in completions]
     scores = _rewards(trainer, [p for p in own for _ in range(config.num_generations)], texts, ids)
     references = _references(trainer, own)
     trainer.rewards.load_state(remembered)

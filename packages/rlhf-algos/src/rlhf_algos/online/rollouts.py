@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_data import PromptExample, TokenSequence
-from rlhf_infer import Rollout
+from rlhf_infer import Rollout, Samples
 
 _LENGTH, _TRUNCATED, _EOS = 0, 1, 2
 _FACTS = 3
@@ -56,6 +56,67 @@ class Completion:
         """Facts in the step's table in addition to rewards."""
         ended = bool(self.rollout.completion_ids) and self.rollout.completion_ids[-1] in eos_token_ids
         return [float(self.length), float(self.truncated), float(ended)]
+
+
+def completion_text(tokenizer: Any, prompt: PromptExample, rollout: Rollout) -> Any:
+    """A completion as reward functions get it: a text, or after messages the assistant's message."""
+    text = tokenizer.decode(rollout.completion_ids, skip_special_tokens=True)
+    return text if isinstance(prompt.prompt, str) else [{"role": "assistant", "content": text}]
+
+
+def completions_of(
+    prompts: Sequence[PromptExample],
+    groups: Sequence[Sequence[Rollout]],
+    tokenizer: Any,
+    *,
+    rank: int = 0,
+    world: int = 1,
+) -> list[Completion]:
+    """Completions with their texts; a group for each of the prompts that are the share of process `rank`."""
+    return [
+        Completion(
+            prompts[at], rollout, at * len(group) + number, completion_text(tokenizer, prompts[at], rollout)
+        )
+        for at, group in zip(range(rank, len(prompts), world), groups, strict=True)
+        for number, rollout in enumerate(group)
+    ]
+
+
+def idle_completion(prompt: PromptExample, token: int, fields: Iterable[str]) -> Completion:
+    """A completion of one token that does not count, for a process that has none."""
+    idle = Completion(prompt, Rollout(prompt.prompt_ids, [token], [0.0], "stop"), 0, weight=0.0)
+    idle.tokens = dict.fromkeys(fields, torch.zeros(1))
+    return idle
+
+
+def column_names(prompts: Iterable[PromptExample]) -> list[str]:
+    """The further columns that any of the prompts has."""
+    return sorted({name for prompt in prompts for name in prompt.columns})
+
+
+def samples_of(completions: Sequence[Completion], step: int, columns: Sequence[str] | None = None) -> Samples:
+    """Completions as reward functions get them.
+
+    Args:
+        completions: B of them, with their texts.
+        step: steps done.
+        columns: the columns that they see; None: those that any of their prompts has. None stands for a
+            value that a prompt lacks.
+    """
+    names = column_names(each.prompt for each in completions) if columns is None else columns
+    return Samples(
+        [each.prompt.prompt for each in completions],
+        [each.text for each in completions],
+        [each.rollout.completion_ids for each in completions],
+        {name: [each.prompt.columns.get(name) for each in completions] for name in names},
+        step,
+    )
+
+
+def in_parts(samples: Samples, size: int) -> list[Samples]:
+    """Samples cut into parts of this size, the last one perhaps smaller."""
+    count = len(samples.completions)
+    return [samples.part(range(at, min(at + size, count))) for at in range(0, count, size)]
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,21 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from rlhf_algos.configs.online import SamplingConfig
+from rlhf_algos.configs.online import OnlineConfig, SamplingConfig
 from rlhf_algos.engine.step_examples import order_of, steps_of
+from rlhf_algos.online.rollouts import Completion, in_parts, samples_of
 from rlhf_algos.process_group import broadcast
-from rlhf_data import PromptExample, RunFolder
-from rlhf_infer import GenerationEngine, Rollout, SamplingParams, TransformersEngine
+from rlhf_data import PromptExample, RunFolder, UserError
+from rlhf_infer import (
+    GenerationEngine,
+    Measured,
+    PreviousCompletions,
+    RewardScores,
+    Rollout,
+    SamplingParams,
+    SpeculativeDecoder,
+    TransformersEngine,
+)
 
 
 @runtime_checkable
@@ -21,17 +31,19 @@ class StepEngine(GenerationEngine, Protocol):
     """Steps by which sampling runs ahead of the trainer."""
     exact: bool
     """Whether it computes log-probs as the trainer would, of its present weights."""
+    prompts_per_batch: int
+    """Prompts whose completions are sampled together, and scored."""
 
     def publish(self, model: Any, version: int) -> None:
         """Take up the weights of the trainer's model, which `version` steps made."""
         ...
 
-    def begin(self, step: int, prompts: Sequence[Sequence[int]], n: int, params: SamplingParams) -> None:
+    def begin(self, step: int, prompts: Sequence[PromptExample], n: int, params: SamplingParams) -> None:
         """Begin to sample a step, with the weights after max(0, step - max_staleness) steps."""
         ...
 
-    def finish(self, step: int) -> list[list[Rollout]]:
-        """The completions of a step that has begun."""
+    def finish(self, step: int) -> tuple[list[list[Rollout]], list[Measured] | None]:
+        """The completions of a step that has begun; what reward functions gave, where the engine has them."""
         ...
 
     def settle(self) -> None:
@@ -51,8 +63,47 @@ class StepEngine(GenerationEngine, Protocol):
         ...
 
 
+def engine_for(
+    config: OnlineConfig, model: Any, tokenizer: Any, engine: GenerationEngine | None
+) -> GenerationEngine:
+    """The engine of a trainer: the one that it is given, or one that samples from its model itself.
+
+    Raises:
+        UserError: speculation is on, and the engine is another one.
+    """
+    if not config.speculation:
+        return engine or TransformersEngine(model, tokenizer, max_batch_tokens=config.max_kv_tokens)
+    if engine is not None:
+        raise UserError(
+            "speculation is for the trainer's own engine; leave out speculation or the engine",
+            code="conflicting_options",
+        )
+    return SpeculativeDecoder(model, tokenizer, PreviousCompletions(), max_batch_tokens=config.max_kv_tokens)
+
+
+def keep_guesses(engine: GenerationEngine, rollouts: Sequence[Sequence[Rollout]]) -> dict[str, float]:
+    """Keep a step's completions where the engine guesses from those of the last epoch; metrics of that.
+
+    From the second epoch on `speculation/agreement`, the tokens up to which completions are those of the last
+    epoch, and `speculation/saving`, the ratio of times that follows from that.
+    """
+    previous = _previous(engine)
+    if previous is None:
+        return {}
+    previous.keep(rollouts)
+    if previous.agreement is None or previous.saving is None:
+        return {}
+    return {"speculation/agreement": previous.agreement, "speculation/saving": previous.saving}
+
+
+def _previous(engine: GenerationEngine) -> PreviousCompletions | None:
+    drafter = engine.drafter if isinstance(engine, SpeculativeDecoder) else None
+    return drafter if isinstance(drafter, PreviousCompletions) else None
+
+
 def sampling_params(config: SamplingConfig, seed: int, temperature: float | None = None) -> SamplingParams:
     """How a trainer samples; `temperature` instead of that of training."""
+    alike = isinstance(config, OnlineConfig) and config.common_random_numbers and not config.use_vllm
     return SamplingParams(
         config.max_completion_length,
         config.temperature if temperature is None else temperature,
@@ -63,6 +114,7 @@ def sampling_params(config: SamplingConfig, seed: int, temperature: float | None
         repetition_penalty=config.repetition_penalty,
         stop=config.stop,
         min_new_tokens=config.min_completion_length,
+        coupled=alike,
     )
 
 
@@ -94,17 +146,43 @@ def in_batches(
     return [group for batch in batches for group in engine.generate(batch, n, params)]
 
 
-def step_rollouts(trainer: Any, prompts: Sequence[PromptExample]) -> list[list[Rollout]]:
-    """Completions of a trainer's present step; the steps up to `max_staleness` ahead are begun too."""
+def prompts_together(trainer: Any) -> int | None:
+    """Prompts whose completions a trainer samples and scores together; None: all of a step."""
+    engine = trainer.engine
+    return engine.prompts_per_batch if isinstance(engine, StepEngine) else trainer.config.prompts_per_batch
+
+
+def step_scores(
+    trainer: Any, completions: Sequence[Completion], n: int, measured: Sequence[Measured] | None
+) -> RewardScores:
+    """Rewards of this process's completions of a step, in the batches that are scored together.
+
+    Args:
+        trainer: the trainer.
+        completions: `n` of each of its prompts.
+        n: completions of a prompt.
+        measured: what reward functions gave for these batches, where that is known.
+    """
+    samples = samples_of(completions, trainer.step)
+    if measured is None:
+        together = prompts_together(trainer)
+        size = len(completions) if together is None else n * together
+        measured = trainer.rewards.measure(in_parts(samples, size))
+    return trainer.rewards.joined(measured, samples)
+
+
+def step_rollouts(
+    trainer: Any, prompts: Sequence[PromptExample]
+) -> tuple[list[list[Rollout]], list[Measured] | None]:
+    """What `StepEngine.finish` gives of a trainer's present step; up to `max_staleness` more are begun."""
     engine, config = trainer.engine, trainer.config
     if not isinstance(engine, StepEngine):
-        return trainer.sample(prompts, config.num_generations, seed=trainer.seed_of(trainer.step))
+        return trainer.sample(prompts, config.num_generations, seed=trainer.seed_of(trainer.step)), None
     engine.publish(trainer.model, trainer.step)
     last = min(trainer.step + engine.max_staleness, trainer.total_steps - 1)
     for step in range(trainer.step, last + 1):
         asked = prompts if step == trainer.step else _prompts_of(trainer, step)
-        ids = [prompt.prompt_ids for prompt in asked]
-        engine.begin(step, ids, config.num_generations, sampling_params(config, trainer.seed_of(step)))
+        engine.begin(step, asked, config.num_generations, sampling_params(config, trainer.seed_of(step)))
     return engine.finish(trainer.step)
 
 
@@ -127,6 +205,8 @@ def settled(engine: GenerationEngine, run: RunFolder | None) -> Iterator[None]:
 
 def engine_state(engine: GenerationEngine) -> dict[str, Any]:
     """What a checkpoint keeps of an engine, by its key."""
+    if (previous := _previous(engine)) is not None:
+        return {"previous": previous.state()}
     return {"engine": engine.state()} if isinstance(engine, StepEngine) else {}
 
 
@@ -134,6 +214,8 @@ def load_engine_state(engine: GenerationEngine, state: Mapping[str, Any]) -> Non
     """Load what `engine_state` returned, of a checkpoint that may be without."""
     if isinstance(engine, StepEngine):
         engine.load_state(state.get("engine", {}))
+    if (previous := _previous(engine)) is not None and "previous" in state:
+        previous.load_state(state["previous"])
 
 
 def _prompts_of(trainer: Any, step: int) -> Sequence[PromptExample]:

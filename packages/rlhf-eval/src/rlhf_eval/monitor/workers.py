@@ -44,18 +44,30 @@ def workers_text(events: Sequence[Mapping[str, Any]], *, finished: bool) -> str:
     if losses:
         last = losses[-1]
         times = "once" if len(losses) == 1 else f"{len(losses)} times"
-        parts.append(f"workers failed {times}, last worker {last.get('worker')} ({last.get('why')})")
+        parts.append(f"workers failed {times}, last {_name(last)} ({last.get('why')})")
     if events[begun].get("dashboard") and not finished:
         parts.append(f"Ray's dashboard: {events[begun]['dashboard']}")
     return "; ".join(parts)
 
 
 def _at_work(events: Sequence[Mapping[str, Any]]) -> str:
-    ready: set[Any] = set()
+    ready: dict[str, set[Any]] = {"rollout": set(), "reward": set()}
     for event in events:
+        members = ready.setdefault(event.get("pool", "rollout"), set())
         if event.get("event") == "ready":
-            ready.add(event.get("worker"))
+            members.add(event.get("worker"))
         elif event.get("event") == "lost":
-            ready.discard(event.get("worker"))
-    wanted = events[0].get("workers") if events[0].get("event") == "start" else None
-    return f"{len(ready)}{f' of {wanted}' if wanted else ''} workers ready"
+            members.discard(event.get("worker"))
+    start = events[0] if events[0].get("event") == "start" else {}
+    text = _count(ready["rollout"], start.get("workers"), "workers")
+    wanted = start.get("reward_workers")
+    return f"{text}, {_count(ready['reward'], wanted, 'reward workers')}" if wanted else text
+
+
+def _name(event: Mapping[str, Any]) -> str:
+    kind = "reward worker" if event.get("pool") == "reward" else "worker"
+    return f"{kind} {event.get('worker')}"
+
+
+def _count(ready: set[Any], wanted: Any, what: str) -> str:
+    return f"{len(ready)}{f' of {wanted}' if wanted else ''} {what} ready"

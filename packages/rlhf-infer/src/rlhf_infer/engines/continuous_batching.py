@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -271,10 +271,10 @@ class ContinuousBatcher:
         if not self._running:
             return
         before = [each.cohort.rows.finished for each in self._running]
-        followed = [(each, each.cohort.rows.live()) for each in self._running if _is_followed(each)]
+        followed = [(each, _lengths(each)) for each in self._running if _is_followed(each)]
         self.engine.advance([each.cohort for each in self._running], row_sizes=ROW_SIZES)
-        for each, places in followed:
-            _tell(each, places)
+        for each, lengths in followed:
+            _tell(each, lengths)
         if followed and self._after_tokens is not None:
             self._after_tokens()
         for each, finished in zip(self._running, before, strict=True):
@@ -306,14 +306,20 @@ def _is_followed(each: _Running) -> bool:
     return any(piece is not None and piece.on_token is not None for piece in each.pieces)
 
 
-def _tell(each: _Running, places: Sequence[int]) -> None:
-    """Tell those who follow of the newest token of the completions that got one."""
+def _lengths(each: _Running) -> dict[int, int]:
+    """Tokens of the completions that have not finished, by their places."""
+    return {place: each.cohort.rows.drawn(place) for place in each.cohort.rows.live()}
+
+
+def _tell(each: _Running, lengths: Mapping[int, int]) -> None:
+    """Tell those who follow of the tokens that completions got since they had these lengths."""
     rows = each.cohort.rows
-    newest = rows.length - 1
     logps = rows.logps if rows.raw_logps is None else rows.raw_logps
-    for place in places:
+    for place, length in lengths.items():
         piece = each.pieces[place // len(rows.samples)]
-        if piece is not None and piece.on_token is not None:
-            sample = rows.samples[place % len(rows.samples)]
-            top = rows.tops[place][newest] if rows.tops else ()
-            piece.on_token(sample, int(rows.tokens[place, newest]), float(logps[place, newest]), top)
+        if piece is None or piece.on_token is None:
+            continue
+        sample = rows.samples[place % len(rows.samples)]
+        for at in range(length, rows.drawn(place)):
+            top = rows.tops[place][at] if rows.tops else ()
+            piece.on_token(sample, int(rows.tokens[place, at]), float(logps[place, at]), top)

@@ -159,6 +159,15 @@ class Rows:
         """Places of the completions that have not finished."""
         return self.place[self.alive].tolist()
 
+    @property
+    def total(self) -> int:
+        """Tokens of all completions together."""
+        return int(self._lengths.sum()) + self.length * (len(self.tokens) - self.finished)
+
+    def drawn(self, place: int) -> int:
+        """Tokens of the completion in this place."""
+        return int(self._lengths[place]) or self.length
+
     def finish(self, ends: np.ndarray, reason: Literal["stop", "length"]) -> None:
         """Finish the rows marked in `ends` (B,) that are unfinished."""
         for place in self.place[ends & self.alive]:

@@ -47,15 +47,19 @@ class PromptCache:
 class PrefillAttention:
     """Tree attention over packed prompts that keeps every layer's keys and values.
 
-    The packed prompts are on the CPU; `batch.sequence_ids` says whose the cached keys and values are.
+    Args:
+        batch: packed prompts, on the CPU.
+        cache: where keys and values go.
+        places: (Q,) of the batch's prompts in the cache; None: `batch.sequence_ids`.
     """
 
-    def __init__(self, batch: PackedBatch, cache: PromptCache) -> None:
+    def __init__(self, batch: PackedBatch, cache: PromptCache, places: Tensor | None = None) -> None:
         device = cache.lengths.device
         paths = [batch.path(q) for q in range(batch.num_sequences)]
         width = max(len(path) for path in paths)
         index = torch.stack([torch.nn.functional.pad(path, (0, width - len(path))) for path in paths])
-        self._index, self._prompts = index.to(device), batch.sequence_ids.to(device)
+        places = batch.sequence_ids if places is None else places
+        self._index, self._prompts = index.to(device), places.to(device)
         self._attention = TreeAttention(batch.to(device))
         self._cache = cache
 
@@ -133,29 +137,30 @@ class DecodeAttention:
     ) -> Tensor:
         """See `rlhf_models.attention.packed.AttentionPlan`; one token per row."""
         rows, heads, size = query.shape
-        own_key, own_value = self._room(layer, rows)
+        own_key, own_value = self._room(layer, rows, self._step + 1)
         own_key[:, :, self._step], own_value[:, :, self._step] = key, value
         end, window = self._step + 1, options.window
         seen = slice(0 if window is None else max(0, end - window), end)
         query = (query * options.scaling).view(rows, key.shape[1], -1, size)
-        mixed, total = _mix(query, own_key[:, :, seen], own_value[:, :, seen], options.softcap)
+        mixed, total = mix(query, own_key[:, :, seen], own_value[:, :, seen], options.softcap)
         if window is None or end < window:  # else no prompt token is near enough
-            slots = _mix(
+            slots = mix(
                 self._to_slots(query), *self._cache.layers[layer], options.softcap, self._hidden(window)
             )
             on_prompt, prompt_total = (self._from_slots(x, query.shape[2]) for x in slots)
             mixed = torch.lerp(mixed, on_prompt, torch.sigmoid(prompt_total - total))
         return mixed.to(value.dtype).reshape(rows, heads, size)
 
-    def _room(self, layer: int, rows: int) -> tuple[Tensor, Tensor]:
-        """The rows' keys and values of a layer, with room for those of this step."""
-        if layer in self._own and self._step < self._own[layer][0].shape[2]:
-            return self._own[layer]
+    def _room(self, layer: int, rows: int, end: int) -> tuple[Tensor, Tensor]:
+        """The rows' keys and values of a layer, with room for `end` tokens; zeros where there are none."""
         old = self._own.get(layer)
-        capacity = min(self._step + BLOCK, self._most)
-        key, value = (x.new_empty(rows, x.shape[1], capacity, x.shape[3]) for x in self._cache.layers[layer])
+        if old is not None and end <= old[0].shape[2]:
+            return old
+        capacity = min(end - 1 + BLOCK, self._most)
+        key, value = (x.new_zeros(rows, x.shape[1], capacity, x.shape[3]) for x in self._cache.layers[layer])
         if old is not None:
-            key[:, :, : self._step], value[:, :, : self._step] = old
+            held = old[0].shape[2]
+            key[:, :, :held], value[:, :, :held] = old
         self._own[layer] = (key, value)
         return key, value
 
@@ -182,6 +187,56 @@ class DecodeAttention:
             mask = torch.zeros(hidden.shape, device=lengths.device).masked_fill_(hidden, -torch.inf)
             self._masks[window] = mask[:, None, None]
         return self._masks[window]
+
+
+class RaggedAttention(DecodeAttention):
+    """The same where rows have any number of tokens, and any number of new ones.
+
+    A row's tokens that turn out not to be part of its completion are written over by later ones. There is no
+    sliding window.
+    """
+
+    def at_rows(self, held: np.ndarray, counts: np.ndarray) -> RaggedAttention:
+        """Ready for a pass over `counts` (B,) >= 1 new tokens of each row, which has `held` (B,) already."""
+        device = self._cache.lengths.device
+        rows = np.repeat(np.arange(len(counts)), counts)
+        place = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        self._width, self._even = int(counts.max()), len(rows) == counts.max() * len(counts)
+        self._end = int((held + counts).max())
+        self._alike = self._width == 1 and bool((held == held[0]).all())
+        if self._alike:
+            self.at_step(int(held[0]))
+        at = [rows, held[rows] + place, rows * self._width + place]
+        self._rows, self._places, self._squares = torch.from_numpy(np.stack(at)).to(device)
+        last = torch.from_numpy(held).to(device)[:, None] + torch.arange(self._width, device=device)
+        unseen = torch.arange(self._end, device=device) > last[:, :, None]
+        self._unseen = torch.zeros(unseen.shape, device=device).masked_fill_(unseen, -torch.inf)
+        return self
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        """See `rlhf_models.attention.packed.AttentionPlan`; the new tokens of a row side by side."""
+        if self._alike:
+            return super().attend(layer, query, key, value, options)
+        heads, size = query.shape[1:]
+        rows, width, kv_heads = len(self._unseen), self._width, key.shape[1]
+        own_key, own_value = self._room(layer, rows, self._end)
+        own_key[self._rows, :, self._places] = key
+        own_value[self._rows, :, self._places] = value
+        square = (query * options.scaling).to(own_key.dtype)
+        if not self._even:
+            square = square.new_zeros(rows * width, heads, size).index_copy_(0, self._squares, square)
+        square = square.view(rows, width, kv_heads, -1, size).transpose(1, 2).flatten(2, 3)
+        repeat = heads // kv_heads
+        unseen = self._unseen.repeat_interleave(repeat, 1)[:, None]
+        seen = own_key[:, :, : self._end], own_value[:, :, : self._end]
+        mixed, total = mix(square, *seen, options.softcap, unseen)
+        slots = mix(self._to_slots(square), *self._cache.layers[layer], options.softcap, self._hidden(None))
+        on_prompt, prompt_total = (self._from_slots(x, width * repeat) for x in slots)
+        mixed = torch.lerp(mixed, on_prompt, torch.sigmoid(prompt_total - total)).to(value.dtype)
+        flat = mixed.unflatten(2, (width, repeat)).transpose(1, 2).reshape(rows * width, heads, size)
+        return flat if self._even else flat[self._squares]
 
 
 class JoinedAttention:
@@ -218,7 +273,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def _mix(
+def mix(
     query: Tensor, key: Tensor, value: Tensor, softcap: float | None, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention (*, D) of scaled queries, and the logarithm (*, 1) of the sum of exponentials, in fp32."""

@@ -28,6 +28,8 @@ class SamplingParams:
         max_new_tokens: longest completion in tokens, end-of-sequence token included; >= 1.
         temperature: >= 0; 0 takes the most likely token.
         seed: with the prompt's tokens and the sample's index it fixes the sample's random numbers.
+        coupled: whether two models that are alike shall draw alike from these numbers; from the same
+            distributions, but other tokens than without. Transformers engine only.
         top_p: in (0, 1]: the likeliest tokens that together have at least this probability; 1 keeps all.
         top_k: this many of the likeliest tokens, and those as likely as the last of them; 0 keeps all.
         min_p: in [0, 1]: tokens at least this share as likely as the likeliest one; 0 keeps all.
@@ -71,6 +73,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     constraint: Constraint | None = None
+    coupled: bool = False
 
     def __post_init__(self) -> None:
         _check("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "at least 1")

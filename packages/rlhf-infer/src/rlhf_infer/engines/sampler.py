@@ -19,6 +19,10 @@ _NUCLEUS = 256
 """Tokens that are sorted for top-p at first; more only where they have too little probability."""
 
 
+_RUNNERS = 256
+"""Tokens that have noise of their own in a race."""
+
+
 @dataclass(frozen=True)
 class SampledTokens:
     """The next tokens of B rows.
@@ -39,7 +43,7 @@ class SampledTokens:
 
 
 class Sampler:
-    """Draws the next tokens of B rows by inverting cumulative distributions.
+    """Draws the next tokens of B rows by inverting cumulative distributions, or by races.
 
     Args:
         params: see `SamplingParams`.
@@ -112,7 +116,7 @@ class Sampler:
                 range(0, len(hidden), self._rows_per_chunk), hidden.split(self._rows_per_chunk), strict=True
             )
         ]
-        found = SampledTokens(*(drawn[0] if len(drawn) == 1 else map(torch.cat, zip(*drawn, strict=True))))
+        found = _joined(drawn)
         if self._seen is not None:
             self._seen.scatter_(1, found.tokens[:, None], True)
         if self._counts is not None:
@@ -121,8 +125,34 @@ class Sampler:
             self._masks.accept(found.tokens)
         return found
 
+    def draw_at(
+        self, head: Callable[[Tensor], Tensor], hidden: Tensor, rows: Tensor, steps: Tensor
+    ) -> SampledTokens:
+        """The tokens that rows draw in any of their places, several places of a row at once.
+
+        Args:
+            head: maps states to fp32 logits (*, V).
+            hidden: (M, hidden) states of the tokens before these places.
+            rows: (M,) whose places they are.
+            steps: (M,) tokens that come before them in the completion.
+
+        Raises:
+            ValueError: what a row has drawn before changes what it may draw, see `remembers`.
+        """
+        if remembers(self._params):
+            raise ValueError("penalties, processors and constraints need the tokens one after the other")
+        size = self._rows_per_chunk
+        parts = zip(hidden.split(size), rows.split(size), steps.split(size), strict=True)
+        return _joined(
+            [self._draw_chunk(head(states), row, step, lambda row: None) for states, row, step in parts]
+        )
+
     def _draw_chunk(
-        self, logits: Tensor, rows: slice, step: int, completions: Callable[[int], list[int] | None]
+        self,
+        logits: Tensor,
+        rows: slice | Tensor,
+        step: int | Tensor,
+        completions: Callable[[int], list[int] | None],
     ) -> tuple[Tensor, ...]:
         params, greedy = self._params, self._params.temperature == 0
         temperature = 1.0 if greedy else params.temperature
@@ -135,7 +165,7 @@ class Sampler:
             wanted = logps
             if processed is not logits or params.top_k or params.top_p < 1 or params.min_p:
                 wanted = truncated(processed / temperature, params).log_softmax(-1)
-            tokens = invert(wanted, self._uniforms[rows, step])
+            tokens = (race if params.coupled else invert)(wanted, self._uniforms[rows, step])
         chosen = tokens, *(each.gather(-1, tokens[:, None])[:, 0] for each in (logps, raw))
         if not params.top_logprobs:
             return chosen
@@ -143,7 +173,11 @@ class Sampler:
         return *chosen, likeliest.indices, likeliest.values
 
     def _processed(
-        self, logits: Tensor, rows: slice, step: int, completions: Callable[[int], list[int] | None]
+        self,
+        logits: Tensor,
+        rows: slice | Tensor,
+        step: int | Tensor,
+        completions: Callable[[int], list[int] | None],
     ) -> Tensor:
         """The logits (B, V) after penalties, bias, processors and constraint; a copy if changed."""
         params, changed = self._params, logits
@@ -151,13 +185,17 @@ class Sampler:
             penalty = params.repetition_penalty
             penalised = torch.where(logits < 0, logits * penalty, logits / penalty)
             changed = torch.where(self._seen[rows], penalised, logits)
-        if step < params.min_new_tokens:
-            changed = changed.index_fill(-1, self._ends, -torch.inf)
+        early = step < params.min_new_tokens
+        if early if isinstance(early, bool) else early.any():
+            held = changed.index_fill(-1, self._ends, -torch.inf)
+            changed = held if isinstance(early, bool) else torch.where(early[:, None], held, changed)
         if self._counts is not None:
             counts = self._counts[rows]
             changed = changed - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
         if len(self._biased):
             changed = changed.index_add(-1, self._biased, self._bias.expand(len(changed), -1))
+        if isinstance(rows, Tensor):
+            return changed
         if params.logits_processors:
             changed = changed.clone() if changed is logits else changed
             for row in range(len(logits)):
@@ -165,6 +203,16 @@ class Sampler:
                 if completion is not None:
                     changed[row] = _through_processors(params, completion, changed[row])
         return changed if self._masks is None else self._masks.masked(changed, rows)
+
+
+def remembers(params: SamplingParams) -> bool:
+    """Whether the tokens that a completion has change, other than through the model, what comes next."""
+    penalised = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+    return bool(penalised or params.logits_processors or params.constraint is not None)
+
+
+def _joined(drawn: Sequence[tuple[Tensor, ...]]) -> SampledTokens:
+    return SampledTokens(*(drawn[0] if len(drawn) == 1 else map(torch.cat, zip(*drawn, strict=True))))
 
 
 def _through_processors(params: SamplingParams, completion: list[int], logits: Tensor) -> Tensor:
@@ -215,6 +263,49 @@ def invert(logps: Tensor, uniforms: Tensor) -> Tensor:
     cumulative = logps.double().exp_().cumsum_(-1)
     draw = uniforms[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, draw, right=True)[:, 0].clamp_(max=logps.shape[-1] - 1)
+
+
+def race(logps: Tensor, uniforms: Tensor) -> Tensor:
+    """Tokens (B,) that win a race: argmax of log p + Gumbel noise, which belongs to the place and the token.
+
+    So the token is drawn from p (Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030), and two distributions
+    with total variation t between them draw different tokens with probability 2t / (1 + t) at most (Daliri,
+    Musco and Suresh 2024, arXiv:2408.07978); inverting cumulative distributions has no such bound. The
+    likeliest tokens run by themselves; the others as one, and one of them is drawn if that wins.
+
+    Args:
+        logps: (B, V), -inf for what cannot be drawn.
+        uniforms: (B,) float64 in [0, 1), one for each place, of which the noise is hashed.
+    """
+    alone, tokens = logps.topk(min(_RUNNERS, logps.shape[-1]), -1)
+    alone, noise = alone.double(), _hashed(uniforms, tokens)
+    others = logps.exp().scatter_(-1, tokens, 0.0)
+    together = others.sum(-1, keepdim=True, dtype=torch.float64).log()
+    alone = torch.cat([alone, together], -1)
+    noise = torch.cat([noise, _hashed(uniforms, torch.full_like(tokens[:, :1], -1))], -1)
+    winner = (alone - (-noise.log()).log()).argmax(-1, keepdim=True)
+    drawn = tokens.gather(-1, winner.clamp(max=tokens.shape[-1] - 1))[:, 0]
+    rest = winner[:, 0] == tokens.shape[-1]
+    if rest.any():
+        drawn[rest] = invert(
+            others[rest].log(), _hashed(uniforms[rest], torch.full_like(tokens[rest, :1], -2))[:, 0]
+        )
+    return drawn
+
+
+def _hashed(uniforms: Tensor, tokens: Tensor) -> Tensor:
+    """(B, K) float64 in (0, 1): SplitMix64's finaliser over a place's uniform (B,) and tokens (B, K)."""
+    state = (uniforms * (1 << 53)).long()[:, None] * _signed(0x9E3779B97F4A7C15)
+    state = state + tokens * _signed(0xD1342543DE82EF95)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        state = (state ^ ((state >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)
+    state = state ^ ((state >> 31) & ((1 << 33) - 1))
+    return (((state >> 11) & ((1 << 53) - 1)).double() + 0.5) / (1 << 53)
+
+
+def _signed(word: int) -> int:
+    """A 64-bit word as torch's int64 has it."""
+    return word - (1 << 64) if word >> 63 else word
 
 
 def uniforms(

@@ -13,6 +13,7 @@ from rlhf_data import TokenSequence, UserError, pack
 from rlhf_infer.engines.constraints import Constraint, Grammars, TokenMasks
 from rlhf_infer.engines.decode_batch import Cohort, Rows
 from rlhf_infer.engines.kv_cache import DecodeAttention, JoinedAttention, PrefillAttention, PromptCache
+from rlhf_infer.engines.prefix_cache import BLOCK, Block, PrefixAttention, PrefixCache
 from rlhf_infer.engines.prompt_logps import PromptLogps, prompt_logps
 from rlhf_infer.engines.protocol import GenerationEngine as GenerationEngine
 from rlhf_infer.engines.protocol import LogitsProcessor as LogitsProcessor
@@ -39,6 +40,8 @@ class TransformersEngine:
         max_batch_tokens: prompt and completion tokens whose keys and values are held at a time, counting
             completions at their longest; more samples are drawn in parts, a longer one is refused.
         max_prefill_tokens: prompt tokens that one forward pass computes, unless one prompt alone has more.
+        prefix_cache_tokens: prompt tokens whose keys and values are kept for later prompts that begin alike,
+            the newest; for weights that do not change. Completions differ by rounding only.
     """
 
     def __init__(
@@ -48,10 +51,13 @@ class TransformersEngine:
         *,
         max_batch_tokens: int = 1 << 18,
         max_prefill_tokens: int = 1 << 14,
+        prefix_cache_tokens: int = 0,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.max_batch_tokens, self.max_prefill_tokens = max_batch_tokens, max_prefill_tokens
+        self.prefixes = PrefixCache(prefix_cache_tokens) if prefix_cache_tokens else None
+        """Keys and values of earlier prompts, if they are kept."""
         self.before_pass: Callable[[], Any] | None = None
         """Called before every forward pass, for which processes gather a sharded model together."""
         self.head: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -68,7 +74,7 @@ class TransformersEngine:
             )
 
     def update_weights(self, model: Any) -> None:
-        """Nothing to do: the engine shares the model, and every `generate` sees its weights as they are.
+        """Forget keys and values of earlier prompts; `generate` sees the model's weights as they are anyway.
 
         Raises:
             ValueError: the model is another one than the engine's.
@@ -78,6 +84,8 @@ class TransformersEngine:
                 "the transformers engine generates from the model that it was made with; "
                 "make another engine for another model"
             )
+        if self.prefixes is not None:
+            self.prefixes.clear()
 
     def close(self) -> None:
         """Nothing to do: between calls of `generate` the engine holds no more than the model."""
@@ -258,17 +266,58 @@ class TransformersEngine:
             cohort.draw(lambda states: states, part)
 
     def _prefill(self, prompts: list[tuple[int, ...]]) -> tuple[PromptCache, torch.Tensor]:
-        """Run the prompts as packed trees; their keys and values, and each one's last hidden state."""
-        lm = causal_lm(self.model)
-        cache = PromptCache([len(prompt) for prompt in prompts], lm.device)
-        states, order = [], []
-        for batch in pack([TokenSequence(p, len(p)) for p in prompts], self.max_prefill_tokens):
+        """Keys and values of the prompts, and each one's last hidden state."""
+        cache = PromptCache([len(prompt) for prompt in prompts], causal_lm(self.model).device)
+        known = [[] if self.prefixes is None else self.prefixes.find(prompt) for prompt in prompts]
+        cold = [place for place, blocks in enumerate(known) if not blocks]
+        warm = [place for place, blocks in enumerate(known) if blocks]
+        hidden = dict[int, torch.Tensor]()
+        if cold:
+            hidden |= zip(cold, self._prefill_trees(prompts, cold, cache), strict=True)
+        for part in _parts([len(prompts[i]) - BLOCK * len(known[i]) for i in warm], self.max_prefill_tokens):
+            places = [warm[i] for i in part]
+            hidden |= zip(places, self._prefill_rest(prompts, places, known, cache), strict=True)
+        if self.prefixes is not None:
+            for place, prompt in enumerate(prompts):
+                self.prefixes.add(prompt, cache, place)
+        return cache, torch.stack([hidden[place] for place in range(len(prompts))])
+
+    def _prefill_trees(
+        self, prompts: list[tuple[int, ...]], places: list[int], cache: PromptCache
+    ) -> torch.Tensor:
+        """Run prompts as packed trees; their last hidden states."""
+        lm, states, order = causal_lm(self.model), [], []
+        sequences = [TokenSequence(prompts[place], len(prompts[place])) for place in places]
+        for batch in pack(sequences, self.max_prefill_tokens):
             extra = rounding(batch.num_tokens, next(lm.parameters()))
             ids, positions = (pad(x, (0, extra)).to(lm.device) for x in (batch.input_ids, batch.position_ids))
-            hidden = self._forward(ids, positions, PrefillAttention(batch, cache))
+            own = torch.tensor(places)[batch.sequence_ids]
+            hidden = self._forward(ids, positions, PrefillAttention(batch, cache, own))
             states.append(hidden[batch.last_positions.to(lm.device)])
             order.append(batch.sequence_ids)
-        return cache, torch.cat(states)[torch.cat(order).argsort().to(lm.device)]
+        return torch.cat(states)[torch.cat(order).argsort().to(lm.device)]
+
+    def _prefill_rest(
+        self,
+        prompts: list[tuple[int, ...]],
+        places: list[int],
+        known: list[list[Block]],
+        cache: PromptCache,
+    ) -> torch.Tensor:
+        """Run what prompts have after their known blocks; their last hidden states."""
+        lm = causal_lm(self.model)
+        starts = [BLOCK * len(known[place]) for place in places]
+        rests = [prompts[place][start:] for place, start in zip(places, starts, strict=True)]
+        counts = [len(rest) for rest in rests]
+        extra = rounding(sum(counts), next(lm.parameters()))
+        ids = torch.tensor([token for rest in rests for token in rest])
+        positions = torch.cat(
+            [torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+        )
+        ids, positions = (pad(x, (0, extra)).to(lm.device) for x in (ids, positions))
+        plan = PrefixAttention(cache, places, [known[place] for place in places], counts)
+        hidden = self._forward(ids, positions, plan)
+        return hidden[torch.tensor(counts, device=lm.device).cumsum(0) - 1]
 
     def _cohort(
         self,
@@ -279,30 +328,37 @@ class TransformersEngine:
         seeds: Sequence[int] | None = None,
     ) -> Cohort:
         cache, hidden = prefilled
-        ends = ends_of(params, self.eos_token_ids)
-        masks = None
-        if params.constraint is not None:
-            grammar, rows = self.compile(params.constraint), len(prompts) * len(samples)
-            masks = TokenMasks(grammar, rows, self.vocab_size, self.eos_token_ids)
-        sampler = Sampler(
-            params,
-            ends,
-            prompts,
-            samples,
-            vocab_size=self.vocab_size,
-            device=hidden.device,
-            seeds=seeds,
-            masks=masks,
-        )
         return Cohort(
             Rows(prompts, samples, params.max_new_tokens, raw=params.raw_logprobs),
-            sampler,
+            self._sampler(prompts, samples, params, seeds),
             DecodeAttention(cache, len(samples), params.max_new_tokens),
             lengths=cache.lengths,
             hidden=hidden,
             params=params,
-            ends=ends,
+            ends=ends_of(params, self.eos_token_ids),
             stops=self._stop_texts(params),
+        )
+
+    def _sampler(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        samples: range,
+        params: SamplingParams,
+        seeds: Sequence[int] | None,
+    ) -> Sampler:
+        masks = None
+        if params.constraint is not None:
+            grammar, rows = self.compile(params.constraint), len(prompts) * len(samples)
+            masks = TokenMasks(grammar, rows, self.vocab_size, self.eos_token_ids)
+        return Sampler(
+            params,
+            ends_of(params, self.eos_token_ids),
+            prompts,
+            samples,
+            vocab_size=self.vocab_size,
+            device=causal_lm(self.model).device,
+            seeds=seeds,
+            masks=masks,
         )
 
     def _stop_texts(self, params: SamplingParams) -> StopTexts | None:
@@ -327,3 +383,16 @@ class TransformersEngine:
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         return lm_logits(self.model, hidden, head=self.head)
+
+
+def _parts(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """The places of sizes in parts, each of which together has at most `most`, or is a single one."""
+    parts: list[list[int]] = []
+    total = 0
+    for place, size in enumerate(sizes):
+        total += size
+        if not parts or total > most:
+            parts.append([])
+            total = size
+        parts[-1].append(place)
+    return parts

@@ -1,3 +1,4 @@
+from rlhf_infer.rewards.combine import Measured as Measured
 from rlhf_infer.rewards.combine import RewardFunctions as RewardFunctions
 from rlhf_infer.rewards.combine import RewardScores as RewardScores
 from rlhf_infer.rewards.conventions import RewardFunction as RewardFunction

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,8 +14,6 @@ import torch
 
 from rlhf_data import Text, UserError
 from rlhf_infer import async_loop
-from rlhf_infer.failures import raised
-from rlhf_infer.http_client import ScorerUnavailable
 from rlhf_infer.rewards.checks import checked_rewards, shown
 from rlhf_infer.rewards.conventions import (
     Caller,
@@ -26,7 +23,7 @@ from rlhf_infer.rewards.conventions import (
     function_name,
     stateful_part,
 )
-from rlhf_infer.rewards.requirements import needed_columns
+from rlhf_infer.rewards.errors import named_errors
 from rlhf_infer.rewards.routing import open_answers_only
 from rlhf_infer.rewards.texts import sample_name
 
@@ -49,6 +46,29 @@ class RewardScores:
     total: torch.Tensor
     metrics: Mapping[str, float] = field(default_factory=dict)
     extras: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What F functions gave for B samples that they saw together, and what they logged.
+
+    Args:
+        rows: F lists of B rewards, NaN where a function is not applicable.
+        metrics: the values of each metric.
+        extras: B values of each column.
+    """
+
+    rows: list[list[float]] = field(default_factory=list)
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    extras: dict[str, list[Any]] = field(default_factory=dict)
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Note a value of a metric."""
+        self.metrics.setdefault(name, []).append(float(value))
+
+    def log_extra(self, name: str, values: Sequence[Any]) -> None:
+        """Note a column."""
+        self.extras[name] = list(values)
 
 
 @dataclass(frozen=True)
@@ -133,6 +153,8 @@ class RewardFunctions:
         """Names of the rows of the scores."""
         self.weights: tuple[float, ...] = tuple(w for source in sources for w in source.weights)
         """Weights of the rows."""
+        self.may_leave_out: bool = any(getattr(s.function, "may_leave_out", False) for s in sources)
+        """Whether None may mean of one of them that it could not tell."""
 
     @property
     def functions(self) -> tuple[RewardFunction, ...]:
@@ -171,19 +193,41 @@ class RewardFunctions:
 
     def score(self, samples: Samples, *, fill_in: bool = True) -> RewardScores:
         """See `__call__`."""
-        _check_lengths(samples)
+        return self.joined(self.measure([samples]), samples, fill_in=fill_in)
+
+    def measure(self, batches: Sequence[Samples]) -> list[Measured]:
+        """What the functions give for batches of samples, each of which they see by itself.
+
+        Raises:
+            UserError: a function fails, see `__call__`.
+            ValueError: arguments of different lengths.
+        """
+        found = [Measured() for _ in batches]
+        for samples in batches:
+            _check_lengths(samples)
+        heard = [
+            replace(samples, log_metric=into.log_metric, log_extra=into.log_extra)
+            for samples, into in zip(batches, found, strict=True)
+        ]
+        for samples, into, results in zip(heard, found, self._results(heard), strict=True):
+            for source, result in zip(self.sources, results, strict=True):
+                into.rows.extend(source.checked(result, samples))
+        return found
+
+    def joined(self, parts: Sequence[Measured], samples: Samples, *, fill_in: bool = True) -> RewardScores:
+        """The scores of samples whose parts, in their order, were measured; see `combined`."""
+        rows = [[value for part in parts for value in part.rows[row]] for row in range(len(self.names))]
         metrics: dict[str, list[float]] = {}
-        extras: dict[str, list[Any]] = {}
-        samples = replace(
-            samples,
-            log_metric=lambda name, value: metrics.setdefault(name, []).append(float(value)),
-            log_extra=lambda name, values: extras.__setitem__(name, list(values)),
-        )
-        rows: list[list[float]] = []
-        for source, result in zip(self.sources, self._results(samples), strict=True):
-            rows += source.checked(result, samples)
-        scores = self.combined(rows, samples, fill_in=fill_in)
+        for part in parts:
+            for name, values in part.metrics.items():
+                metrics.setdefault(name, []).extend(values)
         means = {name: math.fsum(values) / len(values) for name, values in metrics.items()}
+        extras = {
+            name: [value for part in parts for value in part.extras[name]]
+            for name in parts[0].extras
+            if all(name in part.extras for part in parts)
+        }
+        scores = self.combined(rows, samples, fill_in=fill_in)
         return replace(scores, metrics={**means, **scores.metrics}, extras=extras)
 
     def combined(
@@ -218,7 +262,7 @@ class RewardFunctions:
             UserError: no function could have scored them, or none of the batch was scored.
         """
         first = int(unscored.nonzero()[0])
-        if unscored.all() or not any(getattr(s.function, "may_leave_out", False) for s in self.sources):
+        if unscored.all() or not self.may_leave_out:
             raise UserError(
                 f"{sample_name(first, samples.completions[first])}: no reward function is applicable, all "
                 f"say None ({', '.join(self.names)}); add one that is, or leave such rows out of the data",
@@ -228,28 +272,6 @@ class RewardFunctions:
         for i in unscored.nonzero().flatten().tolist():
             alike = [j for j in known if samples.prompts[j] == samples.prompts[i]] or known
             total[i] = total[alike].mean()
-
-    def check_columns(self, columns: Mapping[str, Sequence[Any]]) -> None:
-        """Refuse rows that no function can score, for want of a column, before anything is computed for them.
-
-        Args:
-            columns: the values of the rows by column, None where a row has none.
-
-        Raises:
-            UserError: every function reads a column that none of the rows has.
-        """
-        present = {name for name, values in columns.items() if any(value is not None for value in values)}
-        lacking = [
-            next((name for name in needed_columns(source.function) if name not in present), None)
-            for source in self.sources
-        ]
-        if lacking[0] is not None and None not in lacking:
-            raise UserError(
-                f"reward {self.sources[0].name} reads the column {lacking[0]}, which no row here has; add it "
-                "to the rows, or give another reward",
-                code="missing_column",
-                column=lacking[0],
-            )
 
     def state(self) -> dict[str, Any]:
         """State to restore on resume, as JSON values: those of the functions that have one, by name."""
@@ -276,21 +298,23 @@ class RewardFunctions:
         found = {source.name: stateful_part(source.function) for source in self.sources}
         return {name: function for name, function in found.items() if function is not None}
 
-    def _results(self, samples: Samples) -> list[Any]:
-        """Return values of all functions; asynchronous ones run concurrently with the others."""
-        results: list[Any] = [None] * len(self.sources)
-        futures: dict[int, Future[Any]] = {}
+    def _results(self, batches: Sequence[Samples]) -> list[list[Any]]:
+        """Return values of all functions for each batch; asynchronous ones run concurrently with all else."""
+        results: list[list[Any]] = [[None] * len(self.sources) for _ in batches]
+        futures: dict[tuple[int, int], Future[Any]] = {}
+        calls = [(at, i) for at in range(len(batches)) for i in range(len(self.sources))]
         # Asynchronous functions first: they then run while this thread is busy with the others.
-        order = sorted(range(len(self.sources)), key=lambda i: not self.sources[i].is_async)
+        calls.sort(key=lambda call: not self.sources[call[1]].is_async)
         try:
-            for i in order:
-                with _named_errors(self.sources[i], samples):
-                    results[i] = self.sources[i].call(samples)
-                if inspect.isawaitable(results[i]):
-                    futures[i] = async_loop.submit(results[i])
-            for i, future in futures.items():
-                with _named_errors(self.sources[i], samples):
-                    results[i] = future.result()
+            for at, i in calls:
+                source, samples = self.sources[i], batches[at]
+                with named_errors(source.name, source.call, samples):
+                    results[at][i] = source.call(samples)
+                if inspect.isawaitable(results[at][i]):
+                    futures[at, i] = async_loop.submit(results[at][i])
+            for (at, i), future in futures.items():
+                with named_errors(self.sources[i].name, self.sources[i].call, batches[at]):
+                    results[at][i] = future.result()
         except BaseException:
             for future in futures.values():
                 future.cancel()
@@ -315,50 +339,6 @@ def _beside_a_checker(source: Source) -> Source:
     if not getattr(source.function, "scores_open_answers", False):
         return source
     return replace(source, call=open_answers_only(source.call, source.rows if source.many else ()))
-
-
-@contextlib.contextmanager
-def _named_errors(source: Source, samples: Samples) -> Iterator[None]:
-    """Turn what a function raises into a sentence that names it and, where one is at fault, the sample."""
-    try:
-        yield
-    except UserError as error:
-        where = f"reward function {source.name}"
-        if where in str(error):
-            raise
-        kind = ScorerUnavailable if isinstance(error, ScorerUnavailable) else UserError
-        raise kind(f"{where}: {error}", code=error.code, **error.fields) from error
-    except Exception as error:
-        index = _culprit(source, samples)
-        where = f"{len(samples.completions)} samples together" if index is None else ""
-        where = where or sample_name(index or 0, samples.completions[index or 0])
-        raise UserError(
-            f"reward function {source.name}, {where}: {raised(error)}", code="reward_failed", index=index
-        ) from error
-
-
-def _culprit(source: Source, samples: Samples) -> int | None:
-    """Index of a sample that by itself makes a function raise, by halving; None if only several do."""
-
-    def fails(indices: range) -> bool:
-        try:
-            result = source.call(samples.part(indices))
-            if inspect.isawaitable(result):
-                async_loop.submit(result).result()
-        except Exception:
-            return True
-        return False
-
-    indices = range(len(samples.completions))
-    if len(indices) == 1:
-        return 0
-    while len(indices) > 1:
-        middle = len(indices) // 2
-        failing = next((half for half in (indices[:middle], indices[middle:]) if fails(half)), None)
-        if failing is None:
-            return None
-        indices = failing
-    return indices[0] if indices else None
 
 
 def _check_lengths(samples: Samples) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
 from inspect import Parameter
 from typing import Any
 
+from rlhf_data import UserError
 from rlhf_infer.rewards.conventions import NOT_COLUMNS, RewardFunction
 
 _GIVEN = ("prompts", "completions", "completion_ids", *NOT_COLUMNS)
@@ -33,6 +35,31 @@ def needed_columns(function: RewardFunction) -> tuple[str, ...]:
     if len(required) == 1 and required[0] not in _VERL:
         return ()  # the only parameter gets the completions, whatever its name
     return tuple(name for name in required if name not in (*_GIVEN, *_OPENRLHF, *_VERL))
+
+
+def check_columns(functions: Mapping[str, RewardFunction], columns: Mapping[str, Sequence[Any]]) -> None:
+    """Refuse rows that no function can score, for want of a column, before anything is computed for them.
+
+    Args:
+        functions: at least one, by name.
+        columns: the values of the rows by column, None where a row has none.
+
+    Raises:
+        UserError: every function reads a column that none of the rows has.
+    """
+    present = {name for name, values in columns.items() if any(value is not None for value in values)}
+    lacking = {
+        name: next((column for column in needed_columns(function) if column not in present), None)
+        for name, function in functions.items()
+    }
+    if None not in lacking.values():
+        name, column = next(iter(lacking.items()))
+        raise UserError(
+            f"reward {name} reads the column {column}, which no row here has; add it to the rows, or give "
+            "another reward",
+            code="missing_column",
+            column=column,
+        )
 
 
 def computes_with_torch(function: RewardFunction) -> bool:

@@ -147,9 +147,11 @@ class VLLMEngine:
         shutil.rmtree(folder, ignore_errors=True)
 
     def exact_logps(self, params: SamplingParams) -> bool:
-        """Whether rollouts' log-probs are what a trainer computes for the same tokens: always."""
-        del params
-        return True
+        """Whether rollouts' log-probs are what a trainer computes for the same tokens.
+
+        Always without speculation; vLLM scores guesses that were right at temperature 1.
+        """
+        return self.settings.speculative_config is None or params.temperature in (0, 1)
 
     def close(self) -> None:
         """Stop vLLM and free its memory, and end its process group."""

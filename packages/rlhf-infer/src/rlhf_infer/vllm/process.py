@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import logging
 import os
 import shutil
@@ -155,7 +156,7 @@ class VLLMServer:
             if isinstance(value, bool):
                 command.append(f"--{flag}" if value else f"--no-{flag}")
             else:
-                command += [f"--{flag}", str(value)]
+                command += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
         return command
 
     def _environment(self) -> dict[str, str]:

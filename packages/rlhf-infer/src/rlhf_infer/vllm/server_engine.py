@@ -168,9 +168,12 @@ class VLLMServerEngine:
     def exact_logps(self, params: SamplingParams) -> bool:
         """Whether rollouts' log-probs are what a trainer computes for the same tokens.
 
-        Always for servers that `VLLMServer` started; another one's own log-probs are either at temperature 1
+        Always for servers that `VLLMServer` started without speculation, which scores guesses that were right
+        at temperature 1; another one's own log-probs are either at temperature 1
         or of what top-p, top-k, min-p, penalties and `min_new_tokens` leave over.
         """
+        if self._server is not None and self._server.settings.speculative_config is not None:
+            return params.temperature in (0, 1)
         return self._exact or all(returned_logps_are_exact(mode, params) for mode in self._modes)
 
     def close(self) -> None:

@@ -42,6 +42,8 @@ class VLLMSettings(BaseConfig):
     """Start without compiling and CUDA graphs: sooner, but slower generation."""
     seed: int = Field(default=0, ge=0)
     """Of vLLM's own random state, which no request with a seed uses."""
+    speculative_config: dict[str, bool | int | float | str] | None = None
+    """How vLLM speculates, under its names, such as `{"method": "ngram", "num_speculative_tokens": 4}`."""
     options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Further engine arguments under vLLM's names, such as `max_num_seqs`."""
 
@@ -62,6 +64,8 @@ class VLLMSettings(BaseConfig):
         if self.max_lora_rank is not None:
             rank = next(rank for rank in LORA_RANKS if rank >= self.max_lora_rank)
             arguments |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
+        if self.speculative_config is not None:
+            arguments["speculative_config"] = self.speculative_config
         return arguments | self.options
 
 
@@ -113,6 +117,12 @@ def check_requests(prompts: Sequence[Sequence[int]], params: SamplingParams, lim
             "vLLM takes no logits processors per request; use the transformers engine for them",
             code="invalid_value",
             key="logits_processors",
+        )
+    if params.coupled:
+        raise UserError(
+            "vLLM draws tokens its own way; use the transformers engine for coupled",
+            code="invalid_value",
+            key="coupled",
         )
     if params.raw_logprobs:
         raise UserError(

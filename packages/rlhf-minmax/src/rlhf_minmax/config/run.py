@@ -288,6 +288,11 @@ class MinMaxConfig(BaseConfig):
                 "distributed.max_staleness is above 0, but minmax samples nothing ahead: critiques are of "
                 "answers of the same step; set it to 0"
             )
+        if self.distributed.reward_workers:
+            raise ValueError(
+                "distributed.reward_workers is above 0, but minmax scores in the training process; set it "
+                "to 0"
+            )
         for section in (self.training, self.policy_model, self.monitor_model):
             check_trainer(section)
         return self

@@ -66,7 +66,7 @@ class Held:
     probed: int = 0
     frozen: float = 0.0
     reference: float = 0.0
-    gathered: Gathered = Gathered()
+    gathered: Gathered = field(default_factory=Gathered)
     activations: float = 0.0
     cache: float = 0.0
     copies: float = 0.0

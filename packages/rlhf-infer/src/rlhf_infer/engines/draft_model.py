@@ -1,0 +1,128 @@
+"""Guesses by a small model, which draws by the random numbers of the large one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf_data import UserError
+from rlhf_infer.engines.kv_cache import PromptCache, RaggedAttention
+from rlhf_infer.engines.protocol import SamplingParams
+from rlhf_infer.engines.sampler import SampledTokens, Sampler
+from rlhf_infer.engines.speculative_batch import RaggedRows, RowDrafts
+from rlhf_infer.engines.transformers_engine import TransformersEngine
+from rlhf_models import context_length
+
+
+class DraftModel(TransformersEngine):
+    """Guesses the tokens that a smaller model draws, several in a row for each pass of the large model.
+
+    Args:
+        model: the small causal LM; it stays in eval mode.
+        tokenizer: its tokenizer, the same as the large model's.
+        guesses: tokens that it draws for a pass.
+    """
+
+    measured = couples = True
+
+    def __init__(self, model: Any, tokenizer: Any, *, guesses: int = 4) -> None:
+        super().__init__(model.eval(), tokenizer)
+        self.guesses = guesses
+
+    def check_tokenizer(self, tokenizer: Any) -> None:
+        """Refuse a large model's tokenizer that is another one.
+
+        Raises:
+            UserError: they have different tokens.
+        """
+        if tokenizer.get_vocab() != self.tokenizer.get_vocab():
+            raise UserError(
+                "the draft model has another tokenizer than the model; choose one of the same family",
+                code="tokenizers_differ",
+            )
+
+    def begin(
+        self, prompts: Sequence[tuple[int, ...]], samples: range, params: SamplingParams, seeds: Any
+    ) -> RowDrafts | None:
+        """See `Drafter.begin`; none where prompt and completion do not fit the small model's context."""
+        limit = context_length(self.model)
+        if limit is not None and max(map(len, prompts)) + params.max_new_tokens > limit:
+            return None
+        known = [tuple(min(token, self.vocab_size - 1) for token in prompt) for prompt in prompts]
+        plain = replace(params, top_logprobs=0, raw_logprobs=False)
+        # The random numbers are a hash of the prompts as the large model has them.
+        sampler = self._sampler(prompts, samples, plain, seeds)
+        return _ModelDrafts(self, self._prefill(known), sampler, len(samples), params.max_new_tokens)
+
+    def draw_after(
+        self,
+        ids: np.ndarray,
+        positions: Tensor,
+        attention: RaggedAttention,
+        draw: Callable[..., SampledTokens],
+    ) -> np.ndarray:
+        """Tokens that `draw` draws by this model after it has computed tokens (N,) at positions (N,)."""
+        tokens = torch.from_numpy(np.minimum(ids, self.vocab_size - 1)).to(positions.device)
+        return draw(self._head, self._forward(tokens, positions, attention)).tokens.cpu().numpy()
+
+
+class _ModelDrafts:
+    """The small model's own keys and values of the rows, and what it draws after them."""
+
+    def __init__(
+        self,
+        model: DraftModel,
+        prefilled: tuple[PromptCache, Tensor],
+        sampler: Sampler,
+        samples: int,
+        most: int,
+    ) -> None:
+        cache, _ = prefilled
+        self._model, self._sampler, self._most = model, sampler, most
+        self._attention = RaggedAttention(cache, samples, most)
+        self._starts = cache.lengths.repeat_interleave(samples)
+        self._held = np.zeros(len(self._starts), dtype=np.int64)
+
+    def propose(self, rows: RaggedRows) -> np.ndarray:
+        """See `RowDrafts.propose`; what the rows drew since the last time is computed along."""
+        lengths, count = rows.lengths, self._model.guesses
+        held = np.minimum(self._held, lengths - 1)
+        every = np.arange(int(lengths.max()))
+        newer = (every >= held[:, None]) & (every < lengths[:, None])
+        guesses = np.full((len(lengths), count), -1)
+        guesses[:, 0] = self._next(rows.tokens[rows.place][:, : len(every)][newer], held, lengths - held)
+        for number in range(1, count):
+            # A row at its end writes over its last place, after which nothing is drawn.
+            held = np.minimum(lengths + number - 1, self._most - 1)
+            guesses[:, number] = self._next(guesses[:, number - 1], held, np.ones_like(held))
+        self._held = lengths + count - 1
+        return guesses
+
+    def _next(self, ids: np.ndarray, held: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """The tokens after `counts` (B,) tokens of each row, of which the model has `held` (B,) others."""
+        device = self._starts.device
+        rows = np.repeat(np.arange(len(counts)), counts)
+        place = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        at = torch.from_numpy(held[rows] + place).to(device)
+        positions = self._starts[torch.from_numpy(rows).to(device)] + at
+        steps = torch.from_numpy(np.minimum(held + counts, self._most - 1)).to(device)
+        last = torch.from_numpy(np.cumsum(counts) - 1).to(device)
+        every = torch.arange(len(counts), device=device)
+        return self._model.draw_after(
+            ids,
+            positions,
+            self._attention.at_rows(held, counts),
+            lambda head, hidden: self._sampler.draw_at(head, hidden[last], every, steps),
+        )
+
+    def keep(self, kept: np.ndarray, prompts: np.ndarray) -> None:
+        """See `RowDrafts.keep`."""
+        index = torch.from_numpy(kept).to(self._starts.device)
+        self._starts, self._held = self._starts[index], self._held[kept]
+        self._sampler.keep(index)
+        self._attention.keep_rows(index, prompts)

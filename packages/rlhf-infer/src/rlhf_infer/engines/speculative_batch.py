@@ -1,0 +1,189 @@
+"""Samples that are decoded together, each by any number of tokens at a time, where drafts guess them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf_infer.engines.decode_batch import Cohort, Rows
+from rlhf_infer.engines.kv_cache import RaggedAttention
+from rlhf_infer.engines.sampler import SampledTokens, Sampler
+
+
+class RowDrafts(Protocol):
+    """Guesses of what the rows of a cohort draw next."""
+
+    def propose(self, rows: RaggedRows) -> np.ndarray:
+        """(B, K) tokens that the rows of the batch may draw next, in order; -1 after the last guess."""
+        ...
+
+    def keep(self, kept: np.ndarray, prompts: np.ndarray) -> None:
+        """Go on with these rows (B',) of the batch only, ascending, and their prompts (B',)."""
+        ...
+
+
+class RaggedRows(Rows):
+    """`Rows` whose completions have lengths of their own."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(B,) tokens of the rows of the batch."""
+        return self._lengths[self.place]
+
+    @property
+    def total(self) -> int:
+        """See `Rows.total`."""
+        return int(self._lengths.sum())
+
+    def drawn(self, place: int) -> int:
+        """See `Rows.drawn`."""
+        return int(self._lengths[place])
+
+    def extend(self, drawn: SampledTokens, rows: np.ndarray, at: np.ndarray) -> None:
+        """Add tokens to rows.
+
+        Args:
+            drawn: M tokens.
+            rows: (M,) the rows of the batch that they belong to, or -1 for tokens that nobody takes.
+            at: (M,) their places in the completions; those of a row follow each other and its tokens.
+        """
+        taken = rows >= 0
+        places, at = self.place[rows[taken]], at[taken]
+        self.tokens[places, at] = drawn.tokens.cpu().numpy()[taken]
+        self.logps[places, at] = drawn.logps.cpu().numpy()[taken]
+        if self.raw_logps is not None:
+            self.raw_logps[places, at] = drawn.raw_logps.cpu().numpy()[taken]
+        if drawn.top_tokens is not None and drawn.top_logps is not None:
+            tops = drawn.top_tokens.cpu().numpy()[taken], drawn.top_logps.cpu().numpy()[taken]
+            for place, tokens, logps in zip(places.tolist(), *(top.tolist() for top in tops), strict=True):
+                self.tops.setdefault(place, []).append(list(zip(tokens, logps, strict=True)))
+        np.add.at(self._lengths, places, 1)
+
+    def cut(self, row: int, length: int) -> None:
+        """Take away what a row of the batch has after `length` tokens."""
+        self._lengths[self.place[row]] = length
+
+    def finish(self, ends: np.ndarray, reason: Literal["stop", "length"]) -> None:
+        """See `Rows.finish`."""
+        for place in self.place[ends & self.alive]:
+            self._reasons[place] = reason
+            self.finished += 1
+        self.alive &= ~ends
+
+
+class SpeculativeCohort(Cohort):
+    """A cohort whose passes compute guessed tokens too; see `SpeculativeDecoder` for what is drawn.
+
+    Args:
+        rows: the completions, empty.
+        sampler: draws their tokens.
+        attention: a `RaggedAttention`.
+        drafts: guesses for the rows.
+        wanted: whether to guess in the next pass, given how many rows are unfinished.
+        **options: see `Cohort`.
+    """
+
+    rows: RaggedRows
+
+    def __init__(
+        self,
+        rows: RaggedRows,
+        sampler: Sampler,
+        attention: RaggedAttention,
+        *,
+        drafts: RowDrafts,
+        wanted: Callable[[int], bool] = lambda rows: True,
+        **options: Any,
+    ) -> None:
+        super().__init__(rows, sampler, attention, **options)
+        self.guessed = False
+        """Whether guesses were asked for in the last pass."""
+        self._drafts, self._wanted = drafts, wanted
+        self._fed = np.zeros((len(rows.place), 1), dtype=np.int64)
+        self._counts = np.ones(len(rows.place), dtype=np.int64)
+
+    @property
+    def positions(self) -> Tensor:
+        """(N,) positions of `tokens`."""
+        rows, places = self._indices()
+        at = torch.from_numpy(self.rows.lengths[rows] - 1 + places).to(self.tokens.device)
+        return self._starts[torch.from_numpy(rows).to(self.tokens.device)] + at
+
+    @property
+    def plan(self) -> Any:
+        """Attention for the forward pass of `tokens`."""
+        return self._attention.at_rows(self.rows.lengths - 1, self._counts)
+
+    def draw(self, head: Callable[[Tensor], Tensor], hidden: Tensor) -> None:
+        """Draw the tokens after all of `tokens`, and take each row's up to the first that was not guessed."""
+        rows, places = self._indices()
+        at = np.minimum(self.rows.lengths[rows] + places, self._params.max_new_tokens - 1)
+        drawn = self._sampler.draw_at(
+            head, hidden, *(torch.from_numpy(x).to(hidden.device) for x in (rows, at))
+        )
+        self._take(drawn, rows, places, at)
+        if self.finished:
+            return
+        if (kept := self.rows.drop_finished()) is not None:
+            index = torch.from_numpy(kept).to(hidden.device)
+            self._starts = self._starts[index]
+            self._sampler.keep(index)
+            self._attention.keep_rows(index, self.rows.prompt)
+            self._drafts.keep(kept, self.rows.prompt)
+        self._feed(hidden.device)
+
+    def _indices(self) -> tuple[np.ndarray, np.ndarray]:
+        """(N,) the row of each of `tokens`, and its place among those of the row."""
+        rows = np.repeat(np.arange(len(self._counts)), self._counts)
+        return rows, np.arange(len(rows)) - np.repeat(np.cumsum(self._counts) - self._counts, self._counts)
+
+    def _take(self, drawn: SampledTokens, rows: np.ndarray, places: np.ndarray, at: np.ndarray) -> None:
+        """Add the tokens that follow guesses that were right, and finish rows that they end."""
+        square = np.full(self._fed.shape, -1)
+        square[rows, places] = drawn.tokens.cpu().numpy()
+        right = square[:, :-1] == self._fed[:, 1:]  # a guess is right if it is what the row drew there
+        taken = np.cumprod(np.hstack([self.rows.alive[:, None], right]), 1).astype(bool)
+        ends = np.isin(square, self._ends) & taken
+        taken &= np.cumsum(ends, 1) - ends == 0
+        before = self.rows.lengths
+        self.rows.extend(drawn, np.where(taken[rows, places], rows, -1), at)
+        ended = (ends & taken).any(1) | self._cut_at_stops(before)
+        self.rows.finish(ended, "stop")
+        self.rows.finish(self.rows.lengths == self._params.max_new_tokens, "length")
+
+    def _cut_at_stops(self, before: np.ndarray) -> np.ndarray:
+        """(B,) the rows with a stop text that ends in a token they got since they had these lengths (B,)."""
+        rows = self.rows
+        found = np.zeros(len(rows.alive), dtype=bool)
+        if self._stops is None:
+            return found
+        for row in np.flatnonzero(rows.alive):
+            place, prompt = rows.place[row], rows.prompts[rows.prompt[row]]
+            for length in range(int(before[row]) + 1, int(rows.lengths[row]) + 1):
+                if length > self._params.min_new_tokens and self._stops.end(
+                    prompt, rows.tokens[place, :length]
+                ):
+                    rows.cut(int(row), length)
+                    found[row] = True
+                    break
+        return found
+
+    def _feed(self, device: torch.device) -> None:
+        """Make `tokens` of each row's newest token and the guesses after it."""
+        rows = self.rows
+        lengths = rows.lengths
+        guesses = np.zeros((len(lengths), 0), dtype=np.int64)
+        self.guessed = self._wanted(int(np.count_nonzero(rows.alive)))
+        if self.guessed:
+            guesses = self._drafts.propose(rows)
+        room = np.where(rows.alive, self._params.max_new_tokens - 1 - lengths, 0)
+        known = (guesses >= 0) & (np.arange(guesses.shape[1]) < room[:, None])
+        known = np.cumprod(known, 1).astype(bool)
+        self._counts = 1 + known.sum(1)
+        newest = rows.tokens[rows.place, lengths - 1]
+        self._fed = np.hstack([newest[:, None], np.where(known, guesses, -1)])[:, : int(self._counts.max())]
+        self.tokens = torch.from_numpy(self._fed[self._fed >= 0]).to(device)

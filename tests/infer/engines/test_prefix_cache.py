@@ -1,0 +1,122 @@
+"""Keys and values of earlier prompts: the same completions, fewer tokens computed, bounded memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf_infer import ContinuousBatcher, SamplingParams, TransformersEngine
+from rlhf_infer.engines.kv_cache import PromptCache
+from rlhf_infer.engines.prefix_cache import BLOCK, PrefixCache
+from rlhf_models import stream_forward
+from rlhf_models.loading.tiny import TINY_ARCHITECTURES
+
+
+class _Tokenizer:
+    eos_token_id = 2
+
+
+def ids(count: int, seed: int) -> list[int]:
+    """Tokens that are drawn by a seed."""
+    return torch.randint(3, 60, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+SYSTEM = ids(70, 0)
+PROMPTS = [
+    [*SYSTEM, *ids(5, 1)],
+    [*SYSTEM, *ids(40, 2)],
+    SYSTEM[:BLOCK],  # nothing is left to compute after a block, so it is computed whole
+    [*SYSTEM[:BLOCK], 7],
+    ids(9, 3),
+]
+
+
+@pytest.mark.parametrize("name", TINY_ARCHITECTURES)
+def test_completions_and_log_probs_are_those_without(name: str, lively_model: Any) -> None:
+    model = lively_model(name, max_position_embeddings=256)
+    plain = TransformersEngine(model, _Tokenizer())
+    cached = TransformersEngine(model, _Tokenizer(), prefix_cache_tokens=1024)
+    params = SamplingParams(12, seed=3)
+    for prompts in (PROMPTS[:1], PROMPTS, PROMPTS[::-1]):
+        expected, found = (engine.generate(prompts, 2, params) for engine in (plain, cached))
+        for own, drawn in zip(expected, found, strict=True):
+            assert [r.completion_ids for r in drawn] == [r.completion_ids for r in own]
+            for mine, alone in zip(drawn, own, strict=True):
+                assert mine.logps == pytest.approx(alone.logps, abs=1e-5)
+
+
+def test_only_what_follows_known_blocks_is_computed(
+    lively_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    def counted(model: Any, tokens: Any, positions: Any, plan: Any) -> Any:
+        sizes.append(int(positions.max()) - int(positions.min()) + 1)
+        return stream_forward(model, tokens, positions, plan)
+
+    monkeypatch.setattr("rlhf_infer.engines.transformers_engine.stream_forward", counted)
+    engine = TransformersEngine(
+        lively_model(max_position_embeddings=256), _Tokenizer(), prefix_cache_tokens=1024
+    )
+    params = SamplingParams(1, seed=3)
+    for prompt, computed in (
+        (PROMPTS[0], 75),
+        (PROMPTS[0], 75 - 2 * BLOCK),  # two blocks of 32 are known
+        (PROMPTS[1], 110 - 2 * BLOCK),
+        (PROMPTS[1], 110 - 3 * BLOCK),
+        ([*SYSTEM[1:], 5], 70),  # the same tokens elsewhere are other blocks
+    ):
+        sizes.clear()
+        engine.generate([prompt], 1, params)
+        assert sizes[0] == computed
+
+
+def test_new_weights_forget(lively_model: Any) -> None:
+    engine = TransformersEngine(
+        lively_model(max_position_embeddings=256), _Tokenizer(), prefix_cache_tokens=1024
+    )
+    engine.generate(PROMPTS[:2], 1, SamplingParams(1))
+    assert engine.prefixes is not None and len(engine.prefixes) == 3 * BLOCK
+    engine.update_weights(engine.model)
+    assert len(engine.prefixes) == 0
+
+
+def test_requests_of_a_batcher_share(lively_model: Any) -> None:
+    model = lively_model(max_position_embeddings=256)
+    expected = TransformersEngine(model, _Tokenizer()).generate(PROMPTS, 2, SamplingParams(8, seed=1))
+    batcher = ContinuousBatcher(TransformersEngine(model, _Tokenizer(), prefix_cache_tokens=256))
+    found = [batcher.submit(prompt, 2, SamplingParams(8, seed=1)) for prompt in PROMPTS]
+    for own, future in zip(expected, found, strict=True):
+        assert [r.completion_ids for r in future.result()] == [r.completion_ids for r in own]
+    batcher.close()
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5 * BLOCK)), min_size=1, max_size=30))
+def test_the_cache_keeps_its_bound_and_gives_the_right_blocks(prompts: list[tuple[int, int]]) -> None:
+    """Prompts are beginnings of four texts; keys say text and place, so that wrong blocks show."""
+    known = PrefixCache(6 * BLOCK)
+    for text, count in prompts:
+        # The texts begin alike, by twice a block of zeros or one.
+        prompt = [0] * min(count, BLOCK * (1 + text % 2)) + [1 + text] * max(
+            0, count - BLOCK * (1 + text % 2)
+        )
+        if not prompt:
+            continue
+        blocks = known.find(prompt)
+        assert len(blocks) * BLOCK < len(prompt)
+        for number, block in enumerate(blocks):
+            own = torch.tensor(prompt[number * BLOCK : (number + 1) * BLOCK], dtype=torch.float32)
+            assert torch.equal(block.layers[0][0][0, :, 0], own)
+            place = torch.arange(number * BLOCK, (number + 1) * BLOCK, dtype=torch.float32)
+            assert torch.equal(block.layers[0][1][0, :, 0], place)
+        cache = PromptCache([len(prompt)], torch.device("cpu"))
+        key = torch.tensor(prompt, dtype=torch.float32).view(1, 1, -1, 1)
+        cache.store(0, torch.tensor([0]), (key, torch.arange(len(prompt)).float().view(1, 1, -1, 1)))
+        known.add(prompt, cache, 0)
+        assert len(known) <= 6 * BLOCK
+        assert len(known.find(prompt)) == min(6, (len(prompt) - 1) // BLOCK)
