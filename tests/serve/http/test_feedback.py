@@ -12,8 +12,10 @@ import pytest
 from files import read_lines
 from raises import raises_error
 from rlhf_data import load_records
+from rlhf_serve.errors import APIError
 from rlhf_serve.http import feedback as module
 from rlhf_serve.http.feedback import FeedbackLog, check_feedback
+from rlhf_serve.openai.other_schemas import FeedbackRequest
 
 BODY: dict[str, Any] = {"model": "policy", "max_tokens": 6, "seed": 1}
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -35,7 +37,9 @@ def test_ratings_become_rows_that_kto_reads(start: Callable[..., Any], folders: 
     _, chat, _ = server.fetch("/v1/chat/completions", BODY | CHAT | {"n": 2, "best_of": 3})
     _, plain, _ = server.fetch("/v1/completions", BODY | {"prompt": ["so", "and"]})
     _, stream, _ = server.fetch("/v1/completions", BODY | {"prompt": "so", "best_of": 1, "stream": True})
-    _, whole, _ = server.fetch("/v1/responses", {"model": "policy", "input": "hi", "max_output_tokens": 4})
+    asked = {"model": "policy", "input": "hi", "max_output_tokens": 8}
+    answers = (server.fetch("/v1/responses", asked)[1] for _ in range(50))
+    whole = next(each for each in answers if each["output"][0]["content"][0]["text"].strip())
     assert rate(server, chat["id"], index=1, rating="down", comment="too short")[0] == 200
     assert rate(server, plain["id"], index=1)[1] == {
         "object": "feedback",
@@ -81,23 +85,40 @@ def test_only_who_asked_may_rate(start: Callable[..., Any], tmp_path: Path) -> N
     assert [server.fetch("/v1/feedback", rating, who)[0] for who in ({}, bob, ann)] == [401, 404, 200]
 
 
-def test_a_torn_line_goes_and_other_files_stay(tmp_path: Path) -> None:
+def test_a_torn_line_goes_and_other_files_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "feedback.jsonl"
     whole = b'{"prompt": "a", "completion": "b", "label": true}\n'
-    for left in (b'{"prompt": "a", "comp', b""):
+    for left, end, cut in (
+        (b'{"prompt": "a", "comp', b"", True),
+        (b'{"prompt": "' + b"x" * (3 << 16), b"", True),
+        (b"", b"", False),
+        (whole[:-1], whole, False),  # as an editor without a last line break leaves it
+    ):
+        caplog.clear()
         path.write_bytes(whole + left)
         check_feedback(path)
-        assert path.read_bytes() == whole
-    path.write_bytes(b'{"prompt": "a", "comp')
+        assert path.read_bytes() == whole + end
+        assert bool(caplog.records) == cut
+    path.write_bytes(whole[:-1])
     check_feedback(path)
-    assert path.read_bytes() == b""
-    for other in (b"weights", b'{"prompt": "a"}\n', b"name,label\n"):
+    assert path.read_bytes() == whole
+    others = (b"weights", b'{"prompt": "a"}\n', b'{"prompt": "a"}', b"name,label\n", b'{"prompt": "a", "comp')
+    for other in (*others, b'["label"]\n'):
         path.write_bytes(other)
         with raises_error("file_exists"):
             check_feedback(path)
         assert path.read_bytes() == other
-    with raises_error("unwritable"):
-        check_feedback(tmp_path)
+    for place in (tmp_path, Path("/dev/full"), path / "below"):
+        with raises_error("unwritable"):
+            check_feedback(place)
+
+
+def test_an_empty_answer_cannot_be_rated(tmp_path: Path) -> None:
+    log = FeedbackLog(tmp_path / "feedback.jsonl", "policy")
+    log._answers["a"] = module._Answer(None, [{"prompt": "so", "completion": " ", "score": None}])
+    with pytest.raises(APIError) as refused:
+        log.rate(FeedbackRequest(id="a", rating="up"), None)
+    assert refused.value.code == "empty_answer" and not log.path.read_text()
 
 
 def test_only_the_newest_answers_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from rlhf_data import UserError
+from rlhf_infer.rewards.texts import text_of
 from rlhf_infer.sampling.search import as_completion
-from rlhf_serve.errors import already_rated, feedback_failed, unknown_answer
+from rlhf_serve.errors import already_rated, feedback_failed, invalid_request, unknown_answer
 from rlhf_serve.http.telemetry import record_of
 from rlhf_serve.openai.other_schemas import FeedbackRequest
 from rlhf_serve.service.best_of_n import GenerationResult
@@ -25,6 +27,8 @@ from rlhf_serve.service.worker_threads import Workers
 FEEDBACK = "/v1/feedback"
 _REMEMBERED = 4096
 """Answers that can be rated, the newest."""
+_CHUNK = 1 << 16
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass
@@ -37,7 +41,9 @@ class _Answer:
 
 
 def check_feedback(path: str | Path) -> None:
-    """Make the file ready to be appended to: make it, or cut off a line that a killed server left torn.
+    """Make the file ready to be appended to: make it, or mend its end.
+
+    A last line that a killed server left torn is cut off, and the log says so; a whole one gets a line break.
 
     Raises:
         UserError: it cannot be written, or is another file than one of ratings.
@@ -45,22 +51,51 @@ def check_feedback(path: str | Path) -> None:
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path} is not a file; name another for --feedback", code="unwritable")
         with open(path, "ab+") as file:
             file.seek(0)
-            content = file.read()
-            first = content.partition(b"\n")[0]
-            starts, whole = first.startswith(b'{"prompt": '), b'"label"' in first or b"\n" not in content
-            if content and not (starts and whole):
+            first = file.readline()
+            if not first:
+                return
+            if not {"prompt", "completion", "label"} <= _row(first).keys():
                 raise UserError(
-                    f"{path} exists and holds no ratings of answers; name another file for --feedback",
+                    f"{path} exists and does not begin with a rating of an answer; name another file for "
+                    "--feedback",
                     code="file_exists",
                 )
-            file.truncate(content.rfind(b"\n") + 1)
+            end = file.seek(0, os.SEEK_END)
+            last = _last_line(file, end)
+            if _row(last):
+                file.write(b"\n")
+            elif last:
+                _LOG.warning("%s: cut off the last line, which was not whole (%d bytes)", path, len(last))
+                file.truncate(end - len(last))
     except OSError as error:
         raise UserError(
             f"feedback file {path} cannot be written ({error.strerror or error}); name another",
             code="unwritable",
         ) from error
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    """A line as a row; empty if it is not one."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return {}
+    return row if isinstance(row, dict) else {}
+
+
+def _last_line(file: BinaryIO, end: int) -> bytes:
+    """What a file of `end` bytes has after its last line break."""
+    tail, start = b"", end
+    while start and b"\n" not in tail:
+        step = min(_CHUNK, start)
+        start -= step
+        file.seek(start)
+        tail = file.read(step) + tail
+    return tail.rpartition(b"\n")[2]
 
 
 class FeedbackLog:
@@ -100,12 +135,17 @@ class FeedbackLog:
 
         Raises:
             APIError: 404, the answer is not known, or has no such choice; 409, the choice is rated already;
-                500, the file cannot be written.
+                400, it is empty; 500, the file cannot be written.
         """
         answer = self._answers.get(body.id)
         if answer is None or answer.key != key or body.index >= len(answer.choices):
             raise unknown_answer(body.id, body.index, _REMEMBERED)
-        row = answer.choices[body.index] | {"label": body.rating == "up", "comment": body.comment}
+        choice = answer.choices[body.index]
+        if not text_of(choice["completion"]).strip():
+            raise invalid_request(
+                "the answer is empty, and nothing can be learnt from it", "id", "empty_answer"
+            )
+        row = choice | {"label": body.rating == "up", "comment": body.comment}
         row |= {"id": body.id, "index": body.index, "model": self.model}
         with self._lock:
             if body.index in answer.rated:

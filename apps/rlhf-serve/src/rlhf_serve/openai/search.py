@@ -83,6 +83,6 @@ def check_drawn_by_steps(settings: SearchSettings, params: SamplingParams) -> No
     try:
         check_search_settings(settings, params, extract=str)
     except UserError as error:
-        key = error.fields.get("key")
-        names = {"constraint": "response_format", "min_new_tokens": "min_tokens"}
-        raise invalid_request(str(error), names.get(str(key), str(key) if key else "search")) from error
+        own = str(error.fields.get("key", "search"))
+        name = {"constraint": "response_format", "min_new_tokens": "min_tokens"}.get(own, own)
+        raise invalid_request(str(error).replace(own, name), name) from error
