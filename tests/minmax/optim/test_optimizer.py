@@ -189,6 +189,7 @@ def made_output(**changes):
         "judge_scores": torch.tensor([1.0, 0.0, 0.0, 0.0]),
         "combined": torch.zeros(4),
         "labels": torch.ones(4, dtype=torch.bool),
+        "known": torch.ones(4, dtype=torch.bool),
         "violation": torch.zeros(4),
         "weighted_violation": torch.tensor([0.0, 1.0, 0.0, 0.0]),
     }

@@ -13,6 +13,7 @@ import torch
 from raises import raises_error
 from rlhf_data import RunFolder
 from rlhf_minmax import MinMaxConfig, MinMaxTrainer
+from rlhf_minmax.game.stories import hide_answers
 from rlhf_minmax.players.workers import GameWorkers
 
 _CLOCK = ("step_time", "time/", "tokens_per_second", "samples_per_second", "peak_memory_gb")
@@ -28,7 +29,8 @@ def _play(make_game: Any, folder: Path, *settings: str) -> tuple[list[dict[str, 
     workers = GameWorkers(pipeline.players, pipeline.config, run) if pipeline.config.distributed else None
     game = replace(pipeline, workers=workers)
     rows: list[dict[str, Any]] = []
-    trainer = MinMaxTrainer(game, game.config, stories.train[:8], stories.held_out[:4], run=run)
+    train = hide_answers(stories.train[:8], game.config.data.label_share, seed=0)
+    trainer = MinMaxTrainer(game, game.config, train, stories.held_out[:4], run=run)
     try:
         for _ in range(3):
             rows.append(dict(trainer.train_step()))
@@ -47,7 +49,11 @@ def _play(make_game: Any, folder: Path, *settings: str) -> tuple[list[dict[str, 
 @pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason='ray is missing: pip install "rlhf-algos[ray]"'
 )
-@pytest.mark.parametrize("settings", [_PAST, _FULL], ids=["adapters", "two-models"])
+@pytest.mark.parametrize(
+    "settings",
+    [_PAST, _FULL, ("data.label_share=0.25",)],
+    ids=["adapters", "two-models", "few-labels"],
+)
 def test_a_game_with_workers_is_that_of_one_process(
     settings: tuple[str, ...], make_game: Any, tmp_path: Path
 ):
