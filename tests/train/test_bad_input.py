@@ -87,7 +87,10 @@ def test_config_file(refused: Refused, tmp_path: Path, name: str, text: str | No
     ("rows", "parts"),
     [
         ([], ["rows.jsonl", "no rows"]),
-        ([{"story": "A.", "question": "B?", "choices": ["x", "y"]}], ["line 1", "answer", "missing"]),
+        (
+            [{"story": "A.", "question": "B?", "choices": ["x", "y"]}],
+            ["none of the 1 training rows", "answer", "missing"],
+        ),
         (
             [{"story": "A.", "question": "B?", "choices": ["x", "y"], "answer": "zebra"}],
             ["line 1", "answer", "'zebra'", "not among the choices"],

@@ -39,7 +39,11 @@ def test_the_page_loads_nothing_from_anywhere() -> None:
     text = html()
     assert not re.findall(r"https?:|//[a-z]|@import|url\(", text.replace("/** ", ""))
     assert re.findall(r"\b(?:src|href)=\"([^\"]*)\"", text) == ["data:,"]
-    assert set(re.findall(r"fetch\(\"([^\"]*)\"", text)) == {"v1/chat/completions", "page/info"}
+    assert set(re.findall(r"fetch\(\"([^\"]*)\"", text)) == {
+        "v1/chat/completions",
+        "v1/feedback",
+        "page/info",
+    }
 
 
 def test_text_never_becomes_markup() -> None:

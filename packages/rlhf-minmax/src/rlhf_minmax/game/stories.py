@@ -48,12 +48,7 @@ class Stories:
 
     def __post_init__(self) -> None:
         if self.train and not self.labelled:
-            raise UserError(
-                f"none of the {len(self.train)} training rows has an answer (field "
-                f"{self.prompts.dataset.answer_column}), and the monitor learns the truth from those that "
-                "do; give some, or map another column to it (data.columns.answer_column)",
-                code="no_labels",
-            )
+            raise _no_labels(len(self.train), self.prompts.dataset)
 
     @property
     def labelled(self) -> list[QARecord]:
@@ -112,6 +107,15 @@ def load_stories(config: MinMaxConfig) -> Stories:
     return Stories(train, held_out, building, prompts, tuple(skipped), data.label_share)
 
 
+def _no_labels(count: int, columns: QADatasetConfig) -> UserError:
+    return UserError(
+        f"none of the {count} training rows has an answer (field {columns.answer_column}: missing), and the "
+        "monitor learns the truth from those that do; give some, or map another column to it "
+        "(data.columns.answer_column)",
+        code="no_labels",
+    )
+
+
 def hide_answers(records: Sequence[QARecord], share: float, *, seed: int) -> list[QARecord]:
     """The records, of which only a share keeps its right answers: round(share · count), at least one.
 
@@ -152,6 +156,8 @@ def _from_files(
         return load_qa(path, data.columns, **more)
 
     rows = load(train_data, needs_answer=False)
+    if all(row.answer is None for row in rows):
+        raise _no_labels(len(rows), data.columns)
     if data.eval_data is not None:
         held_out = load(data.eval_data, needs_answer=True)
         how = "(stories of --eval-data are not trained on)"
