@@ -120,3 +120,19 @@ def test_the_cache_keeps_its_bound_and_gives_the_right_blocks(prompts: list[tupl
         known.add(prompt, cache, 0)
         assert len(known) <= 6 * BLOCK
         assert len(known.find(prompt)) == min(6, (len(prompt) - 1) // BLOCK)
+
+
+def test_the_end_of_the_oldest_prompt_goes_first() -> None:
+    def add(text: int, blocks: int) -> list[int]:
+        prompt = [text] * (BLOCK * blocks + 1)
+        cache = PromptCache([len(prompt)], torch.device("cpu"))
+        zeros = torch.zeros(1, 1, len(prompt), 1)
+        cache.store(0, torch.tensor([0]), (zeros, zeros))
+        known.add(prompt, cache, 0)
+        return prompt
+
+    known = PrefixCache(6 * BLOCK)
+    first, second = add(1, 3), add(2, 3)
+    known.find(first)  # used again, so that the other is the oldest
+    add(3, 1)
+    assert [len(known.find(prompt)) for prompt in (first, second)] == [3, 2]
