@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def disturbed_runs(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[Recovery]]]:
-    """Facts of one run after the other, and of its faults, until there were so many as the options say."""
+    """Facts of one run after the other, and of its faults, up to the number that the options give."""
     rng, done = random.Random(options.seed), 0
     with tempfile.TemporaryDirectory() as name, train_server() as server, ray_cluster() as cluster:
         wholes: dict[tuple[str, int], Path] = {}

@@ -13,17 +13,8 @@ from rlhf_infer import StepLabeller, check_columns
 from rlhf_serve.cli.display import Display
 from rlhf_serve.cli.files import open_engine, prompt_rows, sampling_params
 from rlhf_serve.cli.load import load_parts
+from rlhf_serve.cli.output import NOT_COMPARED
 from rlhf_serve.settings import LabelSettings
-
-_NOT_COMPARED = (
-    "device",
-    "input_path",
-    "max_batch_tokens",
-    "output_path",
-    "overwrite",
-    "prefix_cache_tokens",
-)
-"""Settings that change no row."""
 
 
 def label_steps(settings: LabelSettings) -> None:
@@ -108,7 +99,7 @@ class _Progress:
         self.path = Path(settings.output_path)
         self.marks = self.path.with_name(self.path.name + ".progress.json")
         self.overwrite = settings.overwrite
-        self.settings = {k: v for k, v in settings.to_dict().items() if k not in _NOT_COMPARED}
+        self.settings = {k: v for k, v in settings.to_dict().items() if k not in NOT_COMPARED}
 
     def resume(self, rows: int) -> int:
         """How many prompts are done; what was written after that goes."""

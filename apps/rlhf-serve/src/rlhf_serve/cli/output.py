@@ -14,7 +14,7 @@ from rlhf_serve.cli.display import Display
 from rlhf_serve.cli.files import prompt_rows
 from rlhf_serve.settings import FileSettings
 
-_NOT_COMPARED = (
+NOT_COMPARED = (
     "batch_size",
     "device",
     "input_path",
@@ -84,7 +84,7 @@ class Output:
         self.path = Path(settings.output_path)
         self.marks = self.path.with_name(self.path.name + ".settings.json")
         self.overwrite, self.rows = settings.overwrite, rows
-        self.settings = {k: v for k, v in settings.to_dict().items() if k not in _NOT_COMPARED}
+        self.settings = {k: v for k, v in settings.to_dict().items() if k not in NOT_COMPARED}
 
     def resume(self) -> int:
         """How many rows it has; an incomplete last line goes."""

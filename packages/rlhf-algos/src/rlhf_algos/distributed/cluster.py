@@ -88,7 +88,7 @@ class Cluster:
         Machines that only have workers may leave without one: nothing is there that another one lacks.
 
         Args:
-            tell: is told so, once.
+            tell: called with that event, once.
         """
         import ray
         from ray._private.state import state  # where Ray Train asks too; there is no public way

@@ -141,7 +141,7 @@ class Payoff:
         self._known: dict[int, _Ways] = {}
 
     def pays(self, rows: int) -> bool:
-        """Whether to guess in the next pass over so many rows: the faster way, now and then the other."""
+        """Whether to guess in the next pass over that many rows: the faster way, at times the other."""
         known = self._of(rows)
         plain, guessing = known.ways
         if guessing.passes < _TRIAL:

@@ -21,7 +21,7 @@ def _skipped(stories: Stories) -> str | None:
 
 
 def _unlabelled(stories: Stories) -> str | None:
-    """How many rows of a file have no answer, unless they were told to."""
+    """A warning that says how many rows of a file have no answer; None if that was asked for, or none is."""
     count = len(stories.train) - len(stories.labelled)
     if not count or stories.label_share < 1:
         return None
