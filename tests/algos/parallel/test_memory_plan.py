@@ -59,8 +59,8 @@ def test_autocast_and_ddp_keep_copies() -> None:
 def test_fsdp_divides_all_and_gathers_layers() -> None:
     """A quarter of each.
 
-    Gathered forwards: 3 layers of 100 and the rest, 10, of 4 bytes; two output layers of 150 are no more.
-    Backwards: 5 layers and 2 times the rest, 4 x 520.
+    Gathered in the forward pass: 3 layers of 100, as large as 2 output layers of 150, and the rest, 10.
+    In the backward pass: 5 layers and 2 times the rest, 520 numbers of 4 bytes.
     """
     phases = plan(Machine(4), fsdp=True)
     assert phases["load"] == {"weights": 1050, "reference": 1000, "gathered layers": 1240}

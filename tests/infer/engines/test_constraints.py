@@ -12,7 +12,7 @@ import torch
 
 from raises import raises_error
 from rlhf_infer import Constraint, ContinuousBatcher, SamplingParams, TransformersEngine
-from rlhf_infer.engines.json_schemas import check_schema
+from rlhf_infer.engines.constraints import check_schema
 from rlhf_models import build_tiny_llama
 
 HI = {"type": "const_string", "value": "hi"}

@@ -209,7 +209,10 @@ def test_what_is_drawn_has_the_targets_distribution(settings: str, lively_model:
         logits = model(input_ids=torch.tensor([[*prompt, *first] for first in firsts])).logits[:, -1]
         start = model(input_ids=torch.tensor([prompt])).logits[0, -1]
     params = SamplingParams(3, **{**options[settings], "min_new_tokens": 0})
-    law = lambda row: exact_law(row, params)  # noqa: E731
+
+    def law(row: torch.Tensor) -> torch.Tensor:
+        return exact_law(row, params)
+
     expected = (law(start)[:, None] * torch.stack([law(row) for row in logits])).flatten()
     guess = [int(law(start).argmax())]
     guess.append(int(law(logits[guess[0]]).argmax()))

@@ -1,5 +1,6 @@
 from rlhf_infer.engines.constraints import Constraint as Constraint
 from rlhf_infer.engines.constraints import Grammars as Grammars
+from rlhf_infer.engines.constraints import check_schema as check_schema
 from rlhf_infer.engines.continuous_batching import ContinuousBatcher as ContinuousBatcher
 from rlhf_infer.engines.continuous_batching import OnToken as OnToken
 from rlhf_infer.engines.continuous_batching import TopLogps as TopLogps
@@ -7,7 +8,6 @@ from rlhf_infer.engines.draft_model import DraftModel as DraftModel
 from rlhf_infer.engines.drafts import Drafter as Drafter
 from rlhf_infer.engines.drafts import NgramDrafter as NgramDrafter
 from rlhf_infer.engines.drafts import PreviousCompletions as PreviousCompletions
-from rlhf_infer.engines.json_schemas import check_schema as check_schema
 from rlhf_infer.engines.prompt_logps import PromptLogps as PromptLogps
 from rlhf_infer.engines.protocol import GenerationEngine as GenerationEngine
 from rlhf_infer.engines.protocol import LogitsProcessor as LogitsProcessor

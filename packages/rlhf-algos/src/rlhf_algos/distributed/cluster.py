@@ -91,7 +91,7 @@ class Cluster:
             tell: called with that event, once.
         """
         import ray
-        from ray._private.state import state  # where Ray Train asks too; there is no public way
+        from ray._private.state import state  # private, as in Ray Train: Ray has no public API for this
         from ray.util.client import ray as client
 
         if self.local or self._leaving or client.is_connected():

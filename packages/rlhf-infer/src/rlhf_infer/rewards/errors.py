@@ -51,7 +51,7 @@ def _culprit(call: Caller, samples: Samples) -> int | None:
             result = call(samples.part(indices))
             if inspect.isawaitable(result):
                 async_loop.submit(result).result()
-        except Exception:
+        except Exception:  # whether it raises is the question; the first error is the one that is reported
             return True
         return False
 
