@@ -62,6 +62,21 @@ def check_columns(functions: Mapping[str, RewardFunction], columns: Mapping[str,
         )
 
 
+def check_column_lengths(columns: Mapping[str, Sequence[Any]], prompts: int) -> None:
+    """Refuse columns that do not have a value for each prompt.
+
+    Raises:
+        UserError: one has another number of values.
+    """
+    for name, values in columns.items():
+        if len(values) != prompts:
+            raise UserError(
+                f"column {name} has {len(values)} values for {prompts} prompts; expected one each",
+                code="wrong_column_length",
+                column=name,
+            )
+
+
 def computes_with_torch(function: RewardFunction) -> bool:
     """Whether a reward function's work is that of a torch model in this process: its own, or its judge's."""
     import torch

@@ -9,6 +9,7 @@ from rlhf_data import Encoder, Text, UserError
 from rlhf_infer.engines.protocol import GenerationEngine, SamplingParams
 from rlhf_infer.rewards.combine import RewardFunctions
 from rlhf_infer.rewards.conventions import RewardFunction
+from rlhf_infer.rewards.requirements import check_column_lengths
 from rlhf_infer.sampling.budget import AdaptiveComputeAllocator
 from rlhf_infer.sampling.candidates import VOTES, Extract, Selected, Selection, check_selection
 from rlhf_infer.sampling.confidence_stopping import ConfidenceBasedStopping
@@ -91,13 +92,7 @@ class BestOfNSampler:
                 code="missing_allocator",
             )
         columns = dict(columns or {})
-        for name, values in columns.items():
-            if len(values) != len(prompts):
-                raise UserError(
-                    f"column {name} has {len(values)} values for {len(prompts)} prompts; expected one each",
-                    code="wrong_column_length",
-                    column=name,
-                )
+        check_column_lengths(columns, len(prompts))
         searches = [BestOfNSearch(prompt, self._encoder.prompt(prompt), self.rules) for prompt in prompts]
         budget = self.n * len(prompts) if budget is None else budget
         while any(counts := self._next_counts(searches, budget)):

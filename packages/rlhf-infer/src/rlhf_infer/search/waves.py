@@ -6,9 +6,10 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from rlhf_data import Text, UserError
+from rlhf_data import Text
 from rlhf_infer.engines.protocol import Rollout, SamplingParams, ends_of
 from rlhf_infer.engines.stop_strings import completion_text
+from rlhf_infer.rewards.requirements import check_column_lengths
 from rlhf_infer.sampling.candidates import Extract, Selected
 from rlhf_infer.search.checks import check_resumed, check_search_settings
 from rlhf_infer.search.mcts import MCTS
@@ -158,13 +159,7 @@ class SearchWaves:
         columns: Mapping[str, Sequence[Any]],
         resume: Sequence[SearchTree],
     ) -> list[_Search]:
-        for name, values in columns.items():
-            if len(values) != len(prompts):
-                raise UserError(
-                    f"column {name} has {len(values)} values for {len(prompts)} prompts; expected one each",
-                    code="wrong_column_length",
-                    column=name,
-                )
+        check_column_lengths(columns, len(prompts))
         made_with = self._made_with()
         if resume:
             check_resumed(resume, prompts, ids, made_with)
