@@ -103,7 +103,7 @@ def main(steps: int, seed: int) -> None:
             rewards = game.rewards + w_judge * judged
             train(policy, policy_optimizer, rollouts, rewards, group, UPDATES["policy"])
 
-        right = sum(answer.correct for answer in game.answers) / len(game.answers)
+        right = sum(bool(answer.correct) for answer in game.answers) / len(game.answers)
         if step == 1 or step % 4 == 0:
             click.echo(
                 f"step {step:3}  right {right:.2f}  violation {violation:.2f}  λ {dual.multiplier:.2f}"

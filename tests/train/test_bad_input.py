@@ -298,9 +298,9 @@ def test_bad_rows_of_the_game_are_named_or_skipped(
     refused: Refused, cli: Callable[..., Any], rows_file: Callable[..., Path]
 ) -> None:
     good = [json.loads(line) for line in rows_file().read_text().splitlines()]
-    path = rows_file([*good, good[0] | {"answer": None}], "bad.jsonl")
+    path = rows_file([*good, good[0] | {"question": None}], "bad.jsonl")
     message = refused("--train-data", path, "--dry-run")
-    assert "bad.jsonl, line 11, field answer: missing" in message and "on_bad_row" in message
+    assert "bad.jsonl, line 11, field question: missing" in message and "on_bad_row" in message
     skipped = cli("--train-data", path, "--dry-run", "--on-bad-row", "skip")
     assert skipped.exit_code == 0, skipped.output
     assert "rows left out: 1; the first:" in skipped.output and "line 11" in skipped.output
