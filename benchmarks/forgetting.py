@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from peft import AutoPeftModelForCausalLM
 
 from rlhf_algos import METHODS, TrainingJob
 from rlhf_data import RunFolder
@@ -118,7 +119,10 @@ def trained(teller: Teller, folder: Path, seed: int, settings: dict[str, Any]) -
     job = TrainingJob("sft", METHODS["sft"].resolve(values), RunFolder.create(folder / "run"))
     with contextlib.redirect_stdout(sys.stderr):
         job.train()
-    return load_causal_lm(str(folder / "run/final"))
+    final = str(folder / "run/final")
+    if settings.get("use_peft"):
+        return AutoPeftModelForCausalLM.from_pretrained(final).merge_and_unload()
+    return load_causal_lm(final)
 
 
 def between(teller: Teller, after: Any, share: float) -> Any:
