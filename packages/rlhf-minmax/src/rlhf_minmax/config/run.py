@@ -158,6 +158,12 @@ class GameConfig(BaseConfig):
     at least w_reward, and 1 where that is 0."""
     break_even_factor: float = Field(default=1.75, gt=0)
     """Safety factor on the break-even weight."""
+    adversary_weight: float = Field(default=1.0, ge=-1)
+    """Factor on the judge's term in the monitor's reward: 1 plays the game, 0 trains the monitor on the truth
+    alone, -1 pays it what the policy is paid, as a cooperative critic."""
+    monitor_stories: Literal["labelled", "all"] = "labelled"
+    """Stories whose answers the monitor learns on where some lack a label: as many labelled ones per step, or
+    the policy's, where a false verdict on an unlabelled one costs nothing."""
     unparsable_answer_penalty: float = Field(default=3.0, ge=0)
     """Subtracted from the policy's reward for an answer that names no choice."""
     unparsable_critique_penalty: float = Field(default=2.0, ge=0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -84,10 +85,10 @@ class MinMaxOutput:
     """The result of one forward pass of the game.
 
     Args:
-        records: the S stories.
+        records: the S stories, and behind them those whose answers were criticised where those are others.
         answers: S·N sampled answers, those of a story adjacent.
         rewards: (S·N,) standardised reward-model scores.
-        judged: the J answers that were criticised: one sampled answer per story, then made-up ones.
+        judged: the J answers that were criticised: one sampled answer per criticised story, then made-up ones.
         judged_rewards: (J,) their standardised reward-model scores.
         critiques: J·K critiques, those of an answer adjacent.
         judge_scores: (J·K,) standardised judge scores.
@@ -157,16 +158,21 @@ class MinMaxPipeline:
     workers: GameWorkers | None = None
 
     def forward_pass(
-        self, batch: Sequence[QARecord], *, seed: int | None = None, past_policy: Member | None = None
+        self,
+        batch: Sequence[QARecord],
+        *,
+        seed: int | None = None,
+        past_policy: Member | None = None,
+        criticised: Sequence[QARecord] | None = None,
     ) -> MinMaxOutput:
         """Answer, criticise, score: the monitor's batch of one step, and the policy's answers.
 
         Args:
             batch: S stories.
             seed: seed of the sampling and of the made-up answers; None counts the passes without one, from
-                the
-                run's seed.
+                the run's seed.
             past_policy: whose answers are criticised in place of the policy's own, one per story.
+            criticised: stories whose answers are criticised, one each; None for those of the batch.
         """
         if seed is None:
             seed = self.config.seed * 1_000_003 + _SEEDS_PER_PASS * self.passes
@@ -176,14 +182,20 @@ class MinMaxPipeline:
         rewards = self.rewards(batch, answers)
         first = list(range(0, len(answers), game.num_generations))
         sampled, sampled_rewards = [answers[i] for i in first], rewards[first]
-        if past_policy is not None:
-            with playing(self.players.policy, past_policy) as player:
-                sampled = self.answer(player, batch, 1, seed=seed)
-            sampled_rewards = self.rewards(batch, sampled)
-        made_up = self._made_up(batch, [answer.correct for answer in sampled], rng)
+        stories = batch if criticised is None else criticised
+        if past_policy is not None or criticised is not None:
+            own = self.players.policy
+            with playing(own, past_policy) if past_policy else nullcontext(own) as player:
+                sampled = self.answer(player, stories, 1, seed=seed)
+            sampled_rewards = self.rewards(stories, sampled)
+        made_up = self._made_up(stories, [answer.correct for answer in sampled], rng)
         judged = sampled + made_up
-        judged_rewards = torch.cat([sampled_rewards, self.rewards(batch, made_up)])
-        return self._criticised(batch, answers, rewards, judged, judged_rewards, seed=seed)
+        judged_rewards = torch.cat([sampled_rewards, self.rewards(stories, made_up)])
+        records = batch
+        if criticised is not None:
+            records = [*batch, *criticised]
+            judged = [replace(answer, story=answer.story + len(batch)) for answer in judged]
+        return self._criticised(records, answers, rewards, judged, judged_rewards, seed=seed)
 
     def criticise_again(self, output: MinMaxOutput, *, seed: int) -> MinMaxOutput:
         """A pass with fresh critiques of the same answers."""

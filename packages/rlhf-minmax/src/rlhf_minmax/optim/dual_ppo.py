@@ -41,8 +41,8 @@ _FRESH = 500_000
 class DualPPOOptimizer:
     """Monitor inner updates, policy outer update, dual ascent on every multiplier.
 
-    The monitor's reward for critique j of answer i is -w_judge · J_ij - λ · v_ij - penalty; the reward
-    model's score does not depend on the critique and cancels in the baseline, the mean over the answer's K
+    The monitor's reward for critique j of answer i is -a · w_judge · J_ij - λ · v_ij - penalty, with a
+    `game.adversary_weight`, 1 in the game; the reward model's score does not depend on the critique and cancels in the baseline, the mean over the answer's K
     critiques. The policy's reward is w_reward · R_i + w_judge · mean_k J_ik - penalty with fresh critiques of
     the updated monitor; its baseline is the mean over the story's N answers. Further constraints take
     λ_c · v_c off either reward; the policy's KL constraint adds its λ to the weight of the KL in the loss.
@@ -230,18 +230,15 @@ class DualPPOOptimizer:
         assert self.monitor is not None
         critiques = output.critiques
         unparsable = flags([critique.parsed is None for critique in critiques])
+        judged = self.config.game.adversary_weight * self.pipeline.w_judge * output.judge_scores
         rewards = (
-            -self.pipeline.w_judge * output.judge_scores
+            -judged
             - self.dual.multiplier * output.weighted_violation
             - self.config.game.unparsable_critique_penalty * unparsable
             - penalties(self.monitor_constraints, self._monitor_violations(critiques), len(critiques))
         )
         groups = torch.tensor([critique.answer for critique in critiques])
-        spread = spread_ratio(
-            self.dual.multiplier * output.weighted_violation,
-            self.pipeline.w_judge * output.judge_scores,
-            groups,
-        )
+        spread = spread_ratio(self.dual.multiplier * output.weighted_violation, judged, groups)
         with self.pipeline.watch.timing("monitor_update"):
             metrics = self.monitor.update(
                 [critique.rollout for critique in critiques],

@@ -85,6 +85,9 @@ class MinMaxTrainer:
             )
         self.pipeline, self.config, self.run = pipeline, config, run
         self.records, self.eval_records = list(records), list(eval_records)
+        labelled = [record for record in self.records if record.answer is not None]
+        follows_labels = config.game.monitor_stories == "labelled" and 0 < len(labelled) < len(self.records)
+        self.labelled = labelled if follows_labels else None
         self.adversary, self.on_step = adversary, on_step
         self.held_out = held_out
         self.optimizer = DualPPOOptimizer(pipeline, config, adversary=adversary, total_steps=self.total_steps)
@@ -225,12 +228,13 @@ class MinMaxTrainer:
         learns = self.step >= self.config.training.num_warmup_steps(self.total_steps)
         opponents = self.pools.choose(self.step, policy_learns=learns)
         turns: dict[str, Any] = {"policy_learns": learns, "past_monitor": opponents.monitor}
+        judged = {"past_policy": opponents.policy, "criticised": self._next_criticised()}
         ahead: dict[str, Any] = {}
         if self.config.schedule.extragradient:
-            first = self.pipeline.forward_pass(batch, seed=seed + _AHEAD, past_policy=opponents.policy)
+            first = self.pipeline.forward_pass(batch, seed=seed + _AHEAD, **judged)
             with self.optimizer.looking_ahead():
                 ahead |= self.optimizer.step(first, seed=seed + _AHEAD, **turns)
-        output = self.pipeline.forward_pass(batch, seed=seed, past_policy=opponents.policy)
+        output = self.pipeline.forward_pass(batch, seed=seed, **judged)
         bare = self.pipeline.bare_judge_scores(output.records, output.judged)
         metrics: dict[str, Any] = dict(batch_metrics(output, bare))
         match, self._foreign = form_match(output.answers, self.pipeline.prompts.made_up)
@@ -253,9 +257,24 @@ class MinMaxTrainer:
         """The stories of the next step: those of a permutation of each epoch, in turn."""
         size, count = self.config.training.batch_size, len(self.records)
         epoch, at = divmod(self.step, math.ceil(count / size))
-        generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + epoch)
-        order = torch.randperm(count, generator=generator).tolist()
+        order = self._permutation(count, epoch)
         return [self.records[i] for i in order[at * size : (at + 1) * size]]
+
+    def _next_criticised(self) -> list[QARecord] | None:
+        """Labelled stories for the monitor's part of the next step; None for those of the batch.
+
+        Their permutations follow each other without a gap: of a few labels each comes often.
+        """
+        if self.labelled is None:
+            return None
+        size, count = self.config.training.batch_size, len(self.labelled)
+        places = range(self.step * size, (self.step + 1) * size)
+        orders = {epoch: self._permutation(count, epoch) for epoch in {place // count for place in places}}
+        return [self.labelled[orders[place // count][place % count]] for place in places]
+
+    def _permutation(self, count: int, epoch: int) -> list[int]:
+        generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + epoch)
+        return torch.randperm(count, generator=generator).tolist()
 
     def save_checkpoint(self, metrics: Mapping[str, Any] | None = None) -> None:
         """Write everything resuming needs as `checkpoint-<step>` of the run folder; all processes call it.

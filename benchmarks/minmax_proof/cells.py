@@ -1,0 +1,87 @@
+"""Cells of an experiment: one run each, kept in a file, played in parallel, with where they came from."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+from rlhf_algos import versions
+from rlhf_data import atomic_write_json
+from rlhf_eval import stats
+
+Play = Callable[..., dict[str, Any]]
+_PACKAGES = ("rlhf-minmax", "rlhf-algos", "torch", "transformers", "peft")
+
+
+def play_cells(play: Play, waves: Sequence[Sequence[tuple[Any, ...]]], work: Path, workers: int) -> list[Any]:
+    """The results of `play(*cell, work)` for all cells, wave after wave; those in `work` are read.
+
+    Args:
+        play: plays one cell on one thread; importable by name.
+        waves: cells of a later wave need what an earlier one has built.
+        work: folder of the cells, a file each.
+        workers: processes.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    found: dict[tuple[Any, ...], Any] = {}
+    total = sum(map(len, waves))
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for wave in waves:
+            jobs = {pool.submit(_cell, play, cell, work): cell for cell in wave}
+            for done in as_completed(jobs):
+                found[jobs[done]] = done.result()
+                print(f"{len(found)} of {total}: {jobs[done]}", file=sys.stderr, flush=True)
+    return [found[cell] for wave in waves for cell in wave]
+
+
+def _cell(play: Play, cell: tuple[Any, ...], work: Path) -> dict[str, Any]:
+    import torch
+
+    path = work / f"{'-'.join(map(str, cell))}.json"
+    if path.exists():
+        return json.loads(path.read_text(encoding="utf-8"))
+    torch.set_num_threads(1)
+    result = play(*cell, work)
+    atomic_write_json(path, result)
+    return result
+
+
+def provenance() -> dict[str, Any]:
+    """Commit, whether files differ from it, versions, processors."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], capture_output=True, text=True, check=True).stdout.strip()
+
+    changed = bool(git("status", "--porcelain", "--untracked-files=no"))
+    return {
+        "commit": git("rev-parse", "--short=12", "HEAD"),
+        "changed": changed,
+        "versions": versions(_PACKAGES),
+        "cpus": os.cpu_count(),
+    }
+
+
+def summary(values: Sequence[float | None]) -> dict[str, Any]:
+    """The seeds' values with their mean and its 95% interval (Student's or bootstrap, by their number)."""
+    known = [value for value in values if value is not None and not math.isnan(value)]
+    found: dict[str, Any] = {"values": [None if value is None else round(value, 4) for value in values]}
+    if known:
+        interval = stats.mean_interval(known, unit="seed")
+        ends = [None if math.isnan(end) else round(end, 4) for end in (interval.low, interval.high)]
+        found |= {"mean": round(interval.estimate, 4), "interval": ends}
+    return found
+
+
+def difference(first: Sequence[float], second: Sequence[float]) -> dict[str, Any]:
+    """Mean of first - second over the same seeds with its interval, and whether that leaves out zero."""
+    found = summary([a - b for a, b in zip(first, second, strict=True)])
+    low, high = found["interval"]
+    return found | {"found": low is not None and (low > 0 or high < 0)}
