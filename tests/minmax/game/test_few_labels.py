@@ -14,7 +14,7 @@ import torch
 
 from raises import raises_error
 from rlhf_data import QARecord, load_qa
-from rlhf_minmax import MinMaxConfig
+from rlhf_minmax import MinMaxConfig, MinMaxTrainer
 from rlhf_minmax.config.schedule import ScheduleConfig, Turn, next_turn
 from rlhf_minmax.evaluation.evaluate import batch_metrics, verdict_metrics
 from rlhf_minmax.game.stories import hide_answers, load_stories
@@ -89,6 +89,59 @@ def test_made_up_answers_are_of_labelled_stories(game: Any) -> None:
     )
     told = verdict_metrics(critiques, labels.tolist())
     assert metrics["monitor/verdict_balanced_accuracy"] == told["monitor/verdict_balanced_accuracy"]
+
+
+def test_the_monitor_may_learn_on_other_stories_than_the_policy_plays(game: Any) -> None:
+    pipeline, stories = game
+    batch, labelled = [without(record) for record in stories.train[:3]], stories.train[3:7]
+    plain = pipeline.forward_pass(batch, seed=3)
+    output = pipeline.forward_pass(batch, seed=3, criticised=labelled)
+    # The policy's part is as without; judged are one answer to each of the four, and two made-up ones.
+    assert output.answers == plain.answers and torch.equal(output.rewards, plain.rewards)
+    assert output.records == [*batch, *labelled] and output.known.all()
+    assert [answer.story for answer in output.judged[:4]] == [3, 4, 5, 6] and len(output.judged) == 6
+    own = pipeline.answer(pipeline.players.policy, labelled, 1, seed=3)
+    assert [answer.text for answer in output.judged[:4]] == [answer.text for answer in own]
+    assert batch_metrics(output)["labels/stories"] == 4
+    scores = pipeline.judge_scores(output.records, output.judged, output.critiques)
+    assert torch.equal(scores, output.judge_scores)
+
+
+def test_few_labels_come_often_and_in_turn(make_game: Callable[..., Any]) -> None:
+    pipeline, stories = make_game("training.batch_size=4")
+    few = [record if i < 3 else without(record) for i, record in enumerate(stories.train)]
+    trainer = MinMaxTrainer(pipeline, pipeline.config, few)
+    drawn = []
+    for step in range(3):
+        trainer.step = step
+        drawn += trainer._next_criticised() or []
+    # Three labels in batches of four: each of the four permutations is whole before the next begins.
+    assert len(drawn) == 12
+    for start in range(0, 12, 3):
+        assert {record.story for record in drawn[start : start + 3]} == {r.story for r in few[:3]}
+    assert MinMaxTrainer(pipeline, pipeline.config, stories.train)._next_criticised() is None
+    pipeline, stories = make_game("game.monitor_stories=all")
+    assert MinMaxTrainer(pipeline, pipeline.config, few)._next_criticised() is None
+
+
+def test_the_judge_counts_for_the_monitor_as_its_weight_says(make_game: Callable[..., Any]) -> None:
+    """With λ at 0 the advantages follow the judge alone: turned around at -1, nothing at 0."""
+    kept = {}
+    for weight in (1, 0, -1):
+        pipeline, stories = make_game(
+            f"game.adversary_weight={weight}",
+            "constraint.rule=fixed",
+            "training.constraint_penalty_lambda=0",
+            "game.unparsable_critique_penalty=0",
+        )
+        optimizer = DualPPOOptimizer(pipeline, pipeline.config)
+        output = pipeline.forward_pass(stories.train[:4], seed=0)
+        assert optimizer.monitor is not None
+        advantages: list[Any] = []
+        optimizer.monitor.update = lambda _, found, kept=advantages, **more: kept.append(found) or {}
+        optimizer.monitor_step(output)
+        kept[weight] = advantages[0]
+    assert kept[1].abs().max() > 0 and torch.equal(kept[-1], -kept[1]) and not kept[0].any()
 
 
 def test_a_game_with_all_labels_makes_up_the_answers_it_always_did(game: Any) -> None:

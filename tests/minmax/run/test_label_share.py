@@ -70,7 +70,7 @@ def test_a_run_with_few_labels_ends_with_a_report_and_repeats(
     assert results["labels"] == {"stories": 64, "labelled": 3}
     assert isinstance(results["after"]["policy/accuracy"], float)
     assert results["break_even"]["stories"] + results["break_even"]["left_out"] <= 3
-    assert {row["labels/stories"] for row in rows} <= {0, 1, 2}
+    assert {row["labels/stories"] for row in rows} == {2}
     assert "3 of the 64 training stories" in (tmp_path / "one" / "report.html").read_text()
     whole = json.loads((tmp_path / "one" / "results.json").read_text())
     whole["labels"]["labelled"] = 64

@@ -130,7 +130,8 @@ def batch_metrics(output: MinMaxOutput, bare: Tensor | None = None) -> Metrics:
     """Metrics of one training pass, on sampled answers and critiques.
 
     `bare` are the (J,) `pipeline.bare_judge_scores` of `output.judged`; without them the effects of critiques
-    are unknown. What compares with the truth is of stories with a label, whose number is under `labels/`.
+    are unknown. What compares with the truth is of stories with a label; `labels/` counts those whose answers
+    were criticised.
     """
     nothing = torch.zeros(0)
     effects = effect_metrics(nothing, nothing, nothing.bool())
@@ -142,7 +143,7 @@ def batch_metrics(output: MinMaxOutput, bare: Tensor | None = None) -> Metrics:
         **answer_metrics(output.answers, output.rewards),
         **verdict_metrics(output.critiques, [output.judged[c.answer].correct for c in output.critiques]),
         **effects,
-        "labels/stories": float(sum(record.answer is not None for record in output.records)),
+        "labels/stories": float(len({each.story for each in output.judged if each.correct is not None})),
         "labels/critiques": float(output.known.sum()),
         **_value_metrics(*_played(output)),
     }

@@ -88,7 +88,7 @@ class MinMaxOutput:
         records: the S stories, and behind them those whose answers were criticised where those are others.
         answers: S·N sampled answers, those of a story adjacent.
         rewards: (S·N,) standardised reward-model scores.
-        judged: the J answers that were criticised: one sampled answer per criticised story, then made-up ones.
+        judged: the J answers that were criticised: one sampled answer per story, then made-up ones.
         judged_rewards: (J,) their standardised reward-model scores.
         critiques: J·K critiques, those of an answer adjacent.
         judge_scores: (J·K,) standardised judge scores.

@@ -41,11 +41,12 @@ _FRESH = 500_000
 class DualPPOOptimizer:
     """Monitor inner updates, policy outer update, dual ascent on every multiplier.
 
-    The monitor's reward for critique j of answer i is -a · w_judge · J_ij - λ · v_ij - penalty, with a
-    `game.adversary_weight`, 1 in the game; the reward model's score does not depend on the critique and cancels in the baseline, the mean over the answer's K
-    critiques. The policy's reward is w_reward · R_i + w_judge · mean_k J_ik - penalty with fresh critiques of
-    the updated monitor; its baseline is the mean over the story's N answers. Further constraints take
-    λ_c · v_c off either reward; the policy's KL constraint adds its λ to the weight of the KL in the loss.
+    The monitor's reward for critique j of answer i is -a · w_judge · J_ij - λ · v_ij - penalty, where a is
+    `game.adversary_weight`, 1 in the game; the reward model's score does not depend on the critique and
+    cancels in the baseline, the mean over the answer's K critiques. The policy's reward is w_reward · R_i +
+    w_judge · mean_k J_ik - penalty with fresh critiques of the updated monitor; its baseline is the mean over
+    the story's N answers. Further constraints take λ_c · v_c off either reward; the policy's KL constraint
+    adds its λ to the weight of the KL in the loss.
 
     Args:
         pipeline: makes fresh critiques for the policy's reward.
