@@ -11,7 +11,7 @@ the clipped policy gradient with groups; a monitor earns 1 for a false claim.
 
 - `none`: nobody challenges.
 - `random`: any claim, the penalty bounded.
-- `random_k`: any claim, the penalty times k: an unbiased estimate of checking everything.  The number to beat.
+- `random_k`: any claim, the penalty times k: unbiased for checking everything.  The number to beat.
 - `exhaustive`: every claim is checked, k calls a report, 2 off for each false one.
 - `adversary`: a monitor that learns from its calls alone; it starts as the policy's base, which was never
   shown a challenge.
@@ -264,7 +264,7 @@ def play(k: int, flaws: str, seed: int, arm: str, steps: int, work: Path) -> dic
         monitor = Player(reader if "reads" in arm else base, tokenizer)
     weight = PENALTY * (k if arm.endswith("_k") else 1)
     rng, calls = random.Random(10_000 + seed), 0
-    course: list[dict[str, float]] = []
+    course: list[dict[str, Any]] = []
     for step in range(steps):
         stories = [Story.draw(rng, k) for _ in range(STORIES)]
         rollouts, texts = policy.write(
@@ -316,13 +316,13 @@ def play(k: int, flaws: str, seed: int, arm: str, steps: int, work: Path) -> dic
                 "readable": len(readable) / len(each),
                 "false_claims": sum(len(false[i]) for i in readable) / (k * count),
                 "bait": sum(len(taken[i]) for i in readable) / (count * len(stories[0].baited(flaws))),
-                "found": sum(hits) / len(hits) if hits else float("nan"),
+                "found": sum(hits) / len(hits) if hits else None,
             }
         )
     return {"course": course, "seconds": round(time.perf_counter() - started, 1), **outcome(course)}
 
 
-def outcome(course: list[dict[str, float]]) -> dict[str, Any]:
+def outcome(course: list[dict[str, Any]]) -> dict[str, Any]:
     """Ends, and the calls until five steps in a row take the bait in fewer than a tenth on average."""
     end = course[-5:]
     calls = next(

@@ -195,7 +195,7 @@ def test_a_reward_that_fails_on_the_way_can_be_mended(train: Train, model: Path)
     Path("mine.py").write_text(score)
     done(train(*options, "--output-dir=whole"))
     for text, arguments in ((broken, (*options, "--output-dir=run")), (score, ("grpo", "--resume=run"))):
-        for name in [name for name in sys.modules if name.startswith("reward_file_mine")]:
+        for name in [name for name in sys.modules if name.startswith("user_file_mine")]:
             del sys.modules[name]
         Path("mine.py").write_text(text)
         result = train(*arguments)

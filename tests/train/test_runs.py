@@ -105,3 +105,18 @@ def test_a_folder_is_free_again_after_a_run(tmp_path: Path) -> None:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.close(handle)
+
+
+def test_each_player_may_have_a_model_of_its_own() -> None:
+    from rlhf_train.commands.minmax import _KEY_OF_OPTION, resolve_config
+
+    def models(**given: str) -> tuple[str | None, str | None]:
+        empty = dict.fromkeys((*_KEY_OF_OPTION, "config", "distributed"), None)
+        options: dict[str, Any] = {**empty, "overrides": (), "no_baseline": False, "force": False, **given}
+        config = resolve_config(options)
+        return config.policy_model.model_name, config.monitor_model.model_name
+
+    assert models(model="hub/a") == ("hub/a", "hub/a")
+    assert models(model="hub/a", monitor="hub/b") == ("hub/a", "hub/b")
+    assert models(policy="hub/c", monitor="hub/b") == ("hub/c", "hub/b")
+    assert models(policy="hub/c") == ("hub/c", None)

@@ -66,7 +66,7 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     before = set(sys.modules)
     yield tmp_path
     for name in set(sys.modules) - before:
-        if name.startswith(("my_", "pkg", "reward_file_")):
+        if name.startswith(("my_", "pkg", "user_file_")):
             del sys.modules[name]
 
 

@@ -122,6 +122,8 @@ def _minmax_options() -> list[Any]:
     return [
         *settings_options(),
         model_option("--model", "Model of both players.  [default: a tiny one, built from the rows]"),
+        model_option("--policy", "Model of the player that answers.  [default: --model]"),
+        model_option("--monitor", "Model of the player that criticises.  [default: --model]"),
         model_option("--reward-model", "Reward model.  [default: built from the rows]"),
         model_option("--judge-model", "Judge with a scalar head.  [default: built from the rows]"),
         *run_options(

@@ -96,6 +96,8 @@ from rlhf_data.streaming.records import RecordSource as RecordSource
 from rlhf_data.streaming.records import RecordStream as RecordStream
 from rlhf_data.streaming.records import first_records as first_records
 from rlhf_data.streaming.write_shards import write_shards as write_shards
+from rlhf_data.user_code import has_module as has_module
+from rlhf_data.user_code import import_object as import_object
 from rlhf_data.worlds.arithmetic import arithmetic_records as arithmetic_records
 from rlhf_data.worlds.dummy import write_dummy_data as write_dummy_data
 from rlhf_data.worlds.story import StoryWorldConfig as StoryWorldConfig

@@ -10,9 +10,12 @@ from rlhf_minmax.dual_ascent import update_multiplier as update_multiplier
 from rlhf_minmax.evaluation.break_even import measure_break_even as measure_break_even
 from rlhf_minmax.evaluation.break_even import measure_scales as measure_scales
 from rlhf_minmax.formats import Critique as Critique
+from rlhf_minmax.formats import TextRules as TextRules
 from rlhf_minmax.formats import parse_critique as parse_critique
 from rlhf_minmax.game.forward_pass import MinMaxOutput as MinMaxOutput
 from rlhf_minmax.game.forward_pass import MinMaxPipeline as MinMaxPipeline
+from rlhf_minmax.game.prompts import Prompts as Prompts
+from rlhf_minmax.game.stories import Stories as Stories
 from rlhf_minmax.game.stories import load_stories as load_stories
 from rlhf_minmax.game.story_rules import StoryRules as StoryRules
 from rlhf_minmax.optim.dual_ppo import DualPPOOptimizer as DualPPOOptimizer

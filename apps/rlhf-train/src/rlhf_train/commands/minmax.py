@@ -15,6 +15,8 @@ _KEY_OF_OPTION = {
     "reward_model": ("reward_model.model_name",),
     "judge_model": ("judge_model.model_name",),
     "model": ("policy_model.model_name", "monitor_model.model_name"),
+    "policy": ("policy_model.model_name",),
+    "monitor": ("monitor_model.model_name",),
     "train_data": ("data.train_data",),
     "eval_data": ("data.eval_data",),
     "max_steps": ("training.max_steps",),

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import difflib
 import functools
-import hashlib
 import importlib
 import importlib.util
 import inspect
 import json
-import os
 import re
-import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -19,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_data import UserError, absolute_path
+from rlhf_data import UserError, absolute_path, has_module, import_object
 from rlhf_infer.rewards.conventions import RewardFunction, function_name
 
 _DOTTED = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)+")
@@ -69,7 +66,7 @@ def build(spec: str, builders: Mapping[str, Builder], options: Mapping[str, Any]
         )
     if spec and not colon and ("/" in spec or Path(spec).is_dir()):
         return _built("model", builders["model"], {"path": spec, **options})
-    if _DOTTED.fullmatch(spec) and _finds(spec.partition(".")[0]):
+    if _DOTTED.fullmatch(spec) and has_module(spec.partition(".")[0]):
         return user_function(spec, options)
     near = difflib.get_close_matches(rule, builders, n=1)
     raise UserError(
@@ -113,7 +110,7 @@ def _origin(module: str) -> str | None:
 
 def user_function(function: RewardFunction | str, options: Mapping[str, Any]) -> RewardFunction:
     """See `RewardFunctionFactory.from_function`."""
-    found: Any = _imported(function) if isinstance(function, str) else function
+    found: Any = import_object(function, what="reward") if isinstance(function, str) else function
     if isinstance(found, type):
         try:
             found = found(**options)
@@ -142,15 +139,6 @@ class _Named:
 
     def __call__(self, /, *args: Any, **options: Any) -> Any:
         return self.__wrapped__(*args, **options)
-
-
-def _finds(module: str) -> bool:
-    """Whether there is a top-level module of a name, in Python's path or the working directory."""
-    _see(os.getcwd())
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 def _built(rule: str, builder: Builder, options: dict[str, Any]) -> RewardFunction:
@@ -212,67 +200,3 @@ def _plain_type(annotation: Any) -> type:
     if typing.get_origin(annotation) is typing.Literal:
         return str
     return annotation
-
-
-def _imported(path: str) -> Any:
-    """The object that a dotted path names."""
-    module_name, colon, attributes = path.rpartition(":")
-    if not colon:
-        module_name, _, attributes = path.rpartition(".")
-    module = _file_module(path, module_name) if module_name.endswith(".py") else _module(path, module_name)
-    found: Any = module
-    for attribute in attributes.split("."):
-        if not hasattr(found, attribute):
-            public = [name for name, each in vars(module).items() if callable(each) and name[0] != "_"]
-            near = difflib.get_close_matches(attribute, public, n=1)
-            hint = f"did you mean {near[0]}?" if near else "check the name"
-            raise UserError(
-                f"reward {path}: {module_name} has no {attribute}; {hint}",
-                code="missing_attribute",
-                name=attribute,
-            )
-        found = getattr(found, attribute)
-    return found
-
-
-def _module(path: str, name: str) -> types.ModuleType:
-    _see(os.getcwd())
-    try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # a module is a program of the user's, and fails as it likes
-        raise _import_error(path, name, error) from error
-
-
-def _file_module(path: str, file: str) -> types.ModuleType:
-    """Run a Python file as a module with a unique name; it may import modules next to it."""
-    full = Path(file).resolve()
-    if not full.is_file():
-        raise UserError(f"reward {path}: there is no file {file}; check the path", code="file_not_found")
-    name = f"reward_file_{full.stem}_{hashlib.sha256(str(full).encode()).hexdigest()[:8]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    _see(str(full.parent))
-    spec = importlib.util.spec_from_file_location(name, full)
-    assert spec is not None and spec.loader is not None, "a .py file has a loader"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # as in _module
-        del sys.modules[name]
-        raise _import_error(path, file, error) from error
-    return module
-
-
-def _import_error(path: str, name: str, error: BaseException) -> UserError:
-    return UserError(
-        f"reward {path}: {name} cannot be imported ({type(error).__name__}: {error}); "
-        "check the name, and that it is installed or in the working directory",
-        code="import_failed",
-    )
-
-
-def _see(folder: str) -> None:
-    """Add a folder to Python's path, which in a console script has no working directory, hiding nothing."""
-    if folder not in sys.path:
-        sys.path.append(folder)

@@ -8,7 +8,15 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from rlhf_algos import DistributedConfig, check_trainer
-from rlhf_data import BaseConfig, LocalPath, ModelPath, QADatasetConfig, StoryWorldConfig, SumWorldConfig
+from rlhf_data import (
+    BaseConfig,
+    LocalPath,
+    ModelPath,
+    QADatasetConfig,
+    StoryWorldConfig,
+    SumWorldConfig,
+    absolute_path,
+)
 from rlhf_minmax.config.constraints import ConstraintConfig, ConstraintsConfig, GuardConfig
 from rlhf_minmax.config.schedule import PoolConfig, ScheduleConfig
 from rlhf_minmax.config.scorers import HeldOutConfig, JudgeConfig, RewardModelConfig
@@ -121,6 +129,9 @@ class DataConfig(BaseConfig):
     """File of held-out rows; null holds out the rows of train_data whose text hashes to 0-2 of 10."""
     columns: QADatasetConfig = QADatasetConfig()
     """Columns of the rows, and the template that turns a row into a prompt."""
+    rules: str | None = None
+    """Rules of your own for answers and evidence of `train_data`: FILE.py:NAME or MODULE:NAME of a subclass
+    of `rlhf_minmax.TextRules` or of one of its objects; null looks choices up in the text."""
     world: Literal["stories", "sums"] = "stories"
     """The world that stories are drawn from: who is where, or how many there are."""
     story_world: StoryWorldConfig = StoryWorldConfig()
@@ -136,6 +147,12 @@ class DataConfig(BaseConfig):
     game and from a judge that is built, chosen by the seed. Held-out stories keep theirs."""
     probe_stories: int = Field(default=256, ge=1)
     """Training stories on which score scales and the break-even weight are measured."""
+
+    @field_validator("rules")
+    @classmethod
+    def _absolute_rules(cls, rules: str | None) -> str | None:
+        file, colon, name = (rules or "").rpartition(":")
+        return f"{absolute_path(file)}:{name}" if colon and file.endswith(".py") else rules
 
 
 class GameConfig(BaseConfig):

@@ -13,6 +13,7 @@ from rlhf_minmax.evaluation.diagnostics import calibration_curve
 from rlhf_minmax.evaluation.evaluate import Metrics, evaluate, probe_answers, right_probabilities
 from rlhf_minmax.evaluation.exploitability import best_response_probe, measure_exploitability
 from rlhf_minmax.game.forward_pass import MinMaxPipeline
+from rlhf_minmax.game.prompts import prompt_ids
 from rlhf_minmax.game.stories import Stories
 from rlhf_minmax.players.league import OpponentPools
 from rlhf_minmax.scorers.loading import HeldOut
@@ -96,3 +97,17 @@ def form_warnings(before: Metrics) -> list[str]:
 def findings(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Findings of the run doctor in each step, from a run's metrics."""
     return [{"step": row["step"], "text": text} for row in rows for text in row.get("findings", ())]
+
+
+def prompts_as_seen(pipeline: MinMaxPipeline, record: QARecord) -> list[dict[str, str]]:
+    """A story's prompts, decoded from the token ids that the players get: rows of `role` and `text`."""
+    players, config = pipeline.players, pipeline.config
+    answer = pipeline.answer(players.policy, [record], 1, seed=0, greedy=True)[0]
+    roles = (
+        ("policy", players.policy, config.policy_model, pipeline.prompts.policy(record)),
+        ("monitor", players.monitor, config.monitor_model, pipeline.prompts.monitor(record, answer.text)),
+    )
+    return [
+        {"role": role, "text": player.tokenizer.decode(prompt_ids(player.tokenizer, text, settings))}
+        for role, player, settings, text in roles
+    ]

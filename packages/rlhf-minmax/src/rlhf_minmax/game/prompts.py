@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rlhf_data import Encoder, QADatasetConfig, QARecord, UserError, render_prompt
@@ -58,7 +60,16 @@ class Prompts:
             type(self.rules).__name__,
             self.policy_template,
             self.monitor_template,
+            *_source_of(self.rules),
         ]
+
+
+def _source_of(rules: TextRules) -> list[str]:
+    """The text of the module that rules of the user's come from; nothing for those of this package."""
+    kind = type(rules)
+    if kind.__module__.startswith("rlhf_minmax."):
+        return []
+    return [Path(inspect.getfile(kind)).read_text(encoding="utf-8")]
 
 
 def prompt_ids(tokenizer: Any, text: str, model: PlayerConfig | JudgeConfig) -> list[int]:

@@ -22,6 +22,7 @@ from rlhf_minmax.formats import MONITOR_TEMPLATE, POLICY_TEMPLATE, TextRules
 from rlhf_minmax.game.prompts import Prompts
 from rlhf_minmax.game.story_rules import StoryRules
 from rlhf_minmax.game.sum_rules import SumRules
+from rlhf_minmax.game.user_rules import check_rules, load_rules
 
 WORLD_TEMPLATE = "{story}\n{question}\n"
 """The worlds' prompt: places and numbers need no list of choices."""
@@ -79,11 +80,18 @@ def load_stories(config: MinMaxConfig) -> Stories:
     """Read or draw the stories of a run; training and held-out stories never overlap.
 
     Raises:
-        UserError: a file cannot be used, leaves no training or no held-out row, or no training row with its
-            answer.
+        UserError: a file or `data.rules` cannot be used, or a file leaves no training row, no held-out row,
+            or no training row with its answer.
     """
     data = config.data
     if data.train_data is None:
+        if data.rules is not None:
+            raise UserError(
+                "data.rules is set without data.train_data, and the worlds have rules of their own; give "
+                "--train-data too",
+                code="missing_key",
+                key="data.train_data",
+            )
         if data.eval_data is not None:
             raise UserError(
                 "data.eval_data is set without data.train_data; give --train-data too",
@@ -97,12 +105,14 @@ def load_stories(config: MinMaxConfig) -> Stories:
         prompts = _prompts(config, _world_columns(data), rules)
         train = hide_answers(building[: data.train_stories], data.label_share, seed=config.seed)
         return Stories(train, held_out, building, prompts, label_share=data.label_share)
+    rules = load_rules(config)
     skipped: list[str] = []
     train, held_out = _from_files(data, data.train_data, skipped)
     train = train[: data.train_stories]
     building = [record for record in train if record.answer is not None]
     train = hide_answers(train, data.label_share, seed=config.seed)
-    prompts = _prompts(config, data.columns, TextRules(config.constraint.min_evidence_words))
+    check_rules(rules, data.rules, building)
+    prompts = _prompts(config, data.columns, rules)
     held_out = held_out[: data.eval_stories]
     return Stories(train, held_out, building, prompts, tuple(skipped), data.label_share)
 

@@ -28,9 +28,9 @@ from rlhf_minmax.evaluation.measure_game import (
     form_warnings,
     measure_game,
     past_against_past,
+    prompts_as_seen,
 )
 from rlhf_minmax.game.forward_pass import MinMaxPipeline
-from rlhf_minmax.game.prompts import prompt_ids
 from rlhf_minmax.game.scores import Scale
 from rlhf_minmax.game.stories import Stories, load_stories
 from rlhf_minmax.players.sharded import saving
@@ -85,6 +85,7 @@ class MinMaxJob:
         events: who is notified.
         cache_folder: where demonstration models are kept; None is the user's cache folder.
         rebuild_demo: build them even where they are cached.
+        stories: what is played, with rules and prompts of your own; None reads what the settings name.
     """
 
     config: MinMaxConfig
@@ -92,6 +93,7 @@ class MinMaxJob:
     events: Events = field(default_factory=Events)
     cache_folder: Path | None = None
     rebuild_demo: bool = False
+    stories: Stories | None = None
 
     def play(self, *, resume: bool = False) -> dict[str, Any]:
         """Run everything, or what is left of an interrupted run; the results.
@@ -153,7 +155,7 @@ class MinMaxJob:
             "steps": trainer.step,
             "resumed": resume,
             "models": self._model_names(game.demo),
-            "prompts": self._prompts_as_seen(pipeline, stories),
+            "prompts": prompts_as_seen(pipeline, stories.held_out[0]),
             "versions": versions(_PACKAGES),
         }
         if is_main_process():
@@ -191,7 +193,7 @@ class MinMaxJob:
 
     def _check(self) -> tuple[Stories, DeviceManager]:
         """Read the data and check the models and texts, before anything is written or built."""
-        stories = load_stories(self.config)
+        stories = self.stories or load_stories(self.config)
         check_processes(self.config)
         devices = plan_devices(self.config)
         checked = check_run(self.config, stories, devices)
@@ -360,24 +362,6 @@ class MinMaxJob:
             "reward": config.reward_model.model_name or built.get("reward"),
             "judge": "rule" if rule else config.judge_model.model_name or built.get("judge"),
         }
-
-    def _prompts_as_seen(self, pipeline: MinMaxPipeline, stories: Stories) -> list[dict[str, str]]:
-        """The first held-out story's prompts, decoded from the token ids the players get."""
-        record, players = stories.held_out[0], pipeline.players
-        answer = pipeline.answer(players.policy, [record], 1, seed=0, greedy=True)[0]
-        roles = (
-            ("policy", players.policy, self.config.policy_model, stories.prompts.policy(record)),
-            (
-                "monitor",
-                players.monitor,
-                self.config.monitor_model,
-                stories.prompts.monitor(record, answer.text),
-            ),
-        )
-        return [
-            {"role": role, "text": player.tokenizer.decode(prompt_ids(player.tokenizer, text, settings))}
-            for role, player, settings, text in roles
-        ]
 
     def _publish(self, results: dict[str, Any]) -> None:
         """Figures first, then results.json, which marks the run as finished, then the report."""

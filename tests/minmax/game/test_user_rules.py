@@ -1,0 +1,98 @@
+"""Rules of a user's own: from a file, checked before anything is built, part of the models' cache key."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raises import raises_error
+from rlhf_data import RunFolder
+from rlhf_minmax import MinMaxConfig, MinMaxJob, Stories, TextRules, load_stories
+
+ROW = {"story": "Tom went home. It rained.", "question": "Who?", "choices": ["Ann", "Tom"], "answer": "Tom"}
+MINE = """
+from rlhf_minmax import TextRules
+
+class Mine(TextRules):
+    def claim(self, record, answer):
+        return record.choices[0] if "first" in answer else super().claim(record, answer)
+
+made = Mine(2)
+other = object()
+
+class Broken(TextRules):
+    def rival(self, record):
+        return record.nothing
+
+class Odd(TextRules):
+    def __init__(self):
+        pass
+"""
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Any:
+    """`load(name)` reads ten rows with the rules of that name."""
+    (tmp_path / "mine.py").write_text(MINE)
+    rows = [{**ROW, "story": f"Tom went home on day {i}. It rained."} for i in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def call(rules: str | None, **data: Any) -> Stories:
+        values = {"train_data": str(tmp_path / "rows.jsonl"), "rules": rules, **data}
+        return load_stories(MinMaxConfig.from_dict({"data": values}))
+
+    return call
+
+
+@pytest.mark.parametrize(("name", "words"), [("Mine", 4), ("made", 2)])
+def test_a_class_or_an_object_reads_answers(load: Any, tmp_path: Path, name: str, words: int) -> None:
+    stories = load(f"{tmp_path}/mine.py:{name}")
+    rules = stories.prompts.rules
+    assert isinstance(rules, TextRules) and rules.min_evidence_words == words
+    assert rules.claim(stories.train[0], "the first") == "Ann"
+    assert rules.claim(stories.train[0], "it is Tom") == "Tom"
+
+
+def test_the_file_is_found_from_anywhere_and_is_part_of_the_cache_key(
+    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = MinMaxConfig.from_dict({"data": {"train_data": "rows.jsonl", "rules": "mine.py:Mine"}})
+    assert config.data.rules == f"{tmp_path}/mine.py:Mine"
+    monkeypatch.chdir("/")
+    prompts = load_stories(config).prompts
+    own = prompts.fingerprint()
+    assert len(own) == len(load(None).prompts.fingerprint()) + 1
+    (tmp_path / "mine.py").write_text(MINE + "# changed\n")
+    assert prompts.fingerprint() != own
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("other", "no_rules"),
+        ("Broken", "rules_failed"),
+        ("Odd", "rules_not_made"),
+        ("Gone", "missing_attribute"),
+    ],
+)
+def test_rules_that_cannot_work_are_refused_at_once(load: Any, tmp_path: Path, name: str, code: str) -> None:
+    with raises_error(code):
+        load(f"{tmp_path}/mine.py:{name}")
+
+
+def test_a_world_has_its_own_rules(load: Any, tmp_path: Path) -> None:
+    with raises_error("missing_key", key="data.train_data"):
+        load(f"{tmp_path}/mine.py:Mine", train_data=None)
+
+
+def test_a_job_plays_the_stories_that_it_is_given(make_config: Any, tmp_path: Path) -> None:
+    config = make_config()
+    read = load_stories(config)
+    stories = replace(read, train=read.train[5:2:-1])
+    job = MinMaxJob(config, RunFolder.create(tmp_path / "run"), stories=stories)
+    assert job._check()[0].train == stories.train != read.train
