@@ -124,9 +124,11 @@ def test_few_labels_come_often_and_in_turn(make_game: Callable[..., Any]) -> Non
     assert MinMaxTrainer(pipeline, pipeline.config, few)._next_criticised() is None
 
 
-def test_the_judge_counts_for_the_monitor_as_its_weight_says(make_game: Callable[..., Any]) -> None:
+def test_the_judge_counts_for_the_monitor_as_its_weight_says(
+    make_game: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With λ at 0 the advantages follow the judge alone: turned around at -1, nothing at 0."""
-    kept = {}
+    kept: dict[int, Any] = {}
     for weight in (1, 0, -1):
         pipeline, stories = make_game(
             f"game.adversary_weight={weight}",
@@ -137,10 +139,8 @@ def test_the_judge_counts_for_the_monitor_as_its_weight_says(make_game: Callable
         optimizer = DualPPOOptimizer(pipeline, pipeline.config)
         output = pipeline.forward_pass(stories.train[:4], seed=0)
         assert optimizer.monitor is not None
-        advantages: list[Any] = []
-        optimizer.monitor.update = lambda _, found, kept=advantages, **more: kept.append(found) or {}
-        optimizer.monitor_step(output)
-        kept[weight] = advantages[0]
+        monkeypatch.setattr(optimizer.monitor, "update", lambda _, found, **more: {"advantages": found})
+        kept[weight] = optimizer.monitor_step(output)["monitor/advantages"]
     assert kept[1].abs().max() > 0 and torch.equal(kept[-1], -kept[1]) and not kept[0].any()
 
 
