@@ -16,12 +16,9 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 
 from rlhf_algos import (
     METHODS,
-    LabelledSequence,
     ReportConfig,
     RewardConfig,
     RewardTrainer,
-    ScalarConfig,
-    ScalarTrainer,
     SelectionConfig,
     SFTConfig,
     SFTTrainer,
@@ -56,7 +53,15 @@ from rlhf_minmax.game.story_rules import StoryRules
 from rlhf_minmax.players.past_players import Member
 from rlhf_minmax.players.players import Players
 from rlhf_minmax.scorers.loading import HeldOut
-from rlhf_models import AdapterSet, PolicyModel, ProcessRewardModel, RewardEnsemble, RewardModel, add_adapters
+from rlhf_models import (
+    AdapterSet,
+    JudgeModel,
+    PolicyModel,
+    ProcessRewardModel,
+    RewardEnsemble,
+    RewardModel,
+    add_adapters,
+)
 
 ROOT = Path(__file__).parents[2]
 CONFIG = MinMaxConfig.from_dict(
@@ -181,16 +186,14 @@ def trainers(language_model: Any, tokenizer: Any) -> dict[str, Any]:
     ensemble = RewardEnsemble.from_backbone(language_model, tokenizer, size=2, kind="heads")
     process = ProcessRewardModel.from_backbone(language_model, tokenizer, seed=0)
     rows = {"sft": [one], "preference": pairs, "kto": labelled, "steps": [StepPair(step, step)]}
-    models = {"policy": language_model, "reward": scalar, "prm": process}
+    judge = JudgeModel.from_backbone(language_model, tokenizer, seed=0)
+    models = {"policy": language_model, "reward": scalar, "judge": judge, "prm": process}
     made = {
         name: (method.trainer_class, models[method.model], method.config, rows[method.records])
         for name, method in METHODS.items()
         if not method.online
     }
-    made |= {
-        "ensemble": (RewardTrainer, ensemble, RewardConfig, pairs),
-        "scalar": (ScalarTrainer, scalar, ScalarConfig, [LabelledSequence(one, 1.0)]),
-    }
+    made |= {"ensemble": (RewardTrainer, ensemble, RewardConfig, pairs)}
     return {
         name: trainer(model, config(max_steps=1), rows, eval_examples=rows)
         for name, (trainer, model, config, rows) in made.items()

@@ -20,7 +20,11 @@ from rlhf_algos import METHODS
 
 Train = Callable[..., Result]
 OFFLINE_METHODS = [name for name, method in METHODS.items() if not method.online]
-CLASSES = {"reward": AutoModelForSequenceClassification, "prm": AutoModelForTokenClassification}
+CLASSES = {
+    "reward": AutoModelForSequenceClassification,
+    "judge": AutoModelForSequenceClassification,
+    "prm": AutoModelForTokenClassification,
+}
 FEW = (
     *("--set=story_rows=12", "--subset-size=8", "--set=story_eval_rows=4"),
     "--set=per_device_train_batch_size=4",
@@ -273,7 +277,7 @@ def test_without_arguments_each_method_learns(
     done(CliRunner().invoke(main, [method, "--output-dir", "run"]))
     results = read_json("run/results.json")
     assert results["after"]["eval_loss"] < 0.75 * results["before"]["eval_loss"]
-    accuracy = {"sft": "mean_token_accuracy", "reward": "accuracy", "prm": "accuracy"}
+    accuracy = {"sft": "mean_token_accuracy", "reward": "accuracy", "judge": "accuracy", "prm": "accuracy"}
     name = accuracy.get(method, "rewards/accuracies")
     if method != "kto":
         assert results["after"][f"eval_{name}"] > 0.8

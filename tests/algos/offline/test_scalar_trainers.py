@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -9,12 +10,12 @@ import torch
 
 from resumed import assert_resumed_equals_uninterrupted
 from rlhf_algos import (
+    JudgeConfig,
+    JudgeTrainer,
     LabelledSequence,
     PreferencePair,
     RewardConfig,
     RewardTrainer,
-    ScalarConfig,
-    ScalarTrainer,
     losses,
 )
 from rlhf_algos.tracking.run_facts import MACHINE_KEYS
@@ -99,9 +100,9 @@ def test_pairs_stay_together_under_any_budget(budget):
 
 
 def test_judge_learns_labels():
-    trainer = ScalarTrainer(
+    trainer = JudgeTrainer(
         _model(JudgeModel),
-        ScalarConfig(learning_rate=3e-3, max_steps=20, per_device_train_batch_size=24),
+        JudgeConfig(learning_rate=3e-3, max_steps=20, per_device_train_batch_size=24),
         _labelled(),
     )
     rows = _run(trainer)
@@ -110,11 +111,31 @@ def test_judge_learns_labels():
     assert rows[-1]["mean_probability"] == pytest.approx(0.5, abs=0.1)
 
 
+def test_probabilities_are_measured_against_labels():
+    """Scores ±ln 3 are P = 3/4 and 1/4; the two texts called 3/4 are true once, the one called 1/4 is not."""
+    scores, labels = torch.tensor([math.log(3), math.log(3), -math.log(3)]), torch.tensor([1.0, 0.0, 0.0])
+    gaps = losses.label_calibration(scores, labels, num_bins=4)
+    # Bins of a quarter: 1/4 falls in the second, both 3/4 in the fourth: (3/4 - 1) + (3/4 - 0).
+    assert gaps.tolist() == pytest.approx([0, 1 / 4, 0, 1 / 2], abs=1e-6)
+    assert float(losses.calibration_error(gaps, 3)) == pytest.approx(1 / 4)
+    assert losses.label_calibration(torch.tensor([50.0]), torch.tensor([1.0])).tolist() == [0.0] * 10
+    model = _model(JudgeModel)
+    trainer = JudgeTrainer(model, JudgeConfig(), _labelled(), eval_examples=_labelled())
+    found = trainer.evaluate()
+    scores = model.score_tokens([sequence.input_ids for sequence, _ in _labelled()])
+    truth = torch.tensor([float(label) for _, label in _labelled()])
+    expected = losses.calibration_error(losses.label_calibration(scores, truth), len(truth))
+    assert found["eval_calibration"] == pytest.approx(float(expected), abs=1e-6)
+    brier = float((torch.sigmoid(scores) - truth).square().mean())
+    assert found["eval_brier"] == pytest.approx(brier, abs=1e-6)
+    assert "calibration/0" not in _run(trainer)[-1]
+
+
 def test_labels_follow_their_sequences_through_packing():
     labelled = [LabelledSequence(_sequence([5], 9), 0.0), LabelledSequence(_sequence([4], 7), 1.0)]
     results = []
     for order in (labelled, labelled[::-1]):  # packing sorts by tokens, so one of the two orders is changed
-        trainer = ScalarTrainer(_model(JudgeModel), ScalarConfig(), order, eval_examples=order)
+        trainer = JudgeTrainer(_model(JudgeModel), JudgeConfig(), order, eval_examples=order)
         results.append(trainer.evaluate()["eval_loss"])
     scores = trainer.model.score_tokens([sequence.input_ids for sequence, _ in labelled])
     expected = losses.binary_cross_entropy(scores, torch.tensor([0.0, 1.0])).loss.item() / 2
@@ -124,8 +145,8 @@ def test_labels_follow_their_sequences_through_packing():
 def test_scalar_model_resumes_exactly(tmp_path):
     def make(folder):
         (tmp_path / folder).mkdir(exist_ok=True)
-        config = ScalarConfig(learning_rate=3e-3, max_steps=4, save_steps=2, per_device_train_batch_size=6)
-        return ScalarTrainer(_model(JudgeModel), config, _labelled(), run=RunFolder(tmp_path / folder))
+        config = JudgeConfig(learning_rate=3e-3, max_steps=4, save_steps=2, per_device_train_batch_size=6)
+        return JudgeTrainer(_model(JudgeModel), config, _labelled(), run=RunFolder(tmp_path / folder))
 
     assert_resumed_equals_uninterrupted(make)
     names = {path.name for path in (tmp_path / "halted" / "checkpoint-4").iterdir()}

@@ -13,11 +13,13 @@ from rlhf_algos.checkpoints.manager import save_rng_state as save_rng_state
 from rlhf_algos.checkpoints.sharded_state import load_sharded_state as load_sharded_state
 from rlhf_algos.checkpoints.sharded_state import save_sharded_state as save_sharded_state
 from rlhf_algos.configs.offline import DPOConfig as DPOConfig
+from rlhf_algos.configs.offline import JudgeConfig as JudgeConfig
 from rlhf_algos.configs.offline import KTOConfig as KTOConfig
 from rlhf_algos.configs.offline import PRMConfig as PRMConfig
 from rlhf_algos.configs.offline import ReferenceConfig as ReferenceConfig
 from rlhf_algos.configs.offline import RewardConfig as RewardConfig
 from rlhf_algos.configs.offline import RewardModelConfig as RewardModelConfig
+from rlhf_algos.configs.offline import ScalarConfig as ScalarConfig
 from rlhf_algos.configs.offline import SFTConfig as SFTConfig
 from rlhf_algos.configs.offline import SimPOConfig as SimPOConfig
 from rlhf_algos.configs.online import GRPOConfig as GRPOConfig
@@ -73,6 +75,9 @@ from rlhf_algos.jobs.tiny_models import few_threads_for_a_small_model as few_thr
 from rlhf_algos.jobs.tiny_models import tiny_base as tiny_base
 from rlhf_algos.jobs.training_job import TrainingJob as TrainingJob
 from rlhf_algos.offline.dpo import DPOTrainer as DPOTrainer
+from rlhf_algos.offline.judge import JudgeTrainer as JudgeTrainer
+from rlhf_algos.offline.judge import LabelledSequence as LabelledSequence
+from rlhf_algos.offline.judge import ScalarTrainer as ScalarTrainer
 from rlhf_algos.offline.kto import KTOTrainer as KTOTrainer
 from rlhf_algos.offline.orpo import ORPOConfig as ORPOConfig
 from rlhf_algos.offline.orpo import ORPOTrainer as ORPOTrainer
@@ -81,9 +86,6 @@ from rlhf_algos.offline.prm import ProcessRewardModelTrainer as ProcessRewardMod
 from rlhf_algos.offline.reward import PreferencePair as PreferencePair
 from rlhf_algos.offline.reward import RewardModelTrainer as RewardModelTrainer
 from rlhf_algos.offline.reward import RewardTrainer as RewardTrainer
-from rlhf_algos.offline.scalar_head import LabelledSequence as LabelledSequence
-from rlhf_algos.offline.scalar_head import ScalarConfig as ScalarConfig
-from rlhf_algos.offline.scalar_head import ScalarTrainer as ScalarTrainer
 from rlhf_algos.offline.sft import SFTTrainer as SFTTrainer
 from rlhf_algos.offline.simpo import SimPOTrainer as SimPOTrainer
 from rlhf_algos.online.base import OnlineTrainer as OnlineTrainer

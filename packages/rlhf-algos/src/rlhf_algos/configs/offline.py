@@ -35,6 +35,21 @@ class RewardConfig(TrainerConfig):
     """Disable dropout, including the adapters'."""
 
 
+class JudgeConfig(TrainerConfig):
+    """Settings of training a judge on labelled texts."""
+
+    learning_rate: float = Field(default=1e-4, gt=0)
+    """Peak learning rate of AdamW."""
+    max_length: int | None = Field(default=1024, ge=2)
+    """Tokens kept of prompt plus completion; null keeps all."""
+    disable_dropout: bool = True
+    """Disable dropout, including the adapters'."""
+
+
+ScalarConfig = JudgeConfig
+"""Another name."""
+
+
 class PRMConfig(TrainerConfig):
     """Settings of process reward modelling."""
 

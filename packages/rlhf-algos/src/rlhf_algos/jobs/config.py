@@ -11,7 +11,7 @@ from rlhf_algos.configs.trainer import TrainerConfig
 from rlhf_algos.distributed.config import DistributedConfig, check_trainer
 from rlhf_data import BaseConfig, LocalPath, ModelPath, Strings
 
-ModelKind = Literal["policy", "reward", "prm"]
+ModelKind = Literal["policy", "reward", "judge", "prm"]
 """A language model, a model that scores texts, or one that scores steps."""
 
 
@@ -249,6 +249,7 @@ class OnlineJobConfig(RewardSourceConfig, OnlineConfig, JobConfig):
 _SECTIONS: dict[ModelKind, tuple[type[BaseConfig], ...]] = {
     "policy": (),
     "reward": (EnsembleConfig,),
+    "judge": (HeadConfig,),
     "prm": (HeadConfig,),
 }
 

@@ -261,7 +261,7 @@ def _set_options(method: Method, config: JobConfig, max_length: int | None) -> d
         "max_prompt_length": lambda: _prompt_room(cast(OnlineConfig, config), max_length),
         "overlong": lambda: method.overlong,
         "truncation": lambda: None if config.truncation == "auto" else config.truncation,
-        "kl_batch_size": lambda: _kl_batch_size(cast(KTOConfig, config)),
+        "kl_batch_size": lambda: _kl_batch_size(config) if isinstance(config, KTOConfig) else None,
     }
     names = [option.name for option in record_kind(method.records).options]
     if config.truncation != "auto" and "truncation" not in names:

@@ -68,6 +68,7 @@ _MEASURED_STEPS = 64
 _CLASSES: dict[str, Any] = {
     "policy": AutoModelForCausalLM,
     "reward": AutoModelForSequenceClassification,
+    "judge": AutoModelForSequenceClassification,
     "prm": AutoModelForTokenClassification,
 }
 _SHOWN_CHARACTERS = 600

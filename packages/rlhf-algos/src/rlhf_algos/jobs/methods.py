@@ -143,6 +143,13 @@ METHODS: dict[str, Method] = {
         paper="2203.02155",
         trl="trl.RewardTrainer",
     ),
+    "judge": Method(
+        *("JudgeConfig", "JudgeTrainer", "kto"),
+        model="judge",
+        story_epochs=6,
+        summary="Judge: the probability that a text is true or good, from labelled ones.",
+        title="the cross-entropy of labels",
+    ),
     "prm": Method(
         *("PRMConfig", "PRMTrainer", "steps"),
         model="prm",

@@ -22,6 +22,7 @@ from rlhf_algos.parallel.precision import check_hardware
 from rlhf_algos.process_group import barrier, init_process_group, is_main_process, world_size
 from rlhf_data import UserError
 from rlhf_models import (
+    JudgeModel,
     LoraSettings,
     ProcessRewardModel,
     RewardEnsemble,
@@ -189,7 +190,7 @@ def _made_by_one(
     return lm, load_tokenizer(folder)
 
 
-_SCORERS: dict[str, Any] = {"reward": RewardModel, "prm": ProcessRewardModel}
+_SCORERS: dict[str, Any] = {"reward": RewardModel, "judge": JudgeModel, "prm": ProcessRewardModel}
 
 
 def _scorer(method: Method, config: JobConfig, maker: str, *source: Any, **options: Any) -> Any:
@@ -208,7 +209,7 @@ def _scorer(method: Method, config: JobConfig, maker: str, *source: Any, **optio
 
 def _finished(method: Method, model: Any, config: JobConfig) -> Any:
     """The model with what its method reads texts by, and with adapters where they are wanted."""
-    if method.model == "reward":
+    if method.model in ("reward", "judge"):
         model.append_eos = True
     if method.model == "prm":
         model.step_separator = cast(PRMConfig, config).step_separator

@@ -211,9 +211,10 @@ def _kind(folder: Path, method: str) -> _Kind:
     if model == "prm":
         auto = note.format("AutoModelForTokenClassification")
         return _Kind("token-classification", library, "ProcessRewardModel", _SCORE_STEPS, auto)
-    if model == "reward":
+    if model in ("reward", "judge"):
         auto = note.format("AutoModelForSequenceClassification")
-        return _Kind("text-classification", library, "RewardModel", _SCORE_TEXTS, auto)
+        name = "RewardModel" if model == "reward" else "JudgeModel"
+        return _Kind("text-classification", library, name, _SCORE_TEXTS, auto)
     return _Kind(
         "text-generation", library, "AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM"
     )

@@ -1,4 +1,5 @@
 from rlhf_algos.losses.calibration import calibration_error as calibration_error
+from rlhf_algos.losses.calibration import label_calibration as label_calibration
 from rlhf_algos.losses.calibration import pair_calibration as pair_calibration
 from rlhf_algos.losses.importance import ImportanceMode as ImportanceMode
 from rlhf_algos.losses.importance import ImportanceWeights as ImportanceWeights

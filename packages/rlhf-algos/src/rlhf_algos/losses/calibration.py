@@ -37,14 +37,38 @@ def pair_calibration(chosen_rewards: Tensor, rejected_rewards: Tensor, *, num_bi
     return gap.new_zeros(num_bins).index_add(0, bins, confidence - accuracy)
 
 
+def label_calibration(scores: Tensor, labels: Tensor, *, num_bins: int = 10) -> Tensor:
+    """Excess of probability over truth in bins of probability, summed over texts.
+
+    g_b = Σ_{i in bin b} (p_i - y_i),  p = sigmoid(s)
+
+    Bins have equal width over [0, 1].
+
+    Args:
+        scores: (Q,) logits that the text is true.
+        labels: (Q,) in [0, 1].
+        num_bins: number of bins, >= 1.
+
+    Returns:
+        (num_bins,) without gradient, to be added over batches and processes for `calibration_error`.
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    check_flat(scores, labels=labels)
+    probability = torch.sigmoid(scores.detach())
+    bins = (probability * num_bins).long().clamp(max=num_bins - 1)
+    return probability.new_zeros(num_bins).index_add(0, bins, probability - labels)
+
+
 def calibration_error(gaps: Tensor, count: Tensor | int) -> Tensor:
     """Expected calibration error: ECE = 1/n Σ_b |g_b|.
 
     https://arxiv.org/abs/1706.04599, eq. 3.
 
     Args:
-        gaps: (num_bins,) sums of `pair_calibration` over all pairs.
-        count: n > 0, the pairs.
+        gaps: (num_bins,) sums of `pair_calibration` or `label_calibration` over everything.
+        count: n > 0, the pairs or texts.
 
     Returns:
         Scalar in [0, 1]; 0 where every bin is right as often as it says.

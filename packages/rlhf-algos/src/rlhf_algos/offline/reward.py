@@ -9,19 +9,17 @@ import torch
 from torch import Tensor
 
 from rlhf_algos.configs.offline import RewardConfig
-from rlhf_algos.engine.base_trainer import BaseTrainer
 from rlhf_algos.engine.loss_output import LossOutput
-from rlhf_algos.losses import bradley_terry, calibration_error, pair_calibration
+from rlhf_algos.losses import bradley_terry, pair_calibration
+from rlhf_algos.offline.calibrated import CalibratedTrainer
 from rlhf_data import PackedBatch, TokenSequence
 from rlhf_data import PreferencePair as PreferencePair
 from rlhf_models import disable_dropout
 
-_BIN = "calibration/"
-
 PairLike = PreferencePair | tuple[TokenSequence, TokenSequence] | tuple[TokenSequence, TokenSequence, float]
 
 
-class RewardTrainer(BaseTrainer[PairLike]):
+class RewardTrainer(CalibratedTrainer[PairLike]):
     """Trains a scalar model on preference pairs by the Bradley-Terry loss, the mean over the pairs of a step.
 
     Metrics: `accuracy` (pairs with the chosen reward above the rejected one), `margin` (mean of their
@@ -51,7 +49,6 @@ class RewardTrainer(BaseTrainer[PairLike]):
     ) -> None:
         if config.disable_dropout:
             disable_dropout(model)
-        self._evaluating = False
         super().__init__(model, config, examples, **options)
 
     def sequences(self, example: PairLike) -> Sequence[TokenSequence]:
@@ -87,25 +84,13 @@ class RewardTrainer(BaseTrainer[PairLike]):
             highs={"max_reward": mean.max()},
         )
 
-    def evaluate(self) -> dict[str, float]:
-        """See `BaseTrainer.evaluate`; adds `eval_calibration`."""
-        self._evaluating = True
-        try:
-            metrics = super().evaluate()
-        finally:
-            self._evaluating = False
-        gaps = [metrics.pop(name) for name in list(metrics) if name.startswith(f"eval_{_BIN}")]
-        return metrics | {"eval_calibration": float(calibration_error(torch.tensor(gaps), 1))}
-
     def _sums(self, chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
         sums = {
             "accuracy": (chosen > rejected).sum(),
             "margin": (chosen - rejected).sum(),
             "mean_reward": (chosen + rejected).sum() / 2,
         }
-        if self._evaluating:
-            sums |= {f"{_BIN}{b}": gap for b, gap in enumerate(pair_calibration(chosen, rejected))}
-        return sums
+        return sums | self.calibration_sums(lambda: pair_calibration(chosen, rejected))
 
 
 def _margin(pair: Any) -> float:
