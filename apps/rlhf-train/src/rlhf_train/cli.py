@@ -314,6 +314,27 @@ def settings(method: str, as_json: bool) -> None:
     _exit_cleanly(lambda: print_settings(method, as_json=as_json))
 
 
+@main.command("schema")
+@click.argument("method")
+def schema(method: str) -> None:
+    """Print the JSON schema of a command's config, with which editors check and complete it."""
+    from rlhf_train.settings import print_schema
+
+    _exit_cleanly(lambda: print_schema(method))
+
+
+@main.command("doctor")
+@click.option("--port", type=click.IntRange(1, 65535), help="Also check that a server could use this port.")
+@click.option("--json", "as_json", is_flag=True, help="Print a list of JSON objects.")
+@click.pass_context
+def doctor(ctx: click.Context, port: int | None, as_json: bool) -> None:
+    """Check this machine: versions, devices, memory, disk, locks; exit code 2 where a run would fail."""
+    from rlhf_train.commands.doctor import run_doctor
+
+    if not run_doctor(port=port, as_json=as_json):
+        ctx.exit(2)
+
+
 minmax = main.command("minmax", epilog=_epilog("minmax"))(decorated(_minmax, _minmax_options()))
 rlhf = main.command("rlhf", epilog=_epilog("rlhf"))(decorated(_rlhf, _rlhf_options()))
 compare = main.command("compare")(decorated(_compare, compare_options()))

@@ -16,6 +16,7 @@ from rlhf_data import UserError
 
 _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
+_DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _PIPED_WIDTH = 180
 """Columns of the table in a pipe or a file, where lines are searched."""
 
@@ -32,24 +33,42 @@ class Setting:
     """The default where the tiny model is built, if that is another."""
 
 
-def settings_of(method: str) -> list[Setting]:
-    """The settings of a command."""
+def config_class(method: str) -> type[BaseModel]:
+    """The class of a command's settings.
+
+    Raises:
+        UserError: there is no such command.
+    """
     from rlhf_algos import METHODS
 
     if method == "minmax":
         from rlhf_minmax import MinMaxConfig
 
-        return list(_settings(MinMaxConfig, {}))
+        return MinMaxConfig
     if method == "rlhf":
         from rlhf_algos import RLHFConfig
 
-        return list(_settings(RLHFConfig, {}))
+        return RLHFConfig
     if method not in METHODS:
         raise UserError(
             f"there is no method {method}; choose from minmax, rlhf, {', '.join(METHODS)}",
             code="unknown_kind",
         )
-    return list(_settings(METHODS[method].job_config, METHODS[method].tiny))
+    return METHODS[method].job_config
+
+
+def settings_of(method: str) -> list[Setting]:
+    """The settings of a command."""
+    from rlhf_algos import METHODS
+
+    tiny = METHODS[method].tiny if method in METHODS else {}
+    return list(_settings(config_class(method), tiny))
+
+
+def print_schema(method: str) -> None:
+    """Print the JSON schema of a command's config file (draft 2020-12)."""
+    found = config_class(method).model_json_schema()
+    print(json.dumps({"$schema": _DRAFT, **found, "title": f"Config of rlhf-train {method}"}, indent=2))
 
 
 def print_settings(method: str, *, as_json: bool) -> None:
