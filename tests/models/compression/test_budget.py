@@ -22,8 +22,8 @@ def test_the_best_tokens_are_kept_in_their_order():
 
 
 def test_sentences_are_ranked_by_their_mean_and_the_last_is_cut():
-    # Means: (1 + 2) / 2 = 1.5, (9 + 0 + 0) / 3 = 3, (2 + 2) / 2 = 2. The second is kept whole, then the third;
-    # of the first there is room for its best token.
+    # Means: (1 + 2) / 2 = 1.5, (9 + 0 + 0) / 3 = 3, (2 + 2) / 2 = 2. The second is kept whole, then the
+    # third; of the first there is room for its best token.
     assert kept([1, 2, 9, 0, 0, 2, 2], 6, units=[0, 0, 1, 1, 1, 2, 2]) == [1, 2, 3, 4, 5, 6]
 
 

@@ -30,8 +30,7 @@ def keep_best(scores: np.ndarray, budget: int, *, protected: np.ndarray, units: 
     count = int(protected.sum())
     if count > budget:
         raise UserError(
-            f"{count} tokens are protected but only {budget} may be kept; protect less or raise max_tokens or "
-            "ratio",
+            f"{count} tokens are protected but only {budget} may be kept; protect less or compress less",
             code="budget_too_small",
             protected=count,
             budget=budget,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -33,8 +34,8 @@ class CompressionSettings(BaseConfig):
     """How a `ContextCompressor` chooses, and how much it keeps."""
 
     method: Literal["surprisal", "question", "contrastive"] = "question"
-    """surprisal: what the model predicts worst. question: what makes the question likeliest. contrastive: what
-    the question makes likelier than it is by itself."""
+    """surprisal: what the model predicts worst. question: what makes the question likeliest. contrastive:
+    what the question makes likelier than it is by itself."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Tokens to keep at most."""
     ratio: float | None = Field(default=None, ge=1)
@@ -237,7 +238,7 @@ class ContextCompressor:
         asked: list[Sequence[int]] = []
         for ids, question, numbers in zip(texts, questions or (), sentences, strict=True):
             bounds = [*np.flatnonzero(np.diff(numbers, prepend=-1)).tolist(), len(ids)]
-            pieces += [ids[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+            pieces += [ids[a:b] for a, b in itertools.pairwise(bounds)]
             asked += [question] * (len(bounds) - 1)
         if self.settings.method == "question":
             worth = iter(question_likelihoods(self.model, pieces, asked, **options))
