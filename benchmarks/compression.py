@@ -1,0 +1,383 @@
+"""Accuracy of a reader of compressed texts, against the same texts truncated to as many tokens.
+
+    uv run python benchmarks/compression.py --work work --output benchmarks/results/compression.json
+
+A tiny reader is trained on the spot: stories of the story world, told in turns, and codes hidden in them. Then
+held-out stories of eight movers ask where one of them is ("stories"), or for the one code that was planted
+somewhere ("needles"); texts are compressed or truncated to 1/2, 1/4 and 1/8 of their tokens, and the same
+reader answers. Every seed has other stories, questions and random choices; the reader is one. Prints JSON:
+accuracy over all seeds and of each, the share of texts whose decisive sentence is left whole, each arm minus
+the best truncation on the same questions with a 95% interval, and how long compressing takes relative to the
+forward passes in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhf_algos import SFTConfig, SFTTrainer
+from rlhf_data import QARecord, StoryWorldConfig, TokenSequence, atomic_write_json, generate_stories, pack
+from rlhf_models import (
+    ContextCompressor,
+    build_tiny_llama,
+    load_causal_lm,
+    load_tokenizer,
+    save_model,
+    token_distributions,
+    train_byte_tokenizer,
+)
+from rlhf_models.compression import scores
+from rlhf_models.compression.budget import keep_best, sentence_numbers
+
+PLACES = ("kitchen", "garden", "shed", "attic", "cellar", "hall", "office", "garage")
+MOVERS = 8
+RATIOS = (2, 4, 8)
+TRUNCATIONS = ("first", "last", "middle", "random")
+METHODS = ("surprisal", "question", "contrastive")
+TASKS = ("stories", "needles")
+
+
+@dataclass(frozen=True)
+class Item:
+    """A long text, a question to one sentence of it, and the answer, a place, after its beginning."""
+
+    sentences: list[str]
+    decisive: int
+    question: str
+    said: str
+    answer: str
+
+
+def stories(count: int, split: Any, seed: int) -> dict[str, list[QARecord]]:
+    """Stories of every mover."""
+    found: dict[str, list[QARecord]] = {}
+    for record in generate_stories(StoryWorldConfig(num_movers=MOVERS), count, split=split, seed=seed):
+        found.setdefault(record.extra["mover"], []).append(record)
+    return found
+
+
+def told(records: Sequence[QARecord], rng: random.Random) -> list[str]:
+    """Sentences of several stories, each in its order, in turns."""
+    queues = [
+        [f" {part.strip()} ." for part in record.story.split(".") if part.strip()] for record in records
+    ]
+    found = []
+    while any(queues):
+        found.append(rng.choices(queues, weights=[len(queue) for queue in queues])[0].pop(0))
+    return found
+
+
+def story_item(sentences: list[str], record: QARecord) -> Item:
+    """Where a mover is: the last sentence that saw it."""
+    name = record.extra["mover"]
+    decisive = max(i for i, sentence in enumerate(sentences) if sentence.split()[0] == name)
+    said = " " + " ".join(sentences[decisive].split()[:3])
+    return Item(sentences, decisive, record.question, said, record.answer_text)
+
+
+def needle_item(sentences: list[str], name: str, rng: random.Random) -> Item:
+    """The code of a mover, planted anywhere."""
+    at, code = rng.randint(0, len(sentences)), rng.choice(PLACES)
+    needle = f" code of {name} is {code} ."
+    return Item(
+        [*sentences[:at], needle, *sentences[at:]],
+        at,
+        f"what is code of {name} ?",
+        f" code of {name} is",
+        code,
+    )
+
+
+class Trainer:
+    """Makes the reader and what it learns from."""
+
+    def __init__(self, tokenizer: Any, seed: int) -> None:
+        self.tokenizer, self.rng = tokenizer, random.Random(seed)
+        self.stories = stories(8000, "train", seed)
+
+    def ids(self, text: str) -> list[int]:
+        """Of a text that continues another."""
+        return self.tokenizer(text)["input_ids"]
+
+    def facts(self) -> tuple[TokenSequence, ...]:
+        """A text that says the same of every mover again and again: what is repeated can be predicted."""
+        places = {name: self.rng.choice(PLACES) for name in self.rng.sample(sorted(self.stories), 6)}
+        ids, mask, seen = [self.tokenizer.bos_token_id], [False], set()
+        for _ in range(24):
+            name = self.rng.choice(sorted(places))
+            verb = self.stories[name][0].story.split()[1]
+            sentence = self.ids(f" {name} {verb} to {places[name]} .")
+            ids += sentence
+            mask += [i == len(sentence) - 2 and name in seen for i in range(len(sentence))]
+            seen.add(name)
+        return (TokenSequence(ids, 1, mask),)
+
+    def lesson(self, most: int) -> tuple[TokenSequence, ...]:
+        """A text and all its questions, and single sentences with the question that they answer."""
+        chosen = self.rng.sample(sorted(self.stories), self.rng.randint(1, most))
+        records = [self.rng.choice(self.stories[name]) for name in chosen]
+        sentences = told(records, self.rng)
+        name = self.rng.choice(chosen)
+        needle = needle_item(sentences, name, self.rng)
+        items = [needle, *(story_item(needle.sentences, record) for record in records)]
+        context = [self.tokenizer.bos_token_id, *self.ids("".join(needle.sentences))]
+        found = [TokenSequence(context, 1)] if self.rng.random() < 0.1 else []
+        for item in items:
+            answer = self.ids(f" {item.question}{item.said} {item.answer} .")
+            found.append(TokenSequence([*context, *answer], len(context) + len(answer) - 2))
+            alone = [self.tokenizer.bos_token_id, *self.ids(item.sentences[item.decisive])]
+            found.append(TokenSequence([*alone, *self.ids(f" {item.question}")], len(alone)))
+        return tuple(found)
+
+    def train(self, model: Any, steps: int) -> None:
+        """A third of the steps on facts, then on texts of up to three stories, then of up to eight."""
+        batch = 16
+        examples = [self.facts() for _ in range(steps // 3 * batch)]
+        examples += [self.lesson(3) for _ in range(steps // 4 * batch)]
+        examples += [self.lesson(MOVERS) for _ in range(steps * batch - len(examples))]
+        config = SFTConfig(
+            learning_rate=3e-3,
+            lr_scheduler_type="cosine",
+            adam_beta2=0.95,
+            per_device_train_batch_size=batch,
+            num_train_epochs=1,
+            max_tokens_per_batch=None,
+            save_steps=None,
+            shuffle=False,
+        )
+
+        def report(step: int, metrics: dict[str, Any]) -> None:
+            if step % 50 == 0:
+                print(f"step {step}: loss {metrics['loss']:.3f}", file=sys.stderr, flush=True)
+
+        SFTTrainer(model, config, examples, on_step=report).train()
+        model.eval()
+
+
+def reader(folder: Path, steps: int) -> tuple[Any, Any]:
+    """The reader and its tokenizer, trained unless they are in the folder."""
+    if not folder.is_dir():
+        rng = random.Random(0)
+        by_mover = stories(2000, "train", 1)
+        texts = []
+        for name, records in sorted(by_mover.items()):
+            needle = needle_item(told(records[:20], rng), name, rng)
+            texts.append("".join(needle.sentences) + f" {needle.question} {records[0].question}")
+        tokenizer = train_byte_tokenizer(texts, 400)
+        model = build_tiny_llama(len(tokenizer), eos_token_id=2, pad_token_id=0, seed=0)
+        Trainer(tokenizer, 0).train(model, steps)
+        save_model(model, tokenizer, folder)
+    return load_causal_lm(folder), load_tokenizer(folder)
+
+
+def held_out(task: str, count: int, seed: int) -> list[Item]:
+    """Questions to texts of eight movers."""
+    rng, by_mover = random.Random(f"{task}/{seed}"), stories(3000, "eval", seed)
+    found = []
+    for _ in range(count):
+        names = rng.sample(sorted(by_mover), MOVERS)
+        records = [rng.choice(by_mover[name]) for name in names]
+        sentences = told(records, rng)
+        made = (
+            story_item(sentences, records[0]) if task == "stories" else needle_item(sentences, names[0], rng)
+        )
+        found.append(made)
+    return found
+
+
+def truncated(arm: str, ids: list[int], budget: int, tokenizer: Any, rng: np.random.Generator) -> np.ndarray:
+    """Positions that a truncation keeps; "middle" cuts the middle out, "random" keeps random sentences."""
+    if arm == "random":
+        units = sentence_numbers(tokenizer, ids)
+        worth = rng.random(units[-1] + 1)[units]
+        return keep_best(worth, budget, protected=np.zeros(len(ids), dtype=bool), units=units)
+    first = {"first": budget, "last": 0, "middle": budget // 2}[arm]
+    return np.r_[:first, len(ids) - budget + first : len(ids)]
+
+
+def answered(model: Any, tokenizer: Any, texts: list[list[int]], items: list[Item]) -> np.ndarray:
+    """(n,) whether the reader answers each question right."""
+    places = [tokenizer(f" {place}")["input_ids"][0] for place in PLACES]
+    sequences = []
+    for ids, item in zip(texts, items, strict=True):
+        asked = [tokenizer.bos_token_id, *ids, *tokenizer(f" {item.question}{item.said}")["input_ids"]]
+        sequences.append(TokenSequence([*asked, places[PLACES.index(item.answer)]], len(asked)))
+    right = np.zeros(len(items))
+    for batch in pack(sequences, 8192):
+        guess = token_distributions(model, batch).distributions[:, places].argmax(1)  # pyright: ignore
+        truth = batch.score_targets
+        right[batch.sequence_ids] = (torch.tensor(places)[guess] == truth).float()
+    return right
+
+
+class Arms:
+    """All arms on the items of one task and seed."""
+
+    def __init__(self, model: Any, tokenizer: Any, items: list[Item], seed: int) -> None:
+        self.model, self.tokenizer, self.items = model, tokenizer, items
+        self.ids = [tokenizer("".join(item.sentences))["input_ids"] for item in items]
+        self.rng = np.random.default_rng(seed)
+
+    def run(self, arm: str, ratio: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """Right answers and whole decisive sentences (n,), and the largest error of the number of tokens."""
+        budgets = [len(ids) // ratio for ids in self.ids]
+        if arm in METHODS:
+            made = ContextCompressor(self.model, self.tokenizer, method=arm, ratio=ratio)
+            asked = [self.tokenizer(f" {item.question}")["input_ids"] for item in self.items]
+            kept = [found.kept for found in made.compress_batch(self.ids, asked)]
+        else:
+            kept = [
+                truncated(arm, ids, budget, self.tokenizer, self.rng)
+                for ids, budget in zip(self.ids, budgets, strict=True)
+            ]
+        texts = [[ids[i] for i in places] for ids, places in zip(self.ids, kept, strict=True)]
+        error = max(abs(len(text) - budget) for text, budget in zip(texts, budgets, strict=True))
+        return answered(self.model, self.tokenizer, texts, self.items), self._whole(kept), error
+
+    def _whole(self, kept: list[np.ndarray]) -> np.ndarray:
+        found = []
+        for item, ids, places in zip(self.items, self.ids, kept, strict=True):
+            numbers = sentence_numbers(self.tokenizer, ids)
+            found.append(set(np.flatnonzero(numbers == item.decisive)) <= set(places.tolist()))
+        return np.array(found, dtype=float)
+
+
+def interval(differences: np.ndarray) -> list[float]:
+    """Mean difference over questions, and its 95% bootstrap interval."""
+    rng = np.random.default_rng(0)
+    means = differences[rng.integers(len(differences), size=(2000, len(differences)))].mean(1)
+    return [round(float(x), 4) for x in (differences.mean(), *np.quantile(means, [0.025, 0.975]))]
+
+
+def measured(model: Any, tokenizer: Any, task: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Every arm at every ratio, over all seeds."""
+    arms = [
+        Arms(model, tokenizer, held_out(task, options.questions, seed), seed) for seed in range(options.seeds)
+    ]
+    full = [answered(model, tokenizer, arm.ids, arm.items) for arm in arms]
+    tokens = float(np.mean([len(ids) for arm in arms for ids in arm.ids]))
+    result: dict[str, Any] = {"tokens": tokens, "full": float(np.concatenate(full).mean())}
+    result["full_of_seeds"] = [float(x.mean()) for x in full]
+    for ratio in RATIOS:
+        runs = {name: [arm.run(name, ratio) for arm in arms] for name in (*TRUNCATIONS, *METHODS)}
+        right = {name: np.concatenate([run[0] for run in each]) for name, each in runs.items()}
+        best = max(TRUNCATIONS, key=lambda name: right[name].mean())
+        rows: dict[str, Any] = {"best_truncation": best}
+        for name, each in runs.items():
+            accuracy = float(right[name].mean())
+            rows[name] = {
+                "accuracy": accuracy,
+                "of_full": accuracy / result["full"],
+                "accuracy_of_seeds": [float(run[0].mean()) for run in each],
+                "decisive_sentence_whole": float(np.concatenate([run[1] for run in each]).mean()),
+                "largest_token_error": max(run[2] for run in each),
+                "minus_best_truncation": interval(right[name] - right[best]),
+            }
+        result[f"{ratio}x"] = rows
+        print(task, ratio, {n: round(rows[n]["of_full"], 3) for n in runs}, file=sys.stderr, flush=True)
+    return result
+
+
+def timed(model: Any, tokenizer: Any, repeats: int) -> dict[str, Any]:
+    """Seconds of compressing over those of the forward passes in it and over one of the plain texts."""
+    items = held_out("stories", 32, 0)
+    ids = [tokenizer("".join(item.sentences))["input_ids"] for item in items]
+    asked = [tokenizer(f" {item.question}")["input_ids"] for item in items]
+    forward, spent = scores.token_logps, [0.0]
+
+    def clocked(*arguments: Any) -> Any:
+        started = time.perf_counter()
+        found = forward(*arguments)
+        spent[0] += time.perf_counter() - started
+        return found
+
+    (plain,) = pack([TokenSequence([1, *text], 1) for text in ids])
+    result = {}
+    for method in METHODS:
+        made = ContextCompressor(model, tokenizer, method=method, ratio=4)
+        own, whole = [], []
+        for _ in range(repeats + 1):
+            spent[0] = 0.0
+            scores.token_logps = clocked
+            started = time.perf_counter()
+            made.compress_batch(ids, asked)
+            total = time.perf_counter() - started
+            scores.token_logps = forward
+            started = time.perf_counter()
+            with torch.no_grad():
+                forward(model, plain)
+            own.append(total / spent[0])
+            whole.append(total / (time.perf_counter() - started))
+        medians = {"over_its_forward": own[1:], "over_a_forward_of_the_texts": whole[1:]}
+        result[method] = {name: round(float(np.median(values)), 3) for name, values in medians.items()}
+    return result
+
+
+def figure(result: dict[str, Any], path: Path) -> None:
+    """Share of full accuracy over the ratio, one panel for each task."""
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(9, 3.6), layout="constrained")
+    for number, task in enumerate(TASKS):
+        axes = drawn.add_subplot(1, 2, number + 1)
+        for name in (*METHODS, *TRUNCATIONS):
+            shares = [result[task][f"{ratio}x"][name]["of_full"] for ratio in RATIOS]
+            axes.plot(RATIOS, shares, "o-" if name in METHODS else "s--", label=name)
+        axes.axhline(0.95, color="grey", linewidth=0.8)
+        axes.set(
+            title=f"{task} (full text: {result[task]['full']:.2f})",
+            xlabel="tokens of the text per kept token",
+        )
+        axes.set(xscale="log", ylim=(0, 1.1), ylabel="share of the full text's accuracy")
+        axes.set_xticks(RATIOS, [f"{ratio}x" for ratio in RATIOS])
+        axes.minorticks_off()
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    drawn.savefig(path, dpi=120)
+
+
+def main() -> int:
+    """Train, compress, answer, time."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--work", type=Path, required=True, help="folder of the reader")
+    parser.add_argument("--steps", type=int, default=1200, help="training steps of the reader")
+    parser.add_argument("--questions", type=int, default=200, help="of each task and seed")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=5, help="of the timings")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--figure", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    model, tokenizer = reader(options.work / "reader", options.steps)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout
+    result: dict[str, Any] = {"commit": commit.strip(), "seeds": list(range(options.seeds))}
+    result["versions"] = {name: version(name) for name in ("torch", "transformers", "rlhf-models")}
+    result |= {"reader_steps": options.steps, "questions": options.questions}
+    result |= {task: measured(model, tokenizer, task, options) for task in TASKS}
+    larger = build_tiny_llama(len(tokenizer), hidden_size=256, num_layers=8, intermediate_size=1024)
+    result["seconds"] = {"reader": timed(model, tokenizer, options.repeats)}
+    result["seconds"]["9M_parameters"] = timed(larger, tokenizer, options.repeats)
+    if options.output:
+        atomic_write_json(options.output, result)
+    if options.figure:
+        figure(result, options.figure)
+    print(json.dumps(result, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
