@@ -2,8 +2,8 @@
 
     uv run python benchmarks/compression.py --work work --output benchmarks/results/compression.json
 
-A tiny reader is trained on the spot: stories of the story world, told in turns, and codes hidden in them. Then
-held-out stories of eight movers ask where one of them is ("stories"), or for the one code that was planted
+A tiny reader is trained on the spot: stories of the story world, told in turns, and codes hidden in them.
+Then held-out stories of eight movers ask where one of them is ("stories"), or for the one code that was planted
 somewhere ("needles"); texts are compressed or truncated to 1/2, 1/4 and 1/8 of their tokens, and the same
 reader answers. Every seed has other stories, questions and random choices; the reader is one. Prints JSON:
 accuracy over all seeds and of each, the share of texts whose decisive sentence is left whole, each arm minus
@@ -354,7 +354,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--work", type=Path, required=True, help="folder of the reader")
-    parser.add_argument("--steps", type=int, default=1200, help="training steps of the reader")
+    parser.add_argument("--steps", type=int, default=2400, help="training steps of the reader")
     parser.add_argument("--questions", type=int, default=200, help="of each task and seed")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=5, help="of the timings")
