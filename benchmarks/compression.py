@@ -3,8 +3,8 @@
     uv run python benchmarks/compression.py --work work --output benchmarks/results/compression.json
 
 A tiny reader is trained on the spot: stories of the story world, told in turns, and codes hidden in them.
-Then held-out stories of eight movers ask where one of them is ("stories"), or for the one code that was planted
-somewhere ("needles"); texts are compressed or truncated to 1/2, 1/4 and 1/8 of their tokens, and the same
+Then held-out stories of eight movers ask where one of them is ("stories"), or for the one code that was
+planted somewhere ("needles"); texts are compressed or truncated to 1/2, 1/4 and 1/8 of their tokens, and the same
 reader answers. Every seed has other stories, questions and random choices; the reader is one. Prints JSON:
 accuracy over all seeds and of each, the share of texts whose decisive sentence is left whole, each arm minus
 the best truncation on the same questions with a 95% interval, and how long compressing takes relative to the
