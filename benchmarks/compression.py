@@ -3,11 +3,11 @@
     uv run python benchmarks/compression.py --work work --output benchmarks/results/compression.json
 
 A tiny model is trained on the spot for each seed: on stories of the story world, told in turns, with codes
-hidden in them, and on single sentences with the question that they answer. Then held-out stories of eight
-movers ask where one of them is ("stories"), or for the one code that was planted somewhere ("needles"). Texts
-are compressed by that model, or truncated, to 1/2, 1/4 and 1/8 of their tokens; then a reader that makes no
-mistake (rules) answers from what is left, so that accuracy is what selection loses and nothing else.
-Prints JSON:
+hidden in them, and on single sentences with the question that they answer. Held-out stories of eight movers
+then ask where one of them is ("stories"), or for the one code that was planted somewhere ("needles"); stories
+of one mover of 24 to 32 sentences ask where it is ("one_mover"). Texts are compressed by that model, or
+truncated, to 1/2, 1/4 and 1/8 of their tokens; a reader that makes no mistake (rules) answers from what is
+left, so that accuracy is what selection loses and nothing else. Prints JSON:
 accuracy over all seeds and of each, the share of texts whose decisive sentence is left whole, each arm minus
 the best truncation on the same questions with a 95% interval, and how long compressing takes relative to the
 forward passes in it.
@@ -49,7 +49,7 @@ MOVERS = 8
 RATIOS = (2, 4, 8)
 TRUNCATIONS = ("first", "last", "middle", "random")
 METHODS = ("surprisal", "question", "contrastive")
-TASKS = ("stories", "needles")
+TASKS = ("stories", "needles", "one_mover")
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,12 @@ class Item:
     answer: str
 
 
-def stories(count: int, split: Any, seed: int) -> dict[str, list[QARecord]]:
+def stories(count: int, split: Any, seed: int, **world: int) -> dict[str, list[QARecord]]:
     """Stories of every mover."""
     found: dict[str, list[QARecord]] = {}
-    for record in generate_stories(StoryWorldConfig(num_movers=MOVERS), count, split=split, seed=seed):
+    for record in generate_stories(
+        StoryWorldConfig(num_movers=MOVERS, **world), count, split=split, seed=seed
+    ):
         found.setdefault(record.extra["mover"], []).append(record)
     return found
 
@@ -145,11 +147,13 @@ def scorer(folder: Path, steps: int, seed: int) -> tuple[Any, Any]:
 
 
 def held_out(task: str, count: int, seed: int) -> list[Item]:
-    """Questions to texts of eight movers."""
-    rng, by_mover = random.Random(f"{task}/{seed}"), stories(3000, "eval", seed)
+    """Questions to texts of eight movers, or to long ones of one."""
+    alone = task == "one_mover"
+    world = {"min_sentences": 24, "max_sentences": 32} if alone else {}
+    rng, by_mover = random.Random(f"{task}/{seed}"), stories(1000 if alone else 3000, "eval", seed, **world)
     found = []
     for _ in range(count):
-        names = rng.sample(sorted(by_mover), MOVERS)
+        names = rng.sample(sorted(by_mover), 1 if alone else MOVERS)
         records = [rng.choice(by_mover[name]) for name in names]
         sentences = told(records, rng)
         made = (
@@ -286,9 +290,9 @@ def figure(result: dict[str, Any], path: Path) -> None:
     """Share of full accuracy over the ratio, one panel for each task."""
     from matplotlib.figure import Figure
 
-    drawn = Figure(figsize=(9, 3.6), layout="constrained")
+    drawn = Figure(figsize=(12, 3.6), layout="constrained")
     for number, task in enumerate(TASKS):
-        axes = drawn.add_subplot(1, 2, number + 1)
+        axes = drawn.add_subplot(1, len(TASKS), number + 1)
         for name in (*METHODS, *TRUNCATIONS):
             shares = [result[task][f"{ratio}x"][name]["of_full"] for ratio in RATIOS]
             axes.plot(RATIOS, shares, "o-" if name in METHODS else "s--", label=name)
