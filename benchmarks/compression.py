@@ -157,7 +157,7 @@ def held_out(task: str, count: int, seed: int) -> list[Item]:
         records = [rng.choice(by_mover[name]) for name in names]
         sentences = told(records, rng)
         made = (
-            story_item(sentences, records[0]) if task == "stories" else needle_item(sentences, names[0], rng)
+            story_item(sentences, records[0]) if task != "needles" else needle_item(sentences, names[0], rng)
         )
         found.append(made)
     return found
